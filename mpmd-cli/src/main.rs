@@ -16,7 +16,7 @@ use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use mpmd_transport::memory::CountingAllocator;
 
-/// Counts only where `mpmd bench` asks it to.
+/// The allocator of the whole program. It counts allocations only while `mpmd bench` asks for it.
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
@@ -32,27 +32,27 @@ struct Cli {
 enum Command {
     /// Run a program as several processes on this machine
     Run(run::Run),
-    /// Ask the planners: layouts, chunks, rules, what goes where
+    /// Ask the planners: layouts, chunks, rules, resharding
     Plan(plan::PlanArgs),
-    /// Read what the processes of a traced run have written: what ran when, and who waited for whom
+    /// Read the files of a traced run: the time of each operation, and the waits between processes
     Trace(trace::TraceArgs),
-    /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
+    /// Draw the timeline of a run or of a schedule: a page that can be zoomed, or an SVG drawing
     Draw(draw::DrawArgs),
-    /// Prove and add up what a program is to do, before it runs
+    /// Prove that a program is correct and add up its costs, before it runs
     Check(check::CheckArgs),
     /// Show a schedule: as torch's text, as a table, as data or as a picture
     Schedule(schedule::ScheduleArgs),
-    /// Measure what the framework itself costs
+    /// Measure the costs of the framework itself
     Bench(bench::BenchArgs),
-    /// Look at this machine: what it has for transports, and what to do about it
+    /// Examine this machine: the transports that it supports, and how to fix those that fail
     Doctor(doctor::DoctorArgs),
-    /// Read another process's memory and be read
+    /// Read another process's memory and let it read this one's
     #[command(name = doctor::READ_MEMORY, hide = true)]
     ReadMemory { pid: u32, address: u64 },
     /// Become a program that ends with this process's parent
     #[command(name = run::EXEC, hide = true)]
     Exec(run::Exec),
-    /// End what a launcher has left behind
+    /// End the processes that a launcher has left behind
     #[command(name = run::GUARD, hide = true)]
     Guard,
 }
@@ -80,7 +80,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Writes to standard output. Who reads it may have seen enough, and gone.
+/// Writes to standard output. A closed pipe is not an error: the reader may have seen enough.
 fn say(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

@@ -13,13 +13,14 @@ use clap::Args;
 use mpmd_core::launch::{Launch, adopt, device_kinds, variables};
 use mpmd_core::transports;
 
-/// The name by which `run` starts this program again in place of the user's, see [`Exec`].
+/// The hidden subcommand by which `run` starts this program again in place of the user's, see
+/// [`Exec`].
 pub(crate) const EXEC: &str = "__exec";
 
-/// The name by which `run` starts the job's guard.
+/// The hidden subcommand by which `run` starts the job's guard.
 pub(crate) const GUARD: &str = "__guard";
 
-/// What a shell says where there is no such program.
+/// The exit code that a shell gives if a program does not exist.
 const NO_SUCH_PROGRAM: u8 = 127;
 
 /// Arguments of `mpmd run`.
@@ -28,30 +29,29 @@ pub(crate) struct Run {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     processes: u32,
-    /// The transport between them; by default what MPMD_TRANSPORT says, else auto: memory that
-    /// processes of one host share where they can (shm), else tcp. What shm and ucx need, `mpmd
-    /// doctor` says
+    /// The transport between the processes. By default that of MPMD_TRANSPORT, else auto: shared
+    /// memory (shm) between processes of one host where possible, else tcp. `mpmd doctor` shows the
+    /// requirements of shm and ucx
     #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
     /// Number of devices of each process; by default the program's choice
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
-    /// What the devices are: cpu, or cuda for graphics processors; or one of them for each process
-    /// in order, such as cpu,cuda, where the last counts for all that follow. By default what
-    /// MPMD_DEVICE says, else the program's choice
+    /// The kind of the devices: cpu, or cuda for graphics processors; or one kind for each process
+    /// in order, such as cpu,cuda. The last kind counts for all further processes. By default that
+    /// of MPMD_DEVICE, else the program's choice
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
     device: Option<String>,
-    /// How long the processes wait for each other
+    /// The peer timeout: the longest time that a process waits for another
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     patience: Duration,
-    /// How long the others may go on once one has failed
+    /// The time that the other processes have to end after one has failed
     #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
     grace: Duration,
-    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd
-    /// trace`
+    /// Have each process record its operations in a file in this folder, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
-    /// Print lines as they are, without saying whose they are
+    /// Print lines as they are, without the rank of the process that wrote them
     #[arg(long)]
     no_prefix: bool,
     /// The program and its arguments
@@ -60,12 +60,12 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// Runs the job; the exit code is that of the process that failed first.
+    /// Runs the job. The exit code is that of the process that failed first.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
         };
-        // Looked for here, to say it once and not in every process.
+        // Looked up here, so that the error is printed once and not by every process.
         let Some(found) = find(program) else {
             eprintln!("mpmd: there is no program {}", program.display());
             return Ok(ExitCode::from(NO_SUCH_PROGRAM));
@@ -85,7 +85,7 @@ impl Run {
         let this = std::env::current_exe().context("finding this program, to start it again")?;
         let mut launch = Launch::new(self.processes as usize, &this);
         if let Some(folder) = &self.trace {
-            // Whatever folder the program goes to.
+            // Made absolute: the program may change its working directory.
             let folder = std::path::absolute(folder).context("finding the folder for the trace")?;
             launch = launch.env(variables::TRACE, folder);
         }
@@ -103,7 +103,7 @@ impl Run {
         if let Some(failure) = &outcome.first_failure {
             eprintln!("mpmd: {failure}");
         }
-        // Exit codes have a byte.
+        // Exit codes are one byte.
         Ok(ExitCode::from(outcome.code().to_le_bytes()[0]))
     }
 }
@@ -116,8 +116,8 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    /// Becomes the program. What [`adopt`] asks of the operating system outlives that, so that
-    /// programs that know nothing of us end with the launcher too.
+    /// Replaces this process by the program. The settings that [`adopt`] makes in the operating
+    /// system survive the `exec`, so that programs without this library also end with the launcher.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
@@ -128,7 +128,7 @@ impl Exec {
     }
 }
 
-/// Where a shell would find `program`.
+/// Returns the path at which a shell would find `program`, or `None`.
 pub(crate) fn find(program: &OsStr) -> Option<PathBuf> {
     if program.as_bytes().contains(&b'/') {
         return is_program(Path::new(program)).then(|| program.into());
@@ -141,7 +141,7 @@ fn is_program(file: &Path) -> bool {
     file.metadata().is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0)
 }
 
-/// What [`variables::DEVICE`] may be set to, as it is.
+/// Checks a value for [`variables::DEVICE`] and returns it trimmed.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
     device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
 }

@@ -1,4 +1,4 @@
-//! The benchmarks run, and say what they measured.
+//! Runs the benchmarks, and checks the form of their results.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// No benchmark with so few repeats takes so long.
+/// The time limit of a benchmark with few repeats.
 const LONG: Duration = Duration::from_secs(120);
 
-/// What may be set where the tests run.
+/// Variables that may be set where the tests run.
 const SET: [&str; 6] = [
     "MPMD_RANK",
     "MPMD_WORLD_SIZE",
@@ -31,7 +31,7 @@ fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Runs it to its end, which must come in time.
+/// Runs a command to its end, at most for the time limit.
 fn run(mut command: Command) -> Output {
     let child = command
         .stdout(Stdio::piped())
@@ -42,7 +42,7 @@ fn run(mut command: Command) -> Output {
     let (sender, ended) = mpsc::channel();
     std::thread::spawn(move || sender.send(child.wait_with_output()));
     match ended.recv_timeout(LONG) {
-        Ok(output) => output.expect("what it said"),
+        Ok(output) => output.expect("its output"),
         Err(_) => {
             let _ = kill_process(pid, Signal::KILL);
             panic!("{command:?} did not end within {LONG:?}");
@@ -58,7 +58,7 @@ fn bench(args: &[&str]) -> String {
     said
 }
 
-/// What it complains of, having said nothing.
+/// Returns the error output of a failed call without standard output.
 fn complaint(args: &[&str]) -> String {
     let output = run(command(args));
     assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {output:?}");
@@ -71,7 +71,7 @@ fn lines(said: &str) -> Vec<Value> {
         .collect()
 }
 
-/// All samples are there and none is nothing.
+/// Checks that all samples are there and none is zero.
 fn assert_measured(line: &Value, repeats: u64) {
     let figure = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
     assert!(0.0 < figure("p10") && figure("p10") <= figure("median"), "{line}");
@@ -97,7 +97,7 @@ fn resharding_is_measured_beside_a_plain_copy() {
 }
 
 #[test]
-fn measured_links_are_a_file_that_jobs_read() {
+fn measured_links_can_be_read_by_jobs() {
     let file = std::env::temp_dir().join(format!("mpmd-bench-links-{}.json", std::process::id()));
     let path = file.to_str().expect("a name in Unicode");
     let said = bench(&["links", "--repeats", "1", "--out", path]);
@@ -133,7 +133,7 @@ fn measured_links_are_a_file_that_jobs_read() {
 }
 
 #[test]
-fn a_pair_is_measured_at_both_levels_and_every_size() {
+fn pair_is_measured_at_both_levels_and_every_size() {
     for transport in ["shm", "tcp", "inproc"] {
         let said = bench(&[
             "p2p",
@@ -156,8 +156,8 @@ fn a_pair_is_measured_at_both_levels_and_every_size() {
                 if level == "message" {
                     continue;
                 }
-                // Twice as many as the repeats of others, and until every piece of memory has been
-                // in use.
+                // Twice the repeats of other cases, after a warm-up that uses every piece of
+                // memory.
                 expected.push((Some(level), "handover", bytes, "us", 4));
                 expected.push((Some(level), "handover warm-up", bytes, "us", 12));
                 if bytes >= 1 << 20 {
@@ -186,7 +186,7 @@ fn a_pair_is_measured_at_both_levels_and_every_size() {
 }
 
 #[test]
-fn hand_overs_alone_are_a_table_with_the_warm_up_beside_them() {
+fn handover_table_has_separate_warm_up_rows() {
     let words = "p2p --level array --case handover --sizes 1Mi --repeats 3 --spin always";
     let said = bench(&words.split(' ').collect::<Vec<_>>());
     let lines: Vec<&str> = said.lines().collect();
@@ -206,7 +206,7 @@ fn hand_overs_alone_are_a_table_with_the_warm_up_beside_them() {
 }
 
 #[test]
-fn one_level_of_few_sizes_beside_busy_threads_is_a_table() {
+fn table_has_one_level_and_busy_threads() {
     let said =
         bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1", "--busy", "1"]);
     let lines: Vec<&str> = said.lines().collect();
@@ -222,8 +222,8 @@ fn one_level_of_few_sizes_beside_busy_threads_is_a_table() {
     }
 }
 
-/// Stands in for `ucx_perftest`: its two processes are a pair of ours, started as another launcher
-/// would, and what it says is always the same.
+/// Creates a stand-in for `ucx_perftest` with constant output. Its two processes form a `bench p2p`
+/// pair, started as another launcher would.
 fn stand_in() -> PathBuf {
     let path =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("perftest-{}", std::process::id()));
@@ -250,8 +250,8 @@ fi
 "#,
         mpmd = env!("CARGO_BIN_EXE_mpmd")
     );
-    // Written by another process: a file that a child of ours inherits open for writing cannot be
-    // run.
+    // Another process writes the file. A file that is inherited open for writing by a child of ours
+    // cannot be executed.
     let mut writer = Command::new("sh");
     writer.args(["-c", "cat > \"$0\" && chmod 700 \"$0\""]).arg(&path).stdin(Stdio::piped());
     let mut writer = writer.spawn().expect("a shell");
@@ -296,7 +296,7 @@ fn the_peer_is_measured_in_turns_and_compared() {
         (figure(latency, "difference_us") - (figure(latency, "median") - 2.5)).abs() < 1e-9,
         "{latency}"
     );
-    // It counts in mebibytes, whatever it calls them.
+    // Its "MB" are mebibytes.
     assert!((figure(bandwidth, "peer_median") - 1.048_576).abs() < 1e-9, "{bandwidth}");
     assert!(
         (figure(bandwidth, "ratio") - figure(bandwidth, "median") / 1.048_576).abs() < 1e-9,
@@ -306,7 +306,7 @@ fn the_peer_is_measured_in_turns_and_compared() {
 }
 
 #[test]
-fn a_peer_that_is_missing_or_fails_is_said_and_how_to_name_one() {
+fn missing_or_failing_peer_is_an_error() {
     let said = complaint(&["p2p", "--sizes", "8", "--peer", "--perftest", "/nowhere/ucx_perftest"]);
     assert!(
         said.contains("no ucx_perftest at /nowhere/ucx_perftest") && said.contains("--perftest"),
@@ -336,7 +336,7 @@ fn a_peer_that_is_missing_or_fails_is_said_and_how_to_name_one() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused() {
+fn invalid_pair_arguments_are_refused() {
     assert!(complaint(&["p2p", "--sizes", "0"]).contains("4Ki"));
     assert!(complaint(&["p2p", "--spin", "sometimes"]).contains("microseconds"));
     assert!(complaint(&["p2p", "--transport", "pigeon"]).contains("inproc"));
@@ -359,7 +359,7 @@ fn what_cannot_be_measured_is_refused() {
 }
 
 #[test]
-fn a_job_of_another_launcher_is_measured_over_what_it_really_has() {
+fn job_with_another_transport_is_refused() {
     let this = env!("CARGO_BIN_EXE_mpmd");
     let in_a_job = |job: &str, words: &str| {
         let mut command = Command::new(this);
@@ -374,7 +374,7 @@ fn a_job_of_another_launcher_is_measured_over_what_it_really_has() {
         run(command)
     };
     let words = "p2p --level array --case latency --sizes 8 --repeats 1 --sample-us 100 --json";
-    // Two processes of one host, by default.
+    // The default for two processes of one host.
     let output = in_a_job("", words);
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
@@ -390,8 +390,8 @@ fn a_job_of_another_launcher_is_measured_over_what_it_really_has() {
     }
 }
 
-/// Lines of `bench pipeline` with these further words, for a network of six small layers that
-/// learns so fast that the losses show every gradient.
+/// Returns the lines of `bench pipeline` with these further arguments. The network has six small
+/// layers. It learns so fast that the losses depend on every gradient.
 fn pipeline(args: &[&str]) -> Vec<Value> {
     let small = "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 \
         --learning-rate 0.3 --json";
@@ -461,7 +461,7 @@ fn steps_of_a_pipeline_are_measured_beside_their_kernels() {
 }
 
 #[test]
-fn however_a_network_is_cut_it_learns_the_same() {
+fn loss_does_not_depend_on_the_number_of_stages() {
     let cut = |stages: usize| {
         let words = [
             "--schedule",
@@ -490,7 +490,7 @@ fn however_a_network_is_cut_it_learns_the_same() {
 }
 
 #[test]
-fn a_loss_that_is_off_is_an_error() {
+fn wrong_loss_is_an_error() {
     let small = "pipeline --dim 8 --layers 2 --microbatch 2 --microbatches 2 --warm-up 1 \
         --repeats 1 --check";
     for transport in ["tcp", "inproc"] {
@@ -557,7 +557,7 @@ fn plain_copies_are_measured_warm_and_fresh() {
 }
 
 #[test]
-fn steps_are_issued_and_replayed_by_one_process_of_many() {
+fn replay_measures_one_process_of_a_large_job() {
     let said =
         bench(&["replay", "--ranks", "6", "--microbatches", "9", "--repeats", "2", "--json"]);
     let lines = lines(&said);
@@ -569,8 +569,8 @@ fn steps_are_issued_and_replayed_by_one_process_of_many() {
         assert_measured(line, repeats);
         assert_eq!(line["unit"], "us", "{line}");
     }
-    // Nine times two passes of six stages, and five moves each way; here two passes, and two moves
-    // in and two out.
+    // The whole step: nine times two passes of six stages, and five moves each way. On this
+    // process: two passes, two moves in and two out.
     assert_eq!(lines[1]["parameters"], "6 ranks x 9, rank 3, 198 operations", "{said}");
     assert_eq!(lines[3]["parameters"], "6 ranks x 9, rank 3, 54 operations", "{said}");
     // More messages than a sender has credit for, on the first and the last rank.
@@ -585,7 +585,7 @@ fn steps_are_issued_and_replayed_by_one_process_of_many() {
 }
 
 #[test]
-fn jobs_of_more_and_more_stages_are_measured_by_operation() {
+fn stages_are_measured_per_operation() {
     let said =
         bench(&["stages", "--stages", "1,3", "--microbatches", "2", "--repeats", "2", "--json"]);
     let lines = lines(&said);

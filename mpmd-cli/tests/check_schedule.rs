@@ -1,4 +1,4 @@
-//! `mpmd check` on schedules: what it says and how it ends.
+//! `mpmd check` on schedules: its output and exit codes.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -13,7 +13,7 @@ fn said(output: &Output) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn a_schedule_that_is_proved_ends_with_0() {
+fn proved_schedule_exits_with_0() {
     let (code, out, _) = said(&check(&["interleaved", "-p", "8", "-m", "16", "-v", "2"]));
     assert_eq!(code, Some(0), "{out}");
     assert!(out.contains("order    ends over tags, direction, pair, single\n"), "{out}");
@@ -28,7 +28,7 @@ fn a_schedule_that_is_proved_ends_with_0() {
 }
 
 #[test]
-fn a_schedule_that_is_refuted_ends_with_1() {
+fn refuted_schedule_exits_with_1() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("x.csv");
     let file = file.to_str().unwrap();
@@ -36,7 +36,7 @@ fn a_schedule_that_is_refuted_ends_with_1() {
     let (code, out, _) = said(&check(&[file]));
     assert_eq!(code, Some(1), "{out}");
     assert!(
-        out.contains("fault    0F0 is there twice: rank 0, place 0 and rank 0, place 1\n"),
+        out.contains("fault    0F0 appears twice: rank 0, place 0 and rank 0, place 1\n"),
         "{out}"
     );
     assert!(out.contains("fault    1B0 is missing; stage 1 is on rank 1\n"), "{out}");
@@ -50,7 +50,7 @@ fn a_schedule_that_is_refuted_ends_with_1() {
 }
 
 #[test]
-fn what_cannot_be_checked_ends_with_2() {
+fn invalid_arguments_exit_with_2() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("x.csv");
     let file = file.to_str().unwrap();

@@ -1,11 +1,11 @@
-//! `mpmd doctor` on the machine that runs the tests, whatever that has.
+//! `mpmd doctor` on the machine that runs the tests, for any machine.
 
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Nothing here takes so long.
+/// The time limit of a call.
 const LONG: Duration = Duration::from_secs(60);
 
 fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {
@@ -24,7 +24,7 @@ fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {
         .stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let until = Instant::now() + LONG;
-    // Its output is a few KiB, which a pipe holds.
+    // The output is a few KiB, less than a pipe's buffer.
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > until {
             child.kill().unwrap();
@@ -58,7 +58,7 @@ fn finding<'a>(said: &'a Value, name: &str) -> &'a Value {
 }
 
 #[test]
-fn people_get_lines_that_fit_their_terminal() {
+fn text_output_fits_the_terminal() {
     let output = doctor(&[], &[("MPMD_SPIN", "auto")]);
     let said = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
@@ -80,7 +80,7 @@ fn people_get_lines_that_fit_their_terminal() {
 }
 
 #[test]
-fn programs_get_json_and_the_status_says_whether_anything_is_in_the_way() {
+fn json_and_exit_status_report_problems() {
     for transport in ["auto", "shm", "tcp", "ucx"] {
         let (status, said) = json(&["--json", "--transport", transport], &[]);
         let problems = said["problems"].as_u64().unwrap();
@@ -98,10 +98,10 @@ fn programs_get_json_and_the_status_says_whether_anything_is_in_the_way() {
 }
 
 #[test]
-fn sharing_memory_is_really_tried() {
+fn memory_sharing_is_tested() {
     let (status, said) = json(&["--json", "--transport", "shm"], &[]);
     let (tried, found) = (&said["facts"]["sharing"]["error"], finding(&said, "sharing memory"));
-    // Machines on which the tests run have it; where not, that must be said.
+    // Machines that run the tests can usually share memory. If not, the finding must be a problem.
     let expected = if tried.is_null() { (Some(0), "ok") } else { (Some(1), "problem") };
     assert_eq!((status, found["verdict"].as_str().unwrap()), expected, "{said}");
     if tried.is_null() {
@@ -110,7 +110,7 @@ fn sharing_memory_is_really_tried() {
 }
 
 #[test]
-fn reading_anothers_memory_is_really_tried() {
+fn reading_other_processes_memory_is_tested() {
     let (_, said) = json(&["--json"], &[]);
     for way in ["child", "parent"] {
         let attempt = &said["facts"]["memory_of_others"][way];
@@ -123,7 +123,7 @@ fn reading_anothers_memory_is_really_tried() {
 
 #[cfg(not(feature = "ucx"))]
 #[test]
-fn a_transport_that_is_not_compiled_in_is_a_problem_to_who_asks_for_it() {
+fn missing_ucx_is_a_problem_only_if_requested() {
     for (args, vars) in [
         (&["--json", "--transport", "ucx"][..], &[][..]),
         (&["--json"], &[("MPMD_TRANSPORT", "ucx")]),
@@ -139,8 +139,8 @@ fn a_transport_that_is_not_compiled_in_is_a_problem_to_who_asks_for_it() {
 }
 
 #[test]
-fn devices_that_cannot_be_had_are_a_problem_to_who_asks_for_them() {
-    // Where there are some, they are hidden.
+fn missing_gpus_are_a_problem_only_if_requested() {
+    // GPUs of the machine, if any, are hidden.
     let hidden = ("CUDA_VISIBLE_DEVICES", "");
     for (args, vars) in [
         (&["--json", "--device", "cuda"][..], &[hidden][..]),

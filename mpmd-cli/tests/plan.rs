@@ -1,12 +1,11 @@
-//! `mpmd plan`: the golden files through the program itself, plans carried out, and what it says of
-//! cases that make no sense.
+//! `mpmd plan`: runs the golden files through the program, and checks the errors of invalid cases.
 
 mod common;
 
 use common::{ask, refused, temporary, told};
 use serde_json::{Value, json};
 
-/// The cases of a golden file, which hold what is expected too.
+/// Returns the cases of a golden file, with their expected results.
 fn golden(text: &str, count: usize) -> Vec<Value> {
     let golden: Value = serde_json::from_str(text).unwrap();
     let cases = golden["cases"].as_array().unwrap().clone();
@@ -14,7 +13,7 @@ fn golden(text: &str, count: usize) -> Vec<Value> {
     cases
 }
 
-/// Answers to all cases in one call.
+/// Returns the answers to all cases, from one call.
 fn told_all(what: &str, cases: &[Value]) -> Vec<Value> {
     let answers = told(what, &Value::Array(cases.to_vec()));
     let answers = answers.as_array().expect("a list for a list").clone();
@@ -56,7 +55,7 @@ fn chunks_are_those_of_the_golden_file() {
 }
 
 #[test]
-fn specs_and_classes_of_errors_are_those_of_the_golden_file() {
+fn specs_and_errors_are_those_of_the_golden_file() {
     let cases = golden(include_str!("../../mpmd-layout/tests/golden/sharding_rules.json"), 160);
     let mut errors = 0;
     for (i, (case, answer)) in cases.iter().zip(told_all("rules", &cases)).enumerate() {
@@ -74,7 +73,7 @@ fn specs_and_classes_of_errors_are_those_of_the_golden_file() {
 }
 
 #[test]
-fn a_case_has_an_answer_and_a_list_a_list() {
+fn case_gives_an_answer_and_list_gives_a_list() {
     let case = json!({"shape": [5, 2], "dim": 0, "placements": [0, 1]});
     let answer = json!({"offsets_by_rank": [[0, 0], [3, 0]], "sizes_by_rank": [[3, 2], [2, 2]], "ranks": [0, 1]});
     assert_eq!(told("chunk", &case), answer);
@@ -103,14 +102,14 @@ fn cases_come_from_a_file_as_well() {
 }
 
 #[test]
-fn keys_are_in_one_order_devices_by_number() {
+fn answer_orders_devices_by_number() {
     let case = r#"{"shape": [4], "sharding": {"spec": ["x"], "mesh": {"device_ids": [10, 9], "shape": [2], "axis_names": ["x"]}}}"#;
     let answer = ask(&["layout"], case).stdout;
     assert_eq!(answer, "{\"regions\":{\"9\":[[2,4]],\"10\":[[0,2]]},\"fully_replicated\":false}\n");
 }
 
 #[test]
-fn what_has_the_wrong_form_is_said_with_case_and_field() {
+fn malformed_input_error_names_case_and_field() {
     let chunk = r#"{"shape": [4], "dim": 0, "placements": [0]}"#;
     let mesh = r#""mesh": {"axis_names": ["x"], "shape": [1], "device_ids": [0]}"#;
     let layout = |sharding: &str| format!(r#"{{"shape": [4], "sharding": {sharding}}}"#);
@@ -171,7 +170,7 @@ fn what_has_the_wrong_form_is_said_with_case_and_field() {
 }
 
 #[test]
-fn bad_meshes_and_specs_have_an_error_for_an_answer() {
+fn bad_meshes_and_specs_give_errors() {
     let named = |names: Value, shape: Value, ids: Value, spec: Value| {
         let mesh = json!({"axis_names": names, "shape": shape, "device_ids": ids});
         json!({"sharding": {"mesh": mesh, "spec": spec}, "shape": [6, 4]})
@@ -211,14 +210,14 @@ fn bad_meshes_and_specs_have_an_error_for_an_answer() {
     for (case, error, message) in &table {
         refused("layout", case, error, &[message]);
     }
-    // The same where no shape tells it.
+    // The same fault in a command without a shape.
     let src = &table[0].0["sharding"];
     let case = json!({"src": src, "dst": {"device": 7}});
     refused("intermediate", &case, "unknown_axis", &["src: ", "axis `z`"]);
 }
 
 #[test]
-fn bad_shards_and_chunks_have_an_error_for_an_answer() {
+fn bad_shards_and_chunks_give_errors() {
     let shards = |regions: Value| {
         let shard = |(device, region): (usize, &Value)| json!({"device": device, "region": region});
         let shards: Vec<Value> =
@@ -254,7 +253,7 @@ fn bad_shards_and_chunks_have_an_error_for_an_answer() {
 }
 
 #[test]
-fn bad_jobs_and_arrays_have_an_error_for_an_answer() {
+fn bad_jobs_and_arrays_give_errors() {
     let case = |changes: Value| {
         let mut case =
             json!({"shape": [4], "dtype": "f32", "src": {"device": 7}, "dst": {"device": 8}});
@@ -282,7 +281,7 @@ fn bad_jobs_and_arrays_have_an_error_for_an_answer() {
 }
 
 #[test]
-fn bad_strategies_have_an_error_for_an_answer() {
+fn bad_strategies_give_errors() {
     let leaf = json!({"shape": [8, 8], "dtype": "f32"});
     let case = |mesh: Value, strategy: Value, params: Value| json!({"mesh": mesh, "strategy": strategy, "params": params});
     let data = || json!([["data", 2]]);

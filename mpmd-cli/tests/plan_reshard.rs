@@ -1,4 +1,4 @@
-//! `mpmd plan reshard`: its plans carried out element by element, its sums added up anew, and its
+//! `mpmd plan reshard`: executes its plans element by element, checks its sums, and checks its
 //! drawings.
 
 mod common;
@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use common::{ask, temporary, told};
 use serde_json::{Value, json};
 
-/// For a device which elements of the array it has, by their row-major number, and after which
-/// step.
+/// For each device, the elements that it holds, by row-major index, and the step after which it
+/// holds them.
 type Had = BTreeMap<u64, BTreeMap<usize, u64>>;
 
-/// The elements of a region `[[start, end], …]` of an array of `shape`, by their row-major number.
+/// Returns the elements of a region `[[start, end], …]` of an array of `shape`, by row-major index.
 fn elements(shape: &[usize], region: &Value) -> Vec<usize> {
     let mut elements = vec![0];
     for (size, range) in shape.iter().zip(region.as_array().unwrap()) {
@@ -28,7 +28,7 @@ fn shape_of(case: &Value) -> Vec<usize> {
     serde_json::from_value(case["shape"].clone()).unwrap()
 }
 
-/// What each device has of one side.
+/// Returns the elements of each device on one side.
 fn held(case: &Value, layout: &Value) -> Had {
     let regions = layout["regions"].as_object().unwrap_or_else(|| panic!("{case}: {layout}"));
     let of = |(device, region): (&String, &Value)| {
@@ -38,14 +38,14 @@ fn held(case: &Value, layout: &Value) -> Had {
     regions.iter().map(of).collect()
 }
 
-/// Process and host of each device: 0 where a case says nothing.
+/// Returns the process and host of each device, by default 0.
 fn place(case: &Value, device: u64) -> (u64, u64) {
     let process = case["process_of"].get(device.to_string()).and_then(Value::as_u64).unwrap_or(0);
     let host = case["host_of"].get(process.to_string()).and_then(Value::as_u64).unwrap_or(0);
     (process, host)
 }
 
-/// Carries out the pieces one after the other, and adds up what the answer says of them.
+/// Executes the pieces one after the other, and checks the sums of the answer.
 fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     let shape = shape_of(case);
     let (source, wanted) = (held(case, src), held(case, dst));
@@ -99,7 +99,7 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     assert_eq!(answer["steps"], json!(steps), "{case}");
     assert_eq!(answer.as_object().unwrap().len(), 4, "{case}");
 
-    // No plan moves less: what a host, or a process, wants and does not have must come to it once.
+    // No plan moves less: missing elements of a host, or of a process, must arrive there once.
     let missing = |group: &dyn Fn(u64) -> u64| {
         let by_group = |had: &Had| {
             let mut groups: BTreeMap<u64, BTreeSet<usize>> = BTreeMap::new();
@@ -115,7 +115,7 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
         missing.sum::<usize>() as u64 * item
     };
     assert_eq!(bytes[3], missing(&|device| place(case, device).1), "{case}: over the network");
-    // Processes of one host are told apart by number.
+    // Processes of one host have different numbers.
     let between = missing(&|device| place(case, device).0);
     assert_eq!(bytes[2] + bytes[3], between, "{case}: between processes");
     assert_eq!(
@@ -125,11 +125,11 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     );
 }
 
-/// Numbers without pattern, the same in every run.
+/// Pseudo-random numbers, the same in every run.
 struct Numbers(u64);
 
 impl Numbers {
-    /// One below `end`.
+    /// Returns a number below `end`.
     fn below(&mut self, end: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -143,7 +143,7 @@ impl Numbers {
     }
 }
 
-/// Numbers of devices need not be dense.
+/// Numbers of devices, with gaps.
 const DEVICES: [u64; 10] = [0, 1, 2, 3, 7, 10, 11, 100, 101, u32::MAX as u64];
 
 fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
@@ -155,7 +155,7 @@ fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
             json!({"chunk": {"dim": dim, "placements": devices[..1 + numbers.below(9)]}})
         }
         2 => {
-            // Two blocks of rows, each cut along another dimension.
+            // Two blocks of rows, each cut in two along `dim`.
             let cut = numbers.below(shape[0] + 1);
             let dim = numbers.below(shape.len());
             let mut shards = Vec::new();
@@ -177,7 +177,7 @@ fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
             let names: Vec<String> = (0..sizes.len()).map(|axis| format!("a{axis}")).collect();
             let mut spec = vec![Vec::new(); shape.len()];
             for axis in numbers.shuffled(&names) {
-                // One of the places keeps the axis out of the spec: replicas.
+                // One of the choices leaves the axis out of the spec, which gives replicas.
                 if let Some(entry) = spec.get_mut(numbers.below(shape.len() + 1)) {
                     entry.push(axis);
                 }
@@ -190,7 +190,7 @@ fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
 }
 
 #[test]
-fn pieces_can_be_carried_out_and_move_no_more_than_they_must() {
+fn plans_are_executable_and_move_the_minimum() {
     let mut numbers = Numbers(1);
     let shapes = [vec![24], vec![24, 24], vec![24, 48], vec![24, 24, 24]];
     let items = [("f32", 4), ("bf16", 2), ("i8", 1), ("c128", 16)];
@@ -233,8 +233,8 @@ fn pieces_can_be_carried_out_and_move_no_more_than_they_must() {
     );
 }
 
-/// Rows on two processes of one host become columns, each on both devices of a process of the
-/// other.
+/// Rows on two processes of one host become columns on the other host. Each column block is on both
+/// devices of a process.
 fn example() -> Value {
     json!({
         "shape": [8, 6],
@@ -255,7 +255,7 @@ fn without_maps_all_devices_are_of_one_process() {
         *bytes,
         json!({"same_device": 0, "same_process": 384, "same_host": 0, "network": 0})
     );
-    // Without hosts all processes are on one.
+    // Without `host_of` all processes are on one host.
     case["process_of"] = example()["process_of"].clone();
     let bytes = &told("reshard", &case)["bytes_by_link_class"];
     assert_eq!(
@@ -265,7 +265,7 @@ fn without_maps_all_devices_are_of_one_process() {
 }
 
 #[test]
-fn maps_name_all_devices_of_the_case_and_may_name_others() {
+fn maps_must_name_all_devices_and_may_name_others() {
     let mut case = example();
     let answer = told("reshard", &case);
     case["process_of"]["99"] = json!(12);
@@ -281,7 +281,7 @@ fn maps_name_all_devices_of_the_case_and_may_name_others() {
 }
 
 #[test]
-fn partial_sums_all_go_to_where_their_sum_is_wanted() {
+fn all_partial_sums_go_to_the_destination() {
     let mesh = json!({"axis_names": ["x"], "shape": [2], "device_ids": [3, 4]});
     let src = json!({"mesh": mesh, "spec": [], "unreduced": ["x"]});
     let answer =
@@ -382,8 +382,8 @@ target        P() on {z:1} devices [9]
 replicated over x_intermediate_replica, y_intermediate_replica
 ";
 
-/// Checks that a document is well formed as far as ours can fail to be: tags that match, quoted
-/// attributes, text without stray brackets and ampersands. Returns the texts between tags.
+/// Checks that a document is well formed: matching tags, quoted attributes, and escaped brackets
+/// and ampersands. Returns the texts between tags.
 fn texts(svg: &str) -> Vec<String> {
     let (mut open, mut texts, mut rest) = (Vec::new(), Vec::new(), svg);
     while let Some(start) = rest.find('<') {
@@ -413,7 +413,7 @@ fn texts(svg: &str) -> Vec<String> {
     texts
 }
 
-/// The drawing of a case, by way of a file of this name: what `mpmd plan what --svg FILE` writes.
+/// Returns the drawing of a case, written by `mpmd plan` to a file of this name.
 fn svg(name: &str, what: &str, case: &Value) -> String {
     let file = temporary(&format!("{name}.svg"));
     let answer = ask(&[what, "--svg", file.to_str().unwrap()], &case.to_string());
@@ -435,7 +435,7 @@ fn svg_documents_are_well_formed_and_show_every_device() {
     assert!(texts(&document).iter().any(|text| text == "process 0 to 2, network"), "{document}");
 
     let ids: Vec<u32> = (0..32).collect();
-    // A name that would break a document; three dimensions; replicas.
+    // A name with special characters; three dimensions; replicas.
     let mesh = json!({"axis_names": ["<a&\"b>", "c"], "shape": [8, 4], "device_ids": ids});
     let layout = |spec: Value, shape: Value| json!({"sharding": {"mesh": mesh, "spec": spec}, "shape": shape});
     for (spec, shape) in [
@@ -451,15 +451,15 @@ fn svg_documents_are_well_formed_and_show_every_device() {
     chips(&svg("chunk", "chunk", &chunks), 0..4);
 }
 
-/// To draw it anew: `mpmd plan reshard docs/reshard.json --svg docs/reshard.svg`.
+/// To update the picture: `mpmd plan reshard docs/reshard.json --svg docs/reshard.svg`.
 #[test]
-fn the_picture_of_the_readme_is_what_is_drawn() {
+fn readme_picture_is_up_to_date() {
     let case = serde_json::from_str(include_str!("../../docs/reshard.json")).unwrap();
     assert_eq!(svg("picture", "reshard", &case), include_str!("../../docs/reshard.svg"));
 }
 
 #[test]
-fn what_cannot_be_drawn_is_said() {
+fn undrawable_cases_are_errors() {
     let file = temporary("none.svg");
     let path = file.to_str().unwrap();
     let case = json!({"shape": [4], "dim": 1, "placements": [0]});

@@ -1,4 +1,4 @@
-//! `mpmd run` over programs that know nothing of it: what is printed, how it ends, what is left.
+//! `mpmd run` with programs that do not use the library: output, exit codes, leftover processes.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Nothing here takes so long; what would hang is an error after it.
+/// The time limit of a test, after which a hanging job is an error.
 const LONG: Duration = Duration::from_secs(40);
 
 fn mpmd(args: &[&str], script: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.arg("run").args(args).args(["--", "sh", "-c", script]);
-    // What may be set where the tests run.
+    // Variables that may be set where the tests run.
     for name in ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT"] {
         command.env_remove(name);
     }
@@ -22,7 +22,7 @@ fn mpmd(args: &[&str], script: &str) -> Command {
     command
 }
 
-/// A launcher that is running, ended in order or not when dropped.
+/// A running launcher. If it still runs when dropped, it is terminated.
 struct Job {
     child: Child,
     stdout: BufReader<ChildStdout>,
@@ -32,14 +32,14 @@ impl Job {
     fn start(mut command: Command) -> Self {
         let mut child = command.spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
-        // So that a test that waits for a line cannot wait forever.
+        // Keeps a test that waits for a line from waiting forever.
         let launcher = Pid::from_child(&child);
         thread::spawn(move || {
             let until = Instant::now() + LONG;
             while Instant::now() < until && alive(launcher.as_raw_nonzero().get()) {
                 thread::sleep(Duration::from_millis(50));
             }
-            // A zombie that the test is about to reap cannot be another's number yet.
+            // The process id of a zombie is not reused before the test reaps it.
             if alive(launcher.as_raw_nonzero().get()) {
                 let _ = kill_process(launcher, Signal::TERM);
             }
@@ -58,7 +58,7 @@ impl Job {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// The exit code, and what was still printed to both streams.
+    /// Returns the exit code, and the remaining output of both streams.
     fn end(mut self) -> (Option<i32>, String, String) {
         let until = Instant::now() + LONG;
         let status = loop {
@@ -85,7 +85,7 @@ impl Drop for Job {
 }
 
 fn alive(pid: i32) -> bool {
-    // The state follows the name, which is in parentheses. A zombie is over.
+    // The state follows the name, which is in parentheses. A zombie counts as ended.
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     stat.is_ok_and(|stat| {
         stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
@@ -110,7 +110,7 @@ fn lines(output: &Output) -> Vec<String> {
     lines
 }
 
-/// The numbers after the prefixes of `count` lines, of `per_line` each.
+/// Returns the numbers after the prefixes of `count` lines.
 fn pids(job: &mut Job, count: usize) -> Vec<i32> {
     let line = |_| {
         let line = job.line();
@@ -121,7 +121,7 @@ fn pids(job: &mut Job, count: usize) -> Vec<i32> {
 }
 
 #[test]
-fn each_process_is_told_who_it_is_and_each_line_says_whose_it_is() {
+fn processes_know_their_rank_and_lines_have_it_as_prefix() {
     let script = "echo $MPMD_RANK of $MPMD_WORLD_SIZE by $MPMD_TRANSPORT \
         $MPMD_DEVICES_PER_PROCESS; \
                   printf 'no newline' >&2; [ ${#MPMD_JOB_TOKEN} = 64 ] && [ \
@@ -156,8 +156,8 @@ fn arguments_reach_the_program_as_they_are() {
 }
 
 #[test]
-fn who_failed_first_gives_the_code_and_the_others_are_ended() {
-    // The others first say something themselves, and one of them will not be asked.
+fn first_failure_gives_the_code_and_ends_the_others() {
+    // One of the others ignores the signal to end.
     let script = "case $MPMD_RANK in 1) exit 3;; 2) trap '' TERM;; esac; \
                   while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done";
     let job = Job::start(mpmd(&["-n", "3", "--grace", "0.2"], script));
@@ -176,7 +176,7 @@ fn processes_may_end_by_themselves_after_a_failure() {
 }
 
 #[test]
-fn signals_are_forwarded_and_a_job_may_end_well_on_them() {
+fn signals_are_forwarded_and_may_end_a_job_well() {
     for (signal, name) in [(Signal::INT, "INT"), (Signal::TERM, "TERM"), (Signal::HUP, "HUP")] {
         let script = format!(
             "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do \
@@ -200,7 +200,7 @@ fn signals_are_forwarded_and_a_job_may_end_well_on_them() {
 }
 
 #[test]
-fn nothing_is_left_of_a_job_also_of_what_its_processes_started() {
+fn child_processes_end_with_the_job() {
     let mut job = Job::start(mpmd(&["-n", "2"], "sleep 60 & echo $$ $!"));
     let pids = pids(&mut job, 2);
     let (code, ..) = job.end();
@@ -220,7 +220,7 @@ fn a_killed_launcher_leaves_nothing() {
 }
 
 #[test]
-fn processes_end_with_their_launcher_also_without_its_guard() {
+fn processes_end_with_their_launcher_without_its_guard() {
     let mut job = Job::start(mpmd(&["-n", "2"], "echo $$; exec sleep 60"));
     let pids = pids(&mut job, 2);
     let launcher = job.child.id().to_string();
@@ -244,7 +244,7 @@ fn processes_end_with_their_launcher_also_without_its_guard() {
 }
 
 #[test]
-fn who_comes_after_its_launcher_has_died_does_not_begin() {
+fn process_of_a_dead_launcher_does_not_start() {
     let mut dead = Command::new("true").spawn().unwrap();
     dead.wait().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
@@ -265,7 +265,7 @@ fn a_missing_program_is_named() {
 }
 
 #[test]
-fn a_transport_that_does_not_exist_is_refused_before_anything_starts() {
+fn unknown_transport_is_refused_before_the_start() {
     let output = mpmd(&["-n", "2", "--transport", "pigeon"], "echo begun").output().unwrap();
     let err = text(&output.stderr);
     assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(2), ""), "{err}");
@@ -279,7 +279,7 @@ fn a_transport_that_does_not_exist_is_refused_before_anything_starts() {
 }
 
 #[test]
-fn ucx_leaves_faults_to_the_program_unless_the_user_wants_otherwise() {
+fn ucx_leaves_faults_to_the_program_by_default() {
     let script = "echo \"${UCX_HANDLE_ERRORS-unset} '${UCX_ERROR_SIGNALS-unset}'\"";
     let mut command = mpmd(&["-n", "1"], script);
     command.env_remove("UCX_HANDLE_ERRORS").env_remove("UCX_ERROR_SIGNALS");

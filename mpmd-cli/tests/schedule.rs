@@ -1,5 +1,5 @@
-//! `mpmd schedule`: the golden files through the program itself, files and what lies beside them,
-//! and what it says of arguments and files that are wrong.
+//! `mpmd schedule`: runs the golden files through the program, and checks files, sidecars and
+//! errors.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn cases(golden: &str, count: usize) -> Vec<Value> {
     cases
 }
 
-/// The arguments of a case of a golden file.
+/// Returns the arguments for a case of a golden file.
 fn asked(case: &Value) -> Vec<String> {
     let number = |key: &str| case[key].as_u64().unwrap().to_string();
     let name = case["schedule"].as_str().unwrap();
@@ -31,14 +31,14 @@ fn ask(args: &[&str]) -> Told {
     call(&[&["schedule"], args].concat(), "")
 }
 
-/// What it shows.
+/// Returns the output of a successful call.
 fn shown(args: &[&str]) -> String {
     let told = ask(args);
     assert_eq!((told.status, told.stderr.as_str()), (Some(0), ""), "{args:?}");
     told.stdout
 }
 
-/// What it says where it has nothing to show: one line, and status 2.
+/// Returns the error of a failed call: one line, and status 2.
 fn refused(args: &[&str]) -> String {
     let told = ask(args);
     assert_eq!((told.status, told.stdout.as_str()), (Some(2), ""), "{args:?}: {}", told.stderr);
@@ -62,7 +62,7 @@ fn text_is_that_of_the_golden_file() {
 }
 
 #[test]
-fn files_are_torchs_to_the_byte_and_are_read_again() {
+fn files_equal_torchs_and_can_be_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let (file, again) = (path(&folder, "a.csv"), path(&folder, "b.csv"));
     for case in cases(include_str!("../../mpmd-schedule/tests/golden/torch_text.json"), 35) {
@@ -81,7 +81,7 @@ fn files_are_torchs_to_the_byte_and_are_read_again() {
 }
 
 #[test]
-fn figures_are_those_of_the_textbooks() {
+fn figures_match_published_formulas() {
     for (name, chunks, makespan, activations, idle) in [
         ("gpipe", "1", 33.0, [8, 8, 8, 8], [9.0, 6.0, 3.0, 0.0]),
         ("1F1B", "1", 33.0, [4, 3, 2, 1], [9.0, 6.0, 3.0, 0.0]),
@@ -106,7 +106,7 @@ fn figures_are_those_of_the_textbooks() {
 }
 
 #[test]
-fn every_form_shows_it() {
+fn every_format_shows_the_schedule() {
     let of = |format| shown(&["zbv", "-p", "2", "-m", "4", "--format", format]);
     let table = of("table");
     assert!(
@@ -135,7 +135,7 @@ fn every_form_shows_it() {
 }
 
 #[test]
-fn what_the_text_cannot_say_lies_beside_it() {
+fn sidecar_keeps_name_costs_and_placement() {
     let folder = tempfile::tempdir().unwrap();
     let (file, costs) = (path(&folder, "mine.csv"), path(&folder, "costs.toml"));
     let stage = "[[stage]]\nforward = 2.0\nbackward_input = 3.0\nbackward_weight = 1.0\n";
@@ -171,7 +171,7 @@ fn what_the_text_cannot_say_lies_beside_it() {
 }
 
 #[test]
-fn files_that_are_wrong_are_refused_and_it_is_said_where() {
+fn wrong_file_error_names_the_place() {
     let folder = tempfile::tempdir().unwrap();
     let file = path(&folder, "x.csv");
     let of = |text: &str, more: &[&str]| {

@@ -1,4 +1,4 @@
-//! `mpmd trace` over what a run has written.
+//! `mpmd trace` on the files of a traced run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::{Label, Role, Simulation};
 use serde_json::Value;
 
-/// Adds one.
+/// A kernel that adds one.
 struct Next;
 
 impl Kernel for Next {
@@ -28,7 +28,7 @@ impl Kernel for Next {
 
 const STEPS: u64 = 3;
 
-/// Steps of two stages in two processes, traced; the folder.
+/// Runs traced steps of two stages in two processes. Returns the folder.
 fn traced(name: &str) -> PathBuf {
     let folder =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()));
@@ -62,7 +62,7 @@ fn traced(name: &str) -> PathBuf {
     folder
 }
 
-/// Exit code and what was printed.
+/// Returns the exit code, and the two output streams.
 fn ask(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     let output = command.arg("trace").arg(folder).args(args).output().unwrap();
@@ -75,7 +75,7 @@ fn read(path: &Path) -> Value {
 }
 
 #[test]
-fn a_traced_run_is_a_summary_a_page_two_files_of_json_and_costs() {
+fn traced_run_gives_summary_page_json_and_costs() {
     let folder = traced("whole");
     let path = |name: &str| folder.join(name).display().to_string();
     let (page, json, timeline, costs) =
@@ -99,7 +99,7 @@ fn a_traced_run_is_a_summary_a_page_two_files_of_json_and_costs() {
         costs.starts_with("unit = \"s\"\n") && costs.matches("[[stage]]").count() == 2,
         "{costs}"
     );
-    // A part of it.
+    // Two of the three steps.
     let (code, said, _) = ask(&folder, &["--steps", "2..3", "--json", &json]);
     assert!(
         code == Some(0) && said.contains("8 kernels") && said.contains("steps 2 to 3: "),
@@ -110,11 +110,11 @@ fn a_traced_run_is_a_summary_a_page_two_files_of_json_and_costs() {
 }
 
 #[test]
-fn what_is_missing_or_wrong_is_said() {
+fn missing_steps_and_broken_files_are_reported() {
     let folder = traced("broken");
     let (code, _, wrong) = ask(&folder, &["--steps", "7..9"]);
     assert_eq!((code, &*wrong), (Some(1), "mpmd: the run has steps 1 to 3 only\n"));
-    // One process's file breaks off, then is gone.
+    // One process's file is truncated, then deleted.
     let second = folder.join("process-1.trace");
     let bytes = std::fs::read(&second).unwrap();
     std::fs::write(&second, &bytes[..bytes.len() - 60]).unwrap();

@@ -1,4 +1,4 @@
-//! Errors: what went wrong, where in the program, and whose fault it is.
+//! Errors of this crate. Each names the failure, the line of the program, and the party at fault.
 
 use std::fmt;
 use std::panic::Location;
@@ -18,117 +18,118 @@ use mpmd_layout::topology::MeshError;
 use mpmd_layout::tree::TreeError;
 use mpmd_schedule::ScheduleError;
 
-/// The result of nearly everything here.
+/// The result type of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Any error of this crate.
 ///
-/// Its `Debug` form is for people too, since a `main` that returns an error has that printed: the
-/// message, and its causes where they say more.
+/// `Debug` prints the same text for the user, since a `main` that returns an error prints that
+/// form. It adds each cause that the message does not contain.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A call that makes no sense, at this line of the program: the caller's fault, and the same on
-    /// every process.
+    /// A call with wrong arguments, at a line of the program. The caller is at fault. Every process
+    /// gets the same error.
     #[error("{0}")]
     Issue(#[from] Box<IssueError>),
-    /// An operation that could not complete; what waits for it fails with the same failure.
+    /// An operation could not complete. Operations that depend on it fail with the same failure.
     #[error("{0}")]
     Failed(#[from] Arc<Failure>),
-    /// The values of an array were asked for where they are not. The caller's fault.
+    /// The array's values cannot be read on this process. The caller is at fault.
     #[error("{at}: {why}")]
     Read {
-        /// The asking line.
+        /// The line of the read.
         at: &'static Location<'static>,
-        /// What was asked for, and why it cannot be had.
+        /// The requested values, and the reason why they cannot be read.
         why: String,
     },
-    /// A wait with a time-out ran into it.
+    /// A wait reached its timeout.
     #[error("{at}: {what} is not complete after {waited:?}")]
     TimedOut {
-        /// The waiting line.
+        /// The line of the wait.
         at: &'static Location<'static>,
-        /// What was waited for.
+        /// The operation or value that was not complete.
         what: String,
-        /// For how long.
+        /// The length of the wait.
         waited: Duration,
     },
-    /// A kernel refuses its inputs or cannot go on.
+    /// A kernel refused its inputs or failed.
     #[error("{0}")]
     Kernel(String),
-    /// Host values that do not fit their shape or type.
+    /// Host values do not fit their shape or dtype.
     #[error(transparent)]
     Aval(#[from] AvalError),
-    /// A kernel's view that was asked for something it is not.
+    /// A kernel used a view with a wrong dtype or shape.
     #[error(transparent)]
     View(#[from] ViewError),
-    /// Devices that do not form the mesh asked for.
+    /// The devices do not form the requested mesh.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// A sharding that does not fit.
+    /// A sharding does not fit its array or its mesh.
     #[error(transparent)]
     Sharding(#[from] ShardingError),
-    /// Sharding rules that are wrong, or give these leaves no shardings.
+    /// Sharding rules are invalid, or give some leaves no sharding.
     #[error(transparent)]
     Rules(#[from] RulesError),
-    /// Layouts between which there is no plan.
+    /// There is no plan between two layouts.
     #[error(transparent)]
     Reshard(#[from] ReshardError),
-    /// Trees that do not fit each other.
+    /// Two trees do not fit each other.
     #[error(transparent)]
     Tree(#[from] TreeError),
-    /// A schedule that is none, or does not exist for these numbers. The caller's fault.
+    /// A schedule is invalid, or does not exist for these numbers. The caller is at fault.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// The job could not be formed: who is in it, and how to reach the others.
+    /// This process could not join the job: its rank or the addresses of the peers are missing or
+    /// wrong.
     #[error(transparent)]
     Launch(#[from] LaunchError),
     /// Processes could not be connected.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// Devices of kind `cuda` were asked for where there are none. The environment's fault.
+    /// Devices of kind `cuda` were requested, but there are none. The environment is at fault.
     #[error("this process cannot have its devices of kind cuda: {0}")]
     Cuda(#[from] NoCuda),
-    /// A call of one of CUDA's libraries failed, or work of a CUDA device did.
+    /// A call of a CUDA library or work on a CUDA device failed.
     #[error(transparent)]
     CudaCall(#[from] CudaError),
-    /// This machine refused something: threads, memory, sockets.
+    /// This machine refused a resource: threads, memory, sockets.
     #[error("{0}")]
     Environment(String),
 }
 
-/// A view that was asked for something it is not. The kernel's fault.
+/// An access that a view does not support. A bug of the kernel.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ViewError {
-    /// The elements have another type.
+    /// The elements have another dtype.
     #[error("a view of {found} elements was asked for {asked} elements")]
     DType {
-        /// What was asked for.
+        /// The requested dtype.
         asked: DType,
-        /// What the elements are.
+        /// The dtype of the elements.
         found: DType,
     },
     /// The values are in the output that the signature aliases to this input.
     #[error("this input is updated in place: its values are in the output it is aliased to")]
     InPlace,
-    /// The bytes are not valid values of the type (a `bool` that is neither 0 nor 1).
+    /// The bytes are not valid values of the dtype, such as a `bool` that is neither 0 nor 1.
     #[error("the bytes are no valid {0} values")]
     Invalid(DType),
-    /// The values are in the memory of a device that is none of the host's processors.
+    /// The values are in the memory of a CUDA device, which the host cannot read.
     #[error(
         "the values are in the memory of a CUDA device: a kernel that runs there gives the device \
          work, by \
          `Context::cuda`"
     )]
     OnDevice,
-    /// The region has more or less than one element.
+    /// The region does not have exactly one element.
     #[error("a single value was asked of a view of {0} elements")]
     NotScalar(usize),
 }
 
 impl Error {
-    /// An error of a kernel's own.
+    /// Creates an error of a kernel, with the kernel's own message.
     pub fn kernel(message: impl Into<String>) -> Self {
         Self::Kernel(message.into())
     }
@@ -137,7 +138,7 @@ impl Error {
         Self::Failed(failure)
     }
 
-    /// The root failure, where an operation could not complete.
+    /// Returns the root failure, if an operation could not complete.
     pub fn failure(&self) -> Option<&Failure> {
         match self {
             Self::Failed(failure) => Some(failure),
@@ -145,12 +146,12 @@ impl Error {
         }
     }
 
-    /// Whether another process is at fault by having disappeared.
+    /// True if the cause is a peer process that disappeared.
     pub fn is_peer_failure(&self) -> bool {
         self.failure().is_some_and(Failure::is_peer_failure)
     }
 
-    /// Whether the processes were found to run different programs.
+    /// True if the processes were found to run different programs.
     pub fn is_divergence(&self) -> bool {
         self.failure().is_some_and(|failure| failure.kind == FailureKind::Diverged)
     }
@@ -162,7 +163,7 @@ impl fmt::Debug for Error {
     }
 }
 
-/// Returns an error's message, with a line for each cause whose message is not part of it.
+/// Returns an error's message. Adds a line for each cause if its message is not part of the text.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -177,15 +178,15 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// A call that makes no sense. Found when the operation is issued, on every process alike; it takes
-/// no number and changes nothing.
+/// A call with wrong arguments. It is found when the operation is issued, alike on every process.
+/// The call takes no operation number and changes nothing.
 #[derive(Clone, Debug)]
 pub struct IssueError {
     /// The line of the program.
     pub at: &'static Location<'static>,
     /// The call: `device_put`, `jit Up`, ….
     pub call: String,
-    /// What is wrong with it.
+    /// The problem of the call.
     pub why: IssueProblem,
 }
 
@@ -201,7 +202,7 @@ impl std::error::Error for IssueError {
     }
 }
 
-/// What is wrong with a call.
+/// The problem of a wrong call.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IssueProblem {
@@ -210,7 +211,7 @@ pub enum IssueProblem {
     Sharding {
         /// The leaf's path.
         path: String,
-        /// What does not fit.
+        /// The mismatch.
         why: ShardingError,
     },
     /// A tree does not fit its prefix, or a path names no leaf.
@@ -233,7 +234,7 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
     },
-    /// An input is sharded otherwise than declared.
+    /// An input has another sharding than declared.
     #[error(
         "{}is sharded {found}, but the kernel declares {expected}; jit never reshards silently, \
          use device_put",
@@ -247,7 +248,8 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
     },
-    /// An input that a kernel takes only where it says so: in host memory, or partial sums.
+    /// An input in host memory or with partial sums, and `.inputs(…)` does not declare this
+    /// sharding.
     #[error(
         "{}is sharded {found}; a kernel takes {what} only where `.inputs(…)` declares exactly \
          that sharding",
@@ -258,10 +260,10 @@ pub enum IssueProblem {
         path: String,
         /// The input's sharding.
         found: String,
-        /// What it is.
+        /// The undeclared property: host memory or partial sums.
         what: &'static str,
     },
-    /// Values that were to be partial sums.
+    /// A sharding with unreduced axes was given for values that are not partial sums.
     #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as \
         {reduced}", leaf(.path))]
     Unreduced {
@@ -277,12 +279,12 @@ pub enum IssueProblem {
     SourceSharding {
         /// The leaf's path.
         path: String,
-        /// What the caller says.
+        /// The sharding that the caller gives.
         expected: String,
         /// The array's sharding.
         found: String,
     },
-    /// An array was used after its memory was given away.
+    /// An array was used after it was donated.
     #[error("{}was donated to operation {op} at {donated_at} and cannot be used any \
         more", leaf(.path))]
     Donated {
@@ -293,32 +295,32 @@ pub enum IssueProblem {
         /// The line that donated it.
         donated_at: &'static Location<'static>,
     },
-    /// An array of another job.
+    /// An array of another program.
     #[error("{}belongs to another program", leaf(.path))]
     Foreign {
         /// The leaf's path.
         path: String,
     },
-    /// The kernel refuses these shapes.
+    /// The kernel refuses the shapes of its inputs.
     #[error("{0}")]
     Infer(Box<Error>),
     /// The kernel's signature contradicts itself or its shardings.
     #[error("{0}")]
     Signature(String),
-    /// What a recorded step is replayed on is not what it was recorded with.
+    /// An input of a replay differs from the input at recording.
     #[error("{}is {found}, but the step was recorded with {expected}", leaf(.path))]
     Recorded {
         /// The input's path.
         path: String,
-        /// What it was when the step was recorded.
+        /// The input's properties when the step was recorded.
         expected: String,
-        /// What it is.
+        /// The input's properties now.
         found: String,
     },
-    /// A step that cannot be recorded, or not be replayed.
+    /// A step that cannot be recorded or replayed.
     #[error("{0}")]
     Recording(String),
-    /// A dimension that cannot be cut that way.
+    /// A dimension or an axis that cannot be cut as requested.
     #[error("{0}")]
     Split(String),
     /// A pipeline's stages, schedule, parameters or microbatches do not fit each other.
@@ -331,7 +333,7 @@ pub(crate) fn leaf(path: &str) -> String {
 }
 
 impl IssueProblem {
-    /// The path of the leaf that the problem is with, where it has one.
+    /// Returns the path of the leaf that the problem is with, if it has one.
     pub(crate) fn path_mut(&mut self) -> Option<&mut String> {
         match self {
             Self::Sharding { path, .. }
@@ -379,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_that_the_message_leaves_out_follow_it() {
+    fn debug_adds_causes_that_the_message_lacks() {
         #[derive(Debug, thiserror::Error)]
         #[error("the plan is cut off")]
         struct CutOff(#[source] RendezvousError);

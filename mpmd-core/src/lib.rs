@@ -2,9 +2,9 @@
 //! processes.
 //!
 //! The user writes one ordinary program; every process of the job runs it. A [`Program`] issues
-//! operations on [`MpmdArray`]s: [`Program::device_put`] moves an array, [`Program::jit`] runs a
-//! [`Kernel`](kernel::Kernel) on the mesh that it is bound to, and each process works out from
-//! ownership what its own part is. Nobody writes a send, a receive, a tag or a rank test.
+//! operations on [`MpmdArray`]s: [`Program::device_put`] moves an array, and [`Program::jit`] runs
+//! a [`Kernel`](kernel::Kernel) on its mesh. Each process derives its own part of an operation from
+//! the ownership of regions. The user writes no send, no receive, no tag and no test of a rank.
 //!
 //! [`Program::run`] joins the job, runs the program and finishes it:
 //!
@@ -23,7 +23,7 @@
 //! }
 //! ```
 
-// So that `#[derive(Tree)]`, which names this crate from outside, also works inside it.
+// `#[derive(Tree)]` names this crate from outside. With this name it also works inside the crate.
 extern crate self as mpmd;
 
 pub mod api;
@@ -56,7 +56,7 @@ pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, t
 pub use mpmd_transport::{Failure, FailureKind};
 pub use trace::{Label, Role};
 
-/// What nearly every program needs.
+/// Names that nearly every program needs.
 pub mod prelude {
     pub use mpmd_layout::aval::{ShapedArray, f32s, f64s, i32s, u8s};
     pub use mpmd_layout::region::Region;

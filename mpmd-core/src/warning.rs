@@ -5,7 +5,7 @@ use std::io::Write;
 /// Writes a line to standard error and to the log.
 pub(crate) fn warn_user(line: &str) {
     tracing::warn!(target: "mpmd", "{line}");
-    // In one write: other processes of the job may be writing to the same place. Who has closed it
-    // hears nothing.
+    // A single write, since other processes of the job may write to the same stream. An error is
+    // ignored: standard error may be closed.
     let _ = std::io::stderr().write_all(format!("mpmd: {line}\n").as_bytes());
 }

@@ -1,5 +1,5 @@
-//! Any sharding moves to any other, wherever its devices are: named, chunked, enumerated, on one
-//! device.
+//! Moves arrays between shardings of all kinds (named, chunked, enumerated, single device), on any
+//! devices.
 
 #[path = "common/arrays.rs"]
 mod arrays;
@@ -29,9 +29,9 @@ fn permutations(count: u32) -> Vec<Vec<u32>> {
     })
 }
 
-/// Device by device, what it must hold of a matrix cut in chunks.
+/// Checks on every device the chunk that it must hold after each permutation.
 #[test]
-fn chunks_trade_places_by_every_permutation() {
+fn chunks_move_by_every_permutation() {
     let _limit = watchdog(120);
     assert_eq!(permutations(4).len(), 24);
     for processes in [1, 2, 4] {
@@ -44,7 +44,7 @@ fn chunks_trade_places_by_every_permutation() {
                 for permutation in permutations(count) {
                     let y = p.device_put(&x, Sharding::chunk(0, devices(&permutation))?)?;
                     check(p, &y, &whole)?;
-                    // And once more from there, so that every permutation is undone too.
+                    // And back again, so that every permutation is also undone.
                     let back = p.device_put(&y, &start)?;
                     check(p, &back, &whole)?;
                 }
@@ -55,9 +55,9 @@ fn chunks_trade_places_by_every_permutation() {
     }
 }
 
-/// The cycle of three that a swap by "whoever I send to" gets wrong: chunks of 5, 5 and 3 rows.
+/// Chunks of 5, 5 and 3 rows move in a cycle of three. Swapping pairs would get this wrong.
 #[test]
-fn a_cycle_of_three_gives_each_device_the_chunk_of_the_one_before() {
+fn cycle_of_three_moves_each_chunk_to_the_next_device() {
     let results = simulate(3, 3, 1, |p| {
         let rows: Vec<f32> = (0..26).map(|i| i as f32).collect();
         let host = MpmdArray::from_slice(&[13, 2], &rows)?;
@@ -94,7 +94,7 @@ fn chunks_of_one_dimension_become_chunks_of_another() {
     results.into_iter().for_each(|result| result.unwrap());
 }
 
-/// Numbers that every process draws alike.
+/// Random numbers, the same on every process.
 struct Draws(u64);
 
 impl Draws {
@@ -110,7 +110,7 @@ impl Draws {
         all
     }
 
-    /// Any sharding of an array of this shape over some of eight devices.
+    /// Returns a random sharding of an array of this shape over some of eight devices.
     fn sharding(&mut self, p: &Program, shape: &[usize]) -> Result<Sharding> {
         let mut order = self.shuffled(8);
         let sharding = match self.below(8) {
@@ -127,7 +127,7 @@ impl Draws {
         Ok(if host { sharding.with_memory_kind(MemoryKind::Host) } else { sharding })
     }
 
-    /// Tiles of at most eight by random cuts.
+    /// Returns at most eight tiles, made by random cuts.
     fn tiling(&mut self, shape: &[usize]) -> Vec<Region> {
         let mut tiles = vec![Region::full(shape)];
         for _ in 0..self.below(8) {
@@ -145,8 +145,8 @@ impl Draws {
         tiles
     }
 
-    /// Over a mesh of one to three axes; every axis divides a dimension that it divides evenly, or
-    /// none.
+    /// Returns a sharding over a mesh of one to three axes. Each axis divides a dimension evenly,
+    /// or none.
     fn named(&mut self, p: &Program, shape: &[usize], order: Vec<DeviceId>) -> Result<Sharding> {
         const MESHES: [&[usize]; 7] = [&[8], &[2, 4], &[4, 2], &[2, 2, 2], &[3], &[2, 3], &[5]];
         let sizes = MESHES[self.below(MESHES.len())];
@@ -167,7 +167,7 @@ impl Draws {
 }
 
 #[test]
-fn random_shardings_reach_each_other_with_every_byte_in_place() {
+fn random_shardings_reach_each_other_unchanged() {
     let _limit = watchdog(300);
     const SHAPES: [&[usize]; 6] = [&[24], &[12, 10], &[7, 5], &[2, 60, 3], &[16, 0], &[1, 30]];
     for seed in 0..48 {
@@ -199,9 +199,9 @@ fn random_shardings_reach_each_other_with_every_byte_in_place() {
     }
 }
 
-/// Large enough that pieces move in chunks and are passed on.
+/// The array is large enough to move in chunks and to be passed on.
 #[test]
-fn large_arrays_arrive_whole_by_way_of_others() {
+fn large_relayed_arrays_arrive_whole() {
     let _limit = watchdog(120);
     for processes in [2, 4] {
         let results = Simulation::new(processes, 4).run(|p| {

@@ -1,4 +1,4 @@
-//! What holds of the types, and what a program does that owns nothing.
+//! Thread safety of the public types, dry runs, and kernels without a job.
 
 mod common;
 
@@ -19,7 +19,7 @@ fn handles_are_shared_and_programs_are_sent() {
     is_shared::<Error>();
     is_shared::<HostArray>();
     is_sent::<ArrayFuture>();
-    // That it is not `Sync` is shown in its documentation.
+    // A doc test of `Program` shows that it is not `Sync`.
     is_sent::<Program>();
 }
 
@@ -46,7 +46,7 @@ impl Kernel for Sum {
     }
 }
 
-/// A whole job: returns what `agree` said and the last array.
+/// Runs a whole job. Returns the agreed value and the last array's values.
 fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     let stages = p.mesh(&[("stage", 4), ("x", 2)])?.split("stage")?;
     let planning = p.is_planning();
@@ -69,7 +69,7 @@ fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
 }
 
 #[test]
-fn a_spectator_runs_a_whole_program_without_data() {
+fn dry_run_executes_a_whole_program_without_data() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4, 8] {
         let mut p = Program::builder().devices(8).spectator(processes).unwrap();
@@ -101,7 +101,7 @@ fn a_spectator_runs_a_whole_program_without_data() {
 }
 
 #[test]
-fn a_spectator_may_be_dropped() {
+fn dry_run_may_be_dropped() {
     let _limit = watchdog(60);
     let mut p = Program::builder().spectator(3).unwrap();
     let mesh = p.mesh(&[("x", 3)]).unwrap();

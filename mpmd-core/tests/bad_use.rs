@@ -1,4 +1,4 @@
-//! Bad use is an error at the line that caused it, the same on every process.
+//! Invalid calls fail at the line that caused them, in the same way on every process.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -13,7 +13,8 @@ use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{Error, FailureKind, ProcessId, PutOptions, Simulation, simulate};
 
-/// The text of an issue error, once it is clear that it names its line and took no number.
+/// Returns the text of an issue error. Checks that it names the calling line and used no operation
+/// number.
 macro_rules! refused {
     ($p:ident, $call:expr) => {{
         let before = $p.operations();
@@ -28,7 +29,7 @@ macro_rules! refused {
     }};
 }
 
-/// Runs on two processes with a device each; both must say the same.
+/// Runs a program on two processes with a device each. Both must return the same texts.
 fn on_two(program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) -> Vec<String> {
     let mut results = simulate(2, 2, 1, program).into_iter().map(Result::unwrap);
     let first = results.next().expect("two processes");
@@ -49,7 +50,7 @@ fn ones(p: &mut Program, shape: &[usize], to: &Sharding) -> Result<MpmdArray> {
 }
 
 #[test]
-fn shardings_that_do_not_fit() {
+fn shardings_that_do_not_fit_are_refused() {
     let _limit = watchdog(60);
     let texts = on_two(|p| {
         let mesh = p.mesh(&[("x", 2), ("y", 1)])?;
@@ -87,7 +88,7 @@ fn shardings_that_do_not_fit() {
 }
 
 #[test]
-fn inputs_that_are_not_what_the_kernel_declares() {
+fn inputs_that_do_not_match_the_declaration_are_refused() {
     let _limit = watchdog(60);
     let texts = on_two(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
@@ -141,7 +142,7 @@ fn inputs_that_are_not_what_the_kernel_declares() {
 }
 
 #[test]
-fn shards_that_are_no_array() {
+fn invalid_shards_are_refused() {
     let _limit = watchdog(60);
     let texts = on_two(|p| {
         let devices = |devices: [u32; 2]| devices.map(DeviceId).to_vec();
@@ -173,7 +174,7 @@ fn shards_that_are_no_array() {
 }
 
 #[test]
-fn partial_sums_and_host_memory_that_nobody_declared() {
+fn undeclared_partial_sums_and_host_memory_are_refused() {
     let _limit = watchdog(60);
     let texts = on_two(|p| {
         let mesh = p.mesh(&[("x", 2), ("y", 1)])?;
@@ -231,7 +232,7 @@ fn partial_sums_and_host_memory_that_nobody_declared() {
 }
 
 #[test]
-fn what_was_donated_is_gone_for_everyone() {
+fn donated_arrays_are_gone_on_every_process() {
     let _limit = watchdog(60);
     let texts = on_two(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
@@ -276,7 +277,7 @@ fn what_was_donated_is_gone_for_everyone() {
 }
 
 #[test]
-fn signatures_that_contradict_themselves() {
+fn contradictory_signatures_are_refused() {
     let _limit = watchdog(60);
     type Declared = Result<Signature<Vec<ShapedArray>>>;
     let texts = on_two(|p| {
@@ -318,7 +319,7 @@ fn signatures_that_contradict_themselves() {
 }
 
 #[test]
-fn microbatches_and_agreements_that_cannot_be() {
+fn invalid_microbatches_and_agreements_are_refused() {
     let _limit = watchdog(60);
     let texts = on_two(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
@@ -344,7 +345,7 @@ fn microbatches_and_agreements_that_cannot_be() {
 }
 
 #[test]
-fn arrays_and_kernels_of_another_program() {
+fn arrays_and_kernels_of_another_program_are_refused() {
     let _limit = watchdog(60);
     let mut p = Program::builder().devices(2).alone().unwrap();
     let mut other = Program::builder().devices(2).alone().unwrap();
@@ -367,7 +368,7 @@ fn arrays_and_kernels_of_another_program() {
 }
 
 #[test]
-fn trees_of_other_structure_with_the_same_leaves_are_told_apart() {
+fn trees_with_equal_leaves_but_other_structure_differ() {
     let _limit = watchdog(60);
     struct Count;
     impl Kernel for Count {
@@ -406,9 +407,9 @@ fn trees_of_other_structure_with_the_same_leaves_are_told_apart() {
     assert_contains(&texts, &["[12.0, 12.0]", "[21.0, 21.0]", "[30.0, 30.0]", "[12.0, 12.0]"]);
 }
 
-/// Four processes: the first two run a kernel that fails, the others only get what came of it.
-/// Checks that everybody's handle fails for the same reason and that nobody's program ends well;
-/// returns the reasons.
+/// Runs a failing kernel on the first two of four processes; the other two only receive its result.
+/// Checks that every array fails for the same reason and that every program ends with an error.
+/// Returns the reasons.
 fn failing<I, R>(infer: I, run: R) -> Vec<String>
 where
     I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Copy + Send + Sync + 'static,
@@ -455,7 +456,7 @@ fn reduced(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
 }
 
 #[test]
-fn a_kernel_that_fails_fails_everything_made_from_it() {
+fn failed_kernel_fails_everything_made_from_it() {
     let _limit = watchdog(60);
     let all_contain = |texts: Vec<String>, reason: &str| {
         texts.iter().for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
@@ -486,7 +487,7 @@ fn a_kernel_that_fails_fails_everything_made_from_it() {
 }
 
 #[test]
-fn collectives_are_called_as_declared() {
+fn undeclared_collective_calls_are_errors() {
     let _limit = watchdog(60);
     let all_contain = |texts: Vec<String>, reason: &str| {
         texts.iter().for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
@@ -508,7 +509,7 @@ fn collectives_are_called_as_declared() {
         "of 3 f32 elements",
     );
     all_contain(failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0u8; 2])), "of 2 u8 elements");
-    // One device alone is at fault; the other waits for it in vain, and says why.
+    // Only one device is at fault. The other waits for it in vain and reports the reason.
     let one = |cx: &mut Context<'_>, _: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>| {
         if cx.axis_index("x")? == 1 {
             return Err(Error::kernel("not today"));
@@ -534,7 +535,7 @@ fn collectives_are_called_as_declared() {
 }
 
 #[test]
-fn values_that_do_not_fill_their_shape_are_counted() {
+fn wrong_numbers_of_values_are_refused() {
     for (values, given) in [(&[1.0f64; 5][..], "5"), (&[1.0; 7], "7"), (&[], "0")] {
         let (line, result) = (line!(), MpmdArray::from_slice(&[2, 3], values));
         let said = result.unwrap_err().to_string();
@@ -547,7 +548,7 @@ fn values_that_do_not_fill_their_shape_are_counted() {
 }
 
 #[test]
-fn make_that_fails_fails_everything_made_from_it() {
+fn failed_make_fails_everything_made_from_it() {
     let _limit = watchdog(60);
     for panics in [false, true] {
         let results = Simulation::new(3, 3).run(|p| {

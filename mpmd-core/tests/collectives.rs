@@ -1,5 +1,5 @@
-//! Collectives inside kernels: against an oracle on host values, at every number of processes, and
-//! when something goes wrong.
+//! Collectives inside kernels: compared with an oracle on host values, at every number of
+//! processes, and in failures.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -22,7 +22,7 @@ use mpmd_core::{Error, ProcessId, run_here};
 use num_complex::Complex;
 use simulations::simulation;
 
-/// What a kernel calls; lengths are of what each device gives.
+/// The collective that a kernel calls. Lengths count the elements that each device contributes.
 #[derive(Clone, Debug)]
 enum Kind {
     AllReduce(Reduce),
@@ -57,7 +57,7 @@ impl Case {
         }
     }
 
-    /// Calls it with `values`; returns what comes out.
+    /// Calls the collective with `values` and returns its result.
     fn call<T: Value>(&self, cx: &mut Context<'_>, mut values: Vec<T>) -> Result<Vec<T>> {
         let n = cx.axis_size(self.axis)?;
         let fresh = |len: usize| vec![T::of(77); len];
@@ -88,7 +88,8 @@ impl Case {
         Ok(values)
     }
 
-    /// What comes out for the device with index `me` of those that gave `given`, in their order.
+    /// Returns the expected result on the device with index `me`. `given` are the contributions in
+    /// device order.
     fn oracle<T: Value>(&self, given: &[Vec<T>], me: usize) -> Vec<T> {
         let n = given.len();
         let reduced = |reduce: Reduce| -> Vec<T> {
@@ -115,7 +116,7 @@ impl Case {
     }
 }
 
-/// Elements, with arithmetic of their own for the oracle.
+/// Elements with their own arithmetic for the oracle.
 trait Value: Reducible {
     fn of(value: i64) -> Self;
     fn reduce(reduce: Reduce, a: Self, b: Self) -> Self;
@@ -140,7 +141,7 @@ macro_rules! values {
 }
 
 values! {
-    // Values whose sums are rounded, so that their order shows.
+    // Values with rounded sums, so that the order of additions is visible.
     f32: |v| v as f32 / 3.0, |a, b| a + b;
     f64: |v| v as f64 / 3.0, |a, b| a + b;
     bf16: |v| bf16::from_f32(v as f32 / 3.0), |a, b| a + b;
@@ -148,13 +149,13 @@ values! {
     u8: |v| v as u8, u8::wrapping_add;
 }
 
-/// What device `device` gives to collective `case`.
+/// Returns the contribution of device `device` to collective `case`.
 fn given<T: Value>(device: usize, case: usize, len: usize) -> Vec<T> {
     let mix = |i: usize| (device * 7919 + case * 104_729 + i * 1_299_709) % 20_011;
     (0..len).map(|i| T::of(mix(i) as i64 - 10_000)).collect()
 }
 
-/// What came out, by collective and device.
+/// The results, by collective and device.
 type Outcomes = BTreeMap<(usize, usize), Vec<u8>>;
 
 /// Calls all of `cases` in one kernel, on a mesh of axes `a` and `b` over all devices.
@@ -188,7 +189,7 @@ fn outcomes<T: Value>(processes: usize, shape: [usize; 2], cases: &[Case], seed:
     std::mem::take(&mut *seen.lock().unwrap())
 }
 
-/// The indices along axis `a` and `b` of a device, and of the devices of its group along `axis`.
+/// Returns the devices of a device's group along `axis`, and its index in the group.
 fn group(device: usize, shape: [usize; 2], axis: &str) -> (Vec<usize>, usize) {
     let (a, b) = (device / shape[1], device % shape[1]);
     match axis {
@@ -221,8 +222,8 @@ fn agree_with_the_oracle<T: Value>(
     }
 }
 
-/// Every collective over an axis of `n` devices, with these lengths; `declared` stretches the
-/// declaration.
+/// Returns every collective over an axis of `n` devices, with these lengths. `declared` may enlarge
+/// the declared length.
 fn every(
     axis: &'static str,
     n: usize,
@@ -248,13 +249,13 @@ fn every(
     cases
 }
 
-/// A declaration large enough for two rounds, of any dtype.
+/// Returns a declared length large enough for two rounds, for any dtype.
 fn large(len: usize) -> usize {
     len.max(TWO_ROUNDS_FROM_BYTES + 1)
 }
 
 #[test]
-fn small_ones_agree_with_the_oracle_along_each_axis() {
+fn small_collectives_match_the_oracle_on_each_axis() {
     let _limit = watchdog(120);
     let lengths = [0, 1, 3, 50];
     let both =
@@ -268,9 +269,9 @@ fn small_ones_agree_with_the_oracle_along_each_axis() {
 }
 
 #[test]
-fn two_rounds_agree_with_the_oracle_at_every_length() {
+fn two_round_collectives_match_the_oracle_at_every_length() {
     let _limit = watchdog(120);
-    // Shorter than there are devices, uneven, and longer than what one round is for.
+    // Fewer elements than devices, uneven lengths, and more elements than one round takes.
     let lengths = [0, 1, 5, 131];
     let both = [every("a", 2, &lengths, large), every("b", 4, &lengths, large)].concat();
     agree_with_the_oracle::<f32>(&[1, 2, 4, 8], [2, 4], &both, 7);
@@ -282,7 +283,7 @@ fn two_rounds_agree_with_the_oracle_at_every_length() {
 }
 
 #[test]
-fn both_algorithms_and_all_numbers_of_processes_give_the_same_bits() {
+fn both_algorithms_give_same_bits_at_every_process_count() {
     let _limit = watchdog(60);
     let sum = |declared| Case { kind: Kind::AllReduce(Reduce::Sum), axis: "b", len: 999, declared };
     for seed in 20..26 {
@@ -327,7 +328,7 @@ fn flags_and_complex_numbers_move_too() {
 }
 
 #[test]
-fn a_kernel_with_every_collective_runs_here() {
+fn kernel_with_every_collective_runs_locally() {
     let _limit = watchdog(60);
     let cases = every("x", 1, &[0, 3], large);
     let (declared, called) = (cases.clone(), cases);
@@ -353,9 +354,8 @@ fn a_kernel_with_every_collective_runs_here() {
     assert_eq!(y[0].to_vec::<f32>().unwrap(), [2.0; 3]);
 }
 
-/// What every process ended with, where a kernel over one axis `x` of all devices calls collectives
-/// of `f32`. Where a process has an error of the array it is that, else the one of the program's
-/// end.
+/// Runs a kernel that calls collectives of `f32` over one axis `x` of all devices. Returns each
+/// process' error: that of the array if there is one, otherwise that of the program's end.
 fn failing(
     processes: usize,
     devices: usize,
@@ -378,10 +378,13 @@ fn failing(
         let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
         jit.call(p, vec![x])?[0].block_until_ready().map(drop)
     });
-    results.into_iter().map(|result| result.expect_err("nobody ends well").to_string()).collect()
+    results
+        .into_iter()
+        .map(|result| result.expect_err("every process ends with an error").to_string())
+        .collect()
 }
 
-/// A kernel with large and small collectives, all devices of which need all others at the end.
+/// Declares large and small collectives. In the last one all devices need all others.
 fn mixed(declared: Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> {
     let (small, large) = (f32s([8]), f32s([40_000]));
     declared
@@ -394,7 +397,7 @@ fn mixed(declared: Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> {
         .all_reduce("x", small)
 }
 
-/// Calls the first `calls` of them.
+/// Calls the first `calls` of the mixed collectives.
 fn call_mixed(cx: &mut Context<'_>, calls: usize) -> Result<()> {
     call_some(cx, 0..calls)
 }
@@ -417,7 +420,7 @@ fn call_some(cx: &mut Context<'_>, calls: Range<usize>) -> Result<()> {
 }
 
 #[test]
-fn a_device_that_stops_before_any_of_them_fails_all() {
+fn device_that_stops_before_any_collective_fails_all() {
     let _limit = watchdog(180);
     for processes in [1, 2, 4] {
         for stops_before in 0..7 {
@@ -439,13 +442,13 @@ fn a_device_that_stops_before_any_of_them_fails_all() {
 }
 
 #[test]
-fn devices_that_stop_at_different_places_or_panic_keep_nobody() {
+fn devices_stopping_at_different_calls_block_nobody() {
     let _limit = watchdog(180);
     for processes in [1, 2, 4] {
         for seed in 0..12 {
             let errors = failing(processes, 4, seed, mixed, move |cx| {
                 let me = cx.axis_index("x")?;
-                // Each device elsewhere, in an order that changes.
+                // Each device stops at a different call, in an order that depends on the seed.
                 call_mixed(cx, (me * 3 + seed as usize) % 7)?;
                 assert!(me != 2, "lost the thread");
                 Err(Error::kernel("not today"))
@@ -459,9 +462,9 @@ fn devices_that_stop_at_different_places_or_panic_keep_nobody() {
 }
 
 #[test]
-fn a_failure_in_the_first_of_two_rounds_reaches_all_in_the_second() {
+fn failure_in_first_round_reaches_all_in_the_second() {
     let _limit = watchdog(60);
-    // With 401 and 400 elements only the first of four segments differs: who owns it finds out.
+    // With 401 and 400 elements only the first of four segments differs. Its owner detects this.
     for processes in [1, 2, 4] {
         let declare = |signature: Signature<_>| signature.all_reduce("x", f32s([40_000]));
         let errors = failing(processes, 4, 1, declare, |cx| {
@@ -482,13 +485,13 @@ fn a_failure_in_the_first_of_two_rounds_reaches_all_in_the_second() {
 }
 
 #[test]
-fn other_lengths_are_errors_in_every_collective() {
+fn wrong_lengths_are_errors_in_every_collective() {
     let _limit = watchdog(120);
     for at in 0..7 {
         for processes in [1, 2, 4] {
             let errors = failing(processes, 4, at as u64, mixed, move |cx| {
                 call_mixed(cx, at)?;
-                // Device 1 gives, in the permutation and the broadcast too.
+                // Device 1 contributes in the permutation and the broadcast too.
                 let odd = cx.axis_index("x")? == 1;
                 let len = if odd { 4 } else { 8 };
                 let (mut values, mut out) = (vec![0.0f32; len], vec![0.0f32; 4 * len]);
@@ -500,7 +503,7 @@ fn other_lengths_are_errors_in_every_collective() {
                     4 => cx.all_to_all("x", &values, &mut out[..len])?,
                     _ => cx.permute("x", &values, &mut out[..len])?,
                 }
-                // Whom it does not concern hears of it in a later one.
+                // Devices that this call does not concern learn of the error in a later one.
                 call_some(cx, at + 1..7)
             });
             let collective = format!("collective {at} of operation 2, declared as");
@@ -513,7 +516,7 @@ fn other_lengths_are_errors_in_every_collective() {
 }
 
 #[test]
-fn calls_that_are_not_as_declared_say_what_was_declared_and_called() {
+fn undeclared_calls_report_declaration_and_call() {
     let _limit = watchdog(120);
     type Call = fn(&mut Context<'_>) -> Result<()>;
     let wrong: [(usize, Call, &str, &str); 9] = [
@@ -576,7 +579,7 @@ fn calls_that_are_not_as_declared_say_what_was_declared_and_called() {
         for processes in [1, 4] {
             let errors = failing(processes, 4, at as u64, mixed, move |cx| {
                 call_mixed(cx, at)?;
-                // One device alone; what the others do is right.
+                // Only one device calls wrongly; the others call correctly.
                 if cx.axis_index("x")? == 1 { call(cx) } else { call_some(cx, at..7) }
             });
             for error in errors {
@@ -590,7 +593,7 @@ fn calls_that_are_not_as_declared_say_what_was_declared_and_called() {
 }
 
 #[test]
-fn declarations_that_cannot_be_are_refused_alike_and_move_nothing() {
+fn invalid_declarations_are_refused_and_move_nothing() {
     let _limit = watchdog(60);
     type Declare = fn(Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>>;
     let declarations: [(Declare, &str); 5] = [
@@ -630,7 +633,7 @@ fn declarations_that_cannot_be_are_refused_alike_and_move_nothing() {
 }
 
 #[test]
-fn a_process_that_dies_during_large_ones_is_named_by_all_others() {
+fn process_lost_in_large_collectives_is_named_by_others() {
     let _limit = watchdog(180);
     for seed in 0..6 {
         for at in 2..8 {
@@ -647,13 +650,13 @@ fn a_process_that_dies_during_large_ones_is_named_by_all_others() {
                 let jit = p.jit(kernel).on(&mesh).outputs(mesh.replicated()).build()?;
                 let mut x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
                 for _ in 0..8 {
-                    // Not waited for: the process is lost while it runs these.
+                    // Not waited for: the process is lost while these run.
                     x = jit.call(p, vec![x])?.remove(0);
                 }
                 x.block_until_ready().map(drop)
             });
             for result in results {
-                let error = result.expect_err("nobody ends well").to_string();
+                let error = result.expect_err("every process ends with an error").to_string();
                 assert!(
                     error.contains(&format!("process {lost} ")),
                     "seed {seed}, operation {at}: {error}"

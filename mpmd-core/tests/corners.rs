@@ -1,4 +1,4 @@
-//! Corners: what is empty, what comes late, what nobody wants any more.
+//! Corner cases: empty arrays, late messages, and results that no one needs any more.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -19,7 +19,7 @@ fn on(device: u32) -> Sharding {
 }
 
 #[test]
-fn endless_patience_is_no_panic() {
+fn maximal_peer_timeout_does_not_panic() {
     let _limit = watchdog(60);
     let simulation =
         Simulation::new(2, 2).settings(|b| b.patience(Duration::MAX).run_ahead(1, 1 << 30));
@@ -34,11 +34,11 @@ fn endless_patience_is_no_panic() {
 }
 
 #[test]
-fn small_pieces_beyond_the_credit_arrive_with_their_values() {
+fn small_pieces_beyond_the_credit_arrive_unchanged() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         if p.process() == ProcessId(1) {
-            // Late, so that the other has no credit left.
+            // Late, so that the sender has used up its credit.
             std::thread::sleep(Duration::from_millis(300));
         }
         let mut moved = Vec::new();
@@ -58,7 +58,7 @@ fn small_pieces_beyond_the_credit_arrive_with_their_values() {
 }
 
 #[test]
-fn arrays_without_elements_are_ordinary() {
+fn empty_arrays_work_everywhere() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let mesh = p.mesh(&[("model", 2)])?;
@@ -82,7 +82,7 @@ fn arrays_without_elements_are_ordinary() {
 }
 
 #[test]
-fn donated_host_values_do_not_become_a_part_of_themselves() {
+fn donated_host_values_are_not_overwritten_by_shards() {
     let _limit = watchdog(60);
     let mut p = Builder::default().devices(2).alone().unwrap();
     let mesh = p.mesh(&[("rows", 2)]).unwrap();
@@ -95,7 +95,7 @@ fn donated_host_values_do_not_become_a_part_of_themselves() {
             (0..).zip(view.as_mut_slice::<f32>()?).for_each(|(i, value)| *value = i as f32);
             Ok(())
         });
-        // Nobody else holds these values by the time of the call.
+        // Nothing else holds these values when the kernel is called.
         let host = MpmdArray::from_host(x.unwrap().to_host().unwrap().unwrap());
         let y = same.call(&mut p, vec![host]).unwrap().remove(0);
         let values = y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap();
@@ -105,7 +105,7 @@ fn donated_host_values_do_not_become_a_part_of_themselves() {
 }
 
 #[test]
-fn contributions_to_kernels_that_failed_on_both_sides_keep_nobody_from_finishing() {
+fn kernels_failed_on_both_sides_do_not_block_finish() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let mesh = p.mesh(&[("model", 2)])?;
@@ -136,12 +136,12 @@ fn contributions_to_kernels_that_failed_on_both_sides_keep_nobody_from_finishing
 }
 
 #[test]
-fn a_closure_given_an_array_before_its_donation_gets_the_values() {
+fn then_before_a_donation_gets_the_values() {
     let _limit = watchdog(60);
     let mut p = Builder::default().devices(2).alone().unwrap();
     let mesh = p.mesh(&[("rows", 2)]).unwrap();
     let rows = mesh.sharding(spec!["rows"]);
-    // The first shard is there long after the second one.
+    // The first shard is ready long after the second one.
     let x = p.make(f32s([2]), &rows, |region, mut view| {
         if region.range(0).start == 0 {
             std::thread::sleep(Duration::from_millis(200));
@@ -162,9 +162,9 @@ fn a_closure_given_an_array_before_its_donation_gets_the_values() {
 }
 
 #[test]
-fn a_collective_with_another_length_on_each_device_is_an_error_on_each() {
+fn collective_with_different_lengths_fails_on_each_device() {
     let _limit = watchdog(60);
-    // Both small, both large, and one of each: the large one waits for a word from its receiver.
+    // Both small, both large, and one of each. The large transfer waits for its receiver.
     for lengths in [[3, 5], [20_000, 20_001], [100, 20_000], [20_000, 100]] {
         let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("model", 2)])?;

@@ -1,4 +1,4 @@
-//! Kernels run on CUDA devices: on a driver in software, or on what there is (`MPMD_TEST_GPU=1`).
+//! Kernels on CUDA devices: on a software driver, or on real devices (`MPMD_TEST_GPU=1`).
 
 mod common;
 #[macro_use]
@@ -34,7 +34,7 @@ static STEPS: Source = Source::cuda(
 )
 .exact();
 
-/// y = factor x, with the factor as a host value that both kinds of devices read.
+/// y = factor x. The factor is a host value that both kinds of devices read.
 struct Scale;
 
 impl Kernel for Scale {
@@ -67,7 +67,7 @@ impl Kernel for Scale {
     }
 }
 
-/// y += x, in place; remembers where y was.
+/// y += x, in place. Records the address of y.
 struct Add(Arc<Mutex<Vec<u64>>>);
 
 impl Add {
@@ -112,7 +112,7 @@ fn alone(kind: DeviceKind, devices: usize) -> Program {
     Program::builder().devices(devices).device_kinds(&[kind]).alone().unwrap()
 }
 
-/// Numbers whose sums are rounded.
+/// Returns numbers with rounded sums.
 fn numbers(count: usize) -> MpmdArray {
     let numbers: Vec<f32> = (0..count).map(|i| 1.0 / (i as f32 + 3.0)).collect();
     MpmdArray::from_slice(&[count], &numbers).unwrap()
@@ -122,8 +122,8 @@ fn read(x: &MpmdArray) -> Vec<f32> {
     x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap()
 }
 
-/// Bytes in use: `expected`, once whoever has told this thread of an end has let go of what it told
-/// of.
+/// Waits until `expected` bytes are in use; returns the bytes in use. The thread that reports the
+/// end of work may release its buffers a moment later.
 fn settled(p: &Program, expected: u64) -> u64 {
     let deadline = Instant::now() + Duration::from_secs(20);
     while p.memory().live != expected && Instant::now() < deadline {
@@ -132,7 +132,7 @@ fn settled(p: &Program, expected: u64) -> u64 {
     p.memory().live
 }
 
-/// A chain of calls, in place and not, with host values of all sizes.
+/// Runs a chain of calls, in place and not, with host values of all sizes.
 fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", axis)])?;
     let to = mesh.sharding(spec!["x"]);
@@ -153,7 +153,7 @@ fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
 }
 
 #[test]
-fn calls_give_the_bits_of_the_host_on_one_device_and_on_two() {
+fn calls_give_cpu_bits_on_one_and_two_devices() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -170,7 +170,8 @@ fn calls_give_the_bits_of_the_host_on_one_device_and_on_two() {
     }
 }
 
-/// As the chain, and nothing used before it is made or after it is given up.
+/// Runs the chain on both kinds of devices. The software driver aborts on memory that is used
+/// before it is written or after it is freed.
 fn chain_in_order() {
     let _limit = watchdog(90);
     let [cpu, cuda] = [CPU, CUDA].map(|kind| {
@@ -183,7 +184,7 @@ fn chain_in_order() {
 }
 
 #[test]
-fn work_is_in_order_where_streams_do_nothing_before_they_are_waited_for() {
+fn work_is_in_order_with_streams_that_run_lazily() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy:20", "SOFTCUDA_RACES" = "abort")
     {
         return;
@@ -192,7 +193,7 @@ fn work_is_in_order_where_streams_do_nothing_before_they_are_waited_for() {
 }
 
 #[test]
-fn work_is_in_order_where_streams_pause_at_random() {
+fn work_is_in_order_with_streams_that_pause_randomly() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort")
     {
         return;
@@ -201,7 +202,7 @@ fn work_is_in_order_where_streams_pause_at_random() {
 }
 
 #[test]
-fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
+fn donated_inputs_are_updated_in_place_and_others_kept() {
     if elsewhere!() {
         return;
     }
@@ -242,7 +243,7 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
 }
 
 #[test]
-fn a_program_may_run_a_thousand_calls_ahead_within_the_memory_of_a_few() {
+fn thousand_calls_ahead_use_the_memory_of_a_few() {
     if elsewhere!("SOFTCUDA_PACE" = "seed:3") {
         return;
     }
@@ -298,7 +299,7 @@ fn handles_dropped_in_flight_leave_nothing_behind() {
 }
 
 #[test]
-fn host_values_are_given_as_they_are_and_updated_in_a_copy() {
+fn host_values_are_passed_whole_and_updated_in_a_copy() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -307,7 +308,7 @@ fn host_values_are_given_as_they_are_and_updated_in_a_copy() {
         let mut p = alone(kind, 2);
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let to = mesh.sharding(spec!["x"]);
-        // Each device sees all of the host's values, and makes a half of them its output.
+        // Each device sees all of the host's values, and its output is half of them.
         let like_second =
             |x: &[ShapedArray]| Ok(Signature::new(vec![x[1].clone()]).alias("1", "0"));
         let kernel = fun("Halves", like_second, |cx, x, mut y| {
@@ -334,7 +335,7 @@ fn host_values_are_given_as_they_are_and_updated_in_a_copy() {
     assert!(found[0][2999] > 0.0);
 }
 
-/// What goes wrong in a kernel on a device, after it has given the device work.
+/// Returns a kernel that goes wrong as `how` says, after it has launched work on the device.
 fn wrong(how: &'static str) -> impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdArray>> {
     fun("Wrong", like_first, move |cx, x, mut y| {
         let cuda = cx.cuda().expect("it runs on a CUDA device");
@@ -351,7 +352,7 @@ fn wrong(how: &'static str) -> impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdAr
 }
 
 #[test]
-fn a_kernel_that_fails_when_it_is_issued_fails_its_outputs_and_nothing_else() {
+fn kernel_failing_at_issue_fails_only_its_outputs() {
     if elsewhere!() {
         return;
     }
@@ -388,7 +389,7 @@ static WILD: Source = Source::cuda(
 );
 
 #[test]
-fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
+fn kernel_failing_on_a_device_is_named_others_continue() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -428,7 +429,7 @@ fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
 }
 
 #[test]
-fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() {
+fn failed_device_work_fails_its_call_and_later_calls() {
     if elsewhere!("SOFTCUDA_PACE" = "lazy:50") {
         return;
     }
@@ -446,14 +447,14 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
         .unwrap()
         .block_until_ready()
         .unwrap();
-    // The second of the calls that follow: both others are issued before it is known.
+    // Fails the second of the following calls. Both others are issued before the failure is known.
     driver.fail("launch", 2);
     let y = scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap();
     let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(1.0f32))).unwrap();
     let sum = add.call(&mut p, (x, z)).unwrap();
     let error = sum.to_host().unwrap_err().to_string();
-    // By its own work, by what it was to read, or by the device as it was given work: whichever is
-    // known first.
+    // The error comes from the failed work, from its input, or from the device when it gets new
+    // work. It depends on which is known first.
     let named = |error: &str| {
         error.contains("failed on device 0") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS")
     };
@@ -463,10 +464,10 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
     drop(y);
 }
 
-/// What was lent before it was made, and never was, makes nothing of value: two kernels on the
-/// taker, and the process that the last result is lent to, are all issued before that is known.
+/// The first array is lent before its copy fails. Two kernels on the borrower and a second lend are
+/// issued before the failure is known.
 #[test]
-fn what_is_made_of_what_never_was_has_failed_however_far_it_has_gone() {
+fn failed_copy_fails_everything_derived_from_it() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy:50", "SOFTCUDA_FAIL" = "copy:1")
     {
         return;
@@ -475,7 +476,7 @@ fn what_is_made_of_what_never_was_has_failed_however_far_it_has_gone() {
     let simulation =
         Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).hands_over(&[0; 3]);
     let found = Mutex::new(Vec::new());
-    // Each ends with the failure too.
+    // Each program also ends with the failure.
     let results = simulation.run(|p| {
         let mesh = p.mesh(&[("x", 3)])?;
         let [first, second, third] = mesh.split("x")?.try_into().expect("three devices");
@@ -502,7 +503,7 @@ fn what_is_made_of_what_never_was_has_failed_however_far_it_has_gone() {
 }
 
 #[test]
-fn a_device_without_memory_says_so_in_its_drivers_words() {
+fn out_of_memory_reports_the_driver_error() {
     if elsewhere!("SOFTCUDA_MEMORY" = "16777216") {
         return;
     }
@@ -526,11 +527,12 @@ fn a_device_without_memory_says_so_in_its_drivers_words() {
     p.finish().unwrap_err();
 }
 
-/// Every collective, of values that show who gave what; what this process has of the results.
+/// Calls every collective, with values that identify the contributing device. Returns this
+/// process's results.
 fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
     let mesh = p.mesh(&[("x", devices)])?;
     let to = mesh.sharding(spec!["x"]);
-    // Large enough for two rounds where there are three devices.
+    // Large enough for two rounds with three devices.
     let each = 24 << 10;
     let infer = move |x: &[ShapedArray]| {
         let part = f32s([each]);
@@ -605,7 +607,7 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
 }
 
 #[test]
-fn collectives_of_devices_have_the_bits_of_the_host_also_among_both_kinds() {
+fn collectives_give_cpu_bits_also_with_mixed_devices() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -630,7 +632,7 @@ fn collectives_of_devices_have_the_bits_of_the_host_also_among_both_kinds() {
 }
 
 #[test]
-fn a_collective_that_another_device_fails_is_told() {
+fn collective_reports_failure_of_another_device() {
     if elsewhere!() {
         return;
     }
@@ -659,7 +661,7 @@ fn a_collective_that_another_device_fails_is_told() {
 }
 
 #[test]
-fn a_pipeline_of_both_kinds_passes_arrays_on() {
+fn pipeline_of_both_device_kinds_passes_arrays_on() {
     if elsewhere!("SOFTCUDA_PACE" = "seed:2", "SOFTCUDA_RACES" = "abort") {
         return;
     }
@@ -696,7 +698,7 @@ fn a_pipeline_of_both_kinds_passes_arrays_on() {
 }
 
 #[test]
-fn traces_have_the_devices_own_times_and_in_order() {
+fn traces_have_device_times_in_order() {
     if elsewhere!("SOFTCUDA_PACE" = "seed:1") {
         return;
     }

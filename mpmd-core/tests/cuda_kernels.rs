@@ -1,5 +1,5 @@
-//! What kernels do on CUDA devices: launches, products, scratch, and where what they launch comes
-//! from.
+//! The operations of kernels on CUDA devices: launches, matrix products, scratch memory, and the
+//! origin of launched code.
 
 #![cfg(feature = "cuda")]
 
@@ -40,7 +40,7 @@ static SAXPY: Source = Source::cuda(
     "#,
 );
 
-/// A kernel for CUDA devices alone, written where it is tested.
+/// A kernel for CUDA devices only, defined by each test.
 struct OnCuda<F> {
     outputs: Vec<ShapedArray>,
     sources: Vec<&'static Source>,
@@ -68,7 +68,7 @@ where
     }
 }
 
-/// Runs work once on a CUDA device, with inputs that are there, and gives what it has made.
+/// Runs work once on a CUDA device, with inputs that are ready, and returns the outputs.
 fn on_device<F>(
     sources: &[&'static Source],
     inputs: &[HostArray],
@@ -87,9 +87,9 @@ where
     let y = kernel.call(&mut program, inputs)?;
     let values = y.iter().map(|y| y.to_host().map(|y| y.expect("this process has it")));
     let values = values.collect::<Result<Vec<_>>>();
-    // What failed is said twice.
+    // A failure is reported a second time here.
     let _ = program.finish();
-    // The driver in software knows.
+    // Only the software driver detects races.
     if let Some(driver) = softcuda::driver() {
         assert_eq!(driver.races(), 0);
     }
@@ -117,7 +117,7 @@ fn why<T: std::fmt::Debug>(result: Result<T>) -> String {
 }
 
 #[test]
-fn functions_run_on_views_parts_scratch_and_numbers() {
+fn launches_take_views_parts_scratch_and_numbers() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -129,7 +129,7 @@ fn functions_run_on_views_parts_scratch_and_numbers() {
         cuda.fill(&mut *y, 0.5f32)?;
         let args = [n.into(), 2.0f32.into(), (&x[0]).into(), (&mut *y).into()];
         cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args)?;
-        // Of the second half of x, on the first half of y.
+        // Adds the second half of x to the first half of y.
         let args: [Arg<'_>; 4] =
             [(n / 2).into(), 1.0f32.into(), x[0].at(n / 2).into(), y.at(0).into()];
         cuda.launch(&SAXPY, "saxpy", Grid::over(n / 2), &args)?;
@@ -142,13 +142,13 @@ fn functions_run_on_views_parts_scratch_and_numbers() {
     let expected: Vec<f32> =
         (0..n).map(|i| 0.5 + 2.0 * x[i] + if i < n / 2 { x[i + n / 2] } else { 0.0 }).collect();
     assert_eq!(y[0].to_vec::<f32>().unwrap(), expected);
-    // Quarters, so few that every sum is exact.
+    // Quarters, and few enough that every sum is exact.
     let sums: Vec<f32> = expected[n - 512..].chunks(128).map(|part| part.iter().sum()).collect();
     assert_eq!(y[1].to_vec::<f32>().unwrap(), sums);
 }
 
 #[test]
-fn every_kind_of_number_arrives() {
+fn every_numeric_argument_type_arrives() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -173,7 +173,7 @@ fn every_kind_of_number_arrives() {
 }
 
 #[test]
-fn values_of_every_width_are_set_copied_and_zeroed() {
+fn values_of_every_width_are_filled_copied_and_zeroed() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -194,7 +194,7 @@ fn values_of_every_width_are_set_copied_and_zeroed() {
         cuda.fill(&mut y[4], 0.1f64)?;
         cuda.zero(y[4].at(2))?;
         cuda.zero(&mut y[5])?;
-        // Of another type than the elements are.
+        // A value of another type than the elements.
         assert!(cuda.fill(&mut y[0], 1i8).is_err());
         Ok(())
     });
@@ -208,7 +208,7 @@ fn values_of_every_width_are_set_copied_and_zeroed() {
 }
 
 #[test]
-fn inputs_that_are_on_no_device_are_copied_there() {
+fn host_inputs_are_copied_to_the_device() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -232,7 +232,7 @@ fn inputs_that_are_on_no_device_are_copied_there() {
         (0..300).map(|i| x[i] + if i < 200 { x[i] + x[i + 100] } else { 0.0 }).collect();
     assert_eq!(y, expected);
     if let Some(driver) = softcuda::driver() {
-        // Once for all three uses, and nobody waits for it.
+        // Copied once for all three uses, without waiting.
         assert_eq!(driver.bytes("pinned_to_device"), 1200);
         assert_eq!(driver.bytes("pageable_to_device"), 0);
     }
@@ -271,7 +271,7 @@ fn memory_does_not_grow_with_calls_that_take_scratch() {
     program.finish().unwrap();
 }
 
-/// One element type for a product.
+/// An element type of a matrix product.
 trait Real: Element + Copy {
     fn of(value: f32) -> Self;
     fn to(self) -> f64;
@@ -313,7 +313,7 @@ impl Real for bf16 {
     }
 }
 
-/// A product with dense matrices of 7 x 9 and 9 x 5, three times, by the device and by loops.
+/// Multiplies dense matrices of 7 x 9 and 9 x 5, three in a batch, on the device and with loops.
 fn products<T: Real, C: Real>(math: Math, tolerance: f64) {
     let (m, n, k, batch) = (7, 5, 9, 3);
     for (turn_a, turn_b) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -350,7 +350,7 @@ fn products<T: Real, C: Real>(math: Math, tolerance: f64) {
 }
 
 #[test]
-fn products_are_right_in_every_type_transposed_and_in_batches() {
+fn matrix_products_are_right_in_every_type_and_batch() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -361,17 +361,17 @@ fn products_are_right_in_every_type_transposed_and_in_batches() {
     products::<f16, f16>(Math::F32, 1e-3);
     products::<bf16, f32>(Math::F32, 1e-6);
     products::<bf16, bf16>(Math::F32, 1e-2);
-    // The values have few bits, which no rounding takes.
+    // The values have so few bits that no rounding changes them.
     products::<f32, f32>(Math::Tf32, 1e-6);
 }
 
 #[test]
-fn f32_is_exact_unless_less_is_asked_for() {
+fn f32_products_are_exact_unless_tf32_is_requested() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
     let _limit = watchdog(100);
-    // One bit more than tf32 keeps, and bf16 even less.
+    // Has one bit more than tf32 keeps; bf16 keeps fewer.
     let x = 1.0f32 + 2.0f32.powi(-12);
     let square = |math| {
         let y = on_device(&[&CUBLAS], &[host(&[x])], &[f32s([1])], move |cuda, x, y| {
@@ -380,7 +380,7 @@ fn f32_is_exact_unless_less_is_asked_for() {
         y.unwrap()[0].to_vec::<f32>().unwrap()[0]
     };
     assert_eq!(square(Math::F32), x * x);
-    // What the hardware does with so small a product is its matter: it may be exact.
+    // The hardware may compute so small a product exactly.
     let rounded = square(Math::Tf32);
     assert!((rounded - x * x).abs() < 1e-2);
     if !softcuda::real() {
@@ -388,7 +388,7 @@ fn f32_is_exact_unless_less_is_asked_for() {
     }
 }
 
-/// A kernel that launches with all that a name can find, for the sake of its source.
+/// Launches `saxpy` with the arguments that it needs; for tests of its source.
 fn launches_saxpy(cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]) -> Result<()> {
     cuda.fill(&mut y[0], 1.0f32)?;
     let ones = cuda.scratch(DType::F32, 100)?;
@@ -398,7 +398,7 @@ fn launches_saxpy(cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]) -> Resu
 }
 
 #[test]
-fn a_source_is_compiled_once_for_all_kernels_and_devices_and_before_it_is_launched() {
+fn source_is_compiled_once_for_all_kernels_and_devices() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "", "SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -418,7 +418,7 @@ fn a_source_is_compiled_once_for_all_kernels_and_devices_and_before_it_is_launch
         };
         program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap()
     };
-    // All want it at once; and who has not announced it finds it.
+    // All kernels need it at once. The third kernel has not announced it and finds it too.
     let kernels = [jit(&[&SAXPY]), jit(&[&SAXPY, &SAXPY]), jit(&[])];
     for kernel in &kernels {
         for _ in 0..2 {
@@ -435,7 +435,7 @@ fn a_source_is_compiled_once_for_all_kernels_and_devices_and_before_it_is_launch
 }
 
 #[test]
-fn cublas_asks_for_no_memory_when_it_is_called() {
+fn cublas_calls_allocate_no_memory() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -467,7 +467,7 @@ fn cublas_asks_for_no_memory_when_it_is_called() {
 }
 
 #[test]
-fn a_launch_that_faults_fails_the_kernel_that_issued_it() {
+fn faulting_launch_fails_the_kernel_that_issued_it() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -481,9 +481,9 @@ fn a_launch_that_faults_fails_the_kernel_that_issued_it() {
     assert!(said.contains("kernel OnCuda of operation") && said.contains("CUDA_ERROR"), "{said}");
 }
 
-/// A library may be younger than the bindings, and have answers that they do not know.
+/// A library may be newer than the bindings and return codes that they do not know.
 #[test]
-fn answers_that_no_binding_knows_are_errors() {
+fn unknown_result_codes_are_errors() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -513,7 +513,7 @@ static BROKEN: Source = Source::cuda(
 );
 
 #[test]
-fn a_source_that_does_not_compile_fails_its_kernels_calls_with_the_compilers_words() {
+fn broken_source_fails_its_calls_with_the_compiler_message() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -532,7 +532,7 @@ fn a_source_that_does_not_compile_fails_its_kernels_calls_with_the_compilers_wor
 }
 
 #[test]
-fn what_makes_no_sense_is_an_error_and_no_fault() {
+fn invalid_kernel_calls_are_errors() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -564,7 +564,7 @@ fn what_makes_no_sense_is_an_error_and_no_fault() {
 }
 
 #[test]
-fn without_nvrtc_kernels_fail_with_what_was_looked_for_and_those_without_sources_run() {
+fn missing_nvrtc_is_reported_and_sourceless_kernels_run() {
     if softcuda::real() {
         eprintln!("skipped: this machine's CUDA has NVRTC");
         return;
@@ -593,7 +593,7 @@ fn without_nvrtc_kernels_fail_with_what_was_looked_for_and_those_without_sources
     assert_eq!(y.unwrap()[0].to_vec::<f32>().unwrap(), [1.0, 1.0]);
 }
 
-/// The files in a folder: their paths and what tells one from another of the same name.
+/// Returns the files in a folder: their paths and inode numbers.
 fn files(folder: &Path) -> Vec<(std::path::PathBuf, u64)> {
     let entry = |entry: std::io::Result<std::fs::DirEntry>| {
         let entry = entry.unwrap();
@@ -605,7 +605,7 @@ fn files(folder: &Path) -> Vec<(std::path::PathBuf, u64)> {
 }
 
 #[test]
-fn what_was_compiled_is_kept_on_disk_and_compiled_again_when_it_is_damaged() {
+fn compiled_code_is_cached_and_rebuilt_if_damaged() {
     if softcuda::real() {
         eprintln!("skipped: the folder is set for the software driver's processes");
         return;
@@ -631,7 +631,7 @@ fn what_was_compiled_is_kept_on_disk_and_compiled_again_when_it_is_damaged() {
     let first = files(&path);
     assert_eq!(first.len(), 1, "{first:?}");
     softcuda::again!("MPMD_CUDA_CACHE" = cache);
-    // A compile would have put a new file there.
+    // A compilation would have created a new file there.
     assert_eq!(files(&path), first);
     let good = std::fs::read(&first[0].0).unwrap();
     let mut damaged = good.clone();

@@ -1,4 +1,4 @@
-//! Arrays move to, from and between CUDA devices: on a driver in software, or on what there is
+//! Moves arrays to, from and between CUDA devices: on a software driver, or on real devices
 //! (`MPMD_TEST_GPU=1`).
 
 #[path = "common/arrays.rs"]
@@ -29,13 +29,13 @@ fn alone(devices: usize) -> Program {
     Program::builder().devices(devices).device_kinds(&[CUDA]).alone().unwrap()
 }
 
-/// Elements that say where they are.
+/// Returns an array in which each element is its index.
 fn numbered(shape: &[usize]) -> HostArray {
     let count = shape.iter().product::<usize>();
     HostArray::from_slice(shape, &(0..count).map(|i| i as f32).collect::<Vec<_>>()).unwrap()
 }
 
-/// The same array, made by its owners.
+/// Creates the same array, filled by the owners of its shards.
 fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> {
     p.make(f32s(shape), to, move |region, mut view| {
         let columns = region.range(1);
@@ -47,14 +47,14 @@ fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> 
 }
 
 #[test]
-fn host_values_come_back_from_a_device_whatever_their_size() {
+fn host_values_of_any_size_come_back_from_a_device() {
     if elsewhere!() {
         return;
     }
     let _limit = watchdog(60);
     let mut p = alone(2);
     let mesh = p.mesh(&[("x", 2)]).unwrap();
-    // Copied inline; in several chunks; none; and one element.
+    // Copied inline; in several chunks; empty; and a single element.
     for shape in [vec![6, 5], vec![2, 2_700_001], vec![0, 4], vec![]] {
         let host = numbered(&shape);
         let mut shardings = vec![mesh.replicated(), Sharding::single_device(DeviceId(1))];
@@ -76,7 +76,7 @@ fn host_values_come_back_from_a_device_whatever_their_size() {
 }
 
 #[test]
-fn arrays_are_made_cut_joined_donated_and_read_later() {
+fn arrays_are_made_split_joined_donated_and_read() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy") {
         return;
     }
@@ -90,7 +90,7 @@ fn arrays_are_made_cut_joined_donated_and_read_later() {
     x.then(move |values| send.send(values.unwrap().to_vec::<f32>().unwrap()).unwrap());
     let columns = p.device_put(&x, mesh.sharding(spec![None, "x"])).unwrap();
     check(&p, &columns, &host).unwrap();
-    // Runs of each shard, and parts that are none.
+    // Parts that are contiguous in their shard, and parts that are not.
     for (dim, array) in [(0, &x), (1, &x), (0, &columns), (1, &columns)] {
         let parts = array.microbatches(&mut p, dim, if dim == 0 { 2 } else { 3 }).unwrap();
         for (j, part) in parts.iter().enumerate() {
@@ -121,15 +121,15 @@ fn arrays_are_made_cut_joined_donated_and_read_later() {
     drop((x, columns, halves, joined));
     let awaited = futures::executor::block_on(moved.into_future()).unwrap();
     check(&p, &awaited, &host).unwrap();
-    // Nothing waits for a callback that is under way but the end of the program.
+    // Only the end of the program waits for a running callback.
     let (send, read) = channel();
     awaited.then(move |values| send.send(values.is_ok()).unwrap());
     p.finish().unwrap();
     assert_eq!(read.try_recv(), Ok(true));
 }
 
-/// Chains of puts of all kinds: whole, in parts, packed, partial sums, donated, in either memory,
-/// between processes with and without devices.
+/// Runs chains of puts of all kinds: whole, in parts, packed, partial sums, donated, in either
+/// memory. Processes are with and without devices.
 fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
     let _limit = watchdog(110);
     let simulation = |processes, devices| {
@@ -140,40 +140,40 @@ fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
 }
 
 #[test]
-fn chains_keep_their_values_where_everything_is_copied() {
+fn chains_with_copies_keep_their_values() {
     if !elsewhere!("SOFTCUDA_DEVICES" = "3") {
         chains(0..24, false);
     }
 }
 
 #[test]
-fn chains_keep_their_values_where_memory_of_devices_is_handed_over() {
+fn chains_with_zero_copy_transfers_keep_their_values() {
     if !elsewhere!("SOFTCUDA_DEVICES" = "3") {
         chains(0..24, true);
     }
 }
 
 #[test]
-fn chains_keep_their_values_on_devices_that_do_nothing_until_they_are_waited_for() {
+fn chains_on_lazy_streams_keep_their_values() {
     if !elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy", "SOFTCUDA_RACES" = "abort") {
         chains(24..36, true);
     }
 }
 
 #[test]
-fn chains_keep_their_values_on_one_device_that_runs_now_and_then() {
+fn chains_on_an_irregular_device_keep_their_values() {
     if !elsewhere!("SOFTCUDA_PACE" = "seed:7", "SOFTCUDA_RACES" = "abort") {
         chains(36..48, true);
     }
 }
 
 #[test]
-fn what_is_handed_over_is_used_where_it_is_and_what_is_not_is_packed_by_its_device() {
+fn zero_copy_transfers_are_not_staged_and_others_are() {
     if elsewhere!() {
         return;
     }
     let _limit = watchdog(60);
-    // Whether the giver, and the taker, have it in the host's memory on the way.
+    // Expected: whether the sender, and the receiver, stages the array in host memory.
     for (kinds, hands_over, expected) in [
         ([CUDA, CUDA], true, [false, false]),
         ([CUDA, CUDA], false, [true, true]),
@@ -194,7 +194,7 @@ fn what_is_handed_over_is_used_where_it_is_and_what_is_not_is_packed_by_its_devi
             let y = p.device_put(&x, &there)?;
             y.block_until_ready()?;
             if p.process().0 == 0 {
-                // Until it is known there, and so is on its way no more.
+                // Waits until the receiver has the array, so that the transfer is over.
                 p.device_put(&y, &here)?.block_until_ready()?;
             } else {
                 let staged = p.memory().staging_recent_peak > before;
@@ -209,18 +209,19 @@ fn what_is_handed_over_is_used_where_it_is_and_what_is_not_is_packed_by_its_devi
         if kinds[0] == CUDA || !hands_over {
             assert_eq!(found, expected, "{kinds:?}, handed over: {hands_over}");
         } else {
-            // On the way back it is the giver's device that packs.
+            // On the way back the lender's device packs the array.
             assert_eq!(found[1], expected[1], "{kinds:?}, handed over: {hands_over}");
         }
     }
 }
 
-/// What a place of the mesh adds to an element: numbers whose sum depends on the order.
+/// Returns the contribution of a place of the mesh to an element. The sums depend on the order of
+/// additions.
 fn share(place: usize, index: usize) -> f32 {
     ((index * 7 + place * 13) % 97) as f32 * 0.1 * 10f32.powi(place as i32 * 2 - 3)
 }
 
-/// Each device's share of a sum over all of them.
+/// Writes each device's share of a sum over all of them.
 struct Shares;
 
 impl Kernel for Shares {
@@ -251,10 +252,10 @@ impl Kernel for Shares {
     }
 }
 
-/// Partial sums of processors' devices, added up where they come together.
+/// Partial sums on CUDA devices are added at their destination.
 #[test]
-fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
-    // Nothing that was compiled before, by whatever was there then.
+fn partial_sums_have_cpu_bits_in_any_arrival_order() {
+    // Without the compile cache: other versions may have filled it.
     if elsewhere!("SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort", "MPMD_CUDA_CACHE" = "") {
         return;
     }
@@ -310,11 +311,11 @@ fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
             );
         }
     }
-    // By the devices, where there is a kernel for it.
+    // The devices add, if there is a kernel for it.
     assert!(softcuda::calls("cuLaunchKernel").is_none_or(|launches| launches > 0));
 }
 
-/// A copy that fails on one device, and who is told.
+/// Runs a copy that fails on one device. Returns the errors of both processes.
 fn fails(kinds: [DeviceKind; 2], hands_over: bool) -> Vec<String> {
     let _limit = watchdog(60);
     let mut simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));
@@ -325,7 +326,7 @@ fn fails(kinds: [DeviceKind; 2], hands_over: bool) -> Vec<String> {
         let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
         let x = made(p, [16, 16], &here)?;
         let y = p.device_put(&x, &there)?;
-        // Nobody may take what was not copied for values.
+        // No process may treat data that was not copied as values.
         if !y.is_fully_remote() {
             y.to_host()?;
         }
@@ -335,7 +336,7 @@ fn fails(kinds: [DeviceKind; 2], hands_over: bool) -> Vec<String> {
 }
 
 #[test]
-fn a_copy_into_a_device_that_fails_is_told_to_who_waits_for_it_here_and_elsewhere() {
+fn failed_copy_into_a_device_is_reported_to_all_waiters() {
     if elsewhere!("SOFTCUDA_FAIL" = "copy:1") {
         return;
     }
@@ -344,7 +345,7 @@ fn a_copy_into_a_device_that_fails_is_told_to_who_waits_for_it_here_and_elsewher
 }
 
 #[test]
-fn a_copy_out_of_a_device_that_fails_is_told_to_the_process_that_waits_for_it() {
+fn failed_copy_out_of_a_device_is_reported_to_its_receiver() {
     if elsewhere!("SOFTCUDA_FAIL" = "copy:2") {
         return;
     }
@@ -353,7 +354,7 @@ fn a_copy_out_of_a_device_that_fails_is_told_to_the_process_that_waits_for_it() 
 }
 
 #[test]
-fn what_was_handed_over_before_it_failed_is_no_value_there() {
+fn array_lent_before_its_failure_has_no_value() {
     if elsewhere!("SOFTCUDA_FAIL" = "copy:1", "SOFTCUDA_PACE" = "lazy") {
         return;
     }
@@ -375,7 +376,7 @@ fn a_thousand_puts_take_no_more_memory_than_a_few() {
         for i in 0..1000 {
             let x = p.device_put(&MpmdArray::from_host(host.clone()), &here)?;
             let y = p.device_put(&x, &there)?;
-            // What runs ahead takes as much as it may, which depends on who is faster.
+            // The memory of work that runs ahead depends on the relative speed of both sides.
             let z = p.device_put(&y, &here)?.block_until_ready()?.clone();
             if i % 100 == 0 {
                 check(p, &z, &host)?;
@@ -391,7 +392,7 @@ fn a_thousand_puts_take_no_more_memory_than_a_few() {
 }
 
 #[test]
-fn large_values_of_the_users_go_through_a_few_chunks() {
+fn large_user_values_are_staged_in_a_few_chunks() {
     if elsewhere!() {
         return;
     }
@@ -403,8 +404,8 @@ fn large_values_of_the_users_go_through_a_few_chunks() {
         (0..3).map(|_| p.device_put(&MpmdArray::from_host(host.clone()), &to).unwrap()).collect();
     arrays.iter().for_each(|x| drop(x.block_until_ready().unwrap().clone()));
     let peak = p.memory().staging_recent_peak;
-    // Eight chunks are under way at most; each of up to four movers may still hold one whose copy
-    // is over.
+    // At most eight chunks are in flight. Each of up to four copy workers may still hold one that
+    // is already copied.
     assert!(
         peak > 0 && peak <= (8 + 4) * (4 << 20),
         "{peak} bytes of 3 times {}",

@@ -1,5 +1,5 @@
-//! Collectives of CUDA devices by NCCL: on one in software, or on what there is (`MPMD_TEST_GPU=1`)
-//! where that is enough.
+//! Collectives of CUDA devices by NCCL: on a software NCCL, or on real devices (`MPMD_TEST_GPU=1`)
+//! if there are enough.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -15,8 +15,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::topology::{CudaCollectives, DeviceKind};
 use mpmd_core::{Builder, ProcessId, Simulation};
 
-/// Whether the test is over for the calling process: it has run in another, or there is nothing to
-/// run.
+/// True if the calling process is done with the test: another process has run it, or it is skipped.
 macro_rules! elsewhere {
     ($($setting:tt)*) => {{
         if cfg!(feature = "cuda") && !softcuda::real() {
@@ -29,7 +28,7 @@ macro_rules! elsewhere {
     }};
 }
 
-/// How many devices there are to work together, up to so many; 0 or 1 are too few.
+/// Returns the number of devices that can work together, at most `most`. 0 or 1 are too few.
 fn devices_up_to(most: usize) -> usize {
     match (mpmd_core::device::cuda::found(), mpmd_core::device::cuda::nccl()) {
         (Ok(driver), Ok(_)) => driver.gpus.len().min(most),
@@ -42,7 +41,7 @@ const CPU: DeviceKind = DeviceKind::Cpu;
 const NCCL: CudaCollectives = CudaCollectives::Nccl;
 const HOST: CudaCollectives = CudaCollectives::Host;
 
-/// Functions of NCCL that carry values.
+/// Functions of NCCL that transfer values.
 const CARRYING: [&str; 6] = [
     "ncclAllReduce",
     "ncclReduceScatter",
@@ -56,7 +55,7 @@ fn called(functions: &[&str]) -> u64 {
     functions.iter().filter_map(|function| softcuda::calls(function)).sum()
 }
 
-/// Bytes that went between devices and the host, either way.
+/// Returns the bytes that were copied between devices and host, in both directions.
 fn staged() -> u64 {
     let kinds =
         ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
@@ -72,7 +71,7 @@ fn simulated(way: CudaCollectives, kinds: &[DeviceKind], devices: usize) -> Simu
     Simulation::new(kinds.len(), devices).settings(settings)
 }
 
-/// What an element is made from, and what it is compared as.
+/// A test element: made from an integer, compared as `f64`.
 trait Number: Element {
     fn of(value: i32) -> Self;
     fn wide(self) -> f64;
@@ -114,8 +113,8 @@ fn shape(dtype: DType, elements: usize) -> ShapedArray {
     ShapedArray::new(&[elements], dtype)
 }
 
-/// All six collectives of `each` elements; what this process has of the results, which are checked
-/// to have gone by no host where they went by NCCL.
+/// Calls all six collectives with `each` elements; returns this process's results. Checks that NCCL
+/// collectives copy nothing through the host.
 fn six<T: Number>(
     p: &mut Program,
     devices: usize,
@@ -125,7 +124,7 @@ fn six<T: Number>(
     let (mesh, dtype) = (p.mesh(&[("x", devices)])?, T::DTYPE);
     let to = mesh.sharding(spec!["x"]);
     let whole = move |per_device: usize| shape(dtype, per_device * devices);
-    // Nobody gives anything to the first, and the last gives nothing.
+    // Nothing is sent to the first device, and the last sends nothing.
     let shift: Vec<_> = (1..devices).map(|i| (i - 1, i)).collect();
     let infer = move |_: &[ShapedArray]| {
         let part = || shape(dtype, each);
@@ -166,8 +165,8 @@ fn six<T: Number>(
     Ok(found)
 }
 
-/// Whether the values are the same but for rounding, of which `unit` is the largest that one
-/// addition makes.
+/// Returns true if the values are equal up to rounding. `unit` is the largest rounding error of one
+/// addition.
 fn close(one: &[Vec<f64>], other: &[Vec<f64>], unit: f64) -> bool {
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 4.0 * unit * a.abs().max(b.abs());
     one.len() == other.len()
@@ -175,7 +174,7 @@ fn close(one: &[Vec<f64>], other: &[Vec<f64>], unit: f64) -> bool {
 }
 
 fn compare<T: Number>(unit: f64, reduce: Reduce, devices: usize) {
-    // Of several rings of bytes where there are many.
+    // Large enough for several rings with many devices.
     let each = 24 << 10;
     let run = |way| {
         let mut p = alone(way, devices);
@@ -192,7 +191,7 @@ fn compare<T: Number>(unit: f64, reduce: Reduce, devices: usize) {
 }
 
 #[test]
-fn all_six_are_as_by_way_of_the_host_in_every_dtype() {
+fn nccl_matches_host_collectives_in_every_dtype() {
     if cfg!(not(feature = "cuda"))
         || softcuda::again!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_RACES" = "abort")
     {
@@ -236,7 +235,7 @@ fn devices_of_several_processes_work_together() {
     assert!(called(&["ncclAllReduce"]) >= 8);
 }
 
-/// Calls a kernel that reduces over each axis of a square of devices, so many times over.
+/// Calls a kernel `times` times that reduces over each axis of a square of devices.
 fn over_both_axes(p: &mut Program, times: usize) -> Result<Vec<f32>> {
     let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
     let to = mesh.sharding(spec![("x", "y")]);
@@ -265,7 +264,7 @@ fn over_both_axes(p: &mut Program, times: usize) -> Result<Vec<f32>> {
 }
 
 #[test]
-fn a_group_joins_once_and_goes_on_without_the_host() {
+fn group_joins_once_and_then_bypasses_the_host() {
     if elsewhere!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_RACES" = "abort") {
         return;
     }
@@ -273,13 +272,13 @@ fn a_group_joins_once_and_goes_on_without_the_host() {
     let mut p = alone(NCCL, 4);
     let begin = Instant::now();
     assert_eq!(over_both_axes(&mut p, 1).unwrap(), [4.0; 400]);
-    // Each device is in a group of each axis.
+    // Each device is in one group for each axis.
     assert_eq!(called(&["ncclCommInitRankConfig"]), 8);
     let (first, bytes) = (called(&["ncclAllReduce"]), staged());
     assert_eq!(over_both_axes(&mut p, 8).unwrap(), [4.0_f32.powi(8); 400]);
     assert_eq!(called(&["ncclCommInitRankConfig"]), 8);
     assert_eq!(called(&["ncclAllReduce"]), first + 8 * 8);
-    // The array came and went; nothing else did.
+    // The array was copied to the devices and back, nothing else.
     assert_eq!(staged() - bytes, 2 * 400 * 4);
     p.finish().unwrap();
     assert_eq!(called(&["ncclCommDestroy"]), 8, "all were closed");
@@ -288,13 +287,13 @@ fn a_group_joins_once_and_goes_on_without_the_host() {
 }
 
 #[test]
-fn groups_that_nccl_cannot_have_go_by_way_of_the_host() {
+fn groups_unsupported_by_nccl_go_through_the_host() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let _limit = watchdog(110);
     let sums = |p: &mut Program, devices| six::<f32>(p, devices, 256, Reduce::Sum);
-    // Two devices on each processor.
+    // Two devices on each GPU.
     let run = |way| -> Vec<_> {
         let results = simulated(way, &[CUDA, CUDA], 4).run(|p| sums(p, 4));
         results.into_iter().map(|result| result.unwrap()).collect()
@@ -304,7 +303,7 @@ fn groups_that_nccl_cannot_have_go_by_way_of_the_host() {
     let mut p = alone(NCCL, 1);
     six::<f32>(&mut p, 1, 16, Reduce::Sum).unwrap();
     p.finish().unwrap();
-    // Both kinds, and a dtype that NCCL has not.
+    // Both kinds of devices, and a dtype that NCCL does not support.
     let results = simulated(NCCL, &[CUDA, CPU], 2).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let infer = |x: &[ShapedArray]| {
@@ -334,7 +333,7 @@ fn groups_that_nccl_cannot_have_go_by_way_of_the_host() {
     assert_eq!(called(&CARRYING) + called(&["ncclCommInitRankConfig"]), 0);
 }
 
-/// Runs a kernel with one collective on two processes with a device each; their errors.
+/// Runs a kernel with one collective on two processes with a device each. Returns their errors.
 fn errors(
     simulation: &Simulation,
     infer: impl Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>>
@@ -364,7 +363,7 @@ fn reducing(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
 }
 
 #[test]
-fn what_devices_do_not_call_alike_is_an_error_on_all_and_nobody_waits_in_nccl() {
+fn different_calls_are_errors_and_do_not_block_in_nccl() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -402,7 +401,7 @@ fn what_devices_do_not_call_alike_is_an_error_on_all_and_nobody_waits_in_nccl() 
 }
 
 #[test]
-fn values_of_the_host_go_as_ever_in_groups_that_go_by_nccl() {
+fn host_values_in_nccl_groups_go_through_the_host() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3") {
         return;
     }
@@ -410,7 +409,7 @@ fn values_of_the_host_go_as_ever_in_groups_that_go_by_nccl() {
     let run = |way| {
         let results = simulated(way, &[CUDA, CUDA, CUDA], 3).run(|p| {
             let mesh = p.mesh(&[("x", 3)])?;
-            // More than go in one round.
+            // More than one round takes.
             let many = mpmd_core::kernel::TWO_ROUNDS_FROM_BYTES;
             let infer = move |_: &[ShapedArray]| {
                 let signature = Signature::new(vec![f32s([6])]).all_reduce("x", f32s([many]));
@@ -437,7 +436,7 @@ fn values_of_the_host_go_as_ever_in_groups_that_go_by_nccl() {
 }
 
 #[test]
-fn without_nccl_who_asks_for_it_hears_what_was_looked_for_and_who_does_not_needs_none() {
+fn missing_nccl_is_reported_only_if_requested() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -453,7 +452,7 @@ fn without_nccl_who_asks_for_it_hears_what_was_looked_for_and_who_does_not_needs
     assert!(said.contains("no NCCL found: looked for libnccl.so"), "{said}");
     let results = simulated(NCCL, &[CUDA, CUDA], 2).run(|_| Ok(()));
     assert!(results.iter().all(|result| result.as_ref().is_err_and(|why| why.to_string() == said)));
-    // Nor does who has no such devices.
+    // A process without CUDA devices needs no NCCL either.
     let p = Program::builder().device_kinds(&[CPU]).cuda_collectives(NCCL).alone().unwrap();
     p.finish().unwrap();
     let mut p = ask(HOST).unwrap();
@@ -461,11 +460,11 @@ fn without_nccl_who_asks_for_it_hears_what_was_looked_for_and_who_does_not_needs
     p.finish().unwrap();
 }
 
-/// Soon, for who waits for others that do not come.
+/// Limit for processes that would otherwise wait for peers that never come.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Has something fail on one of three devices of so many processes in the middle of reductions: all
-/// say the same, soon.
+/// Injects a fault into one of three devices of `processes` processes, during reductions. All
+/// processes must fail soon, with an error that contains `part`.
 fn fails(what: &str, processes: usize, part: &str) {
     let begin = Instant::now();
     let results = simulated(NCCL, &vec![CUDA; processes], 3).run(|p| {
@@ -479,7 +478,7 @@ fn fails(what: &str, processes: usize, part: &str) {
     assert!(said.iter().all(|said| said.contains(part)), "{what} of {processes}: {said:#?}");
 }
 
-/// So many reductions over three devices, one after the other.
+/// Runs `times` reductions over three devices, one after the other.
 fn reductions(p: &mut Program, times: usize) -> Result<()> {
     let mesh = p.mesh(&[("x", 3)])?;
     let to = mesh.sharding(spec!["x"]);
@@ -495,14 +494,13 @@ fn reductions(p: &mut Program, times: usize) -> Result<()> {
     x.block_until_ready().map(|_| ())
 }
 
-// Each in a process of its own: a device that has failed stays so.
+// Each test runs in its own process: a device that has failed stays failed.
 
-/// What work of a device fails with, and all that it is given after that, by CUDA's account or
-/// NCCL's.
+/// The CUDA or NCCL error of a failed device's work, and of all later work on it.
 const LOST: &str = "an illegal memory access was encountered";
 
 #[test]
-fn a_device_that_fails_fails_the_others_of_its_process_which_do_not_wait_for_it() {
+fn failed_device_does_not_block_its_process() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3") {
         return;
     }
@@ -511,7 +509,7 @@ fn a_device_that_fails_fails_the_others_of_its_process_which_do_not_wait_for_it(
 }
 
 #[test]
-fn a_device_that_fails_fails_those_of_other_processes_which_do_not_wait_for_it() {
+fn failed_device_does_not_block_other_processes() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "seed:8") {
         return;
     }
@@ -520,7 +518,7 @@ fn a_device_that_fails_fails_those_of_other_processes_which_do_not_wait_for_it()
 }
 
 #[test]
-fn a_call_of_nccls_that_fails_on_one_device_fails_all() {
+fn failed_nccl_call_on_one_device_fails_all() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3") {
         return;
     }
@@ -533,13 +531,13 @@ fn a_call_of_nccls_that_fails_on_one_device_fails_all() {
 }
 
 #[test]
-fn a_process_that_is_lost_in_the_middle_is_named_by_the_others() {
+fn lost_process_is_named_by_the_others() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3") {
         return;
     }
     let _limit = watchdog(60);
     let begin = Instant::now();
-    // Its first operation is an array, then comes the call that it does not make.
+    // Its first operation is an array. The next is the call that it does not make.
     let results = simulated(NCCL, &[CUDA; 3], 3).lose(ProcessId(2), 6).run(|p| reductions(p, 20));
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     for result in results {
@@ -549,7 +547,7 @@ fn a_process_that_is_lost_in_the_middle_is_named_by_the_others() {
 }
 
 #[test]
-fn a_plan_is_made_without_nccl_and_shows_what_devices_agree_in() {
+fn plan_needs_no_nccl_and_shows_its_groups() {
     let planned = |way| {
         let builder = Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way);
         let mut p = builder.spectator(2).unwrap();

@@ -1,5 +1,5 @@
-//! Processes that vanish, leave early, panic or run another program: everybody hears of it, nobody
-//! hangs, and nothing wrong is delivered.
+//! Processes that die, leave early, panic or run another program. All others learn of it, none
+//! hangs, and no wrong data is delivered.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -29,7 +29,7 @@ fn ones(p: &mut Program, elements: usize, to: &Sharding) -> Result<MpmdArray> {
     p.make(f32s([elements]), to, |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
-/// Everything that an operation can be, over four processes with a device each.
+/// Runs every kind of operation, over four processes with a device each.
 fn everything(p: &mut Program) -> Result<f32> {
     let stages = p.mesh(&[("stage", 2), ("x", 2)])?.split("stage")?;
     let rows = stages[0].sharding(spec!["x"]);
@@ -62,7 +62,7 @@ fn everything(p: &mut Program) -> Result<f32> {
 }
 
 #[test]
-fn nothing_fails_without_a_reason() {
+fn program_without_faults_succeeds() {
     let _limit = watchdog(60);
     for seed in 0..20 {
         let results = simulation(4, 4).delays(seed, Duration::from_millis(2)).run(|p| {
@@ -82,7 +82,7 @@ fn lose(seeds: std::ops::Range<u64>) {
             let lost = ProcessId(((op + seed) % 4) as u32);
             let simulation = simulation(4, 4).delays(seed, Duration::from_millis(2)).lose(lost, op);
             for (process, result) in simulation.run(everything).into_iter().enumerate() {
-                let error = result.expect_err("nobody ends well").to_string();
+                let error = result.expect_err("every process ends with an error").to_string();
                 let expected = format!("process {lost} ");
                 assert!(
                     error.contains(&expected),
@@ -94,16 +94,16 @@ fn lose(seeds: std::ops::Range<u64>) {
 }
 
 #[test]
-fn a_process_lost_at_any_operation_is_named_by_all_others() {
+fn process_lost_at_any_operation_is_named_by_all_others() {
     lose(0..4);
 }
 
 #[test]
-fn a_process_lost_at_any_operation_is_named_by_all_others_too() {
+fn process_lost_at_any_operation_is_named_with_more_seeds() {
     lose(4..8);
 }
 
-/// What everybody's program ended with: all errors, all of them divergence.
+/// Returns the errors of all processes. All must be divergence errors.
 fn diverged(results: Vec<Result<()>>) -> Vec<String> {
     results
         .into_iter()
@@ -115,7 +115,7 @@ fn diverged(results: Vec<Result<()>>) -> Vec<String> {
         .collect()
 }
 
-/// The same where there are only two processes: both say the same.
+/// As `diverged`, for two processes, which must report the same text.
 fn diverged_alike(results: Vec<Result<()>>) -> String {
     let mut texts = diverged(results);
     texts.dedup();
@@ -124,10 +124,10 @@ fn diverged_alike(results: Vec<Result<()>>) -> String {
 }
 
 #[test]
-fn an_extra_transfer_that_meets_anothers_message_is_found() {
+fn extra_transfer_that_meets_another_message_is_detected() {
     let _limit = watchdog(60);
     for seed in 0..20 {
-        // Small ones arrive unasked, large ones are asked for.
+        // Small transfers are sent at once, large ones are requested.
         for elements in [4, 100_000] {
             let seen = Mutex::new(Vec::new());
             let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
@@ -152,7 +152,7 @@ fn an_extra_transfer_that_meets_anothers_message_is_found() {
             says("process 1 issued operation 3 (device_put of f32[");
             let lines: Vec<&str> = text.matches("tests/failures.rs:").collect();
             assert_eq!(lines.len(), 2, "{text}");
-            // The two lines that issued them, not one twice.
+            // The two lines that issued them, not one line twice.
             let at =
                 |process: usize| text.split(&format!("process {process} issued")).nth(1).unwrap();
             let line = |text: &str| {
@@ -164,7 +164,7 @@ fn an_extra_transfer_that_meets_anothers_message_is_found() {
 }
 
 #[test]
-fn an_operation_of_one_process_alone_is_found() {
+fn operation_issued_by_only_one_process_is_detected() {
     let _limit = watchdog(60);
     for seed in 0..20 {
         for skips in [true, false] {
@@ -174,7 +174,7 @@ fn an_operation_of_one_process_alone_is_found() {
                     let same = fun("same", like_first, |_, _, _| Ok(()));
                     let same = p.jit(same).on(&mesh).outputs(mesh.replicated()).build()?;
                     let parts = ones(p, 6, &mesh.replicated())?.microbatches(p, 0, 3)?;
-                    // Microbatches that look alike, on a mesh that only process 1 owns.
+                    // Microbatches with equal shapes, on a mesh that only process 1 owns.
                     for (i, part) in parts.iter().enumerate() {
                         let odd = p.process() == ProcessId(1) && i == at;
                         for _ in 0..if !odd {
@@ -192,7 +192,7 @@ fn an_operation_of_one_process_alone_is_found() {
                     }
                     Ok(())
                 });
-                // With three processes there are two pairs that differ; either may be told of.
+                // With three processes two pairs differ; either may be reported.
                 for text in diverged(results) {
                     let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
                     says("first differ at operation");
@@ -206,7 +206,7 @@ fn an_operation_of_one_process_alone_is_found() {
 }
 
 #[test]
-fn a_process_waiting_for_what_another_never_issues_is_told() {
+fn process_waiting_for_a_missing_operation_gets_an_error() {
     let _limit = watchdog(60);
     for seed in 0..10 {
         let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
@@ -256,7 +256,7 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
 }
 
 #[test]
-fn a_dropped_program_gives_its_work_time() {
+fn dropped_program_lets_its_work_finish() {
     let _limit = watchdog(60);
     let has_ended = Arc::new(AtomicBool::new(false));
     let mut p = Program::builder().alone().unwrap();
@@ -292,7 +292,7 @@ fn a_program_that_panics_ends_the_others() {
             Ok(())
         })
     }));
-    assert!(panicked.is_err(), "the panic reaches who simulates");
+    assert!(panicked.is_err(), "the panic reaches the caller of the simulation");
     let errors = errors.into_inner().unwrap();
     assert_eq!(errors.len(), 2);
     for error in errors {
@@ -311,7 +311,7 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
             let text = p.agree(from, String::new(), || Ok("x".repeat(size)))?;
             assert_eq!(text.len(), size);
         }
-        // One after another without waiting for the others: more than the unasked credit.
+        // Repeated without waiting for the others: more than the credit for unrequested messages.
         for i in 0..200u64 {
             assert_eq!(p.agree(ProcessId(0), Vec::new(), || Ok(vec![i; 1500]))?, vec![i; 1500]);
         }
@@ -351,7 +351,7 @@ fn handles_and_futures_are_dropped_at_any_time() {
                 match (seed + i) % 5 {
                     0 => {}
                     1 => drop(y),
-                    // A few looks, then no more interest.
+                    // Polls a few times, then drops the future.
                     2 => (0..i % 4).for_each(|_| drop(future.as_mut().poll(&mut task))),
                     3 => {
                         let parts = y.microbatches(p, 0, 4)?;
@@ -379,7 +379,7 @@ fn handles_and_futures_are_dropped_at_any_time() {
     }
 }
 
-/// Moves an array, asks for its values, and forgets about it.
+/// Moves an array, requests its values, and drops the handle.
 fn move_and_forget(p: &mut Program, x: &MpmdArray) -> Result<()> {
     p.device_put(x, on(3))?.then(|values| assert_eq!(values.unwrap().shape(), [4096]));
     Ok(())

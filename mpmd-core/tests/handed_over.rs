@@ -1,5 +1,5 @@
-//! The tests of values, memory and failures once more, with processes that hand arrays over to each
-//! other instead of copying them: nothing else may be different.
+//! Runs the tests of values, memory and failures again with zero-copy transfers between processes.
+//! Nothing else may change.
 
 #![allow(
     clippy::duplicate_mod,

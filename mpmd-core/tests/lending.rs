@@ -1,4 +1,4 @@
-//! Arrays that are handed over: whose memory they are, who may write it, and when it goes back.
+//! Arrays lent by zero-copy transfer: their memory's owner, write access, and its return.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -20,12 +20,12 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Processes that share memory, with a device each.
+/// Returns processes that share memory, with a device each.
 fn sharing(processes: usize) -> Simulation {
     Simulation::new(processes, processes).hands_over(&vec![0; processes])
 }
 
-/// 1 MiB on a device.
+/// Creates 1 MiB on a device.
 fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
     p.make(f32s([MIB as usize / 4]), &on(device), |_, mut view| {
         let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
@@ -34,7 +34,7 @@ fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
     })
 }
 
-/// Whether the values are the numbers from `first` on, on the process that has them.
+/// Returns true if the values count up from `first`, on the process that has them.
 fn counts_from(array: &MpmdArray, first: f32) -> Result<bool> {
     let Some(values) = array.to_host()? else { return Ok(true) };
     Ok(values.as_slice::<f32>()?.iter().enumerate().all(|(i, value)| *value == i as f32 + first))
@@ -44,7 +44,7 @@ fn is_lent(array: &MpmdArray) -> Result<bool> {
     Ok(array.addressable_shards()?.iter().all(|shard| shard.data.bytes().is_lent()))
 }
 
-/// Waits until everybody has come here.
+/// Waits until all processes have arrived here.
 fn meet(p: &mut Program) -> Result<()> {
     (0..p.processes() as u32)
         .try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
@@ -58,7 +58,7 @@ fn becomes(what: &str, found: impl Fn() -> u64, expected: u64) {
     }
 }
 
-/// Adds one to each value, in the memory of the input where it may.
+/// Adds one to each value, in the memory of the input if possible.
 fn add_one(p: &mut Program, x: MpmdArray) -> Result<MpmdArray> {
     let sharding = x.sharding().expect("it is placed").clone();
     let mesh = p.mesh_of(&[("x", 1)], sharding.devices())?;
@@ -74,9 +74,10 @@ fn add_one(p: &mut Program, x: MpmdArray) -> Result<MpmdArray> {
 }
 
 #[test]
-fn an_array_that_was_handed_over_is_the_givers_memory_until_the_last_has_dropped_it() {
+fn lent_array_uses_lender_memory_until_last_drop() {
     let _limit = watchdog(60);
-    // Who drops its array when: 0 made it, 1 was handed it and passed it on to 2.
+    // The order in which processes drop their arrays. Process 0 made it and lent it to 1, which
+    // lent it on to 2.
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
         let results = sharing(3).run(|p| {
             let x = numbered(p, 0)?;
@@ -93,7 +94,8 @@ fn an_array_that_was_handed_over_is_the_givers_memory_until_the_last_has_dropped
             for (step, dropped) in order.into_iter().enumerate() {
                 arrays[dropped] = None;
                 let left: Vec<usize> = (0..3).filter(|who| arrays[*who].is_some()).collect();
-                // As long as anybody has it, or anybody whom that one has it from, it stays.
+                // The memory stays in use while any process holds the array, or re-lent it to one
+                // that does.
                 let borrowed = left.iter().any(|who| *who > 0);
                 let live = if left.is_empty() { 0 } else { MIB };
                 let (memory, what) = (p.memory(), format!("{order:?}, step {step}"));
@@ -135,7 +137,7 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
             assert!(
                 y.to_host()?.expect("it is here").as_slice::<bool>()?.iter().all(|value| *value)
             );
-            // Its owner could make anything of a lent one, after it was checked.
+            // The owner could change a lent value to an invalid `bool` after the check.
             assert!(!is_lent(&y)? && is_lent(&z)?);
         }
         Ok(())
@@ -144,7 +146,7 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
 }
 
 #[test]
-fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
+fn processes_track_lent_and_borrowed_memory() {
     let _limit = watchdog(60);
     let results = sharing(3).run(|p| {
         let me = p.process().index();
@@ -157,7 +159,7 @@ fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
         meet(p)?;
         let lent = [vec![0, MIB, MIB], vec![0, 0, MIB], vec![0; 3]];
         let borrowed = [vec![0; 3], vec![MIB, 0, 0], vec![MIB, MIB, 0]];
-        // Values of a meeting that are not yet taken are lent too: of a few bytes.
+        // Values of `meet` that are not taken yet are also lent: a few bytes.
         let whole =
             |bytes: &[u64]| bytes.iter().map(|bytes| bytes / MIB * MIB).collect::<Vec<u64>>();
         let until = Instant::now() + Duration::from_secs(20);
@@ -201,14 +203,14 @@ fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
 }
 
 #[test]
-fn a_kernel_that_takes_an_input_over_copies_what_is_lent() {
+fn kernel_that_updates_an_input_copies_lent_memory() {
     let _limit = watchdog(60);
     let results = sharing(3).run(|p| {
         let x = numbered(p, 0)?;
         let y = p.device_put(&x, on(1))?;
         let z = p.device_put(&y, on(2))?;
-        // The borrower updates it in place, and then the giver itself, while the third still reads
-        // it.
+        // The borrower updates it in place, and then the lender, while the third process still
+        // reads it.
         let more = add_one(p, y)?;
         assert!(counts_from(&more, 1.0)? && counts_from(&x, 0.0)? && counts_from(&z, 0.0)?);
         let own = add_one(p, x)?;
@@ -219,9 +221,9 @@ fn a_kernel_that_takes_an_input_over_copies_what_is_lent() {
         }
         meet(p)?;
         drop(z);
-        // The copies alone are left.
+        // Only the copies are left.
         becomes("live", || p.memory().live, if p.process() == ProcessId(2) { 0 } else { MIB });
-        // What nobody else has is updated in its place.
+        // An array that no other process has is updated in place.
         let again = add_one(p, own)?;
         assert!(counts_from(&again, 2.0)?);
         Ok(())
@@ -230,10 +232,10 @@ fn a_kernel_that_takes_an_input_over_copies_what_is_lent() {
 }
 
 #[test]
-fn what_is_read_is_the_lent_memory_and_what_is_not_aligned_is_copied() {
+fn aligned_reads_use_lent_memory_and_others_copy() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
-        // Rows of 20 bytes: only the first, and every sixteenth, start at an aligned address.
+        // Rows of 20 bytes: only the first and every sixteenth row start at an aligned address.
         let x = p.make(f32s([32, 5]), &on(0), |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
             values.for_each(|(i, value)| *value = i as f32);
@@ -264,7 +266,7 @@ fn what_is_read_is_the_lent_memory_and_what_is_not_aligned_is_copied() {
 }
 
 #[test]
-fn arrays_that_are_kept_hold_up_neither_the_giver_nor_the_end() {
+fn kept_arrays_block_neither_lender_nor_finish() {
     let _limit = watchdog(60);
     let simulation = sharing(2).settings(|b| b.run_ahead(8, 1 << 30));
     let results = simulation.run(|p| {
@@ -274,7 +276,7 @@ fn arrays_that_are_kept_hold_up_neither_the_giver_nor_the_end() {
                 p.device_put(&x, on(1))
             })
             .collect::<Result<_>>()?;
-        // Many more than may be in flight at a time; they outlive the program.
+        // Many more than may be in flight at a time. They outlive the program.
         Ok(kept)
     });
     let kept = results.into_iter().map(Result::unwrap).next_back().expect("process 1");
@@ -285,7 +287,7 @@ fn arrays_that_are_kept_hold_up_neither_the_giver_nor_the_end() {
 }
 
 #[test]
-fn memory_that_others_keep_is_waited_for_only_as_long_as_the_patience_lasts() {
+fn kept_lent_memory_is_awaited_up_to_the_peer_timeout() {
     let _limit = watchdog(60);
     let settings = |b: Builder| b.device_memory(MIB + MIB / 2).patience(Duration::from_secs(2));
     let results = sharing(2).settings(settings).run(|p| {
@@ -297,7 +299,7 @@ fn memory_that_others_keep_is_waited_for_only_as_long_as_the_patience_lasts() {
             std::thread::sleep(Duration::from_millis(300));
         }
         drop(y);
-        // There is room once it has come back.
+        // There is room once the memory has come back.
         let again = numbered(p, 0)?;
         let kept = p.device_put(&again, on(1))?;
         drop(again);
@@ -313,7 +315,7 @@ fn memory_that_others_keep_is_waited_for_only_as_long_as_the_patience_lasts() {
         } else {
             assert!(counts_from(&kept, 0.0)?);
         }
-        // Nobody leaves before the other has looked.
+        // No process leaves before the other has checked.
         p.agree(ProcessId(0), 0u8, || Ok(0)).map(drop)
     });
     for result in results {

@@ -1,5 +1,5 @@
-//! Arrays that are sums of their shards: added up by `device_put` in one order, whatever arrives
-//! first.
+//! Arrays that are sums of their shards: `device_put` adds them in one fixed order, in any order of
+//! arrival.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -18,13 +18,13 @@ use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
 use simulations::simulation;
 
-/// What the device at a place of the mesh adds to an element: numbers whose sum depends on the
-/// order.
+/// Returns the contribution of a place of the mesh to an element. The sums depend on the order of
+/// additions.
 fn part(place: usize, index: usize) -> f32 {
     ((index * 7 + place * 13) % 97) as f32 * 0.1 * 10f32.powi(place as i32 * 2 - 3)
 }
 
-/// An array of which every device of the mesh has a partial sum over `axes`.
+/// Creates an array of which every device of the mesh has a partial sum over `axes`.
 fn partial<T: Element>(
     p: &mut Program,
     mesh: &Mesh,
@@ -47,7 +47,7 @@ fn partial<T: Element>(
     Ok(p.jit(parts).on(mesh).outputs(to).build()?.call(p, vec![like])?.remove(0))
 }
 
-/// The sum over the four places, one after the other.
+/// Returns the sum over the four places, one after the other.
 fn total<T: Copy + std::ops::Add<Output = T>>(index: usize, element: impl Fn(f32) -> T) -> T {
     (1..4).fold(element(part(0, index)), |sum, place| sum + element(part(place, index)))
 }
@@ -86,10 +86,10 @@ fn targets(p: &Program) -> Result<Vec<Sharding>> {
 }
 
 #[test]
-fn sums_have_the_same_bits_wherever_they_go() {
+fn sums_have_the_same_bits_at_every_destination() {
     let _limit = watchdog(120);
     for (processes, seed) in [(1, 0), (2, 1), (2, 2), (4, 3), (4, 4), (4, 5)] {
-        // Small, and large enough to be scattered first.
+        // Small, and large enough to be reduce-scattered first.
         for shape in [[8, 4], [512, 256]] {
             let simulation = simulation(processes, 4).delays(seed, Duration::from_millis(1));
             let results = simulation.run(|p| {
@@ -116,7 +116,7 @@ fn sums_over_one_axis_of_a_grid() {
     let _limit = watchdog(60);
     for result in simulation(2, 4).delays(9, Duration::from_millis(2)).run(|p| {
         let grid = p.mesh(&[("a", 2), ("b", 2)])?;
-        // Places 0 and 1 have the upper half, and are its two sums.
+        // Places 0 and 1 hold the two partial sums of the upper half.
         let x = partial(p, &grid, (spec!["a"], &["b"]), [4, 8], |v| v)?;
         let expected = |index: usize| {
             let first = if index < 16 { 0 } else { 2 };
@@ -144,7 +144,8 @@ fn large_sums_are_scattered_and_then_gathered() {
         let y = p.device_put(&x, mesh.replicated())?;
         assert_eq!(p.operations(), before + 2);
         check(&y, |index| total(index, |v| v))?;
-        // A quarter of its sum for each of the others, then its own quarter of the total.
+        // Each device sends a quarter of its sum to each other device, then its own quarter of the
+        // total.
         let sent: u64 = p.metrics().bytes_sent.iter().sum();
         assert!(sent <= 2 * bytes * 3 / 4, "{sent} bytes are sent");
         // A tree is moved in the same two steps.
@@ -156,7 +157,7 @@ fn large_sums_are_scattered_and_then_gathered() {
             after.0 == before.0 + 2 && after.1 - before.1 <= 2 * bytes * 3 / 4,
             "{before:?} to {after:?}"
         );
-        // Where each part is wanted once, one step moves no more.
+        // If each part is wanted once, one step moves no more.
         let before = p.operations();
         let rows = p.device_put(&x, mesh.sharding(spec!["x"]))?;
         assert_eq!(p.operations(), before + 1);
@@ -166,7 +167,7 @@ fn large_sums_are_scattered_and_then_gathered() {
 }
 
 #[test]
-fn the_very_same_sums_are_moved_as_they_are() {
+fn equal_partial_sums_are_moved_without_adding() {
     let _limit = watchdog(60);
     for result in simulation(2, 4).delays(5, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 4)])?;
@@ -183,10 +184,9 @@ fn the_very_same_sums_are_moved_as_they_are() {
     }
 }
 
-/// Large, and with two copies of every sum: adding up in two steps would pay, were there anything
-/// to add up.
+/// Large, and with two copies of every sum: two steps would pay off if anything were added.
 #[test]
-fn sums_in_other_memory_are_still_sums() {
+fn sums_moved_to_host_memory_stay_partial() {
     let _limit = watchdog(60);
     for result in simulation(2, 4).delays(8, Duration::from_millis(2)).run(|p| {
         let grid = p.mesh(&[("a", 2), ("b", 2)])?;
@@ -228,7 +228,7 @@ fn values_become_one_sum_and_zeros() {
             let expected = |index: usize| values[index];
             for x in [&host, &placed, &rows] {
                 let y = p.device_put(x, &sums)?;
-                // As other sums: one of them has the total.
+                // As other partial sums: one of them has the total.
                 let z = p.device_put(&y, mesh.sharding(spec![]).unreduced(&["x"])?)?;
                 let grid = p.mesh(&[("a", 2), ("b", 2)])?;
                 let other = p.device_put(&z, grid.sharding(spec!["b"]).unreduced(&["a"])?)?;

@@ -11,7 +11,7 @@ use stages::{Rows, Scale, Square};
 const WIDTH: usize = 4;
 const ROWS: usize = 2;
 
-/// Loss, weight, and the gradients of every stage, where they are owned here.
+/// Loss, weight, and the gradients of every stage, as far as this process owns them.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Outcome {
     loss: Option<Vec<f32>>,
@@ -30,7 +30,8 @@ fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
     array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
 }
 
-/// One step of four stages; the weight of `nudged` (stage, element) is changed by that much.
+/// Runs one step of four stages. The weight of `nudged` (stage, element, amount) is changed by that
+/// amount.
 fn step(
     p: &mut Program,
     schedule: &Schedule,
@@ -99,7 +100,7 @@ fn gradients_agree_with_finite_differences() {
 }
 
 #[test]
-fn every_schedule_gives_the_same_bits_on_any_number_of_processes() {
+fn every_schedule_gives_same_bits_at_every_process_count() {
     let reference = alone(&Schedule::gpipe(4, 5).unwrap(), None);
     for schedule in [Schedule::gpipe(4, 5).unwrap(), Schedule::one_f_one_b(4, 5).unwrap()] {
         for processes in [1, 2, 4] {
@@ -131,11 +132,11 @@ fn a_schedule_that_does_not_fit_the_pipeline_is_refused() {
     assert!(error.contains("3 stages") && error.contains("4 stages"), "{error}");
 }
 
-/// What a step of two stages gives, on process 0, and how many operations it takes.
+/// The results of a step of two stages on process 0, and its number of operations.
 type Stored = (Option<[Vec<f32>; 4]>, u64);
 
-/// One step of two stages of two devices: with all rows on each device, or with the rows divided
-/// and the weights stored in halves.
+/// Runs one step of two stages of two devices. Either all rows are on each device, or the rows are
+/// divided and the weights are stored in halves.
 fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Stored> {
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
     let mut params = Vec::new();
@@ -194,7 +195,7 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
 }
 
 #[test]
-fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced() {
+fn stored_weights_are_gathered_once_and_gradients_reduced() {
     for microbatches in [1, 2, 5] {
         for schedule in [
             Schedule::gpipe(2, microbatches).unwrap(),
@@ -230,12 +231,13 @@ fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced(
     }
 }
 
-/// What this process reads of some steps, and how many operations there were after each.
+/// The values that this process reads from some steps, and the number of operations after each
+/// step.
 type Steps = (Vec<Option<Vec<f32>>>, Vec<u64>);
 
-/// Five steps of two stages that are stored in parts, the last two with another schedule: each
-/// step's gradients are the parameters of the next. What this process has of losses and gradients,
-/// and the numbers of operations.
+/// Runs five steps of two stages stored in parts, the last two with another schedule. Each step's
+/// gradients are the parameters of the next. Returns this process's losses and gradients, and the
+/// numbers of operations.
 fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
     let rows = Rows::Part;
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
@@ -263,7 +265,7 @@ fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
         let labels = put((0..ROWS * WIDTH).map(|i| 0.2 * value(step, i + 1)).collect(), 1)?;
         let one = |m: usize| {
             let x = put((0..ROWS * WIDTH).map(|i| value(m + step, i)).collect(), 0)?;
-            // One array for all of them.
+            // One array for all microbatches.
             Ok(Microbatch::new(x).side(1, labels.clone()))
         };
         let microbatches = (0..4).map(one).collect::<Result<Vec<_>>>()?;
@@ -293,7 +295,7 @@ fn a_pipeline_that_replays_its_steps_gives_the_same_bits() {
         let (issued, replayed): (Vec<_>, Vec<_>) = (run(false).collect(), run(true).collect());
         assert_eq!(issued, replayed, "{processes} processes");
     }
-    // Only who replays can be told from who does not.
+    // Only a process that replays differs from one that does not.
     let results = Simulation::new(2, 4).run(|p| {
         let replay = p.process().0 == 0;
         replayed_steps(p, replay)
@@ -302,7 +304,7 @@ fn a_pipeline_that_replays_its_steps_gives_the_same_bits() {
 }
 
 #[test]
-fn a_storage_that_does_not_fit_the_stage_is_refused() {
+fn param_sharding_that_does_not_fit_the_stage_is_refused() {
     let results = Simulation::new(2, 4).run(|p| {
         let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
         let w = MpmdArray::from_slice(&[WIDTH], &[1.0f32; WIDTH])?;

@@ -1,5 +1,5 @@
-//! Buffers are dropped at the action after which nobody needs them: the memory in use after each
-//! action of a step, one at a time.
+//! Buffers are dropped right after the last action that needs them. Checks the memory in use after
+//! each action of a step, one at a time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +14,14 @@ use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 use parking_lot::{Condvar, Mutex};
 
-/// Elements of every array but the losses, and bytes.
+/// Elements of every array except the losses, and their bytes.
 const ELEMENTS: usize = 16 << 10;
 const UNIT: u64 = 4 * ELEMENTS as u64;
 const MICROBATCHES: usize = 4;
-/// None of the waits takes so long, on any machine.
+/// Longer than any wait takes, on any machine.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Lets passes of each stage run, so many at a time.
+/// Lets the passes of each stage run, a given number at a time.
 #[derive(Default)]
 struct Gate {
     passes: Mutex<Vec<usize>>,
@@ -60,7 +60,7 @@ fn unit() -> ShapedArray {
 
 fn declare<O>(out: O) -> StageSignature<O, [PlacedShape; 2], [PlacedShape; 2]> {
     let two = || [PlacedShape::replicated(unit()), PlacedShape::replicated(unit())];
-    // One stays, one goes, and one comes.
+    // One residual stays, one is released, and one is added.
     StageSignature::new(out, two(), two()).keep("0", "0")
 }
 
@@ -130,20 +130,20 @@ macro_rules! passes {
 passes!(Gated, Empty<MpmdArray>, MpmdArray, unit(), |gated| gated);
 passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) }, |last| &last.0);
 
-/// Arrays in use once an action is done, as changes to what there was before.
+/// Returns the change in the number of arrays in use caused by an action.
 fn change(action: Action, last: usize, first_weight: &mut [bool], recomputes: bool) -> i64 {
     let Action { stage, kind, .. } = action;
     let brought = i64::from(stage == 0) + i64::from(stage == last);
     let edge = |here: bool| i64::from(!here);
-    // What goes to the next stage comes; the input goes, which the last stage before gave, and what
-    // was brought. Where the pass is computed again, inputs stay until then, and residuals do not
-    // come.
+    // Adds the output for the next stage; releases the input, which came from the stage before, and
+    // the arrays of the batch. If the pass is recomputed, inputs stay until then and there are no
+    // residuals.
     let forward = if recomputes {
         edge(stage == last)
     } else {
         2 + edge(stage == last) - edge(stage == 0) - brought
     };
-    // Of two residuals one goes, one stays, and another comes.
+    // Of two residuals one is released, one stays, and another is added.
     let input = edge(stage == 0) - edge(stage == last)
         + if recomputes { 2 - edge(stage == 0) - brought } else { 0 };
     let mut weight = || -2 + i64::from(std::mem::take(&mut first_weight[stage]));
@@ -164,8 +164,8 @@ fn passes_of(kind: ActionKind, recomputes: bool) -> usize {
     }
 }
 
-/// Arrays that the next pass of each rank has taken for its results already, where what it reads is
-/// there.
+/// Returns the number of result arrays already allocated for the next pass of each rank, if its
+/// inputs are ready.
 fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
     let last = schedule.stages() - 1;
     let is_done = |stage: usize, kinds: &[ActionKind], microbatch: usize| {
@@ -192,7 +192,7 @@ fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
                     (0..MICROBATCHES).all(|microbatch| !is_done(stage, &weights, microbatch));
                 i64::from(first)
             }
-            // What it reads for this has been there since the first forward pass.
+            // The inputs of recomputation have been ready since the first forward pass.
             _ if recomputes => forward,
             _ => {
                 let inputs = [ActionKind::BackwardInput, ActionKind::Backward];
@@ -259,7 +259,7 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
 }
 
 #[test]
-fn buffers_go_at_the_action_after_which_nobody_needs_them() {
+fn buffers_are_dropped_after_their_last_use() {
     for (name, ranks, chunks) in
         [("1f1b", 3, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
     {

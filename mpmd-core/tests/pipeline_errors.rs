@@ -1,4 +1,4 @@
-//! Errors of pipelines name the user's line, the stage, the microbatch, the cause and a way out.
+//! Pipeline errors name the user's line, the stage, the microbatch, the cause and a remedy.
 
 use mpmd_core::Simulation;
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
@@ -8,7 +8,7 @@ use mpmd_core::topology::Mesh;
 mod stages;
 use stages::{Rows, Scale, Square, WIDTH, chain, meshes, microbatches, params};
 
-/// The text of an error, once it is clear that it begins with the line of the call.
+/// Returns the text of an error. Checks that it begins with the line of the call.
 macro_rules! refused {
     ($call:expr) => {{
         let error = $call.map(drop).expect_err(stringify!($call)).to_string();
@@ -19,7 +19,8 @@ macro_rules! refused {
     }};
 }
 
-/// Runs on two processes, of which each has a stage; both must say what is expected, in order.
+/// Runs a program on two processes with one stage each. Both must return the expected texts, in
+/// order.
 fn both_say(expected: &[&[&str]], program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) {
     for result in Simulation::new(2, 2).run(program) {
         let said = result.unwrap();
@@ -36,7 +37,7 @@ fn schedule() -> Schedule {
     Schedule::gpipe(2, 2).unwrap()
 }
 
-/// Ones of this shape on a mesh.
+/// Puts ones of this shape on a mesh.
 fn ones(p: &mut Program, shape: &[usize], mesh: &Mesh) -> Result<MpmdArray> {
     let count = shape.iter().product();
     p.device_put(&MpmdArray::from_slice(shape, &vec![1.0f32; count])?, mesh.replicated())
@@ -44,7 +45,7 @@ fn ones(p: &mut Program, shape: &[usize], mesh: &Mesh) -> Result<MpmdArray> {
 
 type Change<'a> = &'a dyn Fn(usize, Microbatch<MpmdArray>) -> Microbatch<MpmdArray>;
 
-/// A batch of two, each changed.
+/// Returns a batch of two microbatches, each changed.
 fn batch(
     p: &mut Program,
     pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
@@ -99,7 +100,7 @@ fn side_inputs_that_stages_do_not_take_are_refused_at_once() {
 }
 
 #[test]
-fn arrays_that_do_not_fit_a_stage_are_named_with_their_place() {
+fn misfitting_arrays_are_named_with_their_place() {
     let expected: [&[&str]; 4] = [
         &[
             "Pipeline::train_step: stage 0 `Scale`, microbatch 1, forward: its `infer` refuses",
@@ -132,7 +133,7 @@ fn arrays_that_do_not_fit_a_stage_are_named_with_their_place() {
 }
 
 #[test]
-fn schedules_and_numbers_that_do_not_fit_say_what_would() {
+fn misfitting_schedules_and_counts_report_the_valid_ones() {
     let expected: [&[&str]; 4] = [
         &["Pipeline::train_step: schedule GPipe is for 2 microbatches, and 1 are given: make a \
              schedule for 1"],
@@ -155,7 +156,7 @@ fn schedules_and_numbers_that_do_not_fit_say_what_would() {
 }
 
 #[test]
-fn parameters_that_are_elsewhere_are_refused_where_they_come_in() {
+fn parameters_on_other_meshes_are_refused_at_the_call() {
     let expected: [&[&str]; 7] = [
         &["Pipeline::first: stage 0 `Scale`: its parameter is ", "put it there with `device_put`"],
         &["Pipeline::first: stage 0 `Scale`: its parameter is host values, and not on its mesh"],
@@ -188,7 +189,7 @@ fn parameters_that_are_elsewhere_are_refused_where_they_come_in() {
 }
 
 #[test]
-fn a_schedule_that_is_none_is_an_error_of_the_program() {
+fn invalid_schedule_is_an_error_of_the_program() {
     let named = |name| -> Result<Schedule> { Ok(Schedule::named(name, 2, 2, None)?) };
     let error = named("gpip").unwrap_err();
     assert!(matches!(error, Error::Schedule(_)), "{error:?}");
@@ -197,7 +198,7 @@ fn a_schedule_that_is_none_is_an_error_of_the_program() {
 
 #[test]
 #[should_panic(expected = "there is no stage 5; the pipeline has stages 0 to 1")]
-fn the_mesh_of_no_stage_says_which_there_are() {
+fn unknown_stage_mesh_lists_the_stages() {
     let mesh =
         |p: &mut Program| chain(p, &schedule(), false).map(|pipeline| pipeline.mesh(5).clone());
     let mut p = Program::builder().devices(2).alone().unwrap();

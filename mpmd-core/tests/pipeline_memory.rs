@@ -1,4 +1,4 @@
-//! The memory of a step: as much as the plan says, and nothing new after the third step.
+//! The memory of a step equals its plan, and nothing new is mapped after the third step.
 
 use std::time::Duration;
 
@@ -11,24 +11,24 @@ use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 use mpmd_core::{ProcessId, Simulation};
 
-/// Elements of an activation, of the parameters, and residuals of as many elements as an
-/// activation.
+/// Elements of an activation and of the parameters, and the number of residuals. A residual has as
+/// many elements as an activation.
 const ACTIVATION: usize = 16 << 10;
 const PARAMS: usize = 64 << 10;
 const RESIDUALS: usize = 10;
 const STEPS: usize = 50;
-/// Losses, which are summed up one by one.
+/// Room for the losses, which are added up one by one.
 const SMALL: u64 = 4 << 10;
 
-/// Passes that take some time, and do nothing but write what they are to write.
+/// Passes that take some time and only write their outputs.
 struct Pass;
 
-/// The same, and the loss.
+/// The same passes, and the loss.
 struct Last;
 
 fn declare<O>(out: O) -> StageSignature<O, Vec<PlacedShape>, Vec<PlacedShape>> {
     let some = |count| (0..count).map(|_| PlacedShape::replicated(f32s([ACTIVATION]))).collect();
-    // The first two stay; the others go, and two come.
+    // The first two stay; the others are released, and two are added.
     StageSignature::new(out, some(RESIDUALS), some(4)).keep("0", "0").keep("1", "1")
 }
 
@@ -103,7 +103,7 @@ macro_rules! passes {
 passes!(Pass, Empty<MpmdArray>, MpmdArray, f32s([ACTIVATION]));
 passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) });
 
-/// Parameters less gradients, in place.
+/// Subtracts gradients from parameters, in place.
 struct Update;
 
 impl Kernel for Update {
@@ -125,13 +125,13 @@ impl Kernel for Update {
     }
 }
 
-/// What a process has found.
+/// Measurements of one process.
 #[derive(Debug)]
 struct Found {
     expected: u64,
     at_most: u64,
     peak: u64,
-    /// Mapped after the third step, and at the end.
+    /// Bytes mapped after the third step, and at the end.
     mapped: [u64; 2],
 }
 
@@ -143,7 +143,7 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
         .iter()
         .map(|mesh| p.make(f32s([PARAMS]), &mesh.replicated(), |_, mut view| write(&mut view)))
         .collect::<Result<Vec<_>>>()?;
-    // An optimiser would have these.
+    // Arrays that an optimiser would hold.
     let beside = meshes
         .iter()
         .map(|mesh| p.make(f32s([PARAMS / 2]), &mesh.replicated(), |_, mut view| write(&mut view)))
@@ -203,17 +203,17 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
     Ok(found)
 }
 
-/// What is asked of a pipeline beside its schedule.
+/// Pipeline options beside the schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum How {
     AsItIs,
-    /// Forward passes are computed again.
+    /// Forward passes are recomputed.
     Again,
     /// Weight gradients in ascending order.
     InOrder,
 }
 
-/// What is off, for each process where something is.
+/// Returns a line for each process with memory outside the bounds.
 fn off(simulation: &Simulation, schedule: &Schedule, how: How, what: &str) -> Vec<String> {
     let mut off = Vec::new();
     for (process, found) in simulation.run(|p| train(p, schedule, how)).into_iter().enumerate() {
@@ -233,7 +233,7 @@ fn off(simulation: &Simulation, schedule: &Schedule, how: How, what: &str) -> Ve
 }
 
 #[test]
-fn a_step_takes_the_memory_that_its_plan_says_and_nothing_new_after_the_third() {
+fn step_memory_matches_its_plan_and_stays_flat() {
     let mut all = Vec::new();
     for name in ["gpipe", "1f1b"] {
         for (stages, processes) in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)] {
@@ -253,7 +253,7 @@ fn a_step_takes_the_memory_that_its_plan_says_and_nothing_new_after_the_third() 
 }
 
 #[test]
-fn so_it_does_with_several_stages_a_rank_and_weight_gradients_apart() {
+fn step_memory_matches_its_plan_with_several_stages_per_rank() {
     let mut all = Vec::new();
     for (name, chunks, how, ranks, processes) in [
         ("interleaved", 2, How::AsItIs, 4, 4),

@@ -1,4 +1,4 @@
-//! Every schedule runs, and gives the same bits.
+//! Every schedule runs and gives the same bits.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use stages::{
 const RANKS: usize = 4;
 const ROWS: [usize; 8] = [2; 8];
 
-/// All built-in schedules with backward passes, on so many ranks.
+/// Returns all built-in schedules with backward passes, on `ranks` ranks.
 fn schedules(ranks: usize, microbatches: usize) -> Vec<Schedule> {
     let mut all = Vec::new();
     for builtin in Builtin::ALL {
@@ -61,7 +61,7 @@ fn near(found: &Outcome, expected: &Outcome) -> bool {
 }
 
 #[test]
-fn every_schedule_gives_the_bits_of_a_computation_by_hand() {
+fn every_schedule_gives_the_bits_of_a_direct_computation() {
     let (mut same, mut other) = (0, 0);
     for schedule in schedules(RANKS, ROWS.len()) {
         let expected = by_hand(schedule.stages(), &ROWS);
@@ -125,7 +125,7 @@ fn outputs_of_forward_passes_come_by_microbatch() {
     }
 }
 
-/// Stages of one rank hand arrays to each other without an operation.
+/// Stages of one rank pass arrays to each other without an operation.
 #[test]
 fn stages_on_the_same_devices_move_nothing() {
     let moves = |name: &str, ranks: usize, chunks: usize| {
@@ -133,7 +133,7 @@ fn stages_on_the_same_devices_move_nothing() {
         let results = Simulation::new(1, ranks).run(|p| {
             let mut pipeline = chain(p, &schedule, false)?;
             let batch = stages::microbatches(p, &pipeline, &[1; 4])?;
-            // In the first step the processes compare the schedule, too.
+            // In the first step the processes also compare the schedule.
             pipeline.train_step(p, &schedule, batch)?;
             let batch = stages::microbatches(p, &pipeline, &[1; 4])?;
             let before = p.operations();

@@ -1,4 +1,4 @@
-//! What a pipeline can be beside a chain: skip connections, tied weights, forward passes again,
+//! Pipelines that are more than a chain: skip connections, tied weights, recomputed forward passes,
 //! ragged shapes.
 
 use std::time::Duration;
@@ -13,7 +13,8 @@ use stages::{
     together, value, weights,
 };
 
-/// Stage 2 takes what stages 1 and 0 give; stage 3 has the weights of stage 0.
+/// Creates a pipeline in which stage 2 takes the outputs of stages 1 and 0, and stage 3 shares the
+/// weights of stage 0.
 fn skipping(p: &mut Program, schedule: &Schedule) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let meshes = meshes(p, schedule.ranks())?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
@@ -61,7 +62,7 @@ fn skipping_by_hand(rows: &[usize]) -> Outcome {
 }
 
 #[test]
-fn gradients_of_skips_and_tied_weights_are_added_in_a_fixed_order() {
+fn skip_and_tied_gradients_are_added_in_fixed_order() {
     let rows = [2; 4];
     let expected = skipping_by_hand(&rows);
     for (name, ranks, chunks) in [
@@ -106,7 +107,7 @@ fn wiring_that_does_not_fit_is_refused() {
         let (one, other) = (first(p)?, first(p)?);
         let w = params(p, 1, &meshes[1])?;
         found.push(one.then_from(scale(), &meshes[1], w, &other.output()).err());
-        // An output that nobody reads: that of stage 1.
+        // An output that no stage reads: the output of stage 1.
         let skip = other.output();
         let w = params(p, 1, &meshes[1])?;
         let front = other.then(scale(), &meshes[1], w)?;
@@ -115,7 +116,7 @@ fn wiring_that_does_not_fit_is_refused() {
         let w = params(p, 3, &meshes[3])?;
         let mut unread = front.then(Square(Rows::All), &meshes[3], w)?;
         found.push(step(p, &mut unread, &schedule, &[1; 2]).err());
-        // An output that is not there.
+        // An output that does not exist.
         let front = first(p)?;
         let no_leaf = front.output().leaf("h");
         let w = params(p, 1, &meshes[1])?;
@@ -156,8 +157,8 @@ fn wiring_that_does_not_fit_is_refused() {
     }
 }
 
-/// Microbatches of other numbers of rows: each has kernels of its shapes, and its weight in the
-/// loss.
+/// Microbatches with different numbers of rows. Each has kernels for its shapes, and its own weight
+/// in the loss.
 #[test]
 fn ragged_microbatches_count_by_their_rows() {
     let rows = [3, 1, 2, 3, 1, 4];
@@ -179,7 +180,7 @@ fn ragged_microbatches_count_by_their_rows() {
 }
 
 #[test]
-fn the_plan_shows_what_computing_again_saves_and_what_buffering_costs() {
+fn plan_shows_savings_of_recompute_and_cost_of_buffering() {
     let plan = |name: &str, recompute: bool, buffers: bool| {
         let chunks = if name == "bfs" { 2 } else { 1 };
         let schedule = Schedule::named(name, 2, 8, Some(chunks)).unwrap();
@@ -205,21 +206,21 @@ fn the_plan_shows_what_computing_again_saves_and_what_buffering_costs() {
         results.into_iter().next().unwrap().unwrap()
     };
     let (kept, again) = (plan("gpipe", false, false), plan("gpipe", true, false));
-    // The residual of the first stage is as large as its input, which is there anyway.
+    // The residual of the first stage is as large as its input, which exists in any case.
     assert!(again.expected < kept.expected, "{again:?} {kept:?}");
     let (plain, buffered) = (plan("bfs", false, false), plan("bfs", false, true));
     assert!(buffered.expected > plain.expected, "{buffered:?} {plain:?}");
     assert_eq!(plan("gpipe", false, true), kept, "its weight gradients ascend already");
 }
 
-/// What is wrong with an operation of a step is said with the line that asked for the step.
+/// An error in an operation of a step names the line that called the step.
 #[test]
 fn errors_name_the_line_of_the_user() {
     let schedule = Schedule::gpipe(2, 1).unwrap();
     let results = Simulation::new(2, 2).run(|p| {
         let mut pipeline = chain(p, &schedule, false)?;
         let mut batch = stages::microbatches(p, &pipeline, &[1])?;
-        // Labels on the first stage's mesh.
+        // Labels on the mesh of the first stage.
         let labels = MpmdArray::from_slice(&[1, WIDTH], &[0.0f32; WIDTH])?;
         let labels = p.device_put(&labels, pipeline.mesh(0).replicated())?;
         batch = batch.into_iter().map(|microbatch| microbatch.side(1, labels.clone())).collect();

@@ -1,4 +1,4 @@
-//! What a spectator writes down is what a job does: its steps, its memory, and where it ends.
+//! The plan of a dry run matches the job: its steps, its memory, and its end.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -21,7 +21,7 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Waits until a process has sent what is planned; returns what it has sent.
+/// Waits until a process has sent the planned bytes; returns the bytes that it has sent.
 fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -33,7 +33,7 @@ fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     }
 }
 
-/// Bytes from process to process in all operations of a plan.
+/// Returns the bytes between each two processes in all operations of a plan.
 fn bytes_between(plan: &Plan) -> Vec<Vec<u64>> {
     let count = plan.processes as usize;
     let mut bytes = vec![vec![0; count]; count];
@@ -60,8 +60,8 @@ fn add_one(
     p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
 }
 
-/// A state that goes around all devices in each step and is read in each; `replays` of it after two
-/// by hand.
+/// Moves a state around all devices in each step and reads it in each. With `replays`, replays the
+/// steps after two that are issued directly.
 fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let devices = p.topology().devices().len() as u32;
     let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
@@ -100,7 +100,7 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
 }
 
 #[test]
-fn replayed_steps_are_planned_as_what_they_are() {
+fn replayed_steps_are_planned_like_issued_ones() {
     let _limit = watchdog(120);
     let planned = |replays| {
         let mut p = Program::builder().devices(4).spectator(4).unwrap();
@@ -116,7 +116,7 @@ fn replayed_steps_are_planned_as_what_they_are() {
     for step in 0..6 {
         assert_eq!(by_hand.step(step), replayed.step(step));
     }
-    // A replay lets go of what it was given when all of it is issued, which in time is at once.
+    // A replay releases its inputs when all of it is issued; in time this is immediate.
     let in_time = |plan: &Plan| -> Vec<u64> {
         plan.memory(&plan.flow()).devices.iter().map(|device| device.in_time.bytes).collect()
     };
@@ -136,7 +136,7 @@ fn replayed_steps_are_planned_as_what_they_are() {
 }
 
 #[test]
-fn memory_in_order_of_issue_is_what_a_program_takes_that_waits_for_everything() {
+fn planned_memory_equals_use_of_a_fully_waiting_program() {
     let _limit = watchdog(120);
     let program = |p: &mut Program| -> Result<()> {
         let mesh = p.mesh(&[("x", 2)])?;
@@ -158,7 +158,7 @@ fn memory_in_order_of_issue_is_what_a_program_takes_that_waits_for_everything() 
             }
             x = y;
         }
-        // In a whole, from which the halves of what was kept come back.
+        // As a whole array, from which the kept halves are restored.
         let whole = p.device_put(&x, mesh.replicated())?;
         whole.block_until_ready()?;
         drop(kept);
@@ -195,7 +195,7 @@ fn memory_in_order_of_issue_is_what_a_program_takes_that_waits_for_everything() 
 }
 
 #[test]
-fn a_process_that_takes_part_has_no_plan_and_a_spectator_knows_what_it_saw() {
+fn only_dry_runs_have_a_plan() {
     let _limit = watchdog(60);
     let alone = Program::builder().alone().unwrap();
     assert_eq!(alone.plan(), None);

@@ -1,10 +1,10 @@
-//! The first program a user reads, over any number of processes.
+//! The first program that a user reads, over any number of processes.
 
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, normal_f32};
 use mpmd_core::{Simulation, simulate};
 
-/// h = x @ w; columns of w on each device.
+/// h = x @ w, with columns of w on each device.
 struct Up;
 
 impl Kernel for Up {
@@ -28,7 +28,7 @@ impl Kernel for Up {
     }
 }
 
-/// y = h @ w; rows of w on each device, summed over the axis.
+/// y = h @ w, with rows of w on each device, summed over the axis.
 struct Down;
 
 impl Kernel for Down {
@@ -93,7 +93,7 @@ fn two_stages(p: &mut Program) -> Result<Option<Vec<f32>>> {
 }
 
 #[test]
-fn two_stages_give_the_same_numbers_on_any_number_of_processes() {
+fn two_stages_give_same_values_at_every_process_count() {
     let alone = simulate(1, 4, 0, two_stages).remove(0).unwrap().expect("owned");
     assert!(alone.iter().all(|value| value.is_finite() && *value != 0.0));
     for processes in [2, 4] {
@@ -112,7 +112,7 @@ fn two_stages_give_the_same_numbers_on_any_number_of_processes() {
 }
 
 #[test]
-fn a_lost_process_is_an_error_on_every_other() {
+fn lost_process_is_an_error_on_every_other() {
     let results = Simulation::new(4, 4).lose(mpmd_core::ProcessId(1), 4).run(two_stages);
     for (process, result) in results.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();

@@ -1,8 +1,8 @@
-//! Random programs give the same bits on any number of processes, whatever the delays.
+//! Random programs give the same bits on any number of processes, with any delays.
 //!
-//! A program is a list of steps made from a seed; it runs on one process for reference, then on
-//! several with messages that overtake each other, and every shard of every array left at the end
-//! is compared.
+//! A program is a list of steps made from a seed. It runs on one process for reference, then on
+//! several with messages that overtake each other. The test compares every shard of every array
+//! that is left at the end.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -28,7 +28,7 @@ const ROWS: usize = 16;
 const COLUMNS: usize = 8;
 const STEPS: usize = 40;
 
-/// What each process does next; arrays are named by the order in which they came to be.
+/// A step that all processes execute. Arrays are named by the order of their creation.
 #[derive(Clone, Debug)]
 enum Step {
     Make { rows: usize, to: Sharding, key: u64 },
@@ -46,7 +46,7 @@ enum Step {
     Compare,
 }
 
-/// What the generator knows of an array.
+/// The generator's knowledge of an array.
 #[derive(Clone)]
 struct Known {
     rows: usize,
@@ -68,8 +68,8 @@ impl Random {
         &from[self.below(from.len())]
     }
 
-    /// A sharding that fits the rows, on some of the devices in any order: on a mesh of them, or in
-    /// chunks or parts.
+    /// Returns a sharding that fits the rows, on some of the devices in any order: on a mesh of
+    /// them, or in chunks or parts.
     fn sharding(&mut self, devices: usize, rows: usize) -> Sharding {
         let mut ids: Vec<u32> = (0..devices as u32).collect();
         for i in 0..ids.len() {
@@ -110,7 +110,7 @@ impl Random {
         }
     }
 
-    /// A part for each device, by cuts anywhere from side to side; some may be empty.
+    /// Returns one part for each device, by cuts from side to side at any place. Some may be empty.
     fn parts(&mut self, devices: &[DeviceId], rows: usize) -> Sharding {
         let mut parts = vec![Region::full(&[rows, COLUMNS])];
         while parts.len() < devices.len() {
@@ -128,7 +128,7 @@ impl Random {
     }
 }
 
-/// The program of a seed, for that many devices.
+/// Returns the program of a seed, for that many devices.
 fn program(seed: u64, devices: usize) -> Vec<Step> {
     let mut random = Random(seed);
     let mut arrays: Vec<Option<Known>> = Vec::new();
@@ -194,12 +194,12 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
             (12, _) => {
                 let m = *random.pick(&[1, 2]);
                 let rows = known.rows / m;
-                // Its parts must still divide over the mesh: as much as each device has.
+                // Its parts must still divide over the mesh: each device's rows must be divisible.
                 let layout = known.sharding.layout(&[known.rows, COLUMNS]).unwrap();
                 if !layout.regions().iter().all(|region| region.range(0).len().is_multiple_of(m)) {
                     continue;
                 }
-                // Listed parts are those of one shape.
+                // Enumerated parts apply to one shape only.
                 if known.sharding.layout(&[rows, COLUMNS]).is_err() {
                     continue;
                 }
@@ -228,14 +228,14 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
     steps
 }
 
-/// The shards this process holds at the end, by array and device.
+/// The shards that this process holds at the end, by array and device.
 type Shards = BTreeMap<(usize, DeviceId), Vec<u8>>;
 
 fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
     let mut arrays: Vec<Option<MpmdArray>> = Vec::new();
     let rows_of = |rows: usize| f32s([rows, COLUMNS]);
     for step in steps {
-        let array = |i: &usize| arrays[*i].clone().expect("the generator knows who is alive");
+        let array = |i: &usize| arrays[*i].clone().expect("the generator tracks live arrays");
         match step {
             Step::Make { rows, to, key } => {
                 let key = Key(*key);
@@ -268,7 +268,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let (mesh, sharding) = bound(&x);
                 let factor = MpmdArray::scalar(*factor);
                 let scale = fun("scale", like_first, |cx, x, mut y| {
-                    // Devices are not equally fast.
+                    // Devices run at different speeds.
                     std::thread::sleep(Duration::from_micros(u64::from(cx.device().0 % 3) * 200));
                     let factor = x[1].scalar::<f32>()?;
                     let pairs = y[0].as_mut_slice::<f32>()?.iter_mut().zip(x[0].as_slice::<f32>()?);
@@ -288,7 +288,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let (mesh, sharding) = bound(&x);
                 let (name, size) = (axis.clone(), *size as f32);
                 let declared = name.clone();
-                // Every device calls it with as many as are declared: all of its part.
+                // Every device calls it with the declared number of elements: all of its part.
                 let part = sharding.layout(x.shape()).unwrap().regions()[0].shape();
                 let reduce = fun(
                     "reduce",
@@ -365,13 +365,14 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
     Ok(shards)
 }
 
-/// The mesh to run a kernel on for an array, and its sharding.
+/// Returns the mesh to run a kernel on for an array, and the array's sharding.
 fn bound(x: &MpmdArray) -> (Mesh, Sharding) {
     let sharding = x.sharding().expect("it is placed").clone();
     (sharding.mesh().expect("the generator sees to it").clone(), sharding)
 }
 
-/// Processes of a seed's program, and their hosts: all on one host, in pairs, or each on its own.
+/// Returns the number of processes for a seed's program, and their hosts: all on one host, in
+/// pairs, or each on its own.
 fn processes_of(seed: u64, devices: usize) -> (usize, Vec<usize>) {
     let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
     let processes = counts[(seed / 3) as usize % counts.len()];
@@ -393,7 +394,7 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
         }
         simulation = simulation.settings(|b| b.hosts(&hosts));
         if hands_over() && seed % 4 > 1 {
-            // Some pairs do not: by hosts, or others.
+            // Some pairs use no zero-copy transfers: those of different hosts, or others.
             let groups: Vec<usize> = hosts.iter().map(|host| (host * seed as usize) % 3).collect();
             simulation = simulation.hands_over(&groups);
         }
@@ -438,7 +439,7 @@ fn seeds_150_to_199_give_the_same_bits() {
     run_seeds(150..200);
 }
 
-/// Waits until a process has sent what is planned; returns what it has sent.
+/// Waits until a process has sent the planned bytes; returns the bytes that it has sent.
 fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -450,7 +451,8 @@ fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     }
 }
 
-/// Every transfer is taken by nodes of its own taker, behind the node of its giver that makes it.
+/// Checks that only nodes of the receiver take a transfer, after the node of the sender that makes
+/// it.
 fn assert_before(flow: &Flow, seed: u64) {
     for (number, transfer) in flow.transfers.iter().enumerate() {
         let process = |node: u32| flow.lanes[flow.nodes[node as usize].lane as usize];
@@ -469,7 +471,7 @@ fn assert_before(flow: &Flow, seed: u64) {
 }
 
 #[test]
-fn seeds_0_to_59_send_what_a_spectator_plans() {
+fn seeds_0_to_59_send_the_bytes_of_their_dry_run() {
     let _limit = watchdog(180);
     let mut crossed = 0;
     for seed in 0..60 {
@@ -500,8 +502,8 @@ fn seeds_0_to_59_send_what_a_spectator_plans() {
                 "seed {seed}, process {process} of {processes}\n{steps:#?}"
             );
         }
-        // What goes between processes in the flow is that too, and every transfer is posted on both
-        // sides.
+        // The transfers of the flow have the same bytes between processes. Both sides post every
+        // transfer.
         let flow = plan.flow().flow;
         let mut moved = vec![vec![0; processes]; processes];
         flow.transfers.iter().for_each(|t| moved[t.from as usize][t.to as usize] += t.bytes);

@@ -1,4 +1,4 @@
-//! Random chains of puts: the values at every step, and no memory left.
+//! Random chains of puts keep the values at every step and leak no memory.
 
 #[path = "common/arrays.rs"]
 mod arrays;
@@ -13,7 +13,7 @@ use common::watchdog;
 use simulations::{hands_over, simulation};
 
 #[test]
-fn chains_0_to_23_keep_their_values_and_no_memory() {
+fn chains_0_to_23_keep_values_and_leak_no_memory() {
     let _limit = watchdog(120);
     (0..24).for_each(|seed| chain(seed, false, simulation, hands_over()));
 }

@@ -1,4 +1,4 @@
-//! Regions that processes pass on to each other: on several hosts, in chunks, and when somebody in
+//! Regions that processes pass on to each other: on several hosts, in chunks, and if a process in
 //! the middle fails, dies or has no room.
 
 mod common;
@@ -20,7 +20,7 @@ const MIB: usize = 1 << 20;
 /// 6 MiB: three chunks.
 const SHAPE: [usize; 2] = [1024, 1536];
 
-/// Every element is its index in the whole.
+/// Fills every element with its index in the whole array.
 fn numbered(columns: usize) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static {
     move |region, mut view| {
         let indices = region
@@ -60,7 +60,7 @@ fn mesh(p: &Program, axes: &[(&str, usize)], devices: std::ops::Range<u32>) -> R
     p.mesh_of(axes, &devices.map(DeviceId).collect::<Vec<_>>())
 }
 
-/// Shardings of which large parts are wanted on several devices, and others.
+/// Returns pairs of shardings, some with large parts that several devices want.
 fn ways(p: &Program) -> Result<Vec<(&'static str, Sharding, Sharding)>> {
     let all = p.mesh(&[("x", 8)])?;
     let grid = p.mesh(&[("a", 2), ("b", 4)])?;
@@ -79,7 +79,7 @@ fn ways(p: &Program) -> Result<Vec<(&'static str, Sharding, Sharding)>> {
     ])
 }
 
-/// Waits until what this process was to send has been given to the transport, to whom and how much.
+/// Waits until the transport has received this process's expected bytes for each peer.
 fn sent_is(p: &Program, expected: &[u64], what: &str) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.metrics().bytes_sent != expected {
@@ -94,7 +94,7 @@ fn sent_is(p: &Program, expected: &[u64], what: &str) {
 }
 
 #[test]
-fn every_shard_is_right_and_nothing_is_sent_that_is_not_planned() {
+fn shards_are_right_and_sent_bytes_match_the_plan() {
     let _limit = watchdog(120);
     let jobs: [(usize, &[u32]); 8] = [
         (1, &[0]),
@@ -112,7 +112,7 @@ fn every_shard_is_right_and_nothing_is_sent_that_is_not_planned() {
         let results = simulation.run(|p| {
             let topology = p.topology().clone();
             let mut sent = vec![0; processes];
-            // Over all processes: within hosts, and between them.
+            // Over all processes: bytes within hosts, and between them.
             let mut over = [0; 2];
             let mut planned = [0; 2];
             let mut passed_on = 0;
@@ -150,8 +150,8 @@ fn every_shard_is_right_and_nothing_is_sent_that_is_not_planned() {
     }
 }
 
-/// Four processes, each on a host of its own, and an array of 8 MiB that goes from the first to the
-/// others; and those others in the order in which they pass it on.
+/// Returns four processes, each on its own host, for an array of 8 MiB that moves from the first to
+/// the others. Also returns the order in which those others pass it on.
 fn chain() -> (Simulation, [u32; 3]) {
     let hosts = [0, 1, 2, 3];
     let from = Sharding::single_device(DeviceId(0)).layout(&[8, MIB / 4]).unwrap();
@@ -177,7 +177,7 @@ fn eight_mib(p: &mut Program, device: u32) -> Result<MpmdArray> {
 }
 
 #[test]
-fn a_failure_at_the_source_reaches_everybody_through_those_between() {
+fn source_failure_reaches_all_through_the_relays() {
     let _limit = watchdog(60);
     let (simulation, _) = chain();
     let results = simulation.delays(3, Duration::from_millis(2)).run(|p| {
@@ -201,7 +201,7 @@ fn a_failure_at_the_source_reaches_everybody_through_those_between() {
 }
 
 #[test]
-fn when_one_in_the_middle_dies_everybody_hears_of_it() {
+fn death_of_a_relay_is_reported_to_all() {
     let _limit = watchdog(60);
     let (simulation, [first, middle, last]) = chain();
     for seed in 0..4 {
@@ -213,7 +213,7 @@ fn when_one_in_the_middle_dies_everybody_hears_of_it() {
             let y = p.device_put(&x, mesh(p, &[("x", 3)], 1..4)?.replicated())?;
             let again = p.device_put(&y, Sharding::single_device(DeviceId(last)))?;
             if p.process() == ProcessId(last) {
-                // All of it, or word of the one that is gone.
+                // Either the whole array, or an error that names the lost process.
                 match again.block_until_ready() {
                     Ok(_) => check(&again, "the last")?,
                     Err(error) => assert!(error.is_peer_failure(), "{error}"),
@@ -229,7 +229,7 @@ fn when_one_in_the_middle_dies_everybody_hears_of_it() {
 }
 
 #[test]
-fn one_without_room_passes_on_all_the_same() {
+fn relay_without_room_still_passes_on() {
     let _limit = watchdog(60);
     let (simulation, [first, middle, last]) = chain();
     for full in [first, middle] {
@@ -249,7 +249,7 @@ fn one_without_room_passes_on_all_the_same() {
             } else {
                 check(&y, "with room")?;
             }
-            // Nobody leaves before everybody has looked.
+            // No process leaves before all have checked.
             for process in [first, middle, last] {
                 p.agree(ProcessId(process), 0u8, || Ok(0))?;
             }
@@ -264,12 +264,12 @@ fn one_without_room_passes_on_all_the_same() {
 }
 
 #[test]
-fn several_devices_of_a_process_share_what_arrives_once() {
+fn devices_of_a_process_share_one_arrival() {
     let _limit = watchdog(60);
     // Small, received in place, and in chunks behind a relay.
     for (rows, links) in [(1, None), (2048, None), (2048, Some(Links::default()))] {
         let simulation = simulation(3, 9).settings(|b| match links {
-            // Hosts of their own: passed on from one to the next.
+            // Each on its own host: passed on from one to the next.
             Some(links) => b.hosts(&[0, 1, 2]).links(links),
             None => b,
         });
@@ -278,9 +278,9 @@ fn several_devices_of_a_process_share_what_arrives_once() {
                 p.make(f32s([rows, 1024]), &Sharding::single_device(DeviceId(0)), numbered(1024))?;
             let y = p.device_put(&x, mesh(p, &[("x", 6)], 3..9)?.replicated())?;
             check(&y, "shared")?;
-            // Small ones may stay in the message's memory.
+            // Small arrays may stay in the message's memory.
             if rows > 1 && !y.is_fully_remote() {
-                // What is handed over is the giver's; what comes in chunks is put together.
+                // Zero-copy transfers stay in the lender's memory; chunks are copied together.
                 let in_place = hands_over() && links.is_none();
                 let copies = if in_place { 0 } else { 3 };
                 assert_eq!(

@@ -1,5 +1,4 @@
-//! Steps that are recorded and replayed: the same values, memory and failures as when they are
-//! issued.
+//! Recorded and replayed steps: the same values, memory and failures as issued steps.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -18,18 +17,18 @@ use mpmd_transport::Pool;
 const STAGES: usize = 4;
 const WIDTH: usize = 3;
 
-/// What a step is given: a sum for each stage, which it donates; the microbatches; a rate.
+/// The inputs of a step: a sum for each stage, which the step donates; the microbatches; a rate.
 type Given = (Vec<MpmdArray>, Vec<MpmdArray>, MpmdArray);
 
-/// What it gives: the new sums, one of the given microbatches, and each output on device 0.
+/// The results of a step: the new sums, one of the given microbatches, and each output on device 0.
 type Results = (Vec<MpmdArray>, MpmdArray, Vec<MpmdArray>);
 
 fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// y = x * w + 1 on each stage, forward; what comes back is added to the stage's sum, times the
-/// rate.
+/// Forward: y = x * w + 1 on each stage. Backward: the gradient times the rate is added to the
+/// stage's sum.
 struct Model {
     meshes: Vec<Mesh>,
     weights: Vec<MpmdArray>,
@@ -129,7 +128,8 @@ impl Model {
         Ok((sums, xs, MpmdArray::scalar(0.5f32 + step as f32)))
     }
 
-    /// In the order of 1F1B: the last stage turns round as soon as a microbatch gets there.
+    /// Issues a step in the order of 1F1B: the last stage starts backward as soon as a microbatch
+    /// arrives.
     fn step(&self, p: &mut Program, (mut sums, xs, rate): Given) -> Result<Results> {
         let mut outputs = Vec::new();
         let first = xs[0].clone();
@@ -142,7 +142,7 @@ impl Model {
                 kept.push(residual);
                 x = y;
             }
-            // By way of another device, and given up.
+            // Through another device, and donated.
             let out = p.device_put(&x, on(1))?;
             outputs.push(p.device_put_with(&out, on(0), PutOptions::default().donate(true))?);
             for stage in (0..STAGES).rev() {
@@ -164,14 +164,14 @@ enum How {
     Replayed,
 }
 
-/// How the job came out on one process: values it has, operations, and bytes in use at the end.
+/// The results of a job on one process: its values, operations, and bytes in use at the end.
 type Ran = (Vec<Option<Vec<f32>>>, u64, u64);
 
 fn read(x: &MpmdArray) -> Result<Option<Vec<f32>>> {
     Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?)
 }
 
-/// Bytes in use once there are no more than `expected`, or after long.
+/// Waits until `expected` bytes are in use, or for a long time; returns the bytes in use.
 fn settled(p: &Program, expected: u64) -> u64 {
     let limit = Instant::now() + Duration::from_secs(20);
     while p.memory().live != expected && Instant::now() < limit {
@@ -206,7 +206,7 @@ fn train(p: &mut Program, how: How) -> Result<Ran> {
         }
         sums = new;
     }
-    // Weights are host values, which are in use by themselves.
+    // Weights are host values, which are counted separately.
     let sums_here = sums.iter().filter(|array| !array.is_fully_remote()).count();
     let live = settled(p, sums_here as u64 * Pool::rounded(WIDTH * 4));
     Ok((values, p.operations(), live))
@@ -243,7 +243,7 @@ fn a_program_that_may_run_one_operation_ahead_replays() {
 }
 
 #[test]
-fn a_process_issues_its_own_operations_alone() {
+fn each_process_issues_only_its_own_operations() {
     let _limit = watchdog(60);
     let results = Simulation::new(4, STAGES).run(|p| {
         let model = Model::new(p)?;
@@ -252,13 +252,14 @@ fn a_process_issues_its_own_operations_alone() {
         let (_, recorded) = p.record(given, |p, given| model.step(p, given))?;
         Ok((recorded.operations(), recorded.operations_here()))
     });
-    // Forward and backward, what comes in and goes out each way, and what passes through.
+    // Forward and backward, moves in and out in each direction, and relayed ones.
     let expected = [(90, 30), (90, 40), (90, 30), (90, 30)];
     let found: Vec<_> = results.into_iter().map(Result::unwrap).collect();
     assert_eq!(found, expected);
 }
 
-/// Records a step, replays it once on process 0; the others do as told. The text of each error.
+/// Records a step and replays it once on process 0; the others run `other`. Returns the text of
+/// each error.
 fn diverge(
     other: impl Fn(&mut Program, &Model, &Recorded<Given, Results>, Given) -> Result<()> + Sync,
 ) -> Vec<String> {
@@ -279,7 +280,7 @@ fn diverge(
 }
 
 #[test]
-fn who_replays_and_who_issues_the_same_diverge() {
+fn replay_on_one_process_and_issue_on_another_diverge() {
     let _limit = watchdog(120);
     let errors = diverge(|p, model, _, given| model.step(p, given).map(drop));
     for error in &errors {
@@ -380,7 +381,7 @@ fn a_failure_in_a_replay_names_the_operation_and_its_line() {
             Ok(_) => p.step_end(),
         }
     });
-    // Process 1 waits for what never comes; process 0 learns of it at the latest when it finishes.
+    // Process 1 waits for data that never comes. Process 0 learns of it no later than its finish.
     for result in results {
         let error = result.unwrap_err();
         let failure = error.failure().expect("of an operation");
@@ -396,7 +397,7 @@ fn a_failure_in_a_replay_names_the_operation_and_its_line() {
 #[test]
 fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     let _limit = watchdog(120);
-    // Before the first step, its recording and a replay of 90 operations each.
+    // Lost before the first step, in its recording, and in a replay of 90 operations each.
     for op in [130, 170, 210] {
         let results =
             Simulation::new(4, STAGES).lose(ProcessId(2), op).run(|p| train(p, How::Replayed));
@@ -407,7 +408,7 @@ fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     }
 }
 
-/// The texts of what a program is refused, the same on every process.
+/// Returns the texts of refused calls, which must be the same on every process.
 fn refused(program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) -> Vec<String> {
     let results = Simulation::new(2, 2).run(program);
     let mut results = results.into_iter().map(Result::unwrap);
@@ -421,7 +422,7 @@ fn text<T>(result: Result<T>) -> String {
 }
 
 #[test]
-fn what_cannot_be_recorded_is_refused_and_takes_no_number() {
+fn unrecordable_calls_are_refused_and_take_no_number() {
     let _limit = watchdog(60);
     let texts = refused(|p| {
         let both = p.mesh(&[("x", 2)])?.sharding(spec!["x"]);
@@ -450,14 +451,14 @@ fn what_cannot_be_recorded_is_refused_and_takes_no_number() {
             assert_eq!(p.operations(), before);
             let y = p.device_put(&x, on(0))?;
             texts.push(text(y.to_host()));
-            assert!(text(y.addressable_shards()).contains("no replay would ask"));
+            assert!(text(y.addressable_shards()).contains("replay reads no values"));
             y.block_until_ready()?;
             assert_eq!(p.operations(), before + 1);
             Ok(Vec::<MpmdArray>::new())
         })?;
         drop(outside.to_host()?);
         assert_eq!(texts.iter().filter(|text| text.is_empty()).count(), 0);
-        // What was recorded can be replayed all the same.
+        // The recorded step can still be replayed.
         Ok(texts)
     });
     for (found, call) in texts.iter().zip([
@@ -477,12 +478,12 @@ fn what_cannot_be_recorded_is_refused_and_takes_no_number() {
     for found in &texts[7..10] {
         assert!(found.contains("neither made by it nor an input of it"), "{found}");
     }
-    assert!(texts[10].contains("no replay would ask"), "{}", texts[10]);
+    assert!(texts[10].contains("replay reads no values"), "{}", texts[10]);
     assert_eq!(texts.len(), 11);
 }
 
 #[test]
-fn a_step_that_fails_while_it_is_issued_records_nothing_and_the_program_goes_on() {
+fn step_failing_at_issue_records_nothing_and_program_goes_on() {
     let _limit = watchdog(60);
     let texts = refused(|p| {
         let x = p.device_put(&MpmdArray::scalar(1.0f32), on(0))?;
@@ -498,7 +499,7 @@ fn a_step_that_fails_while_it_is_issued_records_nothing_and_the_program_goes_on(
 }
 
 #[test]
-fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
+fn changed_inputs_are_refused_and_nothing_is_issued() {
     let _limit = watchdog(60);
     let texts = refused(|p| {
         let donate = PutOptions::default().donate(true);
@@ -561,7 +562,7 @@ fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
 }
 
 #[test]
-fn a_holder_without_a_part_lets_a_donated_source_go() {
+fn process_without_work_releases_a_donated_source() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let both = p.mesh(&[("x", 2)])?.replicated();
@@ -569,7 +570,7 @@ fn a_holder_without_a_part_lets_a_donated_source_go() {
         let make =
             |p: &mut Program| p.make(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?));
         let x = make(p)?;
-        // Process 0 keeps what it has, and process 1 has nothing to do.
+        // Process 0 keeps its part, and process 1 has nothing to do.
         let (y, step) = p.record(x, |p, x| p.device_put_with(&x, on(0), donate))?;
         drop(y);
         let mut live = Vec::new();
@@ -578,7 +579,7 @@ fn a_holder_without_a_part_lets_a_donated_source_go() {
             x.block_until_ready()?;
             assert!(p.memory().live >= 4000);
             drop(step.replay(p, x.clone())?);
-            // The source has ended for every handle, also for this one.
+            // The source has ended for every handle, including this one.
             live.push(settled(p, 0));
             drop(x);
         }
@@ -594,8 +595,8 @@ fn an_output_that_the_step_donates_is_refused_everywhere() {
     let results = Simulation::new(3, 3).run(|p| {
         let donate = PutOptions::default().donate(true);
         let x = p.device_put(&MpmdArray::scalar(1.0f32), on(0))?;
-        // Process 0 gives the output, process 1 has it and alone takes part in its donation,
-        // process 2 does neither.
+        // Process 0 gives the output. Process 1 has it and alone takes part in its donation.
+        // Process 2 does neither.
         let ((y, _), step) = p.record(x, |p, x| {
             let y = p.device_put(&x, on(1))?;
             let z = p.device_put_with(&y, on(1), donate)?;
@@ -619,7 +620,7 @@ fn an_output_that_the_step_donates_is_refused_everywhere() {
 }
 
 #[test]
-fn a_spectator_replays_every_operation_and_does_none() {
+fn dry_run_replays_all_operations_without_executing() {
     let mut p = Program::builder().devices(STAGES).spectator(STAGES).unwrap();
     let model = Model::new(&mut p).unwrap();
     let sums = model.sums(&mut p).unwrap();
@@ -628,7 +629,7 @@ fn a_spectator_replays_every_operation_and_does_none() {
     let before = p.operations();
     let given = model.given(&mut p, sums, 1).unwrap();
     let (again, _, others) = step.replay(&mut p, given).unwrap();
-    // It writes down what all processes do, so each of them is its own.
+    // It records the operations of all processes, so each of them counts as its own.
     assert_eq!((p.operations() - before, step.operations_here()), (5 + 90, 90));
     assert_eq!(others.len(), outputs.len());
     assert!(again.iter().chain(&others).all(MpmdArray::is_fully_remote));

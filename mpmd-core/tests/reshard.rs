@@ -1,4 +1,4 @@
-//! Whole trees that move: in which order, by way of what, and with how much memory.
+//! Resharding of whole trees: the order of moves, intermediates, and the memory needed.
 
 #[path = "common/arrays.rs"]
 mod arrays;
@@ -24,7 +24,7 @@ fn mesh_at(p: &Program, axes: &[(&str, usize)], first: u32) -> Result<Mesh> {
     p.mesh_of(axes, &(first..first + count).map(DeviceId).collect::<Vec<_>>())
 }
 
-/// What an issue error says after the line of the program.
+/// Returns the text of an issue error after the line of the program.
 #[track_caller]
 fn refusal<T>(result: Result<T>) -> String {
     match result.err().expect("it is refused") {
@@ -33,8 +33,8 @@ fn refusal<T>(result: Result<T>) -> String {
     }
 }
 
-/// Waits until this process's arrays take no more than `bytes`: the last reader of a buffer may
-/// still be about to let it go.
+/// Waits until this process's arrays take at most `bytes`: the last reader of a buffer may still be
+/// about to release it.
 #[track_caller]
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
@@ -49,7 +49,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
     assert_eq!(p.memory().live, bytes);
 }
 
-/// The operation that made an array.
+/// Returns the number of the operation that made an array.
 fn operation(array: &MpmdArray) -> u64 {
     let text = format!("{array:?}");
     text.rsplit("operation ")
@@ -59,7 +59,7 @@ fn operation(array: &MpmdArray) -> u64 {
 }
 
 #[test]
-fn host_values_go_first_then_one_set_of_devices_after_the_other() {
+fn host_values_move_first_then_one_device_set_after_another() {
     let _limit = watchdog(60);
     for processes in PROCESSES {
         let results = simulate(processes, 4, 11, |p| {
@@ -89,10 +89,10 @@ fn host_values_go_first_then_one_set_of_devices_after_the_other() {
     }
 }
 
-/// Shardings by axes and spec.
+/// A sharding given by axes and spec.
 type Side = (Vec<(&'static str, usize)>, Spec);
 
-/// The pairs that have an intermediate sharding, with a shape that both divide.
+/// Returns the pairs that have an intermediate sharding, with a shape that both divide.
 fn pairs_with_an_intermediate() -> Vec<(Side, Side, Vec<usize>)> {
     vec![
         (
@@ -141,7 +141,7 @@ fn pairs_with_an_intermediate() -> Vec<(Side, Side, Vec<usize>)> {
 }
 
 #[test]
-fn by_way_of_an_intermediate_the_values_are_those_of_the_direct_way() {
+fn moves_through_an_intermediate_give_the_direct_values() {
     let _limit = watchdog(60);
     for processes in PROCESSES {
         let results = simulate(processes, 16, processes as u64, |p| {
@@ -172,7 +172,7 @@ fn by_way_of_an_intermediate_the_values_are_those_of_the_direct_way() {
 }
 
 #[test]
-fn without_an_intermediate_it_is_the_ordinary_way() {
+fn moves_without_an_intermediate_are_direct() {
     let _limit = watchdog(60);
     for processes in PROCESSES {
         let results = simulate(processes, 16, 5, |p| {
@@ -215,8 +215,9 @@ fn without_an_intermediate_it_is_the_ordinary_way() {
 fn donation_needs_memory_for_one_more_leaf_only() {
     let _limit = watchdog(60);
     const LEAVES: usize = 4;
-    // Both devices hold 8 MiB of the tree. To columns takes 2 more for each leaf. To device 0 takes
-    // 16 there, and 2 more for the last leaf's source; without donation 24.
+    // Both devices hold 8 MiB of the tree. Resharding to columns takes 2 MiB more for each leaf.
+    // Moving to device 0 takes 16 MiB there, and 2 more for the last leaf's source; without
+    // donation 24.
     for (processes, between, budget) in [(1, false, 11), (2, false, 11), (1, true, 19)] {
         let budget = budget * MIB as u64;
         let simulation = Simulation::new(processes, 2).settings(|b| b.device_memory(budget));
@@ -298,7 +299,7 @@ fn without_alias_the_memory_is_fresh() {
                     }
                 }
             }
-            // The same by way of an intermediate: from device 0 to device 0.
+            // The same through an intermediate: from device 0 to device 0.
             let one = mesh_at(p, &[("y", 1)], 0)?.replicated();
             let column = p.mesh_of(&[("x", 2)], &[DeviceId(0), DeviceId(1)])?.sharding(spec!["x"]);
             let x = p.device_put(&x, &column)?;

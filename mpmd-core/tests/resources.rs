@@ -1,5 +1,5 @@
-//! Memory and the order of transfers: what a program with endless buffers would get away with must
-//! work in a finite world too.
+//! Memory limits and the order of transfers: programs that would work with unlimited buffers must
+//! work with limited memory too.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -23,7 +23,7 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// 8 MiB on one device, there after `delay`.
+/// Creates 8 MiB on one device, ready after `delay`.
 #[track_caller]
 fn large(p: &mut Program, device: u32, value: f32, delay: Duration) -> Result<MpmdArray> {
     p.make(f32s([2 * MIB]), &on(device), move |_, mut view| {
@@ -51,13 +51,13 @@ fn memory_falls_to(p: &Program, bytes: u64) {
 }
 
 #[test]
-fn a_later_transfer_that_is_ready_first_blocks_nobody() {
+fn later_transfer_that_is_ready_first_blocks_nothing() {
     let _limit = watchdog(60);
     for seed in 0..3 {
         let simulation = simulation(2, 4).delays(seed, Duration::from_millis(3));
         let results = simulation.run(|p| {
             let slow = Duration::from_millis(200);
-            // One device is slow, its neighbour is not; both ways at once.
+            // One device is slow, its neighbour is not; in both directions at once.
             let sources = [
                 large(p, 0, 1.0, slow)?,
                 large(p, 2, 2.0, slow)?,
@@ -70,7 +70,7 @@ fn a_later_transfer_that_is_ready_first_blocks_nobody() {
                 .zip(targets)
                 .map(|(array, device)| p.device_put(array, on(device)))
                 .collect::<Result<_>>()?;
-            // And on to a device that waits for the first transfer.
+            // Then on to a device that waits for the first transfer.
             let again = p.device_put(&moved[2], on(0))?;
             for (i, array) in moved.iter().enumerate() {
                 assert!(is_all(array, i as f32 + 1.0)?);
@@ -83,7 +83,7 @@ fn a_later_transfer_that_is_ready_first_blocks_nobody() {
 }
 
 #[test]
-fn two_receives_that_fit_only_one_at_a_time_both_finish() {
+fn two_receives_with_room_for_one_both_finish() {
     let _limit = watchdog(60);
     for seed in 0..3 {
         let simulation = simulation(3, 3)
@@ -116,7 +116,7 @@ fn two_receives_that_fit_only_one_at_a_time_both_finish() {
 }
 
 #[test]
-fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
+fn full_memory_is_an_error_that_names_its_holders() {
     let _limit = watchdog(60);
     let simulation = simulation(3, 3).settings(|b| b.device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
@@ -128,7 +128,7 @@ fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
         let onward = p.device_put(&refused, on(2))?;
         drop(source);
         if p.process() == ProcessId(0) {
-            // The sender is rid of it, although nobody has room for it.
+            // The sender releases it, although no receiver has room for it.
             memory_falls_to(p, 0);
         } else {
             let mine = if p.process() == ProcessId(1) { &refused } else { &onward };
@@ -156,7 +156,7 @@ fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
 }
 
 #[test]
-fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
+fn host_memory_is_counted_separately_and_never_shared() {
     let _limit = watchdog(60);
     let simulation = simulation(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
@@ -177,17 +177,17 @@ fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
             assert_eq!((p.memory().live, p.memory().host_live), (eight, 4 * eight));
         }
         drop(x);
-        // Back, where there is room again, and to another process's host.
+        // Back, now that there is room again, and to another process's host.
         let back = p.device_put(&made, on(0))?;
         let across = p.device_put(&kept[0], &other)?;
-        // The same place in the same memory may be shared.
+        // A put to the same place in the same memory may share it.
         let same = p.device_put(&kept[1], &there)?;
         assert!(is_all(&back, 2.0)? && is_all(&across, 1.0)? && is_all(&same, 1.0)?);
         if first {
             assert_eq!((p.memory().host_live, p.memory().host_peak), (4 * eight, 4 * eight));
             memory_falls_to(p, eight);
         } else {
-            // What is handed over stays in the giver's memory.
+            // Zero-copy transfers stay in the lender's memory.
             assert_eq!(
                 (p.memory().live, p.memory().host_live),
                 (0, if hands_over() { 0 } else { eight })
@@ -264,11 +264,11 @@ fn an_update_in_place_needs_no_second_copy() {
     results.into_iter().for_each(Result::unwrap);
 }
 
-/// Two processes on a host get an array, one of them by way of the other, which updates it in place
-/// while its neighbour is late: there is room for one copy, and the wait is for an operation issued
-/// before.
+/// Two processes on a host receive an array, one of them through the other. The relay updates it in
+/// place while its neighbour is late. There is room for one copy, so the update waits for a
+/// transfer issued earlier.
 #[test]
-fn an_update_in_place_waits_for_who_still_reads_the_memory() {
+fn update_in_place_waits_for_other_readers() {
     let _limit = watchdog(60);
     let simulation =
         simulation(3, 3).settings(|b| b.hosts(&[0, 1, 1]).device_memory(12 * MIB as u64));
@@ -300,8 +300,8 @@ fn an_update_in_place_waits_for_who_still_reads_the_memory() {
 #[test]
 fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
     let _limit = watchdog(60);
-    // By the number of operations; by what they take on the fast side and by the budget on the slow
-    // one.
+    // Limited by the number of operations; by bytes in flight on the fast side and by the budget on
+    // the slow one.
     for (ops, bytes, budget) in [(8, u64::MAX, 1 << 40), (usize::MAX, 4 << 20, 12 << 20)] {
         let settings = |b: Builder| b.run_ahead(ops, bytes).device_memory(budget);
         let simulation = simulation(2, 2).settings(settings);
@@ -329,8 +329,7 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             assert!(is_all(&last.expect("sixty rounds"), 1.0)?);
             Ok(p.memory().peak)
         });
-        // What is handed over counts with its giver: as far as that runs ahead, and as far as the
-        // taker does.
+        // With zero-copy transfers the lender counts the arrays of both sides that run ahead.
         let most = if hands_over() { budget.min(24 << 20) } else { 12 << 20 };
         for peak in results.into_iter().map(Result::unwrap) {
             assert!(peak <= most, "{peak} bytes at once of 60 MiB in all");
@@ -388,7 +387,7 @@ fn memory_stays_flat_over_many_steps() {
     results.into_iter().for_each(Result::unwrap);
 }
 
-/// An array of the original shape again: two of the half one after the other.
+/// Returns an array of the original shape: two of the half, one after the other.
 fn double(p: &mut Program, half: &MpmdArray, to: &Sharding) -> Result<MpmdArray> {
     let mesh = to.mesh().expect("a named sharding").clone();
     let double = fun(
@@ -406,7 +405,7 @@ fn double(p: &mut Program, half: &MpmdArray, to: &Sharding) -> Result<MpmdArray>
 }
 
 #[test]
-fn devices_of_one_process_pick_up_a_collective_at_their_own_pace() {
+fn devices_of_a_process_join_a_collective_at_any_time() {
     let _limit = watchdog(60);
     let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
         // Device 0 reduces with 2, device 1 with 3; 1 and 2 come late.
@@ -424,7 +423,7 @@ fn devices_of_one_process_pick_up_a_collective_at_their_own_pace() {
         });
         let rows = mesh.sharding(spec!["model"]);
         let jit = p.jit(late).on(&mesh).outputs(&rows).build()?;
-        // Small ones that travel at once, and large ones that are asked for.
+        // Small arrays that are sent at once, and large ones that are requested.
         for elements in [2usize, 16384] {
             let x = p.make(f32s([elements]), &rows, |_, mut view| Ok(view.fill(0.0f32)?))?;
             for _ in 0..5 {

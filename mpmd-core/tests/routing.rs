@@ -1,7 +1,8 @@
-//! `device_put` between all kinds of source and target, at process counts that make each of them
+//! Tests `device_put` between all kinds of source and target. The process counts make each of them
 //! local, remote or partly local.
 //!
-//! The system that this API is modelled on refuses many of these pairs. What became of its errors:
+//! The system that this API is modelled on refuses many of these pairs. The table lists its errors
+//! and the behaviour here:
 //!
 //! | there | here |
 //! |---|---|
@@ -42,7 +43,8 @@ use mpmd_core::topology::DeviceId;
 use mpmd_core::{Error, IssueProblem, ProcessId, PutOptions};
 use simulations::simulation;
 
-/// All shardings that the tests move between, over four devices; arrays have 4 rows and 8 columns.
+/// Returns all shardings that the tests move between, over four devices. Arrays have 4 rows and 8
+/// columns.
 fn shardings(p: &Program) -> Result<Vec<Sharding>> {
     let mut all = Vec::new();
     for devices in [&[0u32, 1][..], &[2, 3], &[1, 2], &[1, 0], &[0, 1, 2, 3], &[3, 0, 2, 1]] {
@@ -241,7 +243,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
 }
 
 #[test]
-fn the_same_place_takes_no_memory_unless_a_copy_is_asked_for() {
+fn same_place_takes_no_memory_unless_a_copy_is_requested() {
     let _limit = watchdog(60);
     const BYTES: u64 = 4 << 20;
     let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
@@ -255,7 +257,7 @@ fn the_same_place_takes_no_memory_unless_a_copy_is_asked_for() {
         let same = p.device_put(&x, mesh.sharding(spec!["x"]))?;
         same.block_until_ready()?;
         assert_eq!(p.memory().live, before, "the same sharding is the same memory");
-        // The same regions under other names.
+        // The same regions with other axis names.
         let flat = p.mesh(&[("z", 4)])?;
         let renamed = p.mesh(&[("a", 2), ("b", 2)])?;
         let relabelled = p.device_put(&x, renamed.sharding(spec!["a"]))?;
@@ -313,7 +315,7 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
         y.block_until_ready()?;
         memory_falls_to(p, if p.process() == ProcessId(1) { 1 << 20 } else { 0 });
 
-        // The handles are still there; what they stood for is not.
+        // The handles still exist, but their arrays do not.
         let before = p.operations();
         for handle in [&x, &other] {
             let used_at = line!() + 1;
@@ -347,7 +349,7 @@ fn a_donated_array_serves_all_uses_issued_before() {
             .on(&mesh)
             .outputs(&rows)
             .build()?;
-        // The second call waits behind the first while `x` is given away.
+        // The second call waits behind the first while `x` is donated.
         let first = slow.call(p, vec![x.clone()])?;
         let second = slow.call(p, vec![x.clone()])?;
         let parts = x.microbatches(p, 0, 2)?;
@@ -367,7 +369,7 @@ fn a_donated_array_serves_all_uses_issued_before() {
 }
 
 #[test]
-fn values_asked_for_before_a_donation_still_come() {
+fn values_requested_before_a_donation_still_arrive() {
     let _limit = watchdog(60);
     let results = simulation(1, 1).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 1)])?;
@@ -387,7 +389,7 @@ fn values_asked_for_before_a_donation_still_come() {
 }
 
 #[test]
-fn handles_are_waited_for_as_often_as_asked() {
+fn handles_can_be_waited_for_repeatedly() {
     let _limit = watchdog(60);
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let [first, second] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
@@ -416,7 +418,7 @@ fn handles_are_waited_for_as_often_as_asked() {
 }
 
 #[test]
-fn jit_refuses_what_lives_elsewhere() {
+fn jit_refuses_arrays_on_other_meshes() {
     let _limit = watchdog(60);
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;

@@ -1,5 +1,5 @@
-//! Calls that read the same on two processes and are not: what differs is named, and nothing that
-//! was issued after it is delivered.
+//! Calls that look equal on two processes but differ. The error names the difference, and nothing
+//! issued afterwards is delivered.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -19,14 +19,14 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Makes host values of which the first is another one on each process.
+/// Creates host values with a different first element on each process.
 fn own_values(p: &Program, elements: usize) -> Result<MpmdArray> {
     let mut values = vec![1.0f32; elements];
     values[0] = p.process().0 as f32;
     MpmdArray::from_slice(&[elements], &values)
 }
 
-/// Returns the one text that both processes end with, as their programs diverged.
+/// Returns the one divergence error that both processes end with.
 fn diverged(results: Vec<Result<()>>) -> String {
     let errors: Vec<_> =
         results.into_iter().map(|result| result.expect_err("the programs differ")).collect();
@@ -46,7 +46,7 @@ fn assert_values_are_named(text: &str) {
 }
 
 /// Runs `differs` on two processes, then moves an array from process 0 to process 1, which must not
-/// get it. Returns the text of the divergence.
+/// receive it. Returns the text of the divergence.
 fn nothing_arrives_after(
     simulation: &Simulation,
     elements: usize,
@@ -56,7 +56,7 @@ fn nothing_arrives_after(
     let (arrived, behind) = (Mutex::new(None), Barrier::new(2));
     let results = simulation.run(|p| {
         let x = p.make(f32s([elements]), &on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
-        // What the first process sends or asks for is there before the other issues anything more.
+        // The first process's messages arrive before the other process issues anything more.
         if p.process() != first {
             behind.wait();
         }
@@ -74,8 +74,8 @@ fn nothing_arrives_after(
     diverged(results)
 }
 
-/// Runs `differs` with small and large arrays, both orders of issuing, delays, and arrays that are
-/// handed over.
+/// Runs `differs` with small and large arrays, both orders of issuing, delays, and zero-copy
+/// transfers.
 fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<String> {
     let mut texts = Vec::new();
     for seed in 0..3 {
@@ -145,7 +145,7 @@ fn host_values_that_differ_in_a_replay_are_named() {
 }
 
 #[test]
-fn large_host_values_are_compared_where_the_job_says_so() {
+fn large_host_values_are_compared_if_the_job_says_so() {
     let _limit = watchdog(120);
     let run = |check: bool| {
         Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(check)).run(|p| {
@@ -157,7 +157,7 @@ fn large_host_values_are_compared_where_the_job_says_so() {
     };
     assert!(run(false).iter().all(Result::is_ok), "68 bytes are not looked at");
     assert_values_are_named(&diverged(run(true)));
-    // Small ones always are.
+    // Small values are always compared.
     let small =
         Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(false)).run(|p| {
             let x = own_values(p, 16)?;

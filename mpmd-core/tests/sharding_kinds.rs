@@ -1,4 +1,4 @@
-//! Arrays in chunks, in parts of any shape and as partial sums: moved, computed on and read.
+//! Moves, computes on and reads arrays in chunks, in parts of any shape and as partial sums.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -28,7 +28,7 @@ fn listed(shards: &[(u32, [(usize, usize); 2])]) -> Sharding {
     Sharding::enumerated(shards.iter().map(shard).collect()).unwrap()
 }
 
-/// The numbers from 0 in this shape.
+/// Returns the numbers from 0 in this shape.
 fn counting(shape: &[usize]) -> HostArray {
     let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
     HostArray::from_bytes(
@@ -38,7 +38,7 @@ fn counting(shape: &[usize]) -> HostArray {
     .unwrap()
 }
 
-/// The numbers of one region of [`counting`].
+/// Returns the numbers of one region of [`counting`].
 fn part(shape: &[usize], region: &Region) -> Vec<f32> {
     let mut at = vec![0];
     for (range, size) in region.ranges().zip(shape) {
@@ -47,7 +47,7 @@ fn part(shape: &[usize], region: &Region) -> Vec<f32> {
     at.into_iter().map(|i| i as f32).collect()
 }
 
-/// Checks that this process holds its shards of [`counting`], scaled, and only those.
+/// Checks that this process holds exactly its shards of [`counting`], scaled.
 fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     let sharding = array.sharding().expect("it is placed").clone();
     let layout = sharding.layout(array.shape())?;
@@ -68,7 +68,7 @@ fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     Ok(())
 }
 
-/// For arrays of 5 rows and 6 columns on four devices.
+/// Returns shardings of arrays of 5 rows and 6 columns on four devices.
 fn shardings(p: &Program) -> Result<Vec<Sharding>> {
     let grid = p.mesh(&[("x", 2), ("y", 2)])?;
     let column = p.mesh_of(&[("x", 3)], &ids(&[3, 1, 0]))?;
@@ -131,7 +131,7 @@ fn every_kind_moves_to_every_other() {
     }
 }
 
-/// The reference's cases in which data moves, among them permutations that it gets wrong.
+/// PyTorch's cases in which data moves, including permutations that PyTorch gets wrong.
 #[test]
 fn chunks_move_as_in_the_reference() {
     let _limit = watchdog(60);
@@ -220,14 +220,13 @@ fn kernels_run_on_chunks_and_lists() {
                 let y = jit.call(p, vec![x])?.remove(0);
                 check(p, &y, 2.0)?;
             }
-            // Two ways to write the same chunks are no difference.
+            // Two notations of the same chunks are equal.
             let x = p.device_put(&host, chunk(-1, &[0, 1, 2, 3]))?;
             let columns = chunk(1, &[0, 1, 2, 3]);
             let jit = p.jit(double()).on(&mesh).inputs(&columns).outputs(&columns).build()?;
             let y = jit.call(p, vec![x])?.remove(0);
             check(p, &y, 2.0)?;
-            // An input that is on more devices than the kernel's is fine too, empty as it may be
-            // there.
+            // An input may be on more devices than the kernel, even if its shard there is empty.
             let short = p.device_put(&host, chunk(0, &[0, 1, 2, 3]))?;
             let last = p.mesh_of(&[("x", 1)], &ids(&[3]))?;
             let count = fun(
@@ -285,9 +284,10 @@ fn microbatches_of_chunks() {
     }
 }
 
-/// A kernel writes partial sums because its output says so; one that declares them adds them up.
+/// A kernel writes partial sums because its output says so. A kernel that declares them as input
+/// adds them up.
 #[test]
-fn partial_sums_go_from_a_kernel_to_one_that_declares_them() {
+fn partial_sums_go_to_a_kernel_that_declares_them() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4] {
         let results = Simulation::new(processes, 4).run(|p| {
@@ -319,7 +319,7 @@ fn partial_sums_go_from_a_kernel_to_one_that_declares_them() {
             for shard in y.addressable_shards()? {
                 assert_eq!(shard.data.to_vec::<f32>()?, [3.0, 3.0]);
             }
-            // Each of them is refused on every process, also where nothing of the array is.
+            // Each read is refused on every process, even on one without a shard of the array.
             let texts = [
                 terms.to_host().map(drop).unwrap_err(),
                 terms.addressable_shards().map(drop).unwrap_err(),
@@ -340,7 +340,7 @@ fn partial_sums_go_from_a_kernel_to_one_that_declares_them() {
 }
 
 #[test]
-fn a_read_of_partial_sums_is_refused_where_nothing_of_them_is() {
+fn partial_sum_reads_are_refused_without_a_local_shard() {
     let _limit = watchdog(60);
     let results = simulate(2, 2, 1, |p| {
         let one = Mesh::new(&[("x", 1)], ids(&[0])).unwrap();

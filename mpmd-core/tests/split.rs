@@ -1,4 +1,4 @@
-//! Cutting arrays along an axis of their mesh and joining them again: nothing moves.
+//! Cuts arrays along an axis of their mesh and joins them again, without moving data.
 
 #[path = "common/arrays.rs"]
 mod arrays;
@@ -20,7 +20,7 @@ use mpmd_core::{Error, IssueProblem, Simulation, simulate};
 
 const PROCESSES: [usize; 3] = [1, 2, 4];
 
-/// Axis x of 4 and axis y of 2.
+/// Creates a mesh with axis x of 4 and axis y of 2.
 fn grid(p: &Program) -> Result<Mesh> {
     p.mesh(&[("x", 4), ("y", 2)])
 }
@@ -29,8 +29,8 @@ fn keep() -> SplitOptions {
     SplitOptions::default()
 }
 
-/// Waits until this process's arrays take no more than `bytes`: the last reader of a buffer may
-/// still be about to let it go.
+/// Waits until this process's arrays take at most `bytes`: the last reader of a buffer may still be
+/// about to release it.
 #[track_caller]
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
@@ -45,7 +45,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
     assert_eq!(p.memory().live, bytes);
 }
 
-/// These rows and columns of a matrix.
+/// Returns these rows and columns of a matrix.
 fn pick(whole: &HostArray, rows: &[usize], columns: Range<usize>) -> HostArray {
     let row = |row: &usize| part(whole, &Region::new(vec![*row..row + 1, columns.clone()]));
     let bytes: Vec<u8> = rows.iter().flat_map(row).collect();
@@ -60,7 +60,7 @@ fn devices(array: &MpmdArray) -> Vec<u32> {
     array.sharding().expect("it is placed").devices().iter().map(|device| device.0).collect()
 }
 
-/// What an issue error says after the line of the program.
+/// Returns the text of an issue error after the line of the program.
 #[track_caller]
 fn refusal<T>(result: Result<T>) -> String {
     match result.err().expect("it is refused") {
@@ -93,7 +93,7 @@ fn splits(
     let again = p.concatenate_by_mesh_axis(&parts, axis, keep())?;
     assert_eq!(again.sharding(), Some(&sharding));
     check(p, &again, &whole)?;
-    // Not a byte of it is elsewhere.
+    // No byte has moved.
     if !x.is_fully_remote() {
         for (a, b) in x.addressable_shards()?.iter().zip(again.addressable_shards()?) {
             assert_eq!((a.device, a.data.bytes().as_ptr()), (b.device, b.data.bytes().as_ptr()));
@@ -198,7 +198,7 @@ fn trees_are_cut_and_joined_leaf_by_leaf() {
             );
             let over = |spec| Sharding::named(mesh.clone(), spec, MemoryKind::Device);
             let specs = (vec![over(spec!["y", "x"]), over(spec!["x"])], over(spec![None, "y"]));
-            // 6 columns are not to be divided by 4.
+            // 6 columns are not divisible by 4.
             assert!(p.device_put(&tree, specs.clone()).is_err());
             let specs =
                 (vec![over(spec![("y", "x"), None]), over(spec!["x"])], over(spec![None, "y"]));
@@ -251,7 +251,7 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
             let all = p.memory().live;
             assert_eq!(all, (shape[0] * shape[1] * 4 / processes) as u64);
             drop(parts);
-            // The source is still held, and holds nothing.
+            // The handle of the source still exists, but holds no memory.
             memory_falls_to(p, 0);
             drop(x);
             Ok(())
@@ -261,7 +261,7 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
 }
 
 #[test]
-fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing() {
+fn invalid_cuts_and_joins_are_refused_without_effect() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 8).run(|p| {
         let mesh = grid(p)?;
@@ -354,7 +354,7 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
 }
 
 #[test]
-fn partial_sums_stay_what_they_are_and_are_not_cut_from_each_other() {
+fn partial_sums_stay_and_are_not_separated() {
     let _limit = watchdog(60);
     for processes in PROCESSES {
         let results = simulate(processes, 8, 9, |p| {

@@ -9,10 +9,11 @@ use syn::{
     TypeParamBound,
 };
 
-/// Implements `Tree` for a struct whose one type parameter is the leaf.
+/// Implements `Tree` for a struct. The struct's one type parameter is the leaf type.
 ///
 /// Fields may be leaves (`L`), containers of them (`Vec<L>`, `(L, L)`) and other such structs
-/// (`Other<L>`). The struct also converts into a `PrefixTree`, as does a reference to it.
+/// (`Other<L>`). The struct and references to it also convert into a `PrefixTree`, if the leaves
+/// are `Clone`. Misuse is a compile error at the wrong field, parameter or bound.
 #[proc_macro_derive(Tree)]
 pub fn derive_tree(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let derived = syn::parse2(input.into()).and_then(|input| derive(&input));
@@ -133,10 +134,10 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
     })
 }
 
-/// A field as the generated code speaks of it.
+/// A field in the generated code.
 struct Part {
     member: Member,
-    /// Its name in paths.
+    /// The field's name in paths.
     text: String,
 }
 
@@ -178,7 +179,7 @@ fn fields(input: &DeriveInput) -> Result<&Fields> {
     Ok(fields)
 }
 
-/// The one type parameter, without bounds that other leaves would not meet.
+/// Returns the one type parameter. Fails if it has bounds that other leaves would not meet.
 fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
     let mut leaf = None;
     for parameter in &input.generics.params {
@@ -214,7 +215,7 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
     Ok(leaf)
 }
 
-/// The parameters of an `impl` block, with this bound on the leaf.
+/// Returns the parameters of an `impl` block, with this bound on the leaf.
 fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
     let parameters = input.generics.params.iter().map(|parameter| match parameter {
         GenericParam::Type(leaf) => {
@@ -230,7 +231,7 @@ fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
     quote!(#(#parameters),*)
 }
 
-/// The arguments of the struct with this leaf.
+/// Returns the arguments of the struct with this leaf.
 fn arguments(input: &DeriveInput, leaf: &Ident) -> TokenStream {
     let arguments = input.generics.params.iter().map(|parameter| match parameter {
         GenericParam::Type(_) => leaf.to_token_stream(),
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn misuse_is_explained() {
+    fn misuse_is_a_compile_error_with_the_cause() {
         for (text, expected) in [
             ("enum A<L> { A(L) }", "not an enum"),
             ("union A<L> { a: L }", "not a union"),

@@ -10,12 +10,12 @@ use std::time::Duration;
 /// How long the engine looks for work before it sleeps.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Spin {
-    /// As long as it has paid lately, up to 50 microseconds; not at all where the job has more
-    /// processes on this host than the host has cores for them.
+    /// Adapts to the last gaps between works, up to 50 microseconds. Never polls if the job has
+    /// more processes on this host than there are cores.
     #[default]
     Auto,
     /// Sleeps at once.
     Never,
-    /// For so long, whatever it costs others.
+    /// Polls for this long in every gap, although that takes the core from other threads.
     For(Duration),
 }

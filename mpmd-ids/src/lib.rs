@@ -25,7 +25,8 @@ impl fmt::Display for ProcessId {
     }
 }
 
-/// A place with memory and an in-order queue, owned by one process. Numbered over the whole job.
+/// The id of a device, unique in the whole job. A device has memory and an in-order queue, and
+/// belongs to one process.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct DeviceId(pub u32);
 

@@ -1,4 +1,4 @@
-//! Finds the process that made a job fail, from how all ended and what they reported.
+//! Finds the process that made a job fail, from the exit status and the reports of all processes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,17 +13,17 @@ use super::How;
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The processes at fault. Several where several did not join, and where programs diverged and
-    /// several are in the minority, or nobody is.
+    /// The processes at fault. There are several if several did not join. After a divergence there
+    /// are several if the minority has several processes, or if there is no majority.
     pub processes: Vec<ProcessId>,
-    /// How the first of them ended.
+    /// The way in which the first of them ended.
     pub how: How,
     /// The failure as the processes or the rendezvous reported it, if they did.
     pub why: Option<String>,
 }
 
 impl Failure {
-    /// Returns the exit code for the job: that of the process at fault, or 1 where that one is 0.
+    /// Returns the exit code for the job: that of the process at fault, or 1 if that code is 0.
     pub fn code(&self) -> i32 {
         if self.how == How::Exit(0) { 1 } else { self.how.code() }
     }
@@ -39,21 +39,21 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Everything that the launcher knows of a job that has failed.
+/// The launcher's information on a job that has failed.
 pub(super) struct Known<'a> {
-    /// The process that failed first by the order of ends, and how.
+    /// The process that failed first by the order of ends, and the way it ended.
     pub(super) first: (ProcessId, How),
-    /// How each process ended, by process.
+    /// The way each process ended, by process.
     pub(super) ends: &'a [How],
-    /// Reports of processes, in the order in which they came.
+    /// Reports of processes, in the order of arrival.
     pub(super) reports: &'a [(ProcessId, Report)],
-    /// Why the job never formed, where that is so.
+    /// The reason why the job never formed, if it did not.
     pub(super) unformed: Option<&'a RendezvousError>,
 }
 
 impl Known<'_> {
-    /// Returns the cause: a death by a signal, else missing processes, else what was reported, else
-    /// the first end.
+    /// Returns the cause: a death by a signal, else missing processes, else a reported failure,
+    /// else the first end.
     pub(super) fn cause(&self) -> Failure {
         let (first, how) = self.first;
         if matches!(how, How::Exit(_)) {
@@ -62,7 +62,7 @@ impl Known<'_> {
             {
                 return self.fault_of(missing.clone(), Some(error.to_string()));
             }
-            // A failure that began in a process goes before those that others saw of its end.
+            // A failure that began in a process has priority over reports of its loss by others.
             let root = self.reports.iter().find(|(_, report)| !report.failure.is_peer_failure());
             if let Some((_, report)) = root.or(self.reports.first()) {
                 return match report.failure.kind {
@@ -74,7 +74,8 @@ impl Known<'_> {
         Failure { processes: vec![first], how, why: None }
     }
 
-    /// Follows a report to the process that it accuses, and the report of that process to the next.
+    /// Follows a report to the process that it accuses, then to the process that its report
+    /// accuses, and so on.
     fn followed(&self, report: &Report) -> Failure {
         let mut report = report;
         for _ in 0..self.ends.len() {
@@ -88,14 +89,14 @@ impl Known<'_> {
             }
         }
         let accused = report.failure.process;
-        // That a process is gone adds nothing to how it ended.
+        // The loss of a process adds nothing to its exit status.
         let is_end = report.failure.kind == FailureKind::PeerLost
             && (self.first.0 == accused && self.first.1 != How::Exit(0));
         self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
     }
 
-    /// Finds the processes that issued other operations than most, by the hashes of all that
-    /// reported a divergence at the same operation.
+    /// Finds the minority of a divergence, by the hashes of all processes that reported a
+    /// divergence at the same operation.
     fn divergence(&self, found: &Report) -> Failure {
         let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
         let mut pair: Vec<ProcessId> = pair.collect();
@@ -116,7 +117,7 @@ impl Known<'_> {
                 let has_hash =
                     |process: &ProcessId| hashes.values().any(|group| group.contains(process));
                 let is_told = pair.iter().any(|process| majority.contains(process));
-                // One of the two that differ may have been ended before it could report.
+                // One of the two that differ may have ended before it could report.
                 let silent = pair.iter().filter(|process| is_told && !has_hash(process));
                 let others =
                     hashes.values().flatten().filter(|process| !majority.contains(process));
@@ -130,7 +131,7 @@ impl Known<'_> {
     }
 
     fn fault_of(&self, processes: Vec<ProcessId>, why: Option<String>) -> Failure {
-        // A number that is none of the job's comes from a broken process.
+        // A process number beyond the job comes from a broken process.
         let of = |process: &ProcessId| self.ends.get(process.index()).copied();
         match processes.first().and_then(of) {
             Some(how) => Failure { processes, how, why },
@@ -139,7 +140,7 @@ impl Known<'_> {
     }
 }
 
-/// `1`, `1 and 3`, `0, 1 and 3`.
+/// Formats a list of processes: `1`, `1 and 3`, `0, 1 and 3`.
 fn listed(processes: &[ProcessId]) -> String {
     let mut names: Vec<String> = processes.iter().map(ToString::to_string).collect();
     match names.pop() {
@@ -165,7 +166,7 @@ mod tests {
         (ProcessId(by), Report { failure, hash })
     }
 
-    /// Of a job whose processes all ended with code 1, process 0 first.
+    /// Returns the cause for a job in which all processes ended with code 1, process 0 first.
     fn cause(processes: usize, reports: &[(ProcessId, Report)]) -> String {
         let ends = vec![How::Exit(1); processes];
         let first = (ProcessId(0), How::Exit(1));
@@ -180,13 +181,13 @@ mod tests {
     }
 
     #[test]
-    fn the_minority_of_a_divergence_is_named() {
+    fn divergence_names_the_minority() {
         let one =
             |process: u32| format!("process {process} failed first: it ended with exit code 1");
         let all = |odd: u32| [0, 1, 2, 3].map(|by| (by, Some(if by == odd { 7 } else { 5 })));
         assert_eq!(divergence(4, &all(2)), one(2));
         assert_eq!(divergence(4, &all(1)), one(1));
-        // A process that had not got there says nothing, one that had ended says so.
+        // Process 3 had not reached the operation, so it reports no hash.
         assert_eq!(divergence(4, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, None)]), one(2));
         assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5)), (2, Some(0))]), one(2));
         // Process 2 was ended before it could report.
@@ -197,12 +198,12 @@ mod tests {
     }
 
     #[test]
-    fn a_divergence_without_majority_names_both() {
+    fn divergence_without_majority_names_both() {
         let both = "processes 1 and 2 failed first";
         assert_eq!(divergence(3, &[(1, Some(5)), (2, Some(7))]), both);
         assert_eq!(divergence(4, &[(0, Some(7)), (1, Some(5)), (2, Some(7)), (3, Some(5))]), both);
         assert_eq!(divergence(3, &[(0, None), (1, Some(5)), (2, None)]), both);
-        // Nothing is known of the two that differ, which are not among those that agree.
+        // The two that differ sent no report, and are not among those that agree.
         assert_eq!(divergence(5, &[(0, Some(5)), (3, Some(5))]), both);
     }
 
@@ -213,7 +214,7 @@ mod tests {
         assert_eq!(said, "process 2 failed first: it ended with exit code 1; Kernel of 2");
         let said = cause(4, &[lost(0, 3), lost(3, 1), report(1, Left, 1, None)]);
         assert_eq!(said, "process 1 failed first: it ended with exit code 1; Left of 1");
-        // Each blames the other.
+        // Each accuses the other.
         let said = cause(2, &[lost(0, 1), lost(1, 0)]);
         assert!(
             said.starts_with("process 1 failed first")
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_by_a_signal_is_the_cause_whatever_others_say() {
+    fn signal_is_the_cause_despite_other_reports() {
         let reports = [report(0, Kernel, 0, None)];
         let ends = [How::Exit(1), How::Signal(9)];
         let known = Known {
@@ -240,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_that_did_not_join_are_named() {
+    fn missing_processes_are_named() {
         let missing = vec![ProcessId(1), ProcessId(2)];
         let patience = Duration::from_secs(3);
         let unformed = RendezvousError::Missing { missing, processes: 3, patience };
@@ -255,7 +256,7 @@ mod tests {
             of(0),
             "processes 1 and 2 failed first; processes 1 and 2 of 3 have not joined after 3s"
         );
-        // It never meant to, or failed before.
+        // It never tried to join, or failed before.
         assert_eq!(of(2), "process 2 failed first: it ended with exit code 4");
     }
 }

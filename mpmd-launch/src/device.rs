@@ -1,15 +1,15 @@
-//! How `MPMD_DEVICE` says of which kinds the devices of a job are, and `MPMD_CUDA_COLLECTIVES`
-//! which way they work together.
+//! Parsing of `MPMD_DEVICE`, the kinds of a job's devices, and of `MPMD_CUDA_COLLECTIVES`, the path
+//! of their collectives.
 
 use super::{LaunchError, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// Reads a value of `MPMD_DEVICE`: a kind of devices, or several with commas between them, by
+/// Reads a value of `MPMD_DEVICE`: a kind of devices, or a comma-separated list of kinds by
 /// process.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] where one of them is no kind.
+/// [`LaunchError::Variable`] if one of them is not a kind.
 pub fn device_kinds(text: &str) -> Result<Vec<DeviceKind>, LaunchError> {
     DeviceKind::list(text).ok_or_else(|| {
         wrong(
@@ -21,12 +21,12 @@ pub fn device_kinds(text: &str) -> Result<Vec<DeviceKind>, LaunchError> {
     })
 }
 
-/// The kind of each of the job's `processes` from a value of `MPMD_DEVICE`: its last counts for the
-/// rest.
+/// Returns the device kind of each of the job's `processes`, from a value of `MPMD_DEVICE`. Its
+/// last kind applies to all further processes.
 ///
 /// # Errors
 ///
-/// As [`device_kinds`], and where it has more kinds than there are processes.
+/// The errors of [`device_kinds`], and an error if there are more kinds than processes.
 #[doc(hidden)]
 pub fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>, LaunchError> {
     let mut kinds = device_kinds(text)?;
@@ -36,7 +36,7 @@ pub fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>,
             &format!("of at most as many kinds as the job has processes, {processes}"),
         ));
     }
-    // A list has at least one.
+    // A list has at least one kind.
     let last = kinds.last().copied().unwrap_or(DeviceKind::Cpu);
     kinds.resize(processes, last);
     Ok(kinds)
@@ -46,7 +46,7 @@ pub fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>,
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] where it is neither.
+/// [`LaunchError::Variable`] if it is neither.
 pub fn cuda_collectives(text: &str) -> Result<CudaCollectives, LaunchError> {
     CudaCollectives::named(text).ok_or_else(|| LaunchError::Variable {
         variable: variables::CUDA_COLLECTIVES.to_owned(),
@@ -69,14 +69,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_kind_counts_for_the_rest() {
+    fn last_kind_applies_to_the_rest() {
         assert_eq!(kinds_by_process("cuda", 3), Ok(vec![Cuda; 3]));
         assert_eq!(kinds_by_process("cpu,cuda", 4), Ok(vec![Cpu, Cuda, Cuda, Cuda]));
         assert_eq!(kinds_by_process("cuda,cpu", 2), Ok(vec![Cuda, Cpu]));
     }
 
     #[test]
-    fn ways_of_collectives_are_read_and_nothing_else() {
+    fn cuda_collectives_accepts_host_and_nccl_only() {
         assert_eq!(cuda_collectives("host"), Ok(CudaCollectives::Host));
         assert_eq!(cuda_collectives("nccl"), Ok(CudaCollectives::Nccl));
         let said = cuda_collectives("NCCL").unwrap_err().to_string();
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_kind_or_one_too_many_names_the_variable() {
+    fn wrong_kind_or_one_too_many_names_the_variable() {
         for (text, expected) in
             [("gpu", "cpu or cuda"), ("cpu,,cuda", "cpu or cuda"), ("cpu,cpu,cuda", "processes, 2")]
         {

@@ -1,38 +1,38 @@
-//! What can go wrong when a job is started.
+//! Errors of starting a job.
 
 use mpmd_ids::ProcessId;
 use mpmd_transport::rendezvous::{RendezvousError, TokenError};
 
-/// Why a job, or this process's part in it, could not be started.
+/// An error while a job, or this process's part in it, starts.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// A launcher's variables are there only in part. The environment's fault.
+    /// Some of a launcher's variables are missing. The environment is at fault.
     #[error(
         "this looks like a process of a job started by {source_name}, but {missing} is not set; \
          {found}"
     )]
     HalfSet {
-        /// The launcher whose variables were found.
+        /// The launcher to which the variables belong.
         source_name: &'static str,
-        /// What would be needed.
+        /// The missing variable.
         missing: String,
-        /// Every variable that was looked at, and what it was.
+        /// Every variable that was read, with its value.
         found: String,
     },
-    /// A variable has a value that makes no sense. The environment's fault.
+    /// A variable has an invalid value. The environment is at fault.
     #[error("{variable}={value} makes no sense: it must be {expected}")]
     Variable {
         /// The variable.
         variable: String,
         /// Its value.
         value: String,
-        /// What would be one.
+        /// A description of valid values.
         expected: String,
     },
-    /// The file with the costs of links cannot be read or makes no sense. The environment's fault;
-    /// every process of the job gets the same.
-    #[error("{path}, which {variable} of process 0 names, has no costs of links: {why}")]
+    /// The file with the costs of links cannot be read or is invalid. The environment is at fault.
+    /// Every process of the job gets the same error.
+    #[error("{path}, the value of {variable} on process 0, has no costs of links: {why}")]
     Links {
         /// The variable.
         variable: &'static str,
@@ -41,90 +41,90 @@ pub enum LaunchError {
         /// The reason.
         why: String,
     },
-    /// The processes ask for different transports. The environment's fault; every process of the
-    /// job gets the same.
+    /// The processes ask for different transports. The environment is at fault. Every process of
+    /// the job gets the same error.
     #[error(
         "the processes of this job do not agree on a transport: {said}; {variable} must be the \
          same for all"
     )]
     Transports {
-        /// Who says what.
+        /// The transport that each process asks for.
         said: String,
-        /// The variable by which they say it.
+        /// The variable that sets the transport.
         variable: &'static str,
     },
-    /// A process does not have what it was asked for: a transport, or devices of some kind. Its
-    /// environment's fault; every other process of the job gets the same.
+    /// A process lacks a requested transport or requested devices. Its environment is at fault.
+    /// Every other process of the job gets the same error.
     #[error("process {process} on host {host} has {lack}")]
     Lacking {
         /// The process.
         process: ProcessId,
         /// Its host.
         host: String,
-        /// What it has not, and why: `no transport: …`.
+        /// The missing item and the reason: `no transport: …`.
         lack: String,
     },
-    /// Two processes cannot share memory, as they were asked to. Their environment's fault; every
-    /// process of the job gets the same.
+    /// Two processes cannot share memory, but the transport requires it. Their environment is at
+    /// fault. Every process of the job gets the same error.
     #[error(
         "processes {one} and {other} cannot share memory: {why}; without {variable}=shm they use \
-         what they can"
+         the transport that works"
     )]
     Apart {
         /// One of them.
         one: ProcessId,
         /// The other.
         other: ProcessId,
-        /// What is between them.
+        /// The reason why they cannot.
         why: String,
-        /// The variable by which they were asked to.
+        /// The variable that set the transport.
         variable: &'static str,
     },
-    /// The job's token is none, or could not be made. The environment's fault.
+    /// The job's token is invalid, or could not be made. The environment is at fault.
     #[error("{variable}: {error}")]
     Token {
-        /// Where it was read from.
+        /// The variable with the token.
         variable: &'static str,
-        /// What is wrong with it.
+        /// The problem of the token.
         error: TokenError,
     },
-    /// The file with the user's secret cannot be used. The environment's fault.
+    /// The file with the user's secret cannot be used. The environment is at fault.
     #[error("{variable}={path}: {why}")]
     TokenFile {
         /// The variable that names it.
         variable: &'static str,
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The problem of the file.
         why: String,
     },
-    /// The launcher has died before this process had begun. The environment's fault.
+    /// The launcher ended before this process began. The environment is at fault.
     #[error("the launcher of this process (pid {launcher}) is gone")]
     Orphaned {
         /// The launcher's pid.
         launcher: String,
     },
-    /// A job needs a process. The caller's fault.
+    /// A job needs at least one process. The caller is at fault.
     #[error("a job has at least one process, {processes} were asked for")]
     Processes {
-        /// How many were asked for.
+        /// The requested number of processes.
         processes: usize,
     },
-    /// There is no such program. The caller's fault.
+    /// The program to start does not exist. The caller is at fault.
     #[error("there is no program {program}")]
     NotFound {
-        /// What was to be started.
+        /// The name of the program.
         program: String,
     },
     /// The rendezvous service could not be started.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    /// This machine could not do its part. The environment's fault.
+    /// A system call of this machine failed. The environment is at fault.
     #[error("{doing} failed: {why}")]
     Environment {
-        /// What was being done.
+        /// The action that failed.
         doing: String,
-        /// The system's word on it.
+        /// The system's error message.
         why: String,
     },
 }

@@ -1,10 +1,9 @@
-//! Starting the processes of a job, and finding out which of them this one is.
+//! Starting the processes of a job, and finding this process's rank in it.
 //!
-//! - [`JobEnv`] reads what a launcher says to a process: ours, torchrun, Slurm, Open MPI, PMIx,
-//!   PMI, Kubernetes. There is no scheduler here: on clusters the existing launchers start
-//!   processes.
+//! - [`JobEnv`] reads the variables of a launcher: ours, torchrun, Slurm, Open MPI, PMIx, PMI,
+//!   Kubernetes. There is no scheduler here: on clusters the existing launchers start processes.
 //! - [`Launch`] starts all processes of a job on this machine, and leaves none behind. `mpmd run`
-//!   is a thin layer over it; programs that start themselves use it directly:
+//!   is a thin layer over it. Programs that start themselves use it directly:
 //!
 //! ```no_run
 //! use mpmd_launch::{JobEnv, Launch};
@@ -42,67 +41,72 @@ pub use spawn::{Launch, OutputMode, adopt, guard};
 pub use spin::spin;
 pub use supervise::{How, Outcome};
 
-/// The variables by which our launcher speaks to the processes it starts.
+/// The environment variables that our launcher sets for its processes.
 pub mod variables {
-    /// Which process this is, from 0.
+    /// The number of this process, from 0.
     pub const RANK: &str = "MPMD_RANK";
     /// Number of processes in the job.
     pub const WORLD_SIZE: &str = "MPMD_WORLD_SIZE";
-    /// Which of the processes on this host this is, from 0.
+    /// The number of this process among those on its host, from 0.
     pub const LOCAL_RANK: &str = "MPMD_LOCAL_RANK";
-    /// Where the processes meet, `host:port`. Goes before what any other launcher says on it.
+    /// The address of the rendezvous, `host:port`. It overrides the address from any other
+    /// launcher.
     pub const COORDINATOR: &str = "MPMD_COORDINATOR";
-    /// `1` where the launcher itself runs the rendezvous service; else process 0 must.
+    /// `1` if the launcher runs the rendezvous service; else process 0 must.
     pub const HOSTED: &str = "MPMD_HOSTED";
     /// The job's secret, 64 hexadecimal digits.
     pub const JOB_TOKEN: &str = "MPMD_JOB_TOKEN";
-    /// A file with a secret of the user's, from which the tokens of all his jobs follow: for where
-    /// nobody sets [`JOB_TOKEN`]. A regular file of this user or of root, mode 0600 or 0400, with
-    /// 32 to 4096 bytes of any kind; white space at its ends does not count. The same on all hosts.
+    /// A file with a secret of the user, from which the tokens of all his jobs are derived. It is
+    /// used if [`JOB_TOKEN`] is not set. It is a regular file of this user or of root, with mode
+    /// 0600 or 0400, the same on all hosts. It has 32 to 4096 bytes of any kind; white space at its
+    /// ends does not count.
     pub const JOB_TOKEN_FILE: &str = "MPMD_JOB_TOKEN_FILE";
-    /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES); the same on
+    /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES). The same on
     /// all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
-    /// With `0` processes of one host do not lend each other memory of their CUDA devices; for
-    /// comparisons. Where one of two says so, neither does.
+    /// With `0`, processes of one host do not lend each other memory of their CUDA devices; for
+    /// comparisons. If one of two processes sets it, neither lends to the other.
     pub const CUDA_IPC: &str = "MPMD_CUDA_IPC";
-    /// How long a transport looks for work before it sleeps: `auto`, `never`, `always`, or
-    /// microseconds.
+    /// The time for which a transport polls for work before it sleeps: `auto`, `never`, `always`,
+    /// or microseconds.
     pub const SPIN: &str = "MPMD_SPIN";
     /// Number of devices that each process owns. A program that asks for [another
     /// number](crate::Builder::devices) does not start.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
-    /// Of which kind the devices of the job are: `cpu` or `cuda`, or one of them for each process
-    /// in order, with commas between them, where the last counts for all that follow. The same on
-    /// all processes.
+    /// The kinds of the job's devices: `cpu` or `cuda`, or a comma-separated list of them by
+    /// process. The last kind in the list also applies to all further processes. The same on all
+    /// processes.
     pub const DEVICE: &str = "MPMD_DEVICE";
-    /// Which way collectives of CUDA devices go in kernels: `host`, or `nccl` where NCCL can. The
-    /// same on all processes.
+    /// The path of collectives of CUDA devices in kernels: `host`, or `nccl` for the cases that
+    /// NCCL supports. The same on all processes.
     pub const CUDA_COLLECTIVES: &str = "MPMD_CUDA_COLLECTIVES";
-    /// How long processes wait for each other, in seconds.
+    /// The peer timeout: how long processes wait for each other, in seconds.
     pub const PATIENCE: &str = "MPMD_PATIENCE";
-    /// The name of this process's host, where it is not the system's: in containers, and in tests
-    /// that act as several hosts. Processes of one name are neighbours to the planner.
+    /// The name of this process's host, if it differs from the system's name: in containers, and in
+    /// tests that simulate several hosts. The planner treats processes with the same name as
+    /// neighbours.
     pub const HOST: &str = "MPMD_HOST";
-    /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read
-    /// by process 0, which tells the others.
+    /// A file with the costs of the links between devices, as `mpmd bench links --out` writes it.
+    /// Process 0 reads it and shares it.
     pub const LINKS: &str = "MPMD_LINKS";
-    /// With `uncommitted` the processes compare host values of any size, not only those of up to 64
-    /// bytes as release builds do. The same on all processes.
+    /// With `uncommitted`, the processes compare host values of any size. Otherwise release builds
+    /// compare only those of up to 64 bytes. The same on all processes.
     pub const CHECK: &str = "MPMD_CHECK";
-    /// Where this process is to write its plan: it joins no job, owns nothing, and runs the program
-    /// only to record what the processes of a job would do
-    /// ([`Program::plan`](crate::Program::plan)). Goes before what any launcher says.
+    /// The file to which this process writes its plan. The process joins no job and owns no
+    /// devices. It is a dry run: it runs the program only to record the operations of a job's
+    /// processes ([`Program::plan`](crate::Program::plan)). Overrides the variables of any
+    /// launcher.
     pub const PLAN: &str = "MPMD_PLAN";
-    /// Number of processes of the job that is planned.
+    /// The number of processes in the planned job.
     pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
-    /// The number of the process of that job that [`Program::process`](crate::Program::process)
-    /// says. By default one beyond those of the job.
+    /// The value of [`Program::process`](crate::Program::process) in the dry run. By default a
+    /// number beyond those of the job.
     pub const PLAN_PROCESS: &str = "MPMD_PLAN_PROCESS";
-    /// The most steps that are recorded, 16 by default: before that it ends with two equal steps.
+    /// The most steps that are recorded, 16 by default. Recording ends earlier after two equal
+    /// steps.
     pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
-    /// The folder in which each process writes its trace; none where it is not set.
+    /// The folder in which each process writes its trace. Without it there is no trace.
     pub const TRACE: &str = "MPMD_TRACE";
-    /// The launcher's process number; what it started ends with it.
+    /// The launcher's pid. The processes that it started end with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

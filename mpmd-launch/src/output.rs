@@ -1,13 +1,13 @@
-//! What the processes of a job print, line by line, each line saying whose it is.
+//! Forwarding of the job's output, line by line, with the process number as a prefix.
 
 use std::io::{self, IsTerminal, Read, Write};
 use std::time::{Duration, Instant};
 
-/// Whether output is coloured by process.
+/// Setting for output that is coloured by process.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Color {
-    /// On a terminal, unless `NO_COLOR` is set.
+    /// Coloured on a terminal, unless `NO_COLOR` is set.
     #[default]
     Auto,
     /// Always.
@@ -28,7 +28,7 @@ impl Color {
     }
 }
 
-/// Which of the launcher's own streams something goes to.
+/// One of the launcher's own output streams.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stream {
     Out,
@@ -43,9 +43,9 @@ impl Stream {
         }
     }
 
-    /// Writes whole lines: those of two processes never mix.
+    /// Writes whole lines, so that lines of two processes never mix.
     fn write(self, bytes: &[u8]) {
-        // Nobody may be reading any more; the processes go on all the same.
+        // An error is ignored: the reader may be gone, and the processes continue.
         let _ = match self {
             Self::Out => {
                 let mut out = io::stdout().lock();
@@ -56,7 +56,8 @@ impl Stream {
     }
 }
 
-/// What comes before each line of `process`: its number in brackets, as wide as the widest.
+/// Returns the prefix of each line of `process`: its number in brackets, padded to the width of the
+/// largest.
 pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     const COLORS: [u8; 12] = [36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91];
     let width = processes.saturating_sub(1).to_string().len();
@@ -64,7 +65,7 @@ pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     if color { format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()]) } else { plain }
 }
 
-/// Copies a process's output until it ends, with `prefix` before each line.
+/// Copies a process's output until it ends, with `prefix` before each line. Blocks.
 pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
     let mut lines = Lines::new(prefix);
     let mut bytes = vec![0; 16 * 1024];
@@ -83,20 +84,20 @@ pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
     to.write(&lines.end());
 }
 
-/// The most that is kept of a line that does not end.
+/// The longest line in bytes; a longer one is cut.
 const LONGEST: usize = 64 * 1024;
 
-/// How often the state of a line that keeps being overwritten is shown.
+/// The shortest time between two printed states of a line that is overwritten repeatedly.
 const REDRAW: Duration = Duration::from_secs(1);
 
-/// Cuts a stream into lines and puts a prefix before each.
+/// Splits a stream into lines and adds a prefix to each.
 ///
-/// A carriage return overwrites a line, as on a terminal: of a progress bar the last state is
-/// shown, and one state a second on the way there. Lines that do not end are cut after 64 KiB.
+/// A carriage return overwrites a line, as on a terminal. So a progress bar shows its last state,
+/// and one state per second before. Lines of more than 64 KiB are cut.
 struct Lines {
     prefix: Vec<u8>,
     line: Vec<u8>,
-    /// The line ended with a carriage return: what follows overwrites it.
+    /// True after a carriage return: the next bytes overwrite the line.
     returned: bool,
     shown: Option<Instant>,
     done: Vec<u8>,
@@ -125,12 +126,12 @@ impl Lines {
         }
     }
 
-    /// Whole lines since the last call.
+    /// Returns the whole lines since the last call.
     fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.done)
     }
 
-    /// What is left at the end of the stream.
+    /// Returns the rest at the end of the stream.
     fn end(&mut self) -> Vec<u8> {
         if !self.line.is_empty() {
             self.finish();
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn each_line_is_prefixed_however_it_was_cut() {
+    fn lines_split_over_reads_are_prefixed_once() {
         assert_eq!(
             all(&[b"one\ntw", b"o\n", b"\nno newline"]),
             "[0] one\n[0] two\n[0] \n[0] no newline\n"
@@ -181,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn overwritten_lines_show_their_last_state_and_one_a_second() {
+    fn overwritten_line_shows_one_state_per_second() {
         let mut lines = Lines::new("");
         let start = Instant::now();
         for tenth in 0..25 {
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_end_is_cut_and_not_kept() {
+    fn endless_line_is_cut() {
         let mut lines = Lines::new("");
         let mut total = 0;
         for _ in 0..100 {
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn prefixes_line_up() {
+    fn prefixes_have_equal_width() {
         assert_eq!(prefix(2, 4, false), "[2] ");
         assert_eq!(prefix(2, 11, false), "[ 2] ");
         assert_eq!(prefix(0, 1, true), "\x1b[36m[0] \x1b[0m");

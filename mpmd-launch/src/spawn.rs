@@ -1,4 +1,4 @@
-//! [`Launch`]: which processes to start, and how each finds out what it is.
+//! [`Launch`]: the settings of a job on this machine, and the environment of its processes.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
@@ -14,11 +14,11 @@ use rustix::process::{
 use super::output::Color;
 use super::{LaunchError, Outcome, supervise, variables};
 
-/// Starts all processes of a job on this machine and sees them to their end.
+/// Starts all processes of a job on this machine and waits for their ends.
 ///
-/// The launcher runs the job's rendezvous service; each process is told of it by `MPMD_*`
-/// variables, see [`variables`], and has a process group of its own. Its standard input is empty.
-/// Where the user has not set them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set so that UCX
+/// The launcher runs the job's rendezvous service. Each process learns its address from `MPMD_*`
+/// variables, see [`variables`]. It has its own process group, and its standard input is empty.
+/// Unless the user has set them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set, so that UCX
 /// leaves faults to the program.
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `run`"]
@@ -38,20 +38,21 @@ pub struct Launch {
     pub(super) guard: Option<(OsString, Vec<OsString>)>,
 }
 
-/// Where the processes' output goes.
+/// The destination of the processes' output.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OutputMode {
-    /// Line by line to this process's output, each line with its process's number.
+    /// To this process's output, line by line, with the process number before each line.
     #[default]
     Prefixed,
-    /// The same, but process 0 writes to this process's output itself: for programs that draw a
-    /// progress bar there.
+    /// The same, except that process 0 writes directly to this process's output. Use it for
+    /// programs that draw a progress bar there.
     Quiet0,
 }
 
 impl Launch {
-    /// A job of `processes` times `program`, which is looked for like a shell does.
+    /// Creates a job that runs `program` in `processes` processes. The program is looked up in
+    /// `PATH`.
     pub fn new(processes: usize, program: impl Into<OsString>) -> Self {
         Self {
             processes,
@@ -70,11 +71,12 @@ impl Launch {
         }
     }
 
-    /// A job of `processes` times the program that is running, with the same arguments.
+    /// Creates a job that runs this program again, with the same arguments, in `processes`
+    /// processes.
     ///
     /// # Errors
     ///
-    /// Where the operating system does not say which program this is.
+    /// If the operating system does not report this program's path.
     pub fn this_program_again(processes: usize) -> Result<Self, LaunchError> {
         let program = std::env::current_exe()
             .map_err(|e| LaunchError::environment("finding this program", e))?;
@@ -87,65 +89,67 @@ impl Launch {
         self
     }
 
-    /// The transport that the processes should use; by default what they choose.
+    /// Sets the transport of the processes. By default they choose it.
     pub fn transport(mut self, transport: Option<String>) -> Self {
         self.transport = transport;
         self
     }
 
-    /// The number of devices of each process; by default what it chooses.
+    /// Sets the number of devices of each process. By default the program chooses it.
     pub fn devices_per_process(mut self, devices: Option<usize>) -> Self {
         self.devices_per_process = devices;
         self
     }
 
-    /// Of which kind the processes' devices are, as [`variables::DEVICE`] says it; by default what
-    /// they choose.
+    /// Sets the kinds of the processes' devices, in the format of [`variables::DEVICE`]. By default
+    /// the program chooses them.
     pub fn device(mut self, device: Option<String>) -> Self {
         self.device = device;
         self
     }
 
-    /// Sets an environment variable for the processes, beside what they inherit. Those by which the
-    /// launcher itself speaks to them go before.
+    /// Sets an environment variable for the processes, in addition to the inherited ones. The
+    /// launcher's own variables override it.
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.variables.push((name.into(), value.into()));
         self
     }
 
-    /// Whether each line of output says whose it is. By default it does.
+    /// With `true`, each line of output starts with its process number. This is the default.
     pub fn prefix(mut self, prefix: bool) -> Self {
         self.prefix = prefix;
         self
     }
 
-    /// Whether prefixes are coloured. By default on terminals.
+    /// Sets the colouring of prefixes. By default they are coloured on terminals.
     pub fn color(mut self, color: Color) -> Self {
         self.color = color;
         self
     }
 
-    /// How long the processes wait for each other; 60 seconds by default.
+    /// Sets the peer timeout: the time for which the processes wait for each other. It is 60
+    /// seconds by default.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    /// How long the others may go on once one has failed, to say themselves what became of them; 6
-    /// seconds by default. After it they get SIGTERM, and after 2 more seconds SIGKILL.
+    /// Sets the time for which the others may continue after a first failure, so that they can
+    /// report their own errors. It is 6 seconds by default. Then they get SIGTERM, and 2 seconds
+    /// later SIGKILL.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// Where output goes.
+    /// Sets the destination of the output.
     pub fn output(mut self, output: OutputMode) -> Self {
         self.output = output;
         self
     }
 
-    /// Starts `program` beside the job, which must call [`guard`]: it ends the processes, and those
-    /// that they have started, where this one dies without having been able to.
+    /// Starts `program` beside the job; it must call [`guard`]. If the launcher dies before it can
+    /// end the processes, the guard ends them and their children.
     ///
     /// Without a guard the processes themselves still end, if they call [`adopt`].
     pub fn guarded_by<T: Into<OsString>>(
@@ -157,17 +161,16 @@ impl Launch {
         self
     }
 
-    /// Starts the processes and waits until all have ended, and what they started with them.
+    /// Starts the processes and blocks until all of them and their children have ended.
     ///
-    /// Forwards SIGINT, SIGTERM and SIGHUP to them, and from then on this process no longer ends by
-    /// those signals on its own. SIGTSTP (Ctrl-Z) stops the processes and this one, SIGCONT
-    /// continues them. The time between counts for nobody's patience. Must be called on a thread
-    /// that is not to end before the job.
+    /// Forwards SIGINT, SIGTERM and SIGHUP to them; from then on these signals alone no longer end
+    /// this process. SIGTSTP (Ctrl-Z) stops the processes and this one, SIGCONT continues them. The
+    /// time between does not count for any timeout. The calling thread must not end before the job.
     ///
     /// # Errors
     ///
-    /// Where the job could not be started; then nothing is left of it. What becomes of a job that
-    /// has started is said by the [`Outcome`].
+    /// If the job could not be started; then none of its processes remains. Failures of a started
+    /// job are in the [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
         supervise::run(self)
     }
@@ -204,7 +207,7 @@ impl Launch {
         command
     }
 
-    /// Why `program` could not be started.
+    /// Returns the error for a `program` that could not be started.
     pub(super) fn not_started(&self, error: &std::io::Error) -> LaunchError {
         let program = self.program.to_string_lossy().into_owned();
         match error.kind() {
@@ -214,16 +217,16 @@ impl Launch {
     }
 }
 
-/// What UCX is told unless the user says otherwise. It reads these when it is loaded, before a
-/// program can say anything: leave faults to Rust, catch no signals.
+/// Defaults for UCX, unless the user sets them: leave faults to Rust, catch no signals. UCX reads
+/// them when it is loaded, before the program runs.
 const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNALS", "")];
 
-/// Makes this process end when its parent does, where a launcher of ours has started it; else does
-/// nothing. Survives `exec`, not `fork`.
+/// Makes this process end when its parent ends, if [`Launch`] started it; else does nothing. The
+/// request survives `exec`, not `fork`.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Orphaned`] where the launcher is gone already: this process should end too.
+/// [`LaunchError::Orphaned`] if the launcher is already gone: this process should end too.
 pub fn adopt() -> Result<(), LaunchError> {
     let Some(launcher) = std::env::var(variables::LAUNCHER_PID).ok().filter(|pid| !pid.is_empty())
     else {
@@ -237,17 +240,17 @@ pub fn adopt() -> Result<(), LaunchError> {
         })?;
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(|e| LaunchError::environment("asking to end with the launcher", e))?;
-    // It may have died before the request. Where something stands between (a shell, a debugger),
-    // that is the parent, and the launcher just has to be alive.
+    // The launcher may have died before the request. If a shell or a debugger is in between, that
+    // is the parent. Then the launcher only has to be alive.
     if getppid() == Some(pid) || test_kill_process(pid) != Err(rustix::io::Errno::SRCH) {
         return Ok(());
     }
     Err(LaunchError::Orphaned { launcher })
 }
 
-/// The work of a program started by [`Launch::guarded_by`]: reads from `launcher`, its standard
-/// input, which process groups there are, and ends them when the launcher has gone without ending
-/// them.
+/// Runs the guard of [`Launch::guarded_by`]. Reads the job's process groups from `launcher`, which
+/// is its standard input. When the input ends, kills the groups that the launcher has not ended.
+/// Blocks until then.
 pub fn guard(launcher: impl Read) {
     let mut groups: Vec<Pid> = Vec::new();
     for line in BufReader::new(launcher).lines().map_while(Result::ok) {
@@ -259,7 +262,7 @@ pub fn guard(launcher: impl Read) {
         }
     }
     for group in groups {
-        // Those that ended with the launcher are no longer there.
+        // Groups that ended with the launcher no longer exist; the error is ignored.
         let _ = kill_process_group(group, Signal::KILL);
     }
 }
@@ -277,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_that_is_set_goes_before_an_inherited_one_and_after_ours() {
+    fn set_variables_override_inherited_but_not_own_ones() {
         let token = Token::new([1; 32]);
         let config =
             ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
@@ -296,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guard_ends_the_groups_it_was_left_with_and_no_others() {
+    fn guard_kills_only_the_remaining_groups() {
         let (mut left, mut ended) = (sleeper(), sleeper());
         let told = format!("+{}\n+{}\nnonsense\n-{}\n", left.id(), ended.id(), ended.id());
         guard(told.as_bytes());

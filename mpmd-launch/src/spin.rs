@@ -1,4 +1,4 @@
-//! How `MPMD_SPIN` says how long to look for work before sleeping.
+//! Parsing of `MPMD_SPIN`: the time to poll for work before a thread sleeps.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use mpmd_ids::block::Spin;
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] where it is none of these.
+/// [`LaunchError::Variable`] if it is none of these.
 pub fn spin(text: &str) -> Result<Spin, LaunchError> {
     match text {
         "auto" => Ok(Spin::Auto),
@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_and_microseconds_are_read_and_nothing_else() {
+    fn spin_accepts_words_and_microseconds_only() {
         assert_eq!(spin("auto"), Ok(Spin::Auto));
         assert_eq!(spin("never"), Ok(Spin::Never));
         assert_eq!(spin("always"), Ok(Spin::For(Duration::MAX)));

@@ -1,4 +1,5 @@
-//! Watching over the processes of a job until the last of them has ended.
+//! Supervision of a job's processes: starts them, forwards signals, and waits until all have ended.
+//! After a first failure it ends the others, and finds the cause for the `Outcome`.
 
 use std::fmt;
 use std::io::Write;
@@ -23,34 +24,35 @@ use super::output::{self, Stream};
 use super::spawn::OutputMode;
 use super::{Launch, LaunchError};
 
-/// How a job ended.
+/// The end of a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[must_use]
 pub struct Outcome {
     /// The failure that ended the job, if one did.
     pub first_failure: Option<Failure>,
-    /// Each process's exit code; 128 and the signal's number for one that a signal ended.
+    /// Exit code of each process, by process: 128 plus the signal's number for a process that a
+    /// signal ended.
     pub codes: Vec<i32>,
 }
 
 impl Outcome {
-    /// The exit code for the job: that of the process at fault, 0 where no process failed.
+    /// Returns the exit code for the job: that of the process at fault, or 0 if no process failed.
     pub fn code(&self) -> i32 {
         self.first_failure.as_ref().map_or(0, Failure::code)
     }
 }
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum How {
-    /// By itself, with this exit code.
+    /// It exited with this code.
     Exit(i32),
-    /// By a signal of this number.
+    /// A signal with this number ended it.
     Signal(i32),
 }
 
 impl How {
-    /// The exit code a shell would show: 128 and the signal's number for signals.
+    /// Returns the exit code that a shell would show: for a signal, 128 plus its number.
     pub fn code(self) -> i32 {
         match self {
             Self::Exit(code) => code,
@@ -102,7 +104,8 @@ pub(super) fn run(launch: &Launch) -> Result<Outcome, LaunchError> {
     let config = ServerConfig { processes, token: token.clone(), patience: launch.patience };
     let server = Server::bind(here, config)?;
     let (events, happened) = mpsc::channel();
-    // Before the first process: from then on no signal may end this one and leave others behind.
+    // Before the first process starts: from then on no signal may end the launcher and leave
+    // processes behind.
     let _signals = Signals::forward_to(events.clone())?;
     let mut job = Processes { running: Vec::new(), guard: Guard::start(launch)? };
     for process in 0..processes {
@@ -113,15 +116,15 @@ pub(super) fn run(launch: &Launch) -> Result<Outcome, LaunchError> {
 
 enum Event {
     Ended(usize),
-    /// A signal that asks this process to end.
+    /// A signal that requests the end of this process.
     Signal(Signal),
-    /// SIGTSTP, as Ctrl-Z sends it.
+    /// SIGTSTP, which Ctrl-Z sends.
     Stop,
     /// SIGCONT.
     Continue,
 }
 
-/// How far the end of a job is.
+/// The progress of ending a job.
 #[derive(Clone, Copy)]
 enum Ending {
     NotYet,
@@ -130,19 +133,19 @@ enum Ending {
     Killed,
 }
 
-/// How long processes have between SIGTERM and SIGKILL.
+/// The time between SIGTERM and SIGKILL.
 const AFTER_TERM: Duration = Duration::from_secs(2);
 
-/// How long after a first failure another may turn out to be its cause: a process that dies by a
-/// signal loses its connections, and the others may have ended over that, before its death is seen
-/// here.
+/// After a first failure by exit, the time in which a death by a signal still counts as its cause.
+/// A process that a signal kills closes its connections before the launcher sees its death. Other
+/// processes may exit over that first.
 const SAME_MOMENT: Duration = Duration::from_millis(500);
 
-/// How long the last output may take once its process has ended: what a process has started may
-/// have left its group and still hold its output open.
+/// The longest wait for the rest of a process's output after its end. A grandchild may have left
+/// the process group and still hold the output open.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
-/// The processes that were started. Dropped, it leaves none of them.
+/// The processes that were started. Dropping it ends all of them.
 struct Processes {
     running: Vec<Running>,
     guard: Guard,
@@ -150,7 +153,7 @@ struct Processes {
 
 struct Running {
     child: Child,
-    /// Also the number of its process group.
+    /// Also the id of its process group.
     pid: Pid,
     how: Option<How>,
     output: Vec<Receiver<()>>,
@@ -168,12 +171,13 @@ impl Processes {
         if piped {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
-        // On this thread: what asks to end with its parent ends with the thread that started it.
+        // On this thread: the kernel ends a child with a parent-death signal when the thread that
+        // started it ends.
         let mut child = command.spawn().map_err(|e| launch.not_started(&e))?;
         let pid = Pid::from_child(&child);
         self.guard.tell('+', pid);
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        // From here on the child is ended also where the rest fails.
+        // From here on the child is ended also if a later step fails.
         self.running.push(Running { child, pid, how: None, output: Vec::new() });
         let prefix = |stream: Stream| {
             let color = launch.color.on(stream.is_terminal());
@@ -194,17 +198,18 @@ impl Processes {
         }
         let events = events.clone();
         thread("mpmd-wait", move || {
-            // Leaves it unreaped: as long as it is, nobody else can get its number.
+            // NOWAIT leaves the process unreaped, so that the system cannot reuse its pid yet.
             let wait = || waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
             while matches!(wait(), Err(rustix::io::Errno::INTR)) {}
-            // Nobody listens where the launch has failed meanwhile.
+            // The receiver is gone if the launch has failed meanwhile.
             let _ = events.send(Event::Ended(process));
         })?;
         self.running[process].output = output;
         Ok(())
     }
 
-    /// Waits until all have ended, and sees to it that they do once one has failed.
+    /// Waits until all processes have ended. After a first failure or a signal, ends the remaining
+    /// ones: `grace`, then SIGTERM, then SIGKILL.
     fn watch(mut self, happened: &Receiver<Event>, grace: Duration, server: &Server) -> Outcome {
         let mut ending = Ending::NotYet;
         let mut first: Option<(ProcessId, How, Instant)> = None;
@@ -214,7 +219,7 @@ impl Processes {
                 Ending::Grace(until) | Ending::Asked(until) => {
                     happened.recv_timeout(until.saturating_duration_since(Instant::now()))
                 }
-                // A healthy job may take days, and what was killed ends.
+                // No timeout: a healthy job may take days, and a killed process ends.
                 Ending::NotYet | Ending::Killed => {
                     happened.recv().map_err(|_| RecvTimeoutError::Disconnected)
                 }
@@ -223,7 +228,8 @@ impl Processes {
                 Ok(Event::Ended(process)) => {
                     let how = self.reap(process);
                     let process = ProcessId(process as u32);
-                    // A program that was not finished may still end with 0.
+                    // A process with exit code 0 has failed too if it reported an unfinished
+                    // program.
                     if how == How::Exit(0)
                         && server.reports().iter().all(|(who, _)| *who != process)
                     {
@@ -253,14 +259,14 @@ impl Processes {
                 }
                 Ok(Event::Stop) => {
                     self.signal(Signal::STOP);
-                    // Caught, the signal has stopped nobody. All threads of this process: the
-                    // rendezvous service, too, notices afterwards that it was stopped, and finds
-                    // nobody silent.
+                    // The launcher catches SIGTSTP, so it must stop itself with SIGSTOP. This stops
+                    // all its threads. The rendezvous service then notices that it was stopped, and
+                    // does not count any process as silent.
                     let _ = kill_process(getpid(), Signal::STOP);
                 }
                 Ok(Event::Continue) => {
                     self.signal(Signal::CONT);
-                    // Deadlines begin anew: nobody did anything meanwhile.
+                    // Deadlines restart: no process could act while stopped.
                     ending = match ending {
                         Ending::Grace(_) => Ending::Grace(Instant::now() + grace),
                         Ending::Asked(_) => Ending::Asked(Instant::now() + AFTER_TERM),
@@ -268,7 +274,8 @@ impl Processes {
                     };
                 }
                 Err(RecvTimeoutError::Timeout) => match ending {
-                    // Stopped meanwhile: SIGCONT is about to be heard.
+                    // The deadline passed long ago, so this process was stopped; SIGCONT will be
+                    // handled next.
                     Ending::Grace(until) if until.elapsed() > SAME_MOMENT => {
                         ending = Ending::Grace(Instant::now() + SAME_MOMENT);
                     }
@@ -281,13 +288,13 @@ impl Processes {
                         ending = Ending::Killed;
                     }
                 },
-                // Cannot be: the signals' thread holds a sender.
+                // Cannot happen: the signals' thread holds a sender.
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
         let until = Instant::now() + LAST_OUTPUT;
         for output in self.running.iter().flat_map(|running| &running.output) {
-            // Ends by disconnection when the output's thread does.
+            // The wait ends by disconnection when the output's thread ends.
             let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
         let ends: Vec<How> =
@@ -300,18 +307,18 @@ impl Processes {
         Outcome { first_failure, codes: ends.into_iter().map(How::code).collect() }
     }
 
-    /// Ends what a process that has ended has left behind, and finds out how it ended.
+    /// Kills the rest of an ended process's group, reaps the process and returns the way it ended.
     fn reap(&mut self, process: usize) -> How {
         let running = &mut self.running[process];
         let _ = kill_process_group(running.pid, Signal::KILL);
         self.guard.tell('-', running.pid);
-        // Where another part of this program has reaped it, nobody knows.
+        // The status is unknown if another part of this program has reaped the process.
         let how = running.child.wait().map_or(How::Exit(1), How::of);
         running.how = Some(how);
         how
     }
 
-    /// Sends a signal to all that have not ended, and to what they have started.
+    /// Sends a signal to the process groups of all processes that have not ended.
     fn signal(&self, signal: Signal) {
         for running in self.running.iter().filter(|running| running.how.is_none()) {
             let _ = kill_process_group(running.pid, signal);
@@ -329,7 +336,7 @@ impl Drop for Processes {
     }
 }
 
-/// Runs `work` on a thread; the receiver hears of its end by disconnection.
+/// Runs `work` on a thread. The receiver disconnects when the thread ends.
 fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Receiver<()>, LaunchError> {
     let (ended, end) = mpsc::channel();
     let spawned = std::thread::Builder::new().name(name.into()).spawn(move || {
@@ -339,13 +346,13 @@ fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Receiver<(
     spawned.map(|_| end).map_err(|e| LaunchError::environment("starting a thread", e))
 }
 
-/// The process that ends the job's processes where this one cannot.
+/// A helper process that kills the job's processes if the launcher dies before it can.
 struct Guard(Option<Child>);
 
 impl Guard {
     fn start(launch: &Launch) -> Result<Self, LaunchError> {
         let Some((program, args)) = &launch.guard else { return Ok(Self(None)) };
-        // A group of its own: what is sent to this process's group must not reach it.
+        // In its own process group, so that signals to the launcher's group do not reach it.
         let guard = Command::new(program)
             .args(args)
             .stdin(Stdio::piped())
@@ -371,14 +378,14 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         if let Some(mut guard) = self.0.take() {
-            // It ends with its input, having nothing left to end.
+            // It ends with its input; no process groups are left for it to kill.
             drop(guard.stdin.take());
             let _ = guard.wait();
         }
     }
 }
 
-/// Makes events of the signals that would end or stop this process.
+/// Turns the signals that would end or stop this process into events.
 struct Signals {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -405,7 +412,7 @@ impl Signals {
         let forward = async move {
             loop {
                 let event = tokio::select! {
-                    // In this order: a stop comes before the SIGCONT that ended it.
+                    // `biased` keeps the order: a stop comes before the SIGCONT that ended it.
                     biased;
                     _ = &mut stopped => break,
                     Some(()) = interrupt.recv() => Event::Signal(Signal::INT),
@@ -431,7 +438,7 @@ impl Drop for Signals {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // Its only work is above; a panic there has been printed.
+            // The thread only forwards events; a panic of it has been printed.
             let _ = thread.join();
         }
     }
@@ -442,7 +449,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_say_how_they_came() {
+    fn exit_kind_has_message_and_code() {
         assert_eq!(How::Exit(3).to_string(), "it ended with exit code 3");
         assert_eq!(How::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
         assert_eq!(How::Signal(15).code(), 143);

@@ -1,4 +1,4 @@
-//! The launcher as a library call, over programs that know nothing of it.
+//! The launcher as a library call, with programs that do not use mpmd.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,12 +7,12 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_launch::{How, Launch, LaunchError, OutputMode};
 
-/// A shell script as a job.
+/// Returns a shell script as a job.
 fn sh(processes: usize, script: &str) -> Launch {
     Launch::new(processes, "sh").args(["-c", script])
 }
 
-/// A folder of this test's own, gone with it.
+/// A temporary folder of one test, removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -26,7 +26,7 @@ impl Folder {
         format!("cd '{}' && {script}", self.0.display())
     }
 
-    /// What the script wrote into `file`; absent files are empty.
+    /// Returns the text that the script wrote into `file`; empty if the file does not exist.
     fn read(&self, file: &str) -> String {
         fs::read_to_string(self.0.join(file)).unwrap_or_default()
     }
@@ -53,7 +53,7 @@ fn a_job_that_goes_well_has_no_failure() {
 }
 
 #[test]
-fn endless_patience_and_grace_are_no_panic() {
+fn maximal_peer_timeout_and_grace_do_not_panic() {
     let folder = Folder::new("endless");
     let script = folder.in_script("echo $MPMD_PATIENCE > $MPMD_RANK; exit $MPMD_RANK");
     let outcome = sh(2, &script).patience(Duration::MAX).grace(Duration::MAX).run().unwrap();
@@ -76,15 +76,15 @@ fn the_first_failure_decides_and_the_rest_is_ended() {
 }
 
 #[test]
-fn who_does_not_heed_sigterm_is_killed() {
+fn process_that_ignores_sigterm_is_killed() {
     let script = "trap '' TERM; [ $MPMD_RANK = 0 ] && exit 1; sleep 60; sleep 60";
     let outcome = sh(2, script).grace(Duration::from_millis(100)).run().unwrap();
     assert_eq!((outcome.code(), outcome.codes), (1, vec![1, 137]));
 }
 
 #[test]
-fn a_death_by_signal_goes_before_failures_that_it_causes() {
-    // Process 1 sees the pipe of process 0 close before anybody can know how process 0 ended.
+fn death_by_signal_ranks_before_its_consequences() {
+    // Process 1 sees the pipe of process 0 close before the exit status of process 0 is known.
     let folder = Folder::new("cause");
     let script = folder.in_script(
         "case $MPMD_RANK in \
@@ -100,11 +100,11 @@ fn a_death_by_signal_goes_before_failures_that_it_causes() {
 }
 
 #[test]
-fn what_cannot_be_started_is_named_and_leaves_nothing() {
+fn unstartable_program_is_named_and_leaves_nothing() {
     let error = Launch::new(2, "no-such-program-here").run().unwrap_err();
     assert_eq!(error, LaunchError::NotFound { program: "no-such-program-here".into() });
     assert_eq!(sh(0, "exit").run().unwrap_err(), LaunchError::Processes { processes: 0 });
-    // Not a program, but there.
+    // The file exists but is not a program.
     let error = Launch::new(1, "/etc/passwd").run().unwrap_err().to_string();
     assert!(error.contains("starting /etc/passwd"), "{error}");
 }

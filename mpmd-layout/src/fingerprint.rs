@@ -6,7 +6,8 @@
 pub struct Fingerprint(u64);
 
 impl Fingerprint {
-    /// A fingerprint of things of one kind; different kinds never share a beginning.
+    /// Creates a fingerprint of a value of this kind. Values of different kinds start from
+    /// different states.
     #[doc(hidden)]
     pub fn new(kind: &str) -> Self {
         let mut fingerprint = Self(0);
@@ -17,8 +18,8 @@ impl Fingerprint {
     /// Adds a number.
     #[doc(hidden)]
     pub fn word(&mut self, word: u64) {
-        // The multiplication is odd and the shifts are invertible, so for a given state two
-        // different words never meet.
+        // Each step is invertible, so for a given state two different words never give the same
+        // state.
         let mut x = (self.0 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         x = (x ^ (x >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
         x = (x ^ (x >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -43,7 +44,7 @@ impl Fingerprint {
         }
     }
 
-    /// The fingerprint of everything added.
+    /// Returns the fingerprint of all added values.
     #[doc(hidden)]
     pub fn finish(&self) -> u64 {
         self.0
@@ -61,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn boundaries_and_order_count() {
+    fn boundaries_and_order_change_the_fingerprint() {
         let all =
             [of(&["ab", "c"]), of(&["a", "bc"]), of(&["c", "ab"]), of(&["abc"]), of(&["abc", ""])];
         for (i, a) in all.iter().enumerate() {
@@ -70,8 +71,9 @@ mod tests {
     }
 
     #[test]
-    fn the_values_are_part_of_what_processes_agree_on() {
-        // Processes of different builds compare these: a change goes with the wire version.
+    fn fingerprint_value_is_fixed() {
+        // Processes of different builds compare these values: a change must also change the wire
+        // version.
         let mut fingerprint = Fingerprint::new("mesh");
         fingerprint.words([1, u64::MAX].into_iter());
         fingerprint.text("model parallel");

@@ -1,52 +1,54 @@
 //! Counter-based random numbers: pure functions of a [`Key`] and an element's index.
 //!
-//! Every number is indexed by (key, global element index), so that an array filled with them has
-//! the same bits under any sharding and on any number of processes: whoever owns a region asks for
+//! A number depends only on (key, global element index). So an array that is filled with them has
+//! the same bits under any sharding and on any number of processes. The owner of a region asks for
 //! the numbers of its elements. The generator is Philox4x32 with 10 rounds (Salmon, Moraes, Dror
 //! and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-/// What distinguishes one stream of random numbers from another.
+/// The key of one stream of random numbers. Different keys give independent streams.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Key(pub u64);
 
-/// The last word of the counter, which keeps keys and numbers apart.
+/// Last word of the counter. It keeps the outputs for numbers apart from those for keys.
 const NUMBERS: u32 = 0;
 const KEYS: u32 = 1;
 
 impl Key {
-    /// The key of a part of what this one stands for: a layer, a step, a leaf.
+    /// Returns the key of a part of this key's object, such as a layer, a step or a leaf.
     pub fn fold_in(self, data: u64) -> Self {
         let [low, high, ..] = block(self, data, KEYS);
         Self(join(low, high))
     }
 }
 
-/// 64 random bits.
+/// Returns 64 random bits.
 pub fn bits(key: Key, element: u64) -> u64 {
     let [low, high, ..] = block(key, element, NUMBERS);
     join(low, high)
 }
 
-/// Evenly distributed in `[0, 1)`: a multiple of 2^-24.
+/// Returns a number that is uniformly distributed in `[0, 1)`: a multiple of 2^-24.
 pub fn uniform_f32(key: Key, element: u64) -> f32 {
     (bits(key, element) >> 40) as f32 / (1u32 << 24) as f32
 }
 
-/// Evenly distributed in `[0, 1)`: a multiple of 2^-53.
+/// Returns a number that is uniformly distributed in `[0, 1)`: a multiple of 2^-53.
 pub fn uniform_f64(key: Key, element: u64) -> f64 {
     (bits(key, element) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// Normally distributed with mean 0 and standard deviation 1.
+/// Returns a number that is normally distributed with mean 0 and standard deviation 1. Rounds
+/// [`normal_f64`].
 pub fn normal_f32(key: Key, element: u64) -> f32 {
     normal_f64(key, element) as f32
 }
 
-/// Normally distributed with mean 0 and standard deviation 1. Its last bits depend on the
-/// platform's logarithm and cosine; processes that run one build on one kind of machine get the
-/// same.
+/// Returns a number that is normally distributed with mean 0 and standard deviation 1.
+///
+/// Its last bits depend on the platform's logarithm and cosine. Processes with the same build on
+/// the same kind of machine get the same bits.
 pub fn normal_f64(key: Key, element: u64) -> f64 {
-    // Box and Muller's transform. The radius takes a number in (0, 1], whose logarithm is finite.
+    // Box-Muller transform. The radius uses a number in (0, 1], so its logarithm is finite.
     let [a, b, c, d] = block(key, element, NUMBERS);
     let radius = ((join(a, b) >> 11) + 1) as f64 / (1u64 << 53) as f64;
     let angle = (join(c, d) >> 11) as f64 / (1u64 << 53) as f64;
@@ -86,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn known_answers_of_the_published_generator() {
+    fn philox_gives_the_published_values() {
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(
             philox([u32::MAX; 4], [u32::MAX; 2]),
@@ -102,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_beyond_32_bits_and_folded_keys_are_different_streams() {
+    fn high_bits_and_folded_keys_give_different_streams() {
         let key = Key(7);
         assert_ne!(bits(key, 1), bits(key, 1 + (1 << 32)));
         assert_ne!(key.fold_in(0), key.fold_in(1));

@@ -8,70 +8,71 @@ use serde::{Deserialize, Serialize};
 
 use crate::tree::Leaf;
 
-/// A half-open range of indices in every dimension. Cheap to clone; ordered by its first corner.
+/// A half-open range of indices in every dimension. Cheap to clone. Regions are ordered by the
+/// start of their first dimension, then by its end, then by the next dimension.
 #[derive(Clone, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(try_from = "Vec<(usize, usize)>", into = "Vec<(usize, usize)>")]
 pub struct Region {
-    /// Start and end by dimension; no end is below its start.
+    /// (start, end) of each dimension, with start <= end.
     bounds: Arc<[(usize, usize)]>,
 }
 
 impl Region {
-    /// The region of these ranges.
+    /// Creates a region from its ranges.
     ///
     /// # Panics
     ///
-    /// Where a range ends before it starts.
+    /// If a range ends before it starts.
     pub fn new(ranges: Vec<Range<usize>>) -> Self {
         ranges.into_iter().map(|range| (range.start, range.end)).collect()
     }
 
-    /// All of an array of `shape`.
+    /// Returns the region of a whole array of `shape`.
     pub fn full(shape: &[usize]) -> Self {
         shape.iter().map(|dim| (0, *dim)).collect()
     }
 
-    /// Number of dimensions.
+    /// Returns the number of dimensions.
     pub fn ndim(&self) -> usize {
         self.bounds.len()
     }
 
-    /// The indices in a dimension.
+    /// Returns the indices in a dimension.
     ///
     /// # Panics
     ///
-    /// Where there is no such dimension.
+    /// If the dimension does not exist.
     pub fn range(&self, dim: usize) -> Range<usize> {
         let (start, end) = self.bounds[dim];
         start..end
     }
 
-    /// The indices in every dimension.
+    /// Returns the indices of each dimension, in order.
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<usize>> + DoubleEndedIterator + '_ {
         self.bounds.iter().map(|(start, end)| *start..*end)
     }
 
-    /// The number of indices in every dimension.
+    /// Returns the number of indices in each dimension.
     pub fn shape(&self) -> Vec<usize> {
         self.ranges().map(|range| range.len()).collect()
     }
 
-    /// Number of elements; 1 for a region without dimensions.
+    /// Returns the number of elements. It is 1 for a region without dimensions.
     pub fn elements(&self) -> usize {
         self.ranges().map(|range| range.len()).product()
     }
 
-    /// Whether it has no element.
+    /// True if it has no element.
     pub fn is_empty(&self) -> bool {
         self.ranges().any(|range| range.is_empty())
     }
 
-    /// The elements that are in both; `None` where there are none. Regions without dimensions share
-    /// their one element.
+    /// Returns the elements that are in both regions, or `None` if there are none. Regions without
+    /// dimensions share their one element.
     ///
     /// # Panics
     ///
-    /// Where the numbers of dimensions differ.
+    /// If the numbers of dimensions differ.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         self.same_ndim(other);
         let pairs =
@@ -79,23 +80,22 @@ impl Region {
         pairs().all(|(start, end)| start < end).then(|| pairs().collect())
     }
 
-    /// Whether every element of `other` is in this region; true where `other` has none.
+    /// True if every element of `other` is in this region. An empty `other` is in every region.
     ///
     /// # Panics
     ///
-    /// Where the numbers of dimensions differ.
+    /// If the numbers of dimensions differ.
     pub fn contains(&self, other: &Self) -> bool {
         self.same_ndim(other);
         other.is_empty()
             || self.bounds.iter().zip(&other.bounds[..]).all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
     }
 
-    /// The same elements counted from the first corner of `outer`.
+    /// Returns the same elements, with indices relative to the start of `outer`.
     ///
     /// # Panics
     ///
-    /// Where the numbers of dimensions differ, or this region starts before `outer` or ends after
-    /// it.
+    /// If the numbers of dimensions differ, or this region is not within `outer`.
     pub fn relative_to(&self, outer: &Self) -> Self {
         self.same_ndim(outer);
         let shift = |(inner, outer): (&(usize, usize), &(usize, usize))| {
@@ -108,13 +108,14 @@ impl Region {
         self.bounds.iter().zip(&outer.bounds[..]).map(shift).collect()
     }
 
-    /// What is left of this region without `other`: disjoint regions, none of them empty, in order.
+    /// Returns the elements of this region that are not in `other`, as disjoint non-empty regions
+    /// in ascending order.
     pub(crate) fn without(&self, other: &Self) -> Vec<Self> {
         let Some(common) = self.intersect(other) else {
             return if self.is_empty() { Vec::new() } else { vec![self.clone()] };
         };
         let mut rest = Vec::new();
-        // Dimension by dimension, cuts off what lies before and after the common part.
+        // For each dimension, cuts off the parts before and after the common part.
         let mut core = self.bounds.to_vec();
         for dim in 0..core.len() {
             let (inner, outer) = (common.bounds[dim], core[dim]);
@@ -137,7 +138,7 @@ impl Region {
 
 /// # Panics
 ///
-/// Where an end is below its start.
+/// If an end is below its start.
 impl FromIterator<(usize, usize)> for Region {
     fn from_iter<I: IntoIterator<Item = (usize, usize)>>(bounds: I) -> Self {
         let check = |bound: (usize, usize)| {
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn display_and_size() {
+    fn region_has_display_form_and_size() {
         let r = Region::new(vec![0..4, 2..8]);
         assert_eq!(r.to_string(), "[0..4, 2..8]");
         assert_eq!((r.elements(), r.shape(), r.is_empty()), (24, vec![4, 6], false));
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn containing_and_relative_positions() {
+    fn contains_and_relative_to() {
         let outer = region([(2, 6), (0, 8)]);
         let inner = region([(3, 4), (0, 2)]);
         assert!(outer.contains(&inner) && !inner.contains(&outer));
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_is_disjoint_and_complete() {
+    fn without_is_disjoint_and_complete() {
         let whole = region([(0, 4), (0, 4), (0, 3)]);
         for hole in
             [region([(1, 2), (0, 4), (1, 2)]), region([(3, 9), (2, 3), (0, 3)]), whole.clone()]
@@ -247,7 +248,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "ends before it starts")]
-    fn backward_ranges_are_the_callers_bug() {
+    fn backward_range_panics() {
         let _ = region([(2, 1)]);
     }
 }

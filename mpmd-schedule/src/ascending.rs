@@ -1,17 +1,17 @@
-//! Weight gradients in ascending order of microbatches, for schedules that have them in another.
+//! Reorders the weight gradients of a schedule into ascending order of microbatches.
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// The schedule, with each weight gradient whose turn it is not put off until that of the
-/// microbatch before it is done: then all that wait follow at once. Where both gradients were one
-/// action the input gradient stays where it was.
+/// Returns the schedule with weight gradients in ascending order of microbatches. A gradient that
+/// comes too early waits for the one of the microbatch before it; then all waiting ones follow at
+/// once. If both gradients were one action, the input gradient stays at its place.
 ///
-/// Sums of floats depend on their order. This is the order of the schedules whose weight gradients
-/// ascend, so the bits are theirs; what it costs is that weight residuals wait.
+/// Sums of floats depend on their order. With this order the bits equal those of schedules with
+/// ascending weight gradients. The cost is memory: weight residuals wait.
 pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
     let count = schedule.microbatches();
     let rows = schedule.rows().iter().map(|row| {
-        // By stage: whose turn it is, and who waits.
+        // By stage: the next microbatch in order, and the microbatches that wait.
         let mut next = vec![0; schedule.stages()];
         let mut waiting = vec![vec![false; count]; schedule.stages()];
         let mut ordered = Vec::with_capacity(row.len());
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn weight_gradients_wait_for_their_turn_and_then_follow_at_once() {
+    fn early_weight_gradients_wait_and_follow_in_order() {
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
         let forwards = [(Forward, 0), (Forward, 1), (Forward, 2)];
         let descending =

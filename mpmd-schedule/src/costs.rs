@@ -1,10 +1,10 @@
-//! What passes and moves cost: what the simulation and the search for an order are given.
+//! The times of passes and transfers: input of the simulation and of the search for an order.
 
 use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
 
-/// The costs of each stage, in order, in any unit of time that all have in common.
+/// The costs of each stage, in order, in one common unit of time.
 ///
 /// As TOML:
 ///
@@ -20,10 +20,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Costs {
-    /// What one is, for people: `s`, or `unit` where costs are only relative to each other.
+    /// The name of the unit, for people: `s`, or `unit` if costs are only relative to each other.
     #[serde(default = "relative")]
     pub unit: String,
-    /// By stage.
+    /// The costs, indexed by stage.
     pub stage: Vec<StageCosts>,
 }
 
@@ -31,38 +31,38 @@ fn relative() -> String {
     "unit".to_owned()
 }
 
-/// What one microbatch costs at a stage. Costs are finite and not negative.
+/// The cost of one microbatch at a stage. Costs are finite and not negative.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct StageCosts {
-    /// A forward pass.
+    /// Time of a forward pass.
     pub forward: f64,
-    /// The gradient of the inputs.
+    /// Time of the gradient of the inputs.
     pub backward_input: f64,
-    /// The gradient of the parameters.
+    /// Time of the gradient of the parameters.
     pub backward_weight: f64,
-    /// The outputs' way to the next stage, where that is on another rank.
+    /// Time to send the outputs to the next stage, if that is on another rank.
     #[serde(default)]
     pub send_forward: f64,
-    /// The way of the gradient of the inputs to the stage before, where that is on another rank.
+    /// Time to send the gradient of the inputs to the stage before, if that is on another rank.
     #[serde(default)]
     pub send_backward: f64,
-    /// Bytes that a forward pass leaves until the input gradient has ended.
+    /// Bytes that a forward pass keeps until the input gradient has ended.
     #[serde(default)]
     pub activation_bytes: u64,
-    /// Bytes that an input gradient leaves until the weight gradient has ended.
+    /// Bytes that an input gradient keeps until the weight gradient has ended.
     #[serde(default)]
     pub weight_residual_bytes: u64,
-    /// Bytes of the outputs, where they go to another rank.
+    /// Bytes of the outputs, if they are sent to another rank.
     #[serde(default)]
     pub output_bytes: u64,
-    /// Bytes of the gradient of the inputs, where it goes to another rank.
+    /// Bytes of the gradient of the inputs, if it is sent to another rank.
     #[serde(default)]
     pub gradient_bytes: u64,
 }
 
 impl Costs {
-    /// Every pass takes one, moves take nothing.
+    /// Returns costs of one unit for every pass, and zero for transfers.
     pub fn units(stages: usize) -> Self {
         let stage = StageCosts {
             forward: 1.0,
@@ -73,17 +73,17 @@ impl Costs {
         Self { unit: relative(), stage: vec![stage; stages] }
     }
 
-    /// Whether it says how many bytes any stage keeps between its passes.
+    /// Returns true if the costs of any stage include bytes kept between its passes.
     pub fn says_bytes(&self) -> bool {
         self.stage.iter().any(|stage| stage.activation_bytes > 0 || stage.weight_residual_bytes > 0)
     }
 
-    /// As TOML, by hand: one line for each cost.
+    /// Returns the costs as TOML, with one line for each cost.
     pub fn to_toml(&self) -> String {
         self.to_toml_in("stage")
     }
 
-    /// The same, with its stages below this name.
+    /// Like `to_toml`, with the stages in an array of tables of this name.
     pub(super) fn to_toml_in(&self, stages: &str) -> String {
         let mut text = format!("unit = {}\n", super::sidecar::quoted(&self.unit));
         for stage in &self.stage {
@@ -144,7 +144,7 @@ mod tests {
         mpmd_fuzz::bytes("costs", &[plain.into_bytes(), costs.to_toml().into_bytes()], |bytes| {
             let Ok(read) = toml::from_str::<Costs>(&String::from_utf8_lossy(bytes)) else { return };
             let again: Costs = toml::from_str(&read.to_toml()).unwrap();
-            // Costs that are not a number differ from themselves.
+            // NaN costs differ from themselves, so compare their text.
             assert_eq!(format!("{again:?}"), format!("{read:?}"));
             if let Ok(simulated) =
                 simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::TAGS)

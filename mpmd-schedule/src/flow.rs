@@ -1,110 +1,111 @@
-//! A [`Flow`]: who computes what, in which order, and what goes between them. What is checked and
-//! simulated.
+//! A [`Flow`]: computations and transfers of all processes with their order. It is the input of the
+//! deadlock check and of the simulation.
 
 use super::costs::Costs;
 use super::lower::{LowerError, Lowered, Step, StepKind};
 use super::schedule::{ActionKind, Schedule};
 
-/// What all processes do, with numbers for names: nodes that compute, each in the queue of one
-/// lane, and transfers between processes.
+/// All work of all processes, with numbers instead of names: nodes that compute, each in the queue
+/// of one lane, and transfers between processes.
 ///
-/// A node begins when the one before it in its lane has ended, the nodes that it
-/// [needs](Node::needs) have, and the transfers that it [takes](Node::takes) are there. A transfer
-/// can begin when its [source](Transfer::after) has ended, and both sides have come to it in the
-/// order in which they post: what that means is the channel's affair.
+/// A node begins after the node before it in its lane and after the nodes that it
+/// [needs](Node::needs). It also waits for the transfers that it [takes](Node::takes). A transfer
+/// begins after its [source](Transfer::after), when both sides have reached it in the order of
+/// their posts. The channel defines when a side has reached a transfer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Flow {
-    /// The process of each lane. A lane is a device, or a rank of a schedule; its nodes run one at
-    /// a time, in the order of their numbers.
+    /// The process of each lane. A lane is a device, or a rank of a schedule. It runs its nodes one
+    /// at a time, in the order of their numbers.
     pub lanes: Vec<u32>,
     /// Number of processes.
     pub processes: u32,
-    /// In one global order: what a node needs of its own process comes before it.
+    /// All nodes in one global order: a node comes after the nodes of its process that it needs.
     pub nodes: Vec<Node>,
     /// All transfers.
     pub transfers: Vec<Transfer>,
-    /// What nodes need, one after another.
+    /// Concatenated lists of needed nodes.
     pub needs: Vec<u32>,
-    /// What nodes take, one after another.
+    /// Concatenated lists of taken transfers.
     pub takes: Vec<u32>,
     /// For each process, the order in which it posts its ends of transfers.
     pub posts: Vec<Vec<Post>>,
 }
 
-/// Something that is computed.
+/// A computation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Node {
-    /// Where.
+    /// The lane that computes it.
     pub lane: u32,
-    /// The first of its needs in [`Flow::needs`], and how many: nodes of the same process that must
-    /// have ended.
+    /// (first index, count) of its needs in [`Flow::needs`]. These are nodes of the same process
+    /// that must have ended.
     pub needs: (u32, u32),
-    /// The first of what it takes in [`Flow::takes`], and how many.
+    /// (first index, count) of its transfers in [`Flow::takes`].
     pub takes: (u32, u32),
-    /// What it is, to who made the flow: the place of an action, or of an operation.
+    /// Identifies the node for the creator of the flow: the index of an action, or of an operation.
     pub tag: u32,
 }
 
-/// Something that goes from one process to another.
+/// A transfer from one process to another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transfer {
-    /// The process that gives it.
+    /// The sending process.
     pub from: u32,
-    /// The process that gets it.
+    /// The receiving process.
     pub to: u32,
-    /// The node that makes it; `u32::MAX` where it is there from the beginning.
+    /// The node that computes the data; `u32::MAX` if it exists from the beginning.
     pub after: u32,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// What it is, to who made the flow.
+    /// Identifies the transfer for the creator of the flow.
     pub tag: u32,
 }
 
-/// One end of a transfer, as a process posts it.
+/// One end of a transfer, posted by a process.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Post {
-    /// Gives transfer number so-and-so.
+    /// Sends the transfer of this number.
     Send(u32),
-    /// Takes it.
+    /// Receives the transfer of this number.
     Receive(u32),
 }
 
 impl Flow {
-    /// What one node needs of its own process.
+    /// Returns the nodes of its own process that a node needs.
     pub fn needs_of(&self, node: u32) -> &[u32] {
         slice(&self.needs, self.nodes[node as usize].needs)
     }
 
-    /// The transfers that one node takes.
+    /// Returns the transfers that a node takes.
     pub fn takes_of(&self, node: u32) -> &[u32] {
         slice(&self.takes, self.nodes[node as usize].takes)
     }
 
-    /// The process that a node is on.
+    /// Returns the process that computes a node.
     pub fn process_of(&self, node: u32) -> u32 {
         self.lanes[self.nodes[node as usize].lane as usize]
     }
 
-    /// The flow of a schedule: a lane and a process for each rank, moves posted in the order of
-    /// [`lower`](super::lower).
+    /// Builds the flow of a schedule, with a lane and a process for each rank. Transfers are posted
+    /// in the order of [`lower`](super::lower).
     ///
     /// # Errors
     ///
-    /// Where the schedule is too large for tags of 32 bits.
+    /// If the transfers cannot be put in order, or the schedule is too large for tags of 32 bits.
     pub fn of_schedule(schedule: &Schedule) -> Result<Self, FlowError> {
         Self::of_lowered(&super::lower::lower(schedule)?, Leaves::AtOnce)
     }
 
-    /// The flow of ranks that say themselves when they post what. `B` is two nodes. Tags are those
-    /// of [`StepNames`].
+    /// Builds the flow of rows that contain their own sends and receives. `B` becomes two nodes.
+    /// Tags are those of [`StepNames`].
     ///
-    /// What is sent and received by nobody, although another rank needs it, is a transfer without
-    /// ends: the check names it.
+    /// If another rank needs data that no rank sends or receives, the transfer has no ends. The
+    /// check reports it.
     ///
     /// # Errors
     ///
-    /// Where a step is there twice, moves something that its rank has no part in, moves something
-    /// between stages of one rank, or sends what no rank computes.
+    /// - If a step appears twice.
+    /// - If a step transfers data of other ranks, or between stages of one rank.
+    /// - If a step sends data that no rank computes.
     pub fn of_lowered(rows: &Lowered, leaves: Leaves) -> Result<Self, FlowError> {
         let flow = Builder::new(&rows.steps)?.flow(&rows.steps)?;
         Ok(if leaves == Leaves::InOrder { flow.in_order(rows) } else { flow })
@@ -112,7 +113,7 @@ impl Flow {
 }
 
 impl Flow {
-    /// The same whose sends wait for all nodes before them in their rows, and whose pairs begin
+    /// Makes each send wait for all nodes before it in its row. Makes overlapped pairs begin
     /// together.
     fn in_order(mut self, rows: &Lowered) -> Self {
         // Nodes and posts have the order of the rows.
@@ -127,7 +128,7 @@ impl Flow {
                         && node > row_begins
                     {
                         let after = &mut self.transfers[*transfer as usize].after;
-                        // A send before what it sends waits for that all the same.
+                        // A send that comes before its source waits for the source all the same.
                         *after = (*after).max(node - 1);
                     }
                     continue;
@@ -156,27 +157,27 @@ fn slice(list: &[u32], (first, count): (u32, u32)) -> &[u32] {
     &list[first as usize..(first + count) as usize]
 }
 
-/// When what a rank has computed can leave.
+/// The time at which a rank can send its results.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Leaves {
-    /// As soon as it is there, the gradient of a `B` before its second half: as this framework's
-    /// runner has it.
+    /// As soon as the result exists. The gradient of a `B` leaves before its second half. This
+    /// framework's runner does so.
     #[default]
     AtOnce,
-    /// When all that its row computes before the send has ended, a whole `B` too, and both of a
-    /// pair that overlaps, which also begin only when both can: as torch has it, whose streams are
-    /// in order. The closed forms of the literature are of this.
+    /// When all computations before the send in its row have ended, including both halves of a `B`.
+    /// An overlapped pair begins when both actions can begin, and both must have ended. Torch does
+    /// so, because its streams are in order. The closed forms in the literature assume this.
     InOrder,
 }
 
-/// Why rows of steps are no flow. The caller's fault.
+/// An error in rows of steps. The caller is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FlowError {
-    /// The moves of a schedule cannot be put in order.
+    /// The transfers of a schedule cannot be put in order.
     #[error(transparent)]
     Lower(#[from] LowerError),
-    /// Stages times microbatches do not fit.
+    /// The number of stages times microbatches is too large.
     #[error("{stages} stages of {microbatches} microbatches are more than 2^28")]
     Large {
         /// Number of stages.
@@ -184,27 +185,27 @@ pub enum FlowError {
         /// Number of microbatches.
         microbatches: usize,
     },
-    /// A step of a rank cannot be.
+    /// A step of a rank is invalid.
     #[error("rank {rank}, step {place}: {step} {problem}")]
     Step {
         /// The rank.
         rank: usize,
-        /// Its place on the rank, from 0.
+        /// Index of the step on the rank, from 0.
         place: usize,
         /// The step, as in torch's text format.
         step: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
 }
 
-/// What the tags of a flow of a schedule mean: the step, packed.
+/// Decodes the tags of a flow of a schedule. A tag is a packed step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StepNames {
     microbatches: u32,
 }
 
-/// The kinds of steps by their number in a tag. The last is the second half of a `B`.
+/// The kinds of steps, by their number in a tag. The last is the second half of a `B`.
 const KINDS: [StepKind; 9] = [
     StepKind::Compute(ActionKind::Forward),
     StepKind::Compute(ActionKind::BackwardInput),
@@ -217,33 +218,34 @@ const KINDS: [StepKind; 9] = [
     StepKind::Compute(ActionKind::Backward),
 ];
 const SECOND_HALF: u32 = 8;
-/// Numbers of kinds in a tag.
+/// The number of kinds that a tag can hold.
 const RADIX: u32 = 16;
 
 impl StepNames {
-    /// Of a flow with this number of microbatches.
+    /// Creates the decoder for a flow with this number of microbatches.
     pub fn new(microbatches: usize) -> Self {
         Self { microbatches: u32::try_from(microbatches).unwrap_or(u32::MAX).max(1) }
     }
 
-    /// Of the flow of these rows.
+    /// Creates the decoder for the flow of these rows.
     pub fn of_lowered(rows: &[Vec<Step>]) -> Self {
         Self::new(rows.iter().flatten().map(|step| step.microbatch as usize + 1).max().unwrap_or(0))
     }
 
-    /// The step of a tag, of a node or of a transfer; of a transfer it is the send.
+    /// Returns the step of a node's or transfer's tag. For a transfer this is the send.
     pub fn step(self, tag: u32) -> Step {
         let (at, kind) = (tag / RADIX, tag % RADIX);
         let kind = KINDS[kind as usize % KINDS.len()];
         Step { stage: at / self.microbatches, kind, microbatch: at % self.microbatches }
     }
 
-    /// Whether a tag is of the weight gradient that ends a `B`; its first half has the same step.
+    /// Returns true if a tag belongs to the weight gradient that ends a `B`. Its first half has the
+    /// same step.
     pub fn is_second_half(self, tag: u32) -> bool {
         tag % RADIX == SECOND_HALF
     }
 
-    /// Gives transfers their bytes.
+    /// Sets the sizes of the transfers.
     pub(crate) fn weigh(self, flow: &mut Flow, costs: &Costs) {
         for transfer in &mut flow.transfers {
             let step = self.step(transfer.tag);
@@ -260,18 +262,18 @@ impl StepNames {
 
 const NONE: u32 = u32::MAX;
 
-/// By stage and microbatch: the nodes and the transfers that there are.
+/// Builds a flow. Its tables have the nodes and transfers, indexed by stage and microbatch.
 struct Builder {
     names: StepNames,
     stages: u32,
-    /// Which rank computes a stage.
+    /// The rank that computes each stage.
     rank_of_stage: Vec<u32>,
     forward: Vec<u32>,
-    /// `I`, or the first half of `B`.
+    /// Nodes of `I`, or of the first half of `B`.
     input: Vec<u32>,
-    /// `W`, or the second half of `B`.
+    /// Nodes of `W`, or of the second half of `B`.
     weight: Vec<u32>,
-    /// Of the stage's outputs, and of the gradient of its inputs.
+    /// Transfers of the stage's outputs; `gradient` are those of the gradient of its inputs.
     outputs: Vec<u32>,
     gradient: Vec<u32>,
     flow: Flow,
@@ -363,14 +365,14 @@ impl Builder {
 
     fn add_node(&mut self, lane: u32, step: Step, kind: u32, there: u32) -> Result<u32, String> {
         if there != NONE {
-            return Err("computes what has been computed".to_owned());
+            return Err("is computed twice".to_owned());
         }
         let tag = self.names.tag(step.stage, step.microbatch, kind);
         self.flow.nodes.push(Node { lane, needs: (0, 0), takes: (0, 0), tag });
         Ok(self.flow.nodes.len() as u32 - 1)
     }
 
-    /// What one rank makes and another needs.
+    /// Adds a transfer for each result that one rank computes and another needs.
     fn add_transfers(&mut self) {
         for stage in 0..self.stages {
             for microbatch in 0..self.names.microbatches {
@@ -422,7 +424,7 @@ impl Builder {
         let number = stage.map_or(NONE, |stage| list[self.at(stage, step.microbatch)]);
         let Some(transfer) = self.flow.transfers.get(number as usize) else {
             return Err(
-                "moves what one of its two ranks does not compute, or what stays on one rank"
+                "moves data that one of its two ranks does not compute, or that stays on one rank"
                     .to_owned(),
             );
         };
@@ -431,14 +433,14 @@ impl Builder {
             return Err(format!("is for rank {own}"));
         }
         if std::mem::replace(&mut posted[number as usize][usize::from(is_send)], true) {
-            return Err("is there twice".to_owned());
+            return Err("appears twice".to_owned());
         }
         let post = if is_send { Post::Send(number) } else { Post::Receive(number) };
         self.flow.posts[rank as usize].push(post);
         Ok(())
     }
 
-    /// What each node needs of its own rank, and takes from others.
+    /// Sets the needed nodes and the taken transfers of each node.
     fn add_inputs(&mut self) {
         for node in 0..self.flow.nodes.len() {
             let tag = self.flow.nodes[node].tag;
@@ -488,7 +490,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_schedule_becomes_nodes_and_transfers() {
+    fn schedule_becomes_nodes_and_transfers() {
         let schedule = Schedule::one_f_one_b(2, 1).unwrap();
         let flow = Flow::of_schedule(&schedule).unwrap();
         let names = StepNames::new(1);
@@ -498,7 +500,7 @@ mod tests {
         assert!(
             names.is_second_half(flow.nodes[2].tag) && !names.is_second_half(flow.nodes[1].tag)
         );
-        // 0F0 goes to rank 1; the gradient leaves after the first half of 1B0.
+        // 0F0 is sent to rank 1; the gradient leaves after the first half of 1B0.
         let moves: Vec<(u32, u32, u32)> =
             flow.transfers.iter().map(|t| (t.from, t.to, t.after)).collect();
         assert_eq!(moves, [(0, 1, 0), (1, 0, 4)]);
@@ -512,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_cannot_be_are_named() {
+    fn invalid_steps_are_reported() {
         let schedule = Schedule::one_f_one_b(2, 1).unwrap();
         let lowered = crate::lower(&schedule).unwrap();
         let with = |rank: usize, step: Step| {
@@ -522,14 +524,14 @@ mod tests {
         };
         let step = |stage, kind| Step { stage, kind, microbatch: 0 };
         use StepKind::{Compute, ReceiveForward, SendForward};
-        assert_eq!(with(0, lowered.steps[0][1]), "rank 0, step 4: 0SEND_F0 is there twice");
+        assert_eq!(with(0, lowered.steps[0][1]), "rank 0, step 4: 0SEND_F0 appears twice");
         assert_eq!(with(1, step(0, SendForward)), "rank 1, step 4: 0SEND_F0 is for rank 0");
         let forward = step(1, Compute(ActionKind::Forward));
-        assert_eq!(with(1, forward), "rank 1, step 4: 1F0 computes what has been computed");
+        assert_eq!(with(1, forward), "rank 1, step 4: 1F0 is computed twice");
         assert_eq!(with(0, forward), "rank 1, step 1: 1F0 is of a stage of rank 0");
         let out = with(1, step(0, ReceiveForward));
         assert!(
-            out.starts_with("rank 1, step 4: 0RECV_F0 moves what one of its two ranks"),
+            out.starts_with("rank 1, step 4: 0RECV_F0 moves data that one of its two ranks"),
             "{out}"
         );
     }

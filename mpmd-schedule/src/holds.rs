@@ -1,49 +1,49 @@
-//! What each device holds in a step, from which pass until which.
+//! The buffers that each device holds in a step, and the passes between which it holds them.
 
 use super::memory::StageBytes;
 use super::pace::{MOVE, Pace, Pass, PassKind};
 
-/// What a device of a stage holds.
+/// Memory that a device of a stage holds.
 #[derive(Clone, Debug, Default)]
 pub struct OnDevice {
     /// Bytes of parameters, inputs, outputs and residuals.
     pub bytes: StageBytes,
-    /// Those of the gradients that go as they are reduced.
+    /// Bytes of the gradients that are freed as they are reduced.
     pub moved_gradients: u64,
     /// Inputs that come from other stages.
     pub inputs: Vec<Input>,
     /// Outputs, with the stages that read them.
     pub outputs: Vec<Output>,
-    /// What comes of gradients of tied parameters: from which stage, and how much.
+    /// (stage, bytes) of the gradients of tied parameters that other stages send.
     pub tied: Vec<(usize, u64)>,
 }
 
-/// What a stage takes of another's outputs.
+/// A part of a stage's input: outputs of another stage.
 #[derive(Clone, Copy, Debug)]
 pub struct Input {
     /// The stage that computes the input.
     pub from: usize,
-    /// None of what is handed over.
+    /// Bytes of the copy on this device; 0 if it arrives by zero-copy transfer.
     pub bytes: u64,
     /// Bytes of the input's gradient.
     pub gradient: u64,
-    /// Whether the gradient is handed over.
+    /// True if the gradient leaves by zero-copy transfer.
     pub lends: bool,
 }
 
-/// An output of a stage.
+/// An output of a stage, with the stages that read it.
 #[derive(Clone, Debug)]
 pub struct Output {
     /// Bytes of the output.
     pub bytes: u64,
-    /// The stages that take it, and whether it is handed over to them.
+    /// (stage, lends) for each reader; `lends` is true for a zero-copy transfer.
     pub takers: Vec<(usize, bool)>,
-    /// What comes of its gradient: from which stage, and how much, none of what is handed over.
+    /// (stage, bytes) of the gradients that the readers send; 0 bytes for a zero-copy transfer.
     pub gradients: Vec<(usize, u64)>,
 }
 
 impl OnDevice {
-    /// Of a stage that takes all that the stage before gives, and nothing else.
+    /// Returns the memory of a stage that takes all outputs of the stage before, and nothing else.
     pub fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
         let input = Input {
             from: stage.saturating_sub(1),
@@ -67,7 +67,7 @@ impl OnDevice {
 }
 
 impl OnDevice {
-    /// Of each array the larger of both, which are of the same stage.
+    /// Raises each size to the larger of both. Both must be of the same stage.
     pub fn widen(&mut self, other: &Self) {
         let StageBytes { recomputes, fuses, lends_output, lends_input_gradient, .. } = self.bytes;
         let (a, b) = (self.bytes, other.bytes);
@@ -102,7 +102,7 @@ impl OnDevice {
     }
 }
 
-/// Bytes that are there for a time.
+/// Bytes that a device holds for some time.
 pub(super) struct Hold {
     pub(super) bytes: u64,
     from: From,
@@ -116,7 +116,7 @@ enum From {
     Begin(Pass),
     /// A pass of this device ends.
     End(Pass),
-    /// What a pass has made has come.
+    /// The result of a pass has arrived.
     Come(Pass),
 }
 
@@ -124,17 +124,17 @@ enum From {
 enum Until {
     /// A pass of this device has ended.
     End(Pass),
-    /// What the first pass made is copied to where the second reads it.
+    /// The result of the first pass has been copied to the device that runs the second.
     Sent(Pass, Pass),
-    /// What was handed over to the pass has come back.
+    /// The memory that was lent to the pass has been returned.
     Back(Pass),
-    /// It may go after this pass, and need not.
+    /// It may be freed after this pass, but need not be.
     Perhaps(Pass),
     Never,
 }
 
 impl Hold {
-    /// Times from and until which it is expected to be there.
+    /// Returns the expected times of its allocation and of its release.
     pub(super) fn expected(&self, pace: &Pace) -> (u64, u64) {
         let (begin, end) = (|pass| pace.times(pass).0, |pass| pace.times(pass).1);
         let from = match self.from {
@@ -152,7 +152,7 @@ impl Hold {
         (from, until.max().unwrap_or(u64::MAX))
     }
 
-    /// The actions of a lane while which it can be there: the first of them, and the first after
+    /// Returns the actions of a lane during which it may exist: the first one, and the first after
     /// them.
     pub(super) fn at_most(&self, pace: &Pace, lane: usize) -> (usize, usize) {
         let from = match self.from {
@@ -167,7 +167,7 @@ impl Hold {
     }
 }
 
-/// All that a device holds of a stage beside what is there all the time.
+/// Returns all that a device holds for a stage, except the memory that it holds all the time.
 pub(super) fn holds(
     pace: &Pace,
     stage: usize,
@@ -188,7 +188,7 @@ pub(super) fn holds(
         let mine = |kind| of(stage, kind);
         let trains = pace.has(mine(InputPass));
         let again = pace.has(mine(Again));
-        // The last pass that reads what the forward pass is computed from.
+        // The last pass that reads the input of the forward pass.
         let read = mine(if again { Again } else { Forward });
         hold(bytes.brought, From::Start, vec![Until::End(read)]);
         for input in inputs {

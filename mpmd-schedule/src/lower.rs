@@ -1,7 +1,8 @@
-//! From a schedule to what each rank does with the moves between ranks in it: [`Step`]s.
+//! Lowers a schedule to [`Step`]s: the computations of each rank with the transfers between ranks.
 //!
-//! The order is torch's, so that its text format can be written and read: a receive stands where
-//! the sender comes to its send, seen over all ranks in turn, not where its rank needs it.
+//! The order is torch's, so that its text format can be written and read. All ranks take turns. A
+//! receive is placed where the sender reaches its send, not where the receiving rank needs the
+//! data.
 
 use std::fmt;
 
@@ -9,51 +10,51 @@ use super::lower_comms::lower_comms;
 use super::schedule::{Action, ActionKind, Schedule};
 use super::text::{Cell, Entry, Text};
 
-/// One thing a rank does: it computes, gives or takes.
+/// One step of a rank: a computation, a send or a receive.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Step {
-    /// The stage, from 0: that computes; of a send the one that has made it, of a receive the one
-    /// that gets it.
+    /// The stage, from 0: of a computation its own, of a send the sender's, of a receive the
+    /// receiver's.
     pub stage: u32,
-    /// What is done.
+    /// The kind of step.
     pub kind: StepKind,
     /// The microbatch, from 0.
     pub microbatch: u32,
 }
 
-/// What a step does.
+/// The kind of a step.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum StepKind {
     /// An action of the schedule.
     Compute(ActionKind),
-    /// Gives a stage's outputs to the next stage.
+    /// Sends a stage's outputs to the next stage.
     SendForward,
-    /// Takes the outputs of the stage before.
+    /// Receives the outputs of the stage before.
     ReceiveForward,
-    /// Gives the gradient of a stage's inputs to the stage before.
+    /// Sends the gradient of a stage's inputs to the stage before.
     SendBackward,
-    /// Takes the gradient of a stage's outputs from the next stage.
+    /// Receives the gradient of a stage's outputs from the next stage.
     ReceiveBackward,
 }
 
-/// Why the moves of a schedule cannot be put in order. The caller's fault.
+/// An error in the order of transfers. The caller's schedule is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LowerError {
-    /// The ranks wait for each other in a circle, or for an action that is not there.
+    /// The ranks wait for each other in a cycle, or for an action that does not exist.
     #[error("the moves cannot be put in order: {}", .heads.join("; "))]
     Stuck {
-        /// For each rank that is not done: its next action.
+        /// For each unfinished rank: its next action.
         heads: Vec<String>,
     },
 }
 
 impl Step {
-    /// An action of the schedule as a step.
+    /// Converts an action of the schedule to a step.
     ///
     /// # Panics
     ///
-    /// Where stage or microbatch are 2^32 or above.
+    /// If stage or microbatch are 2^32 or above.
     pub fn of_action(action: Action) -> Self {
         let small =
             |number: usize| u32::try_from(number).expect("stages and microbatches below 2^32");
@@ -64,7 +65,7 @@ impl Step {
         }
     }
 
-    /// The action of the schedule that this is; `None` where it moves something.
+    /// Returns the action of the schedule that this step computes; `None` for a transfer.
     pub fn action(self) -> Option<Action> {
         let StepKind::Compute(kind) = self.kind else { return None };
         Some(Action { stage: self.stage as usize, kind, microbatch: self.microbatch as usize })
@@ -72,7 +73,7 @@ impl Step {
 }
 
 impl fmt::Display for Step {
-    /// As in torch's text format: `2F0`, `2SEND_F0`.
+    /// Formats the step as in torch's text format: `2F0`, `2SEND_F0`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let letters = match self.kind {
             StepKind::Compute(_) => {
@@ -87,17 +88,17 @@ impl fmt::Display for Step {
     }
 }
 
-/// What each rank computes, gives and takes, in order.
+/// The computations and transfers of each rank, in order.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Lowered {
-    /// By rank.
+    /// The steps of each rank.
     pub steps: Vec<Vec<Step>>,
-    /// By rank the places of steps that overlap with the one after them, ascending.
+    /// For each rank, the indices of steps that overlap with the next one, ascending.
     pub pairs: Vec<Vec<usize>>,
 }
 
 impl From<Vec<Vec<Step>>> for Lowered {
-    /// Without pairs.
+    /// Creates rows without overlapped pairs.
     fn from(steps: Vec<Vec<Step>>) -> Self {
         let pairs = vec![Vec::new(); steps.len()];
         Self { steps, pairs }
@@ -105,7 +106,7 @@ impl From<Vec<Vec<Step>>> for Lowered {
 }
 
 impl Lowered {
-    /// The rows of a text as they are, with moves where it has them.
+    /// Converts the rows of a text unchanged, with transfers if the text has them.
     pub fn of_text(text: &Text) -> Self {
         Self::of_cells(&text.rows)
     }
@@ -130,12 +131,13 @@ impl Lowered {
         lowered
     }
 
-    /// Whether anything is sent or received.
+    /// Returns true if any step is a send or a receive.
     pub fn has_moves(&self) -> bool {
         self.steps.iter().flatten().any(|step| !matches!(step.kind, StepKind::Compute(_)))
     }
 
-    /// What each rank computes, in order, and the places of overlapped pairs in that.
+    /// Returns the computations of each rank in order, and the indices of overlapped pairs among
+    /// them.
     pub fn actions(&self) -> (Vec<Vec<Action>>, Vec<Vec<usize>>) {
         let row = |(row, pairs): (&Vec<Step>, &Vec<usize>)| {
             let (mut actions, mut places) = (Vec::with_capacity(row.len()), Vec::new());
@@ -152,47 +154,49 @@ impl Lowered {
     }
 }
 
-/// The steps of each rank, in torch's order: also where torch gathers and lets go weights in
-/// between, each a turn of its rank. Of an overlapped pair both actions come before their sends.
+/// Lowers a schedule to the steps of each rank, in torch's order.
+///
+/// Torch also gathers and releases weights between the steps, and each such operation takes a turn
+/// of its rank. Both actions of an overlapped pair come before their sends.
 ///
 /// # Errors
 ///
-/// Where the ranks wait for each other, which the halves of overlapped pairs may.
+/// If the ranks wait for each other. Overlapped pairs can cause that.
 pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     let has_pairs = (0..schedule.ranks()).any(|rank| !schedule.overlaps(rank).is_empty());
     if has_pairs || schedule.stages() > schedule.ranks() {
         return Ok(Lowered::of_cells(&lower_comms(schedule)?));
     }
-    // With one stage a rank, weights are gathered before all else, and the turns are the same
-    // without.
+    // With one stage on each rank, weights are gathered before all else. The turns are the same
+    // without gathering.
     let cells = |row| Vec::from_iter(<[Action]>::iter(row).map(std::slice::from_ref));
     Ok(lower_cells(&schedule.rows().iter().map(|row| cells(row)).collect::<Vec<_>>())?.into())
 }
 
-/// As [`lower`], of rows of cells: a cell is one turn of its rank, and does several actions where
-/// these overlap, none where the rank does something of its own.
+/// Lowers rows of cells, in torch's order. A cell is one turn of its rank. It has several actions
+/// if these overlap, and none if the rank does something else.
 ///
-/// Ranks take turns, in order, one cell each. A rank whose next cell needs what is not there loses
-/// its turn; else the cell's actions follow, then for each that another rank needs the send, and at
-/// the same moment the receive on the other rank's list. What a turn leaves is there for the ranks
-/// after it in the same round.
+/// Ranks take turns in order, one cell each. A rank loses its turn if its next cell needs data that
+/// does not exist yet. Otherwise the cell's actions follow. Then each action that another rank
+/// needs gets its send, and the other rank's list gets the receive at the same moment. Ranks later
+/// in the same round can use the results of a turn.
 ///
 /// # Errors
 ///
-/// Where the ranks wait for each other, or for an action that no rank has.
+/// If the ranks wait for each other, or for an action that no rank has.
 pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
     Ok(lower_turns(rows)?.0)
 }
 
-/// For each rank its steps, and where in them each cell's turn came.
+/// For each rank its steps, and for each cell the number of steps before its turn.
 pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
 
-/// As [`lower_cells`], and for each rank where in its steps each cell's turn came: how many were
-/// there before.
+/// Like [`lower_cells`]. Also returns, for each rank and cell, the number of steps that were there
+/// before the cell's turn.
 ///
 /// # Errors
 ///
-/// As [`lower_cells`].
+/// As for [`lower_cells`].
 pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> {
     let mut there = There::new(rows);
     let mut next = vec![0; rows.len()];
@@ -228,11 +232,12 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
     Ok((steps, turns))
 }
 
-/// The steps of each rank with each send right after what makes it, and each receive right before
-/// what needs it. Over channels that keep order this mostly deadlocks, which is why [`lower`] does
-/// otherwise.
+/// Lowers rows with each send right after its computation, and each receive right before the
+/// computation that needs it. Over channels that keep order this mostly deadlocks, so [`lower`] has
+/// another order.
 ///
-/// Any rows will do: what no rank makes is not received, and what no rank needs is not sent.
+/// Accepts any rows. Data that no rank computes is not received, and data that no rank needs is not
+/// sent.
 pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     let cells: Vec<Vec<&[Action]>> =
         rows.iter().map(|row| row.iter().map(std::slice::from_ref).collect()).collect();
@@ -254,17 +259,17 @@ pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     rows.iter().map(late).collect()
 }
 
-/// No rank has the stage.
+/// Marks a stage that no rank has.
 const NOWHERE: u32 = u32::MAX;
 /// Bits of [`There::done`].
 const FORWARD: u8 = 1;
 const INPUT: u8 = 2;
 
-/// Which stage is where, and what has been done.
+/// The rank of each stage, and the passes that are done.
 struct There {
     microbatches: usize,
     rank_of_stage: Vec<u32>,
-    /// By stage and microbatch.
+    /// Indexed by stage and microbatch.
     done: Vec<u8>,
 }
 
@@ -296,7 +301,7 @@ impl There {
         };
     }
 
-    /// What an action needs of another stage: which, and the bit of it.
+    /// Returns the pass of another stage that an action needs: the stage and the bit of the pass.
     fn need(&self, action: Action) -> Option<(usize, u8)> {
         match action.kind {
             ActionKind::Forward => Some((action.stage.checked_sub(1)?, FORWARD)),
@@ -312,8 +317,8 @@ impl There {
             .is_none_or(|(stage, bit)| self.done[self.at(stage, action.microbatch)] & bit != 0)
     }
 
-    /// The send that follows an action, and the receive on the other side; `None` where nobody
-    /// needs it, or the same rank.
+    /// Returns the send that follows an action, and the matching receive. `None` if no other rank
+    /// needs the data.
     fn moves(&self, action: Action) -> Option<(Step, Step)> {
         let (to, send, receive) = match action.kind {
             ActionKind::Forward => {
@@ -332,7 +337,7 @@ impl There {
         Some((Step { kind: send, ..step }, Step { kind: receive, stage: to as u32, ..step }))
     }
 
-    /// The receive that an action needs, where another rank makes it.
+    /// Returns the receive that an action needs, if another rank computes the data.
     fn receive_of(&self, action: Action) -> Option<Step> {
         let (from, bit) = self.need(action)?;
         let (here, there) = (self.rank_of_stage[action.stage], self.rank_of_stage[from]);
@@ -342,7 +347,7 @@ impl There {
         made.then_some(Step { kind, ..Step::of_action(action) })
     }
 
-    /// Whether the action that a receive is for is there.
+    /// Returns true if the action exists that a receive is for.
     fn is_wanted(&self, receive: Step) -> bool {
         let bit = if receive.kind == StepKind::ReceiveForward { FORWARD } else { INPUT };
         self.done[self.at(receive.stage as usize, receive.microbatch as usize)] & bit != 0
@@ -378,10 +383,10 @@ mod tests {
     }
 
     #[test]
-    fn receives_stand_where_the_sender_comes_to_its_send() {
+    fn receive_is_placed_when_sender_reaches_its_send() {
         let schedule = Schedule::one_f_one_b(2, 2).unwrap();
-        // Round 1: 0F0, 1F0 (it is there already). Round 2: 0F1, 1B0. Round 3: 0B0, 1F1. Then 0B1
-        // loses one.
+        // Round 1: 0F0, 1F0 (its input is there already). Round 2: 0F1, 1B0. Round 3: 0B0, 1F1.
+        // Then 0B1 loses one turn.
         let rows = lower(&schedule).unwrap().steps;
         assert_eq!(
             text(&rows),
@@ -393,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn late_receives_stand_before_what_needs_them() {
+    fn late_receives_come_right_before_their_use() {
         let schedule = Schedule::one_f_one_b(2, 2).unwrap();
         assert_eq!(
             text(&lower_late(schedule.rows())),
@@ -424,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn actions_that_overlap_are_one_turn_and_a_turn_may_be_empty() {
+    fn overlapped_actions_take_one_turn_and_turns_may_be_empty() {
         let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
         use ActionKind::{Backward, Forward};
         let (f0, f1) = ([a(0, Forward, 0)], [a(0, Forward, 1)]);

@@ -1,24 +1,24 @@
-//! From a schedule to all that torch's runtime does for it: also when weights that are stored in
-//! pieces are gathered and let go, and when their gradients are reduced.
+//! Lowers a schedule to all operations of torch's runtime. Beside computations and transfers, these
+//! gather and release sharded weights, and reduce their gradients.
 
 use super::lower::{LowerError, lower_turns};
 use super::schedule::{Action, ActionKind, Schedule};
 use super::text::{Cell, Entry, cells};
 
-/// Stages of a rank whose weights are gathered at a time: those that it comes to next. Torch's
-/// number.
+/// The number of stages of a rank with gathered weights: its next ones. Torch has the same number.
 const GATHERED: usize = 3;
 
-/// The cells of each rank with moves, gathers and reductions, as torch 2.11.0 places them.
+/// Returns the cells of each rank with transfers, gathers and reductions, as torch 2.11.0 places
+/// them.
 ///
-/// Before each cell a rank lets go the weights of stages that are not among the next three it comes
-/// to, and gathers those that are. The gradients of a stage are reduced after its last weight
-/// gradient. Each of these is a turn of its rank in the order of moves: see
+/// Before each cell, a rank gathers the weights of the next three stages in its row and releases
+/// all others. The gradients of a stage are reduced after its last weight gradient. Each of these
+/// operations takes a turn of its rank in the order of transfers: see
 /// [`lower_cells`](super::lower_cells).
 ///
 /// # Errors
 ///
-/// As [`lower_cells`](super::lower_cells).
+/// As for [`lower_cells`](super::lower_cells).
 pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
     let rows = (0..schedule.ranks()).map(|rank| {
         let gathered = with_gathers(&cells(schedule, rank), schedule.stages());
@@ -57,7 +57,7 @@ pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
     Ok(lowered)
 }
 
-/// The stages of a cell, without those that it repeats.
+/// Returns the stages of a cell without immediate repeats.
 fn stages(cell: Cell) -> impl Iterator<Item = u32> {
     let mut last = None;
     cell.actions()
@@ -65,11 +65,12 @@ fn stages(cell: Cell) -> impl Iterator<Item = u32> {
         .filter(move |stage| last.replace(*stage) != Some(*stage))
 }
 
-/// For each cell the stages that the rank comes to next from it on, this one's first, until there
-/// are enough: with each the cells' own order, those of one cell together.
+/// Returns, for each cell, the next stages of the rank from this cell on, until there are enough.
+/// They are in the order of the cells; stages of one cell stay together.
 fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     let mut next = Vec::with_capacity(row.len());
-    // From the last to the first: by cell, what is not in an earlier one.
+    // Runs from the last cell to the first. Each group has the stages of one cell that no earlier
+    // cell has.
     let mut groups: Vec<Vec<u32>> = Vec::new();
     for cell in row.iter().rev() {
         let own: Vec<u32> = stages(*cell).collect();
@@ -93,10 +94,10 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     next
 }
 
-/// The cells with `UNSHARD` and `RESHARD` between them.
+/// Inserts `UNSHARD` and `RESHARD` between the cells.
 ///
-/// Where several stages are let go at once, which takes overlapped pairs of a rank with more than
-/// three stages, they are in ascending order; torch has no order of its own there.
+/// Overlapped pairs of a rank with more than three stages can release several stages at once. These
+/// are in ascending order here; torch does not define an order.
 fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
     let mut active: Vec<u32> = Vec::with_capacity(GATHERED + 1);
     let mut cells = Vec::with_capacity(row.len() + 4 * all.min(row.len()));
@@ -122,7 +123,7 @@ fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
     cells
 }
 
-/// The cells with `REDUCE_GRAD` after the last weight gradient of each stage.
+/// Inserts `REDUCE_GRAD` after the last weight gradient of each stage.
 fn with_reductions(row: Vec<Cell>, schedule: &Schedule) -> Vec<Cell> {
     let mut left = vec![schedule.microbatches(); schedule.stages()];
     let mut cells = Vec::with_capacity(row.len() + schedule.stages().min(row.len()));
@@ -167,8 +168,8 @@ mod tests {
     }
 
     #[test]
-    fn the_window_is_the_one_found_by_looking_ahead() {
-        // As torch finds it: from each cell on, to the first at which there are enough.
+    fn gather_window_equals_that_of_looking_ahead() {
+        // Torch's algorithm: look ahead from each cell until there are enough stages.
         let ahead = |row: &[Cell]| {
             let mut next: Vec<u32> = Vec::new();
             for cell in row {

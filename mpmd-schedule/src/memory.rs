@@ -1,33 +1,37 @@
-//! How much memory a step takes, from shapes and the schedule: known before anything runs.
+//! Predicts the memory of a training step from shapes and the schedule, before anything runs.
 //!
-//! The model. Of each stage every device holds *kept* bytes all the time, and what the microbatches
-//! bring from the beginning of the step until the forward pass that reads it has ended. A pass
-//! takes the memory of all its results when it begins, while what it reads is still there, and lets
-//! what it read for the last time go when it ends:
+//! The model: for each stage, a device holds *kept* bytes all the time. The arrays of a microbatch
+//! stay from the start of the step until the end of the forward pass that reads them. A pass
+//! allocates all its results when it begins, while its inputs still exist. When it ends, it frees
+//! the inputs that no later pass reads:
 //!
-//! - the forward pass takes outputs and residuals, and lets its input go;
-//! - the input gradient takes weight residuals, but those that are kept residuals, and the gradient
-//!   of the inputs; it lets the residuals and the gradient of the outputs go;
-//! - the weight gradient takes the sums with its first microbatch, and lets the weight residuals
-//!   go;
-//! - parameters that are stored otherwise are there from the beginning of the step until the last
-//!   pass that reads them; finished gradients are there twice while they are put to the stored
+//! - the forward pass allocates outputs and residuals, and frees its input;
+//! - the input gradient allocates weight residuals, except those that are kept residuals, and the
+//!   gradient of the inputs; it frees the residuals and the gradient of the outputs;
+//! - the weight gradient allocates the sums with its first microbatch, and frees the weight
+//!   residuals;
+//! - parameters that are stored in another sharding stay from the start of the step until the last
+//!   pass that reads them; finished gradients exist twice during the transfer to the stored
 //!   shardings.
 //!
-//! Where the forward pass is computed again, its results are there while it runs first, and from
-//! when it runs again; what it reads stays until then. Where both gradients are one kernel the
+//! With recomputation, the results of the forward pass exist during its first run, and again from
+//! its second run on. Its inputs stay until then. If one kernel computes both gradients, the
 //! residuals stay until it has ended, and there are no weight residuals.
 //!
-//! An array that goes to another stage is copied, or handed over. To one on the same devices it is
-//! as if handed over: the same array. A copy takes memory at its taker from when it was made until
-//! the pass that reads it has ended, and goes at its giver once it was sent. One that is handed
-//! over takes none at its taker and stays its giver's until the taker's pass has ended.
+//! An array reaches another stage by copy or by zero-copy transfer. A stage on the same devices
+//! uses the same array, which counts like a zero-copy transfer. A copy takes memory at the receiver
+//! from its arrival until the reading pass has ended; the sender frees the array once it is sent. A
+//! zero-copy transfer takes no memory at the receiver. The array stays with the sender until the
+//! receiver's pass has ended.
 //!
-//! What goes by the order of one rank alone is exact. How far the neighbours are meanwhile is a
-//! question of time: [`MemoryPlan::expected`] has every rank start as soon as it can, with passes
-//! of equal length (both gradients take two) and moves that take next to none;
-//! [`MemoryPlan::at_most`] has everything come as early, and go back as late, as the orders allow
-//! at all. Not counted are what kernels take for themselves, collectives, and packing.
+//! Effects of one rank's own order are exact. The progress of the neighbours is a question of time:
+//!
+//! - [`MemoryPlan::expected`] starts every rank as soon as it can. Passes have equal length (both
+//!   gradients take two), and transfers take next to no time.
+//! - [`MemoryPlan::at_most`] lets every array arrive as early, and return as late, as the orders
+//!   allow.
+//!
+//! Not counted are temporary buffers of kernels, collectives, and packing.
 
 use std::collections::BTreeMap;
 
@@ -36,77 +40,76 @@ use super::pace::{Pace, StagePace};
 use super::schedule::{Schedule, ScheduleError};
 use mpmd_ids::DeviceId;
 
-/// What a device of a stage holds of one microbatch, or of the parameters, in bytes that its pool
-/// counts.
+/// Memory that a device of a stage holds for one microbatch, or for the parameters. All sizes are
+/// bytes as its pool counts them.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct StageBytes {
-    /// What is there all the time: the parameters as they are stored, and what the caller keeps
+    /// Memory that exists all the time: the stored parameters, and the arrays that the caller keeps
     /// beside them.
     pub kept: u64,
-    /// What each microbatch brings: the pipeline's input on the first stage, and side inputs.
+    /// Arrays that each microbatch brings: the pipeline's input on the first stage, and side
+    /// inputs.
     pub brought: u64,
-    /// Parameters in the shardings that kernels compute with, where these are others than the
-    /// stored ones.
+    /// Parameters in the shardings that kernels compute with, if these differ from the stored ones.
     pub gathered: u64,
     /// The gradients that weight passes add to.
     pub gradients: u64,
-    /// Those in the stored shardings, where they are put there.
+    /// Gradients in the stored shardings, if they are transferred there.
     pub reduced: u64,
-    /// What the forward pass is given by the stage before. Nothing on the first stage, and none of
-    /// what is handed over.
+    /// Inputs copied from the stage before. 0 on the first stage, and for zero-copy transfers.
     pub input: u64,
-    /// What the forward pass gives.
+    /// Outputs of the forward pass.
     pub output: u64,
     /// Residuals of the forward pass.
     pub residual: u64,
-    /// Those among them that are weight residuals as they are.
+    /// Residuals that become weight residuals without a copy.
     pub kept_residual: u64,
     /// Weight residuals.
     pub weight_residual: u64,
-    /// The gradient of the inputs, which the stage before is given. Nothing on the first stage.
+    /// The gradient of the inputs, which is sent to the stage before. 0 on the first stage.
     pub input_gradient: u64,
-    /// What this stage is given of the gradient of its outputs. Nothing on the last stage, and none
-    /// of what is handed over.
+    /// The copy of the gradient of the outputs. 0 on the last stage, and for zero-copy transfers.
     pub output_gradient: u64,
-    /// Whether the outputs are handed over, and so stay until the stage after has read them.
+    /// True if the outputs leave by zero-copy transfer, and so stay until the next stage has read
+    /// them.
     pub lends_output: bool,
-    /// The same of the gradient of the inputs.
+    /// True if the gradient of the inputs leaves by zero-copy transfer.
     pub lends_input_gradient: bool,
-    /// Whether the forward pass leaves no residuals, and is computed again for the backward pass,
-    /// from inputs that stay until then.
+    /// True if the forward pass keeps no residuals and is computed again for the backward pass. Its
+    /// inputs stay until then.
     pub recomputes: bool,
-    /// Whether there are no weight residuals where a schedule has both gradients as one action.
+    /// True if a combined backward action has no weight residuals.
     pub fuses: bool,
 }
 
-/// The most memory that each device has in use in a step, in bytes.
+/// The peak memory of each device in a step, in bytes.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct MemoryPlan {
     devices: BTreeMap<DeviceId, DeviceMemory>,
 }
 
-/// The most memory that a device, or a process, has in use in a step.
+/// The peak memory of a device, or of a process, in a step, in bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct DeviceMemory {
-    /// What is there all the time.
+    /// Memory that exists all the time.
     pub kept: u64,
-    /// Where neighbours are as fast as each other.
+    /// The peak if all ranks run at the same pace.
     pub expected: u64,
-    /// Whatever the pace of the neighbours.
+    /// The upper bound of the peak for any pace of the neighbours.
     pub at_most: u64,
 }
 
 impl MemoryPlan {
-    /// The plan of a schedule, from what the devices of each stage hold, where each stage takes
-    /// what the one before it gives.
+    /// Computes the plan of a schedule from the memory of each stage's devices. Each stage takes
+    /// the outputs of the stage before.
     ///
     /// # Errors
     ///
-    /// Where the schedule cannot proceed.
+    /// If the schedule cannot proceed.
     ///
     /// # Panics
     ///
-    /// Where there are not as many stages as the schedule has.
+    /// If the number of stages differs from the schedule's.
     pub fn new(
         schedule: &Schedule,
         stages: &[BTreeMap<DeviceId, StageBytes>],
@@ -124,7 +127,7 @@ impl MemoryPlan {
         Self::of_net(schedule, &stages)
     }
 
-    /// The same, whatever goes from which stage to which.
+    /// Like `new`, for any links between stages.
     #[doc(hidden)]
     pub fn of_net(
         schedule: &Schedule,
@@ -159,12 +162,13 @@ impl MemoryPlan {
         Ok(Self { devices: found.into_iter().map(|(device, of)| (device, memory(of))).collect() })
     }
 
-    /// Each device's memory, in the order of their numbers.
+    /// Returns the memory of each device, in the order of device numbers.
     pub fn devices(&self) -> impl Iterator<Item = (DeviceId, DeviceMemory)> + '_ {
         self.devices.iter().map(|(device, memory)| (*device, *memory))
     }
 
-    /// The sum over these devices, each at its own time of most use: those of a process.
+    /// Returns the sum over these devices, for instance those of a process. Each device counts with
+    /// its own peak.
     pub fn of(&self, devices: &[DeviceId]) -> DeviceMemory {
         let found = devices.iter().filter_map(|device| self.devices.get(device));
         found.fold(DeviceMemory::default(), |sum, one| DeviceMemory {
@@ -175,8 +179,8 @@ impl MemoryPlan {
     }
 }
 
-/// For each stage a number: the same where stages run one at a time, because they are on one rank
-/// or share a device.
+/// Returns a lane number for each stage. Stages have the same lane if they run one at a time,
+/// because they are on one rank or share a device.
 fn lanes(schedule: &Schedule, stages: &[BTreeMap<DeviceId, OnDevice>]) -> Vec<usize> {
     let mut lanes: Vec<usize> = (0..stages.len()).map(|stage| schedule.rank_of(stage)).collect();
     let mut lane_of: BTreeMap<DeviceId, usize> = BTreeMap::new();
@@ -196,9 +200,9 @@ fn lanes(schedule: &Schedule, stages: &[BTreeMap<DeviceId, OnDevice>]) -> Vec<us
     lanes
 }
 
-/// The most that is there at a time, of bytes that are there from a time until another.
+/// Returns the peak of the sum of bytes, each with its times of allocation and release.
 fn most<T: Copy + Ord>(held: impl Iterator<Item = (u64, (T, T))>) -> u64 {
-    // At a time first what goes, then what comes.
+    // Releases sort before allocations at the same time.
     let mut events: Vec<(T, bool, u64)> = Vec::new();
     for (bytes, (from, until)) in held.filter(|(_, (from, until))| from < until) {
         events.extend([(from, true, bytes), (until, false, bytes)]);
@@ -231,9 +235,9 @@ mod tests {
         plan.devices().map(|(_, memory)| (memory.expected, memory.at_most)).collect()
     }
 
-    /// Residuals alone: as many as there are forwards before their backwards.
+    /// Residuals alone: as many as there are forward passes before their backward passes.
     #[test]
-    fn residuals_pile_up_as_the_schedule_says() {
+    fn residuals_accumulate_in_schedule_order() {
         let bytes = StageBytes { kept: 1000, residual: 1, ..StageBytes::default() };
         for microbatches in [2, 4, 9] {
             for ranks in [1, 2, 4] {
@@ -256,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn one_stage_by_hand() {
+    fn one_stage_peaks_as_computed_by_hand() {
         let schedule = Schedule::gpipe(1, 2).unwrap();
         let bytes = StageBytes {
             kept: 1_000_000,
@@ -267,36 +271,35 @@ mod tests {
             weight_residual: 700,
             ..StageBytes::default()
         };
-        // In the first forward pass there are both inputs.
+        // The first forward pass holds both inputs.
         let most = 1_000_000 + 2 * 100_000 + 1_000;
         assert_eq!(plan(&schedule, &[bytes]), [(most, most)]);
-        // Without them: the residuals of the second, and what the first weight gradient needs: its
-        // own residuals, of which 400 have gone, and the gradients. The bound does not look into a
-        // pass.
+        // Without inputs, the peak has three parts: the second microbatch's residuals, the
+        // gradients, and the first's weight residuals. 400 bytes of the first residuals are freed.
+        // The bound does not look into a pass.
         let most = 1_000_000 + 10_000 + 1_000 + 700;
         assert_eq!(plan(&schedule, &[StageBytes { brought: 0, ..bytes }]), [(most, most + 400)]);
     }
 
     #[test]
-    fn what_is_handed_over_counts_with_its_owner_until_it_was_read() {
+    fn lent_output_counts_at_its_owner_until_read() {
         let schedule = Schedule::gpipe(2, 4).unwrap();
         let sender = StageBytes { output: 1, ..StageBytes::default() };
         let taker = StageBytes { input: 1, ..StageBytes::default() };
-        // A copy is sent while the next pass begins. As fast as each other, the second has one to
-        // work on and one that came when that ended; whatever the pace, the first has done all
-        // four.
+        // A copy is sent while the next pass begins. At equal pace, the second stage's next input
+        // arrives as the current one is freed. At any pace, the first stage may have done all four.
         assert_eq!(plan(&schedule, &[sender, taker]), [(2, 4), (1, 4)]);
         let lender = StageBytes { lends_output: true, ..sender };
         let nothing = StageBytes::default();
-        // What was read goes back just after the third has begun.
+        // The read array is returned just after the third pass has begun.
         assert_eq!(plan(&schedule, &[lender, nothing]), [(3, 4), (0, 0)]);
-        // In 1F1B the first waits for the second's backward: it is never more than two ahead.
+        // In 1F1B the first stage waits for the second's backward pass: it is at most two ahead.
         let schedule = Schedule::one_f_one_b(2, 8).unwrap();
         assert_eq!(plan(&schedule, &[lender, taker]), [(2, 2), (1, 2)]);
     }
 
     #[test]
-    fn parameters_stored_otherwise_are_there_twice_and_so_are_their_gradients_at_the_end() {
+    fn other_compute_shardings_double_params_and_last_gradients() {
         let bytes = StageBytes {
             kept: 100,
             gathered: 10,
@@ -311,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_apart_hold_weight_residuals_until_their_own_turn() {
+    fn separate_weight_gradients_hold_residuals_until_they_run() {
         use ActionKind::{BackwardInput, BackwardWeight, Forward};
         let action = |kind, microbatch| Action { stage: 0, kind, microbatch };
         let row = [Forward, BackwardInput, BackwardWeight].into_iter();
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_expected_is_never_above_the_bound() {
+    fn expected_peak_is_never_above_the_bound() {
         let bytes = StageBytes {
             kept: 3,
             brought: 2,

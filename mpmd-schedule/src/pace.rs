@@ -1,11 +1,11 @@
-//! When the passes of a step begin and end: as expected, and as the orders of all ranks say for
-//! sure.
+//! Start and end of the passes of a step: expected times, and the bounds that the orders of all
+//! ranks guarantee.
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// What a pass takes a time of, so that moves are short beside it.
+/// Assumed time of a pass. Transfers are short beside it.
 const PASS: u64 = 1 << 20;
-/// What a move takes.
+/// Assumed time of a transfer.
 pub(super) const MOVE: u64 = 1;
 
 /// A part of an action.
@@ -19,13 +19,13 @@ pub(super) struct Pass {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum PassKind {
     Forward,
-    /// The forward pass again, right before the input gradient.
+    /// The recomputed forward pass, right before the input gradient.
     Again,
     Input,
     Weight,
 }
 
-/// What the pace depends on beside the order.
+/// Properties of a stage that its pace depends on, beside the order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct StagePace {
     /// Passes of stages of one lane run one at a time.
@@ -34,23 +34,22 @@ pub(super) struct StagePace {
     pub(super) fuses: bool,
 }
 
-/// When all passes run.
+/// Expected times and guaranteed bounds of all passes.
 pub(super) struct Pace {
     microbatches: usize,
     lanes: Vec<usize>,
     actions: Vec<Ran>,
-    /// By lane, its actions in order.
+    /// Indices of the actions of each lane, in order.
     rows: Vec<Vec<usize>>,
-    /// By stage, microbatch and kind.
+    /// Indexed by stage, microbatch and kind.
     passes: Vec<Option<Timed>>,
 }
 
-/// An action.
 struct Ran {
     lane: usize,
-    /// Its place in the lane.
+    /// The index of the action in its lane.
     place: usize,
-    /// By lane, how many of its actions surely are over when this one begins.
+    /// For each lane, the number of its actions that are surely over when this one begins.
     over: Vec<usize>,
 }
 
@@ -74,7 +73,8 @@ impl Pace {
             rows: vec![Vec::new(); lanes],
             passes: vec![None; 4 * count * stages.len()],
         };
-        // By lane, what is over after its last action so far, and when that ends.
+        // For each lane: the actions that are over after its last action so far, and the end of
+        // that action.
         let mut after = vec![vec![0; lanes]; lanes];
         let mut free = vec![0; lanes];
         for action in order {
@@ -102,7 +102,7 @@ impl Pace {
         Ok(pace)
     }
 
-    /// What must be over before an action begins.
+    /// Returns the passes that must be over before an action begins.
     fn needs(&self, action: Action, stages: usize) -> Vec<Pass> {
         let Action { stage, kind, microbatch } = action;
         let of = |stage, kind| Pass { stage, kind, microbatch };
@@ -115,11 +115,11 @@ impl Pace {
         }
     }
 
-    /// Sets the times of an action's passes; when it ends.
+    /// Sets the times of the passes of an action, and returns its end.
     fn time(&mut self, action: Action, of: StagePace, start: u64) -> u64 {
         use PassKind::{Again, Forward, Input, Weight};
         let again = if of.recomputes { PASS } else { 0 };
-        // Each from and until when, after the action has begun.
+        // (kind, start, end) of each pass, relative to the start of the action.
         let passes: &[(PassKind, u64, u64)] = match action.kind {
             ActionKind::Forward => &[(Forward, 0, PASS)],
             ActionKind::BackwardWeight => &[(Weight, 0, PASS)],
@@ -153,12 +153,12 @@ impl Pace {
         self.passes[self.place(pass)]
     }
 
-    /// Whether the schedule has the pass.
+    /// Returns true if the schedule has the pass.
     pub(super) fn has(&self, pass: Pass) -> bool {
         self.timed(pass).is_some()
     }
 
-    /// When the pass is expected to begin and to end.
+    /// Returns the expected start and end of the pass.
     pub(super) fn times(&self, pass: Pass) -> (u64, u64) {
         self.timed(pass).map_or((0, 0), |timed| (timed.start, timed.end))
     }
@@ -167,17 +167,17 @@ impl Pace {
         self.lanes[stage]
     }
 
-    /// How many actions the lane has.
+    /// Returns the number of actions of the lane.
     pub(super) fn actions(&self, lane: usize) -> usize {
         self.rows[lane].len()
     }
 
-    /// The first action of the lane while which the pass may have begun.
+    /// Returns the index of the first action of the lane during which the pass may have begun.
     pub(super) fn may_begin(&self, pass: Pass, lane: usize) -> usize {
         self.timed(pass).map_or(0, |timed| self.actions[timed.action].over[lane])
     }
 
-    /// The first action of the lane at whose beginning the pass surely is over.
+    /// Returns the index of the first action of the lane that surely begins after the pass is over.
     pub(super) fn is_over(&self, pass: Pass, lane: usize) -> usize {
         let Some(timed) = self.timed(pass) else { return self.rows[lane].len() };
         let Ran { lane: on, place, .. } = self.actions[timed.action];

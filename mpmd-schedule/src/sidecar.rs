@@ -1,4 +1,4 @@
-//! What torch's text of a schedule cannot say, in a file beside it: a [`Sidecar`].
+//! Schedule metadata that torch's text format cannot express, in a file beside the text.
 
 use std::fmt::Write;
 
@@ -8,10 +8,11 @@ use super::costs::Costs;
 use super::schedule::Schedule;
 use super::text::Text;
 
-/// The version of the form that this writes and reads.
+/// The format version that this code writes and reads.
 const VERSION: u32 = 1;
 
-/// What lies beside `NAME.csv` as `NAME.toml`, so that torch still loads the text.
+/// Schedule metadata, stored in `NAME.toml` beside the schedule text `NAME.csv`. Torch can still
+/// load the text.
 ///
 /// ```toml
 /// format = 1
@@ -35,40 +36,41 @@ pub struct Sidecar {
     pub ranks: usize,
     /// Number of microbatches.
     pub microbatches: usize,
-    /// Number of stages on each rank; `None` where ranks have different numbers of them.
+    /// Number of stages on each rank; `None` if it differs between ranks.
     pub chunks: Option<usize>,
     /// The name of the [`Placement`](super::Placement).
     pub placement: String,
     /// The rank of each stage.
     pub rank_of_stage: Vec<usize>,
-    /// The name of the text's [`Flavour`](super::Flavour).
+    /// The dialect of the text: the name of its [`Flavour`](super::Flavour).
     pub flavour: String,
-    /// [`Text::hash`].
+    /// The hash of the text: [`Text::hash`].
     pub hash: u64,
-    /// The channel over which it was proved to come to its end, as `check` names it; `None` where
-    /// it was not.
+    /// The channel over which the schedule was proved free of deadlock, by its name in `check`.
+    /// `None` if it was not proved.
     pub channel: Option<String>,
-    /// What the passes cost, where the order was made for these.
+    /// The costs of the passes, if the order was optimised for them.
     pub costs: Option<Costs>,
 }
 
-/// Why a sidecar is not one, or not of its text.
+/// An error in schedule metadata, or a mismatch with its text.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SidecarError {
-    /// It is not in the form.
-    #[error("the sidecar is not in its form: {0}")]
+    /// The file does not follow the format.
+    #[error("the schedule metadata file is malformed: {0}")]
     Form(String),
-    /// It is of a later version.
-    #[error("the sidecar has format version {found}; this reads {VERSION}")]
+    /// The file has another format version.
+    #[error("the schedule metadata file has format version {found}; this version reads {VERSION}")]
     Version {
-        /// The version in it.
+        /// The version in the file.
         found: u32,
     },
-    /// It is of another text.
-    #[error("the sidecar is of another text: {}", .differences.join("; "))]
+    /// The metadata belong to another text.
+    #[error("the schedule metadata file belongs to another text: {}", .differences.join("; "))]
     Differs {
-        /// What differs: the name of the value, what the sidecar says and what the text does.
+        /// For each difference: the name of the value, its value in the metadata, and its value in
+        /// the text.
         differences: Vec<String>,
     },
 }
@@ -96,7 +98,7 @@ struct Form {
 }
 
 impl Sidecar {
-    /// Of a schedule and its text; nothing proved, no costs.
+    /// Creates the metadata of a schedule and its text, without a channel and without costs.
     pub fn new(schedule: &Schedule, text: &Text) -> Self {
         let mut chunks = vec![0_usize; schedule.ranks()];
         schedule.ranks_of_stages().iter().for_each(|rank| chunks[*rank] += 1);
@@ -114,16 +116,17 @@ impl Sidecar {
         }
     }
 
-    /// Reads one.
+    /// Parses metadata from TOML.
     ///
     /// # Errors
     ///
-    /// [`SidecarError::Version`] where it is of another version, [`SidecarError::Form`] where it is
-    /// not TOML, a value is missing, unknown or of another type.
+    /// - [`SidecarError::Version`] if the format version differs.
+    /// - [`SidecarError::Form`] if the text is not TOML, or a value is missing, unknown or of
+    ///   another type.
     pub fn parse(text: &str) -> Result<Self, SidecarError> {
         let form =
             |error: toml::de::Error| SidecarError::Form(error.to_string().trim_end().to_owned());
-        // First: a later version may have any other values.
+        // Read the version first: another version may have any other values.
         let Version { format: found } = toml::from_str(text).map_err(form)?;
         if found != VERSION {
             return Err(SidecarError::Version { found });
@@ -148,7 +151,7 @@ impl Sidecar {
         })
     }
 
-    /// As TOML.
+    /// Formats the metadata as TOML.
     pub fn to_toml(&self) -> String {
         let Self { ranks, microbatches, rank_of_stage, hash, .. } = self;
         let mut toml = format!("format = {VERSION}\nname = {}\n", quoted(&self.name));
@@ -172,20 +175,20 @@ impl Sidecar {
         toml
     }
 
-    /// Whether this is the sidecar of that text. The name, the channel and the costs are not in a
-    /// text.
+    /// Checks that the metadata belong to this text. The name, the channel and the costs are not in
+    /// a text and are not compared.
     ///
     /// # Errors
     ///
-    /// [`SidecarError::Differs`] with all that differs; costs of another number of stages are among
-    /// it.
+    /// [`SidecarError::Differs`] with all differences. It includes costs for another number of
+    /// stages.
     pub fn check(&self, schedule: &Schedule, text: &Text) -> Result<(), SidecarError> {
         let of = Self::new(schedule, text);
         let mut differences = Vec::new();
         let mut compare = |what: &str, here: String, there: String| {
             if here != there {
                 differences
-                    .push(format!("{what} is {here} in the sidecar and {there} in the text"));
+                    .push(format!("{what} is {here} in the metadata and {there} in the text"));
             }
         };
         compare("ranks", self.ranks.to_string(), of.ranks.to_string());
@@ -212,7 +215,7 @@ impl Sidecar {
     }
 }
 
-/// A TOML string.
+/// Formats a TOML string.
 pub(super) fn quoted(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
@@ -240,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sidecar_is_read_as_it_was_written() {
+    fn written_metadata_is_read_unchanged() {
         let (schedule, text) = example(Flavour::ComputeOnly);
         let mut sidecar = Sidecar::new(&schedule, &text);
         assert_eq!(Sidecar::parse(&sidecar.to_toml()).unwrap(), sidecar);
@@ -266,7 +269,7 @@ mod tests {
             |bytes| {
                 let Ok(read) = Sidecar::parse(&String::from_utf8_lossy(bytes)) else { return };
                 let again = Sidecar::parse(&read.to_toml()).unwrap();
-                // Costs that are not a number differ from themselves.
+                // NaN costs differ from themselves, so compare their text.
                 assert_eq!(format!("{again:?}"), format!("{read:?}"));
                 let _ = read.check(&schedule, &text);
             },
@@ -274,44 +277,44 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_said() {
+    fn all_differences_are_reported() {
         let (schedule, text) = example(Flavour::ComputeOnly);
         let sidecar = Sidecar::new(&schedule, &text);
         let (_, comms) = example(Flavour::ComputeComms);
         let error = sidecar.check(&schedule, &comms).unwrap_err().to_string();
         let expected =
-            "flavour is compute_only in the sidecar and compute_comms in the text; hash is";
+            "flavour is compute_only in the metadata and compute_comms in the text; hash is";
         assert!(error.contains(expected), "{error}");
         let other = Schedule::named("interleaved", 2, 2, None).unwrap();
         let text = Text::of(&other, Flavour::ComputeOnly).unwrap();
         let error = sidecar.check(&other, &text).unwrap_err().to_string();
         for expected in [
-            "microbatches is 4 in the sidecar and 2 in the text",
-            "placement is V in the sidecar and loop in the text",
-            "rank_of_stage is [0, 1, 1, 0] in the sidecar and [0, 1, 0, 1] in the text",
+            "microbatches is 4 in the metadata and 2 in the text",
+            "placement is V in the metadata and loop in the text",
+            "rank_of_stage is [0, 1, 1, 0] in the metadata and [0, 1, 0, 1] in the text",
         ] {
             assert!(error.contains(expected), "{error}");
         }
         let costs = Sidecar { costs: Some(Costs::units(3)), ..Sidecar::new(&other, &text) };
         let error = costs.check(&other, &text).unwrap_err().to_string();
-        assert!(error.contains("stages with costs is 3 in the sidecar and 4"), "{error}");
+        assert!(error.contains("stages with costs is 3 in the metadata and 4"), "{error}");
     }
 
     #[test]
-    fn only_its_own_form_is_read() {
+    fn other_versions_and_malformed_files_are_refused() {
         let (schedule, text) = example(Flavour::ComputeOnly);
         let toml = Sidecar::new(&schedule, &text).to_toml();
         let error = |toml: String| Sidecar::parse(&toml).unwrap_err().to_string();
         let later = error(format!("{}novel = 1\n", toml.replace("format = 1", "format = 2")));
-        assert_eq!(later, "the sidecar has format version 2; this reads 1");
+        assert_eq!(later, "the schedule metadata file has format version 2; this version reads 1");
         assert!(error(format!("{toml}novel = 1\n")).contains("novel"));
         assert!(error(toml.replace("ranks = 2\n", "")).contains("missing field `ranks`"));
         assert!(error(toml.replace("hash = \"", "hash = \"+")).contains("16 hexadecimal digits"));
-        assert!(error("{".to_owned()).contains("not in its form"));
+        assert!(error("{".to_owned()).contains("file is malformed"));
     }
 
     #[test]
-    fn the_hash_is_of_what_is_done_not_of_waits() {
+    fn hash_ignores_empty_cells() {
         let of = |text: &str| Text::parse(text, None).unwrap().hash();
         assert_eq!(of("0F0,,0B0\n,1F0,1B0"), of("0F0,0B0\r\n1F0,1B0,\r\n"));
         assert_ne!(of("0F0,0B0\n1F0,1B0"), of("0F0,0B0,1F0,1B0"));

@@ -1,58 +1,59 @@
-//! A [`Timeline`]: what pictures are drawn of.
+//! A [`Timeline`]: the data of a drawing.
 
 use serde::{Deserialize, Serialize};
 
-/// What the ranks of a pipeline, or the processes of a job, did or will do.
+/// The past or planned work of the ranks of a pipeline, or of the processes of a job.
 ///
-/// Times are in [`Timeline::unit`], from the beginning of what is shown.
+/// Times are in [`Timeline::unit`], from the beginning of the timeline.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Timeline {
-    /// What it is of: the name of a schedule, or of a program.
+    /// The name of the schedule or the program.
     pub title: String,
-    /// `s`, or `unit` where times are only relative to each other.
+    /// `s` for seconds, or `unit` if times are only relative to each other.
     pub unit: String,
-    /// When the last bar ends.
+    /// End of the last bar.
     pub end: f64,
-    /// What memory is counted in: `B` for bytes, or a word for people, as `activations`. Where it
-    /// is empty, small numbers are taken for activations and large ones for bytes.
+    /// Unit of memory: `B` for bytes, or a word such as `activations`. If it is empty, small
+    /// numbers count as activations and large ones as bytes.
     #[serde(default)]
     pub memory_unit: String,
-    /// Where steps begin and end, in order.
+    /// Starts and ends of steps, in order.
     pub marks: Vec<Mark>,
-    /// By rank, or by process and device.
+    /// One row for each rank, or for each process and device.
     pub rows: Vec<Row>,
 }
 
 /// A point in time with a name.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Mark {
-    /// When.
+    /// Time of the mark.
     pub at: f64,
-    /// The end of the step that begins there. `None`: the next mark, or the end of the timeline.
+    /// The end of the step that begins there. With `None` it ends at the next mark, or at the end
+    /// of the timeline.
     #[serde(default)]
     pub end: Option<f64>,
-    /// What begins there.
+    /// Name of the step that begins there.
     pub name: String,
 }
 
-/// What one rank or device does.
+/// The work of one rank or device.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Row {
-    /// As `rank 3`, or `process 1, cpu 0`.
+    /// A name such as `rank 3`, or `process 1, cpu 0`.
     pub name: String,
-    /// The process, where there is one.
+    /// The process, if there is one.
     pub process: Option<u32>,
-    /// What it computes, by start; bars do not overlap.
+    /// Computations, sorted by start; they do not overlap.
     pub bars: Vec<Bar>,
-    /// What goes out from it, by start; these may overlap.
+    /// Outgoing transfers, sorted by start; they may overlap.
     pub moves: Vec<Bar>,
-    /// When it computes nothing between the beginning and the end, in order, and why.
+    /// Times without computation between beginning and end, in order, with their reasons.
     pub gaps: Vec<Gap>,
-    /// Memory in use: each holds until the next.
+    /// Memory in use. Each value holds until the next point.
     pub memory: Vec<MemoryPoint>,
 }
 
-/// What a bar is of.
+/// The kind of a bar.
 #[derive(
     Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
 )]
@@ -64,42 +65,42 @@ pub enum Kind {
     BackwardInput,
     /// The gradient of a stage's parameters.
     BackwardWeight,
-    /// Both gradients as one.
+    /// Both gradients in one pass.
     Backward,
-    /// An array on its way.
+    /// The transfer of an array.
     Move,
-    /// Anything else.
+    /// Any other kind.
     #[default]
     Other,
 }
 
-/// Something with a beginning and an end.
+/// A computation or a transfer, with start and end.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Bar {
-    /// What kind of thing.
+    /// Kind of the bar.
     pub kind: Kind,
-    /// As `2F7`, or the name of a kernel.
+    /// A name such as `2F7`, or the name of a kernel.
     pub name: String,
-    /// The stage, where it is of one.
+    /// The stage, if it belongs to one.
     pub stage: Option<u32>,
-    /// The microbatch, where it is of one.
+    /// The microbatch, if it belongs to one.
     pub microbatch: Option<u32>,
-    /// When it begins.
+    /// Start time.
     pub start: f64,
-    /// When it ends.
+    /// End time.
     pub end: f64,
-    /// Bytes that are moved.
+    /// Bytes moved, for a transfer.
     pub bytes: Option<u64>,
-    /// The place in [`Timeline::rows`] that a move goes to.
+    /// Index in [`Timeline::rows`] of a transfer's target.
     #[serde(default)]
     pub to: Option<u32>,
-    /// The number of the operation in the program.
+    /// Number of the operation in the program.
     pub op: Option<u64>,
-    /// When it was issued, in a run.
+    /// Time at which it was issued, in a run.
     pub issued: Option<f64>,
-    /// What it waited for last before it began, for people.
+    /// Description of the last work that it waited for before its start.
     pub waited_for: Option<String>,
-    /// When the plan has it begin and end, where there is one to compare with.
+    /// Planned start and end, if there is a plan to compare with.
     pub planned: Option<(f64, f64)>,
     /// The line of the program.
     pub at: Option<String>,
@@ -108,18 +109,18 @@ pub struct Bar {
 /// A time in which a row computes nothing.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Gap {
-    /// From when.
+    /// Start time.
     pub start: f64,
-    /// Until when.
+    /// End time.
     pub end: f64,
-    /// What was waited for, for people: `stage 1, microbatch 4, forward of rank 0`.
+    /// Description of the work that the row waited for: `stage 1, microbatch 4, forward of rank 0`.
     pub waits_for: String,
 }
 
-/// How much memory is in use from a time on.
+/// The memory in use from a time on.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct MemoryPoint {
-    /// From when.
+    /// Time from which the value holds.
     pub at: f64,
     /// Bytes, or activations in a schedule without bytes.
     pub used: f64,
@@ -130,9 +131,9 @@ pub struct MemoryPoint {
 pub struct Step {
     /// The name of the mark that begins it.
     pub name: String,
-    /// When it begins.
+    /// Start time.
     pub from: f64,
-    /// When it ends.
+    /// End time.
     pub until: f64,
     /// Time from the end of the previous step to the end of this one; of the first step, its
     /// length.
@@ -164,14 +165,14 @@ impl Timeline {
         (!steps.is_empty()).then(|| steps.swap_remove((steps.len() - 1) / 2))
     }
 
-    /// When the last bar ends by the plan; none where no bar has been planned.
+    /// Returns the planned end of the last bar, or `None` if no bar has a plan.
     pub fn planned_end(&self) -> Option<f64> {
         let bars = self.rows.iter().flat_map(|row| &row.bars);
         bars.filter_map(|bar| bar.planned).map(|(_, until)| until).reduce(f64::max)
     }
 
-    /// The time from `from` to `until` in which no row computes, as a share of all rows' time; 0
-    /// where there is none.
+    /// Returns the idle share of all rows' time between `from` and `until`, as a number from 0 to
+    /// 1. It is 0 for an empty interval or without rows.
     pub fn bubble(&self, from: f64, until: f64) -> f64 {
         let whole = (until - from) * self.rows.len() as f64;
         let busy: f64 = self.rows.iter().map(|row| row.busy(from, until)).sum();
@@ -180,18 +181,18 @@ impl Timeline {
 }
 
 impl Row {
-    /// How long it computes from `from` to `until`.
+    /// Returns the time spent computing between `from` and `until`.
     pub fn busy(&self, from: f64, until: f64) -> f64 {
         let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
         self.bars.iter().map(within).sum()
     }
 
-    /// The most memory it has in use; none where that is not known.
+    /// Returns the largest memory in use, or `None` if memory is not recorded.
     pub fn peak(&self) -> Option<f64> {
         self.memory.iter().map(|point| point.used).reduce(f64::max)
     }
 
-    /// The stages of its bars, in ascending order: its first chunk, its second, …
+    /// Returns the stages of its bars in ascending order: its first chunk, its second, and so on.
     pub fn stages(&self) -> Vec<u32> {
         let mut stages: Vec<u32> = self.bars.iter().filter_map(|bar| bar.stage).collect();
         stages.sort_unstable();
@@ -205,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_bubble_is_what_rows_do_not_compute() {
+    fn bubble_is_the_idle_share() {
         let bar = |start, end| Bar { start, end, ..Bar::default() };
         let row = |bars| Row { bars, ..Row::default() };
         let rows = vec![row(vec![bar(0.0, 2.0), bar(3.0, 4.0)]), row(vec![bar(1.0, 4.0)])];
@@ -216,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_between_marks() {
+    fn steps_span_from_mark_to_mark() {
         let mark = |at, name: &str| Mark { at, name: name.to_owned(), end: None };
         let steps = |marks| {
             let timeline = Timeline { end: 4.0, marks, ..Timeline::default() };
@@ -226,7 +227,7 @@ mod tests {
         assert_eq!(steps(vec![]), [(String::new(), 0.0, 4.0)]);
         let (first, second) = (("a".to_owned(), 0.0, 3.0), ("b".to_owned(), 3.0, 4.0));
         assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b")]), [first.clone(), second]);
-        // A mark at the end begins nothing.
+        // A mark at the end begins no step.
         assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b"), mark(4.0, "c")]).len(), 2);
         assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, ""), mark(3.0, "b")])[0], first);
         assert_eq!(Timeline::default().steps(), []);
@@ -234,9 +235,10 @@ mod tests {
     }
 
     #[test]
-    fn steps_end_at_their_own_ends() {
+    fn steps_with_own_ends_may_overlap() {
         let mark = |(at, end): (f64, f64)| Mark { at, end: Some(end), name: at.to_string() };
-        // The second begins while the first still runs, the third after a pause, and 80 follow.
+        // The second begins while the first still runs. The third begins after a pause. 80 s follow
+        // the last.
         let marks = [(0.0, 6.0), (5.0, 8.0), (10.0, 12.0), (12.0, 20.0)].map(mark).to_vec();
         let timeline = Timeline { end: 100.0, marks, ..Timeline::default() };
         let steps = timeline.steps();
@@ -246,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_know_their_stages_their_peak_and_the_plan() {
+    fn rows_report_stages_peak_and_planned_end() {
         let bar = |stage, planned| Bar { stage, planned, ..Bar::default() };
         let bars = vec![
             bar(Some(7), None),

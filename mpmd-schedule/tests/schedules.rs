@@ -1,4 +1,4 @@
-//! Built-in schedules: their orders, their text, and what they cost.
+//! Built-in schedules: their orders, their text, and their costs.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ fn cases(golden: &str) -> Vec<Value> {
     golden["cases"].as_array().expect("cases").clone()
 }
 
-/// The schedule of a case, and what to call it.
+/// Returns the schedule of a case, and a name for it.
 fn schedule(case: &Value) -> (Schedule, String) {
     let number = |key: &str| case[key].as_u64().expect("a number") as usize;
     let name = case["schedule"].as_str().expect("a name");
@@ -22,7 +22,7 @@ fn schedule(case: &Value) -> (Schedule, String) {
 }
 
 #[test]
-fn orders_agree_with_the_golden_ones() {
+fn orders_match_the_golden_file() {
     let cases = cases(include_str!("golden/schedules.json"));
     for case in &cases {
         let (schedule, called) = schedule(case);
@@ -36,7 +36,7 @@ fn orders_agree_with_the_golden_ones() {
 }
 
 #[test]
-fn text_agrees_with_torchs_to_the_byte() {
+fn text_matches_torch_to_the_byte() {
     let cases = cases(include_str!("golden/torch_text.json"));
     for case in &cases {
         let (schedule, called) = schedule(case);
@@ -52,7 +52,7 @@ fn text_agrees_with_torchs_to_the_byte() {
         }
         let lowered = Text::of(&schedule, Flavour::ComputeComms).unwrap();
         assert_eq!(lowered.to_csv(), theirs("compute_comms"), "{called}");
-        // Torch's has waits in it, ours has not.
+        // Torch's text includes waits; this one does not.
         let ours = Text::of(&schedule, Flavour::ComputeOnly).unwrap();
         assert_eq!(
             ours.hash(),
@@ -63,18 +63,18 @@ fn text_agrees_with_torchs_to_the_byte() {
     assert_eq!(cases.len(), 35);
 }
 
-/// What an order costs.
+/// The costs of an order.
 struct Run {
     makespan: usize,
-    /// By rank: forward passes begun whose gradients are not all computed, at most.
+    /// By rank: the most forward passes with gradients still outstanding.
     activations: Vec<usize>,
-    /// By rank: time between its first and its last action in which it does nothing.
+    /// By rank: idle time between its first and its last action.
     idle: Vec<usize>,
 }
 
-/// Runs a schedule whose passes take so long, `(F, I, W)`, and whose moves take no time. As the
-/// closed forms have it: a `B` gives its gradient at its end, and a pair begins when both can, and
-/// does one after the other.
+/// Runs a schedule with passes that take `(F, I, W)` units of time, and moves that take none. As in
+/// the closed forms, a `B` gives its gradient at its end. A pair starts when both actions can, and
+/// runs one after the other.
 fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> Run {
     use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
     let ranks = schedule.ranks();
@@ -137,7 +137,7 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
 }
 
 #[test]
-fn the_table_for_four_ranks_and_eight_microbatches_holds() {
+fn costs_for_four_ranks_and_eight_microbatches_match_table() {
     type Row = (&'static str, Option<usize>, usize, usize, [usize; 4], [usize; 4]);
     let table: [Row; 8] = [
         ("gpipe", None, 33, 24, [8; 4], [9, 6, 3, 0]),
@@ -160,7 +160,7 @@ fn the_table_for_four_ranks_and_eight_microbatches_holds() {
 }
 
 #[test]
-fn bubbles_and_activations_have_their_closed_forms() {
+fn bubbles_and_activations_match_closed_forms() {
     for p in 1..7_usize {
         for m in 1..25_usize {
             for v in 1..5_usize {

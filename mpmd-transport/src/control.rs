@@ -1,13 +1,13 @@
-//! The encoding of control payloads: what rendezvous and router say beyond a header.
+//! The encoding of control payloads: the data that rendezvous and router send beyond a header.
 //!
-//! The one module that names `bincode`; tensor bytes never pass through it.
+//! This is the only module that uses `bincode`. Tensor bytes never pass through it.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::wire::MAX_CONTROL_BYTES;
 
-/// A control payload that could not be written or read.
+/// The error of a control payload that could not be encoded or decoded.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("a control message cannot be {doing}: {why}")]
 pub struct ControlError {
@@ -25,22 +25,22 @@ fn config() -> impl bincode::config::Config {
 ///
 /// # Errors
 ///
-/// Fails where the value does not fit [`MAX_CONTROL_BYTES`].
+/// If the encoded value is larger than [`MAX_CONTROL_BYTES`].
 pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, ControlError> {
     let wrong = |why| ControlError { doing: "written", why };
     let bytes = bincode::serde::encode_to_vec(value, config()).map_err(|e| wrong(e.to_string()))?;
-    // The limit of the encoding is one for reading only.
+    // bincode checks its limit only when it decodes.
     if bytes.len() > LIMIT {
         return Err(wrong(format!("it has {} bytes, and {LIMIT} are allowed", bytes.len())));
     }
     Ok(bytes)
 }
 
-/// Decodes a control payload, all of it.
+/// Decodes a control payload. All of `bytes` must belong to it.
 ///
 /// # Errors
 ///
-/// Fails on bytes that are not such a value, or that go on after it.
+/// If the bytes do not encode a `T`, or if more bytes follow the value.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlError> {
     let (value, read) = bincode::serde::decode_from_slice(bytes, config())
         .map_err(|e| ControlError { doing: "read", why: e.to_string() })?;
@@ -60,7 +60,7 @@ mod tests {
     use crate::router::Answer;
     use crate::{Failure, FailureKind, ProcessId};
 
-    /// Decodes bytes; what could be read survives another time.
+    /// Decodes bytes. A value that could be decoded must survive another round trip.
     fn read<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) {
         if let Ok(value) = decode::<T>(bytes) {
             assert_eq!(decode::<T>(&encode(&value).unwrap()).unwrap(), value);
@@ -82,14 +82,14 @@ mod tests {
     }
 
     #[test]
-    fn values_survive_and_garbage_is_an_error() {
+    fn control_round_trips_and_refuses_garbage() {
         let value = (7u32, "seven".to_owned(), vec![1u64, 2]);
         let bytes = encode(&value).unwrap();
         assert_eq!(decode::<(u32, String, Vec<u64>)>(&bytes).unwrap(), value);
         let mut longer = bytes.clone();
         longer.push(0);
         assert!(decode::<(u32, String, Vec<u64>)>(&longer).is_err());
-        assert!(encode(&"x".repeat(LIMIT - 5)).is_ok(), "what is written can be read");
+        assert!(encode(&"x".repeat(LIMIT - 5)).is_ok(), "an encoded payload can be decoded");
         assert!(encode(&"x".repeat(LIMIT)).is_err());
         // A length prefix far beyond the bytes present must not allocate them.
         assert!(decode::<Vec<u64>>(&[253, 255, 255, 255, 255, 255, 255, 255, 127]).is_err());

@@ -1,10 +1,10 @@
-//! Deadlines of waits that users may want to be endless.
+//! Deadlines for waits that may be endless.
 
 use std::time::{Duration, Instant};
 
-/// Returns `now` plus `wait`, or plus a year where the wait is longer.
+/// Returns `now` plus `wait`, or `now` plus a year if `wait` is longer than that.
 ///
-/// No panic: the sum of an instant and a wait such as [`Duration::MAX`] does not exist.
+/// Never panics, unlike a plain sum of an instant and [`Duration::MAX`].
 pub fn after(now: Instant, wait: Duration) -> Instant {
     const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
     now + wait.min(LONGEST)
@@ -15,7 +15,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_endless_wait_ends_in_a_year() {
+    fn endless_wait_is_capped_at_a_year() {
         let now = Instant::now();
         assert_eq!(after(now, Duration::from_secs(7)), now + Duration::from_secs(7));
         for wait in [Duration::MAX, Duration::from_secs_f64(1e19)] {

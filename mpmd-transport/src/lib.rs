@@ -1,19 +1,20 @@
-//! How the processes of a job find each other and move messages and memory.
+//! Lets the processes of a job find each other, and moves messages and memory between them.
 //!
-//! This crate knows processes, messages and memory; it never hears of arrays, meshes or shapes
+//! This crate knows processes, messages and memory. It knows nothing of arrays, meshes or shapes
 //! (invariant *transport-knows-bytes*). From the bottom up:
 //!
-//! - [`memory`]: buffers and the pools they come from; what a transport reads from and writes into.
+//! - [`memory`]: buffers and the pools that they come from. Transports read from them and write
+//!   into them.
 //! - [`wire`]: the fixed, versioned header that every message starts with.
 //! - [`control`]: the encoding of small control payloads.
 //! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and
 //!   [`ucx`].
 //! - [`mixed`]: two transports at once, each for some of the peers.
 //! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
-//!   reads no clock; whoever drives it feeds it events and carries out its actions.
+//!   reads no clock; its driver feeds it events and carries out its actions.
 //! - [`rendezvous`]: how processes meet before there is a transport.
-//! - [`probe`]: what the machine lets processes do to each other.
-//! - [`deadline`]: the ends of waits that users may want to be endless.
+//! - [`probe`]: tests which system calls between processes this machine allows.
+//! - [`deadline`]: deadlines for waits that may be endless.
 
 pub mod control;
 pub mod deadline;

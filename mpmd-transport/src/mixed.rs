@@ -1,5 +1,4 @@
-//! Two transports at once: each peer is reached by the one that both sides have and that is best
-//! for them.
+//! Two transports at once. Each peer is reached by the better one of those that both sides have.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,25 +8,26 @@ use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Payload, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
 
-/// A transport that reaches some peers by one way and the others by another.
+/// A transport that reaches some peers by one transport (`near`) and the others by another (`far`).
 ///
-/// Threads that wait drive the first; the second has threads of its own.
+/// Waiting threads drive `near`; `far` has threads of its own.
 pub struct Mixed {
     name: &'static str,
     near: Arc<dyn Transport>,
     far: Arc<dyn Transport>,
-    /// By process.
+    /// Indexed by process: true if the process is reached by `near`.
     is_near: Arc<[bool]>,
 }
 
 impl Mixed {
-    /// Reaches the processes for which `is_near` says so by `near`, the others by `far`. Both sides
-    /// of every pair must see it alike. Each of the two may know processes that it is not used for.
+    /// Creates a transport that uses `near` for the processes with a true entry in `is_near`, and
+    /// `far` for the others. Both processes of a pair must use the same transport for each other.
+    /// Each transport may also know processes for which it is not used.
     ///
     /// # Panics
     ///
-    /// Where the two are not of the same process of the same job, or `is_near` not of all its
-    /// processes.
+    /// If the two transports belong to different processes or to jobs of different sizes, or if
+    /// `is_near` does not have one entry per process.
     pub fn new(
         name: &'static str,
         near: Arc<dyn Transport>,
@@ -49,7 +49,7 @@ impl Mixed {
     }
 }
 
-/// Hears of each peer from the transport by which it is reached, and of nobody else.
+/// Forwards events of a peer only if they come from the transport that is used for that peer.
 struct Ear {
     handler: Arc<dyn Handler>,
     is_near: Arc<[bool]>,

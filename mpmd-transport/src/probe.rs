@@ -1,18 +1,19 @@
-//! What this machine lets processes do to each other, tried rather than guessed.
+//! Tests which system calls between processes this machine allows, by trying them.
 
 use std::io;
 
-/// Reads `into.len()` bytes at `address` in the memory of process `pid`; returns how many were
-/// read.
+/// Reads `into.len()` bytes at `address` in the memory of process `pid`. Returns the number of
+/// bytes read.
 ///
-/// This is what transports do that copy straight from process to process (cross-memory attach). The
-/// kernel allows it to whoever may trace that process: of the same user, in the same user namespace
-/// or a parent of it, and as far as Yama and seccomp agree.
+/// Transports that copy straight from process to process do the same (cross-memory attach). The
+/// kernel allows it to a process that may trace `pid`: one of the same user, in the same user
+/// namespace or a parent of it. Yama and seccomp may forbid it nevertheless.
 ///
 /// # Errors
 ///
-/// The kernel's: `EPERM` where it is not allowed, `ENOSYS` where there is no such call (or seccomp
-/// says so), `ESRCH` where there is no such process, `EFAULT` where it has no such memory.
+/// The kernel's error: `EPERM` if the read is not allowed, `ENOSYS` if the kernel lacks the call or
+/// seccomp blocks it. `ESRCH` means that there is no such process, `EFAULT` that it has no such
+/// memory.
 pub fn read_memory_of(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usize> {
     let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
     let address =
@@ -24,7 +25,7 @@ pub fn read_memory_of(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usi
     // borrowed here alone. It never trusts `remote`: an address that the other process does not
     // have is an error. Both vectors have the one entry that is announced.
     let read = unsafe { libc::process_vm_readv(pid, &local, 1, &remote, 1, 0) };
-    // Negative where it failed.
+    // Negative if the call failed.
     usize::try_from(read).map_err(|_| io::Error::last_os_error())
 }
 
@@ -33,8 +34,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_read_or_the_kernel_says_why_not() {
-        let bytes = *b"what is to be read";
+    fn own_memory_is_read_and_bad_addresses_fail() {
+        let bytes = *b"bytes to read back";
         let mut read = [0; 18];
         // A process may always trace itself; a sandbox may still have taken the call away.
         match read_memory_of(

@@ -1,4 +1,4 @@
-//! Connections whose other end has not shown a token yet.
+//! Connections that have not shown a token yet ("strangers").
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,7 @@ use tokio::task::AbortHandle;
 /// Number of a connection at its listener.
 pub(crate) type Link = u64;
 
-/// Tasks that serve strangers: too many of them push out the oldest.
+/// The tasks that serve strangers. When there are more than `most`, the oldest is aborted.
 pub(crate) struct Strangers {
     most: usize,
     waiting: Mutex<VecDeque<(Link, AbortHandle)>>,
@@ -19,7 +19,7 @@ impl Strangers {
         Self { most, waiting: Mutex::new(VecDeque::new()) }
     }
 
-    /// Counts a stranger. Must come before `task` runs for the first time.
+    /// Adds a stranger. Must be called before `task` runs for the first time.
     pub(crate) fn add(&self, link: Link, task: AbortHandle) {
         let mut waiting = self.waiting.lock();
         waiting.push_back((link, task));
@@ -30,15 +30,15 @@ impl Strangers {
         }
     }
 
-    /// Ends the count of a connection, which has shown the token or is closed. Returns false where
-    /// it was pushed out.
+    /// Removes a connection that has shown the token or is closed. Returns false if it is not
+    /// there, because it was aborted as the oldest.
     pub(crate) fn remove(&self, link: Link) -> bool {
         let mut waiting = self.waiting.lock();
         let at = waiting.iter().position(|(other, _)| *other == link);
         at.and_then(|at| waiting.remove(at)).is_some()
     }
 
-    /// Ends the tasks of all strangers.
+    /// Aborts the tasks of all strangers.
     pub(crate) fn clear(&self) {
         for (_, task) in self.waiting.lock().drain(..) {
             task.abort();

@@ -1,8 +1,8 @@
-//! What moves messages between processes: the [`Transport`] trait.
+//! The [`Transport`] trait: moves messages between processes.
 //!
-//! A transport carries headers with payloads and reports what arrived. It matches nothing, orders
-//! nothing and waits for nothing: two messages to one peer may overtake each other. All of that is
-//! the [router](crate::router)'s work.
+//! A transport carries headers with payloads and reports arrived messages. It does not match
+//! messages, does not order them and waits for nothing: two messages to one peer may overtake each
+//! other. The [router](crate::router) does all of that.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,50 +12,56 @@ use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 
 /// Moves messages between this process and its peers.
 ///
-/// Implementations are driven from any thread; no method blocks but [`Transport::shutdown`].
+/// Any thread may call these methods. None of them blocks except
+/// [`share_devices`](Self::share_devices), [`drive`](Self::drive), [`park`](Self::park) and
+/// [`shutdown`](Self::shutdown).
 pub trait Transport: Send + Sync {
     /// The transport's name as the user writes it (`tcp`, `inproc`).
     fn name(&self) -> &'static str;
 
-    /// Who this process is.
+    /// This process's id.
     fn process(&self) -> ProcessId;
 
     /// Number of processes in the job.
     fn processes(&self) -> usize;
 
-    /// Whether payloads go to `peer`, and come from it, as memory that stays where it is
-    /// ([`Payload::Lent`]): the same on both sides. Then a message costs its receiver no memory,
-    /// whatever its size, and need not wait until the receiver has room. Its ticket ends when the
-    /// receiver has dropped it, which may be never; [`Transport::shutdown`] does not wait for that.
+    /// True if payloads between this process and `peer` stay where they are (zero-copy transfer,
+    /// [`Payload::Lent`]). Both sides give the same answer.
+    ///
+    /// Such a message costs its receiver no memory at any size, and need not wait until the
+    /// receiver has room. Its ticket ends when the receiver has dropped the payload, which may
+    /// never happen. [`Transport::shutdown`] does not wait for that.
     fn hands_over(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
 
-    /// Returns true if only a stand-in is behind this transport, for measurements of one process:
-    /// then the hashes of its pieces are not compared.
+    /// True if this transport is a stand-in for measurements in one process. The hashes of its
+    /// pieces are then not compared.
     fn is_stand_in(&self) -> bool {
         false
     }
 
-    /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it,
-    /// in this way too, where both processes have such devices ([`SharedBuffer::device`] of a
-    /// [`Payload::Lent`]), also before the work that makes it is over ([`SharedBuffer::ready`]):
-    /// the same on both sides, and known once [`Transport::share_devices`] has returned. Only where
-    /// [`hands_over`](Self::hands_over) is true.
+    /// True if zero-copy transfers with `peer` also work for memory of
+    /// [devices](crate::memory::DevicePlace). Both processes must have such devices; the payload is
+    /// then a [`Payload::Lent`] with a [`SharedBuffer::device`]. It may be sent before the work
+    /// that fills it has finished ([`SharedBuffer::ready`]).
+    ///
+    /// Both sides give the same answer, which is known once [`Transport::share_devices`] has
+    /// returned. True only if [`hands_over`](Self::hands_over) is true.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
 
-    /// Finds out with which peers memory of devices can be shared; to be called at most once,
-    /// before [`Transport::start`], by all processes that have devices, each of which says by
-    /// process who has some. Waits for those to do the same, for `patience` at most.
+    /// Finds out with which peers device memory can be shared. Every process that has devices calls
+    /// it at most once, before [`Transport::start`]. `with` says for each process if it has
+    /// devices. Blocks until those processes have called it too, for at most `patience`.
     ///
     /// # Errors
     ///
-    /// Where a peer is not heard of in time. That devices cannot be shared is none: payloads take
-    /// another way then.
+    /// If a peer does not answer in time. It is no error that devices cannot be shared: payloads
+    /// then take another way.
     fn share_devices(
         &self,
         sharing: Arc<dyn DeviceSharing>,
@@ -66,141 +72,144 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// Where buffers must come from so that they need not be copied to be handed over: to be asked
-    /// before the first is made.
+    /// The arena that buffers must come from so that they can be sent without a copy. Must be asked
+    /// for before the first buffer is created. `None` if any memory will do.
     fn arena(&self) -> Option<Arena> {
         None
     }
 
-    /// Bytes of this process's memory that `peer` holds, where payloads are handed over.
+    /// Bytes of this process's memory that `peer` has borrowed. 0 without zero-copy transfers.
     fn lent_to(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
     }
 
-    /// Bytes of `peer`'s memory that this process holds, where payloads are handed over.
+    /// Bytes of `peer`'s memory that this process has borrowed. 0 without zero-copy transfers.
     fn borrowed_from(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
     }
 
-    /// Starts deliveries to `handler`. What arrived before is kept and delivered first.
+    /// Starts deliveries to `handler`. Messages that arrived before are delivered first.
     ///
     /// # Panics
     ///
-    /// Where it was called before.
+    /// If it was called before.
     fn start(&self, handler: Arc<dyn Handler>);
 
-    /// Queues a message to `to`. Never blocks, and never calls the handler from within.
+    /// Queues a message to `to`. Never blocks, and never calls the handler itself.
     ///
-    /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it
-    /// until [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`],
-    /// also where the peer is gone. [`Kind::Data`] never delays other kinds. What is posted once
-    /// [`Transport::shutdown`] has returned is dropped without a word.
+    /// `payload` must have exactly [`Header::payload_bytes`] bytes. The transport keeps it until it
+    /// calls [`Handler::done`]: exactly once for every ticket except [`Ticket::NONE`], even if the
+    /// peer is gone. [`Kind::Data`] never delays other kinds. After [`Transport::shutdown`] has
+    /// returned, messages are dropped silently.
     ///
     /// # Panics
     ///
-    /// Where `to` is this process or none of the job, where `payload` has another length than the
-    /// header says, or where a kind other than `Data` carries more than
-    /// [`MAX_CONTROL_BYTES`].
+    /// If `to` is this process or not a process of the job, or if `payload`'s length differs from
+    /// the header's. Also if a kind other than `Data` carries more than [`MAX_CONTROL_BYTES`].
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
 
-    /// Lets the calling thread drive the transport for a moment; true where that did anything. The
-    /// handler is called from within.
+    /// Drives the transport for a moment on the calling thread, and may call the handler. Returns
+    /// true if it did any work.
     ///
-    /// Where waiters can drive ([`Transport::parking`]) a thread that waits for a message calls
-    /// this again and again, and hears of it without being woken by another thread. Else there is
-    /// nothing to do here.
+    /// If waiting threads can drive the transport ([`Transport::parking`]), they call this
+    /// repeatedly and see a message without being woken by another thread. Other transports do
+    /// nothing here.
     fn progress(&self) -> bool {
         false
     }
 
-    /// Lets the calling thread drive the transport for as long as `again` says that it should,
-    /// which it asks before each [`progress`](Self::progress). Meanwhile peers need not wake
-    /// anybody here: what came while the last of them was asked is let in before this returns.
+    /// Drives the transport on the calling thread while `again` returns true. `again` is called
+    /// before each [`progress`](Self::progress). Meanwhile peers need not wake a thread of this
+    /// process. A message that arrives during the last call of `again` is still taken in before
+    /// this returns.
     fn drive(&self, again: &mut dyn FnMut() -> bool) {
         while again() {
             self.progress();
         }
     }
 
-    /// Where a thread that waits can drive the transport also while it sleeps: what to give to
-    /// [`Transport::park`], taken before the last look at what is waited for.
+    /// Returns the value to pass to [`Transport::park`], or `None` if a waiting thread cannot drive
+    /// the transport while it sleeps. The caller takes it before it checks its condition for the
+    /// last time.
     fn parking(&self) -> Option<Parking> {
         None
     }
 
     /// Sleeps until a message arrives, [`Transport::wake`] is called, or `deadline` has come; then
-    /// drives the transport for a moment. Returns at once where one of them happened since
-    /// `parking` was taken. May return early.
+    /// drives the transport for a moment. Returns at once if a message or wake came after `parking`
+    /// was taken. May return early.
     fn park(&self, parking: Parking, deadline: Instant) {
         let _ = (parking, deadline);
     }
 
-    /// Ends every [`Transport::park`] of this process. Cheap where there is none.
+    /// Ends every [`Transport::park`] of this process. Cheap if no thread is parked.
     fn wake(&self) {}
 
-    /// Somebody knows that `peer` is gone, as a transport may find out late or never: it need not
-    /// wait for it any more. Does not block, and changes nothing of what the handler is promised.
+    /// Tells the transport that `peer` is gone, so that it need not wait for it any more. Does not
+    /// block. The promises to the handler stay the same.
     ///
-    /// Transports that would find out as soon do nothing.
+    /// Transports that detect a lost peer quickly by themselves do nothing.
     fn give_up(&self, peer: ProcessId, why: &str) {
         let _ = (peer, why);
     }
 
-    /// Sends what was posted, then closes; waits at most `deadline`. Peers see an orderly end.
+    /// Sends the posted messages, then closes; blocks for at most `deadline`. Peers see an orderly
+    /// end.
     ///
-    /// Messages go on arriving meanwhile; what is posted meanwhile ends with
-    /// [`TransportError::Closed`], as does what the deadline cut off. After it no more calls reach
-    /// the handler, and every open ticket has ended. A second call does nothing. Not to be called
-    /// by the handler, which it waits for.
+    /// Messages continue to arrive meanwhile. Messages posted meanwhile, or cut off by the
+    /// deadline, end with [`TransportError::Closed`]. After it returns, every open ticket has ended
+    /// and the handler is not called again. A second call does nothing. The handler must not call
+    /// it: it would wait for itself.
     fn shutdown(&self, deadline: Duration);
 }
 
-/// A moment at the transport's door: what comes after it is not slept through.
+/// A point in time for [`Transport::park`], which does not sleep if an event came after it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Parking(pub u32);
 
-/// Names a [`Transport::post`] in its [`Handler::done`]. Chosen by the caller.
+/// Identifies a [`Transport::post`] in its [`Handler::done`]. Chosen by the caller.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Ticket(pub u64);
 
 impl Ticket {
-    /// For messages whose end nobody wants to hear of.
+    /// For messages that need no [`Handler::done`].
     pub const NONE: Self = Self(0);
 }
 
-/// Receives what a transport has to say. Called on the transport's threads: it must not block.
+/// Receives the events of a transport. Called on the transport's threads: it must not block.
 pub trait Handler: Send + Sync {
     /// A message arrived.
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload);
 
-    /// A posted message has left, and the transport no longer uses its payload; or it never will
-    /// leave.
+    /// The transport no longer uses the payload of a posted message: the message has been sent, or
+    /// it never will be.
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>);
 
-    /// A peer is gone, whether it died or shut down in order: a transport cannot always tell, and
-    /// who hears a goodbye before knows. Said at most once for each peer, after everything that
-    /// arrived from it; nothing more comes from it, and payloads of it that still wait end with
-    /// [`TransportError::PeerGone`].
+    /// A peer is gone. It may have died or shut down in order: a transport cannot always tell the
+    /// two apart. A goodbye that arrived before tells.
+    ///
+    /// Called at most once for each peer, after everything that arrived from it. Nothing more comes
+    /// from the peer. Its payloads that still wait end with [`TransportError::PeerGone`].
     fn peer_down(&self, peer: ProcessId, why: TransportError);
 }
 
 /// The payload of a message that arrived. Dropping it discards the bytes.
 pub enum Payload {
-    /// The message has none.
+    /// The message has no payload.
     Empty,
-    /// The bytes are here.
+    /// The bytes are in memory of this process.
     Inline(SharedBuffer),
-    /// The bytes are the sender's memory, to be read where they are. It has them back when this is
-    /// dropped.
+    /// The bytes are in the sender's memory and are read there. Dropping this gives them back to
+    /// the sender.
     Lent(SharedBuffer),
-    /// The bytes wait for a place.
+    /// The bytes have not been received: they wait for a buffer.
     Waiting(Box<dyn Fetch>),
 }
 
 impl Payload {
-    /// How many bytes there are.
+    /// The payload's length in bytes.
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Empty => 0,
@@ -210,53 +219,53 @@ impl Payload {
     }
 }
 
-/// Payload bytes that wait for a place; dropped, they are read and thrown away.
+/// Payload bytes that wait for a buffer. If it is dropped, they are read and thrown away.
 pub trait Fetch: Send {
-    /// How many bytes there are.
+    /// The number of bytes.
     fn bytes(&self) -> u64;
 
-    /// Reads them into `into`, which must have exactly that many bytes, then calls `then` once, on
-    /// a thread of the transport. Does not block.
+    /// Reads the bytes into `into`, which must have exactly that many bytes. Then calls `then`
+    /// once, on a thread of the transport. Does not block.
     fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone);
 }
 
-/// Called with the filled buffer, or with why it could not be filled.
+/// Called with the filled buffer, or with the error that prevented filling it.
 pub type FetchDone = Box<dyn FnOnce(Result<OwnedBuffer, TransportError>) + Send>;
 
-/// Why a message could not be moved.
+/// The reason why a message could not be moved.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// The peer's connection ended, or was never there.
+    /// The peer's connection ended, or was never established.
     #[error("process {peer} is gone: {why}")]
     PeerGone {
         /// The peer.
         peer: ProcessId,
-        /// What the connection said.
+        /// The connection's error.
         why: String,
     },
-    /// The peer sent something that is not a message of ours. The connection is closed.
+    /// The peer sent bytes that are not a valid message. The connection is closed.
     #[error("process {peer} sent something that is no message: {why}")]
     Protocol {
         /// The peer.
         peer: ProcessId,
-        /// What was wrong.
+        /// The fault.
         why: String,
     },
     /// This process could not do its part (sockets, addresses, limits).
     #[error("{doing} failed: {why}")]
     Environment {
-        /// What was being done.
+        /// The failed operation.
         doing: String,
-        /// The system's word on it.
+        /// The system's error.
         why: String,
     },
-    /// Something did not happen within its patience.
+    /// Something did not happen within the peer timeout.
     #[error("{what} took longer than {patience:?}")]
     TimedOut {
-        /// What was waited for.
+        /// The awaited event.
         what: String,
-        /// For how long.
+        /// The timeout.
         patience: Duration,
     },
     /// The transport cannot be used in this program, or on this machine.
@@ -264,7 +273,7 @@ pub enum TransportError {
     Unavailable {
         /// The transport's name.
         transport: &'static str,
-        /// What is missing, and how to get it.
+        /// The missing thing, and how to get it.
         why: String,
     },
     /// The transport is shut down.
@@ -272,7 +281,7 @@ pub enum TransportError {
     Closed,
 }
 
-/// What every [`Transport::post`] asks of its caller.
+/// Checks the conditions of [`Transport::post`]; panics if the caller breaks one.
 pub(crate) fn check_post(
     transport: &dyn Transport,
     to: ProcessId,

@@ -24,16 +24,16 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Bytes of an encoded [`Header`].
 pub const HEADER_BYTES: usize = 64;
 
-/// The version of the wire protocol this crate speaks. Peers must speak the same.
+/// The version of the wire protocol that this crate speaks. Peers must speak the same.
 pub const VERSION: u16 = 2;
 
 const MAGIC: [u8; 4] = *b"MPMD";
 
-/// The largest payload of any message but [`Kind::Data`], in bytes. A header that announces more is
-/// refused: only data that the receiver has granted may be large.
+/// The largest payload, in bytes, of any message except [`Kind::Data`]. A header that announces
+/// more is refused: only data that the receiver has granted may be large.
 pub const MAX_CONTROL_BYTES: u64 = 1 << 20;
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[repr(u16)]
 pub enum Kind {
@@ -43,26 +43,27 @@ pub enum Kind {
     Offer = 2,
     /// The receiver has issued the operation and has room: the piece may be sent.
     Grant = 3,
-    /// A granted piece. The only kind whose payload may exceed [`MAX_CONTROL_BYTES`].
+    /// A granted piece. Only this kind may have a payload larger than [`MAX_CONTROL_BYTES`].
     Data = 4,
-    /// The piece will never come; the payload says why.
+    /// The piece will never come; the payload gives the reason.
     Poison = 5,
-    /// Gives back `count` bytes of eager credit. Where memory is handed over: all that was, up to
-    /// operation `op`, has been taken.
+    /// Gives back `count` bytes of eager credit. With zero-copy transfers: everything lent up to
+    /// operation `op` has been taken.
     Credit = 6,
-    /// "I wait for this piece of yours": asks for an [`Kind::Answer`].
+    /// Asks for the state of a piece that the sender waits for; answered by [`Kind::Answer`].
     Probe = 7,
-    /// What the asked process knows of the piece; the payload says it.
+    /// The state of the piece at the asked process, in the payload.
     Answer = 8,
-    /// Number of operations issued and the rolling hash at it.
+    /// The number of operations issued, and the rolling hash at that operation.
     Heartbeat = 9,
     /// The same, at the end of step number `op`.
     Step = 10,
-    /// The sender has issued its last operation; a payload says why if it was not an orderly end.
+    /// The sender has issued its last operation. If the end was not orderly, the payload gives the
+    /// reason.
     Goodbye = 11,
     /// The sender's recent operations, sent when two processes disagree.
     Records = 12,
-    /// The job has failed; the payload says why.
+    /// The job has failed; the payload gives the reason.
     Failure = 13,
 }
 
@@ -86,7 +87,7 @@ impl Kind {
         })
     }
 
-    /// Whether `bytes` in a header of this kind counts payload that follows it.
+    /// True if `bytes` in a header of this kind counts payload that follows it.
     ///
     /// Offers and grants speak of a piece without carrying it.
     pub fn carries_payload(self) -> bool {
@@ -100,27 +101,27 @@ impl Kind {
 /// A decoded message header.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Header {
-    /// What the message is.
+    /// The kind of the message.
     pub kind: Kind,
     /// The incarnation of the job.
     pub epoch: u64,
-    /// The operation that the message belongs to, 0 where it belongs to none.
+    /// The operation that the message belongs to, or 0.
     pub op: u64,
     /// The piece within the operation.
     pub piece: u64,
-    /// Bytes of the piece; of the payload where [`Kind::carries_payload`].
+    /// Bytes of the piece; bytes of the payload if [`Kind::carries_payload`].
     pub bytes: u64,
     /// The sender's rolling hash: at `op` for pieces, at `count` for heartbeats and goodbyes.
     pub hash: u128,
-    /// Operations the sender has issued, or bytes for [`Kind::Credit`].
+    /// Number of operations that the sender has issued, or bytes for [`Kind::Credit`].
     pub count: u64,
 }
 
-/// Why bytes are not a header of ours. Always the peer's fault.
+/// The reason why bytes are not a valid header. Always the peer's fault.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The bytes do not start with our magic.
+    /// The bytes do not start with `MPMD`.
     #[error("not an mpmd message: starts with {found:02x?} instead of {MAGIC:02x?}")]
     Magic {
         /// The first four bytes.
@@ -135,7 +136,7 @@ pub enum WireError {
         /// The peer's version.
         found: u16,
     },
-    /// The kind is none of ours.
+    /// The kind is unknown.
     #[error("unknown message kind {found}")]
     Kind {
         /// The unknown number.
@@ -167,7 +168,7 @@ struct Raw {
 }
 
 impl Header {
-    /// A header of `kind` with every other field zero.
+    /// Creates a header of `kind` with every other field zero.
     pub fn new(kind: Kind) -> Self {
         Self { kind, epoch: 0, op: 0, piece: 0, bytes: 0, hash: 0, count: 0 }
     }
@@ -177,7 +178,7 @@ impl Header {
         if self.kind.carries_payload() { self.bytes } else { 0 }
     }
 
-    /// The header as it goes over the wire.
+    /// Encodes the header as it goes over the wire.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let raw = Raw {
             magic: MAGIC,
@@ -194,12 +195,12 @@ impl Header {
         zerocopy::transmute!(raw)
     }
 
-    /// Reads a header.
+    /// Decodes a header.
     ///
     /// # Errors
     ///
-    /// Refuses another magic, version or kind, and control messages that announce too long a
-    /// payload.
+    /// If the magic, version or kind is wrong, or if a control message announces more than
+    /// [`MAX_CONTROL_BYTES`].
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
         let raw: &Raw = zerocopy::transmute_ref!(bytes);
         if raw.magic != MAGIC {
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_survive_the_wire_also_above_four_gib() {
+    fn header_round_trips_also_above_four_gib() {
         assert_eq!(Header::decode(&sample().encode()), Ok(sample()));
     }
 
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn layout_is_the_documented_one() {
+    fn encoded_header_has_documented_layout() {
         let bytes = sample().encode();
         assert_eq!(&bytes[0..4], b"MPMD");
         assert_eq!(bytes[4..6], VERSION.to_le_bytes());
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_other_versions_and_long_control_messages_are_refused() {
+    fn invalid_headers_are_refused() {
         assert_eq!(Header::decode(&[7; HEADER_BYTES]), Err(WireError::Magic { found: [7; 4] }));
         let mut other = sample().encode();
         other[4] = 9;

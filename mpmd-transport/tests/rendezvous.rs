@@ -1,4 +1,4 @@
-//! Processes meet over real sockets: who comes, who does not, and who should not.
+//! Rendezvous over real sockets: processes that come, processes that are missing, and strangers.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -15,7 +15,7 @@ use mpmd_transport::rendezvous::{
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
-/// Nothing here takes so long; a test that would hang ends with it.
+/// Nothing here takes this long; it ends a test that would hang.
 const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(400);
 
@@ -51,7 +51,7 @@ fn join(config: JoinConfig) -> Result<(Rendezvous, Vec<Member>), RendezvousError
     Ok((rendezvous, members))
 }
 
-/// All of `who` join at once; their results in that order.
+/// Lets all the given processes join at once; returns their results in that order.
 fn join_all(
     server: &Server,
     who: &[u32],
@@ -79,7 +79,7 @@ fn downs(rendezvous: &Rendezvous) -> Receiver<Down> {
 }
 
 #[test]
-fn all_processes_learn_the_same_of_each_other() {
+fn all_processes_get_the_same_list_of_members() {
     let server = server(4, LONG);
     let expected: Vec<Member> = (0..4).map(member).collect();
     let joined = join_all(&server, &[2, 0, 3, 1], 4);
@@ -99,9 +99,9 @@ fn all_processes_learn_the_same_of_each_other() {
 }
 
 #[test]
-fn addresses_that_fill_more_than_a_message_together_reach_all() {
+fn addresses_longer_than_one_message_reach_all() {
     let server = server(3, LONG);
-    // As long as what one may tell: no two of them fit a message.
+    // As long as one process may send: no two of them fit into a message.
     let told = |process: u32| Member {
         addresses: vec![("ucx".into(), process.to_string().repeat(MAX_VALUE_BYTES))],
         ..member(process)
@@ -120,7 +120,7 @@ fn addresses_that_fill_more_than_a_message_together_reach_all() {
         })
         .collect();
     for thread in threads {
-        // Not `assert_eq`, which would print them.
+        // No `assert_eq`, which would print them.
         assert!(thread.join().unwrap() == expected);
     }
 }
@@ -164,7 +164,7 @@ fn values_are_shared_and_waited_for() {
 }
 
 #[test]
-fn barriers_hold_until_the_last_comes_and_name_who_does_not() {
+fn barrier_waits_for_all_and_names_the_missing() {
     let server = server(3, LONG);
     let all = meet(&server, 3);
     for _ in 0..3 {
@@ -193,7 +193,7 @@ fn barriers_hold_until_the_last_comes_and_name_who_does_not() {
 }
 
 #[test]
-fn who_dies_is_named_to_the_others_and_who_leaves_is_not() {
+fn death_is_reported_to_peers_and_leaving_is_not() {
     let server = server(3, LONG);
     let mut all = meet(&server, 3);
     let heard: Vec<_> = all.iter().map(downs).collect();
@@ -211,7 +211,7 @@ fn who_dies_is_named_to_the_others_and_who_leaves_is_not() {
     drop(server);
     assert!(matches!(heard[0].recv_timeout(LONG), Ok(Down::Server(_))));
     assert!(matches!(all[0].get("x", LONG), Err(RendezvousError::ServerGone { .. })));
-    assert!(heard[2].try_recv().is_err(), "who has left is told nothing");
+    assert!(heard[2].try_recv().is_err(), "a process that has left is told nothing");
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn the_first_report_of_each_process_is_kept_for_the_owner() {
 }
 
 #[test]
-fn deaths_before_anybody_listens_are_kept() {
+fn deaths_before_the_first_listener_are_kept() {
     let server = server(2, LONG);
     let mut all = meet(&server, 2);
     drop(all.pop());
@@ -248,10 +248,10 @@ fn deaths_before_anybody_listens_are_kept() {
 }
 
 #[test]
-fn a_silent_client_is_given_up_and_a_busy_one_is_not() {
+fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     let patience = Duration::from_secs(2);
     let server = server(2, patience);
-    // Joins by hand, then answers no ping, as a stopped process does.
+    // Joins by hand, then answers no ping, like a stopped process.
     let mut stopped = TcpStream::connect(server.address()).unwrap();
     stopped.set_read_timeout(Some(LONG)).unwrap();
     stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
@@ -267,14 +267,14 @@ fn a_silent_client_is_given_up_and_a_busy_one_is_not() {
         Down::Process(ProcessId(1), why) => assert!(why.contains("silent"), "{why}"),
         other => panic!("{other:?}"),
     }
-    // A patience later the one that answers pings, and does nothing else, is still in.
+    // One timeout later, the process that only answers pings is still in the job.
     thread::sleep(patience);
     rendezvous.set("alive", vec![]).unwrap();
 }
 
 #[test]
 fn a_silent_server_is_noticed() {
-    // Greets with a ping interval of 1 ms, and then says nothing more but answers to the clock.
+    // Greets with a ping interval of 1 ms, and then only answers questions about its clock.
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let server = listener.local_addr().unwrap().to_string();
     let (done, wait) = mpsc::channel::<()>();
@@ -343,7 +343,7 @@ impl Relay {
         Self { address, ends, still }
     }
 
-    /// Lets nothing through, or all that has waited.
+    /// Holds back all bytes, or lets them through again.
     fn stand_still(&self, still: bool) {
         self.still.store(still, Ordering::Relaxed);
     }
@@ -354,7 +354,7 @@ impl Relay {
     }
 }
 
-/// The only process of a job whose connection goes by way of a relay.
+/// Joins as the only process of a job, with a connection through a relay.
 fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
     let relay = Relay::to(server);
     let server = relay.address.to_string();
@@ -366,8 +366,8 @@ fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
 }
 
 #[test]
-fn silent_server_of_a_running_job_is_told_once_and_may_come_back() {
-    // Patient: it is the client that is to notice.
+fn silent_server_is_reported_once_and_may_come_back() {
+    // With a long timeout: the client is to notice first.
     let server = server(1, LONG);
     let (rendezvous, relay) = alone_behind_relay(&server);
     let heard = downs(&rendezvous);
@@ -376,7 +376,7 @@ fn silent_server_of_a_running_job_is_told_once_and_may_come_back() {
     let error = rendezvous.set("k", vec![1]).unwrap_err();
     assert!(matches!(error, RendezvousError::ServerGone { .. }), "{error}");
     relay.stand_still(false);
-    // What was said meanwhile has arrived, too.
+    // Messages from the time of silence have arrived, too.
     while rendezvous.get("k", LONG) != Ok(vec![1]) {
         thread::sleep(Duration::from_millis(5));
     }
@@ -391,7 +391,7 @@ fn silent_server_of_a_running_job_is_told_once_and_may_come_back() {
 }
 
 #[test]
-fn cut_connection_of_a_running_job_is_told_and_leaving_is_quick() {
+fn cut_connection_is_reported_and_leaving_is_quick() {
     let server = server(1, LONG);
     let (rendezvous, relay) = alone_behind_relay(&server);
     let heard = downs(&rendezvous);
@@ -412,7 +412,7 @@ fn client_that_is_closed_without_a_word_tries_again() {
         patience: LONG,
     };
     let joining = thread::spawn(move || join(config).map(drop));
-    // As a service does that makes room among strangers.
+    // Like a server that closes the oldest silent connection to make room.
     drop(listener.accept().unwrap());
     drop(listener);
     let _server =
@@ -422,7 +422,7 @@ fn client_that_is_closed_without_a_word_tries_again() {
 }
 
 #[test]
-fn missing_processes_are_named_to_those_who_came_and_to_the_servers_owner() {
+fn missing_processes_are_named_to_members_and_owner() {
     let server = server(4, SHORT);
     let results = join_all(&server, &[0, 3], 4);
     let missing = RendezvousError::Missing {
@@ -435,16 +435,16 @@ fn missing_processes_are_named_to_those_who_came_and_to_the_servers_owner() {
     }
     assert_eq!(server.wait_complete(LONG), Err(missing.clone()));
     assert_eq!(server.failure(), Some(missing.clone()));
-    assert_eq!(join(config(&server, 1, 4)).unwrap_err(), missing, "who comes late hears why");
+    assert_eq!(join(config(&server, 1, 4)).unwrap_err(), missing, "a late process gets the reason");
 }
 
 #[test]
-fn a_duplicate_hears_who_holds_its_number_and_the_job_goes_on() {
+fn duplicate_is_refused_with_the_holder_and_job_goes_on() {
     let server = server(2, LONG);
     let first = Rendezvous::connect(config(&server, 1, 2)).unwrap();
     thread::scope(|scope| {
         let waiting = scope.spawn(|| first.join(member(1)));
-        // Whichever of two equal claims comes second is the duplicate: make sure which it is.
+        // The second of two equal claims is the duplicate: wait until the first has arrived.
         while server.wait_empty(Duration::ZERO) {
             thread::sleep(Duration::from_millis(2));
         }
@@ -464,7 +464,7 @@ fn a_duplicate_hears_who_holds_its_number_and_the_job_goes_on() {
 }
 
 #[test]
-fn a_complete_job_takes_nobody_also_in_place_of_the_dead() {
+fn complete_job_accepts_no_process_even_after_a_death() {
     let server = server(2, LONG);
     let mut all = meet(&server, 2);
     let heard = downs(&all[0]);
@@ -475,7 +475,7 @@ fn a_complete_job_takes_nobody_also_in_place_of_the_dead() {
 }
 
 #[test]
-fn who_believes_in_another_job_size_is_told_both() {
+fn another_job_size_is_refused_with_both_sizes() {
     let server = server(2, LONG);
     let error = join(config(&server, 2, 3)).unwrap_err();
     assert_eq!(error, RendezvousError::Count { process: ProcessId(2), believes: 3, job: 2 });
@@ -538,7 +538,7 @@ fn a_wrong_token_and_another_version_are_told_apart() {
     wrong.token = Token::new([41; 32]);
     let error = Rendezvous::connect(wrong).unwrap_err();
     assert!(error.to_string().contains("the job token is probably wrong"), "{error}");
-    // A server of another version, whatever it thinks of the token.
+    // A server of another version refuses before it looks at the token.
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let mut other = config(&server, 0, 1);
     other.server = listener.local_addr().unwrap().to_string();
@@ -556,7 +556,7 @@ fn a_wrong_token_and_another_version_are_told_apart() {
 #[test]
 fn strangers_learn_nothing_and_hold_no_place() {
     let server = server(1, LONG);
-    // Silent ones first: far more than may wait at once, all of which would otherwise hold a place.
+    // Silent ones first: far more than may wait at once. Each would otherwise hold a place.
     let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
     meet(&server, 1);
     drop(silent);
@@ -569,7 +569,7 @@ fn strangers_learn_nothing_and_hold_no_place() {
     ] {
         assert_eq!(answer(&server, &said), b"", "{said:?}");
     }
-    // Another version is answered with ours, whatever the token.
+    // Another version is answered with ours, with any token.
     let mut refusal = b"MPMDMEET\x01\0".to_vec();
     refusal.extend(VERSION.to_le_bytes());
     refusal.extend([0; 4]);
@@ -594,12 +594,12 @@ fn preamble(version: u16, token: [u8; 32]) -> Vec<u8> {
     [&b"MPMDMEET"[..], &version.to_le_bytes(), &token].concat()
 }
 
-/// What the server says to `bytes` until it closes.
+/// Returns the server's answer to `bytes` until it closes.
 fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
     stream.write_all(bytes).unwrap();
-    // Not connected any more where the server was quicker to close.
+    // No longer connected if the server was faster to close.
     let shut = stream.shutdown(std::net::Shutdown::Write);
     assert!(shut.is_ok() || shut.is_err_and(|error| error.kind() == ErrorKind::NotConnected));
     let mut said = Vec::new();
@@ -608,7 +608,7 @@ fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
         match stream.read(&mut chunk) {
             Ok(0) => return said,
             Ok(n) => said.extend(&chunk[..n]),
-            // Closed on bytes it did not care to read.
+            // The server closed without reading all bytes.
             Err(e) if e.kind() == ErrorKind::ConnectionReset => return said,
             Err(e) => panic!("the server neither answers nor closes: {e}"),
         }

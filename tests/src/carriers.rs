@@ -1,36 +1,35 @@
-//! What may carry the messages between processes: the one list of it, for all tests of real
-//! processes.
+//! The list of transports between processes, for all tests with real processes.
 
 use std::process::Command;
 
 use mpmd_core::launch::variables;
 
-/// A transport between processes, and what makes it take one way and no other.
+/// A transport between processes, and the setting that restricts it to one method.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Carrier {
-    /// The transport's name, as a user writes it.
+    /// The transport's name as the user writes it.
     pub transport: &'static str,
-    /// The only ways that UCX may take; its own choice where there are none.
+    /// The only UCX transports that UCX may use; its own choice if `None`.
     ways: Option<&'static str>,
 }
 
 impl Carrier {
-    /// Sockets of our own.
+    /// This library's transport over TCP sockets.
     pub const TCP: Self = Self { transport: "tcp", ways: None };
-    /// Memory that processes of one host share, of our own.
+    /// This library's transport over shared memory of one host.
     pub const SHM: Self = Self { transport: "shm", ways: None };
-    /// UCX by the ways that it thinks best.
+    /// UCX with the transports that it chooses.
     #[cfg(feature = "ucx")]
     pub const UCX: Self = Self { transport: "ucx", ways: None };
-    /// UCX by the memory that processes of one host share.
+    /// UCX over shared memory of one host.
     #[cfg(feature = "ucx")]
     pub const UCX_SHARED_MEMORY: Self =
         Self { transport: "ucx", ways: Some("posix,sysv,cma,self") };
-    /// UCX by sockets.
+    /// UCX over sockets.
     #[cfg(feature = "ucx")]
     pub const UCX_TCP: Self = Self { transport: "ucx", ways: Some("tcp,self") };
 
-    /// Has a process, and all that it starts, use this carrier.
+    /// Makes a process, and all processes that it starts, use this carrier.
     pub fn set(self, command: &mut Command) {
         command.env(variables::TRANSPORT, self.transport);
         match self.ways {
@@ -39,23 +38,23 @@ impl Carrier {
         };
     }
 
-    /// Whether tests go through all that they can think of. Over the others they do each thing
-    /// once: what does not depend on the carrier has been seen by then.
+    /// Returns true if tests try all their cases over this carrier. Over the others they try each
+    /// case once, because results that do not depend on the carrier are known by then.
     pub fn is_thorough(self) -> bool {
         [Self::TCP, Self::SHM].contains(&self)
     }
 
-    /// Whether a test that tries several numbers of processes tries this one.
+    /// Returns true if a test with several numbers of processes includes this number.
     pub fn takes(self, processes: usize) -> bool {
         self.is_thorough() || [2, 4].contains(&processes)
     }
 }
 
-/// By which UCX is told which ways to take.
+/// The variable that tells UCX which of its transports to use.
 const WAYS: &str = "UCX_TLS";
 
-/// Makes a test of each of these functions for each [`Carrier`], which they take: `over_tcp::name`
-/// and so on.
+/// Makes a test for each [`Carrier`] from each of these functions, which take a carrier:
+/// `over_tcp::name` and so on.
 #[macro_export]
 macro_rules! over_each_carrier {
     ($($check:ident)*) => {
@@ -83,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_hears_of_its_carrier_whatever_was_set_before() {
+    fn carrier_overrides_earlier_variables() {
         let said = |carrier: Carrier| {
             let mut command = Command::new("env");
             carrier.set(command.env(WAYS, "of somebody else").env(variables::TRANSPORT, "another"));

@@ -14,11 +14,10 @@ use crate::carriers::Carrier;
 use crate::left::SharedMemory;
 use crate::watched::{Ended, Watched, processes_of};
 
-/// How long a job may run where a test does not say otherwise. Nothing here takes so long; a slow
-/// machine must not look like a hang.
+/// Default time limit of a job. No test needs it all, but a slow machine must not look like a hang.
 const LONG: Duration = Duration::from_secs(60);
 
-/// How long shared memory that is not the job's may be mistaken for its own.
+/// Time after which new shared memory is certainly not another job's.
 const REMOVED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Settings of a [`Job`].
@@ -28,16 +27,16 @@ pub struct JobOptions {
     pub program: PathBuf,
     /// Number of processes.
     pub processes: usize,
-    /// How long they wait for each other.
+    /// The peer timeout of the processes.
     pub patience: Duration,
-    /// How long the job may run.
+    /// The time limit of the job.
     pub limit: Duration,
-    /// What their messages go by.
+    /// The carrier of their messages.
     pub carrier: Carrier,
 }
 
 impl JobOptions {
-    /// A job of `processes` times `program` over tcp, with generous limits.
+    /// Returns options for `processes` times `program` over tcp, with generous limits.
     pub fn new(program: impl Into<PathBuf>, processes: usize) -> Self {
         Self {
             program: program.into(),
@@ -48,21 +47,21 @@ impl JobOptions {
         }
     }
 
-    /// What their messages go by.
+    /// Sets the carrier of their messages.
     #[must_use]
     pub fn over(mut self, carrier: Carrier) -> Self {
         self.carrier = carrier;
         self
     }
 
-    /// How long the processes wait for each other.
+    /// Sets the peer timeout of the processes.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    /// How long the job may run.
+    /// Sets the time limit of the job.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
@@ -70,9 +69,9 @@ impl JobOptions {
     }
 }
 
-/// A running job: a rendezvous service in this process, and processes that know of it.
+/// A running job: a rendezvous service in this process, and processes that connect to it.
 ///
-/// Dropping it ends them all, and also when the test fails.
+/// Dropping it kills them all, also when the test fails.
 pub struct Job {
     /// The processes started so far, mostly by number.
     pub processes: Vec<Watched>,
@@ -81,26 +80,26 @@ pub struct Job {
     server: Server,
     deadline: Instant,
     shared_memory: SharedMemory,
-    // Last: the processes write there.
+    // Declared last: the processes write there.
     folder: TempDir,
 }
 
-/// What became of a job of which one process was [struck](Job::strike).
+/// The result of a job in which one process was [struck](Job::strike).
 pub struct Struck {
-    /// How the others ended, in the order of their numbers.
+    /// The results of the others, by process number.
     pub ended: Vec<Ended>,
-    /// After how long the last of them had.
+    /// Time from the signal to the end of the last of them.
     pub took: Duration,
-    /// What all have printed.
+    /// The output of all processes.
     pub report: String,
 }
 
 impl Job {
-    /// A job of which no process has been started yet.
+    /// Prepares a job; starts no process yet.
     ///
     /// # Panics
     ///
-    /// Where this machine has no port or no folder to give.
+    /// If no port or no folder is available.
     pub fn prepare(options: JobOptions) -> Self {
         let token = Token::random().expect("random numbers");
         let config = ServerConfig {
@@ -120,7 +119,7 @@ impl Job {
     ///
     /// # Panics
     ///
-    /// As [`Job::prepare`], and where a process cannot be started.
+    /// As [`Job::prepare`], and if a process cannot be started.
     pub fn start(options: JobOptions, args: &[&str]) -> Self {
         let mut job = Self::prepare(options);
         for process in 0..job.options.processes {
@@ -131,7 +130,8 @@ impl Job {
         job
     }
 
-    /// What a launcher would start as process `process`, without arguments yet.
+    /// Returns the command by which a launcher would start process `process`, without arguments
+    /// yet.
     pub fn command(&self, process: usize) -> Command {
         let mut command = bare_command(&self.options.program);
         self.options.carrier.set(&mut command);
@@ -148,23 +148,23 @@ impl Job {
         command
     }
 
-    /// Starts one more process; returns its place among [`Job::processes`].
+    /// Starts one more process; returns its place in [`Job::processes`].
     ///
     /// # Panics
     ///
-    /// Where it cannot be started.
+    /// If it cannot be started.
     pub fn spawn(&mut self, command: Command) -> usize {
         let name = format!("process-{}", self.processes.len());
         self.processes.push(Watched::start(command, self.folder.path(), &name));
         self.processes.len() - 1
     }
 
-    /// The test's own folder, which goes with the job.
+    /// Returns the test's own folder, which is deleted with the job.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// When the job must have ended.
+    /// Returns the time by which the job must have ended.
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
@@ -173,18 +173,18 @@ impl Job {
     ///
     /// # Panics
     ///
-    /// Where one ends without, or the job's time is over.
+    /// If one ends without it, or if the job's time is over.
     pub fn wait_for_output(&mut self, text: &str) {
         for process in &mut self.processes {
             process.wait_for_output(text, self.deadline);
         }
     }
 
-    /// Waits for the end of all processes, whatever it is.
+    /// Waits for the end of all processes, with any exit codes.
     ///
     /// # Panics
     ///
-    /// Where one goes on beyond the job's time, or something that belongs to the job is left.
+    /// If one goes on beyond the job's time, or if processes or shared memory of the job are left.
     pub fn wait(&mut self) -> Vec<Ended> {
         while !self.all_have_ended() {
             assert!(
@@ -203,7 +203,7 @@ impl Job {
 
     fn check_shared_memory(&self) {
         let pids: Vec<u32> = self.processes.iter().map(Watched::pid).collect();
-        // What has a name may also be another job's, which takes it away again.
+        // Named shared memory may belong to another job, which removes it again.
         let until = Instant::now() + REMOVED_WITHIN;
         loop {
             let left = self.shared_memory.left(&pids);
@@ -216,23 +216,23 @@ impl Job {
     }
 
     fn all_have_ended(&mut self) -> bool {
-        // Looks at each: the end of a process is when it was first seen.
+        // Checks every process: the end of a process is the time at which it was first noticed.
         let running = self.processes.iter_mut().map(|process| usize::from(!process.has_ended()));
         running.sum::<usize>() == 0
     }
 
-    /// Waits for the end of all processes, which must be a good one; returns what each printed.
+    /// Waits for the end of all processes, which must succeed; returns the output of each.
     ///
     /// # Panics
     ///
-    /// As [`Job::wait`], and where a process failed.
+    /// As [`Job::wait`], and if a process failed.
     pub fn wait_well(&mut self) -> Vec<String> {
         let ended = self.wait();
         assert!(ended.iter().all(|end| end.code == 0), "a process failed:\n{}", self.report());
         ended.into_iter().map(|end| end.stdout).collect()
     }
 
-    /// Sends a process a signal, of which it dies or stops, and waits for the end of all others.
+    /// Sends a process a signal that kills or stops it, and waits for the end of all others.
     ///
     /// # Panics
     ///
@@ -245,20 +245,21 @@ impl Job {
         let others = all.filter(|(process, _)| *process != victim);
         let ended: Vec<Ended> = others.map(|(_, process)| process.wait(deadline)).collect();
         let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
-        // One that is stopped does not end by itself.
+        // A stopped process does not end by itself.
         self.processes[victim].signal(Signal::KILL);
-        // Also looks for what is left.
+        // Also checks that nothing is left.
         self.wait();
         Struck { ended, took: last - begin, report: self.report() }
     }
 
-    /// What all processes have printed, for the message of a test that fails.
+    /// Returns the output of all processes, for the message of a failed test.
     pub fn report(&self) -> String {
         self.processes.iter().map(Watched::report).collect::<Vec<_>>().join("\n")
     }
 }
 
-/// `program` without any variable by which a launcher, or who runs the tests, might speak to it.
+/// Returns a command for `program` without the variables of launchers and without the user's
+/// settings.
 pub fn bare_command(program: &Path) -> Command {
     let mut command = Command::new(program);
     let others = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "JOB_COMPLETION_INDEX", "UCX_TLS"];

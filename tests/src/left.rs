@@ -1,28 +1,29 @@
-//! Shared memory that processes may leave behind: it outlives them where nobody removes it.
+//! Shared memory that processes may leave behind: it outlives them unless it is removed.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Where named shared memory lies.
+/// Folder of named shared memory.
 const NAMED: &str = "/dev/shm";
 
-/// All shared memory without a name, one line each.
+/// Table of shared memory without names, one line each.
 const NUMBERED: &str = "/proc/sysvipc/shm";
 
-/// The named shared memory that was there before a test.
+/// The named shared memory from before a test.
 ///
-/// Names do not tell whose they are, so only those count that a transport of ours would give.
+/// Names do not tell the owner, so only names count that a transport of this library would choose.
 pub(crate) struct SharedMemory {
     before: BTreeSet<String>,
 }
 
 impl SharedMemory {
-    /// What is there now.
+    /// Records the named shared memory that exists now.
     pub(crate) fn now() -> Self {
         Self { before: named(Path::new(NAMED)) }
     }
 
-    /// What is there that was not before, and what these processes have made and not removed.
+    /// Returns named shared memory that is new, and shared memory that these processes have made
+    /// and not removed.
     pub(crate) fn left(&self, pids: &[u32]) -> Vec<String> {
         let mut left: Vec<String> =
             named(Path::new(NAMED)).difference(&self.before).cloned().collect();
@@ -32,14 +33,14 @@ impl SharedMemory {
 }
 
 fn named(folder: &Path) -> BTreeSet<String> {
-    // A system without it has none.
+    // A system without the folder has no named shared memory.
     let Ok(all) = std::fs::read_dir(folder) else { return BTreeSet::new() };
     let names =
         all.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
     names.filter(|name| name.starts_with("ucx_shm") || name.starts_with("mpmd")).collect()
 }
 
-/// The lines of those that these processes have made.
+/// Returns the lines of shared memory that these processes have made.
 fn numbered(table: &str, pids: &[u32]) -> Vec<String> {
     let mut lines = table.lines();
     let head = lines.next().unwrap_or_default();
@@ -56,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_new_or_made_by_the_processes_counts() {
+    fn only_new_or_own_shared_memory_counts() {
         let folder = tempfile::tempdir().unwrap();
         for name in ["ucx_shm_posix_7", "mpmd-1", "pulse-shm"] {
             std::fs::write(folder.path().join(name), "").unwrap();

@@ -1,16 +1,15 @@
 //! Helpers for tests that run programs as real processes.
 //!
-//! - [`programs`] has the programs: each is one function, so that a test can run it as processes
-//!   over tcp, or as threads of its own process, and compare what they print.
-//! - [`Job`] starts the processes of a job, each with the program `named`, and sees to it that none
-//!   is left whatever becomes of the test.
-//! - [`Carrier`] is what their messages go by; [`over_each_carrier!`] makes a test of each.
+//! - [`programs`] has the programs. Each is one function: a test can run it as processes over tcp,
+//!   or as threads of its own process, and compare the output.
+//! - [`Job`] starts the processes of a job, each with the program `named`. It ensures that none is
+//!   left, however the test ends.
+//! - [`Carrier`] selects their transport; [`over_each_carrier!`] makes a test for each.
 //! - [`Watched`] does the same for a program of another package, such as `mpmd run`.
-//! - [`Site`] does it for other people's launchers, and [`Slurm`] is one of them with all its
+//! - [`Site`] does it for launchers of other projects, and [`Slurm`] is one of them with all its
 //!   daemons.
 //!
-//! Every wait has a deadline. When one passes, what all processes have printed is part of the
-//! message.
+//! Every wait has a deadline. When one passes, the message contains the output of all processes.
 
 mod carriers;
 mod job;

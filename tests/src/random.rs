@@ -1,17 +1,17 @@
-//! Random numbers that a seed decides (splitmix64): enough for tests, and the same for ever.
+//! Random numbers from a seed (splitmix64): good enough for tests, and the same on every machine.
 
 /// A sequence of random numbers.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of a seed.
+    /// Creates the sequence of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The sequence of a seed of its own for each run; it is printed, so that a test that fails
-    /// says which.
+    /// Creates a sequence with a new seed for each run. Prints the seed, so that a failed test can
+    /// be repeated.
     pub fn of_this_run() -> Self {
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
@@ -20,7 +20,7 @@ impl Random {
         Self(seed)
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -29,16 +29,16 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// The next number, from 0 to `bound - 1`.
+    /// Returns the next number, from 0 to `bound - 1`.
     ///
     /// # Panics
     ///
-    /// Where `bound` is 0.
+    /// If `bound` is 0.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.draw() % bound as u64) as usize
     }
 
-    /// `count` bytes.
+    /// Returns `count` random bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         let words = std::iter::repeat_with(|| self.draw().to_le_bytes());
         let mut bytes: Vec<u8> = words.take(count.div_ceil(8)).flatten().collect();
@@ -52,9 +52,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_decides_it_all() {
+    fn seed_determines_the_sequence() {
         let mut random = Random::new(1_234_567);
-        // The published generator's first numbers for this seed.
+        // The first numbers of the published generator for this seed.
         assert_eq!(
             [random.draw(), random.draw()],
             [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]

@@ -1,5 +1,5 @@
-//! A place where a test runs other people's launchers, which start processes that are not the
-//! test's.
+//! A sandbox in which a test runs launchers of other projects. They start processes that are not
+//! the test's children.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -13,38 +13,38 @@ use tempfile::TempDir;
 use crate::job::bare_command;
 use crate::watched::{Watched, alive};
 
-/// How long the system may take to end what was killed.
+/// Time limit for the system to end killed processes.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
-/// A folder of a test's own. Every process that works in it, or has a file of it open, belongs to
+/// A folder of one test. Every process that works in it, or has one of its files open, belongs to
 /// it.
 ///
-/// Dropping it ends all of them: daemons and their children may have left every group and session,
-/// and have blanked their environment, but not this.
+/// Dropping it kills all of them. Daemons and their children may have left every process group and
+/// session, and may have cleared their environment. But they still use the folder.
 pub struct Site {
     folder: TempDir,
 }
 
 impl Site {
-    /// An empty folder.
+    /// Creates an empty folder.
     ///
     /// # Panics
     ///
-    /// Where this machine has none to give.
+    /// If the folder cannot be created.
     pub fn new() -> Self {
-        // Sockets in it are for other users too, else their services complain.
+        // Its sockets are for other users too; otherwise their services complain.
         let open = Permissions::from_mode(0o755);
         let folder =
             tempfile::Builder::new().permissions(open).tempdir().expect("a folder for the test");
         Self { folder }
     }
 
-    /// The folder.
+    /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// `program`, to be started in the folder by [`Site::start`].
+    /// Returns a command for `program`, to be started in the folder by [`Site::start`].
     pub fn command(&self, program: &Path) -> Command {
         // A test may be killed, and then drops nothing.
         let mut command = bare_command(Path::new("setpriv"));
@@ -53,16 +53,16 @@ impl Site {
         command
     }
 
-    /// Starts a command; its output goes to files that begin with `name`.
+    /// Starts a command; its output goes to files with names that begin with `name`.
     ///
     /// # Panics
     ///
-    /// Where it cannot be started.
+    /// If it cannot be started.
     pub fn start(&self, command: Command, name: &str) -> Watched {
         Watched::start(command, self.path(), name)
     }
 
-    /// The living processes that belong to this place, but not the test itself.
+    /// Returns the living processes that belong to this folder, except the test itself.
     pub fn processes(&self) -> Vec<u32> {
         let Ok(all) = std::fs::read_dir("/proc") else { return Vec::new() };
         let pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
@@ -75,7 +75,7 @@ impl Site {
             std::fs::read_link(link).is_ok_and(|file| file.starts_with(self.path()))
         };
         let process = PathBuf::from(format!("/proc/{pid}"));
-        // Those of other users cannot be read, and are none of ours.
+        // Processes of other users cannot be read, and do not belong to this folder.
         let files = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
         here(process.join("cwd")) || files.map(|file| file.path()).any(here)
     }
@@ -92,7 +92,7 @@ impl Drop for Site {
         let end = Instant::now() + END_WITHIN;
         let mut left = Vec::new();
         loop {
-            // What is ending has let go of its files and folders a little before it has ended.
+            // An ending process closes its files a little before it has ended.
             left.retain(|pid| alive(*pid));
             left.extend(self.processes());
             left.sort_unstable();
@@ -115,15 +115,15 @@ impl Drop for Site {
     }
 }
 
-/// The file of a program of the system; `None` where it is missing and who runs the tests cannot
-/// install it, which is then said.
+/// Returns the file of a system program. If it is missing and the user cannot install it, prints
+/// that and returns `None`.
 ///
 /// # Panics
 ///
-/// Where it is missing and could be installed: names the package.
+/// If it is missing and could be installed. The message names the package.
 pub fn system_program(program: &str, package: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Where programs lie that are not for everybody's PATH.
+    // Folders that are not in every user's PATH.
     let more = ["/usr/sbin", "/usr/local/sbin", "/sbin"].map(PathBuf::from);
     let found = std::env::split_paths(&path).chain(more).map(|folder| folder.join(program));
     let found = found.into_iter().find(|file| file.is_file());
@@ -140,11 +140,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_works_in_the_folder_ends_with_it_wherever_it_has_gone() {
+    fn drop_kills_processes_that_left_session_and_folder() {
         let site = Site::new();
         let deadline = Instant::now() + Duration::from_secs(20);
-        // Has another session, another parent, another folder, and no environment.
-        // Who ends a program ends its group, in which it is until then.
+        // A process with another session, parent and folder, and without an environment. Ending a
+        // program kills its group, so the script waits until the process has left the group.
         let script = "env -i setsid sh -c ': > detached; cd / && sleep 60' & \
                       until [ -e detached ]; do sleep 0.01; done; echo started; exit 0";
         let mut command = site.command(Path::new("sh"));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_of_the_system_are_found_and_missing_ones_name_their_package() {
+    fn missing_system_program_names_its_package() {
         assert!(system_program("sh", "dash").is_some_and(|file| file.is_absolute()));
         let missing =
             std::panic::catch_unwind(|| system_program("no-such-launcher", "some-package"));

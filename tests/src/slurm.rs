@@ -12,7 +12,7 @@ use rustix::process::geteuid;
 use crate::site::{Site, system_program};
 use crate::watched::Watched;
 
-/// What has to be installed: programs, and Debian's packages with them.
+/// The programs that must be installed, and Debian's packages with them.
 const NEEDED: [(&str, &str); 5] = [
     ("munged", "munge"),
     ("slurmctld", "slurmctld"),
@@ -21,13 +21,13 @@ const NEEDED: [(&str, &str); 5] = [
     ("setpriv", "util-linux"),
 ];
 
-/// CPUs of the node, whatever the machine has.
+/// CPUs of the node, independent of the machine.
 const CPUS: usize = 4;
 
-/// A cluster of one node, this machine, with ports, keys and files of its own. Whoever runs the
-/// test is its administrator.
+/// A cluster of one node, this machine, with ports, keys and files of its own. The test's user is
+/// its administrator.
 ///
-/// Dropping it ends its daemons; what they have started ends with the [`Site`].
+/// Dropping it ends its daemons; processes that they have started end with the [`Site`].
 pub struct Slurm {
     daemons: Vec<Watched>,
     settings: PathBuf,
@@ -38,16 +38,16 @@ pub struct Slurm {
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl Slurm {
-    /// Starts it, and waits until it takes jobs; `None` where it is not installed.
+    /// Starts it, and waits until it accepts jobs. Returns `None` if it is not installed.
     ///
     /// # Panics
     ///
-    /// Where a daemon ends, or the node is not ready by `deadline`; and as [`system_program`].
+    /// If a daemon ends, or if the node is not ready by `deadline`; also as [`system_program`].
     pub fn start(site: &Site, deadline: Instant) -> Option<Self> {
         let found: Option<Vec<PathBuf>> =
             NEEDED.iter().map(|(program, package)| system_program(program, package)).collect();
         let [munged, slurmctld, slurmd, ..] = &found?[..] else { return None };
-        // A test that failed here does not spoil it for the others.
+        // A failed test in here does not break the others.
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let host = hostname();
         let settings = site.path().join("slurm.conf");
@@ -56,8 +56,7 @@ impl Slurm {
             std::fs::create_dir(site.path().join(folder)).expect("the test's own folder");
         }
         let key = site.path().join("munge.key");
-        // Keeps nobody out, and has not to: who is on this machine and asks for it may run jobs
-        // there.
+        // Need not be secret: any user of this machine may run jobs there.
         std::fs::write(&key, site.path().display().to_string().repeat(8))
             .expect("the test's own folder");
         std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600))
@@ -99,27 +98,27 @@ impl Slurm {
         }
     }
 
-    /// A program that speaks to this cluster, such as `srun`.
+    /// Returns the command of a program that talks to this cluster, such as `srun`.
     pub fn command(&self, site: &Site, program: &Path) -> Command {
         let mut command = site.command(program);
         command.env("SLURM_CONF", &self.settings);
         command
     }
 
-    /// Waits until nothing is left of the steps that have run.
+    /// Waits until no process of past steps is left.
     ///
     /// # Panics
     ///
-    /// Where something is, at `deadline`.
+    /// If one is left at `deadline`.
     pub fn wait_until_idle(&mut self, site: &Site, deadline: Instant) {
-        // The controller has a helper, whose parent it is.
+        // The controller has a helper process as its child.
         let own: Vec<u32> = self.daemons.iter().map(Watched::pid).collect();
         let is_own =
             |pid: &u32| own.contains(pid) || parent(*pid).is_some_and(|pid| own.contains(&pid));
         self.wait_until(deadline, || site.processes().iter().all(is_own));
     }
 
-    /// What the daemons have said, for the message of a test that fails.
+    /// Returns the output of the daemons, for the message of a failed test.
     pub fn report(&self) -> String {
         self.daemons.iter().map(Watched::report).collect::<Vec<_>>().join("\n")
     }
@@ -142,7 +141,7 @@ fn slurm_conf(folder: &Path, host: &str) -> String {
     let [controller, node] = free_ports();
     let folder = folder.display();
     let user = if geteuid().is_root() { "root".to_owned() } else { geteuid().as_raw().to_string() };
-    // mpmd's port follows from the job's number; other tests on this machine have other numbers.
+    // mpmd's port depends on the job's number; other tests on this machine have other numbers.
     let first_job = 1 + std::process::id() % 4096;
     format!(
         "ClusterName=mpmd
@@ -173,7 +172,7 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
     )
 }
 
-/// The name of this machine as the node's; processes of a job look it up to find one another.
+/// Returns this machine's name for the node; processes of a job look it up to find one another.
 fn hostname() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim().split('.').next().unwrap_or_default().to_owned();
@@ -182,7 +181,7 @@ fn hostname() -> String {
     if is_known { name } else { "localhost".to_owned() }
 }
 
-/// Ports on which nobody listens, below those that systems hand out by themselves.
+/// Returns free ports, below those that systems assign automatically.
 fn free_ports() -> [u16; 2] {
     let first = 20_000 + (std::process::id() % 10_000) as u16;
     let mut free =

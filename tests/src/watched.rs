@@ -1,4 +1,5 @@
-//! One process under watch: its output in files, a deadline for each wait, its end for certain.
+//! A process under supervision: its output goes to files, each wait has a deadline, and its end is
+//! certain.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;
@@ -11,10 +12,10 @@ use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
 };
 
-/// Time between two looks at a process.
+/// Time between two checks of a process.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A running process. Dropping it ends it, and all of its process group.
+/// A running process. Dropping it kills the process and its whole process group.
 pub struct Watched {
     name: String,
     child: Child,
@@ -23,26 +24,26 @@ pub struct Watched {
     ended: Option<(i32, Instant)>,
 }
 
-/// How a process has ended.
+/// The result of a process that has ended.
 #[derive(Clone, Debug)]
 pub struct Ended {
-    /// The exit code, 128 and the signal's number for one that a signal ended.
+    /// The exit code, or 128 plus the signal's number if a signal ended it.
     pub code: i32,
-    /// All that it printed.
+    /// Its standard output.
     pub stdout: String,
-    /// All that it printed for errors.
+    /// Its standard error.
     pub stderr: String,
-    /// When its end was seen.
+    /// Time at which its end was noticed.
     pub at: Instant,
 }
 
 impl Watched {
-    /// Starts a process in a group of its own; its output goes to files in `folder` that begin with
-    /// `name`.
+    /// Starts a process in a group of its own. Its output goes to files in `folder` with names that
+    /// begin with `name`.
     ///
     /// # Panics
     ///
-    /// Where it cannot be started.
+    /// If it cannot be started.
     pub fn start(mut command: Command, folder: &Path, name: &str) -> Self {
         let (stdout, stderr) =
             (folder.join(format!("{name}.out")), folder.join(format!("{name}.err")));
@@ -55,16 +56,16 @@ impl Watched {
         Self { name: name.to_owned(), child, stdout, stderr, ended: None }
     }
 
-    /// Its number in the operating system.
+    /// Returns its pid.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends it a signal; nothing where it has ended.
+    /// Sends it a signal; does nothing if it has ended.
     ///
     /// # Panics
     ///
-    /// Where the system refuses.
+    /// If the system refuses.
     pub fn signal(&mut self, signal: Signal) {
         if !self.has_ended() {
             kill_process(Pid::from_child(&self.child), signal)
@@ -72,12 +73,12 @@ impl Watched {
         }
     }
 
-    /// Whether it has ended. Its number stays taken until this value is dropped, so that no signal
-    /// can reach another process.
+    /// Returns true if it has ended. Its pid stays reserved until this value is dropped, so that no
+    /// signal can reach another process.
     ///
     /// # Panics
     ///
-    /// Where the system does not know it, which cannot be.
+    /// If the system does not know the process, which cannot happen.
     pub fn has_ended(&mut self) -> bool {
         if self.ended.is_none() {
             let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
@@ -90,7 +91,7 @@ impl Watched {
         self.ended.is_some()
     }
 
-    /// What it has printed so far.
+    /// Returns its standard output so far.
     pub fn output(&self) -> String {
         read(&self.stdout)
     }
@@ -99,11 +100,11 @@ impl Watched {
     ///
     /// # Panics
     ///
-    /// Where it ends before, or does not by `deadline`.
+    /// If it ends without printing `text`, or does not print it by `deadline`.
     pub fn wait_for_output(&mut self, text: &str, deadline: Instant) {
         while !self.output().contains(text) {
             let ended = self.has_ended();
-            // What it printed last may have come between the two looks.
+            // Its last output may have come between the two checks.
             assert!(
                 !ended || self.output().contains(text),
                 "ended without {text:?}:\n{}",
@@ -118,7 +119,7 @@ impl Watched {
     ///
     /// # Panics
     ///
-    /// Where it does not end by `deadline`.
+    /// If it does not end by `deadline`.
     pub fn wait(&mut self, deadline: Instant) -> Ended {
         loop {
             if self.has_ended()
@@ -131,7 +132,7 @@ impl Watched {
         }
     }
 
-    /// All that is known of it, for the message of a test that fails.
+    /// Returns its state and output, for the message of a failed test.
     pub fn report(&self) -> String {
         let state = match &self.ended {
             Some((code, _)) => format!("exit code {code}"),
@@ -150,7 +151,7 @@ impl Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        // Also what it started itself, which may have outlived it.
+        // Also kills processes that it has started and that may have outlived it.
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         let _ = self.child.wait();
     }
@@ -160,7 +161,8 @@ fn read(path: &Path) -> String {
     String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
 }
 
-/// The living processes that have `value` as an environment variable's value, but not this one.
+/// Returns the living processes that have an environment variable with this value, except this
+/// process.
 pub fn processes_of(value: &str) -> Vec<u32> {
     let Ok(all) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
@@ -175,7 +177,7 @@ pub fn processes_of(value: &str) -> Vec<u32> {
     .collect()
 }
 
-/// Whether a process runs. One that has ended and was not yet waited for does not.
+/// Returns true if a process runs. A zombie does not.
 pub fn alive(pid: u32) -> bool {
     // The state follows the name, which is in parentheses.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
@@ -184,15 +186,15 @@ pub fn alive(pid: u32) -> bool {
     })
 }
 
-/// A program of another package of the workspace. Cargo builds only the tests' own, so where it is
-/// not there yet it is built now.
+/// Returns the file of a program of another package of the workspace. Cargo builds only the tests'
+/// own programs, so a missing one is built now.
 ///
 /// # Panics
 ///
-/// Where it cannot be built.
+/// If it cannot be built.
 pub fn package_program(package: &str, program: &str) -> PathBuf {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    // A test that failed here does not spoil it for the others.
+    // A failed test in here does not break the others.
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let this = std::env::current_exe().expect("a test knows its own file");
     // …/target/debug/deps/test-0123
@@ -238,12 +240,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_outlives_a_test_not_even_what_a_process_started_and_left() {
+    fn drop_kills_processes_that_outlived_their_parent() {
         let folder = tempfile::tempdir().unwrap();
         let mark = folder.path().display().to_string();
         let mut process = sh(folder.path(), "sleep 60 & echo started");
         assert_eq!(process.wait(soon()).code, 0);
-        assert_eq!(processes_of(&mark).len(), 1, "the guard must see what is left");
+        assert_eq!(processes_of(&mark).len(), 1, "the guard must see the process that is left");
         drop(process);
         let end = soon();
         while !processes_of(&mark).is_empty() {
@@ -253,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_are_told_as_a_shell_does() {
+    fn exit_codes_are_those_of_a_shell() {
         let folder = tempfile::tempdir().unwrap();
         let end = sh(folder.path(), "echo out; echo err >&2; exit 3").wait(soon());
         assert_eq!((end.code, end.stdout.as_str(), end.stderr.as_str()), (3, "out\n", "err\n"));
@@ -262,7 +264,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "ended without \"more\"")]
-    fn waiting_for_a_line_ends_with_the_process() {
+    fn waiting_for_output_fails_when_the_process_ends() {
         let folder = tempfile::tempdir().unwrap();
         sh(folder.path(), "echo this").wait_for_output("more", soon());
     }

@@ -1,4 +1,4 @@
-//! Jobs that cannot be formed: every process that was started ends soon, and says what is wrong.
+//! Jobs that cannot be formed: every process that was started soon ends and reports the cause.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::Command;
@@ -8,17 +8,17 @@ use mpmd_core::launch::variables;
 use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command};
 use mpmd_transport::rendezvous::Token;
 
-/// The others are waited for no longer than that.
+/// The peer timeout of these jobs.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Far more than it takes, and far less than the default patience.
+/// Far more than the job takes, and far less than the default peer timeout.
 const PROMPT: Duration = Duration::from_secs(20);
 
 fn options(processes: usize) -> JobOptions {
     JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).patience(PATIENCE)
 }
 
-/// A process that no launcher started, with these variables.
+/// Runs a process without a launcher, with these variables.
 fn alone(vars: &[(&str, &str)]) -> Ended {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
@@ -42,7 +42,7 @@ fn hello(mut command: Command) -> Command {
 }
 
 #[test]
-fn a_job_of_one_needs_nothing() {
+fn job_of_one_process_needs_no_variables() {
     let end = alone(&[]);
     assert_eq!(
         (end.code, end.stdout.as_str()),
@@ -53,12 +53,12 @@ fn a_job_of_one_needs_nothing() {
 }
 
 #[test]
-fn process_0_hosts_the_meeting_where_no_launcher_does() {
+fn process_0_hosts_the_rendezvous_without_a_launcher() {
     // Free a moment ago; nothing else here takes ports of its own choice.
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
     let mut job = Job::prepare(options(3).patience(PROMPT));
-    // The one that the others look for comes last.
+    // The process that the others look for comes last.
     for process in [2, 1, 0] {
         let mut command = hello(job.command(process));
         command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
@@ -71,7 +71,7 @@ fn process_0_hosts_the_meeting_where_no_launcher_does() {
 }
 
 #[test]
-fn a_port_that_is_taken_is_named() {
+fn taken_port_is_named() {
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address = taken.local_addr().expect("it is bound").to_string();
     let token = Token::random().expect("random numbers").to_hex();
@@ -86,7 +86,7 @@ fn a_port_that_is_taken_is_named() {
 }
 
 #[test]
-fn a_wrong_token_is_refused_and_the_job_goes_on_without_the_stranger() {
+fn wrong_token_is_refused_and_the_job_goes_on() {
     let mut job = Job::prepare(options(2).patience(PROMPT));
     let first = hello(job.command(0));
     job.spawn(first);
@@ -104,7 +104,7 @@ fn a_wrong_token_is_refused_and_the_job_goes_on_without_the_stranger() {
 }
 
 #[test]
-fn processes_that_do_not_come_are_named_by_all_that_did() {
+fn missing_processes_are_named_by_all_others() {
     let mut job = Job::prepare(options(4));
     for process in [0, 2] {
         let command = hello(job.command(process));
@@ -121,7 +121,7 @@ fn processes_that_do_not_come_are_named_by_all_that_did() {
 }
 
 #[test]
-fn nobody_to_meet_is_an_error_that_names_the_address() {
+fn unreachable_rendezvous_error_names_the_address() {
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let address = free.expect("a port").to_string();
     let token = Token::random().expect("random numbers").to_hex();
@@ -136,11 +136,11 @@ fn nobody_to_meet_is_an_error_that_names_the_address() {
 }
 
 #[test]
-fn a_second_process_of_one_number_is_refused_and_the_job_goes_on() {
+fn duplicate_process_is_refused_and_the_job_goes_on() {
     let mut job = Job::prepare(options(2).patience(PROMPT));
     let first = hello(job.command(0));
     job.spawn(first);
-    // Which of two comes first is decided by whoever joins first.
+    // Either of the two may join first.
     let deadline = job.deadline();
     let second = hello(job.command(0));
     job.spawn(second);
@@ -162,7 +162,7 @@ fn a_second_process_of_one_number_is_refused_and_the_job_goes_on() {
 }
 
 #[test]
-fn a_process_of_a_job_of_another_size_is_refused() {
+fn process_with_another_job_size_is_refused() {
     let mut job = Job::prepare(options(2));
     let mut other = hello(job.command(1));
     other.env(variables::WORLD_SIZE, "3");
@@ -177,7 +177,7 @@ fn a_process_of_a_job_of_another_size_is_refused() {
 }
 
 #[test]
-fn variables_that_are_there_in_part_are_all_named() {
+fn incomplete_variables_are_named() {
     refused(&[(variables::RANK, "0")], &[variables::WORLD_SIZE, "is not set", "MPMD_RANK=0"]);
     refused(&[(variables::WORLD_SIZE, "2")], &[variables::RANK, "is not set"]);
     let no_coordinator = [(variables::RANK, "0"), (variables::WORLD_SIZE, "2")];
@@ -186,7 +186,7 @@ fn variables_that_are_there_in_part_are_all_named() {
 }
 
 #[test]
-fn values_that_make_no_sense_are_shown() {
+fn invalid_values_are_shown() {
     let token = Token::random().expect("random numbers").to_hex();
     let with = |name: &'static str, value: &'static str| {
         let mut vars = vec![
@@ -217,7 +217,7 @@ fn values_that_make_no_sense_are_shown() {
 }
 
 #[test]
-fn a_transport_that_does_not_exist_is_named_by_every_process() {
+fn unknown_transport_is_named_by_every_process() {
     let mut job = Job::prepare(options(2));
     for process in 0..2 {
         let mut command = hello(job.command(process));
@@ -230,12 +230,12 @@ fn a_transport_that_does_not_exist_is_named_by_every_process() {
     }
 }
 
-/// A job whose processes are told these transports, with the launcher's service or one in process
-/// 0.
+/// Runs a job with one process for each transport name. The rendezvous service is the launcher's if
+/// `hosted`, otherwise process 0's.
 fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
-    // Nobody may wait so long, the job's own limit is shorter.
+    // Longer than the job's own limit: no test waits for it.
     let mut job = Job::prepare(options(names.len()).patience(Duration::from_secs(600)));
     for (process, name) in names.iter().enumerate() {
         let mut command = hello(job.command(process));
@@ -249,7 +249,7 @@ fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
 }
 
 #[test]
-fn processes_that_ask_for_different_transports_all_hear_who_says_what() {
+fn different_transports_are_reported_by_all() {
     for hosted in [true, false] {
         for end in with_transports(&["tcp", "ucx", "tcp"], hosted) {
             assert_eq!(end.code, 1, "{end:?}");
@@ -287,11 +287,11 @@ fn a_transport_that_is_not_compiled_in_ends_the_job_at_once() {
 }
 
 #[test]
-fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
+fn invalid_link_costs_are_an_error_on_all_processes() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let file = folder.path().join("links.json");
     std::fs::write(&file, r#"{"network": "fast"}"#).expect("the folder is ours");
-    // With a service of the launcher's, and with one in process 0, which goes as well.
+    // With the launcher's service, and with one in process 0, which ends with it.
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
     for hosted in [true, false] {
@@ -301,7 +301,7 @@ fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
             if !hosted {
                 command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
             }
-            // The others' variable is not looked at.
+            // The variables of the other processes are ignored.
             command.env(
                 variables::LINKS,
                 if process == 0 { file.as_path() } else { "/nowhere".as_ref() },
@@ -311,7 +311,7 @@ fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
         for end in job.wait() {
             assert_eq!(end.code, 1, "{end:?}");
             assert!(
-                end.stderr.contains("links.json, which MPMD_LINKS of process 0 names"),
+                end.stderr.contains("links.json, the value of MPMD_LINKS on process 0"),
                 "{}",
                 end.stderr
             );
@@ -331,7 +331,8 @@ fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
     job.wait_well();
 }
 
-/// The tests' program with another build's number, or another byte where it has none.
+/// Makes a copy of the tests' program with another build id, or with one more byte if it has no
+/// build id.
 fn another_build(folder: &std::path::Path) -> std::path::PathBuf {
     let mut bytes = std::fs::read(env!("CARGO_BIN_EXE_named")).expect("the program is there");
     let note = [3, 0, 0, 0, b'G', b'N', b'U', 0];
@@ -347,7 +348,7 @@ fn another_build(folder: &std::path::Path) -> std::path::PathBuf {
 }
 
 #[test]
-fn processes_of_another_build_or_with_other_devices_are_named_by_all_with_what_they_have() {
+fn another_build_or_device_count_is_reported_by_all() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let other = another_build(folder.path());
     for by_build in [true, false] {

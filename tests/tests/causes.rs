@@ -1,4 +1,4 @@
-//! Jobs that fail: `mpmd run` names the process at fault, and says what it did.
+//! Jobs that fail: `mpmd run` names the process at fault and the cause.
 
 use std::time::{Duration, Instant};
 
@@ -47,7 +47,7 @@ fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
         ["extra-put", "skip-aside", "extra-jit", "skip-microbatch", "end-early", "extra-at-end"];
     let number = if carrier.is_thorough() { ways.len() } else { 3 };
     for (place, how) in ways.into_iter().enumerate().take(number) {
-        // Aside only process 3 has something to do.
+        // The skipped operation runs on process 3 only.
         let who = if how == "skip-aside" { 3 } else { place % 4 };
         let program = [env!("CARGO_BIN_EXE_named"), "diverging", how, &who.to_string(), "16"];
         let end = launched(carrier, 4, &program);
@@ -56,7 +56,8 @@ fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
             check_cause(&end, &format!("process {who} failed first: "));
             continue;
         }
-        // Where the rest has not got there yet, nobody knows which of the two is right.
+        // Before the other processes reach the operation, it is not known which of the two is
+        // right.
         let (both, _) = last.split_once(" failed first; the programs diverged").unwrap_or_default();
         assert!(
             both.split(' ').any(|word| word == who.to_string()),
@@ -91,7 +92,7 @@ fn a_program_without_finish_fails_the_job(carrier: Carrier) {
         assert_eq!(end.stdout, format!("[1] the work ended {work}\n"), "{}", end.stderr);
         let last = end.stderr.lines().last().unwrap_or_default();
         assert!(last.contains(why), "{}", end.stderr);
-        // The process itself says so, and every other process.
+        // The process itself and every other process report it.
         for process in 0..3 {
             let prefix = format!("[{process}] ");
             let said =
@@ -107,7 +108,7 @@ fn an_error_of_the_program_reaches_all(carrier: Carrier) {
     check_cause(&end, &format!("process 1 failed first: it ended with exit code 1; {why}"));
     assert!(end.stderr.contains("[1] Error: \"the disk is full\""), "{}", end.stderr);
     for process in [0, 2] {
-        // Not as the fields of a structure.
+        // As text, not as the fields of a structure.
         assert!(end.stderr.contains(&format!("[{process}] Error: {why}\n")), "{}", end.stderr);
     }
 }

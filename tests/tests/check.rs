@@ -1,5 +1,5 @@
-//! `mpmd check -n N -- program`: the program is planned and ends, whatever it would do as a job,
-//! and is judged by its plan.
+//! `mpmd check -n N -- program`: plans the program in a dry run that always ends, and judges it by
+//! its plan.
 
 use std::process::{Command, Output};
 
@@ -20,7 +20,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn a_program_without_end_is_proved_by_two_equal_steps() {
+fn endless_program_is_proved_by_two_equal_steps() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let out = folder.path().join("plan.json");
     let file = out.to_str().expect("its name is plain");
@@ -44,7 +44,7 @@ fn a_program_without_end_is_proved_by_two_equal_steps() {
 }
 
 #[test]
-fn memory_above_the_budget_and_steps_that_are_cut_short_are_said() {
+fn memory_above_budget_and_unequal_steps_are_reported() {
     let done =
         check(&[&["-n", "2", "--steps", "1", "--budget", "64KiB"][..], &named("looping")].concat());
     let said = text(&done.stdout);
@@ -54,14 +54,14 @@ fn memory_above_the_budget_and_steps_that_are_cut_short_are_said() {
     assert!(said.contains("tests/src/programs/looping.rs:"), "{said}");
 }
 
-/// Runs `mpmd check` on a program in which process `who` diverges in the way `how`.
+/// Runs `mpmd check` on a program in which one process diverges in the way `how`.
 fn diverging(how: &str, who: &str) -> (Option<i32>, String, String) {
     let done = check(&[&["-n", "4"][..], &named("diverging"), &[how, who, "8"]].concat());
     (done.status.code(), text(&done.stdout), text(&done.stderr))
 }
 
 #[test]
-fn a_process_that_issues_something_else_is_refuted() {
+fn diverging_process_fails_the_check() {
     for (how, what) in [
         ("extra-jit", "jit Aside"),
         ("extra-put", "device_put"),
@@ -85,14 +85,14 @@ fn a_process_that_issues_something_else_is_refuted() {
         }
         assert!(shown[2].contains(what), "{how}: {said}");
     }
-    // Of two that differ neither is in the right: process 0 may be the one astray.
+    // If two processes differ, neither is known to be right: process 0 may be the wrong one.
     let (code, said, _) = diverging("extra-jit", "0");
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("issue    processes 1 to 3 part from process 0 at operation "), "{said}");
 }
 
 #[test]
-fn processes_that_issue_the_same_otherwise_pass() {
+fn same_operations_by_other_code_pass() {
     let (code, said, errors) = diverging("same-value", "1");
     assert_eq!(code, Some(0), "{said}{errors}");
     assert!(said.contains("issue    all 4 processes issue the same operations\n"), "{said}");
@@ -121,7 +121,7 @@ fn a_checked_training_writes_no_file() {
 }
 
 #[test]
-fn what_cannot_be_planned_is_said_with_the_programs_own_words() {
+fn failed_dry_run_shows_the_programs_error() {
     for (args, expected) in [
         (&["-n", "2", "--", "true"][..], "true ended without a plan"),
         (&["-n", "2", "--", "mpmd-no-such-program"], "there is no program mpmd-no-such-program"),

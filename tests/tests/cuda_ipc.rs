@@ -1,7 +1,7 @@
-//! Arrays of CUDA devices between real processes that share one of them: handed over where they
-//! are, opened once, and lost with their owner.
+//! Arrays of CUDA devices between real processes that share a device: transferred without copies,
+//! opened once, and lost with their owner.
 //!
-//! On the CUDA driver in software, unless `MPMD_TEST_GPU=1` says that there is a real one.
+//! The tests use the software CUDA driver, unless `MPMD_TEST_GPU=1` says that there is a real one.
 #![cfg(feature = "cuda")]
 
 use std::time::Duration;
@@ -10,11 +10,11 @@ use mpmd_core::launch::variables;
 use mpmd_tests::{Carrier, Job, JobOptions, Struck};
 use rustix::process::Signal;
 
-/// The time within which everybody must have ended where a process dies.
+/// Time limit for the end of all processes after a death.
 const SOON: Duration = Duration::from_secs(10);
 
-/// A job of the program `handing`, each of whose processes has a CUDA device; with the driver,
-/// while the folder is there.
+/// Starts a job of the program `handing`, with a CUDA device for each process. The returned folder
+/// holds the driver and must live as long as the job.
 fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, tempfile::TempDir) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
     let options = options
@@ -41,14 +41,14 @@ fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, te
     (job, folder)
 }
 
-/// What a process said of `name` at its end.
+/// Returns the number that a process printed for `name` at its end.
 fn figure(said: &str, name: &str) -> u64 {
     let line = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
     line.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
 #[test]
-fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
+fn whole_shards_are_not_copied_and_memory_is_opened_once() {
     for (processes, pace) in [(2, "eager"), (3, "seed:7"), (2, "lazy:20")] {
         let (mut job, _folder) = start(processes, &["whole", "100"], &[("SOFTCUDA_PACE", pace)]);
         for said in job.wait_well() {
@@ -56,8 +56,8 @@ fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
                 continue;
             }
             assert_eq!(figure(&said, "bytes copied on the device"), 0, "{said}");
-            // A sample of each other process, and the few segments that the arrays of one are in,
-            // however many come.
+            // Each process opens a sample of each other process, and the few segments that hold the
+            // arrays, for any number of arrays.
             let (opened, others) = (figure(&said, "memory opened"), processes as u64 - 1);
             assert!(opened > others && opened <= 5 * others, "{said}");
             assert!(figure(&said, "events opened later") <= 60 * others, "{said}");
@@ -66,15 +66,15 @@ fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
 }
 
 #[test]
-fn parts_of_shards_are_taken_by_one_copy() {
+fn parts_of_shards_are_copied_once() {
     for processes in [2, 3] {
         let (mut job, _folder) = start(processes, &["parts"], &[("SOFTCUDA_PACE", "seed:3")]);
         for said in job.wait_well() {
             if softcuda::real() {
                 continue;
             }
-            // Of three arrays, of which the last is a whole on each: every piece once, wherever it
-            // comes from.
+            // Of three arrays, the last one whole on each process: every piece is copied once, from
+            // any source.
             let whole = 96 * 48 * 4;
             let part = whole / processes as u64;
             assert_eq!(figure(&said, "bytes copied on the device"), 2 * part + whole, "{said}");
@@ -83,7 +83,7 @@ fn parts_of_shards_are_taken_by_one_copy() {
 }
 
 #[test]
-fn many_arrays_are_lent_at_once_and_passed_on() {
+fn many_arrays_are_lent_and_relent_at_once() {
     for processes in [2, 3] {
         let (mut job, _folder) = start(processes, &["at-once"], &[]);
         for said in job.wait_well() {
@@ -92,7 +92,7 @@ fn many_arrays_are_lent_at_once_and_passed_on() {
     }
 }
 
-/// Kills one process in the middle of steps.
+/// Kills one process in the middle of the steps.
 fn strike(processes: usize, victim: usize, pace: &str) -> Struck {
     let (mut job, _folder) = start(processes, &["steps"], &[("SOFTCUDA_PACE", pace)]);
     job.wait_for_output("step 25\n");
@@ -100,14 +100,15 @@ fn strike(processes: usize, victim: usize, pace: &str) -> Struck {
 }
 
 #[test]
-fn who_is_killed_while_all_hold_memory_of_all_is_named_by_the_others_which_end() {
+fn killed_process_with_lent_memory_is_named_by_the_others() {
     for (processes, victim, pace) in
         [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")]
     {
         let Struck { ended, took, report } = strike(processes, victim, pace);
         for end in ended {
             assert_eq!(end.code, 1, "{report}");
-            // The third may hear first of who has left because of it, and ends with that.
+            // With three processes, one may first hear that the other has left because of the
+            // death. It then ends with that error.
             let others = (0..processes).filter(|process| *process != victim);
             let left = others.map(|process| format!("process {process} is gone (it has left)"));
             let named = left
@@ -121,7 +122,7 @@ fn who_is_killed_while_all_hold_memory_of_all_is_named_by_the_others_which_end()
 }
 
 #[test]
-fn a_stop_shorter_than_patience_is_no_failure() {
+fn stop_shorter_than_peer_timeout_is_no_failure() {
     let (mut job, _folder) = start(2, &["steps"], &[]);
     job.wait_for_output("step 5\n");
     job.processes[1].signal(Signal::STOP);
@@ -135,9 +136,10 @@ fn a_stop_shorter_than_patience_is_no_failure() {
     job.wait();
 }
 
-/// A driver that has no such handles: arrays go by the host's memory, and both say why, once.
+/// With a driver without such handles, arrays go through host memory, and both processes report the
+/// reason once.
 #[test]
-fn where_the_driver_shows_no_memory_arrays_take_another_way() {
+fn without_ipc_handles_arrays_go_through_the_host() {
     if softcuda::real() {
         println!("skipped: a real driver does not fail at will");
         return;

@@ -1,8 +1,7 @@
-//! Collectives of CUDA devices of real processes by NCCL, and what becomes of those that wait for a
-//! process that is no more.
+//! Collectives of CUDA devices of real processes by NCCL, and the failure of processes that wait
+//! for a dead one.
 //!
-//! On the CUDA driver and the NCCL in software: a real NCCL wants a graphics processor for each
-//! process.
+//! The tests use the software CUDA driver and NCCL: a real NCCL needs a GPU for each process.
 #![cfg(feature = "cuda")]
 
 use std::time::{Duration, Instant};
@@ -11,12 +10,12 @@ use mpmd_core::launch::variables;
 use mpmd_tests::{Carrier, Ended, Job, JobOptions, Struck};
 use rustix::process::Signal;
 
-/// The time within which everybody must have ended where a process dies or lacks something.
+/// Time limit for the end of all processes after a death or a wrong setting.
 const SOON: Duration = Duration::from_secs(15);
 
-/// A job of the program `joining`, each of whose processes has a CUDA device of its own where there
-/// are enough; with the driver, while the folder is there. `ways` are what each process is told of
-/// collectives.
+/// Starts a job of the program `joining`, with a CUDA device for each process if there are enough.
+/// `ways` sets each process's method for collectives. The returned folder holds the driver and must
+/// live as long as the job.
 fn start(
     carrier: Carrier,
     ways: &[&str],
@@ -45,13 +44,13 @@ fn start(
     (job, folder)
 }
 
-/// What a process said of `name` at its end.
+/// Returns the number that a process printed for `name` at its end.
 fn figure(said: &str, name: &str) -> u64 {
     let line = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
     line.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
-/// How all end, soon.
+/// Waits for the end of all processes, which must come soon; returns their results and the report.
 fn ends(job: &mut Job) -> (Vec<Ended>, String) {
     let begin = Instant::now();
     let ended = job.wait();
@@ -61,7 +60,7 @@ fn ends(job: &mut Job) -> (Vec<Ended>, String) {
 }
 
 #[test]
-fn processes_work_together_over_every_transport() {
+fn nccl_works_over_every_transport() {
     for (carrier, pace) in [(Carrier::SHM, "eager"), (Carrier::TCP, "seed:6")] {
         let (mut job, _folder) =
             start(carrier, &["nccl"; 3], &["sums", "12"], &[("SOFTCUDA_PACE", pace)]);
@@ -73,7 +72,7 @@ fn processes_work_together_over_every_transport() {
 }
 
 #[test]
-fn processes_that_share_a_processor_work_together_by_way_of_the_host() {
+fn processes_that_share_a_gpu_use_the_host() {
     for (ways, gpus) in [(["nccl"; 3], "2"), (["host"; 3], "3")] {
         let (mut job, _folder) =
             start(Carrier::SHM, &ways, &["sums", "3"], &[("SOFTCUDA_DEVICES", gpus)]);
@@ -88,12 +87,11 @@ fn processes_that_share_a_processor_work_together_by_way_of_the_host() {
 }
 
 #[test]
-fn who_is_killed_while_others_wait_for_it_in_nccl_is_named_by_them_and_they_end() {
+fn killed_process_is_named_by_those_waiting_in_nccl() {
     for (processes, victim, carrier) in
         [(2, 0, Carrier::SHM), (3, 2, Carrier::SHM), (3, 1, Carrier::TCP)]
     {
-        // The victim takes its time on its device, so that the others' devices wait for it when it
-        // is killed.
+        // The victim's device is slow, so that the others' devices wait for it when it is killed.
         let args = ["steps", &victim.to_string()];
         let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
         job.wait_for_output("step 2\n");
@@ -109,7 +107,7 @@ fn who_is_killed_while_others_wait_for_it_in_nccl_is_named_by_them_and_they_end(
 }
 
 #[test]
-fn one_setting_counts_for_all_processes_and_must_make_sense() {
+fn different_or_unknown_collectives_setting_is_an_error() {
     let (mut job, _folder) = start(Carrier::SHM, &["nccl", "host"], &["sums", "1"], &[]);
     let (ended, report) = ends(&mut job);
     for end in ended {
@@ -127,7 +125,7 @@ fn one_setting_counts_for_all_processes_and_must_make_sense() {
 }
 
 #[test]
-fn who_has_no_nccl_says_so_and_the_others_say_who_it_is() {
+fn process_without_nccl_is_named_by_all() {
     let poor = tempfile::tempdir().expect("a folder");
     let driver = softcuda::install(poor.path()).expect("the driver is built");
     for name in ["libnccl.so", "libnccl.so.2"] {

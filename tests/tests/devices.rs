@@ -1,5 +1,5 @@
-//! Jobs with devices of kind `cuda` where there are none: every process that was started ends soon
-//! and says what it looked for, and nothing panics, whether the program has the back end or not.
+//! Jobs with devices of kind `cuda` on machines without them. Every process soon ends and names the
+//! libraries or devices it did not find. Nothing panics, with and without the CUDA back end.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use mpmd_core::launch::variables;
 use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command, package_program};
 
-/// Far more than it takes, and far less than the processes would wait for each other.
+/// Far more than the job takes, and far less than the peer timeout.
 const PROMPT: Duration = Duration::from_secs(30);
 
 /// Longer than any test may take.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Hides the graphics processors of this machine, if it has some.
+/// Hides the GPUs of this machine, if it has any.
 fn without_gpus(command: &mut Command) -> &mut Command {
     command.env("CUDA_VISIBLE_DEVICES", "")
 }
@@ -23,20 +23,20 @@ fn start_and_wait(command: Command) -> Ended {
     Watched::start(command, folder.path(), "process").wait(Instant::now() + PROMPT)
 }
 
-/// How often `stderr` says that there are no such devices here.
+/// Returns how often `stderr` reports that there are no such devices here.
 fn complaints(stderr: &str) -> usize {
     let begin = "this process cannot have its devices of kind cuda: ";
     stderr.match_indices(begin).filter(|(at, _)| is_reason(&stderr[at + begin.len()..])).count()
 }
 
 fn is_reason(text: &str) -> bool {
-    // With a driver, of which all is hidden, and without.
+    // With a driver that shows no GPUs, and without a driver.
     text.starts_with("no CUDA driver found")
         || text.starts_with("the CUDA driver shows no graphics processor")
 }
 
 #[test]
-fn a_job_of_such_devices_alone_ends_with_the_word_of_every_process() {
+fn missing_devices_are_reported_by_every_process() {
     for processes in ["1", "2"] {
         let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
         command.args(["run", "-n", processes, "--device", "cuda", "--patience", "600", "--"]);
@@ -60,7 +60,7 @@ fn a_job_of_such_devices_alone_ends_with_the_word_of_every_process() {
 }
 
 #[test]
-fn a_program_alone_is_told_by_the_environment_too() {
+fn device_kinds_come_from_the_environment_without_launcher() {
     let with = |device: &str| {
         let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
         without_gpus(command.arg("hello").env(variables::DEVICE, device));
@@ -79,7 +79,8 @@ fn a_program_alone_is_told_by_the_environment_too() {
     }
 }
 
-/// The ends of a job of so many processes, of which each is told these kinds of devices.
+/// Runs a job with one process for each entry of `kinds`, which sets the process's kinds of
+/// devices.
 fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
     let options =
         JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len()).patience(PATIENCE).limit(PROMPT);
@@ -98,7 +99,7 @@ fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
 }
 
 #[test]
-fn who_needs_no_driver_hears_who_lacks_one() {
+fn process_without_driver_is_named_to_the_others() {
     for hosted in [true, false] {
         let ends = job(&["cpu,cuda,cpu"; 3], hosted);
         for (process, end) in ends.iter().enumerate() {
@@ -116,7 +117,7 @@ fn who_needs_no_driver_hears_who_lacks_one() {
 }
 
 #[test]
-fn processes_that_were_told_different_kinds_all_hear_both() {
+fn different_device_kinds_are_reported_by_all() {
     for end in job(&["cpu", "cpu,cuda"], true) {
         assert_eq!(end.code, 1, "{end:?}");
         for expected in [", 2 devices\"", ", 2 devices, of kind cpu 0, of kind cuda 1\""] {
@@ -126,7 +127,7 @@ fn processes_that_were_told_different_kinds_all_hear_both() {
 }
 
 #[test]
-fn planning_takes_no_driver() {
+fn dry_run_needs_no_driver() {
     let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
     command.args(["check", "-n", "2", "--", env!("CARGO_BIN_EXE_named"), "hello"]);
     without_gpus(command.env(variables::DEVICE, "cpu,cuda"));
@@ -134,10 +135,10 @@ fn planning_takes_no_driver() {
     assert_eq!(end.code, 0, "{end:?}");
 }
 
-/// Where `cudarc` itself would panic.
+/// A case in which `cudarc` itself would panic.
 #[cfg(feature = "cuda")]
 #[test]
-fn a_library_that_is_no_driver_is_said_with_what_it_lacks() {
+fn library_that_is_no_driver_is_reported() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux has it");
     let libc = maps
@@ -173,7 +174,7 @@ mod with_a_driver_in_software {
     }
 
     #[test]
-    fn the_doctor_lists_as_many_cuda_devices_as_there_are() {
+    fn doctor_lists_all_cuda_devices() {
         if softcuda::real() {
             println!("skipped: a real driver has as many devices as it has");
             return;
@@ -212,9 +213,9 @@ mod with_a_driver_in_software {
         }
     }
 
-    /// What is measured of CUDA devices, as small as it gets.
+    /// Runs small versions of all benchmarks of CUDA devices.
     #[test]
-    fn benches_of_cuda_devices_say_every_figure_that_is_asked_of_them() {
+    fn cuda_benchmarks_print_every_expected_figure() {
         let folder = tempfile::tempdir().expect("a folder for the test");
         for (bench, expected) in [
             (&["dispatch", "--repeats", "2"][..], &["over_launch_us"][..]),

@@ -1,28 +1,28 @@
-//! One process runs another program than the rest: every process ends with an error that shows both
-//! sides, none waits for ever, and none goes on with another operation's data.
+//! One process runs another program than the rest. Every process ends with an error that shows both
+//! sides. None waits for ever, and none continues with another operation's data.
 
 use std::time::Duration;
 
 use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
 
 over_each_carrier! {
-    an_extra_transfer_that_meets_anothers_message
-    an_operation_skipped_in_which_nobody_else_takes_part
-    an_extra_operation_in_which_nobody_else_takes_part
-    a_whole_microbatch_left_out_of_many_that_look_alike_is_found_with_the_step
-    a_program_that_ends_a_step_early
-    one_operation_more_or_less_at_the_very_end
+    extra_transfer_is_found_by_the_next_message
+    skipped_operation_without_messages_is_found
+    extra_operation_without_messages_is_found
+    skipped_microbatch_is_found_with_the_step
+    program_that_ends_a_step_early_is_found
+    extra_or_missing_last_operation_is_found
 }
 
 const PROCESSES: usize = 4;
 
-/// What a process says that issued an operation, up to the operation's number.
+/// Returns the text of an error about an operation of `process`, up to the operation's number.
 fn issued(process: usize) -> String {
     format!("process {process} issued operation ")
 }
 
-/// Runs the job in which process `who` departs in the way `how`; returns what each process said for
-/// an error.
+/// Runs the job in which one process departs from the program in the way `how`; returns the error
+/// output of each process.
 fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<String> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
     let options = options.patience(Duration::from_secs(15));
@@ -32,8 +32,8 @@ fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<Strin
     let report = job.report();
     for (process, end) in ended.iter().enumerate() {
         assert_eq!(end.code, 1, "process {process} must end with an error:\n{report}");
-        // What the same operations bring is what was asked for; a step that looks alike ends with
-        // it.
+        // Operations before the difference deliver right values. A skipped microbatch looks like a
+        // later one, so the difference is found at the end of its step.
         let delivered = if how == "skip-microbatch" { "step 2" } else { "WRONG" };
         assert!(!end.stdout.contains(delivered), "process {process} got wrong data:\n{report}");
         assert!(end.stderr.contains("the programs diverged"), "process {process}:\n{report}");
@@ -45,14 +45,14 @@ fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<Strin
     ended.into_iter().map(|end| end.stderr).collect()
 }
 
-/// Both sides of the difference are shown, with what was issued and the line that did.
+/// Checks that both sides of the difference are shown, with the operations and their lines.
 fn check_both_shown(carrier: Carrier, how: &str, who: usize, elements: usize) {
     for (process, error) in errors(carrier, how, who, elements).into_iter().enumerate() {
         let shown = error.matches("issued operation ").count();
         let lines = error.matches("tests/src/programs/diverging.rs:").count();
         assert!(
             error.contains(&issued(who)),
-            "{how}: process {process} does not say what {who} did: {error}"
+            "{how}: process {process} does not name the operation of {who}: {error}"
         );
         assert!(
             shown == 2 && lines == 2,
@@ -61,7 +61,7 @@ fn check_both_shown(carrier: Carrier, how: &str, who: usize, elements: usize) {
     }
 }
 
-/// The one that issued less has nothing to show for it.
+/// Checks that the error shows one operation: the process that issued fewer has none to show.
 fn check_one_shown(carrier: Carrier, how: &str, who: usize) {
     for (process, error) in errors(carrier, how, who, 16).into_iter().enumerate() {
         let lines = error.matches("tests/src/programs/diverging.rs:").count();
@@ -73,26 +73,26 @@ fn check_one_shown(carrier: Carrier, how: &str, who: usize) {
     }
 }
 
-fn an_extra_transfer_that_meets_anothers_message(carrier: Carrier) {
-    // The receiver, and one that sees nothing of it; unasked, and by request.
+fn extra_transfer_is_found_by_the_next_message(carrier: Carrier) {
+    // At the receiver and at a process that takes no part; as an eager message and with a grant.
     for (who, elements) in [(2, 16), (2, 20_000), (0, 16)] {
         check_both_shown(carrier, "extra-put", who, elements);
     }
 }
 
-fn an_operation_skipped_in_which_nobody_else_takes_part(carrier: Carrier) {
+fn skipped_operation_without_messages_is_found(carrier: Carrier) {
     for who in [3, 1] {
         check_both_shown(carrier, "skip-aside", who, 16);
     }
 }
 
-fn an_extra_operation_in_which_nobody_else_takes_part(carrier: Carrier) {
+fn extra_operation_without_messages_is_found(carrier: Carrier) {
     for who in [2, 0] {
         check_both_shown(carrier, "extra-jit", who, 16);
     }
 }
 
-fn a_whole_microbatch_left_out_of_many_that_look_alike_is_found_with_the_step(carrier: Carrier) {
+fn skipped_microbatch_is_found_with_the_step(carrier: Carrier) {
     for who in [0, 2, 3] {
         for (process, error) in errors(carrier, "skip-microbatch", who, 16).into_iter().enumerate()
         {
@@ -106,12 +106,12 @@ fn a_whole_microbatch_left_out_of_many_that_look_alike_is_found_with_the_step(ca
     }
 }
 
-fn a_program_that_ends_a_step_early(carrier: Carrier) {
+fn program_that_ends_a_step_early_is_found(carrier: Carrier) {
     check_one_shown(carrier, "end-early", 3);
     check_one_shown(carrier, "end-early", 1);
 }
 
-fn one_operation_more_or_less_at_the_very_end(carrier: Carrier) {
+fn extra_or_missing_last_operation_is_found(carrier: Carrier) {
     for who in [1, 2] {
         check_one_shown(carrier, "extra-at-end", who);
         check_one_shown(carrier, "missing-at-end", who);

@@ -8,7 +8,7 @@ over_each_carrier! {
     kernels_run_before_and_after_a_move
 }
 
-/// The lines of all processes' owners; how many processes said that they own nothing.
+/// Returns the lines about all shards, and the number of processes without shards.
 fn run(carrier: Carrier, name: &str, processes: usize) -> (Vec<String>, usize) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier);
     let mut job = Job::start(options, &[name]);
@@ -20,8 +20,8 @@ fn run(carrier: Carrier, name: &str, processes: usize) -> (Vec<String>, usize) {
     (owners, remote)
 }
 
-/// Devices `first` to `first + 3` see the right values, and the processes that own none of them
-/// nothing.
+/// Checks that devices `first` to `first + 3` have the right values, and that other processes
+/// report no shards.
 fn check(carrier: Carrier, name: &str, first: usize) {
     let expected: Vec<String> =
         (first..first + 4).map(|device| format!("{device} all right")).collect();

@@ -9,21 +9,21 @@ use mpmd_tests::{
 use tempfile::TempDir;
 
 over_each_carrier! {
-    the_pipelines_check_passes_at_any_number_of_processes
-    the_pipelines_check_passes_under_the_launcher
-    losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them
+    pipeline_check_passes_at_any_number_of_processes
+    pipeline_check_passes_under_the_launcher
+    losses_are_bit_identical_over_every_carrier
 }
 
-/// None of them takes so long, on any machine.
+/// No run takes this long, on any machine.
 const LONG: Duration = Duration::from_secs(120);
 
-/// As [`run_over`], over tcp.
+/// Like [`run_over`], over tcp.
 fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
     run_over(Carrier::TCP, folder, launched, program, args)
 }
 
-/// Runs a program of the examples with these arguments, by `mpmd run` where `launched` says how
-/// many processes; nothing may be left of it.
+/// Runs an example program with these arguments. Starts it by `mpmd run` if `launched` gives a
+/// number of processes. Checks that nothing is left.
 fn run_over(
     carrier: Carrier,
     folder: &Path,
@@ -56,7 +56,7 @@ fn folder() -> TempDir {
 fn check_passes(carrier: Carrier, launched: Option<usize>, args: &[&str]) {
     let end = run_over(carrier, folder().path(), launched, "pipeline", args);
     assert_eq!(end.code, 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
-    // Compared, and not just run.
+    // The numbers show that the results were compared, not only computed.
     assert!(
         end.stdout.contains("0.179679") || end.stdout.contains("2.217942"),
         "{args:?}:\n{}",
@@ -64,8 +64,8 @@ fn check_passes(carrier: Carrier, launched: Option<usize>, args: &[&str]) {
     );
 }
 
-/// The processes that the program starts itself talk over what it is told.
-fn the_pipelines_check_passes_at_any_number_of_processes(carrier: Carrier) {
+/// The program starts its processes itself; its arguments set the transport.
+fn pipeline_check_passes_at_any_number_of_processes(carrier: Carrier) {
     for processes in [1, 2, 4, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
         let processes = processes.to_string();
         let args = ["--check", "--processes", &processes, "--transport", carrier.transport];
@@ -74,22 +74,22 @@ fn the_pipelines_check_passes_at_any_number_of_processes(carrier: Carrier) {
 }
 
 #[test]
-fn the_pipelines_check_passes_as_threads() {
+fn pipeline_check_passes_as_threads() {
     for processes in ["1", "2", "4", "8"] {
         let args = ["--check", "--processes", processes, "--transport", "inproc"];
         check_passes(Carrier::TCP, None, &args);
     }
 }
 
-/// The processes that a launcher starts talk over what the launcher was told.
-fn the_pipelines_check_passes_under_the_launcher(carrier: Carrier) {
+/// A launcher starts the processes; its environment sets the transport.
+fn pipeline_check_passes_under_the_launcher(carrier: Carrier) {
     for processes in [1, 2, 4, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
         check_passes(carrier, Some(processes), &["--check"]);
     }
 }
 
 #[test]
-fn a_number_that_is_off_is_a_failure_of_the_job() {
+fn wrong_number_fails_the_job() {
     let off = ["--check", "--learning-rate", "0.011"];
     for launched in [None, Some(4)] {
         let end = run(folder().path(), launched, "pipeline", &off);
@@ -101,7 +101,7 @@ fn a_number_that_is_off_is_a_failure_of_the_job() {
     assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
 }
 
-/// The losses of a short training over tcp, with all their bits.
+/// Returns the losses of a short training over tcp, with all their bits.
 fn losses(launched: Option<usize>, args: &[&str]) -> String {
     losses_over(Carrier::TCP, launched, args)
 }
@@ -110,7 +110,7 @@ fn losses_over(carrier: Carrier, launched: Option<usize>, args: &[&str]) -> Stri
     let folder = folder();
     let file = folder.path().join("losses");
     let text = folder.path().join("text");
-    // The same for ever, whatever becomes of the repository.
+    // A text of the test's own: the losses must not depend on files of the repository.
     let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
     std::fs::write(&text, (0..4000).map(line).collect::<String>()).expect("the test's own folder");
     let (file_name, text_name) = (file.display().to_string(), text.display().to_string());
@@ -124,7 +124,7 @@ fn losses_over(carrier: Carrier, launched: Option<usize>, args: &[&str]) -> Stri
 }
 
 #[test]
-fn losses_of_the_training_are_the_same_to_the_bit_however_it_is_run() {
+fn losses_are_bit_identical_as_threads() {
     let alone = losses(None, &["--processes", "1"]);
     for processes in ["2", "4"] {
         let found = losses(None, &["--processes", processes, "--transport", "inproc"]);
@@ -137,7 +137,7 @@ fn losses_of_the_training_are_the_same_to_the_bit_however_it_is_run() {
     );
 }
 
-fn losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them(carrier: Carrier) {
+fn losses_are_bit_identical_over_every_carrier(carrier: Carrier) {
     let alone = losses(None, &["--processes", "1"]);
     for processes in ["2", "4"] {
         let args = ["--processes", processes, "--transport", carrier.transport];
@@ -147,7 +147,7 @@ fn losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them(carrier:
 }
 
 #[test]
-fn a_launcher_asks_for_processes_that_do_not_divide_the_devices() {
+fn processes_that_do_not_divide_the_devices_are_refused() {
     let end = run(folder().path(), Some(3), "pipeline", &["--check"]);
     assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
     assert!(

@@ -1,5 +1,5 @@
-//! A kernel that never ends, in the middle of a pipeline: every process says who waits for whom, to
-//! the root.
+//! A kernel that never ends, in the middle of a pipeline: every process reports the chain of waits
+//! to that kernel.
 
 use std::time::{Duration, Instant};
 
@@ -7,15 +7,16 @@ use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
 
 over_each_carrier! {
     every_process_shows_the_chain_to_the_kernel_that_never_ends
-    who_has_ended_shows_it_too
+    ended_process_shows_the_chain_too
 }
 
 const PROCESSES: usize = 4;
 
-/// What is said of the kernel that never ends.
+/// The start of the line about the kernel that never ends.
 const ROOT: &str = "device 2 is at operation ";
 
-/// Reports of each process, once each has one that `is_enough`: by process, the first that is.
+/// Waits until each process has a report for which `is_enough` is true; returns the first such
+/// report of each.
 fn reports(
     carrier: Carrier,
     args: &[&str],
@@ -46,7 +47,8 @@ fn reports(
     }
 }
 
-/// Whether the root is named with what it is for, its line, and how long it has been at it.
+/// Returns true if the root cause is named with its stage and microbatch, its line, and its running
+/// time.
 fn names_the_root(report: &str) -> bool {
     report.lines().any(|line| {
         let Some((_, root)) = line.split_once(ROOT) else { return false };
@@ -59,7 +61,8 @@ fn names_the_root(report: &str) -> bool {
 
 fn every_process_shows_the_chain_to_the_kernel_that_never_ends(carrier: Carrier) {
     let links = |process: usize| match process {
-        // The gradients come from behind, and behind process 1 is the one that computes.
+        // The gradients come from later stages: process 0 waits for process 1, which waits for the
+        // computing process 2.
         0 => vec![
             (
                 "process 0: operation ",
@@ -100,9 +103,9 @@ fn every_process_shows_the_chain_to_the_kernel_that_never_ends(carrier: Carrier)
     });
 }
 
-fn who_has_ended_shows_it_too(carrier: Carrier) {
+fn ended_process_shows_the_chain_too(carrier: Carrier) {
     let found = reports(carrier, &["stuck", "sending"], |_, report| names_the_root(report));
-    // The first two have given all that they had to give.
+    // The first two processes have sent all their data.
     for (process, report) in found[..2].iter().enumerate() {
         let ended = format!("process {process} has ended, and waits for others");
         let finishing = format!("process {process}: finish waits for ");

@@ -1,10 +1,10 @@
-//! Processes that share memory know who holds what of whose.
+//! Processes that share memory know the amounts that they lend to and borrow from each peer.
 
 use mpmd_core::launch::variables;
 use mpmd_tests::{Job, JobOptions};
 
 #[test]
-fn three_processes_say_who_has_what_of_whose_memory_and_that_all_of_it_is_back() {
+fn lent_and_borrowed_memory_is_reported_until_it_is_back() {
     let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), 3));
     for process in 0..3 {
         let mut command = job.command(process);

@@ -1,5 +1,5 @@
-//! A process dies, or stops, in the middle: the others end soon, each with an error that says who,
-//! and what waited for it.
+//! A process dies, or stops, in the middle of a job. The others soon end, each with an error that
+//! names the process and the waiting operation.
 
 use std::time::Duration;
 
@@ -7,17 +7,17 @@ use mpmd_tests::{Carrier, Ended, Job, JobOptions, Struck, over_each_carrier};
 use rustix::process::Signal;
 
 over_each_carrier! {
-    a_killed_process_is_named_by_every_other_within_five_seconds
-    a_stopped_process_is_named_by_every_other_when_patience_is_over
+    killed_process_is_named_by_all_others_in_five_seconds
+    stopped_process_is_named_by_all_others_after_timeout
     a_stop_shorter_than_patience_is_no_failure
 }
 
 const PROCESSES: usize = 4;
 
-/// The time within which everybody must have ended.
+/// Time limit for the end of all other processes.
 const SOON: Duration = Duration::from_secs(5);
 
-/// A part of the error that says which operation, on which line of the program, waited.
+/// Returns true if the error names the waiting operation and its line in the program.
 fn names_an_operation(error: &str) -> bool {
     let operation = error
         .split("operation ")
@@ -30,10 +30,10 @@ fn options(carrier: Carrier, patience: Duration) -> JobOptions {
     JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).patience(patience)
 }
 
-/// Strikes process `victim` while all are at work.
+/// Sends a signal to process `victim` while all are at work.
 fn strike(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> Struck {
     let mut job = Job::start(options, &["looping", mode]);
-    // Far enough that all are at work.
+    // Late enough that all are at work.
     job.wait_for_output("step 6\n");
     job.strike(victim, signal)
 }
@@ -55,7 +55,7 @@ fn check_errors(victim: usize, ended: &[Ended], report: &str) {
     }
 }
 
-fn a_killed_process_is_named_by_every_other_within_five_seconds(carrier: Carrier) {
+fn killed_process_is_named_by_all_others_in_five_seconds(carrier: Carrier) {
     let mut waited = 0;
     let victims = if carrier.is_thorough() { 0..PROCESSES } else { 0..2 };
     for mode in ["reading", "running-ahead", "large"] {
@@ -70,11 +70,12 @@ fn a_killed_process_is_named_by_every_other_within_five_seconds(carrier: Carrier
             waited += usize::from(ended.iter().any(|end| end.stderr.contains("waited for it")));
         }
     }
-    // A death between two waits is named with what was at hand; it cannot be so every time.
+    // If no operation waits at the moment of death, the error names the latest one. That cannot
+    // happen every time.
     assert!(waited > 0, "no error names an operation that waited");
 }
 
-fn a_stopped_process_is_named_by_every_other_when_patience_is_over(carrier: Carrier) {
+fn stopped_process_is_named_by_all_others_after_timeout(carrier: Carrier) {
     for victim in [0, 2] {
         let options = options(carrier, Duration::from_secs(3));
         let Struck { ended, report, .. } = strike(options, "running-ahead", victim, Signal::STOP);

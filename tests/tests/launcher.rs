@@ -48,7 +48,7 @@ impl Launched {
         Self { launcher, mark, _folder: folder }
     }
 
-    /// The pids of the job's processes, by process number.
+    /// Returns the pids of the job's processes, by process number.
     fn pids(&self) -> Vec<u32> {
         let all = processes_of(&self.mark);
         let find = |process: usize| {
@@ -65,7 +65,7 @@ impl Launched {
     }
 }
 
-/// Number of faults in a test: a few, or `MPMD_TESTS_FAULTS`.
+/// Returns the number of faults in a test: `few`, or the value of `MPMD_TESTS_FAULTS`.
 fn faults(few: usize) -> usize {
     let many = std::env::var("MPMD_TESTS_FAULTS").ok();
     many.map_or(few, |text| text.parse().expect("MPMD_TESTS_FAULTS is a number"))
@@ -117,7 +117,7 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
         wait_until(&job, "the job and its launcher are stopped", || {
             all.iter().all(|pid| is_stopped(*pid))
         });
-        // Longer than the processes wait for each other: the time of a stop must not count.
+        // Longer than the peer timeout: the time of a stop must not count.
         std::thread::sleep(Duration::from_millis(2500));
         let before: Vec<usize> = (0..PROCESSES).map(|process| job.steps(process)).collect();
         job.launcher.signal(Signal::CONT);

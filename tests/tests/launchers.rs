@@ -1,4 +1,4 @@
-//! Programs under real launchers of clusters: the README's own commands, and what users do besides.
+//! Programs under real cluster launchers: the README's own commands, and other common uses.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use mpmd_core::launch::variables;
 use mpmd_tests::{Ended, Site, Slurm, Watched, package_program, system_program};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// None of this takes so long, on any machine.
+/// No run takes this long, on any machine.
 const LONG: Duration = Duration::from_secs(120);
 
 const TRANSPORTS: &[&str] = &[
@@ -16,7 +16,8 @@ const TRANSPORTS: &[&str] = &[
     "ucx",
 ];
 
-/// The line of the README's section for clusters that begins so, without its comment.
+/// Returns the line that begins with `begin` in the README's section about clusters, without its
+/// comment.
 fn readme(begin: &str) -> &'static str {
     let (_, section) =
         include_str!("../../README.md").split_once("\n## On a cluster\n").expect("the section");
@@ -27,7 +28,7 @@ fn readme(begin: &str) -> &'static str {
     line.split(" #").next().unwrap_or_default().trim()
 }
 
-/// A site where `./pipeline` and `./named` can be started.
+/// Creates a sandbox where `./pipeline` and `./named` can be started.
 fn site() -> Site {
     let site = Site::new();
     let named = PathBuf::from(env!("CARGO_BIN_EXE_named"));
@@ -39,13 +40,13 @@ fn site() -> Site {
     site
 }
 
-/// A shell on the cluster, or on this machine alone, that runs a script.
+/// Starts a shell that runs a script, on the cluster or on this machine alone.
 fn shell(site: &Site, slurm: Option<&Slurm>, transport: &str, script: &str) -> Watched {
     let sh = Path::new("sh");
     let mut command = slurm.map_or_else(|| site.command(sh), |slurm| slurm.command(site, sh));
     command.args(["-ec", script]).env(variables::TRANSPORT, transport);
-    // Open MPI takes neither more processes than cores nor root without being told, by 4's names
-    // and by 5's.
+    // By default Open MPI refuses more processes than cores, and root. The variables have other
+    // names in versions 4 and 5.
     for open_mpi in ["OMPI", "PRTE"] {
         command.env(format!("{open_mpi}_ALLOW_RUN_AS_ROOT"), "1");
         command.env(format!("{open_mpi}_ALLOW_RUN_AS_ROOT_CONFIRM"), "1");
@@ -67,11 +68,11 @@ fn run(site: &Site, slurm: Option<&Slurm>, transport: &str, script: &str) -> End
 }
 
 fn check_has_passed(end: &Ended) {
-    // Compared, and not just run.
+    // The numbers show that the results were compared, not only computed.
     assert!(end.stdout.contains("0.179679") && end.stdout.contains("2.217942"), "{}", end.stdout);
 }
 
-/// What all processes of `named transfers` say, each line once.
+/// Returns the lines of all processes of `named transfers`, sorted, each once.
 fn sorted(said: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = said.lines().collect();
     lines.sort_unstable();
@@ -85,7 +86,7 @@ fn check_transfers(said: &str) {
 }
 
 #[test]
-fn the_readmes_command_runs_under_slurm() {
+fn readme_command_runs_under_slurm() {
     let site = site();
     let Some(mut slurm) = Slurm::start(&site, deadline()) else { return };
     for transport in TRANSPORTS {
@@ -159,7 +160,7 @@ fn a_process_killed_under_slurm_is_named_by_all_others() {
 }
 
 #[test]
-fn the_readmes_commands_run_under_open_mpi() {
+fn readme_commands_run_under_open_mpi() {
     if system_program("mpirun", "openmpi-bin").is_none() {
         return;
     }
@@ -192,14 +193,15 @@ fn a_job_that_fails_is_a_failure_to_its_launcher() {
             shell(&site, Some(&slurm), "tcp", &format!("exec {launcher} -n 4 {wrong}"));
         let end = process.wait(deadline());
         assert_eq!(end.code, 1, "{launcher}\n{}", process.report());
-        // `mpirun` ends all when the first has failed, whether or not another was about to say why.
+        // `mpirun` ends all processes when the first has failed, even if another was about to print
+        // the cause.
         let said = launcher == "mpirun" || end.stderr.contains("a number is off: ");
         assert!(said, "{launcher}\n{}", process.report());
     }
     slurm.wait_until_idle(&site, deadline());
 }
 
-/// One on which nobody listens, below those that systems hand out by themselves.
+/// Returns a free port, below those that systems assign automatically.
 fn free_port() -> u16 {
     let first = 32_000 + (std::process::id() % 500) as u16;
     let is_free = |port: &u16| std::net::TcpListener::bind(("0.0.0.0", *port)).is_ok();

@@ -1,9 +1,9 @@
-//! Arrays in memory that processes share, handed over, held, passed on, changed and dropped at
-//! random: what is looked at is right, everything comes back, and no memory is left, whatever
-//! becomes of a process.
+//! Arrays in memory that processes share. They are transferred without copies, held, lent on,
+//! changed and dropped at random. Arrays that are checked are right, all memory comes back and none
+//! is left, also when processes die or stop.
 //!
-//! Larger runs by hand: `MPMD_SOAK=1000000` is the number of hand-overs of the first,
-//! `MPMD_SOAK_KILLS=50` how often a process is killed.
+//! For larger runs by hand: `MPMD_SOAK=1000000` sets the number of transfers of the first test, and
+//! `MPMD_SOAK_KILLS=50` the number of killed processes.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +12,15 @@ use rustix::process::Signal;
 
 const PROCESSES: usize = 4;
 
-/// The same for pools and for the process: what a run may still take from the system when it is
-/// warm.
+/// Bytes that a warm run may still take from the system: the same limit for pools and for the
+/// process.
 const LITTLE: u64 = 32 << 20;
 
 /// Mappings and descriptors that may come and go: large arrays have their own, here and in each
 /// peer.
 const FEW: u64 = 200;
 
-/// The time within which everybody must have ended where a process dies.
+/// Time limit for the end of all processes after a death.
 const SOON: Duration = Duration::from_secs(5);
 
 fn asked(variable: &str, default: usize) -> usize {
@@ -32,7 +32,7 @@ fn options(processes: usize) -> JobOptions {
 }
 
 #[test]
-fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
+fn zero_copy_arrays_are_right_and_memory_stays_flat() {
     let hand_overs = asked("MPMD_SOAK", 30_000);
     let limit = Duration::from_secs(200 + hand_overs as u64 / 500);
     let begin = Instant::now();
@@ -55,7 +55,7 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
         let ([mapped_warm, resident_warm, segments_warm], [mapped, resident, segments]) =
             (&warm[..], &end[..])
         else {
-            panic!("process {process} does not say what it uses:\n{}", job.report())
+            panic!("process {process} does not print its memory use:\n{}", job.report())
         };
         assert!(
             *mapped <= mapped_warm + LITTLE,
@@ -79,7 +79,7 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
 }
 
 #[test]
-fn a_process_killed_while_all_lend_and_borrow_is_named_and_nobody_reads_anything_wrong() {
+fn killed_lender_is_named_and_no_data_is_wrong() {
     let mut random = Random::of_this_run();
     let mut longest = Duration::ZERO;
     for round in 0..asked("MPMD_SOAK_KILLS", PROCESSES) {
@@ -90,7 +90,7 @@ fn a_process_killed_while_all_lend_and_borrow_is_named_and_nobody_reads_anything
         std::thread::sleep(delay);
         let begin = Instant::now();
         job.processes[victim].signal(Signal::KILL);
-        // Also looks for what is left.
+        // Also checks that nothing is left.
         let ended = job.wait();
         let told = format!("process {victim}, killed after {delay:?}, seed {seed}");
         for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {
@@ -111,12 +111,12 @@ fn a_process_killed_while_all_lend_and_borrow_is_named_and_nobody_reads_anything
 }
 
 #[test]
-fn what_a_stopped_process_has_borrowed_stays_and_comes_back_when_it_is_dead() {
+fn memory_lent_to_a_stopped_process_returns_at_its_death() {
     let mut job = Job::start(options(2), &["holding"]);
     let deadline = job.deadline();
     job.processes[1].wait_for_output("look 5: right\n", deadline);
     job.processes[1].signal(Signal::STOP);
-    // Twenty times what it takes to notice an end.
+    // Twenty times the time that it takes to notice an end.
     let looks = job.processes[0].output().lines().count();
     job.processes[0].wait_for_output(&format!("look {}: ", looks + 100), deadline);
     let lent = format!("live {} lent {}", 4 << 20, 4 << 20);

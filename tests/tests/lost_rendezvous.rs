@@ -17,10 +17,10 @@ over_each_carrier! {
 
 const PROCESSES: usize = 4;
 
-/// The longest time that a job of 2000 steps may take on a machine that does much else.
+/// The longest time that a job of 2000 steps may take on a busy machine.
 const LONG: Duration = Duration::from_secs(180);
 
-/// Time between two looks at something that is awaited.
+/// Time between two checks for an awaited event.
 const LOOK: Duration = Duration::from_millis(5);
 
 fn options(carrier: Carrier) -> JobOptions {
@@ -36,7 +36,7 @@ struct Relay {
 }
 
 impl Relay {
-    /// Listens for processes that look for the service at `service`.
+    /// Starts a relay to the service at `service`.
     fn to(service: String) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let address = listener.local_addr().expect("it is bound");
@@ -72,13 +72,13 @@ impl Relay {
 
     fn cut(&self) {
         for end in self.ends.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            // The other end may have been quicker.
+            // The other end may have been faster.
             let _ = end.shutdown(Shutdown::Both);
         }
     }
 }
 
-/// Starts a job of which these processes come by way of a relay.
+/// Starts a job in which the processes `by_relay` connect through a relay.
 fn start(options: JobOptions, args: &[&str], by_relay: &[usize]) -> (Job, Relay) {
     let mut job = Job::prepare(options);
     let command = job.command(0);
@@ -97,13 +97,13 @@ fn start(options: JobOptions, args: &[&str], by_relay: &[usize]) -> (Job, Relay)
     (job, relay)
 }
 
-/// Number of warnings in what a process has said.
+/// Returns the number of warnings in the output of a process.
 fn warnings(said: &str) -> usize {
     said.matches("has lost the rendezvous service of the job").count()
 }
 
 fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
-    // Long enough for the others to be told that process 1 may be gone, and to see that it is not.
+    // Long enough for the others to hear that process 1 may be gone, and to see that it is not.
     let options = options(carrier).limit(LONG);
     let (mut job, relay) = start(options, &["looping", "reading", "2000"], &[1]);
     job.wait_for_output("step 6\n");

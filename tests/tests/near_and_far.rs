@@ -1,5 +1,5 @@
-//! What processes talk over where nobody says: memory where they share a host and can share it,
-//! else sockets.
+//! The default transport: shared memory between processes of one host that can share it, otherwise
+//! sockets.
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
@@ -11,7 +11,8 @@ fn prepare(processes: usize) -> Job {
     Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes))
 }
 
-/// What the processes of a job say that are on these hosts, and all that they say for errors.
+/// Runs a job with one process per host name. Returns the output of each process, and all error
+/// output.
 fn on_hosts(hosts: &[&str], program: &str) -> (Vec<String>, String) {
     let mut job = prepare(hosts.len());
     for (process, host) in hosts.iter().enumerate() {
@@ -26,7 +27,7 @@ fn on_hosts(hosts: &[&str], program: &str) -> (Vec<String>, String) {
 }
 
 #[test]
-fn processes_share_memory_within_a_host_and_use_sockets_between_hosts() {
+fn default_is_shared_memory_per_host_and_sockets_between() {
     for (hosts, expected) in [
         (["here"; PROCESSES], ["shm"; PROCESSES]),
         (["left", "left", "right", "right"], ["shm+tcp"; PROCESSES]),
@@ -40,7 +41,7 @@ fn processes_share_memory_within_a_host_and_use_sockets_between_hosts() {
 }
 
 #[test]
-fn the_results_are_the_same_whoever_is_near() {
+fn results_do_not_depend_on_hosts() {
     for program in ["transfers", "eager_limit", "jit_and_transfer"] {
         let expected = simulated(program, PROCESSES, &[]);
         for hosts in [
@@ -53,7 +54,8 @@ fn the_results_are_the_same_whoever_is_near() {
     }
 }
 
-/// A process that may not have files that are long cannot make memory that others can map.
+/// Returns a command for a process with a low limit on file sizes. It cannot make memory that
+/// others can map.
 fn with_short_files(job: &Job, process: usize) -> std::process::Command {
     let mut command = bare_command("sh".as_ref());
     command.args(["-c", r#"ulimit -f 4 && exec "$0" "$@""#, env!("CARGO_BIN_EXE_named")]);
@@ -65,7 +67,7 @@ fn with_short_files(job: &Job, process: usize) -> std::process::Command {
 }
 
 #[test]
-fn a_process_that_cannot_share_memory_talks_over_tcp_and_one_line_says_why() {
+fn process_without_shared_memory_uses_tcp_and_warns_once() {
     let mut job = prepare(3);
     for process in 0..3 {
         let mut command =
@@ -84,7 +86,7 @@ fn a_process_that_cannot_share_memory_talks_over_tcp_and_one_line_says_why() {
 }
 
 #[test]
-fn who_asks_for_shared_memory_by_name_and_cannot_have_it_ends_the_job() {
+fn requested_but_missing_shared_memory_ends_the_job() {
     let mut job = prepare(2);
     for process in 0..2 {
         let mut command =

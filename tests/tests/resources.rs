@@ -1,12 +1,11 @@
-//! Nothing that an operation needs may be held by a later one: programs that would else stop for
-//! ever.
+//! Programs that would deadlock if a later operation held a resource that an earlier one needs.
 
 use mpmd_tests::programs::simulated;
 use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
 
 over_each_carrier! {
-    a_later_transfer_that_is_ready_first_lets_an_earlier_one_pass_in_both_directions
-    two_arrays_of_which_only_one_fits_arrive_one_after_the_other
+    ready_later_transfers_do_not_block_earlier_ones
+    two_arrays_with_room_for_one_both_arrive
 }
 
 fn check(carrier: Carrier, name: &str, processes: usize, lines: usize) {
@@ -17,12 +16,10 @@ fn check(carrier: Carrier, name: &str, processes: usize, lines: usize) {
     assert_eq!(said, simulated(name, processes, &[]));
 }
 
-fn a_later_transfer_that_is_ready_first_lets_an_earlier_one_pass_in_both_directions(
-    carrier: Carrier,
-) {
+fn ready_later_transfers_do_not_block_earlier_ones(carrier: Carrier) {
     check(carrier, "crossing", 2, 4);
 }
 
-fn two_arrays_of_which_only_one_fits_arrive_one_after_the_other(carrier: Carrier) {
+fn two_arrays_with_room_for_one_both_arrive(carrier: Carrier) {
     check(carrier, "budget", 3, 2);
 }

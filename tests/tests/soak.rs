@@ -1,5 +1,5 @@
-//! Thousands of transfers with handles and futures dropped at any time: every array that is looked
-//! at is right, nothing stays in use, and memory is flat.
+//! Thousands of transfers with handles and futures dropped at any time. Every array that is checked
+//! is right, nothing stays in use, and memory is flat.
 
 use std::time::{Duration, Instant};
 
@@ -10,21 +10,22 @@ const SEED: u64 = 20_251_121;
 
 const TRANSFERS: usize = 10_000;
 
-/// The same for pools and for the process: what a run may still take from the system when it is
-/// warm.
+/// Bytes that a warm run may still take from the system: the same limit for pools and for the
+/// process.
 const LITTLE: u64 = 16 << 20;
 
-/// As much as a pool keeps for another time, where others map it too: they are four.
+/// Bytes that a pool may keep for reuse. With shared memory the four processes map each other's
+/// pools.
 const KEPT: u64 = 64 << 20;
 
-/// They take a few seconds over any transport.
+/// The test takes a few seconds over any transport.
 const LONG: Duration = Duration::from_secs(200);
 
 over_each_carrier! {
-    transfers_that_are_dropped_at_any_time_leave_nothing
+    transfers_dropped_at_any_time_leave_nothing
 }
 
-fn transfers_that_are_dropped_at_any_time_leave_nothing(carrier: Carrier) {
+fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).limit(LONG);
     let begin = Instant::now();
     let mut job = Job::start(options, &["soak", &TRANSFERS.to_string(), &SEED.to_string()]);
@@ -42,7 +43,7 @@ fn transfers_that_are_dropped_at_any_time_leave_nothing(carrier: Carrier) {
         let (warm, end) = (numbers("warm: "), numbers("end: "));
         let ([_, mapped_warm, resident_warm], [live, mapped, resident]) = (&warm[..], &end[..])
         else {
-            panic!("process {process} does not say what it uses:\n{}", job.report())
+            panic!("process {process} does not print its memory use:\n{}", job.report())
         };
         assert_eq!(*live, 0, "process {process}");
         let (more, more_resident) = if carrier == Carrier::SHM {

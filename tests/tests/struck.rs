@@ -1,23 +1,23 @@
-//! A process dies, or stops, while 64 MiB are on their way to it or from it: the others end with an
-//! error that says who. Where exactly it is struck is up to a seed.
+//! A process dies, or stops, while 64 MiB are on their way to it or from it. The others end with an
+//! error that names it. A seed decides the moment.
 
 use std::time::Duration;
 
 use mpmd_tests::{Carrier, Job, JobOptions, Random, Struck, over_each_carrier};
 use rustix::process::Signal;
 
-/// The time within which everybody must have ended where a process dies.
+/// Time limit for the end of all processes after a death.
 const SOON: Duration = Duration::from_secs(5);
 
-/// Longer than one transfer takes, so that any part of it can be met.
+/// Longer than one transfer takes, so that a signal can hit any part of it.
 const WITHIN_MILLIS: usize = 150;
 
 over_each_carrier! {
-    a_process_killed_in_the_middle_of_large_transfers_is_named_within_five_seconds
-    a_process_stopped_in_the_middle_of_large_transfers_is_named_when_patience_is_over
+    process_killed_during_transfers_is_named_in_five_seconds
+    process_stopped_during_transfers_is_named_after_timeout
 }
 
-/// Strikes process `victim` of a job while large transfers flow.
+/// Sends a signal to process `victim` of a job during large transfers.
 fn strike(
     options: JobOptions,
     how: &str,
@@ -26,14 +26,14 @@ fn strike(
     signal: Signal,
 ) -> Struck {
     let mut job = Job::start(options, &["flooding", how, &victim.to_string()]);
-    // All have seen a transfer end, and the next is on its way at any time.
+    // All have seen a transfer end, and another one is always in flight.
     job.wait_for_output("round 3\n");
     std::thread::sleep(delay);
     job.strike(victim, signal)
 }
 
-/// Strikes a process that sends, and one that receives, of 2 and of 4, `times` each; returns how
-/// long the others took at most.
+/// Strikes a sending process and a receiving one, in jobs of 2 and of 4 processes, `times` each.
+/// Returns the longest time that the others took to end.
 fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal) -> Duration {
     let mut random = Random::of_this_run();
     let mut longest = Duration::ZERO;
@@ -56,22 +56,19 @@ fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal
             longest = longest.max(struck.took);
         }
     }
-    // A death between two waits is named with what was at hand; it cannot be so every time.
+    // If no operation waits at the moment of death, the error names the latest one. That cannot
+    // happen every time.
     assert!(waited > 0, "no error names an operation that was under way");
     longest
 }
 
-fn a_process_killed_in_the_middle_of_large_transfers_is_named_within_five_seconds(
-    carrier: Carrier,
-) {
+fn process_killed_during_transfers_is_named_in_five_seconds(carrier: Carrier) {
     let times = if carrier.is_thorough() { 4 } else { 2 };
     let longest = strike_all(carrier, Duration::from_secs(30), times, Signal::KILL);
     assert!(longest <= SOON, "the last ended after {longest:?}");
 }
 
-fn a_process_stopped_in_the_middle_of_large_transfers_is_named_when_patience_is_over(
-    carrier: Carrier,
-) {
+fn process_stopped_during_transfers_is_named_after_timeout(carrier: Carrier) {
     let times = if carrier.is_thorough() { 2 } else { 1 };
     strike_all(carrier, Duration::from_secs(2), times, Signal::STOP);
 }

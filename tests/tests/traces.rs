@@ -10,8 +10,8 @@ use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
 use rustix::process::Signal;
 
 over_each_carrier! {
-    every_operation_is_in_the_traces_of_who_has_a_part_in_it
-    a_killed_process_leaves_what_it_had_written
+    every_operation_is_in_the_traces_of_its_processes
+    killed_process_leaves_its_trace_so_far
 }
 
 fn start(carrier: Carrier, processes: usize, args: &[&str]) -> Job {
@@ -25,7 +25,7 @@ fn start(carrier: Carrier, processes: usize, args: &[&str]) -> Job {
     job
 }
 
-fn every_operation_is_in_the_traces_of_who_has_a_part_in_it(carrier: Carrier) {
+fn every_operation_is_in_the_traces_of_its_processes(carrier: Carrier) {
     for processes in [1, 2, 4] {
         let mut job = start(carrier, processes, &["traced"]);
         let said = job.wait_well();
@@ -57,8 +57,8 @@ fn every_operation_is_in_the_traces_of_who_has_a_part_in_it(carrier: Carrier) {
     }
 }
 
-/// As if each process had a host of its own, whose clock says something else: they come together by
-/// what each found when it compared its clock with the rendezvous service's.
+/// Changes the traces as if each process ran on a host of its own with another clock. Merging then
+/// relies on the clock offsets that each process measured against the rendezvous service.
 fn on_hosts(mut traces: Vec<ProcessTrace>) -> Vec<ProcessTrace> {
     for (process, trace) in traces.iter_mut().enumerate() {
         assert_eq!(trace.clocks.len(), 2, "at the beginning and at the end");
@@ -68,7 +68,8 @@ fn on_hosts(mut traces: Vec<ProcessTrace>) -> Vec<ProcessTrace> {
     traces
 }
 
-/// The operations of a process's trace: each was issued before it began, and began before it ended.
+/// Checks that each operation was issued before it began, and began before it ended. Returns the
+/// trace's operations.
 fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
     let (mut issued, mut started, mut over) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
     for event in &trace.events {
@@ -127,7 +128,7 @@ fn check_merged(run: &Run, processes: usize) {
     assert_eq!(labelled.count(), 8 * 3 * 2 * 2);
 }
 
-/// Grows as long as the process lives.
+/// Waits until the file, which grows as long as the process lives, has this many bytes.
 fn wait_for_bytes(path: &Path, bytes: u64, deadline: Instant) {
     while std::fs::metadata(path).map_or(0, |file| file.len()) < bytes {
         assert!(Instant::now() < deadline, "{} stays small", path.display());
@@ -135,7 +136,7 @@ fn wait_for_bytes(path: &Path, bytes: u64, deadline: Instant) {
     }
 }
 
-fn a_killed_process_leaves_what_it_had_written(carrier: Carrier) {
+fn killed_process_leaves_its_trace_so_far(carrier: Carrier) {
     let mut job = start(carrier, 2, &["looping", "reading"]);
     let folder = job.folder().join("traces");
     wait_for_bytes(&folder.join("process-1.trace"), 100_000, job.deadline());
@@ -144,7 +145,7 @@ fn a_killed_process_leaves_what_it_had_written(carrier: Carrier) {
     let (traces, problems) = ProcessTrace::read_all(&folder).unwrap();
     assert_eq!((traces.len(), problems.len()), (2, 0));
     assert!(!traces[1].ended && traces[1].events.len() > 1_000, "{}", traces[1].events.len());
-    // The other one fails, and says all it knows before it ends.
+    // The other process fails, and writes its complete trace before it ends.
     assert!(traces[0].ended);
     let run = Run::merge(&traces, problems);
     assert!(run.problems.iter().any(|problem| problem.contains("process 1")), "{:?}", run.problems);

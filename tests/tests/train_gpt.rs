@@ -10,10 +10,10 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 over_each_carrier! {
-    losses_are_the_same_to_the_bit_whatever_processes_schedule_and_carrier
+    losses_are_bit_identical_at_any_schedule_and_carrier
 }
 
-/// None of them takes so long, on any machine.
+/// No run takes this long, on any machine.
 const LONG: Duration = Duration::from_secs(150);
 
 /// A model that is small, but has every part.
@@ -36,7 +36,7 @@ const SIZES: [&str; 16] = [
     "5",
 ];
 
-/// A folder with a text of its own in it: the same for ever, whatever becomes of the repository.
+/// Creates a folder with a text of its own: the losses must not depend on files of the repository.
 fn folder() -> TempDir {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
@@ -52,12 +52,12 @@ fn start(carrier: Carrier, folder: &Path, args: &[&str]) -> Watched {
     Watched::start(command, folder, "train_gpt")
 }
 
-/// As [`run_over`], over tcp.
+/// Like [`run_over`], over tcp.
 fn run(folder: &Path, args: &[&str]) -> String {
     run_over(Carrier::TCP, folder, args)
 }
 
-/// Runs it to its end, with nothing left; returns what it said.
+/// Runs it to its end and checks that nothing is left; returns its output.
 fn run_over(carrier: Carrier, folder: &Path, args: &[&str]) -> String {
     let mut process = start(carrier, folder, args);
     let end = process.wait(Instant::now() + LONG);
@@ -67,7 +67,7 @@ fn run_over(carrier: Carrier, folder: &Path, args: &[&str]) -> String {
     end.stdout
 }
 
-/// The losses of each step over tcp, with all their bits.
+/// Returns the losses of each step over tcp, with all their bits.
 fn losses(folder: &Path, args: &[&str]) -> Vec<String> {
     losses_over(Carrier::TCP, folder, args)
 }
@@ -78,10 +78,10 @@ fn losses_over(carrier: Carrier, folder: &Path, args: &[&str]) -> Vec<String> {
     losses.lines().map(str::to_owned).collect()
 }
 
-/// As real processes, which share memory or do not: what each takes is what its plan says, and
-/// after the third step nothing is new.
+/// Runs real processes, with shared memory or without. Each takes the memory that its plan
+/// predicts, and no new memory after the third step.
 #[test]
-fn processes_take_the_memory_that_is_expected_of_them() {
+fn processes_use_the_predicted_memory() {
     let folder = folder();
     let sizes = "--layers 4 --width 64 --heads 2 --time 64 --batch 2 --microbatches 8 --steps 53 \
         --sample 0";
@@ -117,7 +117,7 @@ fn processes_take_the_memory_that_is_expected_of_them() {
 
 const STEPS: [&str; 2] = ["--steps", "5"];
 
-fn losses_are_the_same_to_the_bit_whatever_processes_schedule_and_carrier(carrier: Carrier) {
+fn losses_are_bit_identical_at_any_schedule_and_carrier(carrier: Carrier) {
     let folder = folder();
     let alone = losses(folder.path(), &[&STEPS[..], &["--processes", "1"]].concat());
     assert_eq!(alone.len(), 5, "{alone:?}");
@@ -134,7 +134,7 @@ fn losses_are_the_same_to_the_bit_whatever_processes_schedule_and_carrier(carrie
 }
 
 #[test]
-fn losses_are_the_same_as_threads_and_nearly_so_in_tensor_parallel_blocks() {
+fn losses_match_as_threads_and_nearly_in_tensor_parallel() {
     let folder = folder();
     let with = |args: &[&str]| losses(folder.path(), &[&STEPS[..], args].concat());
     let alone = with(&["--processes", "1"]);
@@ -162,9 +162,10 @@ fn losses_are_the_same_as_threads_and_nearly_so_in_tensor_parallel_blocks() {
     }
 }
 
-/// Built-in ones with two stages on each process, and one of the user's own in torch's text format.
+/// Uses built-in schedules with two stages on each process, and a user's schedule in torch's text
+/// format.
 #[test]
-fn losses_are_the_same_with_schedules_of_several_stages_a_process_and_from_a_file() {
+fn losses_match_with_several_stages_and_user_schedules() {
     let folder = folder();
     let with = |args: &[&str]| losses(folder.path(), &[&STEPS[..], args].concat());
     let alone = with(&["--processes", "1"]);
@@ -182,7 +183,7 @@ fn losses_are_the_same_with_schedules_of_several_stages_a_process_and_from_a_fil
 }
 
 #[test]
-fn saved_in_two_parts_of_each_stage_and_loaded_whole_it_goes_on() {
+fn training_saved_sharded_resumes_unsharded() {
     let folder = folder();
     let whole = losses(folder.path(), &["--steps", "6", "--processes", "1"]);
     let save = ["--steps", "6", "--stop-after", "3", "--save", "model.safetensors"];
@@ -203,7 +204,7 @@ fn saved_in_two_parts_of_each_stage_and_loaded_whole_it_goes_on() {
 }
 
 #[test]
-fn the_sharding_is_shown_and_a_strategy_of_the_user_read() {
+fn sharding_is_shown_and_user_strategy_is_read() {
     let folder = folder();
     let table = run(folder.path(), &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"]);
     let has =
@@ -220,7 +221,7 @@ fn the_sharding_is_shown_and_a_strategy_of_the_user_read() {
 }
 
 #[test]
-fn saved_at_four_stages_and_loaded_at_two_it_goes_on_with_the_same_bits() {
+fn training_saved_at_four_stages_resumes_at_two() {
     let folder = folder();
     let whole = losses(folder.path(), &["--steps", "8"]);
     let first = losses(
@@ -233,8 +234,8 @@ fn saved_at_four_stages_and_loaded_at_two_it_goes_on_with_the_same_bits() {
     assert_eq!(losses(folder.path(), &loaded), whole[4..]);
 }
 
-/// Starts the training of a small model as four processes, by `mpmd run` or by itself, with a
-/// continuation that is too long to wait for.
+/// Starts the training of a small model as four processes, by `mpmd run` or by itself. Its text
+/// sample is too long to wait for.
 fn start_without_end(folder: &Path, by_launcher: bool, args: &[&str]) -> Watched {
     let program = package_program("mpmd-examples", "train_gpt");
     let mut command = bare_command(&program);
@@ -248,8 +249,8 @@ fn start_without_end(folder: &Path, by_launcher: bool, args: &[&str]) -> Watched
     Watched::start(command, folder, "train_gpt")
 }
 
-/// Sends `signal` once the output `is_time`, and waits for the end. Returns standard output and
-/// exit code.
+/// Sends `signal` once `is_time` is true for the output, and waits for the end. Returns standard
+/// output and exit code.
 fn stopped(
     mut process: Watched,
     folder: &Path,
@@ -271,7 +272,7 @@ fn stopped(
     (end.stdout, end.code)
 }
 
-/// Whether an evaluation has come to its end, so that it samples.
+/// Returns true if an evaluation has ended, so that the program samples.
 fn is_evaluated(report: &str) -> bool {
     let counts =
         report.lines().filter_map(|line| line.split_once("evaluation: ")?.1.split_once(" of "));
@@ -299,7 +300,7 @@ fn signal_while_training_saves_and_skips_what_follows() {
 }
 
 #[test]
-fn signal_while_evaluating_or_sampling_ends_it_with_its_code() {
+fn signal_while_evaluating_or_sampling_sets_exit_code() {
     let evaluates = |report: &str| report.contains("evaluation: 0 of ");
     for (is_time, signal, code) in [
         (&evaluates as &dyn Fn(&str) -> bool, Signal::TERM, 143),

@@ -1,14 +1,14 @@
-//! Transfers between processes give what they give inside one process.
+//! Transfers between processes give the same results as inside one process.
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
 use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
 
 over_each_carrier! {
-    every_way_gives_every_owner_the_same_at_any_number_of_processes
-    every_way_gives_every_owner_the_same_on_several_hosts
+    transfers_are_the_same_at_any_number_of_processes
+    transfers_are_the_same_on_several_hosts
     arrays_come_back_from_a_tour_as_they_were
-    messages_around_the_eager_limit_and_beyond_the_eager_credit_arrive
+    messages_around_eager_limit_and_beyond_credit_arrive
     a_large_array_arrives_whole
 }
 
@@ -16,7 +16,7 @@ fn sorted(said: &[String]) -> Vec<String> {
     let mut lines: Vec<String> =
         said.iter().flat_map(|said| said.lines().map(str::to_owned)).collect();
     lines.sort();
-    // What every process says is one line of the job.
+    // Lines that every process prints count once.
     lines.dedup();
     lines
 }
@@ -30,7 +30,7 @@ fn over(carrier: Carrier, name: &str, processes: usize) -> Vec<String> {
     sorted(&job.wait_well())
 }
 
-fn every_way_gives_every_owner_the_same_at_any_number_of_processes(carrier: Carrier) {
+fn transfers_are_the_same_at_any_number_of_processes(carrier: Carrier) {
     let alone = sorted(&simulated("transfers", 1, &[]));
     assert!(alone.len() > 60, "{alone:#?}");
     assert!(alone.iter().any(|line| line.starts_with("a refused cut: ")), "{alone:#?}");
@@ -43,7 +43,7 @@ fn every_way_gives_every_owner_the_same_at_any_number_of_processes(carrier: Carr
     }
 }
 
-/// As on so many hosts: what is between them is the same, but the plans are others.
+/// Runs the program with made-up host names: the transports are the same, but the plans differ.
 fn over_hosts(carrier: Carrier, name: &str, processes: usize, hosts: usize) -> Vec<String> {
     let mut job = Job::prepare(options(carrier, processes));
     for process in 0..processes {
@@ -54,7 +54,7 @@ fn over_hosts(carrier: Carrier, name: &str, processes: usize, hosts: usize) -> V
     sorted(&job.wait_well())
 }
 
-fn every_way_gives_every_owner_the_same_on_several_hosts(carrier: Carrier) {
+fn transfers_are_the_same_on_several_hosts(carrier: Carrier) {
     let alone = sorted(&simulated("transfers", 1, &[]));
     let all = [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)];
     for (processes, hosts) in all.into_iter().filter(|(processes, _)| carrier.takes(*processes)) {
@@ -74,7 +74,7 @@ fn arrays_come_back_from_a_tour_as_they_were(carrier: Carrier) {
     assert_eq!(of("before the tour"), of("after the tour"));
 }
 
-fn messages_around_the_eager_limit_and_beyond_the_eager_credit_arrive(carrier: Carrier) {
+fn messages_around_eager_limit_and_beyond_credit_arrive(carrier: Carrier) {
     let alone = sorted(&simulated("eager_limit", 1, &[]));
     assert_eq!(alone.len(), 6 + 96);
     for processes in [2, 8].into_iter().filter(|processes| carrier.takes(*processes)) {

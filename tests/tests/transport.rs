@@ -1,13 +1,13 @@
-//! Programs know what they run over.
+//! Programs know the name of their transport.
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
 use mpmd_tests::{Job, JobOptions};
 
-/// What this build has.
+/// The transports of this build.
 const NAMES: &[&str] = if cfg!(feature = "ucx") { &["shm", "tcp", "ucx"] } else { &["shm", "tcp"] };
 
-/// What the processes of a job with these variables say.
+/// Returns the output of the processes of a job with these variables.
 fn over(vars: &[(&str, &str)], processes: usize) -> Vec<String> {
     let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes));
     for process in 0..processes {
@@ -19,7 +19,7 @@ fn over(vars: &[(&str, &str)], processes: usize) -> Vec<String> {
 }
 
 #[test]
-fn a_job_runs_over_what_was_asked_for_however_it_spins() {
+fn job_uses_the_requested_transport_with_any_spin() {
     assert_eq!(over(&[], 2), ["over tcp\n"; 2]);
     for name in NAMES {
         for spin in ["auto", "never", "always", "50"] {

@@ -1,26 +1,26 @@
-//! A program that was built without UCX, or without CUDA, says so, and how to get it, instead of
-//! hanging or using another.
+//! A program that was built without UCX or CUDA reports that, and how to get it. It neither hangs
+//! nor uses something else.
 #![cfg(not(any(feature = "ucx", feature = "cuda")))]
 
 use mpmd_core::launch::variables;
 use mpmd_tests::{Job, JobOptions};
 
 #[test]
-fn who_asks_for_ucx_hears_that_it_is_not_compiled_in() {
+fn requested_ucx_is_reported_as_not_compiled_in() {
     each_says(variables::TRANSPORT, "ucx", |said| {
-        // How to get it, or what there is instead.
+        // The text tells how to get it, or lists the transports of the build.
         said.contains("ucx")
             && (said.contains("--features ucx") || said.contains("that this build has"))
     });
 }
 
 #[test]
-fn who_asks_for_cuda_devices_hears_that_they_are_not_compiled_in() {
+fn requested_cuda_devices_are_reported_as_not_compiled_in() {
     each_says(variables::DEVICE, "cuda", |said| said.contains("built without the feature `cuda`"));
 }
 
-/// Two processes that are told something by a variable end at once, and each says what is to be
-/// said.
+/// Starts two processes with this variable. Both must end at once, with a message for which
+/// `is_said` is true.
 fn each_says(variable: &str, value: &str, is_said: impl Fn(&str) -> bool) {
     const PROCESSES: usize = 2;
     let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES));

@@ -1,7 +1,7 @@
-//! `cargo xtask fuzz`: parsers and state machines on generated inputs, each target in a process of
-//! its own.
+//! `cargo xtask fuzz`: runs parsers and state machines on generated inputs, each target in a
+//! process of its own.
 //!
-//! A target is a unit test whose name starts with `fuzz_`; see the package `mpmd-fuzz`.
+//! A target is a unit test with a name that starts with `fuzz_`; see the package `mpmd-fuzz`.
 
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, pipe};
@@ -14,28 +14,28 @@ use anyhow::{Context as _, bail};
 
 use crate::steps::{WITH_ALL, cargo_in, shown};
 
-/// Inputs for each target where `--inputs` does not say it: as many as the ordinary test run takes.
+/// Inputs for each target without `--inputs`: as many as in the ordinary test run.
 const INPUTS: u64 = 20_000;
 
-/// Time for a target beside that for its inputs.
+/// Time limit for a target in addition to the time for its inputs.
 const START: Duration = Duration::from_secs(120);
 
-/// Time for each input: ten times that of the slowest targets.
+/// Time limit for each input: ten times that of the slowest targets.
 const EACH: Duration = Duration::from_millis(1);
 
-/// Lines of a failed target that are shown: its last ones.
+/// Number of lines of a failed target that are shown: its last ones.
 const MOST_LINES: usize = 400;
 
 /// Arguments of the command.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Options {
     inputs: u64,
-    /// All of them where it is `None`.
+    /// The only target to run; all if `None`.
     target: Option<String>,
 }
 
 impl Options {
-    /// Reads `[--inputs N] [--target T]`; `None` where the arguments are others.
+    /// Parses `[--inputs N] [--target T]`; returns `None` for other arguments.
     pub(crate) fn parse(arguments: &[&str]) -> Option<Self> {
         let mut options = Self { inputs: INPUTS, target: None };
         for pair in arguments.chunks(2) {
@@ -62,21 +62,21 @@ struct Program {
 /// A test that is a target.
 #[derive(Debug)]
 struct Target {
-    /// Its name for people: that of the test without `fuzz_`, with `-` for `_`.
+    /// The test's name without `fuzz_`, with `-` for `_`.
     name: String,
     /// The path of the test in its program.
     test: String,
     program: usize,
 }
 
-/// Number of inputs a target has tried, and of those that failed.
+/// Number of inputs that a target has tried, and of those that failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Count {
     inputs: u64,
     failures: u64,
 }
 
-/// Runs the targets one after the other; fails if any input of any of them failed.
+/// Runs the targets one after the other; fails if any input of any target failed.
 pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let programs = build(root)?;
     let mut targets = Vec::new();
@@ -95,7 +95,7 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
         }
     }
     if targets.is_empty() {
-        bail!("no package has a test whose name starts with fuzz_");
+        bail!("no package has a test with a name that starts with fuzz_");
     }
     let begin = Instant::now();
     let (mut failed, mut slowest) = (Vec::new(), (0.0, ""));
@@ -118,8 +118,8 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
 
 /// Builds all unit tests once.
 fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
-    // Of the programs the command line alone has tests: `--bins` would build the examples as tests,
-    // for minutes.
+    // Of the programs, only the command line has tests. `--bins` would build the examples as tests,
+    // which takes minutes.
     let targets = ["--lib", "--bin", "mpmd"];
     let asked = [&["test", "--workspace"][..], &targets, &["--no-run", "--message-format", "json"]]
         .concat();
@@ -135,8 +135,7 @@ fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
         .collect()
 }
 
-/// Reads a line of cargo's messages; `None` where it tells of something else than a program with
-/// tests.
+/// Parses a line of cargo's messages. Returns `None` unless it is about a program with tests.
 fn program(line: &str) -> anyhow::Result<Option<Program>> {
     let message: serde_json::Value = serde_json::from_str(line).context("a message of cargo")?;
     let is_test = message["profile"]["test"] == true && message["reason"] == "compiler-artifact";
@@ -159,15 +158,14 @@ fn listed(list: &str, program: usize) -> Vec<Target> {
     list.lines().filter_map(target).collect()
 }
 
-/// Finds what a target says of itself in a line of its output, which may begin with words of the
-/// test runner.
+/// Parses a target's result line. The line may begin with text of the test runner.
 fn count(line: &str, target: &str) -> Option<Count> {
     let (_, said) = line.split_once(&format!("{target}: "))?;
     let (inputs, failures) = said.strip_suffix(" failures")?.split_once(" inputs, ")?;
     Some(Count { inputs: inputs.parse().ok()?, failures: failures.parse().ok()? })
 }
 
-/// Runs a target and passes on its line; with what it said where it failed.
+/// Runs a target and prints its result line. Fails with its output if the target failed.
 fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     let (reader, writer) = pipe()?;
     let mut command = Command::new(&program.file);
@@ -175,7 +173,7 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     command.env("CARGO_MANIFEST_DIR", &program.folder).env("MPMD_FUZZ_INPUTS", inputs.to_string());
     command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
     let mut child = command.spawn().with_context(|| format!("`{}`", shown(&command)))?;
-    // With its ends of the pipe, so that the output ends with the child.
+    // Closes this process's ends of the pipe, so that the output ends with the child.
     drop(command);
     let (say, said) = channel();
     std::thread::spawn(move || {
@@ -222,7 +220,7 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     bail!("{why}; it said\n    {said}\n");
 }
 
-/// Returns why a target that ended so has failed, if it has.
+/// Returns the reason why a target has failed, if it has.
 fn fault(status: ExitStatus, found: Option<Count>, inputs: u64) -> Option<String> {
     match found {
         None => Some(format!("it ended with {status} before it was through")),
@@ -283,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_targets_own_line_is_told_from_others() {
+    fn result_line_of_a_target_is_recognised() {
         let of = |line| count(line, "wire").map(|count| (count.inputs, count.failures));
         assert_eq!(of("wire: 20000 inputs, 0 failures"), Some((20_000, 0)));
         assert_eq!(of("test wire::fuzz_wire ... wire: 5 inputs, 3 failures"), Some((5, 3)));
@@ -295,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_target_that_tried_all_inputs_and_ended_well_has_no_fault() {
+    fn target_passes_only_if_it_tried_all_inputs_and_succeeded() {
         let (good, killed) = (ExitStatus::from_raw(0), ExitStatus::from_raw(9));
         let count = |inputs, failures| Some(Count { inputs, failures });
         assert_eq!(fault(good, count(9, 0), 9), None);

@@ -1,4 +1,5 @@
-//! The licences of all dependencies: each must offer one that asks for no more than a notice.
+//! Checks the licences of all dependencies: each must offer one that requires no more than a
+//! notice.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -7,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context as _, bail, ensure};
 use serde_json::Value;
 
-/// What a dependency may be under. `deny.toml` has the same list.
+/// The allowed licences. `deny.toml` has the same list.
 const ALLOWED: &[&str] = &[
     "0BSD",
     "Apache-2.0",
@@ -27,8 +28,8 @@ const ALLOWED: &[&str] = &[
 ///
 /// # Errors
 ///
-/// Fails where cargo cannot tell the graph, or with the names of all packages without an allowed
-/// licence.
+/// If cargo cannot read the graph, or if packages have no allowed licence; the error names all of
+/// them.
 pub(crate) fn check(cargo: &OsStr, root: &Path) -> anyhow::Result<()> {
     let output = Command::new(cargo)
         .current_dir(root)
@@ -51,7 +52,7 @@ pub(crate) fn check(cargo: &OsStr, root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Why a package may not be used, if it may not.
+/// Returns the reason why a package may not be used, or `None` if it may.
 fn refusal(package: &Value) -> Option<String> {
     let text = |key: &str| package[key].as_str();
     let name = format!("{} {}", text("name").unwrap_or("?"), text("version").unwrap_or("?"));
@@ -65,9 +66,9 @@ fn refusal(package: &Value) -> Option<String> {
     }
 }
 
-/// Whether the terms of an SPDX expression can be met with allowed licences alone.
+/// Returns true if allowed licences alone satisfy an SPDX expression.
 fn is_allowed(expression: &str) -> anyhow::Result<bool> {
-    // Before SPDX, cargo's manifests separated alternatives by a stroke.
+    // Before SPDX, cargo's manifests separated alternatives by a slash.
     let spaced = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ");
     let mut words = spaced.split_whitespace().peekable();
     let allowed = alternatives(&mut words)?;
@@ -116,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn expressions_are_judged_by_their_terms() {
+    fn licence_expressions_are_evaluated() {
         for expression in [
             "MIT",
             "MIT OR Apache-2.0",
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_package_is_named() {
+    fn refused_package_is_named() {
         let package = |licence: Value| serde_json::json!({"name": "x", "version": "1.2.3", "license": licence});
         assert_eq!(refusal(&package("MIT".into())), None);
         assert_eq!(refusal(&package("SSPL-1.0".into())).unwrap(), "x 1.2.3 is under SSPL-1.0");

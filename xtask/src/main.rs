@@ -1,4 +1,4 @@
-//! `cargo xtask`: what the README tells people to run and what CI runs.
+//! `cargo xtask`: the commands for users in the README, and for CI.
 
 mod fuzz;
 mod gpu;
@@ -60,7 +60,7 @@ fn ended(result: anyhow::Result<ExitCode>) -> ExitCode {
     })
 }
 
-/// The workspace this program was built from.
+/// Returns the workspace that this program was built from.
 fn root() -> anyhow::Result<&'static Path> {
     let root =
         Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no folder above it")?;

@@ -1,4 +1,5 @@
-//! What has to be there besides Rust: what looks for it, what it is for, and who has it.
+//! The system packages that the steps need besides Rust: how to find them, their purpose, and
+//! Debian's names for them.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -8,22 +9,22 @@ use anyhow::ensure;
 
 use crate::steps::{answers, run};
 
-/// Something of the system that a step starts, or that a dependency is built with.
+/// A program or library of the system that a step starts, or that a dependency is built with.
 pub(crate) struct Need {
     /// Its name, for people.
     what: &'static str,
     purpose: &'static str,
-    /// Debian's packages with it.
+    /// Debian's packages that contain it.
     packages: &'static [&'static str],
     probe: Probe,
 }
 
-/// How to find out whether something is there.
+/// A check that finds out if something is installed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Probe {
     /// A program that answers to `--version`.
     Answers(&'static str),
-    /// A program that wants settings before it answers anything, or is not in everybody's `PATH`.
+    /// A program that answers only with settings, or that is not in every user's `PATH`.
     Lies(&'static str),
     /// The library that reads C headers, with the headers that it needs itself.
     Libclang,
@@ -34,15 +35,15 @@ const LISTS: &str = "tells which files belong to the repository";
 const UCX: &str = "builds UCX";
 const MPI: &str = "starts programs in the tests of launchers";
 const SLURM: &str = "part of the Slurm that the tests of launchers set up";
-const ENDS: &str = "ends what the tests of launchers start";
+const ENDS: &str = "ends processes that the tests of launchers start";
 const MEMORY: &str = "finds misuse of memory";
 const PAGES: &str = "opens, points at and zooms the pages that are drawn";
 
-/// What every run needs.
+/// The needs of every run.
 pub(crate) const ALWAYS: &[Need] =
     &[answering("cc", LINKS, &["gcc", "libc6-dev"]), answering("git", LISTS, &["git"])];
 
-/// What building with the feature `ucx`, and testing everything, needs besides.
+/// Further needs of builds with the feature `ucx`, and of the full tests.
 pub(crate) const FULL: &[Need] = &[
     answering("autoconf", UCX, &["autoconf"]),
     answering("automake", UCX, &["automake"]),
@@ -62,7 +63,7 @@ pub(crate) const FULL: &[Need] = &[
     lying("munged", SLURM, &["munge"]),
     answering("setpriv", ENDS, &["util-linux"]),
     answering("valgrind", MEMORY, &["valgrind"]),
-    // The largest of them: about 80 MB to download, 400 MB once installed.
+    // The largest package: about 80 MB to download, 400 MB once installed.
     answering("chromium", PAGES, &["chromium"]),
 ];
 
@@ -82,8 +83,8 @@ const fn lying(
     Need { what, purpose, packages, probe: Probe::Lies(what) }
 }
 
-/// Where the builder of UCX's bindings looks for libraries, by clang-sys; `*` stands for the rest
-/// of a name.
+/// Folders in which the builder of UCX's bindings looks for libraries, by clang-sys. `*` stands for
+/// the rest of a name.
 const LIBRARY_FOLDERS: &[&str] = &[
     "/usr/local/llvm*/lib*",
     "/usr/local/lib*",
@@ -94,15 +95,15 @@ const LIBRARY_FOLDERS: &[&str] = &[
     "/usr/lib*/*/*",
 ];
 
-/// Where programs lie that are not for everybody's `PATH`.
+/// Folders of programs that are not in every user's `PATH`.
 const MORE_PROGRAMS: &[&str] = &["/usr/sbin", "/usr/local/sbin", "/sbin"];
 
-/// Sees to it that everything of `needs` is there: installs what is missing where it may.
+/// Ensures that all `needs` are met: installs missing packages if it may.
 ///
 /// # Errors
 ///
-/// Where something is missing and cannot be installed by this user, or is still missing then; names
-/// all of it.
+/// If something is missing and this user cannot install it, or if it is still missing after the
+/// installation. The error names all missing things.
 pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
     let absent = missing(needs, &is_here);
     if absent.is_empty() {
@@ -137,7 +138,7 @@ fn missing<'a>(needs: &'a [Need], is_here: &dyn Fn(Probe) -> bool) -> Vec<&'a Ne
     needs.iter().filter(|need| !is_here(need.probe)).collect()
 }
 
-/// Of all that is missing, each once.
+/// Returns the packages of all missing things, each once.
 fn packages_of(absent: &[&Need]) -> Vec<&'static str> {
     let mut packages: Vec<&str> = Vec::new();
     for package in absent.iter().flat_map(|need| need.packages) {
@@ -160,11 +161,11 @@ fn is_here(probe: Probe) -> bool {
     }
 }
 
-/// Whether the builder of UCX's bindings will find libclang: where `LIBCLANG_PATH` says, and
-/// nowhere else, or in the usual places below `root`.
+/// Returns true if the builder of UCX's bindings will find libclang. With `LIBCLANG_PATH` it looks
+/// only there, otherwise in the usual places below `root`.
 fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> bool {
     if let Some(said) = variable("LIBCLANG_PATH") {
-        // The file or its folder; whose it is, has said that it will do.
+        // The variable names the file or its folder. The user is responsible for matching headers.
         let said = Path::new(&said);
         let is_file =
             said.is_file() && said.file_name().is_some_and(|name| is_libclang(name, true));
@@ -176,8 +177,8 @@ fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> boo
     given.chain(usual).any(|folder| names_in(&folder).iter().any(|name| is_libclang(name, false)))
 }
 
-/// Whether a file of this name is libclang. One with a version behind `.so` is `run_time_only`: it
-/// comes without the headers that its package for developers has.
+/// Returns true if a file of this name is libclang. A version behind `.so` counts only with
+/// `run_time_only`: such a file comes without the headers of the developers' package.
 fn is_libclang(name: &OsStr, run_time_only: bool) -> bool {
     let Some(rest) = name.to_str().and_then(|name| name.strip_prefix("libclang")) else {
         return false;
@@ -188,7 +189,7 @@ fn is_libclang(name: &OsStr, run_time_only: bool) -> bool {
     named && (behind.is_empty() || run_time_only && behind.starts_with('.'))
 }
 
-/// The folders below `root` that match `pattern`, in which `*` stands for the rest of a name.
+/// Returns the folders below `root` that match `pattern`; `*` stands for the rest of a name.
 fn matching(root: &Path, pattern: &str) -> Vec<PathBuf> {
     let mut found = vec![root.to_owned()];
     for part in pattern.split('/').filter(|part| !part.is_empty()) {
@@ -205,7 +206,7 @@ fn matching(root: &Path, pattern: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The names of what is in a folder; none where it is none.
+/// Returns the names in a folder; empty if it is no folder.
 fn names_in(folder: &Path) -> Vec<OsString> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect()
@@ -216,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_is_named_with_each_package_once() {
+    fn missing_needs_name_each_package_once() {
         let without = |absent: &'static [Probe]| {
             let needs = missing(FULL, &|probe| !absent.contains(&probe));
             (needs.iter().map(|need| need.what).collect::<Vec<_>>(), packages_of(&needs))
@@ -231,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_found_by_their_answer_or_their_file() {
+    fn programs_are_found_by_answer_or_file() {
         assert!(is_here(Probe::Answers("git")) && is_here(Probe::Lies("git")));
         assert!(
             !is_here(Probe::Answers("no-such-program")) && !is_here(Probe::Lies("no-such-program"))
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn libclang_is_told_from_what_has_a_similar_name() {
+    fn libclang_is_distinguished_from_similar_names() {
         for name in ["libclang.so", "libclang-14.so", "libclang-14.0.6.so"] {
             assert!(is_libclang(name.as_ref(), false), "{name}");
         }
@@ -257,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn libclang_is_looked_for_where_the_builder_looks() {
+    fn libclang_is_searched_where_the_builder_looks() {
         let root = Folder::new();
         let nothing = |_: &str| None;
         root.file("usr/lib/llvm-14/lib/libclang.so.1");
@@ -266,7 +267,7 @@ mod tests {
         root.file("usr/lib/llvm-14/lib/libclang.so");
         assert!(has_libclang(&root.0, &nothing));
 
-        // What the user says counts alone.
+        // If the user sets the variable, nothing else counts.
         root.file("other/libclang.so.13");
         let said = |path: &'static str| {
             let path = root.0.join(path);
@@ -286,7 +287,7 @@ mod tests {
         );
     }
 
-    /// A folder that goes with the test.
+    /// A folder that is deleted with the test.
     struct Folder(PathBuf);
 
     impl Folder {

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: one step after the other, the first failure ends it.
+//! `cargo xtask test`: runs one step after the other, until one fails.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,16 +9,16 @@ use anyhow::{Context as _, bail};
 
 use crate::{licences, packages, tidy};
 
-/// How much to run.
+/// The set of steps to run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Extent {
-    /// The inner loop: what finds most mistakes in little time.
+    /// The inner loop: steps that find most mistakes in little time.
     Quick,
-    /// Everything.
+    /// All steps.
     All,
 }
 
-/// What a step ends with when it does not fail.
+/// The result of a step that did not fail.
 enum Outcome {
     Done,
     Skipped(String),
@@ -26,14 +26,14 @@ enum Outcome {
 
 type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 
-/// What all is built with in a full run, but for the steps that say otherwise.
+/// The features of a full run, except for steps that choose others.
 pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
 
-/// A step of extent `Quick` is part of every run. Cheap ones come first.
+/// The steps of a full run. A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
-/// Programs with all features and without any lie in the same files, and tests start what they find
-/// there: all programs are built with them before the first test, and the tests that are for those
-/// without build their own, last.
+/// Programs with all features and without features share the same files, and tests start the files
+/// that they find. So all programs are built with all features before the first test. The tests of
+/// programs without features build their own, last.
 const STEPS: &[Step] = &[
     ("system packages", Extent::Quick, |_| {
         packages::provide(packages::ALWAYS).map(|()| Outcome::Done)
@@ -48,7 +48,8 @@ const STEPS: &[Step] = &[
     }),
     ("security advisories", Extent::All, advisories),
     ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_ALL].concat())),
-    // What the features change is here; that the rest compiles without them, the last step shows.
+    // These two packages depend on the features. The last step shows that the rest compiles without
+    // them.
     ("clippy without UCX and CUDA", Extent::All, |root| {
         clippy(root, &["--package", "mpmd-transport", "--package", "mpmd-core"])
     }),
@@ -59,7 +60,7 @@ const STEPS: &[Step] = &[
     ("tests without UCX and CUDA", Extent::All, tests_without_features),
 ];
 
-/// What a quick run has instead of what takes longer.
+/// The steps of a quick run that replace longer ones.
 const QUICK: &[Step] = &[
     ("clippy", Extent::Quick, |root| clippy(root, &["--workspace"])),
     ("unit tests", Extent::Quick, unit_tests),
@@ -69,7 +70,7 @@ const QUICK: &[Step] = &[
 ///
 /// # Errors
 ///
-/// Fails with the first step that fails, and names it.
+/// If a step fails. The error names it, and later steps do not run.
 pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
     let instead: &[Step] = if extent == Extent::Quick { QUICK } else { &[] };
     let of_extent = STEPS.iter().filter(|step| extent == Extent::All || step.1 == Extent::Quick);
@@ -117,9 +118,9 @@ fn documentation(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn programs(root: &Path) -> anyhow::Result<Outcome> {
-    // Tests look for programs and the driver beside their own binary. All is built at once: other
-    // targets, or other packages, would ask for dependencies with other features, and for all of
-    // them once more.
+    // Tests look for programs and the driver beside their own binary. All is built at once:
+    // separate builds of targets or packages would build the dependencies again with other
+    // features.
     in_workspace(
         root,
         &[&["build", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat(),
@@ -152,7 +153,7 @@ fn tests_without_features(root: &Path) -> anyhow::Result<Outcome> {
     in_workspace(root, &[runner(), &["--workspace", "--test", "without_features"]].concat())
 }
 
-/// The command that runs tests.
+/// Returns the arguments of the cargo command that runs tests.
 fn runner() -> &'static [&'static str] {
     if has_nextest() { &["nextest", "run"] } else { &["test"] }
 }
@@ -161,8 +162,7 @@ fn advisories(root: &Path) -> anyhow::Result<Outcome> {
     if !answers("cargo-deny", &["--version"]) {
         return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
     }
-    // The database has to come from the network; that it cannot says nothing about the
-    // dependencies.
+    // The database comes from the network. A failed download says nothing about the dependencies.
     let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output()?;
     if !fetched.status.success() {
         let said = String::from_utf8_lossy(&fetched.stderr);
@@ -178,14 +178,14 @@ fn has_nextest() -> bool {
     answers("cargo-nextest", &["nextest", "--version"])
 }
 
-/// Whether a program is there and runs.
+/// Returns true if a program is installed and runs.
 pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
 }
 
-/// The cargo that started this program.
+/// Returns the cargo that started this program.
 fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
@@ -201,7 +201,7 @@ fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// A command as one would type it.
+/// Returns a command as a user would type it.
 pub(crate) fn shown(command: &Command) -> String {
     let program =
         Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
@@ -209,7 +209,7 @@ pub(crate) fn shown(command: &Command) -> String {
     std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ")
 }
 
-/// Runs a command that must not fail, and shows it.
+/// Prints and runs a command; fails if it cannot be started or ends with an error.
 pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
     let line = shown(command);
     println!("   $ {line}");
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_that_fails_or_is_absent_is_told_from_one_that_works() {
+    fn failing_and_missing_programs_are_detected() {
         assert!(answers("git", &["--version"]));
         assert!(!answers("git", &["no-such-command"]));
         assert!(!answers("no-such-program-anywhere", &[]));

@@ -1,5 +1,5 @@
-//! Rules on sources that the compiler does not know: form, layering, and that every invariant has
-//! its test.
+//! Rules on sources that the compiler does not check: form, layering, and a test for every
+//! invariant.
 
 mod rules;
 mod source;
@@ -16,15 +16,15 @@ use source::{Source, line_of, words};
 
 /// The file that names the invariants.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
-/// What marks one there: `**Invariant** *name*`, and before the paragraph ends a test's name in
-/// backticks.
+/// The mark of an invariant: `**Invariant** *name*`. A test's name in backticks follows before the
+/// paragraph ends.
 const INVARIANT: &str = "**Invariant**";
 
 /// Checks every source of the repository at `root` against every rule.
 ///
 /// # Errors
 ///
-/// Fails with all lines that break a rule, or where a file cannot be read.
+/// If lines break a rule (the error lists all of them), or if a file cannot be read.
 pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     let sources = sources(root)?;
     let mut findings = Vec::new();
@@ -43,7 +43,7 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Every invariant of the architecture names at least one test that exists.
+/// Checks that every invariant of the architecture names at least one test that exists.
 fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<String> {
     let mut findings = Vec::new();
     for (at, _) in architecture.match_indices(INVARIANT) {
@@ -73,7 +73,7 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
     findings
 }
 
-/// The names of all functions under an attribute that ends in `test`, as `#[test]` or
+/// Returns the names of all functions under an attribute that ends in `test`, such as `#[test]` or
 /// `#[tokio::test]`.
 fn test_names(sources: &[Source]) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
@@ -95,7 +95,7 @@ fn test_names(sources: &[Source]) -> BTreeSet<String> {
     names
 }
 
-/// All files the rules are about: Rust, manifests and settings, prose, scripts. Not data.
+/// Reads all files that the rules apply to: Rust, manifests and settings, prose, scripts. Not data.
 fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
     let files = match listed_by_git(root) {
         Some(files) => files,
@@ -126,7 +126,7 @@ fn is_source(path: &str) -> bool {
     }
 }
 
-/// Files of the work tree that are tracked or would be; `None` without git.
+/// Lists the files of the work tree that git tracks or would track; `None` without git.
 fn listed_by_git(root: &Path) -> Option<BTreeSet<String>> {
     let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", "-z"];
     let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_are_told_from_data() {
+    fn sources_are_distinguished_from_data() {
         for path in [
             "a/b.rs",
             "Cargo.toml",
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_are_told_from_other_functions() {
+    fn tests_are_distinguished_from_other_functions() {
         let text = "#[test]\nfn a() {}\nfn b() {}\n#[tokio::test(start_paused = true)]\nasync fn \
             c() { fn d() {} }\n\
                     // #[test]\nfn e() {}\n#[cfg(test)]\nmod tests { fn f() {} \

@@ -1,4 +1,4 @@
-//! Proving and simulating schedules of many ranks and microbatches.
+//! Measures proofs and simulations of schedules of many ranks and microbatches.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use mpmd_core::pipeline::{Builtin, Costs, Schedule, lower};
 
 use super::{Case, Options, show};
 
-/// What proof and simulation of the smallest case may take, in microseconds.
+/// The goal for the proof and simulation of a small case, in microseconds.
 const GOAL: f64 = 1e6;
-/// And of the largest that is meant to work.
+/// The goal for a large case, in microseconds.
 const LARGE_GOAL: f64 = 60e6;
-/// Actions from which on a case is large, and measured once.
+/// The number of actions from which a case is large, and measured only once.
 const LARGE: usize = 1 << 22;
 
 /// Options of `mpmd bench check`.
@@ -33,8 +33,8 @@ pub(crate) struct CheckArgs {
     schedules: Vec<String>,
 }
 
-/// For each schedule: proved over tags and over a single queue, simulated, and from its actions to
-/// both.
+/// Measures for each schedule: the proof over tags, the proof over a single queue, and proof and
+/// simulation from the actions.
 pub(crate) fn check_schedules(args: &CheckArgs) -> Result<()> {
     let mut cases = Vec::new();
     for size in &args.sizes {

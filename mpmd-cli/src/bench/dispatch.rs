@@ -1,4 +1,4 @@
-//! What it costs to issue a call.
+//! Measures the time to issue a `jit` call.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -24,10 +24,10 @@ pub(crate) struct DispatchArgs {
     on: DeviceOption,
 }
 
-/// Calls issued between two looks at the clock; below the bound on running ahead.
+/// Calls between two reads of the clock, below the limit on running ahead.
 const BATCH: usize = 500;
 
-/// What a launch by `cudarc` alone launches too.
+/// The kernel that a launch by `cudarc` alone also launches.
 static NOTHING: Source = Source::cuda(
     "nothing.cu",
     r#"
@@ -41,7 +41,7 @@ fn nothing(cuda: Cuda<'_>, x: &View<'_>, y: &mut ViewMut<'_>) -> mpmd_core::Resu
     cuda.launch(&NOTHING, "nothing", Grid::new(1, 32), &[x.into(), y.into()])
 }
 
-/// Does nothing to one array.
+/// A kernel with one array that does next to nothing.
 struct Empty;
 
 impl Kernel for Empty {
@@ -64,7 +64,7 @@ impl Kernel for Empty {
     }
 }
 
-/// Does nothing to many arrays.
+/// A kernel with many arrays that does next to nothing.
 struct EmptyTree;
 
 impl Kernel for EmptyTree {
@@ -82,7 +82,7 @@ impl Kernel for EmptyTree {
         mut y: kernel::ViewsMut<'_, Self::Out>,
     ) -> mpmd_core::Result<()> {
         if let (Some(cuda), Some(x), Some(y)) = (cx.cuda(), x.first(), y.first_mut()) {
-            // One launch, as for one array: what is measured is the rest.
+            // One launch, as for one array: the rest is the subject of the measurement.
             return nothing(cuda, x, y);
         }
         y.into_iter().try_for_each(|mut y| Ok(y.fill(0.0f32)?))
@@ -97,7 +97,7 @@ pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
     let (options, device) = (args.options, args.on.device);
     if device == DeviceKind::Cuda {
         let mut cases = local(options, device)?;
-        // What is no device's is the same on all of them.
+        // The other cases do not depend on the kind of the devices.
         let launch = plain::launch(options.repeats)?;
         cases[0] = std::mem::replace(&mut cases[0], launch.clone()).over("launch", &launch);
         cases.push(launch);
@@ -106,7 +106,7 @@ pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
     }
     let mut cases = local(options, device)?;
     let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
-    // Process 0 has no part in the calls.
+    // Process 0 takes no part in the calls.
     cases.extend(results.swap_remove(0)?);
     cases.extend(traced(options)?);
     show(&cases, options.json);
@@ -155,11 +155,11 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let times = issue_times(p, options.repeats, one)?;
     let counts = allocations(p, options.repeats, one)?;
     let issued = Case::micros("jit issue", "no part in it", times).within(0.1);
-    // What other threads allocate is mostly the other process's.
+    // Without the allocations of other threads: most of them belong to the other process.
     Ok(std::iter::once(issued).chain(counts.cases("no part in it").into_iter().take(1)).collect())
 }
 
-/// The same call where each is traced: four events, which two threads note.
+/// Measures the same call with tracing. Each call records four events, on two threads.
 fn traced(options: Options) -> Result<Vec<Case>> {
     let folder = tempfile::tempdir()?;
     let mut p = Program::builder().trace(folder.path()).alone()?;
@@ -182,7 +182,7 @@ fn traced(options: Options) -> Result<Vec<Case>> {
     ])
 }
 
-/// Allocations for one call, one of each for each repeat.
+/// Allocations per call, one sample for each repeat.
 #[derive(Default)]
 struct Counts {
     issuing: Vec<f64>,
@@ -198,22 +198,22 @@ impl Counts {
     }
 }
 
-/// Counts allocations of calls, clones of the handles that go in included: by the program's thread,
-/// which include what it is given, and by all others until the results are there.
+/// Counts the allocations of calls, including clones of the input handles. `issuing` counts the
+/// program's thread, `running` all other threads until the results are ready.
 fn allocations<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,
     mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
 ) -> mpmd_core::Result<Counts> {
     let (mut counts, mut path) = (Counts::default(), Path::default());
-    // The first calls fill what is used again.
+    // The first batch fills caches and pools.
     for repeat in 0..=repeats {
         let mut results = Vec::with_capacity(BATCH);
         let (run, found) = CountingAllocator::count(|| -> mpmd_core::Result<()> {
             for _ in 0..BATCH {
                 results.push(call(p)?);
             }
-            // Looked at by visit, which allocates nothing.
+            // `visit` does not allocate.
             let mut ready = Ok(());
             results.iter().for_each(|y| {
                 y.visit(&mut path, &mut |_, y| {
@@ -237,15 +237,15 @@ fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
     p.make(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
-/// Times of one call, over batches; the device catches up between them.
+/// Returns the mean time of a call in each batch. The device catches up between batches.
 fn issue_times<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,
     mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
 ) -> mpmd_core::Result<Vec<Duration>> {
     let mut times = Vec::with_capacity(repeats);
-    // As a program keeps the arrays of its last step: else the allocator gives all of a batch's
-    // memory back to the system and has it faulted in again, which says nothing of a call.
+    // Keeps the results of the previous batch, as a program keeps the arrays of its last step.
+    // Otherwise the allocator would return the memory to the system and fault it in again.
     let mut kept = Vec::new();
     for _ in 0..repeats {
         let mut results = Vec::with_capacity(BATCH);

@@ -1,5 +1,5 @@
-//! Between the host's memory and a graphics processor's, while kernels run: arrays by `device_put`,
-//! beside the driver's own copies of pinned memory.
+//! Measures `device_put` between host memory and a GPU while kernels run, beside the driver's own
+//! copies of pinned memory.
 
 use std::time::{Duration, Instant};
 
@@ -12,19 +12,19 @@ use super::Case;
 use super::p2p::Size;
 use super::plain::{self, Way};
 
-/// Elements that a kernel works on meanwhile: enough to keep every multiprocessor busy.
+/// Elements of the running kernel: enough to keep every multiprocessor busy.
 const WORK: usize = 1 << 20;
 
-/// Arrays that are under way at a time, so that the pauses between them are not measured.
+/// Arrays in flight at a time, so that the pauses between them are not measured.
 const WINDOW: usize = 4;
 
-/// What a kernel takes at least, for the arrays that are moved meanwhile.
+/// The minimum run time of the kernel, so that it covers the transfers.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 
-/// Rounds that are tried first, and at most.
+/// The first and the maximum number of rounds of the kernel.
 const ROUNDS: (u32, u32) = (1 << 8, 1 << 24);
 
-/// Computes for a while without a look at memory.
+/// A kernel that computes for a while without memory access.
 static FUNCTIONS: Source = Source::cuda(
     "busy.cu",
     r#"
@@ -38,7 +38,7 @@ extern "C" __global__ void busy(unsigned long long n, unsigned int rounds, float
 "#,
 );
 
-/// So many rounds of it, in place.
+/// Runs the given number of rounds of `busy`, in place.
 struct Busy(u32);
 
 impl Kernel for Busy {
@@ -70,14 +70,14 @@ impl Kernel for Busy {
     }
 }
 
-/// Kernels that are running all the time.
+/// Kernels that keep the device busy during the measurement.
 struct Meanwhile {
     kernel: Jit<Busy>,
     x: MpmdArray,
 }
 
 impl Meanwhile {
-    /// A kernel that takes long enough.
+    /// Finds a number of rounds for which the kernel runs long enough.
     fn new(p: &mut Program, on: &Sharding) -> Result<Self> {
         let device = on.layout(&[WORK])?.devices()[0];
         let mesh = p.mesh_of(&[("x", 1)], &[device])?;
@@ -85,7 +85,7 @@ impl Meanwhile {
         let mut rounds = ROUNDS.0;
         loop {
             let kernel = p.jit(Busy(rounds)).on(&mesh).outputs(on.clone()).donate("").build()?;
-            // The first call may load what was compiled.
+            // The first call may load the compiled kernel.
             x = kernel.call(p, x)?;
             x.block_until_ready()?;
             let start = Instant::now();
@@ -98,14 +98,15 @@ impl Meanwhile {
         }
     }
 
-    /// Has the device compute again, behind what it computes.
+    /// Queues another run of the kernel.
     fn more(&mut self, p: &mut Program) -> Result<()> {
         self.x = self.kernel.call(p, self.x.clone())?;
         Ok(())
     }
 }
 
-/// Arrays of so many bytes, a multiple of 4, there and back, on one device of a job of one process.
+/// Measures arrays of `bytes` bytes, a multiple of 4, in both directions, on one device of a job of
+/// one process.
 pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Result<Vec<Case>> {
     let device = p.topology().device_ids()[0];
     let there = Sharding::single_device(device);
@@ -129,7 +130,7 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Re
     Ok(cases)
 }
 
-/// The time of one of several puts under way at once.
+/// Returns the time of one put, with several in flight at once.
 fn moves(
     p: &mut Program,
     meanwhile: &mut Meanwhile,
@@ -138,7 +139,7 @@ fn moves(
     repeats: usize,
 ) -> Result<Vec<Duration>> {
     let mut times = Vec::with_capacity(repeats);
-    // The first ones map and pin memory.
+    // The first puts map and pin memory.
     for repeat in 0..=repeats {
         meanwhile.more(p)?;
         let start = Instant::now();
@@ -150,7 +151,7 @@ fn moves(
         if repeat > 0 {
             times.push(start.elapsed() / WINDOW as u32);
         }
-        // Else kernels that nobody waits for would be more and more.
+        // Without this wait the queue of kernels would grow.
         meanwhile.x.block_until_ready()?;
     }
     Ok(times)

@@ -1,4 +1,4 @@
-//! What the links between devices cost here, for the planner.
+//! Measures the costs of the links between devices, for the planner.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,9 +17,9 @@ use serde_json::json;
 use super::p2p::Size;
 use super::{Case, memcpy, run_as_job, show};
 
-/// Bytes of the array by which bandwidths are measured.
+/// Bytes of the array for bandwidths.
 const LARGE: usize = 32 << 20;
-/// The same by which latencies are.
+/// Bytes of the array for latencies.
 const SMALL: usize = 8;
 
 #[derive(Args, Clone, Debug)]
@@ -27,21 +27,21 @@ pub(crate) struct LinksArgs {
     /// One line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
-    /// How often each link is measured; the median counts.
+    /// Number of measurements of each link; the median counts.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// What carries the messages: `shm` or `tcp` between two processes, or `inproc` between two
+    /// The transport of the messages: `shm` or `tcp` between two processes, or `inproc` between two
     /// threads.
     #[arg(long, default_value = "shm")]
     transport: String,
-    /// Writes the costs to a file, to be named by `MPMD_LINKS` when jobs are started.
+    /// Writes the costs to a file, for the variable `MPMD_LINKS` of later jobs.
     #[arg(long)]
     out: Option<PathBuf>,
 }
 
-/// Within a device, between two devices of a process, and between two processes. Those are on one
-/// host unless a launcher of a cluster has started this on two; what is not measured keeps its
-/// default.
+/// Measures links within a device, between two devices of a process, and between two processes. The
+/// processes are on one host unless a cluster's launcher has started this on two. Other links keep
+/// their defaults.
 pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
         let mut p = Program::builder().devices(4).from_env()?;
@@ -65,14 +65,14 @@ pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(run_as_job(2, &args.transport)?))
 }
 
-/// What was found of a class of links: times of one way of few bytes and of many.
+/// The one-way times of a class of links, for few and for many bytes.
 struct Measured {
     class: LinkClass,
     small: Vec<Duration>,
     large: Vec<Duration>,
 }
 
-/// What was found of each class of links.
+/// Measures each class of links.
 fn measure(p: &mut Program, args: &LinksArgs) -> mpmd_core::Result<Vec<Measured>> {
     let mut measured = Vec::new();
     for other in [0, 1, 2].map(DeviceId) {
@@ -109,7 +109,7 @@ impl Measured {
     }
 }
 
-/// Times of one way between device 0 and another, from arrays to arrays.
+/// Returns one-way times between device 0 and another, from array to array.
 fn there_and_back(
     p: &mut Program,
     args: &LinksArgs,
@@ -126,7 +126,7 @@ fn there_and_back(
         let start = Instant::now();
         for _ in 0..rounds {
             let y = p.device_put_with(&x, &there, options)?;
-            // Waits on the receiver too, so that the program on both sides takes part in every hop.
+            // The receiver also waits, so that the programs on both sides take part in every hop.
             y.block_until_ready()?;
             x = p.device_put_with(&y, &here, options)?;
             x.block_until_ready()?;
@@ -143,7 +143,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
-/// The costs of all classes, with the defaults of those that were not measured.
+/// Returns the costs of all classes, with defaults for those that were not measured.
 fn costs(measured: impl IntoIterator<Item = (LinkClass, Link)>) -> Links {
     let mut links = Links::default();
     for (class, link) in measured {
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_measured_keeps_its_default() {
+    fn unmeasured_links_keep_their_defaults() {
         let link = Link { latency_ns: 7, bytes_per_us: 9 };
         let links = costs([(LinkClass::SameDevice, link), (LinkClass::SameHost, link)]);
         assert_eq!(links, Links { same_device: link, same_host: link, ..Links::default() });

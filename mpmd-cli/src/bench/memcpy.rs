@@ -1,4 +1,4 @@
-//! Plain copies: what memory gives, which no move of arrays can better.
+//! Measures plain copies: the memory bandwidth, an upper bound for any move of arrays.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -9,16 +9,15 @@ use clap::Args;
 use super::p2p::Size;
 use super::{Case, Options, show};
 
-/// Bytes that a thread copies for one sample at least, so that looking at the clock costs nothing.
-/// Memory that is asked for at once is more than that, and so comes from the system and not from
-/// what was freed before.
+/// The minimum number of bytes that a thread copies for one sample, so that reading the clock costs
+/// nothing. An allocation of this size comes from the system and not from previously freed memory.
 const SAMPLE_BYTES: usize = 64 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct MemcpyArgs {
     #[command(flatten)]
     options: Options,
-    /// Bytes of each copy, which the threads share, also as 4Ki, 16Mi, 1Gi.
+    /// Bytes of each copy, divided among the threads, also as 4Ki, 16Mi, 1Gi.
     #[arg(long, value_delimiter = ',', default_value = "1Mi,16Mi,64Mi,256Mi")]
     sizes: Vec<Size>,
     /// Numbers of threads that copy at the same time.
@@ -26,16 +25,16 @@ pub(crate) struct MemcpyArgs {
     threads: Vec<usize>,
 }
 
-/// What is copied into.
+/// The target of a copy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Target {
     /// Memory that was written before.
     Warm,
-    /// Memory whose pages the system has yet to give.
+    /// New memory. The system provides its pages at the first write.
     Fresh,
 }
 
-/// Copies of each size, warm and into fresh memory, by each number of threads.
+/// Measures copies of each size, into warm and fresh memory, by each number of threads.
 pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     for Size(bytes) in args.sizes.iter().copied() {
         for threads in args.threads.iter().copied() {
@@ -47,7 +46,7 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     for size in args.sizes.iter().copied() {
         for threads in args.threads.iter().copied() {
             for (target, name) in [(Target::Warm, "warm"), (Target::Fresh, "fresh")] {
-                // What is left over from sharing is not copied.
+                // The remainder of the division is not copied.
                 let bytes = size.0 / threads * threads;
                 let parameters = format!(
                     "{size}, {name}, {threads} {}",
@@ -62,13 +61,13 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     Ok(())
 }
 
-/// Copies by one thread into memory that was written before, to set moves of as many bytes against.
+/// Measures copies by one thread into warm memory, as a reference for moves of as many bytes.
 pub(super) fn plain(bytes: usize, repeats: usize) -> Case {
     let parameters = format!("{}, warm, 1 thread", Size(bytes));
     Case::bandwidth("memcpy", parameters, bytes, times(bytes, 1, Target::Warm, repeats))
 }
 
-/// Times of one copy by all threads together.
+/// Returns the times of one copy by all threads together.
 fn times(bytes: usize, threads: usize, target: Target, repeats: usize) -> Vec<Duration> {
     let (share, start) = (bytes / threads, Barrier::new(threads));
     let rounds = SAMPLE_BYTES.div_ceil(share);
@@ -84,8 +83,8 @@ fn times(bytes: usize, threads: usize, target: Target, repeats: usize) -> Vec<Du
             start.wait();
             let begin = Instant::now();
             for _ in 0..rounds {
-                // The buffers may be used elsewhere for all that the compiler knows, so every copy
-                // is made.
+                // The compiler must assume that the buffers are used elsewhere, so it keeps every
+                // copy.
                 let source = std::hint::black_box(source.as_slice());
                 match target {
                     Target::Warm => std::hint::black_box(&mut warm).copy_from_slice(source),

@@ -1,7 +1,7 @@
-//! `mpmd bench`: what the framework itself costs, measured here and now.
+//! `mpmd bench`: measures the costs of the framework itself on this machine.
 //!
-//! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine
-//! was.
+//! Every case is repeated. The median is the figure to quote; p10 and p90 show the noise of the
+//! machine.
 
 mod check;
 mod dispatch;
@@ -26,7 +26,7 @@ use mpmd_core::prelude::Program;
 use mpmd_core::topology::DeviceKind;
 use serde_json::json;
 
-/// Measure what the framework costs.
+/// Measure the costs of the framework.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
@@ -35,7 +35,8 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// The time to issue a `jit` call: empty, with 64 leaves, and without part in it.
+    /// The time to issue a `jit` call: empty, with 64 leaves, and on a process without a part in
+    /// it.
     Dispatch(dispatch::DispatchArgs),
     /// Messages and arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
     P2p(p2p::P2pArgs),
@@ -45,17 +46,18 @@ enum What {
     Check(check::CheckArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
-    /// What the links between devices cost; `--out` writes the file that `MPMD_LINKS` names.
+    /// The costs of links between devices; `--out` writes the file for `MPMD_LINKS`.
     Links(links::LinksArgs),
-    /// Training steps of a pipeline beside the time of their kernels alone, with one process for
-    /// each stage.
+    /// Training steps of a pipeline with one process for each stage, beside the time of their
+    /// kernels alone.
     Pipeline(pipeline::PipelineArgs),
-    /// Steps whose passes only wait, under each schedule, beside the simulation.
+    /// Steps with passes that only wait, under each schedule, beside the simulation.
     Schedules(schedules::SchedulesArgs),
-    /// The time in which one process of a large job issues a training step, as it is and replayed.
+    /// The time in which one process of a large job issues a training step, call by call and
+    /// replayed.
     Replay(issue::ReplayArgs),
-    /// Training steps of jobs of more and more stages, as threads: the time of an operation, which
-    /// should stay.
+    /// Training steps of jobs with more and more stages, as threads: the time per operation, which
+    /// should stay constant.
     Stages(issue::StagesArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
@@ -64,19 +66,19 @@ enum What {
 /// Options of every benchmark.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct Options {
-    /// One line of JSON for each case instead of a table.
+    /// Print one line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
-    /// How often each case is measured.
+    /// Number of measurements of each case.
     #[arg(long, default_value_t = 30)]
     repeats: usize,
 }
 
-/// Option of benchmarks that can be made on graphics processors too.
+/// The option of benchmarks that also run on GPUs.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct DeviceOption {
-    /// What the devices are: cpu, or cuda for graphics processors, one of each process as far as
-    /// there are enough.
+    /// The kind of the devices: cpu, or cuda for graphics processors, one for each process as far
+    /// as there are enough.
     #[arg(long, value_name = "KIND", default_value_t = DeviceKind::Cpu, value_parser = kind)]
     device: DeviceKind,
 }
@@ -105,7 +107,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
 }
 
-/// Runs this very command as a job of `processes` processes; its exit code.
+/// Runs this same command as a job of `processes` processes. Blocks until it ends; returns its exit
+/// code.
 fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     let outcome = Launch::new(processes, std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
@@ -115,40 +118,40 @@ fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }
 
-/// Whether a job that another launcher has started goes over what this program was told.
+/// Checks that a job that another launcher has started uses the transport `said`.
 ///
 /// # Errors
 ///
-/// Where it does not: what would be measured is not what the answer says.
+/// If it uses another transport: the figures would carry the wrong name.
 fn check_transport(p: &Program, said: &str) -> Result<()> {
     let transport = p.transport();
     ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
     Ok(())
 }
 
-/// A case and what was measured of it.
+/// A case and its samples.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     name: &'static str,
     parameters: String,
     unit: &'static str,
     samples: Vec<f64>,
-    /// What the median is set against.
+    /// The reference of the median.
     beside: Option<Beside>,
 }
 
-/// What a median is set against: its name, and its own value in the same unit.
+/// The reference of a median: its name, and its value in the same unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Beside {
-    /// A goal, which the median is to be at most, a plain copy: the answer has the ratio of the
-    /// two.
+    /// A reference for a ratio: a goal that is an upper bound, or a plain copy. The answer has the
+    /// median divided by this value.
     Ratio(&'static str, f64),
-    /// What cannot be had for less: the answer has how much more it is.
+    /// A lower bound of the cost. The answer has the median minus this value.
     Over(&'static str, f64),
 }
 
 impl Case {
-    /// A case measured in microseconds.
+    /// Creates a case measured in microseconds.
     pub(crate) fn micros(
         name: &'static str,
         parameters: impl Into<String>,
@@ -158,7 +161,7 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "us", samples, beside: None }
     }
 
-    /// A case measured in GB/s: `bytes` moved in each of the times.
+    /// Creates a case measured in GB/s: `bytes` were moved in each of the times.
     pub(crate) fn bandwidth(
         name: &'static str,
         parameters: impl Into<String>,
@@ -170,7 +173,7 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
     }
 
-    /// A case that is a number of something.
+    /// Creates a case that counts something.
     pub(crate) fn count(
         name: &'static str,
         parameters: impl Into<String>,
@@ -180,38 +183,37 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "", samples, beside: None }
     }
 
-    /// The same with what the median is to be at most: the answer has the ratio of the two.
+    /// Compares the median with a goal, an upper bound. The answer has their ratio.
     pub(crate) fn within(mut self, goal: f64) -> Self {
         self.beside = Some(Beside::Ratio("goal", goal));
         self
     }
 
-    /// The same with a plain copy of as many bytes, measured in the same run: the answer has the
-    /// ratio of the two.
+    /// Compares the median with a plain copy of as many bytes, measured in the same run. The answer
+    /// has their ratio.
     pub(crate) fn beside(self, memcpy: &Case) -> Self {
         self.ratio_to("memcpy", memcpy)
     }
 
-    /// The same with the ratio to what `other` has, which is called `name`.
+    /// Adds the ratio to the median of `other`, under the name `name`.
     pub(crate) fn ratio_to(mut self, name: &'static str, other: &Case) -> Self {
         self.beside = Some(Beside::Ratio(name, other.quantile(0.5)));
         self
     }
 
-    /// The same with how much more it is than what `other` has, which is called `name`.
+    /// Adds the difference to the median of `other`, under the name `name`.
     pub(crate) fn over(mut self, name: &'static str, other: &Case) -> Self {
         self.beside = Some(Beside::Over(name, other.quantile(0.5)));
         self
     }
 
-    /// The sample at this share of the sorted ones, 0.5 for the median.
+    /// Returns a quantile of the samples; 0.5 is the median.
     fn quantile(&self, share: f64) -> f64 {
         quantile(&self.samples, share)
     }
 }
 
-/// The sample at this share of the sorted ones, 0.5 for the median; not a number where there is
-/// none.
+/// Returns a quantile of `samples`; 0.5 is the median. NaN if there are no samples.
 fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! CUDA without the framework, on the first graphics processor: what its figures are set against.
+//! CUDA without the framework, on the first GPU: the reference for the framework's figures.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::Case;
 use super::p2p::Size;
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Way {
     /// Within the device's memory.
@@ -18,12 +18,12 @@ pub(super) enum Way {
     Out,
 }
 
-/// The time to issue a launch of a kernel that does nothing, by `cudarc` alone.
+/// Measures the time to issue a launch of an empty kernel by `cudarc` alone.
 pub(super) fn launch(repeats: usize) -> Result<Case> {
     Ok(Case::micros("launch", "by cudarc alone", by_hand::launches(repeats)?))
 }
 
-/// Copies of so many bytes by the driver, where nothing else runs.
+/// Measures copies of `bytes` bytes by the driver, while nothing else runs.
 pub(super) fn copy(way: Way, bytes: usize, repeats: usize) -> Result<Case> {
     let name = match way {
         Way::OnDevice => "device copy",
@@ -33,7 +33,7 @@ pub(super) fn copy(way: Way, bytes: usize, repeats: usize) -> Result<Case> {
     Ok(Case::bandwidth(name, Size(bytes).to_string(), bytes, copies(way, bytes, repeats)?))
 }
 
-/// The times of single such copies.
+/// Returns the times of single copies.
 pub(super) fn copies(way: Way, bytes: usize, repeats: usize) -> Result<Vec<Duration>> {
     by_hand::copies(way, bytes, repeats)
 }
@@ -47,7 +47,7 @@ mod by_hand {
 
     use super::Way;
 
-    /// What the driver numbers first: the processor of a job's first process.
+    /// The driver's first GPU, which is that of a job's first process.
     const FIRST: u32 = 0;
 
     pub(super) fn launches(repeats: usize) -> Result<Vec<Duration>> {
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_cuda_the_reason_is_said_and_with_it_there_are_figures() {
+    fn copies_have_figures_or_name_the_missing_cuda() {
         match (copy(Way::OnDevice, 1 << 16, 2), cuda::found()) {
             (Ok(case), Ok(_)) => assert!(case.quantile(0.5) > 0.0),
             (Err(error), Err(why)) => {

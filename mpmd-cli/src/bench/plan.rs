@@ -1,5 +1,5 @@
-//! Planning: from two shardings of thousands of devices to what one process does, cold and from the
-//! cache; and, to show how it grows, to the list of all pieces.
+//! Measures planning between two shardings of thousands of devices: the part of one process, cold
+//! and from the cache. The list of all pieces shows how the cost grows.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use mpmd_core::topology::{DeviceId, Mesh, ProcessId, Topology};
 
 use super::{Case, Options, show};
 
-/// Devices of one process, and processes of one host.
+/// Devices per process, and processes per host.
 const PER_PROCESS: usize = 8;
 const PER_HOST: usize = 4;
 
@@ -22,13 +22,13 @@ const PER_HOST: usize = 4;
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     options: Options,
-    /// Numbers of devices; each has a whole square root.
+    /// Numbers of devices; each must be a square.
     #[arg(long, value_delimiter = ',', default_values_t = [256, 1024, 4096, 16384])]
     devices: Vec<usize>,
 }
 
-/// Plans between meshes of many devices: cold, from shardings to the part of one process, and again
-/// from the cache of plans that `device_put` asks.
+/// Plans between meshes of many devices. Cold: from shardings to the part of one process. Cached:
+/// again, from the plan cache of `device_put`.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let mut cases = Vec::new();
     for devices in &args.devices {
@@ -55,7 +55,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
 
 type Pair = (&'static str, Vec<usize>, MeshOf, MeshOf);
 
-/// A mesh and a spec, from which a sharding that nobody remembers is made anew.
+/// A mesh and a spec. Each call of `sharding` creates a sharding that no cache knows.
 struct MeshOf {
     axes: Vec<(&'static str, usize)>,
     devices: Vec<DeviceId>,
@@ -70,7 +70,7 @@ impl MeshOf {
 
 fn pairs(devices: usize, side: usize) -> Result<Vec<Pair>> {
     let all: Vec<DeviceId> = (0..u32::try_from(devices)?).map(DeviceId).collect();
-    // A permutation without pattern: steps of a number without common divisor.
+    // A permutation without pattern: the step is coprime to the number of devices.
     let step = (devices * 5 / 8) | 1;
     let permuted: Vec<DeviceId> = (0..devices).map(|at| all[at * step % devices]).collect();
     let rows = |devices: &[DeviceId], spec| MeshOf {
@@ -120,7 +120,7 @@ fn cold(
     Ok(time)
 }
 
-/// The time it takes to list every piece of every process, which no process ever needs.
+/// Measures the list of all pieces of all processes, which no process ever needs.
 fn listed(
     devices: usize,
     shape: &[usize],
@@ -139,7 +139,7 @@ fn listed(
     Ok((counts[0], times))
 }
 
-/// The time of `device_put` of a program without part in it, which is one look at the cache.
+/// Measures `device_put` in a dry run without part in the transfer: one lookup in the plan cache.
 fn cached(
     devices: usize,
     shape: &[usize],

@@ -1,5 +1,5 @@
-//! From one sharding to another: four devices to four, in one process and over several, beside a
-//! plain copy of as many bytes.
+//! Measures resharding from four devices to four, in one process and over several, beside a plain
+//! copy of as many bytes.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ use mpmd_core::{PutOptions, Simulation};
 
 use super::{Case, DeviceOption, Options, host, run_as_job, show};
 
-/// Devices of the job: four that have the array, four others.
+/// Devices of the job: four that have the array, and four others.
 const DEVICES: usize = 8;
 
-/// Bytes that one sample moves at least, so that looking at the clock costs nothing.
+/// The minimum number of bytes of one sample, so that reading the clock costs nothing.
 const SAMPLE_BYTES: usize = 32 << 20;
 
 #[derive(Args, Clone, Debug)]
@@ -28,7 +28,8 @@ pub(crate) struct ReshardArgs {
     options: Options,
     #[command(flatten)]
     on: DeviceOption,
-    /// What carries the messages: `shm` or `tcp` between processes, or `inproc` between threads.
+    /// The transport of the messages: `shm` or `tcp` between processes, or `inproc` between
+    /// threads.
     #[arg(long, default_value = "shm")]
     transport: String,
     /// Numbers of processes; each divides 8.
@@ -39,7 +40,7 @@ pub(crate) struct ReshardArgs {
     mib: Vec<usize>,
 }
 
-/// Rows to columns, the same to other devices, and replicated.
+/// Measures three cases: rows to columns, rows to other devices, and replication.
 pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
         let mut p =
@@ -75,8 +76,8 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
 }
 
 fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
-    // Both meshes are on every process, and a device of one is never on the process of its opposite
-    // in the other, where there are several.
+    // Both meshes are on every process. With several processes, opposite devices of the two meshes
+    // are never on the same process.
     let even: Vec<DeviceId> = (0..4).map(|i| DeviceId(2 * i)).collect();
     let odd: Vec<DeviceId> = (0..4).map(|i| DeviceId((2 * i + 5) % 8)).collect();
     let (here, there) = (p.mesh_of(&[("x", 4)], &even)?, p.mesh_of(&[("x", 4)], &odd)?);
@@ -98,7 +99,7 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
                     .push(Case::bandwidth(name, parameters, bytes * copies, times).beside(&memcpy));
                 cases.push(memcpy);
             }
-            // The others wait meanwhile: the copy has the machine to itself.
+            // The other processes wait here, so that the copy has the machine to itself.
             meet(p, &here)?;
         }
         if p.process().0 == 0 && p.processes() == 1 {
@@ -119,13 +120,14 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
     Ok(())
 }
 
-/// A matrix of so many bytes, a power of two: at least as many columns as rows.
+/// Returns the shape of a matrix of `bytes` bytes, a power of two, with at least as many columns as
+/// rows.
 fn shape(bytes: usize) -> [usize; 2] {
     let rows = 1 << ((bytes / 4).ilog2() / 2);
     [rows, bytes / 4 / rows]
 }
 
-/// How long it takes until the array is there on every device, new memory included.
+/// Measures the time until the array is on every device, including allocation.
 fn put(
     p: &mut Program,
     args: &ReshardArgs,
@@ -153,15 +155,16 @@ fn put(
     Ok(times)
 }
 
-/// Returns once every process is here.
+/// Blocks until every process is here.
 fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
-    // Each process's part is sent when it issues this, having waited for all before.
+    // Each process sends its part when it issues this, after it has waited for its earlier
+    // operations.
     let here =
         p.make(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| Ok(view.fill(0.0f32)?))?;
     p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
 }
 
-/// One thread's plain copies of as many bytes.
+/// Measures plain copies of as many bytes by one thread.
 fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
     let source = vec![7u8; bytes];
     let mut target = vec![0u8; bytes];
@@ -172,7 +175,7 @@ fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
     Case::bandwidth("memcpy", format!("{} MiB", bytes >> 20), bytes, times)
 }
 
-/// One thread's copies from rows to columns, without anything around them.
+/// Measures one thread's copies from rows to columns, without the framework.
 fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Case> {
     let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
     let (rows, columns) =
@@ -199,7 +202,7 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Ca
     ))
 }
 
-/// Times of `copy`, which copies `bytes`.
+/// Returns the times of `copy`, which copies `bytes` bytes.
 fn sampled(args: &ReshardArgs, bytes: usize, mut copy: impl FnMut()) -> Vec<Duration> {
     let rounds = (SAMPLE_BYTES / bytes).max(1);
     let sample = |_| {

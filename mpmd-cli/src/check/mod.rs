@@ -1,4 +1,4 @@
-//! `mpmd check`: whether what is to run comes to its end, and what it takes, before it runs.
+//! `mpmd check`: proves that a schedule or program ends, and adds up its costs, before it runs.
 
 mod others;
 mod program;
@@ -13,7 +13,7 @@ use mpmd_core::pipeline::check::{Budget, Channel};
 use program::ProgramArgs;
 use schedule::ScheduleArgs;
 
-/// What it ends with where there is nothing to check.
+/// The exit code if there is nothing to check.
 const NOTHING: u8 = 2;
 
 /// Arguments of `mpmd check`.
@@ -23,12 +23,12 @@ pub(crate) struct CheckArgs {
     schedule: ScheduleArgs,
     #[command(flatten)]
     program: ProgramArgs,
-    /// The most memory that a device may take: bytes, or with KiB, MiB or GiB behind them; of a
-    /// schedule also activations, as in 4activations
+    /// The memory limit of a device: bytes, also with KiB, MiB or GiB; for a schedule also
+    /// activations, as in 4activations
     #[arg(long, value_name = "BYTES", value_parser = budget)]
     budget: Option<Budget>,
-    /// Over what it is to end: tags, tags:K, direction, pair or single, each also with ,eager or
-    /// ,eager:N; can be given more than once. By default tags, direction, pair and single
+    /// A channel over which the schedule must end: tags, tags:K, direction, pair or single, each
+    /// also with ,eager or ,eager:N; may be repeated. By default tags, direction, pair and single
     #[arg(long, value_name = "CHANNEL")]
     channel: Vec<Channel>,
     /// The program and its arguments
@@ -36,8 +36,8 @@ pub(crate) struct CheckArgs {
     what: Vec<OsString>,
 }
 
-/// Checks; the exit code is 0 where it is proved, 1 where it is refuted, and 2 where there is
-/// nothing to check.
+/// Checks a schedule or a program. The exit code is 0 if it is proved, 1 if it is refuted, and 2 if
+/// there is nothing to check.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     checked(args).or_else(|error| {
         eprintln!("mpmd: {error:#}");
@@ -65,7 +65,7 @@ fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     args.program.check(processes, &args.what, budget, channels)
 }
 
-/// Bytes, or activations.
+/// Parses a number of bytes or of activations.
 pub(crate) fn budget(text: &str) -> Result<Budget, String> {
     match text.strip_suffix("activations") {
         Some(number) => {
@@ -77,7 +77,7 @@ pub(crate) fn budget(text: &str) -> Result<Budget, String> {
     }
 }
 
-/// Bytes with their unit.
+/// Parses bytes with an optional unit.
 fn bytes(text: &str) -> Result<u64, String> {
     let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
     let found = units.into_iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
@@ -89,7 +89,7 @@ fn bytes(text: &str) -> Result<u64, String> {
     }
     let number: f64 = number.trim().parse().map_err(|_| wrong())?;
     let product = number * unit as f64;
-    // Larger ones are no whole numbers of bytes any more.
+    // Larger `f64` values are not exact numbers of bytes.
     if (0.0..9e15).contains(&product) { Ok(product as u64) } else { Err(wrong()) }
 }
 

@@ -1,4 +1,4 @@
-//! The plans of a program as the other processes of its job, compared with that of process 0.
+//! Plans the other processes of a job and compares their plans with that of process 0.
 
 use std::fmt;
 use std::panic::resume_unwind;
@@ -8,23 +8,23 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::plan::{Parting, Plan};
 
-/// Places at which processes part from process 0 that are listed.
+/// The maximum number of listed places at which processes differ from process 0.
 const MOST_PARTINGS: usize = 8;
 
-/// The processes of a job by whether they issue what process 0 issues.
+/// The processes of a job, grouped by whether they issue the same operations as process 0.
 pub(crate) struct Others {
-    /// Those that do, process 0 among them.
+    /// The processes that issue the same operations, including process 0.
     same: Vec<u32>,
-    /// The places at which others part, each with the processes that part there.
+    /// The first differences from process 0, each with the processes that have it.
     parted: Vec<(Parting, Vec<u32>)>,
-    /// Processes for which there was no time.
+    /// Processes that were not planned before the time limit.
     left: Vec<u32>,
     within: Duration,
 }
 
 impl Others {
-    /// Plans every process but 0, as many at a time as there are cores, and compares each plan with
-    /// `first`, that of process 0. Begins no other plan once `within` is over.
+    /// Plans every process except 0, one per core at a time, and compares each plan with `first`,
+    /// the plan of process 0. Starts no further plan after `within`.
     ///
     /// # Errors
     ///
@@ -35,7 +35,7 @@ impl Others {
         plan_of: impl Fn(u32) -> anyhow::Result<Plan> + Sync,
     ) -> anyhow::Result<Self> {
         let count = first.processes;
-        // Programs treat the last process otherwise as often as the first: it comes early.
+        // The last process comes early: programs often treat it specially, like the first.
         let order: Vec<u32> =
             (count.saturating_sub(1).max(1)..count).chain(1..count.saturating_sub(1)).collect();
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
@@ -75,7 +75,7 @@ impl Others {
         Ok(Self { same, parted, left, within })
     }
 
-    /// Returns whether no process is known to issue anything else than process 0.
+    /// Returns true if no process is known to issue other operations than process 0.
     pub(crate) fn issue_the_same(&self) -> bool {
         self.parted.is_empty()
     }
@@ -110,7 +110,7 @@ impl fmt::Display for Others {
             let numbers = Numbers(left);
             writeln!(
                 f,
-                "issue    not looked at: {numbers}, for which {within:?} were not enough \
+                "issue    not checked: {numbers}; the time limit of {within:?} had passed \
                  (--patience)"
             )?;
         }
@@ -118,7 +118,7 @@ impl fmt::Display for Others {
     }
 }
 
-/// `process 3`, `processes 0 to 3, 7`.
+/// Formats process numbers, as `process 3` or `processes 0 to 3, 7`.
 struct Numbers<'a>(&'a [u32]);
 
 impl fmt::Display for Numbers<'_> {
@@ -142,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// A plan of 8 processes without operations.
+    /// Returns a plan of 8 processes without operations.
     fn plan() -> Plan {
         let mut plan = Plan::default();
         plan.processes = 8;
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn all_processes_are_planned_once_where_there_is_time() {
+    fn all_processes_are_planned_once() {
         let asked = Mutex::new(Vec::new());
         let others = Others::compare(&plan(), Duration::from_secs(60), |process| {
             asked.lock().unwrap().push(process);
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_alone_is_compared_with_nobody() {
+    fn single_process_has_nothing_to_compare() {
         let mut alone = plan();
         alone.processes = 1;
         let others = Others::compare(&alone, Duration::from_secs(60), |_| unreachable!()).unwrap();
@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn processes_without_time_are_named() {
         let others = Others::compare(&plan(), Duration::ZERO, |_| unreachable!()).unwrap();
-        let left = "issue    not looked at: processes 1 to 7, for which 0ns were not enough \
+        let left = "issue    not checked: processes 1 to 7; the time limit of 0ns had passed \
             (--patience)\n";
         assert_eq!(others.to_string(), left);
     }
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_in_succession_are_shown_by_their_ends() {
+    fn consecutive_numbers_are_shown_as_ranges() {
         let shown = |numbers: &[u32]| Numbers(numbers).to_string();
         assert_eq!(shown(&[3]), "process 3");
         assert_eq!(shown(&[0, 1]), "processes 0 to 1");

@@ -1,5 +1,4 @@
-//! `mpmd check -n N -- program args`: the plan of a program, and what can be said of it before it
-//! runs.
+//! `mpmd check -n N -- program args`: plans a program by a dry run, and reports on the plan.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -20,7 +19,7 @@ use super::others::Others;
 use super::report::Report;
 use crate::run::{find, seconds};
 
-/// How often the program is looked at.
+/// The interval at which the program's exit is polled.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Arguments of `mpmd check` on a program.
@@ -32,21 +31,21 @@ pub(crate) struct ProgramArgs {
     /// Number of devices of each process; by default the program's choice
     #[arg(long, value_name = "D", requires = "processes", value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
-    /// Record at most so many steps; by default until two in succession are equal, or 16
+    /// Record at most this many steps; by default until two successive steps are equal, or 16
     #[arg(long, value_name = "K", requires = "processes", value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
-    /// How long the program may take to issue them as one of the processes; after that time it is
-    /// started as no further process
+    /// The time limit for one dry run of the program; after this time no dry run is started for a
+    /// further process
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     patience: Duration,
-    /// Keep the plan, as process 0 issues it, in this file
+    /// Keep the plan of process 0 in this file
     #[arg(long, value_name = "FILE", requires = "processes")]
     out: Option<PathBuf>,
 }
 
 impl ProgramArgs {
-    /// Runs the program as each process of the job, none of which owns anything, and reports on the
-    /// plans that it writes.
+    /// Runs the program once as each process of the job, as dry runs, and reports on the plans that
+    /// they write.
     pub(crate) fn check(
         &self,
         processes: u32,
@@ -60,7 +59,7 @@ impl ProgramArgs {
             anyhow::bail!("there is no program {}", name.display())
         };
         let file = match &self.out {
-            // The program may run in a folder of its own one day.
+            // Made absolute in case the program runs in another folder.
             Some(out) => std::path::absolute(out)?,
             None => folder.path().join("plan.json"),
         };
@@ -70,7 +69,7 @@ impl ProgramArgs {
         let others = Others::compare(&plan, self.patience, |process| {
             let file = folder.path().join(format!("plan-{process}.json"));
             let plan = planned.plan(process, &file)?;
-            // Of many processes they would take as much space as all together.
+            // Removed at once: the plans of all processes may take much space.
             std::fs::remove_file(&file).context("removing a plan")?;
             Ok(plan)
         })?;
@@ -80,7 +79,7 @@ impl ProgramArgs {
     }
 }
 
-/// A program that is run as processes that own nothing.
+/// Dry runs of a program, as each of its processes.
 struct DryRuns<'a> {
     settings: &'a ProgramArgs,
     processes: u32,
@@ -95,9 +94,9 @@ impl DryRuns<'_> {
     ///
     /// # Errors
     ///
-    /// If the program writes none: with the text that it printed.
+    /// If the program writes no plan. The error contains the text that it printed.
     fn plan(&self, process: u32, file: &Path) -> anyhow::Result<Plan> {
-        // An old one must not pass for the program's.
+        // An old file must not pass for the program's plan.
         if file.exists() {
             std::fs::remove_file(file).with_context(|| format!("replacing {}", file.display()))?;
         }
@@ -108,12 +107,12 @@ impl DryRuns<'_> {
             .env(variables::PLAN, file)
             .env(variables::PLAN_PROCESSES, self.processes.to_string())
             .env(variables::PLAN_PROCESS, process.to_string())
-            // Ends with this process, and what it starts with it.
+            // The program and its child processes end with this process.
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(File::create(&said).context("making a file for what the program says")?);
+            .stderr(File::create(&said).context("creating a file for the program's error output")?);
         if let Some(devices) = self.settings.devices_per_process {
             command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
         }
@@ -150,18 +149,18 @@ impl DryRuns<'_> {
         match process {
             0 => anyhow::bail!("{name} {how}\n{said}"),
             _ => anyhow::bail!(
-                "{name} {how} as process {process}; as process 0 it was planned. What a process \
-                 does by itself, such \
-                 as reading values or writing files, is left out where Program::is_planning says \
-                 so\n{said}"
+                "{name} {how} as process {process}; as process 0 it was planned. The work of a \
+                 single process, such \
+                 as reading values or writing files, must be skipped if Program::is_planning returns \
+                 true\n{said}"
             ),
         }
     }
 }
 
-/// Ends a program with all that it has started in its group.
+/// Kills a program and all processes of its group.
 fn end(child: &mut Child) -> anyhow::Result<()> {
-    // It may have ended since.
+    // The group may be gone already.
     let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
     child.wait()?;
     Ok(())

@@ -1,4 +1,4 @@
-//! What is said of the plan of a program.
+//! The report on the plan of a program.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,13 +9,13 @@ use mpmd_core::plan::{End, Kind, Link, MemoryPlan, Peak, Plan, PlannedFlow};
 
 use super::others::Others;
 
-/// Links that are listed, those with most bytes first.
+/// The maximum number of listed links, those with most bytes first.
 const MOST_LINKS: usize = 16;
 
-/// Lines at which values are read that are listed.
+/// The maximum number of listed source lines at which values are read.
 const MOST_READS: usize = 8;
 
-/// What a plan shows before the program runs.
+/// The proofs and sums of a plan.
 pub(crate) struct Report<'a> {
     plan: &'a Plan,
     others: &'a Others,
@@ -26,7 +26,7 @@ pub(crate) struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// Proves and adds up what process 0 issues.
+    /// Proves and adds up the operations of process 0.
     pub(crate) fn new(
         plan: &'a Plan,
         others: &'a Others,
@@ -40,14 +40,15 @@ impl<'a> Report<'a> {
         Self { plan, others, planned, verdicts, memory, budget }
     }
 
-    /// Whether all processes issue the same, and it ends over every channel, within the budget.
+    /// True if all processes issue the same operations, and these end over every channel within the
+    /// budget.
     pub(crate) fn is_good(&self) -> bool {
         self.others.issue_the_same()
             && self.verdicts.iter().all(Result::is_ok)
             && self.over_budget().next().is_none()
     }
 
-    /// Devices that take more than they may.
+    /// Returns the devices that exceed the budget, with their peak memory.
     fn over_budget(&self) -> impl Iterator<Item = (u32, Peak)> {
         let most = |one: Peak, other: Peak| if other.bytes > one.bytes { other } else { one };
         let peaks =
@@ -55,7 +56,8 @@ impl<'a> Report<'a> {
         peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
     }
 
-    /// The operations of the step that stands for those to come, or all.
+    /// Returns the operations of the last step, which stands for later steps. Without steps, all
+    /// operations.
     fn typical(&self) -> (Range<u64>, &'static str) {
         let last = self.plan.steps.len().checked_sub(1).and_then(|last| self.plan.step(last));
         match last {
@@ -78,8 +80,8 @@ impl<'a> Report<'a> {
                 let length = step.end - step.start;
                 writeln!(
                     f,
-                    "steps    {} and {count} are equal, {length} operations each; those to come \
-                     are taken to be so too",
+                    "steps    {} and {count} are equal, {length} operations each; later steps \
+                     are assumed to be equal too",
                     count - 1
                 )
             }
@@ -167,7 +169,7 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// Where the proof rests on that nobody branches.
+    /// Writes the conditions of the proof: values that the program reads and could branch on.
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms = (1..=self.plan.operations.len() as u64)
             .filter_map(|operation| self.plan.form_of(operation));
@@ -175,7 +177,7 @@ impl<'a> Report<'a> {
         if agreed > 0 {
             writeln!(
                 f,
-                "values   {agreed} are agreed on: as the program has them while it is planned"
+                "values   {agreed} are broadcast: the plan uses the program's dry-run values"
             )?;
         }
         let mut lines: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
@@ -186,8 +188,8 @@ impl<'a> Report<'a> {
         let Some(first) = lines.values().map(|(first, _)| *first).min() else { return Ok(()) };
         writeln!(
             f,
-            "values   holds up to operation {first}; beyond it where no process issues otherwise \
-             by values that it reads"
+            "values   the proof holds up to operation {first}; beyond it, only if no process branches \
+             on values that it reads"
         )?;
         let rest = lines.len().saturating_sub(MOST_READS);
         for (line, (first, times)) in lines.into_iter().take(MOST_READS) {
@@ -212,7 +214,7 @@ impl fmt::Display for Report<'_> {
     }
 }
 
-/// Names by operation: label, what it does, and its line.
+/// Names an operation by its label, its kind and its line.
 struct Named<'a>(&'a Report<'a>);
 
 impl Names for Named<'_> {
@@ -226,7 +228,7 @@ impl Names for Named<'_> {
     }
 }
 
-/// Bytes for people.
+/// Formats bytes for people.
 struct Bytes(u64);
 
 impl fmt::Display for Bytes {

@@ -1,4 +1,4 @@
-//! `mpmd check FILE.csv`, `mpmd check NAME`: a schedule is proved, simulated and added up.
+//! `mpmd check FILE.csv`, `mpmd check NAME`: proves, simulates and adds up a schedule.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -18,46 +18,47 @@ use crate::schedule::{is_file, read, read_costs};
 #[derive(Args, Debug)]
 pub(crate) struct ScheduleArgs {
     /// A file with torch's text of a schedule, or the name of a built-in one: see `mpmd schedule
-    /// --help`. With sends and receives in the text its own order of them is proved, else torch's
+    /// --help`. If the text has sends and receives, their order is proved, else torch's order
     #[arg(value_name = "FILE|NAME", conflicts_with = "processes")]
     pub(crate) subject: Option<String>,
-    /// How many ranks, of a built-in schedule
+    /// Number of ranks, of a built-in schedule
     #[arg(long, short = 'p', value_name = "P", requires = "subject")]
     ranks: Option<usize>,
-    /// How many microbatches
+    /// Number of microbatches
     #[arg(long, short = 'm', value_name = "M", requires = "subject")]
     microbatches: Option<usize>,
-    /// How many stages on each rank; two where the schedule is about several, else one
+    /// Number of stages on each rank; by default two if the schedule needs several, else one
     #[arg(long, short = 'v', value_name = "V", requires = "subject")]
     chunks: Option<usize>,
-    /// A file with what the passes of each stage cost, as TOML; else what lies beside FILE.csv as
-    /// FILE.toml says, or one for each pass and nothing for moves
+    /// A file with the costs of each stage's passes, as TOML; by default those of FILE.toml beside
+    /// FILE.csv, else one for each pass and nothing for moves
     #[arg(long, value_name = "FILE.toml", requires = "subject")]
     costs: Option<PathBuf>,
-    /// What is computed leaves as soon as it is there, as this framework's runner has it; by
-    /// default when all that the row has before its send has ended, as torch has it
+    /// Send each result as soon as it is computed, as this framework's runner does; by default
+    /// after all earlier actions of its row have ended, as in torch
     #[arg(long, requires = "subject")]
     at_once: bool,
-    /// As JSON
+    /// Print JSON
     #[arg(long, requires = "subject")]
     json: bool,
 }
 
-/// What is checked.
+/// The schedule to check.
 struct Subject {
     name: String,
     rows: Lowered,
     costs: Option<Costs>,
 }
 
-/// What is found.
+/// The results of the check.
 struct Findings {
     name: String,
     names: StepNames,
     unit: String,
-    /// With each of the channels.
+    /// A report for each channel.
     reports: Vec<(Channel, Report)>,
-    /// Where it is a schedule: over tags, where it comes to its end, as asked and the other way.
+    /// The simulations over tags: with the requested `leaves`, and with the other setting. `None`
+    /// if the rows are no schedule or do not end.
     simulated: Option<SimulatedSchedule>,
     other: Option<SimulatedSchedule>,
     leaves: Leaves,
@@ -65,7 +66,7 @@ struct Findings {
 }
 
 impl ScheduleArgs {
-    /// Proves, simulates, and says what came of it.
+    /// Proves, simulates, and prints the findings.
     pub(crate) fn check(
         &self,
         subject: &str,
@@ -119,14 +120,14 @@ impl ScheduleArgs {
         let reports: Vec<(Channel, Report)> = channels.iter().map(report).collect();
         let whole = |report: &Report| !report.peaks.is_empty();
         let is_schedule = reports.iter().all(|(_, report)| whole(report));
-        // Of a text without moves they are torch's.
+        // A text without moves gets torch's moves.
         let moved = if rows.has_moves() || !is_schedule {
             rows
         } else {
             let (actions, pairs) = rows.actions();
             lower(&Schedule::with_overlaps(name.clone(), actions, pairs)?)?
         };
-        // What is no schedule may have any numbers.
+        // Rows that are no schedule may have any stage numbers.
         let unit_costs =
             costs.unwrap_or_else(|| Costs::units(if is_schedule { stages } else { 0 }));
         let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::TAGS)
@@ -155,7 +156,7 @@ impl ScheduleArgs {
             None if is_file(path) => self.read(path)?,
             _ => {
                 let (Some(ranks), Some(microbatches)) = (self.ranks, self.microbatches) else {
-                    // A wrong name is not answered with a question for numbers.
+                    // First, so that a wrong name gives its own error.
                     Schedule::named(subject, 1, 1, None).map(drop).or_else(|error| {
                         match Builtin::named(subject) {
                             Some(_) => Ok(()),
@@ -196,7 +197,7 @@ impl ScheduleArgs {
         if beside != path && beside.exists() && self.costs.is_none() {
             let there = || beside.display().to_string();
             let sidecar = Sidecar::parse(&read(&beside)?).with_context(there)?;
-            // What is no schedule has no sidecar that fits.
+            // A sidecar is checked only against a valid schedule.
             if let Ok(schedule) = text.schedule(name.clone()) {
                 sidecar.check(&schedule, &text).with_context(there)?;
             }
@@ -211,7 +212,7 @@ impl Findings {
         self.reports.iter().all(|(_, report)| report.is_fit())
     }
 
-    /// What is wrong over every channel.
+    /// Returns the problems that all channels have in common.
     fn faults(&self) -> Vec<&Problem> {
         let of = |report: &'_ Report, problem: &Problem| report.problems.contains(problem);
         let Some((_, first)) = self.reports.first() else { return Vec::new() };
@@ -220,7 +221,7 @@ impl Findings {
         first.problems.iter().filter(everywhere).collect()
     }
 
-    /// The circle of each channel over which it does not come to its end.
+    /// Returns, for each channel over which the schedule does not end, the circle of waits.
     fn circles(&self) -> Vec<(Channel, Vec<String>)> {
         let faults = self.faults();
         let mut circles = Vec::new();
@@ -304,12 +305,8 @@ impl Findings {
         );
         if let Some(other) = &self.other {
             let how = match self.leaves {
-                Leaves::InOrder => {
-                    "where what is computed leaves at once, as this framework's runner has it"
-                }
-                Leaves::AtOnce => {
-                    "where sends wait for all that the row has before them, as torch has it"
-                }
+                Leaves::InOrder => "if results are sent at once, as by this framework's runner",
+                Leaves::AtOnce => "if sends wait for all earlier actions of their row, as in torch",
             };
             let _ = writeln!(out, "           {} {unit} {how}", round(other.simulated.makespan));
         }
@@ -398,7 +395,7 @@ impl Findings {
     }
 }
 
-/// To six digits, for people.
+/// Rounds to six significant digits.
 fn round(value: f64) -> f64 {
     if value == 0.0 || !value.is_finite() {
         return value;
@@ -447,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn crossed_receives_are_refuted_line_by_line() {
+    fn crossed_receives_are_refuted_with_their_circle() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("crossed.csv");
         let text = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1\n";
@@ -464,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_and_faults_are_said_once() {
+    fn faults_of_all_channels_are_printed_once() {
         let args = args();
         let subject = || args.find("gpipe").unwrap();
         let findings =

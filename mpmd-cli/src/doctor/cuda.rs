@@ -1,4 +1,4 @@
-//! What of CUDA is on this machine, and what that means for jobs with devices of kind `cuda`.
+//! Examines CUDA on this machine, and judges the results for jobs with devices of kind `cuda`.
 
 use std::fs;
 
@@ -10,31 +10,31 @@ use serde::Serialize;
 use super::findings::{Finding, Verdict, finding};
 use crate::plan::bytes_text;
 
-/// The namespace of process numbers that every system begins with, see `proc_ns.h` of Linux.
+/// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";
 
-/// What is to be seen of CUDA. Where there is no driver nothing else is looked for.
+/// The facts about CUDA. Without a driver nothing else is examined.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Cuda {
     Missing {
         why: String,
-        /// Whether this program has the back end at all.
+        /// True if this program was built with the CUDA back end.
         built: bool,
     },
     Found {
         driver: Driver,
-        /// Versions, or why they cannot be used.
+        /// The versions of the libraries, or the reason why one cannot be used.
         nvrtc: Result<String, String>,
         cublas: Result<String, String>,
         nccl: Result<String, String>,
-        /// This is a container with process numbers of its own.
+        /// True if this is a container with its own process ids.
         own_pids: bool,
     },
 }
 
 impl Cuda {
-    /// Starts the driver, where there is one, and asks it.
+    /// Starts the CUDA driver, if there is one, and queries it.
     pub(super) fn look() -> Self {
         let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
         match cuda::found() {
@@ -51,8 +51,8 @@ impl Cuda {
     }
 }
 
-/// Judges it all; `wanted` where jobs are to have such devices, `joined` where those are to work
-/// together by NCCL.
+/// Judges all facts about CUDA. `wanted` is true if CUDA devices are requested, `joined` if NCCL is
+/// requested for their collectives.
 pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     let stops = if wanted { Verdict::Problem } else { Verdict::Note };
     let (driver, nvrtc, cublas, nccl, own_pids) = match cuda {
@@ -144,7 +144,7 @@ fn library(
     }
 }
 
-/// Which way collectives of CUDA devices can go.
+/// Judges the ways in which collectives of CUDA devices can go.
 fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> Finding {
     let name = "cuda collectives";
     match (nccl, joined) {
@@ -174,7 +174,7 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
     }
 }
 
-/// Whether arrays of one process can be used by another where they are.
+/// Judges if one process can use another's arrays in place.
 fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     let name = "cuda sharing";
     let cannot = gpus.iter().filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
@@ -197,7 +197,7 @@ fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     finding(name, value, Verdict::Ok, advice)
 }
 
-/// Which processors the processes of a job would get.
+/// Reports the GPUs that the processes of a job would get.
 fn turns(gpus: usize) -> Finding {
     let of = |processes: usize| -> String {
         let job = Topology::even(processes, 1).of_kinds(&[DeviceKind::Cuda]);
@@ -208,7 +208,7 @@ fn turns(gpus: usize) -> Finding {
         });
         ordinals.map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(", ")
     };
-    // The first job of which two processes share one.
+    // The smallest job in which two processes share a GPU.
     let more = gpus + 1;
     let value = match gpus {
         1 => format!("all processes of this host share {}", of(1)),
@@ -219,7 +219,7 @@ fn turns(gpus: usize) -> Finding {
 
 #[cfg(test)]
 impl Cuda {
-    /// A machine with two processors on which nothing is wrong.
+    /// Returns the facts of a machine with two GPUs and no faults.
     pub(super) fn well() -> Self {
         use mpmd_core::device::cuda::{Attributes, Uuid, Version};
         let attributes = Attributes {
@@ -275,7 +275,7 @@ mod tests {
         }
     }
 
-    /// A problem where such devices are asked for, else a note.
+    /// Checks for a problem if CUDA devices are requested, else a note.
     fn stops(cuda: &Cuda, name: &str, texts: &[&str]) {
         check(cuda, true, name, Verdict::Problem, texts);
         check(cuda, false, name, Verdict::Note, texts);
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_listed() {
+    fn gpus_and_libraries_are_listed() {
         let well = Cuda::well();
         assert!(judge(&well, true, true).iter().all(|finding| finding.verdict == Verdict::Ok));
         check(&well, true, "cuda", Verdict::Ok, &["CUDA 12.8"]);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_missing_stops_who_wants_it() {
+    fn missing_driver_is_a_problem_if_cuda_is_requested() {
         let missing =
             |built| Cuda::Missing { why: "no CUDA driver found: looked for it".into(), built };
         stops(&missing(true), "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn libraries_that_are_missing_are_named_with_what_goes_without() {
+    fn missing_libraries_name_the_lost_feature() {
         let gone = || Err("no such library".to_owned());
         let without = |which: usize| {
             with(|cuda| {
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_or_one_alone_may_use_is_named() {
+    fn prohibited_and_exclusive_gpus_are_named() {
         stops(
             &with_gpu(|gpu| gpu.attributes.prohibited = true),
             "cuda devices",
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_others_cannot_open_is_named() {
+    fn gpus_without_ipc_are_named() {
         for change in [
             |gpu: &mut GpuInfo| gpu.attributes.ipc = false,
             |gpu: &mut GpuInfo| gpu.attributes.integrated = true,

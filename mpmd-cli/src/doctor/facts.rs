@@ -1,4 +1,4 @@
-//! What is to be seen on this machine. Nothing here judges.
+//! Gathers the facts about this machine. `findings` judges them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read as _, Write as _};
@@ -16,41 +16,41 @@ use serde::Serialize;
 use super::cuda::Cuda;
 use super::memory::Both;
 
-/// How long UCX may take to say what it has.
+/// The time limit for UCX to report its resources.
 const UCX_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long a connection to this host itself may take.
+/// The time limit for a connection from this host to itself.
 const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Everything that is judged.
+/// All facts that `findings` judges.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Facts {
-    /// The transport asked for, whether there is one of that name or not.
+    /// The requested transport. The name may be unknown.
     pub(super) transport: String,
-    /// The devices asked for, whether there are such kinds or not.
+    /// The requested devices. The text may be invalid.
     pub(super) device: Option<String>,
     pub(super) cuda: Cuda,
     pub(super) ucx: Ucx,
-    /// Why this host cannot be reached from itself over TCP, where that is so.
+    /// The error of a TCP connection from this host to itself, if it fails.
     pub(super) loopback_error: Option<String>,
     pub(super) memory_of_others: Both,
     pub(super) sharing: Sharing,
     pub(super) kernel: Kernel,
-    /// Bytes that this process may lock in memory; `None` for any number.
+    /// Bytes that this process may lock in memory; `None` if there is no limit.
     pub(super) lockable_bytes: Option<u64>,
-    /// Devices for RDMA.
+    /// Names of the RDMA devices.
     pub(super) rdma: Vec<String>,
-    /// Cores that this process may use.
+    /// CPU cores that this process may use.
     pub(super) cores: usize,
-    /// `/dev/shm`, where it is there.
+    /// The size of `/dev/shm`, if it exists.
     pub(super) shared_memory: Option<SharedMemory>,
-    /// Network interfaces, those that are no use to UCX too.
+    /// All network interfaces, including those that UCX cannot use.
     pub(super) interfaces: Vec<Interface>,
-    /// Variables that speak to us, to UCX or to CUDA; not the job's token.
+    /// The variables `MPMD_*`, `UCX_*` and `CUDA_*`, without the value of the job's token.
     pub(super) variables: BTreeMap<String, String>,
 }
 
-/// UCX as this program has it.
+/// The UCX library, as this program can use it.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Ucx {
@@ -64,33 +64,32 @@ pub(super) enum Ucx {
     },
 }
 
-/// What the transport `shm` finds here.
+/// Facts for the transport `shm`.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Sharing {
-    /// Why this process can share no memory with others, where that is so.
+    /// The reason why this process cannot share memory with others, if there is one.
     pub(super) error: Option<String>,
-    /// When the kernel gives huge pages to such memory, in its own word; `None` where it does not
-    /// say.
+    /// The kernel's setting of huge pages for shared memory, as in `shmem_enabled`. `None` if it
+    /// cannot be read.
     pub(super) huge_pages: Option<String>,
-    /// Files that a process may have open, if there is a limit: each large array that is shared is
-    /// one.
+    /// The limit on open files, if there is one. Each large shared array takes one file.
     pub(super) open_files: Option<u64>,
 }
 
-/// What the kernel forbids this process.
+/// Restrictions that the kernel puts on this process.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Kernel {
-    /// Yama's, where there is Yama.
+    /// Yama's `ptrace_scope`, if the kernel has Yama.
     pub(super) ptrace_scope: Option<u8>,
-    /// A filter of system calls is in force.
+    /// True if a filter of system calls is in force.
     pub(super) seccomp: bool,
-    /// This is not the host's own user namespace.
+    /// True if this is not the host's own user namespace.
     pub(super) user_namespace: bool,
-    /// Limits on locked memory do not count here.
+    /// True if limits on locked memory do not apply to this process.
     pub(super) may_lock: bool,
 }
 
-/// The file system of shared memory, in bytes.
+/// The size of `/dev/shm`, in bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct SharedMemory {
     pub(super) bytes: u64,
@@ -101,13 +100,13 @@ pub(super) struct SharedMemory {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Interface {
     pub(super) name: String,
-    /// It is up, connected, and has an IPv4 address: UCX would use it for TCP.
+    /// True if it is up, connected, and has an IPv4 address: UCX would use it for TCP.
     pub(super) usable: bool,
     pub(super) loopback: bool,
 }
 
 impl Facts {
-    /// Looks around.
+    /// Gathers all facts. This may take several seconds.
     pub(super) fn gather(transport: String, device: Option<String>) -> Self {
         let limit = getrlimit(Resource::Memlock);
         Self {
@@ -149,7 +148,7 @@ impl Ucx {
 }
 
 impl Sharing {
-    /// Shares some with itself, as a job's process does that looks for its transport.
+    /// Tries to share memory with itself, as a job's process does when it chooses its transport.
     fn look() -> Self {
         let error = shm::Opened::open().err().map(|error| match error {
             TransportError::Unavailable { why, .. } => why,
@@ -159,12 +158,12 @@ impl Sharing {
         Self {
             error,
             huge_pages: enabled.ok().and_then(|text| Self::chosen(&text)),
-            // Programs raise what they have to it.
+            // The hard limit: programs raise their soft limit to it.
             open_files: getrlimit(Resource::Nofile).maximum,
         }
     }
 
-    /// The word in brackets, among all that there are.
+    /// Returns the word in brackets, which is the chosen one.
     fn chosen(text: &str) -> Option<String> {
         text.split_whitespace()
             .find_map(|word| Some(word.strip_prefix('[')?.strip_suffix(']')?.to_owned()))
@@ -181,7 +180,7 @@ impl Kernel {
         }
     }
 
-    /// From `/proc/self/status` and `/proc/self/uid_map`.
+    /// Reads the facts from the texts of `/proc/self/status` and `/proc/self/uid_map`.
     fn of(status: &str, uid_map: &str) -> Self {
         /// Bit of CAP_IPC_LOCK, see capabilities(7).
         const IPC_LOCK: u64 = 1 << 14;
@@ -190,14 +189,14 @@ impl Kernel {
             line.unwrap_or_default().trim()
         };
         let capabilities = u64::from_str_radix(field("CapEff"), 16).unwrap_or(0);
-        // The host's own maps everybody to themselves, see user_namespaces(7).
+        // The host's own namespace maps all users to themselves, see user_namespaces(7).
         let mapped: Vec<&str> = uid_map.split_whitespace().collect();
         let user_namespace = !mapped.is_empty() && mapped != ["0", "0", "4294967295"];
         Self {
             ptrace_scope: None,
             seccomp: field("Seccomp") == "2",
             user_namespace,
-            // The kernel asks for it in the host's own namespace.
+            // The kernel requires the capability in the host's own namespace.
             may_lock: capabilities & IPC_LOCK != 0 && !user_namespace,
         }
     }
@@ -217,7 +216,7 @@ impl SharedMemory {
 fn loopback() -> io::Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut there = TcpStream::connect_timeout(&listener.local_addr()?, LOOPBACK_PATIENCE)?;
-    // Connected already, so it is there to be taken.
+    // The connection is established, so `accept` does not block.
     let (mut here, _) = listener.accept()?;
     here.set_read_timeout(Some(LOOPBACK_PATIENCE))?;
     there.write_all(&[1])?;
@@ -241,14 +240,14 @@ fn interfaces() -> Vec<Interface> {
     names_in("/sys/class/net").into_iter().map(look).collect()
 }
 
-/// The interfaces that `/proc/net/route` names: who has an IPv4 address has a route to its own
-/// network.
+/// Returns the interfaces named in `/proc/net/route`. An interface with an IPv4 address has a route
+/// to its own network.
 fn routed(routes: &str) -> BTreeSet<String> {
     let names = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next());
     names.map(str::to_owned).collect()
 }
 
-/// The names in a folder, sorted; none where there is no such folder.
+/// Returns the names in a folder, sorted. Empty if the folder does not exist.
 fn names_in(folder: &str) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     let mut names: Vec<String> =
@@ -257,7 +256,7 @@ fn names_in(folder: &str) -> Vec<String> {
     names
 }
 
-/// Those variables that count here, without secrets.
+/// Returns the variables that `Facts` reports, with secrets replaced.
 fn relevant(all: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
     let ours = all
         .filter(|(name, _)| ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| name.starts_with(start)));
@@ -275,7 +274,7 @@ mod tests {
     const OWN: &str = "         0          0 4294967295\n";
 
     #[test]
-    fn the_kernels_words_are_read() {
+    fn kernel_status_is_parsed() {
         let status = "Name:\tmpmd\nCapEff:\t000001fffeffffff\nSeccomp:\t0\nSeccomp_filters:\t0\n";
         let root = Kernel::of(status, OWN);
         assert_eq!((root.may_lock, root.seccomp, root.user_namespace), (true, false, false));
@@ -292,7 +291,7 @@ mod tests {
         let chosen = Sharing::chosen("always within_size advise [never] deny force\n");
         assert_eq!(chosen.as_deref(), Some("never"));
         assert_eq!(Sharing::chosen("never\n"), None);
-        // Wherever the tests run this is there.
+        // Memory can be shared on every machine that runs the tests.
         assert_eq!(Sharing::look().error, None);
     }
 
@@ -320,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_looked_at() {
+    fn this_machine_can_be_examined() {
         loopback().expect("a host reaches itself");
         let shared = SharedMemory::look();
         assert!(shared.is_none_or(|shared| shared.free <= shared.bytes), "{shared:?}");

@@ -1,4 +1,4 @@
-//! What the facts mean. Pure: from facts to findings.
+//! Judges the facts. Does no I/O.
 
 use std::collections::BTreeMap;
 
@@ -11,51 +11,49 @@ use super::facts::{Facts, Interface, Sharing, Ucx};
 use super::memory::Attempt;
 use crate::plan::bytes_text;
 
-/// Something that was looked at.
+/// One line of the report: a fact and its verdict.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(super) struct Finding {
     pub(super) name: &'static str,
-    /// What was found; may have several lines.
+    /// The fact; may have several lines.
     pub(super) value: String,
     pub(super) verdict: Verdict,
-    /// What it means, and what to do; may be empty where all is well.
+    /// The consequences, and how to fix them. May be empty if the verdict is `Ok`.
     pub(super) advice: String,
 }
 
-/// How good that is.
+/// The judgement of a fact.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Verdict {
     /// As it should be.
     Ok,
-    /// Works, but slower than it could or not everywhere.
+    /// Works, but slowly or not everywhere.
     Note,
-    /// Stands in the way of the transport or the devices asked for.
+    /// Prevents the use of the requested transport or devices.
     Problem,
 }
 
-/// Memory that a first registration with an RDMA device takes easily: queues, and buffers of a few
-/// MiB.
+/// Bytes that a first registration with an RDMA device may need: queues, and buffers of a few MiB.
 const LOCKED_FOR_RDMA: u64 = 64 << 20;
 
-/// Below this a process with many large arrays, its own and others', may have no room for their
-/// descriptors.
+/// With fewer open files, a process with many large arrays may run out of file descriptors.
 const FEWEST_FILES: u64 = 4096;
 
-/// Below this UCX's queues for a handful of processes may not fit; a container's default is 64 MiB.
+/// With less free memory, UCX's queues for a handful of processes may not fit. A container's
+/// default is 64 MiB.
 const SHM_LITTLE: u64 = 256 << 20;
 
-/// Below this those of one process may not.
+/// With less free memory, the queues of one process may not fit.
 const SHM_NOTHING: u64 = 8 << 20;
 
-/// Beginnings of the names of interfaces that lead to containers or virtual machines of this host
-/// only.
+/// Prefixes of interface names that lead only to containers or virtual machines of this host.
 const INSIDE_ONLY: [&str; 16] = [
     "br-", "cali", "cbr", "cni", "docker", "dummy", "flannel", "ifb", "kube", "lxc", "lxdbr",
     "podman", "vboxnet", "veth", "virbr", "weave",
 ];
 
-/// Judges all facts, in the order in which they are shown.
+/// Judges all facts. The findings are in the order of the report.
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
@@ -72,19 +70,19 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
 }
 
 impl Facts {
-    /// What stops UCX is a problem only to who wants it.
+    /// Returns the verdict for a fault of UCX: a problem only if the transport is `ucx`.
     fn problem_of_ucx(&self) -> Verdict {
         if self.transport == "ucx" { Verdict::Problem } else { Verdict::Note }
     }
 
-    /// Whether devices of kind `cuda` are asked for.
+    /// True if devices of kind `cuda` are requested.
     pub(super) fn wants_cuda(&self) -> bool {
         let kinds =
             self.device.as_ref().and_then(|text| device_kinds(text).ok()).unwrap_or_default();
         kinds.contains(&DeviceKind::Cuda)
     }
 
-    /// Whether collectives of such devices are to go by NCCL.
+    /// True if NCCL is requested for the collectives of CUDA devices.
     pub(super) fn wants_nccl(&self) -> bool {
         let way = self
             .variables
@@ -94,7 +92,6 @@ impl Facts {
     }
 }
 
-/// Something that was found, with what it means.
 pub(super) fn finding(
     name: &'static str,
     value: impl Into<String>,
@@ -132,7 +129,7 @@ fn transport(facts: &Facts) -> Finding {
     }
 }
 
-/// What the transport `shm` needs, and what makes it quicker.
+/// Judges the requirements of the transport `shm`, and the settings that make it faster.
 fn sharing(facts: &Facts) -> Vec<Finding> {
     let Sharing { error, huge_pages, open_files } = &facts.sharing;
     let name = "sharing memory";
@@ -150,7 +147,7 @@ fn sharing(facts: &Facts) -> Vec<Finding> {
         let (verdict, advice) = if has_them {
             (Verdict::Ok, "")
         } else {
-            let advice = "the first use of a large array that another process has handed over \
+            let advice = "the first use of a large array from another process (zero-copy transfer) \
                 takes a while for each \
                           MiB; as root: `echo advise > \
                           /sys/kernel/mm/transparent_hugepage/shmem_enabled`";
@@ -427,7 +424,7 @@ fn interfaces(facts: &Facts) -> Finding {
     finding(name, value, Verdict::Note, advice)
 }
 
-/// Variables whose values do harm.
+/// Judges variables with invalid or harmful values.
 fn set_wrong(facts: &Facts) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(Err(error)) = facts.variables.get(variables::SPIN).map(|text| spin(text.trim())) {
@@ -457,7 +454,7 @@ fn set_wrong(facts: &Facts) -> Vec<Finding> {
         ));
     }
     if let Some(only) = facts.variables.get("UCX_TLS") {
-        let advice = "UCX uses these transports and no others, whatever else it finds";
+        let advice = "UCX uses only these transports and no others that it finds";
         findings.push(finding("UCX_TLS", only, Verdict::Note, advice));
     }
     findings
@@ -481,7 +478,7 @@ mod tests {
     use super::super::memory::Both;
     use super::*;
 
-    /// A machine on which nothing is wrong.
+    /// Returns the facts of a machine without faults.
     fn well() -> Facts {
         let interface =
             |name: &str| Interface { name: name.into(), usable: true, loopback: name == "lo" };
@@ -513,7 +510,7 @@ mod tests {
         }
     }
 
-    /// The verdict on the one thing of this name, and all that is said of it.
+    /// Returns the verdict and all text of the only finding with this name.
     fn said(facts: &Facts, name: &str) -> (Verdict, String) {
         let findings = judge(facts);
         let mut found = findings.iter().filter(|finding| finding.name == name);
@@ -531,7 +528,7 @@ mod tests {
         }
     }
 
-    /// What stops UCX is a problem where it is asked for, else a note.
+    /// Checks that a fault of UCX is a problem if `ucx` is requested, else a note.
     fn stops_ucx(mut facts: Facts, name: &str, texts: &[&str]) {
         check(&facts, name, Verdict::Problem, texts);
         facts.transport = "tcp".into();
@@ -539,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_is_well_has_nothing_to_note() {
+    fn machine_without_faults_has_no_notes() {
         let findings = judge(&well());
         assert!(findings.iter().all(|finding| finding.verdict == Verdict::Ok), "{findings:?}");
         check(&well(), "ucx", Verdict::Ok, &["1.12.1 from /lib/libucp.so.0"]);
@@ -549,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transport_must_exist_and_the_host_reach_itself() {
+    fn unknown_transport_or_no_loopback_is_a_problem() {
         let pigeon = Facts { transport: "pigeon".into(), ..well() };
         check(&pigeon, "transport", Verdict::Problem, &["pigeon", "auto, shm, tcp, ucx"]);
         for transport in transports::NAMES {
@@ -561,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_shared_is_a_problem_to_who_asks_for_it() {
+    fn unshareable_memory_is_a_problem_only_for_shm() {
         let with = |transport: &str, error: Option<&str>, huge: Option<&str>, open_files| Facts {
             transport: transport.into(),
             sharing: Sharing {
@@ -592,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn ucx_must_be_there_for_who_wants_it() {
+    fn ucx_fault_is_a_problem_only_for_ucx() {
         stops_ucx(
             Facts { ucx: Ucx::NotCompiledIn, ..well() },
             "ucx",
@@ -616,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_not_copy_directly_hears_why() {
+    fn refused_direct_copies_name_the_cause() {
         let refused = Attempt::Refused("not permitted".into());
         let neither = Both { child: refused.clone(), parent: refused.clone() };
         let one = Both { child: Attempt::Read, parent: refused };
@@ -673,7 +670,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_make_no_sense_are_a_problem_and_cuda_counts_where_it_is_asked_for() {
+    fn invalid_devices_are_a_problem() {
         let with = |device: Option<&str>| Facts { device: device.map(str::to_owned), ..well() };
         let mut wrong = with(None);
         wrong.variables.insert(variables::CUDA_COLLECTIVES.to_owned(), "gloo".to_owned());
@@ -710,7 +707,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_has_to_suffice() {
+    fn small_shared_memory_is_reported() {
         let with =
             |free| Facts { shared_memory: Some(SharedMemory { bytes: 1 << 26, free }), ..well() };
         let name = "shared memory";
@@ -721,7 +718,7 @@ mod tests {
     }
 
     #[test]
-    fn interfaces_that_lead_nowhere_are_named() {
+    fn interfaces_inside_the_host_are_named() {
         let with = |names: &[&str], devices: Option<&str>| {
             let interface = |name: &&str| Interface {
                 name: (*name).to_owned(),

@@ -1,4 +1,4 @@
-//! Whether processes of this machine may read each other's memory: two of them try.
+//! Tests with two processes if processes of this machine may read each other's memory.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
@@ -10,17 +10,17 @@ use mpmd_core::transports::probe;
 use rustix::process::{PTracer, set_ptracer};
 use serde::Serialize;
 
-/// The name by which `doctor` starts this program again, to be read and to read.
+/// The hidden subcommand by which `doctor` starts this program again, as the other process.
 pub(crate) const READ_MEMORY: &str = "__read-memory";
 
-/// How long the other process may take.
+/// The time limit for the other process.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How reading another's memory went.
+/// The result of an attempt to read another process's memory.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Attempt {
-    /// The bytes came.
+    /// The bytes were read.
     Read,
     /// The kernel refused, with this error.
     Refused(String),
@@ -28,17 +28,17 @@ pub(super) enum Attempt {
     Untried(String),
 }
 
-/// Both ways between a process and one that it started.
+/// The attempts in both directions between a process and its child.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(super) struct Both {
-    /// The starter reads. Yama's scope 1 always allows that.
+    /// The parent reads the child's memory. Yama's scope 1 always allows that.
     pub(super) child: Attempt,
-    /// The started one reads, as processes of a job that one launcher started would.
+    /// The child reads the parent's memory. Processes of one launcher depend on this permission.
     pub(super) parent: Attempt,
 }
 
 impl Both {
-    /// Tries both ways.
+    /// Tries both directions. Blocks for up to 10 seconds.
     pub(super) fn attempt() -> Self {
         match attempt() {
             Ok(both) => both,
@@ -69,8 +69,8 @@ fn attempt() -> Result<Both> {
     Ok(Both { child: read(other.0.id(), address), parent })
 }
 
-/// The work of the other process: reads the starter's mark, says how that went and where its own
-/// is, and stays until the starter has read it or is gone.
+/// Does the work of the other process: reads the parent's mark, and prints the result and its own
+/// mark's address. Then waits until the parent closes its standard input.
 pub(crate) fn answer_reader(pid: u32, address: u64) -> Result<ExitCode> {
     let mark = Mark::new();
     let how = match read(pid, address) {
@@ -83,12 +83,12 @@ pub(crate) fn answer_reader(pid: u32, address: u64) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Bytes that only this process has, where another may read them.
+/// Bytes that are unique to this process and that another process may read.
 struct Mark(Box<[u8]>);
 
 impl Mark {
     fn new() -> Self {
-        // As UCX does at Yama's scope 1; where there is no Yama it is an error and not needed.
+        // As UCX does at Yama's scope 1. Without Yama this fails, and is not needed.
         let _ = set_ptracer(PTracer::Any);
         Self(Self::of(std::process::id()))
     }
@@ -112,20 +112,20 @@ fn read(pid: u32, address: u64) -> Attempt {
     }
 }
 
-/// The first line of what the other process says.
+/// Returns the first line of the other process's output.
 fn line(stdout: ChildStdout) -> Result<String> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let mut line = String::new();
         let read = BufReader::new(stdout).read_line(&mut line).map(|_| line);
-        // Nobody listens where it took too long.
+        // The receiver is gone if the time limit has passed.
         let _ = sender.send(read);
     });
     let read = receiver.recv_timeout(PATIENCE).context("the other process does not answer")?;
-    read.context("reading what the other process says")
+    read.context("reading the other process's answer")
 }
 
-/// The process that was started; ended when dropped.
+/// The child process. It is killed when dropped.
 struct Other(Child);
 
 impl Drop for Other {

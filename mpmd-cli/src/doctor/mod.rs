@@ -1,7 +1,7 @@
-//! `mpmd doctor`: what this machine has, what that means for a job, and what to do about it.
+//! `mpmd doctor`: examines this machine, and says how to fix anything that would stop a job.
 //!
-//! [`facts`] looks, and tries where looking does not tell; [`findings`] judges what was seen and
-//! does nothing else; [`show`] writes it down.
+//! [`facts`] gathers facts, by experiment if necessary. [`findings`] judges them without any I/O.
+//! [`show`] prints the findings.
 
 mod cuda;
 mod facts;
@@ -23,22 +23,22 @@ use findings::Verdict;
 
 pub(crate) use memory::{READ_MEMORY, answer_reader};
 
-/// Look at this machine.
+/// Examine this machine.
 #[derive(Args, Debug)]
 pub(crate) struct DoctorArgs {
-    /// The transport that jobs are to use here; by default what MPMD_TRANSPORT says, else auto
+    /// The transport that jobs are to use here; by default that of MPMD_TRANSPORT, else auto
     #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
-    /// The devices that jobs are to have here, as `mpmd run --device` takes them; by default what
-    /// MPMD_DEVICE says, else cpu
+    /// The devices that jobs are to have here, as for `mpmd run --device`; by default those of
+    /// MPMD_DEVICE, else cpu
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = run::kinds)]
     device: Option<String>,
-    /// JSON instead of text
+    /// Print JSON instead of text
     #[arg(long)]
     json: bool,
 }
 
-/// Looks, judges and prints; fails where something stands in the way of the transport.
+/// Gathers facts, judges and prints them. The exit code is a failure if a finding is a problem.
 pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let asked = |argument: &Option<String>, variable| {
         let asked = argument.clone().or_else(|| std::env::var(variable).ok());

@@ -1,4 +1,4 @@
-//! Findings as text for people and as JSON for programs.
+//! Formats findings as text for people and as JSON for programs.
 
 use anyhow::Result;
 use serde_json::json;
@@ -9,10 +9,10 @@ use super::findings::{Finding, Verdict};
 /// The width of a line, in characters.
 const WIDTH: usize = 100;
 
-/// Where values begin.
+/// The column in which values begin, in characters.
 const INDENT: usize = 27;
 
-/// A table for people, with what to do below what was found.
+/// Returns a table for people. The advice stands below the value of each finding.
 pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     let mut lines = Vec::new();
     for Finding { name, value, verdict, advice } in findings {
@@ -45,8 +45,8 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     lines.join("\n")
 }
 
-/// `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}`, on lines of
-/// its own.
+/// Returns `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}` as
+/// indented JSON.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Result<String> {
     let problems = findings.iter().filter(|finding| finding.verdict == Verdict::Problem).count();
     let all = json!({
@@ -67,8 +67,8 @@ fn word(verdict: Verdict) -> &'static str {
     }
 }
 
-/// The text in lines of at most `width` characters, broken at blanks; longer words have lines of
-/// their own.
+/// Breaks the text at blanks into lines of at most `width` characters. A longer word gets its own
+/// line.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

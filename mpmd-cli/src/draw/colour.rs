@@ -1,4 +1,4 @@
-//! Colours of bars: told apart by hue, by lightness, and by people who see fewer hues.
+//! Colours of bars. They differ in hue and in lightness, also for people with colour blindness.
 
 use mpmd_core::trace::Kind;
 
@@ -12,18 +12,18 @@ pub(super) const KINDS: [Kind; 6] = [
     Kind::Move,
 ];
 
-/// The names of [`KINDS`], for people.
+/// Display names of [`KINDS`].
 pub(super) const NAMES: [&str; 6] =
     ["forward", "backward", "input gradient", "weight gradient", "other", "move"];
 
-/// By day, or by night.
+/// A light or a dark colour scheme.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Theme {
     Light,
     Dark,
 }
 
-/// By kind, the colours of a rank's first and of its last chunk, by day. Dark to light: weight
+/// Light theme: by kind, the colours of a rank's first and last chunk. From dark to light: weight
 /// gradient, forward, backward, input gradient.
 const LIGHT: [[&str; 2]; 6] = [
     ["#0c5fc1", "#3f86d8"],
@@ -34,7 +34,7 @@ const LIGHT: [[&str; 2]; 6] = [
     ["#0f766e", "#0f766e"],
 ];
 
-/// The same by night.
+/// Dark theme: the same.
 const DARK: [[&str; 2]; 6] = [
     ["#2f78d4", "#5798e3"],
     ["#f78740", "#f9ab72"],
@@ -44,16 +44,16 @@ const DARK: [[&str; 2]; 6] = [
     ["#2dd4bf", "#2dd4bf"],
 ];
 
-/// Writing on colours.
+/// Colours of text on bars.
 const INKS: [&str; 2] = ["#ffffff", "#10151b"];
 
-/// The number of a kind on the page.
+/// Returns the number of a kind on the page.
 pub(super) fn number(kind: Kind) -> usize {
     KINDS.iter().position(|other| *other == kind).unwrap_or(4)
 }
 
-/// The colour of chunk number `chunk` of a rank that has so many, or of what lies between two
-/// chunks, as `#rrggbb`.
+/// Returns the colour, as `#rrggbb`, of chunk number `chunk` of a rank with `chunks` chunks. A
+/// fraction gives a colour between two chunks.
 pub(super) fn shade(kind: Kind, theme: Theme, chunk: f64, chunks: usize) -> String {
     let [first, last] = match theme {
         Theme::Light => LIGHT[number(kind)],
@@ -65,23 +65,23 @@ pub(super) fn shade(kind: Kind, theme: Theme, chunk: f64, chunks: usize) -> Stri
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }
 
-/// The colour of writing on a colour: the one that stands out more.
+/// Returns the colour of text on a colour: the one with more contrast.
 pub(super) fn ink(on: &str) -> &'static str {
     let contrast = |ink: &str| {
         let (a, b) = (luminance(ink) + 0.05, luminance(on) + 0.05);
         a.max(b) / a.min(b)
     };
-    // White reads better on what is saturated than its contrast says.
+    // White reads better on saturated colours than its computed contrast says.
     if 1.2 * contrast(INKS[0]) > contrast(INKS[1]) { INKS[0] } else { INKS[1] }
 }
 
-/// Red, green and blue from 0 to 255.
+/// Returns red, green and blue, each from 0 to 255.
 fn parts(colour: &str) -> [f64; 3] {
     let part = |at: usize| u8::from_str_radix(&colour[at..at + 2], 16).map_or(0.0, f64::from);
     [part(1), part(3), part(5)]
 }
 
-/// Red, green and blue as amounts of light, by the definition of sRGB.
+/// Returns red, green and blue as linear light, from 0 to 1, by the definition of sRGB.
 fn linear(colour: &str) -> [f64; 3] {
     parts(colour).map(|part| {
         let part = part / 255.0;
@@ -89,7 +89,7 @@ fn linear(colour: &str) -> [f64; 3] {
     })
 }
 
-/// The relative luminance of WCAG 2.
+/// Returns the relative luminance as defined by WCAG 2.
 fn luminance(colour: &str) -> f64 {
     let [red, green, blue] = linear(colour);
     0.212_6 * red + 0.715_2 * green + 0.072_2 * blue
@@ -99,7 +99,7 @@ fn luminance(colour: &str) -> f64 {
 mod tests {
     use super::*;
 
-    /// What people see: everybody, those without red, green or blue cones (Machado, Oliveira and
+    /// Simulated colour vision: normal, and without red, green or blue cones (Machado, Oliveira and
     /// Fernandes 2009, full severity).
     const SEEN: [(&str, [[f64; 3]; 3]); 4] = [
         ("everybody", [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]),
@@ -129,7 +129,7 @@ mod tests {
         ),
     ];
 
-    /// Björn Ottosson's Oklab, in which equal distances look about equal.
+    /// Converts linear light to Björn Ottosson's Oklab, in which equal distances look about equal.
     fn oklab([red, green, blue]: [f64; 3]) -> [f64; 3] {
         let l = (0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue).cbrt();
         let m = (0.2119034982 * red + 0.6806995451 * green + 0.1073969566 * blue).cbrt();

@@ -1,4 +1,4 @@
-//! A timeline as the page's script reads it: lists of numbers instead of objects, texts once.
+//! Encodes a timeline for the page's script: lists of numbers instead of objects, each text once.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 
 use super::{colour, facts, text};
 
-/// Digits of times. Half a nanosecond of a second is kept.
+/// Rounding of times: half a nanosecond, if the unit is a second.
 const DIGITS: f64 = 1e9;
 
-/// Texts by number.
+/// Numbers the distinct texts in the order of their first use.
 #[derive(Default)]
 struct Texts {
     numbers: BTreeMap<String, usize>,
@@ -29,9 +29,9 @@ impl Texts {
     }
 }
 
-/// The data as JSON that may stand in a script element.
+/// Returns the data as JSON that may stand in a script element.
 ///
-/// Bars are by column: a column that no bar has anything in is left out, what one bar lacks is
+/// Bars are stored by column. A column without any value is left out; a bar's missing value is
 /// null.
 pub(super) fn json(timeline: &Timeline) -> String {
     let mut texts = Texts::default();
@@ -73,14 +73,14 @@ pub(super) fn json(timeline: &Timeline) -> String {
         "rows": rows,
         "texts": texts.in_order(),
     });
-    // What a browser could take for the end of the script, or for a comment in it.
+    // Escapes characters that a browser could take for the end of the script or for a comment.
     data.to_string()
         .replace('<', "\\u003c")
         .replace('\u{2028}', "\\u2028")
         .replace('\u{2029}', "\\u2029")
 }
 
-/// By kind and chunk, the colour and that of writing on it.
+/// Returns, by kind and chunk, the colour and the colour of text on it.
 fn colours(theme: colour::Theme, chunks: usize) -> Value {
     let pair = |kind, chunk: usize| {
         let colour = colour::shade(kind, theme, chunk as f64, chunks);
@@ -92,7 +92,7 @@ fn colours(theme: colour::Theme, chunks: usize) -> Value {
         .collect()
 }
 
-/// Rounds times to what can be seen.
+/// Returns a function that rounds times to a precision finer than the page can show.
 fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value + use<> {
     let digits =
         if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };
@@ -133,7 +133,7 @@ mod tests {
     use mpmd_core::trace::{Kind, Row};
 
     #[test]
-    fn nothing_in_it_ends_the_script() {
+    fn no_text_can_end_the_script() {
         let title = "</script><!-- \u{2028}".to_owned();
         let text = json(&Timeline { title: title.clone(), ..Timeline::default() });
         assert!(!text.contains('<') && !text.contains('\u{2028}'), "{text}");
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_that_say_nothing_are_left_out() {
+    fn columns_without_values_are_left_out() {
         let bar =
             |kind, name: &str, bytes| Bar { kind, name: name.to_owned(), bytes, ..Bar::default() };
         let bars = vec![
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_rounded_to_what_can_be_seen() {
+    fn times_are_rounded_to_visible_precision() {
         let short =
             rounding(&Timeline { end: 100.0, unit: "unit".to_owned(), ..Timeline::default() });
         assert_eq!(short(1.0 / 3.0).to_string(), "0.3333333");

@@ -1,19 +1,19 @@
-//! What a drawing says in words: how long a step takes, how much of it is bubble, how much memory.
+//! The figures that a drawing gives in words: step time, share of bubble, peak memory.
 
 use mpmd_core::trace::{Kind, Row, Timeline};
 
 use super::{colour, text};
 
-/// A figure of the head of a drawing.
+/// A figure in the head of a drawing.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Figure {
     pub(super) name: &'static str,
     pub(super) value: String,
-    /// What it is of, or how it comes.
+    /// Explains the value, such as the time that a share refers to.
     pub(super) note: String,
 }
 
-/// The figures, the first ones first.
+/// Returns the figures, the most important first.
 pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
     let mut figures = vec![step_time(timeline)];
     let (from, until) = stepped(timeline);
@@ -30,7 +30,7 @@ pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
         note: stages(timeline),
     });
     let peaks = timeline.rows.iter().filter_map(|row| Some((row.peak()?, row)));
-    // The first of equals.
+    // Of equal peaks, the first.
     let most = peaks.reduce(|most, next| if next.0 > most.0 { next } else { most });
     if let Some((peak, row)) = most {
         let equal = timeline.rows.iter().filter(|other| other.peak() == Some(peak)).count();
@@ -63,14 +63,14 @@ fn step_time(timeline: &Timeline) -> Figure {
     Figure { name, value: time(median), note: notes.join("; ") }
 }
 
-/// Returns how long a step takes by the plan: the median over the steps. `None` unless something of
-/// every step was planned.
+/// Returns the planned length of a step: the median over the steps. `None` unless every step has a
+/// planned bar.
 fn planned_length(timeline: &Timeline) -> Option<f64> {
     let steps = timeline.steps();
     let mut spans = vec![(f64::INFINITY, f64::NEG_INFINITY); steps.len()];
     for (start, end) in timeline.rows.iter().flat_map(|row| &row.bars).filter_map(|bar| bar.planned)
     {
-        // By the plan: a bar that comes late may begin when the next step already has.
+        // Assigned by the planned start: a late bar may begin during the next step.
         let step = steps.partition_point(|step| step.from <= start);
         if let Some(span) = spans.get_mut(step.wrapping_sub(1)) {
             *span = (span.0.min(start), span.1.max(end));
@@ -82,24 +82,24 @@ fn planned_length(timeline: &Timeline) -> Option<f64> {
     is_whole.then(|| lengths[(lengths.len() - 1) / 2])
 }
 
-/// Returns the time from the first step's begin to the end of the last.
+/// Returns the start of the first step and the end of the last.
 pub(super) fn stepped(timeline: &Timeline) -> (f64, f64) {
     let steps = timeline.steps();
     let until = steps.iter().map(|step| step.until).reduce(f64::max);
     (steps.first().map_or(0.0, |step| step.from), until.unwrap_or(timeline.end))
 }
 
-/// Returns the time that a page shows first: the step of median length.
+/// Returns the range of time that a page shows first: the step of median length.
 pub(super) fn opened(timeline: &Timeline) -> (f64, f64) {
     timeline.median_step().map_or((0.0, timeline.end), |step| (step.from, step.until))
 }
 
-/// The share of the time in which a row does not compute.
+/// Returns the share of the time in which a row does not compute.
 pub(super) fn idle(row: &Row, from: f64, until: f64) -> f64 {
     if until > from { (1.0 - row.busy(from, until) / (until - from)).max(0.0) } else { 0.0 }
 }
 
-/// The kinds of bars and moves that there are, in the order of their numbers.
+/// Returns the kinds of bars and moves in the timeline, in the order of their numbers.
 pub(super) fn kinds(timeline: &Timeline) -> Vec<Kind> {
     let has = |kind: Kind| {
         timeline
@@ -110,13 +110,13 @@ pub(super) fn kinds(timeline: &Timeline) -> Vec<Kind> {
     colour::KINDS.into_iter().filter(|kind| has(*kind)).collect()
 }
 
-/// `ranks`, or what rows are called where they are not ranks.
+/// Returns `ranks`, or `devices` if the rows are not ranks.
 pub(super) fn rows_name(timeline: &Timeline) -> &'static str {
     if prefix(timeline) == "rank " { "ranks" } else { "devices" }
 }
 
-/// What all names of rows begin with, up to a number that follows and is all the rest; empty where
-/// they do not.
+/// Returns the common prefix of all row names, if each name is this prefix and a number. Empty if
+/// not.
 pub(super) fn prefix(timeline: &Timeline) -> &str {
     let begin = |row: &Row| row.name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
     let Some(first) = timeline.rows.first() else { return "" };
@@ -125,12 +125,13 @@ pub(super) fn prefix(timeline: &Timeline) -> &str {
     if timeline.rows.iter().all(same) { prefix } else { "" }
 }
 
-/// The most stages that a row has; at least one.
+/// Returns the largest number of stages in a row, at least one.
 pub(super) fn chunks(timeline: &Timeline) -> usize {
     timeline.rows.iter().map(|row| row.stages().len()).max().unwrap_or(0).max(1)
 }
 
-/// As `8 stages, 16 microbatches`, as far as there are any.
+/// Returns the numbers of stages and microbatches, as `8 stages, 16 microbatches`. A number that is
+/// 0 is left out.
 fn stages(timeline: &Timeline) -> String {
     let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
     let count = |numbers: Vec<u32>, one: &str, many: &str| {
@@ -149,7 +150,7 @@ fn stages(timeline: &Timeline) -> String {
     [stages, microbatches].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// All of it in a sentence or two, for who does not see the drawing.
+/// Returns a summary in one sentence, for screen readers.
 pub(super) fn sentence(timeline: &Timeline) -> String {
     let figures = figures(timeline);
     let said = |figure: &Figure| match figure.note.as_str() {
@@ -231,7 +232,7 @@ mod tests {
         let texts = texts(&timeline);
         assert_eq!(texts[0], "a step: 1 s | median of 2: 1 s to 2 s");
         assert_eq!(texts[1], "bubble: 33.3 % | of all their time in the steps");
-        // Of each step by itself, from its own beginning.
+        // Each step is planned on its own, from its own start.
         timeline.marks[0].at = 0.0;
         timeline.marks[1].at = 2.0;
         for bar in timeline.rows.iter_mut().flat_map(|row| &mut row.bars) {
@@ -245,18 +246,18 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_last_step_is_in_no_figure() {
+    fn time_after_the_last_step_is_in_no_figure() {
         let mut timeline = two();
         let mark = |(at, end): (f64, f64)| Mark { at, end: Some(end), name: String::new() };
         timeline.marks = [(0.0, 1.0), (1.0, 2.0)].map(mark).to_vec();
         let before = texts(&timeline);
         assert_eq!(before[0], "a step: 1 unit | median of 2: 1 unit to 1 unit");
         assert_eq!(before[1], "bubble: 25.0 % | of all their time in the steps");
-        // An evaluation.
+        // An evaluation follows the last step.
         timeline.rows[0].bars.push(Bar { start: 4.0, end: 100.0, ..Bar::default() });
         timeline.end = 100.0;
         assert_eq!((&texts(&timeline)[..2], opened(&timeline)), (&before[..2], (0.0, 1.0)));
-        // The plan of a step counts with it, also where its bar came late.
+        // A bar's plan counts for its planned step, even if the bar came late.
         timeline.rows[0].bars[0].planned = Some((0.0, 0.5));
         timeline.rows[1].bars[1].planned = Some((0.5, 0.8));
         timeline.rows[0].bars[1].planned = Some((1.0, 1.8));
@@ -267,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_is_opened_where_it_is_one_step() {
+    fn single_step_is_opened_whole() {
         assert_eq!(opened(&two()), (0.0, 4.0));
         assert_eq!(opened(&Timeline::default()), (0.0, 0.0));
     }
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_only_count_are_known_by_their_prefix() {
+    fn numbered_names_have_a_prefix() {
         let mut timeline = two();
         assert_eq!((prefix(&timeline), rows_name(&timeline)), ("rank ", "ranks"));
         timeline.rows[1].name = "process 1, cpu 0".to_owned();
@@ -287,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sentence_names_who_is_idle() {
+    fn sentence_names_least_and_most_idle_rows() {
         let text = sentence(&two());
         assert!(text.starts_with("step time 4 units; bubble 37.5 % (of all their time)"), "{text}");
         assert!(text.ends_with("least idle is rank 1 (25.0 %), most rank 0 (50.0 %)"), "{text}");

@@ -1,4 +1,4 @@
-//! The page: one file that needs nothing else, and no network.
+//! The HTML page: one self-contained file that needs no network.
 
 use std::fmt::Write as _;
 
@@ -9,8 +9,8 @@ use super::{colour, data, facts, svg, text};
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// A timeline as a page that can be zoomed and asked. Without its script, and on paper, it is the
-/// [drawing](super::svg()).
+/// Returns a timeline as a page that can be zoomed. Without its script, and on paper, the page
+/// shows the [drawing](super::svg()).
 pub(crate) fn html(timeline: &Timeline) -> String {
     let title = text::escaped(&timeline.title);
     let sentence = text::escaped(&facts::sentence(timeline));
@@ -74,7 +74,8 @@ fn figures(timeline: &Timeline) -> String {
     facts::figures(timeline).into_iter().map(figure).collect()
 }
 
-/// What is in the timeline, each with a swatch; the page's style colours them.
+/// Returns the legend: an entry with a swatch for everything in the timeline. The page's style
+/// sheet colours the swatches.
 fn legend(timeline: &Timeline) -> String {
     let mut legend = String::new();
     let chunks = facts::chunks(timeline);
@@ -82,7 +83,7 @@ fn legend(timeline: &Timeline) -> String {
         let number = colour::number(kind);
         let shaded = if matches!(kind, Kind::Other | Kind::Move) { 1 } else { chunks.min(4) };
         let swatch = |i: usize| {
-            // Of many chunks, the first, the last and two between.
+            // Of many chunks, the first, the last and two in between.
             let chunk = if shaded > 1 { i * (chunks - 1) / (shaded - 1) } else { 0 };
             format!(r#"<i data-kind="{number}" data-chunk="{chunk}"></i>"#)
         };
@@ -102,7 +103,7 @@ fn legend(timeline: &Timeline) -> String {
     legend
 }
 
-/// What can be shown or not.
+/// Returns the switches that show or hide parts of the timeline.
 fn switches(timeline: &Timeline) -> String {
     let mut switches = String::new();
     let mut switch = |id: &str, name: &str, on: bool| {
@@ -121,7 +122,7 @@ fn switches(timeline: &Timeline) -> String {
     switches
 }
 
-/// Each row in words.
+/// Returns a table that describes each row in words.
 fn table(timeline: &Timeline) -> String {
     let mut table = String::new();
     let (from, until) = facts::stepped(timeline);
@@ -153,7 +154,7 @@ mod tests {
     use mpmd_core::trace::{Bar, Row};
 
     #[test]
-    fn nothing_comes_from_elsewhere() {
+    fn page_loads_nothing_from_outside() {
         let page = html(&Timeline::default());
         let outside: Vec<&str> = page
             .lines()
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_there_can_be_switched() {
+    fn only_existing_parts_have_switches() {
         assert_eq!(switches(&Timeline::default()), "");
         let row = Row { moves: vec![Bar::default()], ..Row::default() };
         let text = switches(&Timeline { rows: vec![row], ..Timeline::default() });

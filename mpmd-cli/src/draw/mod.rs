@@ -1,4 +1,4 @@
-//! Pictures of a [`Timeline`]: a page that can be zoomed and asked, and a drawing for documents.
+//! Pictures of a [`Timeline`]: an HTML page that can be zoomed, and an SVG drawing for documents.
 
 mod colour;
 mod data;
@@ -23,27 +23,27 @@ pub(crate) use svg::svg;
 /// Draw a timeline.
 #[derive(Args, Debug)]
 pub(crate) struct DrawArgs {
-    /// A file with the timeline as JSON; standard input where there is none, or `-`
+    /// A file with the timeline as JSON; by default, or for `-`, standard input
     file: Option<PathBuf>,
-    /// A page that can be zoomed and asked, or a drawing for documents
+    /// A page that can be zoomed, or a drawing for documents
     #[arg(long, value_enum, default_value_t = Format::Html)]
     format: Format,
-    /// Where to; standard output where there is none
+    /// The file to write; by default standard output
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
-/// What a timeline is drawn as.
+/// The format of a picture.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum Format {
-    /// One page that needs nothing else
+    /// One self-contained HTML page
     Html,
-    /// One drawing that needs nothing else
+    /// One self-contained SVG drawing
     Svg,
 }
 
 impl Format {
-    /// The picture.
+    /// Returns the picture as text.
     pub(crate) fn draw(self, timeline: &Timeline) -> String {
         match self {
             Self::Html => html(timeline),
@@ -52,7 +52,7 @@ impl Format {
     }
 }
 
-/// Reads a timeline and draws it.
+/// Reads a timeline and writes its picture.
 pub(crate) fn draw(args: &DrawArgs) -> Result<ExitCode> {
     let text = match args.file.as_deref().filter(|path| *path != Path::new("-")) {
         Some(path) => {

@@ -4,7 +4,7 @@ const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 document.documentElement.classList.add("js");
 
-// What is drawn: one object per row, with bars as columns.
+// The data to draw: one object per row, with bars as columns.
 const MOVE = 5, OTHER = 4;
 const LEAST_PITCH = 10, LEAST_WITH_MOVES = 20, MOST_PITCH = 108, TALL = 38, NARROW = 4;
 const rows = data.rows.map((row, index) => {
@@ -15,7 +15,7 @@ const rows = data.rows.map((row, index) => {
       chunk: Uint16Array.from({ length: n }, (_, i) => (c.stage && chunk.get(c.stage[i])) || 0) };
   };
   const bars = columns(row.bars), moves = columns(row.moves);
-  // Each move in the first lane that is free; what finds none shares the last.
+  // Each move takes the first free lane. If none is free, it shares the last lane.
   const free = [0, 0, 0];
   moves.lane = Uint8Array.from({ length: moves.n }, (_, i) => {
     let lane = free.findIndex((until) => until <= moves.start[i]);
@@ -24,7 +24,7 @@ const rows = data.rows.map((row, index) => {
     return lane;
   });
   moves.lanes = moves.lane.reduce((most, lane) => Math.max(most, lane + 1), 0);
-  // The longest says how far back one may lie that is still under way.
+  // The longest move limits the search for moves that began before the visible range.
   moves.longest = moves.start.reduce((most, start, i) => Math.max(most, moves.end[i] - start), 0);
   return { ...row, index, bars, moves };
 });
@@ -36,7 +36,7 @@ const shortest = rows.reduce((least, { bars }) => {
   for (let i = 0; i < bars.n; i++) { const length = bars.end[i] - bars.start[i]; if (length > 0 && length < least) least = length; }
   return least;
 }, end);
-// How long a rank is busy with one microbatch: stretches of this length look alike.
+// The time that a rank is busy with one microbatch. Stretches of this length look alike.
 const cycle = (() => {
   const seen = new Set();
   let busy = 0;
@@ -53,7 +53,7 @@ for (const row of rows) for (let i = 0; i < row.bars.n; i++) {
   byMicrobatch.get(microbatch).push([row, i]);
 }
 
-// Numbers for people, as the head of the page has them.
+// Numbers for people, formatted as in the head of the page.
 const SECONDS = [[1, "s"], [1e-3, "ms"], [1e-6, "\u00b5s"], [1e-9, "ns"]];
 const timeUnit = (largest) => data.unit === "s" ? SECONDS.find(([one]) => largest >= one) || SECONDS[3]
   : [1, data.unit === "unit" || data.unit === "" ? "units" : data.unit];
@@ -79,10 +79,10 @@ const memory = (amount) => data.memoryUnit === "B" ? bytes(amount) : number(amou
 const memoryWithUnit = (amount) => data.memoryUnit === "B" ? bytes(amount) : number(amount) + " " + (amount === 1 ? data.memoryUnit.replace(/s$/, "") : data.memoryUnit);
 const text = (numbers, i) => numbers && numbers[i] != null ? data.texts[numbers[i]] : "";
 
-// Where things are. All lengths are in CSS pixels.
+// The layout. All lengths are in CSS pixels.
 const scroll = $("scroll"), rowsBox = $("rows"), tip = $("tip");
 const canvases = { bars: $("bars"), marked: $("marked"), overview: document.querySelector("#overview canvas") };
-// First one step, as there are others or something beside it.
+// Opens at one step if there are several, or if the timeline has other parts.
 const opened = data.opened[1] > data.opened[0] ? { from: data.opened[0], until: data.opened[1] } : { from: 0, until: end };
 const isPart = opened.from > 0 || opened.until < end;
 let view = opened;
@@ -109,13 +109,13 @@ function measure(texts, font) {
 function arrange() {
   const family = getComputedStyle(document.body).fontFamily;
   const chart = $("chart");
-  // What the rows may have: the rest of the window, and more by scrolling.
+  // The height for the rows: the rest of the window. More rows are reached by scrolling.
   const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - (isPart ? 15 : 0) - 20 - 18 - 10);
   const n = Math.max(1, rows.length);
   const pitch = Math.min(MOST_PITCH, Math.max(shown.moves ? LEAST_WITH_MOVES : LEAST_PITCH, Math.floor(10 * rest / n) / 10));
   const letters = Math.min(13, Math.max(9.5, pitch - 1));
   const font = letters + "px " + family;
-  // Where the names only count and rows are low, the number alone is larger than all of it would be.
+  // If the names are numbered and the rows are low, only the numbers are shown, in a larger font.
   const short = data.prefix !== "" && pitch < 16;
   const names = rows.map((row) => short ? row.name.slice(data.prefix.length) : row.name);
   const corner = short ? data.prefix.trim() : "";
@@ -130,7 +130,7 @@ function arrange() {
   place = { pitch, letters, family, left: left + 6, width: Math.max(40, width - left - 6 - idle - peaks - spark - (spark ? 8 : 2)), idle, peaks, spark, tall, full: width, height, names };
   const right = place.left + place.width;
   place.sparkLeft = right + idle + 4;
-  // Names stand beside the bars, not beside what is below them.
+  // Names stand beside the bars, not beside the strips below them.
   const beside = pitch < 24 ? pitch - 1 : parts().bars;
   rowsBox.replaceChildren(...rows.map((row, i) => {
     const line = document.createElement("div");
@@ -170,14 +170,15 @@ function idleShare(row) {
 const x = (at) => place.left + (at - view.from) / (view.until - view.from) * place.width;
 const timeAt = (px) => view.from + (px - place.left) / place.width * (view.until - view.from);
 
-// The first that ends after `at`; bars of a row are in order and do not overlap.
+// Returns the index of the first bar that ends after `at`. Bars of a row are in order and do not
+// overlap.
 function firstAfter(ends, at) {
   let low = 0, high = ends.length;
   while (low < high) { const middle = (low + high) >> 1; if (ends[middle] <= at) low = middle + 1; else high = middle; }
   return low;
 }
 
-// Sums over all rows, for the overview: by part of the time and kind.
+// Sums the shares of all rows, by part of the time and by kind, for the overview.
 function shares(from, until, parts) {
   const kinds = data.kinds.length, sums = new Float64Array(parts * kinds), part = (until - from) / parts;
   for (const { bars } of rows) for (let i = 0; i < bars.n; i++) {
@@ -201,7 +202,7 @@ function readStyle() {
   style = {};
   if (place) place.overview = null;
   for (const name of ["ground", "plot", "text", "muted", "line", "stripe", "memory", "curve", "planned", "mark", "edge", "accent"]) style[name] = computed.getPropertyValue("--" + name).trim();
-  // Diagonal lines, as the legend has them.
+  // Diagonal lines, as in the legend.
   const ratio = window.devicePixelRatio || 1, side = Math.round(6 * ratio), tile = document.createElement("canvas");
   tile.width = tile.height = side;
   const context = tile.getContext("2d");
@@ -215,7 +216,7 @@ function readStyle() {
 const colour = (kind, chunk) => (data.colours[theme][kind][chunk] || data.colours[theme][kind][0])[0];
 const ink = (kind, chunk) => (data.colours[theme][kind][chunk] || data.colours[theme][kind][0])[1];
 
-// From top to bottom of a row: bars, moves, the plan, memory.
+// Returns the heights of a row's parts, from top to bottom: bars, moves, the plan, memory.
 function parts() {
   const { pitch, tall } = place;
   const space = pitch >= 24 ? 5 : pitch >= 14 ? 2 : 1;
@@ -244,7 +245,8 @@ function drawNow() {
   const mean = count ? busy / count / span * width : Infinity;
   summed = mean < NARROW;
   const part = parts(), tallest = Math.min(12, part.bars - 1.5);
-  // Letters of passes stand before numbers where most bars have room for both, W being the widest.
+  // Letters of passes stand before the numbers if most bars have room for both. W is the widest
+  // letter.
   const both = (mean - 5) / (0.66 * longestNumber + 1.15), lettered = both >= Math.min(tallest, 9.5);
   const letters = Math.min(tallest, lettered ? both : Math.max(8.5, (mean - 3) / (0.62 * longestNumber)));
   context.save();
@@ -295,10 +297,10 @@ function axis() {
     const it = document.createElement("span");
     it.textContent = (i * step).toFixed(decimals) + " " + unit;
     it.style.left = px + "px";
-    // A label that would hang over the end of the axis is left out; its line is there.
+    // A label that would reach over the end of the axis is left out, but its line is drawn.
     const half = it.textContent.length * 3.4;
     if (px < place.left - 1 || px + half > place.left + place.width + 8) continue;
-    // One at the beginning stands right of its line, not over the names.
+    // A label at the start stands right of its line, so that it does not cover the names.
     if (px - half < place.left) it.style.transform = "none";
     labels.push(it);
   }
@@ -306,7 +308,8 @@ function axis() {
   return ticks;
 }
 
-// The names of what begins at marks; a step that has begun before what is seen is named at its edge.
+// Shows the names of marks. A step that began before the visible range has its name at the left
+// edge.
 function steps() {
   const labels = [], edge = place.left + place.width;
   data.marks.forEach(([at, name, until], i) => {
@@ -347,7 +350,8 @@ function drawBars(context, row, y, part, family, letters, lettered) {
   }
 }
 
-// Stretches of time that begin at multiples of their length, so that they stay as they are when the view moves.
+// Draws sums over stretches of time. They begin at multiples of their length, so that they stay the
+// same when the view moves.
 function drawSums(context, row, y, height) {
   const { bars } = row, least = (view.until - view.from) / place.width * 6;
   const even = (one) => one * Math.max(1, Math.ceil(least / one)), part = even(cycle) <= 3 * least ? even(cycle) : even(shortest);
@@ -365,14 +369,14 @@ function drawSums(context, row, y, height) {
     }
     if (!some) continue;
     const begin = Math.round(x(from)), close = Math.round(x(until));
-    // Time after the end is nobody's: the rest is of what lies before it.
+    // In the last stretch, shares refer to the time before the end only.
     const scale = until > end ? part / (end - from) : 1, stop = until > end ? Math.round(x(end)) : close;
     let at = y;
     for (let k = 0; k < data.kinds.length; k++) {
       let sum = 0, chunk = 0;
       for (let c = 0; c < chunks; c++) { sum += sums[k * chunks + c]; chunk += c * sums[k * chunks + c]; }
       if (sum <= 0) continue;
-      // Of several chunks, the shade between.
+      // The mean shade of several chunks.
       context.fillStyle = between(k, chunk / sum);
       context.fillRect(begin, at, stop - begin, sum * scale * height);
       at += sum * scale * height;
@@ -380,7 +384,7 @@ function drawSums(context, row, y, height) {
   }
 }
 
-// The shade of a chunk that may lie between two.
+// Returns the shade of a chunk, also between two chunks.
 function between(kind, chunk) {
   const low = Math.floor(chunk), share = Math.round(4 * (chunk - low)) / 4;
   if (share === 0) return colour(kind, low);
@@ -410,7 +414,7 @@ function drawMoves(context, row, y, height) {
   });
 }
 
-// From the row a move goes out of to the one it comes to, as long as there are few.
+// Draws an arrow from each move's source row to its destination, unless there are too many.
 function drawArrows(context, part, first, last, top) {
   const found = [];
   for (const row of rows.slice(first, last)) {
@@ -439,7 +443,7 @@ function arrow(context, row, i, part, top, stroke, line) {
 function drawMemory(context, row, at, from, until, left, right, y, height, small) {
   const points = row.memory, n = points.length / 2;
   const level = (used) => y + height * (1 - used / (mostMemory || 1));
-  // The last point before what is seen holds into it.
+  // The last point before the visible range gives the level at its start.
   let low = 0, high = n;
   while (low < high) { const middle = (low + high) >> 1; if (points[2 * middle] <= from) low = middle + 1; else high = middle; }
   const line = new Path2D();
@@ -448,7 +452,8 @@ function drawMemory(context, row, at, from, until, left, right, y, height, small
   for (let i = low; i < n && points[2 * i] < until; i++) {
     const px = Math.min(right, Math.max(left, at(points[2 * i])));
     if (px - before < 1) { most = Math.max(most, points[2 * i + 1]); least = Math.min(least, points[2 * i + 1]); used = points[2 * i + 1]; continue; }
-    // What happens within a pixel is one stroke from the least to the most; of a small curve, the most.
+    // Changes within a pixel become one stroke from minimum to maximum. A small curve shows the
+    // maximum.
     if (small) used = most;
     else { line.lineTo(before, level(least)); line.lineTo(before, level(most)); }
     line.lineTo(before, level(used)); line.lineTo(px, level(used));
@@ -464,7 +469,7 @@ function drawMemory(context, row, at, from, until, left, right, y, height, small
   context.strokeStyle = style.curve; context.lineWidth = 1; context.stroke(line);
 }
 
-// The overview without what is marked in it: once for each size and theme.
+// Draws the overview without marked bars, once for each size and theme.
 function drawAll(like, left, width, height) {
   const canvas = document.createElement("canvas"), { shares: sums } = place, kinds = data.kinds.length, parts = sums.length / kinds;
   canvas.width = like.width; canvas.height = like.height;
@@ -500,7 +505,7 @@ function drawOverview() {
   }
 }
 
-// What is pointed at, and all that is of the same microbatch.
+// Draws the chosen bar, and all bars of the same microbatch.
 function drawMarked() {
   const { full, height, left, width, pitch } = place, context = size(canvases.marked, full, height);
   for (const it of rowsBox.children) it.classList.toggle("on", chosen != null && +it.dataset.row === chosen.row.index);
@@ -534,7 +539,7 @@ function box(what, part, top) {
   return [x(what.from), x(what.until), y, part.bars];
 }
 
-// What lies at a place: a move, a bar, or the time between bars.
+// Returns the item at a place: a move, a bar, or the time between bars.
 function find(px, py) {
   const { pitch, left, width } = place;
   if (px < left || px > left + width) return null;
@@ -621,7 +626,7 @@ function choose(what, px, py) {
   tip.style.left = left + "px"; tip.style.top = top + "px";
 }
 
-// Zooming and moving.
+// Zooms and moves the view.
 function show(from, until) {
   const least = Math.min(end, Math.max(shortest * 2, end * 1e-7));
   let span = Math.min(end, Math.max(least, until - from));
@@ -639,7 +644,7 @@ scroll.addEventListener("wheel", (event) => {
   const step = event.deltaMode === 1 ? 33 : event.deltaMode === 2 ? 400 : 1;
   const sideways = event.shiftKey ? event.deltaX || event.deltaY : Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : 0;
   if (sideways) { event.preventDefault(); shift(sideways * step / place.width); return; }
-  // Over the names, and right of the bars, it scrolls.
+  // Over the names, and right of the bars, the wheel scrolls.
   if (px < place.left || px > place.left + place.width) return;
   event.preventDefault();
   zoom(Math.exp(Math.max(-300, Math.min(300, event.deltaY * step)) * 0.002), timeAt(px));
@@ -681,13 +686,13 @@ canvases.overview.addEventListener("pointermove", (event) => {
 });
 canvases.overview.addEventListener("pointerup", (event) => {
   const at = overviewTime(event), span = view.until - view.from;
-  // A click puts the view there.
+  // A click moves the view there.
   if (brush != null && Math.abs(at - brush) / end * place.width <= 4) show(at - span / 2, at + span / 2);
   brush = null;
 });
 const overviewTime = (event) => Math.min(end, Math.max(0, (event.clientX - canvases.overview.getBoundingClientRect().left - place.left) / place.width * end));
 
-// By keys: from bar to bar, as with the pointer.
+// Moves from bar to bar by keys. The chosen bar is shown as with the pointer.
 function step(rowBy, barBy) {
   if (!chosen || chosen.bar == null) {
     const row = chosen ? chosen.row : rows.find((it) => it.bars.n > 0);

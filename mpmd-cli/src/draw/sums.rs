@@ -1,4 +1,4 @@
-//! Bars that are too narrow to draw: what share of a stretch of time each colour has.
+//! Sums for bars that are too narrow to draw: the share of each colour in a stretch of time.
 
 use std::collections::BTreeSet;
 
@@ -6,10 +6,11 @@ use mpmd_core::trace::{Row, Timeline};
 
 use super::colour;
 
-/// Colours: a kind, and a chunk in quarters, as a stretch of time may be of several.
+/// A colour: the number of a kind, and a chunk in quarters. A stretch of time may average several
+/// chunks.
 pub(super) type Class = (usize, usize);
 
-/// The colour of each bar of a row.
+/// Returns the colour of each bar of a row.
 pub(super) fn classes(row: &Row) -> Vec<Class> {
     let stages = row.stages();
     let chunk =
@@ -17,7 +18,7 @@ pub(super) fn classes(row: &Row) -> Vec<Class> {
     row.bars.iter().map(|bar| (colour::number(bar.kind), 4 * chunk(bar.stage))).collect()
 }
 
-/// How long bars are on average; infinite where there are none.
+/// Returns the mean length of all bars, or infinity if there are none.
 pub(super) fn mean(timeline: &Timeline) -> f64 {
     let lengths = || timeline.rows.iter().flat_map(|row| &row.bars).map(|bar| bar.end - bar.start);
     if lengths().next().is_none() {
@@ -27,9 +28,9 @@ pub(super) fn mean(timeline: &Timeline) -> f64 {
     }
 }
 
-/// How long stretches of time are, at least as long as `least`: multiples of the time that a row is
-/// busy with one microbatch, so that a steady state looks steady. The shortest bar's where that
-/// would be far too long.
+/// Returns the length of the stretches of time, at least `least`. It is a multiple of the time that
+/// a row is busy with one microbatch, so that a steady state looks steady. If that would be more
+/// than three times `least`, it is a multiple of the shortest bar's length.
 pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
     let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
     let microbatches: BTreeSet<u32> = bars().filter_map(|bar| bar.microbatch).collect();
@@ -45,8 +46,8 @@ pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
     }
 }
 
-/// Of each stretch of time from the beginning to the end, the shares of all kinds that there are,
-/// in order. The last one is as long as the time that is left.
+/// Returns, for each stretch of time from 0 to `end`, the shares of all kinds in it, in order of
+/// `Class`. The last stretch is shorter if `end` is no multiple of `stretch`.
 pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>> {
     let mut sums =
         vec![Vec::<(Class, f64)>::new(); (end / stretch - 1e-9).ceil().max(1.0) as usize];
@@ -68,7 +69,7 @@ pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>
     sums
 }
 
-/// Adds to the share of a kind, whose chunk becomes the mean.
+/// Adds `share` to the share of a kind. The kind's chunk becomes the weighted mean.
 fn add(sum: &mut Vec<(Class, f64)>, kind: usize, quarters: usize, share: f64) {
     match sum.iter_mut().find(|((other, _), _)| *other == kind) {
         Some(((_, mean), sum)) => {
@@ -107,7 +108,7 @@ mod tests {
     fn shares_are_of_time_by_kind() {
         let shares = shares(&row(), 7.0, 2.0);
         assert_eq!(shares[0], [((0, 0), 0.5), ((2, 4), 0.5)]);
-        // Half of the first chunk, a quarter of the second.
+        // Half of the time in the first chunk, a quarter in the second.
         assert_eq!(shares[1], [((0, 1), 0.75)]);
         assert_eq!(shares[2..], [vec![], vec![]]);
         let last = super::shares(&row(), 3.5, 2.0);
@@ -118,7 +119,7 @@ mod tests {
     fn stretches_are_whole_microbatches() {
         let timeline =
             Timeline { rows: vec![row(), Row::default()], end: 4.0, ..Timeline::default() };
-        // 3.5 of two rows with four microbatches.
+        // The bars take 3.5 in all, over two rows and four microbatches.
         assert_eq!(stretch(&timeline, 0.4), 0.4375);
         assert_eq!(stretch(&timeline, 0.5), 0.875);
         assert_eq!(stretch(&timeline, 0.1), 0.5);

@@ -1,5 +1,4 @@
-//! The drawing: a timeline as one SVG document that needs nothing else, for documents by day and by
-//! night.
+//! The drawing: a timeline as one self-contained SVG document, in light and dark colours.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -13,45 +12,45 @@ use super::{facts, text};
 const WIDTH: f64 = 1000.0;
 const MARGIN: f64 = 20.0;
 
-/// About the width of a character of the text sizes used here.
+/// The approximate width of a character at the text sizes used here.
 const CHARACTER: f64 = 6.3;
 
-/// The columns at the right: how much is idle, how much memory.
+/// The widths of the columns at the right: idle share, and memory.
 const IDLE: f64 = 54.0;
 const MEMORY: f64 = 104.0;
 
-/// The height of all rows together, and the bounds of the height of one.
+/// The maximum height of all rows together, and the bounds of the height of one.
 const ROWS: f64 = 780.0;
 const LEAST_PITCH: f64 = 12.0;
 const MOST_PITCH: f64 = 46.0;
 
-/// From this height on, memory has its own strip below the bars.
+/// From this row height on, memory has its own strip below the bars.
 const TALL: f64 = 34.0;
 
-/// Bars that are narrower than this on average are summed.
+/// If bars are narrower than this on average, they are summed.
 const NARROW: f64 = 3.5;
 
-/// A document that grows downwards.
+/// An SVG document under construction. It grows downwards.
 struct Drawing<'a> {
     timeline: &'a Timeline,
     body: String,
     bottom: f64,
-    /// Where time begins, and how long all of it is.
+    /// The x coordinate of time 0, and the width of the whole time.
     left: f64,
     length: f64,
     pitch: f64,
     chunks: usize,
     /// The width of the column for memory.
     memory: f64,
-    /// Whether bars are too narrow to be drawn one by one.
+    /// True if bars are too narrow to be drawn one by one.
     is_summed: bool,
     /// The length of the stretches of time in which bars are summed.
     stretch: f64,
-    /// The colours that have been used.
+    /// The colours in use, for the style sheet.
     used: BTreeSet<Class>,
 }
 
-/// A timeline as a drawing.
+/// Returns a timeline as an SVG drawing.
 pub(crate) fn svg(timeline: &Timeline) -> String {
     let rows = timeline.rows.len().max(1) as f64;
     let longest = timeline.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
@@ -118,7 +117,7 @@ impl Drawing<'_> {
         }
     }
 
-    /// The title, and the figures side by side.
+    /// Draws the title, and the figures side by side.
     fn head(&mut self) {
         self.bottom += 16.0;
         let title = text::shortened(&self.timeline.title, 80);
@@ -134,7 +133,7 @@ impl Drawing<'_> {
                 self.bottom += 42.0;
             }
             self.text([x, self.bottom], figure.name, "m", "start");
-            // As one text: the second part stands behind the first, whatever the font.
+            // One text element, so that the note follows the value in any font.
             let [value, note] = [&figure.value, &figure.note].map(|text| text::escaped(text));
             let y = self.bottom + 18.0;
             let _ = writeln!(
@@ -191,7 +190,7 @@ impl Drawing<'_> {
         self.text([x, y], &said.join("; "), "m", "start");
     }
 
-    /// Times above the rows, and lines down through them.
+    /// Draws times above the rows, and lines down through them.
     fn axis(&mut self) {
         self.bottom += 30.0;
         let (y, end) = (self.bottom - 6.0, self.timeline.end);
@@ -205,7 +204,7 @@ impl Drawing<'_> {
             let last = i + 1 == ticks.len();
             let label = if last { format!("{label} {unit}") } else { label.clone() };
             let half = label.chars().count() as f64 * CHARACTER / 2.0;
-            // The last one stays left of the next column.
+            // The last label stays left of the next column.
             self.text([x.min(self.left + self.length - half), y], &label, "m", "middle");
             let _ = write!(lines, "M{x:.1} {:.1}v{:.1}", self.bottom - 3.0, height + 3.0);
         }
@@ -253,7 +252,7 @@ impl Drawing<'_> {
         self.bottom += pitch;
     }
 
-    /// Whether there is a plan, and room for it.
+    /// True if there is a plan, and room to draw it.
     fn has_plan(&self) -> bool {
         self.pitch >= 18.0 && !self.is_summed && self.timeline.planned_end().is_some()
     }
@@ -263,7 +262,7 @@ impl Drawing<'_> {
         let mut labels = Vec::new();
         for (bar, of) in row.bars.iter().zip(sums::classes(row)) {
             let (x, until) = (self.x(bar.start), self.x(bar.end));
-            // A line of ground between bars, where there is room.
+            // A gap between bars, if there is room.
             let width = until - x - if until - x > 5.0 { 0.8 } else { 0.0 };
             let at = match paths.iter().position(|(other, _)| *other == of) {
                 Some(at) => at,
@@ -300,14 +299,14 @@ impl Drawing<'_> {
         self.path(&path, "planned");
     }
 
-    /// The shares of colours by stretches of time, one above the other.
+    /// Draws the shares of the colours in each stretch of time, one above the other.
     fn summed(&mut self, row: &Row, top: f64, height: f64) {
         let end = self.timeline.end;
         let mut paths: Vec<(Class, String)> = Vec::new();
         let shares = sums::shares(row, end, self.stretch);
         let mut at = 0;
         while at < shares.len() {
-            // Equal ones as one.
+            // Equal stretches are drawn as one.
             let same = shares[at..].iter().take_while(|other| alike(other, &shares[at])).count();
             let (x, until) =
                 (self.x(at as f64 * self.stretch), self.x((at + same) as f64 * self.stretch));
@@ -329,14 +328,14 @@ impl Drawing<'_> {
         }
     }
 
-    /// The curve of memory, to the same scale in all rows.
+    /// Draws the curve of memory, on the same scale in all rows.
     fn memory(&mut self, row: &Row, [x, y, width, height]: [f64; 4]) {
         let most = self.timeline.rows.iter().filter_map(|row| row.peak()).fold(0.0, f64::max);
         let end = self.timeline.end;
         if most <= 0.0 || end <= 0.0 || width < 8.0 {
             return;
         }
-        // The most of each stretch of time: peaks stay.
+        // The maximum of each stretch of time, so that peaks remain visible.
         let columns = (width / 1.5).ceil() as usize;
         let mut levels = vec![0.0f64; columns];
         for (i, point) in row.memory.iter().enumerate() {
@@ -365,8 +364,8 @@ impl Drawing<'_> {
         self.path(&line, "memory-curve");
     }
 
-    /// Draws where steps begin and the last one ends, with their names below. Nothing where one
-    /// step is all.
+    /// Draws the starts of the steps and the end of the last one, with the steps' names below.
+    /// Draws nothing if one step is the whole timeline.
     fn marks(&mut self, top: f64) {
         let (from, until) = facts::stepped(self.timeline);
         if self.timeline.marks.len() < 2 && (from, until) == (0.0, self.timeline.end) {
@@ -407,8 +406,8 @@ impl Drawing<'_> {
         )
     }
 
-    /// The rules of a theme. They apply to drawings alone, even where the page has classes of these
-    /// names.
+    /// Returns the style rules of a theme. They apply to drawings only, even if the page has
+    /// classes of the same names.
     fn colours(&self, theme: Theme) -> String {
         let [ground, text, muted, grid, stripe, planned, memory, line] = match theme {
             Theme::Light => [
@@ -451,19 +450,19 @@ impl Drawing<'_> {
     }
 }
 
-/// The class of a colour.
+/// Returns the class name of a colour.
 fn class((kind, quarters): Class) -> String {
     format!("k{kind}-{quarters}")
 }
 
-/// What fits on a bar: its microbatch, or a name where it has none.
+/// Returns the label of a bar if it fits: its microbatch, or its name if it has none.
 fn label(bar: &Bar, width: f64) -> Option<String> {
     let text = bar.microbatch.map_or_else(|| bar.name.clone(), |number| number.to_string());
     let fits = (width - 3.0) / 6.0;
     (!text.is_empty() && text.chars().count() as f64 <= fits).then_some(text)
 }
 
-/// Whether two stretches of time look the same.
+/// True if two stretches of time look the same.
 fn alike(one: &[(Class, f64)], other: &[(Class, f64)]) -> bool {
     let same = |(one, other): (&(Class, f64), &(Class, f64))| {
         one.0 == other.0 && (one.1 - other.1).abs() < 0.02

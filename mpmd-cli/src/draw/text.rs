@@ -1,4 +1,4 @@
-//! Times, amounts of memory and shares, as people read them.
+//! Formats times, amounts of memory and shares for people.
 
 use mpmd_core::trace::Timeline;
 
@@ -7,10 +7,10 @@ use crate::plan::bytes_text;
 /// The units that seconds are shown in.
 const SECONDS: [(f64, &str); 4] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "\u{b5}s"), (1e-9, "ns")];
 
-/// Amounts of memory that do not say what they are, and are smaller, are activations.
+/// Peaks below this, in a timeline without a memory unit, are taken for numbers of activations.
 const FEWEST_BYTES: f64 = 10_000.0;
 
-/// What one of what is shown is, and what it is called: for times up to `largest`.
+/// Returns the unit for times up to `largest`: its length in `unit`, and its name.
 pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
     match unit {
         "s" => *SECONDS.iter().find(|(one, _)| largest >= *one).unwrap_or(&SECONDS[3]),
@@ -19,14 +19,15 @@ pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
     }
 }
 
-/// As `12.5 ms`.
+/// Formats a time, as `12.5 ms`.
 pub(super) fn time(unit: &str, value: f64) -> String {
     let (one, name) = time_unit(unit, value.abs());
     let text = number(value / one);
     if text == "1" && name == "units" { "1 unit".to_owned() } else { format!("{text} {name}") }
 }
 
-/// Four significant digits, more only before the point, and no zeros at the end.
+/// Formats a number with four significant digits, or more if the integer part has more. Trailing
+/// zeros are removed.
 pub(super) fn number(value: f64) -> String {
     let before = if value == 0.0 { 1 } else { value.abs().log10().floor() as i32 + 1 };
     let text = format!("{value:.*}", (4 - before).clamp(0, 6) as usize);
@@ -36,12 +37,12 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-/// As `27.3 %`.
+/// Formats a share, as `27.3 %`.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share + 0.0)
 }
 
-/// What memory is counted in: `B`, or a word.
+/// Returns the unit of memory: `B` for bytes, or a word.
 pub(super) fn memory_unit(timeline: &Timeline) -> &str {
     let most = timeline.rows.iter().filter_map(|row| row.peak()).fold(0.0, f64::max);
     match timeline.memory_unit.as_str() {
@@ -51,7 +52,7 @@ pub(super) fn memory_unit(timeline: &Timeline) -> &str {
     }
 }
 
-/// As `1.5 MiB`, or a number alone where it is not bytes.
+/// Formats an amount of memory, as `1.5 MiB`, or as a number alone if the unit is not bytes.
 pub(super) fn memory(unit: &str, amount: f64) -> String {
     if unit != "B" {
         return number(amount);
@@ -59,19 +60,19 @@ pub(super) fn memory(unit: &str, amount: f64) -> String {
     bytes_text(amount.max(0.0) as u64)
 }
 
-/// As `1.5 MiB`, or `4 activations`.
+/// Formats an amount of memory with its unit, as `1.5 MiB` or `4 activations`.
 pub(super) fn memory_with_unit(unit: &str, amount: f64) -> String {
     let text = memory(unit, amount);
     match unit {
         "B" => text,
-        // The one plural that everybody sees.
+        // Only this unit has a singular of its own.
         "activations" if text == "1" => "1 activation".to_owned(),
         _ => format!("{text} {unit}"),
     }
 }
 
-/// The times that an axis from `from` to `until` names, not more than about `most`, and what they
-/// are called. All are multiples of one, two or five times a power of ten.
+/// Returns the labelled times of an axis from `from` to `until`, at most about `most`. All are
+/// multiples of one, two or five times a power of ten.
 pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64, String)> {
     let (one, _) = time_unit(unit, from.abs().max(until.abs()));
     let least = (until - from) / one / most.max(1) as f64;
@@ -91,7 +92,8 @@ pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64,
         .collect()
 }
 
-/// For text of HTML and SVG, and for attributes in quotes. What XML does not allow is left out.
+/// Escapes text for HTML and SVG, also for attributes in quotes. Characters that XML does not allow
+/// are left out.
 pub(super) fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -109,7 +111,7 @@ pub(super) fn escaped(text: &str) -> String {
     escaped
 }
 
-/// Cut to so many characters, the last of which then says so.
+/// Cuts `text` to at most `most` characters. A cut text ends with an ellipsis.
 pub(super) fn shortened(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bytes_or_what_is_counted() {
+    fn memory_is_in_bytes_or_in_a_named_unit() {
         assert_eq!(
             (memory("B", 0.0), memory("B", 1536.0)),
             ("0 B".to_owned(), "1.5 KiB".to_owned())
@@ -176,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_means_something_to_a_browser_is_escaped() {
+    fn markup_characters_are_escaped() {
         assert_eq!(escaped("<a href=\"x\">'&\u{0}\n"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
         assert_eq!(
             (shortened("abcdef", 4), shortened("abcd", 4)),

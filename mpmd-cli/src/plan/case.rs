@@ -1,4 +1,4 @@
-//! What cases have in common: shardings, and what they are as JSON.
+//! The shardings of cases, and their form as JSON.
 
 use mpmd_core::region::Region;
 use mpmd_core::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
@@ -8,13 +8,12 @@ use serde::Serialize;
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 
-/// A sharding as a case has it: well formed, but not yet known to make sense.
+/// A sharding of a case. Its form is checked, its values are not.
 #[derive(Clone, Debug)]
 pub(super) enum CaseSharding {
-    /// `{mesh: {axis_names, shape, device_ids}, spec}`, and the axes in `unreduced` if there is
-    /// that.
+    /// `{mesh: {axis_names, shape, device_ids}, spec, unreduced?}`.
     Named { mesh: CaseMesh, spec: Spec, unreduced: Vec<String> },
-    /// `{chunk: {dim, placements}}`, the placements being devices.
+    /// `{chunk: {dim, placements}}`; the placements are devices.
     Chunk { dim: isize, placements: Vec<DeviceId> },
     /// `{shards: [{device, region: [[start, end], …]}, …]}`.
     Shards(Vec<(DeviceId, Vec<(usize, usize)>)>),
@@ -22,7 +21,7 @@ pub(super) enum CaseSharding {
     Device(DeviceId),
 }
 
-/// A mesh as a case has it.
+/// A mesh of a case. Its values are not checked.
 #[derive(Clone, Debug)]
 pub(super) struct CaseMesh {
     axis_names: Vec<String>,
@@ -44,7 +43,7 @@ struct MeshJson {
     device_ids: Vec<DeviceId>,
 }
 
-/// How one dimension is divided, as JSON.
+/// The entry of one dimension in a spec, as JSON.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(super) enum EntryJson {
@@ -54,7 +53,6 @@ pub(super) enum EntryJson {
 }
 
 impl CaseSharding {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let [mesh, chunk, shards, device] = [
             field.find("mesh")?,
@@ -80,7 +78,7 @@ impl CaseSharding {
         }
     }
 
-    /// The sharding, if it makes sense.
+    /// Returns the sharding, or the reason why its values are invalid.
     pub(super) fn sharding(&self) -> Result<Sharding, Refusal> {
         Ok(match self {
             Self::Named { mesh, spec, unreduced } => {
@@ -130,7 +128,7 @@ impl CaseMesh {
 }
 
 impl NamedJson {
-    /// `None` where the sharding is over no mesh.
+    /// Returns `None` if the sharding has no mesh.
     pub(super) fn of(sharding: &Sharding) -> Option<Self> {
         let (mesh, spec) = (sharding.mesh()?, sharding.spec()?);
         let (axis_names, shape) = (mesh.axis_names().to_vec(), mesh.shape().to_vec());
@@ -139,7 +137,7 @@ impl NamedJson {
     }
 }
 
-/// A spec as JSON: for each entry null, an axis, or a list of axes.
+/// Returns a spec as JSON: for each entry null, an axis, or a list of axes.
 pub(super) fn spec_json(spec: &Spec) -> Vec<EntryJson> {
     let entry = |entry: &SpecEntry| match entry {
         SpecEntry::None => EntryJson::None,
@@ -149,7 +147,7 @@ pub(super) fn spec_json(spec: &Spec) -> Vec<EntryJson> {
     spec.entries().iter().map(entry).collect()
 }
 
-/// The axes of an entry: null, an axis, or a list of axes.
+/// Reads the axes of an entry: null, an axis, or a list of axes.
 pub(super) fn read_axes(field: &Field<'_>) -> Result<Vec<String>, Malformed> {
     match field.as_text() {
         Some(axis) => Ok(vec![axis.to_owned()]),

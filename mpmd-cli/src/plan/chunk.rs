@@ -26,7 +26,6 @@ struct Found {
 }
 
 impl Case {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         Ok(Self {
             shape: field.get("shape")?.list(Field::count)?,
@@ -36,7 +35,6 @@ impl Case {
         })
     }
 
-    /// Answers it.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let chunks = chunk_by_rank(&self.shape, self.dim, &self.placements, self.world)?;
         Ok(Box::new(Found { case: self, chunks }))

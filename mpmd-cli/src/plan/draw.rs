@@ -2,30 +2,31 @@
 
 use super::holding::{Grid, Holding, numbers};
 
-/// The widest and highest drawing; what is larger is a table.
+/// The maximum width and height of a drawing, in characters and lines. A larger one becomes a
+/// table.
 const WIDEST: usize = 100;
 const HIGHEST: usize = 65;
 
-/// The longest title; those of thousands of devices are cut.
+/// The maximum length of a title. Those of thousands of devices are cut.
 const LONGEST_TITLE: usize = 2 * WIDEST;
 
-/// Rows of a table before the rest is only counted.
+/// The maximum number of rows of a table. The rest is only counted.
 const MOST_ROWS: usize = 64;
 
-/// The longest list of holders within a box.
+/// The maximum length of a list of holders within a box.
 const LONGEST_LIST: usize = 24;
 
-/// The narrowest column, without its borders.
+/// The minimum width of a column, without its borders.
 const NARROWEST: usize = 5;
 
-/// Who holds which region.
+/// Draws the regions of an array with their holders.
 pub(super) fn holding(holding: &Holding) -> String {
     let mut lines = vec![title(holding), String::new()];
     lines.extend(body(holding));
     lines.join("\n")
 }
 
-/// Two holdings, side by side if there is room.
+/// Draws two holdings, side by side if there is room.
 pub(super) fn beside(left: &Holding, right: &Holding) -> String {
     const GAP: usize = 6;
     let (left_lines, right_lines) = (body(left), body(right));
@@ -45,8 +46,8 @@ pub(super) fn beside(left: &Holding, right: &Holding) -> String {
     lines.join("\n")
 }
 
-/// Rows of cells, the first of them the heading, as lines; the columns in `numeric` end below each
-/// other. A cell beyond [`WIDEST`] makes its own row longer and no other.
+/// Formats rows of cells as lines; the first row is the heading. Columns in `numeric` are aligned
+/// right. A cell beyond [`WIDEST`] makes only its own row longer.
 pub(super) fn table(rows: &[Vec<String>], numeric: &[usize]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -68,7 +69,7 @@ pub(super) fn table(rows: &[Vec<String>], numeric: &[usize]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// As [`table`], with the rows beyond the first ones only counted.
+/// Formats rows as [`table`] does, up to a maximum. Further rows are only counted.
 pub(super) fn long_table(mut rows: Vec<Vec<String>>, numeric: &[usize]) -> Vec<String> {
     let more = rows.len().saturating_sub(MOST_ROWS + 1);
     rows.truncate(MOST_ROWS + 1);
@@ -112,7 +113,7 @@ fn regions(holding: &Holding) -> Vec<String> {
     long_table(rows, &[])
 }
 
-/// The boxes; `None` where there are too many.
+/// Draws the boxes, or returns `None` if they are too many.
 fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     let (rows, columns) = (grid.rows.len() - 1, grid.columns.len() - 1);
     if 2 * rows + 2 > HIGHEST || columns * (NARROWEST + 1) > WIDEST {
@@ -131,7 +132,7 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     }
     let mut canvas = vec![vec![' '; width]; 2 * rows + 1];
     let tile = |row: usize, column: usize| grid.tile_at.get(row)?.get(column).copied().flatten();
-    // A line is where the tiles on its two sides differ; outside of the array is no tile.
+    // A line separates two different tiles. Outside of the array there is no tile.
     let left_of = |row: usize, column: usize| (column > 0).then(|| tile(row, column - 1)).flatten();
     let above = |row: usize, column: usize| (row > 0).then(|| tile(row - 1, column)).flatten();
     let vertical =
@@ -177,14 +178,14 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     Some(lines)
 }
 
-/// Where each column's left border is, and the last one's right border: so that every label and
-/// every number above fits.
+/// Returns the position of each column's left border, and of the last one's right border. Every
+/// label and every number above fits.
 fn column_starts(grid: &Grid, labels: &[String]) -> Vec<usize> {
     let columns = grid.columns.len() - 1;
     let mut widths: Vec<usize> =
         grid.columns[..columns].iter().map(|cut| cut.to_string().len().max(NARROWEST)).collect();
     let mut spans: Vec<_> = grid.spans.iter().map(|(_, columns)| columns).zip(labels).collect();
-    // Narrow ones first: what they need the wide ones have already.
+    // Narrow spans first: the widths that they need also count for the wide ones.
     spans.sort_by_key(|(columns, _)| columns.len());
     for (columns, label) in spans {
         let has = widths[columns.clone()].iter().sum::<usize>() + columns.len() - 1;
@@ -289,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_or_has_more_dimensions_is_a_table() {
+    fn large_or_high_dimensional_arrays_are_tables() {
         let text =
             drawn(&[2, 2, 4], &[(1, &[(0, 2), (0, 2), (0, 2)]), (0, &[(0, 2), (0, 2), (2, 4)])]);
         assert_eq!(

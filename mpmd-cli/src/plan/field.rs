@@ -1,21 +1,20 @@
-//! Reading the fields of a case, so that what has the wrong form is said with the place where it
-//! is.
+//! Reads the fields of a case. An error names the path of the field.
 
 use std::fmt;
 
 use serde_json::Value;
 
-/// What a field is said to be where it is too long to be shown.
+/// The maximum number of characters of a value in an error message.
 const SHOWN: usize = 60;
 
-/// A value of a case, and the way to it: `sharding.mesh.shape[1]`.
+/// A value of a case and its path, as `sharding.mesh.shape[1]`.
 #[derive(Clone, Debug)]
 pub(super) struct Field<'a> {
     value: &'a Value,
     path: String,
 }
 
-/// A case that does not have the form of its command's cases.
+/// The error of a case that does not have the form of its command's cases.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Malformed {
     path: String,
@@ -23,12 +22,12 @@ pub(super) struct Malformed {
 }
 
 impl<'a> Field<'a> {
-    /// A whole case.
+    /// Returns the field that is the whole case.
     pub(super) fn case(value: &'a Value) -> Self {
         Self { value, path: String::new() }
     }
 
-    /// A field that must be there.
+    /// Returns a required field.
     pub(super) fn get(&self, name: &str) -> Result<Field<'a>, Malformed> {
         match self.find(name)? {
             Some(field) => Ok(field),
@@ -36,7 +35,7 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// A field that may be missing, or null.
+    /// Returns an optional field. A null is a missing field.
     pub(super) fn find(&self, name: &str) -> Result<Option<Field<'a>>, Malformed> {
         let Value::Object(fields) = self.value else { return Err(self.expected("an object")) };
         let dot = if self.path.is_empty() { "" } else { "." };
@@ -44,26 +43,26 @@ impl<'a> Field<'a> {
         Ok(fields.get(name).filter(|value| !value.is_null()).map(field))
     }
 
-    /// The fields of an object by name, sorted by it; `None` where it is none.
+    /// Returns the fields of an object, sorted by name, or `None` if this is no object.
     pub(super) fn entries(&self) -> Option<Vec<(&'a str, Field<'a>)>> {
         let Value::Object(fields) = self.value else { return None };
         let field = |(name, value): (&'a String, &'a Value)| {
             (name.as_str(), Field { value, path: format!("{}[{name:?}]", self.path) })
         };
         let mut entries: Vec<_> = fields.iter().map(field).collect();
-        // Whatever order the parser keeps.
+        // Sorted, because the parser may keep any order.
         entries.sort_by_key(|(name, _)| *name);
         Some(entries)
     }
 
-    /// The elements of a list; `None` where it is none.
+    /// Returns the elements of a list, or `None` if this is no list.
     pub(super) fn elements(&self) -> Option<Vec<Field<'a>>> {
         let Value::Array(elements) = self.value else { return None };
         let field = |(i, value)| Field { value, path: format!("{}[{i}]", self.path) };
         Some(elements.iter().enumerate().map(field).collect())
     }
 
-    /// The elements of a list, each as `read` makes of it.
+    /// Reads the elements of a list, each by `read`.
     pub(super) fn list<T>(
         &self,
         read: impl Fn(&Field<'a>) -> Result<T, Malformed>,
@@ -72,50 +71,49 @@ impl<'a> Field<'a> {
         elements.iter().map(read).collect()
     }
 
-    /// The two elements of a list of two.
+    /// Returns the elements of a list of two.
     pub(super) fn pair(&self) -> Result<[Field<'a>; 2], Malformed> {
         let elements = self.elements().and_then(|elements| elements.try_into().ok());
         elements.ok_or_else(|| self.expected("a list of two"))
     }
 
-    /// A text.
+    /// Returns the text of this field.
     pub(super) fn text(&self) -> Result<String, Malformed> {
         self.as_text().map(str::to_owned).ok_or_else(|| self.expected("a text"))
     }
 
-    /// The text, if it is one.
+    /// Returns the text, or `None` if this is no text.
     pub(super) fn as_text(&self) -> Option<&'a str> {
         self.value.as_str()
     }
 
-    /// Whether it is null.
     pub(super) fn is_null(&self) -> bool {
         self.value.is_null()
     }
 
-    /// A whole number from 0.
+    /// Returns a whole number, at least 0.
     pub(super) fn count(&self) -> Result<usize, Malformed> {
         let number = self.value.as_u64().and_then(|number| usize::try_from(number).ok());
         number.ok_or_else(|| self.expected("a whole number from 0"))
     }
 
-    /// The number of a device, a process or a host.
+    /// Returns the number of a device, a process or a host.
     pub(super) fn id(&self) -> Result<u32, Malformed> {
         let number = self.value.as_u64().and_then(|number| u32::try_from(number).ok());
         number.ok_or_else(|| self.expected("a number from 0 to 4294967295"))
     }
 
-    /// A whole number.
+    /// Returns a whole number, also below 0.
     pub(super) fn integer(&self) -> Result<isize, Malformed> {
         let number = self.value.as_i64().and_then(|number| isize::try_from(number).ok());
         number.ok_or_else(|| self.expected("a whole number"))
     }
 
-    /// An object from numbers, written as texts, to numbers; sorted by the first.
+    /// Reads an object with numbers as keys and values. The pairs are sorted by key.
     pub(super) fn id_map(&self) -> Result<Vec<(u32, u32)>, Malformed> {
         let entries = self.entries().ok_or_else(|| self.expected("an object"))?;
         let entry = |(name, field): &(&str, Field<'a>)| {
-            // One way to write each number, so that none comes twice.
+            // Only one spelling of each number is valid, so that no number comes twice.
             let id = name.parse().ok().filter(|id: &u32| id.to_string() == *name);
             let id = id
                 .ok_or_else(|| self.malformed(format!("has a key {name:?}, which is no number")))?;
@@ -126,7 +124,7 @@ impl<'a> Field<'a> {
         Ok(map)
     }
 
-    /// That something else stands here.
+    /// Returns the error that this field has the wrong kind of value.
     pub(super) fn expected(&self, what: &str) -> Malformed {
         let mut found = match self.value {
             Value::Array(elements) => format!("a list of {}", elements.len()),
@@ -139,7 +137,7 @@ impl<'a> Field<'a> {
         self.malformed(format!("expected {what}, found {found}"))
     }
 
-    /// That this is wrong.
+    /// Returns an error for this field.
     pub(super) fn malformed(&self, what: String) -> Malformed {
         Malformed { path: self.path.clone(), what }
     }
@@ -164,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_its_place() {
+    fn errors_name_the_path_of_the_field() {
         let value = json!({"a": {"b": [1, -2, "x", 4.5]}, "n": null});
         let case = Field::case(&value);
         let b = case.get("a").unwrap().get("b").unwrap();

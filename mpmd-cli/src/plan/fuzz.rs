@@ -1,19 +1,19 @@
-//! Cases that lie about sizes, numbers and names: each has an answer or is refused, in little time
-//! and memory.
+//! Fuzz test of `mpmd plan`: cases with wrong sizes, numbers and names. Each is answered or
+//! refused, with little time and memory.
 
 use mpmd_fuzz::{Rng, integer};
 use serde_json::{Map, Value, json};
 
 use super::*;
 
-/// The lists and objects within a case, at most.
+/// The maximum number of elements of a list or fields of an object.
 const MOST: usize = 8;
 
 fn named(axes: Value, shape: Value, devices: Value, spec: Value) -> Value {
     json!({"mesh": {"axis_names": axes, "shape": shape, "device_ids": devices}, "spec": spec})
 }
 
-/// Cases that have an answer, by command.
+/// Returns valid cases, by command.
 fn cases() -> [(&'static str, Vec<Value>); 5] {
     let square =
         named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!(["a", null, ["b"]]));
@@ -73,7 +73,7 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
     ]
 }
 
-/// Changes something in a case: a number, a text, an element, a field.
+/// Makes a random change in a case: of a number, a text, an element or a field.
 fn change(rng: &mut Rng, value: &mut Value) {
     match value {
         Value::Array(elements) if !elements.is_empty() && rng.u8(..8) > 0 => {
@@ -123,7 +123,7 @@ fn replacement(rng: &mut Rng) -> Value {
     }
 }
 
-/// Answers a case as `mpmd plan` does, for programs and for people.
+/// Answers a case as `mpmd plan` does, in all output formats.
 fn answer<C>(
     case: &Value,
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,

@@ -1,4 +1,4 @@
-//! Who holds which region of an array: what the drawings draw.
+//! The regions of an array and their holders: the content of the drawings.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,48 +6,48 @@ use std::ops::Range;
 use mpmd_core::region::Region;
 use mpmd_core::sharding::Layout;
 
-/// The regions of an array with those who hold them.
+/// The regions of an array and their holders.
 #[derive(Clone, Debug)]
 pub(super) struct Holding {
-    /// What the array and its sharding are.
+    /// Describes the array and its sharding.
     pub(super) title: String,
-    /// What a holder is called: a device, or a rank.
+    /// The word for a holder: `device` or `rank`.
     pub(super) holder: &'static str,
     shape: Vec<usize>,
     /// Regions with elements, ordered by their first corner.
     pub(super) tiles: Vec<Tile>,
-    /// Who holds nothing, ascending.
+    /// The holders of empty regions, ascending.
     pub(super) empty: Vec<u32>,
 }
 
-/// A region and who holds it, ascending.
+/// A region and its holders, ascending.
 #[derive(Clone, Debug)]
 pub(super) struct Tile {
     pub(super) region: Region,
     pub(super) holders: Vec<u32>,
 }
 
-/// A holding of an array of at most two dimensions, cut wherever a region starts or ends. An array
-/// of one dimension is one row.
+/// A holding of an array of at most two dimensions, as a grid. The grid lines are the starts and
+/// ends of all regions. An array of one dimension is one row.
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
-    /// Where rows start, and where the last one ends.
+    /// The starts of the rows, and the end of the last one.
     pub(super) rows: Vec<usize>,
-    /// Where columns start, and where the last one ends.
+    /// The starts of the columns, and the end of the last one.
     pub(super) columns: Vec<usize>,
-    /// For each tile the rows and columns of the grid that it takes.
+    /// For each tile, the rows and columns of the grid that it covers.
     pub(super) spans: Vec<(Range<usize>, Range<usize>)>,
-    /// For each row and column the tile there.
+    /// The tile at each row and column.
     pub(super) tile_at: Vec<Vec<Option<usize>>>,
-    /// Whether rows are indices of the array.
+    /// True if the rows are indices of the array.
     pub(super) has_rows: bool,
-    /// Whether columns are.
+    /// True if the columns are indices of the array.
     pub(super) has_columns: bool,
 }
 
 impl Holding {
-    /// The regions of an array of `shape`. Regions of two holders are equal or have nothing in
-    /// common.
+    /// Collects the regions of an array of `shape`. The regions of two holders must be equal or
+    /// disjoint.
     pub(super) fn new(
         title: String,
         holder: &'static str,
@@ -70,13 +70,13 @@ impl Holding {
         Self { title, holder, shape: shape.to_vec(), tiles, empty }
     }
 
-    /// The regions of a layout.
+    /// Collects the regions of a layout.
     pub(super) fn of_layout(title: String, holder: &'static str, layout: &Layout) -> Self {
         let held = layout.iter().map(|(device, region)| (device.0 as usize, region.clone()));
         Self::new(title, holder, layout.shape(), held)
     }
 
-    /// The grid; `None` where the array has more than two dimensions, or no elements.
+    /// Returns the grid, or `None` if the array has more than two dimensions or no elements.
     pub(super) fn grid(&self) -> Option<Grid> {
         if self.shape.len() > 2 || self.tiles.is_empty() {
             return None;
@@ -104,7 +104,7 @@ impl Holding {
     }
 }
 
-/// Numbers as people write them: `0-3, 8`.
+/// Formats numbers with ranges, as `0-3, 8`.
 pub(super) fn numbers(sorted: &[u32]) -> String {
     let mut texts = Vec::new();
     let mut rest = sorted;
@@ -114,7 +114,7 @@ pub(super) fn numbers(sorted: &[u32]) -> String {
             .zip(u64::from(*first)..)
             .take_while(|(n, next)| u64::from(**n) == *next)
             .count();
-        // Two in a row are two.
+        // A run of two is written as two numbers.
         let run = if run == 2 { 1 } else { run };
         texts.push(if run == 1 { first.to_string() } else { format!("{first}-{}", rest[run - 1]) });
         rest = &rest[run..];
@@ -122,7 +122,7 @@ pub(super) fn numbers(sorted: &[u32]) -> String {
     texts.join(", ")
 }
 
-/// `512 B`, `4.0 KiB`, `1.5 GiB`.
+/// Formats a number of bytes, as `512 B`, `4.0 KiB` or `1.5 GiB`.
 pub(crate) fn bytes_text(bytes: u64) -> String {
     let mut amount = bytes as f64;
     if bytes < 1024 {
@@ -130,7 +130,7 @@ pub(crate) fn bytes_text(bytes: u64) -> String {
     }
     let mut unit = "B";
     for larger in ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] {
-        // So that 1023.96 KiB are 1.0 MiB.
+        // Values that would round to 1024.0 take the next unit.
         if amount < 1023.95 {
             break;
         }
@@ -139,7 +139,7 @@ pub(crate) fn bytes_text(bytes: u64) -> String {
     format!("{amount:.1} {unit}")
 }
 
-/// All starts and ends.
+/// Returns all starts and ends, ascending, without duplicates.
 fn cuts(ranges: impl Iterator<Item = Range<usize>>) -> Vec<usize> {
     let mut cuts: Vec<usize> = ranges.flat_map(|range| [range.start, range.end]).collect();
     cuts.sort_unstable();
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_as_people_read_them() {
+    fn bytes_are_in_binary_units() {
         let texts = [0, 1023, 1024, 1536, 1_048_575, 1 << 20, 3 << 30].map(bytes_text);
         assert_eq!(texts, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "3.0 GiB"]);
     }
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn only_arrays_of_two_dimensions_with_elements_have_a_grid() {
+    fn only_nonempty_arrays_up_to_2d_have_a_grid() {
         let grid = |shape: &[usize]| {
             Holding::new(String::new(), "device", shape, [(0, Region::full(shape))].into_iter())
                 .grid()

@@ -1,4 +1,4 @@
-//! `mpmd plan intermediate`: the sharding through which a source can reach a smaller target.
+//! `mpmd plan intermediate`: finds the sharding through which a source can reach a smaller target.
 
 use mpmd_core::reshard::{Intermediate, NoIntermediate, find_intermediate_sharding};
 use mpmd_core::sharding::Sharding;
@@ -32,13 +32,11 @@ enum Json<'a> {
 }
 
 impl Case {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let sharding = |name| CaseSharding::read(&field.get(name)?);
         Ok(Self { src: sharding("src")?, dst: sharding("dst")? })
     }
 
-    /// Answers it.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let src = checked(&self.src).map_err(|refusal| refusal.of("src"))?;
         let dst = checked(&self.dst).map_err(|refusal| refusal.of("dst"))?;
@@ -47,12 +45,12 @@ impl Case {
     }
 }
 
-/// The sharding, once it is clear that its spec is one of its mesh: without a shape nobody would
-/// tell.
+/// Returns the sharding after a check that its spec fits its mesh. Without a shape nothing else
+/// checks that.
 fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
     let sharding = case.sharding()?;
     if let Some(spec) = sharding.spec() {
-        // Dimensions without indices are divided evenly by everything.
+        // Dimensions of length 0 are divisible by any number.
         sharding.layout(&vec![0; spec.entries().len()])?;
     }
     Ok(sharding)

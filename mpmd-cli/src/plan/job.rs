@@ -1,4 +1,4 @@
-//! The job a case is about: which process owns which device, and which host it is on.
+//! The job of a case: the process of each device, and the host of each process.
 
 use std::collections::BTreeSet;
 
@@ -7,16 +7,16 @@ use mpmd_core::topology::{Device, DeviceId, DeviceKind, ProcessId, Topology};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 
-/// `process_of` and `host_of`, as a case has them.
+/// The fields `process_of` and `host_of` of a case.
 #[derive(Debug)]
 pub(super) struct CaseJob {
-    /// By device, ascending; all are of process 0 where it is not given.
+    /// The process of each device, ascending by device. If absent, all devices belong to process 0.
     process_of: Option<Vec<(u32, u32)>>,
-    /// By process, ascending; all are on host 0 where it is not given.
+    /// The host of each process, ascending by process. If absent, all processes are on host 0.
     host_of: Option<Vec<(u32, u32)>>,
 }
 
-/// A topology, and the numbers that the case has for its processes and hosts.
+/// A topology, and the numbers of its processes and hosts in the case.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
     topology: Topology,
@@ -25,13 +25,13 @@ pub(super) struct Job {
 }
 
 impl CaseJob {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let map = |name| field.find(name)?.map(|map| map.id_map()).transpose();
         Ok(Self { process_of: map("process_of")?, host_of: map("host_of")? })
     }
 
-    /// The job, which has the devices of these two lists, named as in the case, and maybe others.
+    /// Returns the job with all devices of the case. `devices` names two lists of devices that the
+    /// job must contain.
     pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Job, Refusal> {
         let used: BTreeSet<DeviceId> =
             devices.iter().flat_map(|(_, devices)| *devices).copied().collect();
@@ -61,7 +61,7 @@ impl CaseJob {
             },
         };
         let processes = numbers.into_iter().map(host).collect::<Result<Vec<_>, Refusal>>()?;
-        // Numbered without gaps here, so that a large number costs no memory.
+        // Numbered without gaps, so that large numbers cost no memory.
         let place =
             |number: u32| processes.partition_point(|(earlier, _)| *earlier < number) as u32;
         let device = |(id, process): &(DeviceId, u32)| Device {
@@ -76,22 +76,22 @@ impl CaseJob {
 }
 
 impl Job {
-    /// Its devices and processes; the numbers of processes are [`place`](Self::place)s.
+    /// Returns the devices and processes. The ids of its processes are [`place`](Self::place)s.
     pub(super) fn topology(&self) -> &Topology {
         &self.topology
     }
 
-    /// Number and host of each process, ascending.
+    /// Returns the number and the host of each process, ascending.
     pub(super) fn processes(&self) -> &[(u32, u32)] {
         &self.processes
     }
 
-    /// The place among the processes of the one that owns a device.
+    /// Returns the place of the process that owns a device.
     pub(super) fn place(&self, device: DeviceId) -> usize {
         self.topology.process_of(device).map_or(0, |process| process.0 as usize)
     }
 
-    /// The devices of the process at a place, ascending.
+    /// Returns the devices of the process at a place, ascending.
     pub(super) fn devices_at(&self, place: usize) -> &[DeviceId] {
         self.topology.devices_of(ProcessId(place as u32))
     }

@@ -1,4 +1,4 @@
-//! `mpmd plan layout`: which region of an array each device holds.
+//! `mpmd plan layout`: the region of an array that each device holds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,13 +31,12 @@ struct Found {
 
 #[derive(Serialize)]
 struct Json<'a> {
-    /// Serialised by number: 2 before 10.
+    /// Serialised in order of the numbers: 2 before 10.
     regions: BTreeMap<DeviceId, &'a Region>,
     fully_replicated: bool,
 }
 
 impl Case {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         Ok(Self {
             sharding: CaseSharding::read(&field.get("sharding")?)?,
@@ -45,7 +44,6 @@ impl Case {
         })
     }
 
-    /// Answers it.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let sharding = self.sharding.sharding()?;
         let layout = sharding.layout(&self.shape)?;

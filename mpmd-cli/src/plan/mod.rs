@@ -1,7 +1,8 @@
-//! `mpmd plan`: what the planners say of a case, for programs as JSON, for people as a drawing.
+//! `mpmd plan`: runs the planners on a case. The answer is JSON for programs or a drawing for
+//! people.
 //!
-//! The fields of cases and answers are those of the golden files of the tests. They stay the same
-//! from version to version; fields that a case has beyond them are ignored.
+//! The fields of cases and answers are those of the golden files in the tests. They stay the same
+//! from version to version. Unknown fields of a case are ignored.
 
 mod case;
 mod chunk;
@@ -32,7 +33,7 @@ use field::{Field, Malformed};
 pub(crate) use holding::bytes_text;
 use refusal::Refusal;
 
-/// The exit status where the input does not have the right form.
+/// The exit status for input of the wrong form.
 const MALFORMED: u8 = 2;
 
 /// Ask the planners.
@@ -42,56 +43,56 @@ pub(crate) struct PlanArgs {
     what: What,
 }
 
-/// Each reads one case as JSON, or a list of them, and answers with as many.
+/// The planners. Each reads one case as JSON, or a list of cases, and gives one answer per case.
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Which region of an array each device holds: {sharding, shape}
+    /// The region of an array that each device holds: {sharding, shape}
     Layout(Drawn),
     /// The sharding between a source and a smaller target: {src, dst}
     Intermediate(Input),
     /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements}
     Chunk(Drawn),
-    /// What a strategy gives to the leaves of a tree: {mesh, params, strategy}
+    /// The specs that a strategy gives to the leaves of a tree: {mesh, params, strategy}
     Rules(Input),
-    /// Which piece goes where: {shape, dtype, src, dst, process_of?, host_of?}
+    /// The pieces that move between two shardings: {shape, dtype, src, dst, process_of?, host_of?}
     Reshard(Drawn),
 }
 
-/// Where the cases are, and who the answers are for.
+/// The source of the cases, and the format of the answers.
 #[derive(Args, Debug)]
 struct Input {
-    /// A file with the case or a list of cases as JSON; standard input where there is none, or `-`
+    /// A file with the case or a list of cases as JSON; by default, or for `-`, standard input
     file: Option<PathBuf>,
-    /// A drawing or a table for people instead of JSON
+    /// Print a drawing or a table for people instead of JSON
     #[arg(long)]
     pretty: bool,
 }
 
-/// As [`Input`], of cases that can be drawn.
+/// [`Input`] for cases that can be drawn.
 #[derive(Args, Debug)]
 struct Drawn {
     #[command(flatten)]
     input: Input,
-    /// Also draw the case, of which there is one, into this file
+    /// Also draw the case into this file; there must be exactly one case
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
 
-/// What a planner answers to a case.
+/// The answer of a planner to a case.
 trait Answer {
-    /// As JSON, the same for equal cases.
+    /// Returns the answer as one line of JSON, the same for equal cases.
     fn json(&self) -> String;
 
-    /// For people.
+    /// Returns the answer as text for people.
     fn pretty(&self) -> String;
 
-    /// A drawing as an SVG document, where there is one.
+    /// Returns a drawing as an SVG document, if there is one.
     fn svg(&self) -> Option<String> {
         None
     }
 }
 
-/// Answers cases.
+/// Reads the cases, and prints and draws the answers.
 pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let (input, svg) = match &args.what {
         What::Intermediate(input) | What::Rules(input) => (input, None),
@@ -134,7 +135,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A value as one line of JSON.
+/// Returns a value as one line of JSON.
 fn json_text<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value)
         .expect("structs of texts and numbers, with texts and numbers as keys")
@@ -157,7 +158,7 @@ fn read(file: Option<&Path>) -> Result<Value> {
     serde_json::from_slice(&bytes).with_context(|| format!("{name} is no JSON"))
 }
 
-/// The answer to each case, once all of them are known to have the right form.
+/// Answers each case. Fails before any answer if a case has the wrong form.
 fn answers<C>(
     value: &Value,
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,

@@ -1,4 +1,4 @@
-//! Cases of the right form that have no answer: what is wrong, as one word and as a sentence.
+//! Refusals: well-formed cases without an answer. Each has an error as one word and a message.
 
 use mpmd_core::aval::AvalError;
 use mpmd_core::reshard::ReshardError;
@@ -7,22 +7,22 @@ use mpmd_core::sharding::rules::RulesError;
 use mpmd_core::topology::MeshError;
 use serde::Serialize;
 
-/// Why a case has no answer. It is one itself: `{error, message}`.
+/// The reason why a case has no answer. It serves as the answer: `{error, message}`.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(super) struct Refusal {
-    /// One word, which stays the same from version to version.
+    /// The error as one word, which stays the same from version to version.
     pub(super) error: &'static str,
-    /// For people: what, and where.
+    /// The message for people: the fault and its place.
     pub(super) message: String,
 }
 
 impl Refusal {
-    /// A refusal of the command's own.
+    /// Creates a refusal.
     pub(super) fn new(error: &'static str, message: impl Into<String>) -> Self {
         Self { error, message: message.into() }
     }
 
-    /// The same, of this field of the case.
+    /// Names the field of the case in the message.
     pub(super) fn of(self, field: &str) -> Self {
         Self { message: format!("{field}: {}", self.message), ..self }
     }
@@ -99,7 +99,7 @@ impl From<AvalError> for Refusal {
     }
 }
 
-/// The classes of strategies' errors are those that Python has for them.
+/// The error of a strategy is the class name that Python has for it.
 impl From<RulesError> for Refusal {
     fn from(error: RulesError) -> Self {
         Self::new(error.kind().name(), error.to_string())

@@ -1,4 +1,4 @@
-//! `mpmd plan reshard`: which piece of an array goes from which device to which.
+//! `mpmd plan reshard`: the pieces of an array that move from device to device.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ pub(super) struct Case {
     job: CaseJob,
 }
 
-/// A plan, and what to say of it.
+/// A plan with everything that its drawings need.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) aval: ShapedArray,
@@ -36,7 +36,7 @@ pub(super) struct Found {
     pub(super) summary: Summary,
 }
 
-/// What goes over some links.
+/// The traffic over some links.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Traffic {
     pub(super) pieces: usize,
@@ -67,7 +67,6 @@ struct BytesJson {
 }
 
 impl Case {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         Ok(Self {
             shape: field.get("shape")?.list(Field::count)?,
@@ -78,7 +77,7 @@ impl Case {
         })
     }
 
-    /// Answers it.
+    /// Plans the resharding, or says why the case has no plan.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let aval = ShapedArray::try_new(&self.shape, self.dtype.parse()?)?;
         let side = |name: &str, case: &CaseSharding| {
@@ -99,7 +98,7 @@ impl Case {
 }
 
 impl Found {
-    /// What goes over each class of links, nearest first.
+    /// Returns the traffic over each class of links, nearest first.
     pub(super) fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
         let by_class = self.traffic(|piece| Some(self.class(piece)));
         LinkClass::ALL
@@ -107,12 +106,12 @@ impl Found {
             .to_vec()
     }
 
-    /// What goes from which process to which, by their places.
+    /// Returns the traffic by source and destination process, as places.
     pub(super) fn by_processes(&self) -> BTreeMap<(usize, usize), Traffic> {
         self.traffic(|piece| Some((self.job.place(piece.src), self.job.place(piece.dst))))
     }
 
-    /// The class of the links between two processes, by their places.
+    /// Returns the class of the links between two processes, given as places.
     pub(super) fn class_of(&self, from: usize, to: usize) -> LinkClass {
         let host = |place: usize| self.job.processes()[place].1;
         if from == to {
@@ -124,7 +123,7 @@ impl Found {
         }
     }
 
-    /// The array, the number of pieces, and steps.
+    /// Describes the array, and counts the pieces and steps.
     pub(super) fn headline(&self) -> String {
         let Summary { pieces, steps, .. } = self.summary;
         let [pieces, steps] = [count(pieces, "piece"), count(steps as usize, "step")];
@@ -135,7 +134,7 @@ impl Found {
         self.job.topology().link_between(piece.src, piece.dst).unwrap_or(LinkClass::Network)
     }
 
-    /// The traffic by some key of pieces, without those that have none.
+    /// Sums the traffic by a key of the pieces. Pieces without a key are left out.
     fn traffic<K: Ord>(&self, key: impl Fn(&Piece) -> Option<K>) -> BTreeMap<K, Traffic> {
         let mut by_key: BTreeMap<K, Traffic> = BTreeMap::new();
         for piece in &self.pieces {
@@ -148,7 +147,7 @@ impl Found {
         by_key
     }
 
-    /// Processes and hosts, where there is more than one.
+    /// Returns a table of processes and hosts, or nothing if there is only one process.
     fn owners(&self) -> Vec<String> {
         let processes = self.job.processes();
         if processes.len() < 2 {
@@ -161,7 +160,7 @@ impl Found {
         draw::long_table(rows, &[0, 1])
     }
 
-    /// The devices of the process at a place: `0-3, 8`.
+    /// Returns the devices of the process at a place, as `0-3, 8`.
     pub(super) fn devices_text(&self, place: usize) -> String {
         let devices: Vec<u32> = self.job.devices_at(place).iter().map(|device| device.0).collect();
         super::holding::numbers(&devices)
@@ -195,7 +194,8 @@ impl Found {
         draw::long_table(rows, &[0, 1, 2])
     }
 
-    /// What each device sends to others and receives from others, those that send most first.
+    /// Returns a table of the bytes that each device sends to and receives from others, largest
+    /// senders first.
     fn load(&self) -> Vec<String> {
         let crosses = |piece: &&Piece| piece.src != piece.dst;
         let mut devices: Vec<DeviceId> =

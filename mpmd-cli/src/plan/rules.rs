@@ -1,4 +1,4 @@
-//! `mpmd plan rules`: the specs that a strategy gives to the leaves of a tree.
+//! `mpmd plan rules`: infers the specs that a strategy gives to the leaves of a tree.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,8 @@ use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 use super::{Answer, json_text};
 
-/// The most devices of a mesh that is given by its sizes only, as the planner's.
+/// The maximum number of devices of a mesh that is given by its sizes. The planner has the same
+/// limit.
 const MOST_DEVICES: usize = 1 << 20;
 
 /// `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name, axes],
@@ -25,13 +26,13 @@ pub(super) struct Case {
     rules: Vec<(String, Vec<String>)>,
 }
 
-/// `{shape, dtype, names?}`, and its place in the tree.
+/// `{shape, dtype, names?}`, and its name in the tree.
 #[derive(Debug)]
 struct CaseLeaf {
     name: String,
     shape: Vec<usize>,
     dtype: String,
-    /// Logical names of its dimensions.
+    /// Logical names of the dimensions.
     names: Option<Vec<Option<String>>>,
 }
 
@@ -44,7 +45,6 @@ struct Json<'a> {
 }
 
 impl Case {
-    /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let axis = |field: &Field<'_>| {
             let [axis, size] = field.pair()?;
@@ -72,7 +72,7 @@ impl Case {
         })
     }
 
-    /// Answers it.
+    /// Infers the specs, or says why the case has none.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let mesh = mesh(&self.mesh).map_err(|refusal| refusal.of("mesh"))?;
         let mut logical = LogicalAxes::default();
@@ -109,8 +109,8 @@ impl CaseLeaf {
     }
 }
 
-/// The leaves below `field`, which is one itself, a list or an object, in the order of their
-/// places: keys sorted, lists by index.
+/// Collects the leaves below `field`, which is a leaf, a list or an object. Fields of an object are
+/// in the order of their names, elements of a list by index.
 fn read_leaves(
     field: &Field<'_>,
     name: String,
@@ -125,7 +125,7 @@ fn read_leaves(
     let Some(entries) = field.entries() else {
         return Err(field.expected("a leaf {shape, dtype}, or a list or an object of them"));
     };
-    // A tree may have branches of these names.
+    // A tree may have branches with these names.
     let entry = |key: &str| entries.iter().find(|(name, _)| *name == key).map(|(_, field)| field);
     if let (Some(shape), Some(dtype)) = (entry("shape"), entry("dtype"))
         && dtype.as_text().is_some()

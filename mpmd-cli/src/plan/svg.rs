@@ -1,30 +1,30 @@
-//! Drawings as SVG documents that need nothing else: regions with the devices that hold them,
-//! coloured by process, and what goes over which links.
+//! Drawings as self-contained SVG documents: regions with the devices that hold them, coloured by
+//! process, and the traffic over each class of links.
 
 use std::fmt::Write as _;
 
 use super::holding::{Grid, Holding, bytes_text};
 use super::reshard::Found;
 
-/// The narrowest document.
+/// The minimum width of a document.
 const WIDTH: f64 = 900.0;
 const MARGIN: f64 = 24.0;
 
-/// A holder's number is on a chip of this size.
+/// The height and spacing of chips. A chip shows a holder's number.
 const CHIP_HEIGHT: f64 = 20.0;
 const CHIP_GAP: f64 = 4.0;
 
-/// About the width of a character of the text sizes used here.
+/// The approximate width of a character at the text sizes used here.
 const CHARACTER: f64 = 7.2;
 
-/// The smallest height of a row of regions, and the height that all of them have if there are few.
+/// The minimum height of a row of regions, and the total height of the rows if there are few.
 const ROW: f64 = 34.0;
 const PANEL_HEIGHT: f64 = 220.0;
 
-/// Rows of a table before the rest is only counted.
+/// The maximum number of rows of a table. The rest is only counted.
 const MOST_ROWS: usize = 24;
 
-/// Colours of processes, which take turns: fill and line, by day and by night.
+/// Colours of processes, in turn: fill and line in the light theme, then in the dark theme.
 const COLOURS: [[&str; 4]; 8] = [
     ["#dbeafe", "#2563eb", "#173057", "#6aa5ff"],
     ["#fde7d3", "#c2570c", "#4a2a10", "#f0a05a"],
@@ -36,14 +36,14 @@ const COLOURS: [[&str; 4]; 8] = [
     ["#e5e7eb", "#4b5563", "#2a323c", "#a3adba"],
 ];
 
-/// A document that grows downwards.
+/// An SVG document under construction. It grows downwards.
 struct Page {
     body: String,
     width: f64,
     bottom: f64,
 }
 
-/// One holding.
+/// Draws one holding.
 pub(super) fn one(holding: &Holding) -> String {
     let width = panel_width(holding).max(WIDTH - 2.0 * MARGIN);
     let mut page = Page::new(width + 2.0 * MARGIN);
@@ -52,7 +52,7 @@ pub(super) fn one(holding: &Holding) -> String {
     page.finish()
 }
 
-/// Source and destination of a plan, and what it moves.
+/// Draws the source and destination of a plan, and its traffic.
 pub(super) fn reshard(found: &Found) -> String {
     const BETWEEN: f64 = 64.0;
     let least = (WIDTH - 2.0 * MARGIN - BETWEEN) / 2.0;
@@ -84,7 +84,7 @@ impl Page {
         Self { body: String::new(), width: width.max(WIDTH), bottom: MARGIN - 8.0 }
     }
 
-    /// A line of text below all else, cut where it would not fit.
+    /// Adds a line of text at the bottom, cut to the width of the page.
     fn line(&mut self, text: &str, class: &str, weight: u32) {
         self.bottom += 22.0;
         let fits = ((self.width - 2.0 * MARGIN) / CHARACTER) as usize;
@@ -100,7 +100,7 @@ impl Page {
         );
     }
 
-    /// A rectangle in the colour of a process, or without one.
+    /// Draws a rectangle of a class, such as the colour of a process.
     fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str, rounded: f64) {
         let _ = writeln!(
             self.body,
@@ -108,7 +108,7 @@ impl Page {
         );
     }
 
-    /// A holding at this place; where it ends below.
+    /// Draws a holding at this place. Returns the y coordinate of its lower end.
     fn panel(
         &mut self,
         holding: &Holding,
@@ -144,7 +144,7 @@ impl Page {
             let mut end = f64::MIN;
             for (cut, x) in grid.columns.iter().zip(&xs) {
                 let half = cut.to_string().len() as f64 * CHARACTER / 2.0;
-                // A number that would touch the one before it is left out.
+                // A number that would touch the previous one is left out.
                 if x - half > end + 2.0 {
                     self.text(*x, y + 13.0, &cut.to_string(), "m", "middle", 400);
                     end = x + half;
@@ -167,7 +167,7 @@ impl Page {
         ys[ys.len() - 1]
     }
 
-    /// A line for each region: its bounds, and the chips of its holders.
+    /// Draws an entry for each region: its bounds, and the chips of its holders.
     fn list(
         &mut self,
         holding: &Holding,
@@ -207,7 +207,7 @@ impl Page {
         }
     }
 
-    /// Which colour is which process.
+    /// Draws the colour of each process, with its host and devices.
     fn legend(&mut self, found: &Found) {
         let processes = found.job.processes();
         self.bottom += 18.0;
@@ -223,7 +223,7 @@ impl Page {
         self.more(processes.len(), "processes");
     }
 
-    /// What goes over each class of links, and from which process to which.
+    /// Draws the traffic over each class of links, and between each pair of processes.
     fn links(&mut self, found: &Found) {
         let most =
             found.by_class().iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
@@ -245,7 +245,7 @@ impl Page {
         self.more(pairs.len(), "pairs of processes");
     }
 
-    /// A bar with its name and what it stands for.
+    /// Draws a bar with its name and amount.
     fn amount(&mut self, name: &str, share: f64, pieces: usize, bytes: u64) {
         const NAME: f64 = 250.0;
         const AMOUNT: f64 = 200.0;
@@ -286,7 +286,7 @@ impl Page {
     }
 }
 
-/// How the chips of some holders are arranged within a width.
+/// The arrangement of the chips of some holders within a width.
 struct Chips {
     chip: f64,
     columns: usize,
@@ -297,7 +297,7 @@ impl Chips {
     fn new(holders: &[u32], width: f64) -> Self {
         let chip = chip_width(holders);
         let fit = ((width + CHIP_GAP) / (chip + CHIP_GAP)) as usize;
-        // As square as it goes: eight are two rows of four, not one and a bit.
+        // Rows of equal length: eight chips are two rows of four, not a full row and a rest.
         let rows = holders.len().div_ceil(fit.clamp(1, holders.len().max(1)));
         let columns = holders.len().div_ceil(rows.max(1)).max(1);
         Self { chip, columns, rows }
@@ -312,12 +312,12 @@ impl Chips {
     }
 }
 
-/// The class of what belongs to the process at a place.
+/// Returns the class for the colour of the process at a place.
 fn colour(place: usize) -> String {
     format!("p{}", place % COLOURS.len())
 }
 
-/// The colour of the process that all of the holders belong to, if they do.
+/// Returns the colour of the common process of all holders, or `tile` if they have none.
 fn tile_class(holders: &[u32], process: &dyn Fn(u32) -> usize) -> String {
     let mut places = holders.iter().map(|holder| process(*holder));
     let first = places.next();
@@ -329,13 +329,13 @@ fn chip_width(holders: &[u32]) -> f64 {
     (digits as f64 * CHARACTER + 10.0).max(24.0)
 }
 
-/// The least width of a panel in which every chip has room.
+/// Returns the minimum width of a panel in which every chip has room.
 fn panel_width(holding: &Holding) -> f64 {
     let Some(grid) = holding.grid() else { return 0.0 };
     row_margin(&grid) + (grid.columns.len() - 1) as f64 * column_least(holding, &grid)
 }
 
-/// The room for the numbers of the rows.
+/// Returns the width of the column with the row numbers.
 fn row_margin(grid: &Grid) -> f64 {
     let digits = grid.rows.iter().map(|row| row.to_string().len()).max().unwrap_or(0);
     if grid.has_rows { digits as f64 * CHARACTER + 10.0 } else { 0.0 }
@@ -347,8 +347,8 @@ fn column_least(holding: &Holding, grid: &Grid) -> f64 {
     (chip + 2.0 * CHIP_GAP).max((numbers + 1) as f64 * CHARACTER)
 }
 
-/// Where the cuts are drawn, to scale if every part then has its least width, else equally far
-/// apart.
+/// Returns the positions of the cuts. They are to scale if every part then has at least width
+/// `least`, else equally spaced.
 fn places(cuts: &[usize], start: f64, width: f64, least: f64) -> Vec<f64> {
     let parts = cuts.len() - 1;
     let length = (cuts[parts] - cuts[0]) as f64;
@@ -363,7 +363,7 @@ fn places(cuts: &[usize], start: f64, width: f64, least: f64) -> Vec<f64> {
     cuts.iter().enumerate().map(place).collect()
 }
 
-/// Where the rows are drawn: high enough for all chips.
+/// Returns the positions of the row borders. Every row is high enough for its chips.
 fn rows_of(holding: &Holding, grid: &Grid, xs: &[f64], start: f64) -> Vec<f64> {
     let parts = grid.rows.len() - 1;
     let mut least = ROW;
@@ -389,7 +389,7 @@ fn escaped(text: &str) -> String {
             '&' => escaped.push_str("&amp;"),
             '<' => escaped.push_str("&lt;"),
             '>' => escaped.push_str("&gt;"),
-            // No document may have these, however they are written.
+            // XML does not allow control characters, not even escaped.
             c if c.is_control() => escaped.push('\u{fffd}'),
             c => escaped.push(c),
         }
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_are_to_scale_where_there_is_room() {
+    fn cuts_are_to_scale_if_there_is_room() {
         assert_eq!(places(&[0, 1, 4], 10.0, 100.0, 20.0), [10.0, 35.0, 110.0]);
         assert_eq!(places(&[0, 1, 4], 10.0, 100.0, 30.0), [10.0, 60.0, 110.0]);
         assert_eq!(places(&[3, 4], 0.0, 50.0, 60.0), [0.0, 50.0]);

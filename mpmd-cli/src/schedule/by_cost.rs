@@ -1,23 +1,24 @@
-//! The order that is looked for, where a name stands for none.
+//! The schedule name ByCost: searches for the order that fits given costs best.
 
 use anyhow::{Context as _, Result, ensure};
 use mpmd_core::pipeline::check::Budget;
 use mpmd_core::pipeline::{Builtin, Costs, Found, Schedule, SearchOptions, search};
 
-/// Whether a name asks for the order that fits the costs best.
+/// True if a name requests the search for the best order.
 pub(crate) fn is_by_cost(name: &str) -> bool {
     name.eq_ignore_ascii_case("bycost") || name.eq_ignore_ascii_case("by-cost")
 }
 
-/// Looks for the best order for the costs, one for each pass where there are none, within the
-/// budget.
+/// Searches for the best order for the costs within the budget. By default each pass costs one.
 ///
-/// Stages lie on the ranks as in the built-in schedules of so many chunks: of those that place them
-/// differently each is tried, and the shortest is the answer.
+/// The stages are placed on the ranks as in the built-in schedules with `chunks` stages per rank.
+/// If these schedules differ in placement, each placement is tried, and the shortest result is
+/// returned.
 ///
 /// # Errors
 ///
-/// Where there is no schedule for these numbers, or none is found.
+/// If no built-in schedule has these numbers, if `costs` has another number of stages, or if no
+/// order is found.
 pub(crate) fn by_cost(
     ranks: usize,
     microbatches: usize,
@@ -73,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_of_all_placements_is_found_and_what_cannot_be_is_refused() {
+    fn finds_best_placement_and_refuses_wrong_numbers() {
         assert!(is_by_cost("ByCost") && is_by_cost("by-cost") && !is_by_cost("1F1B"));
         let one = by_cost(4, 8, None, None, Some(Budget::Activations(4))).unwrap();
         assert!(one.makespan <= 27.0, "{}", one.makespan);

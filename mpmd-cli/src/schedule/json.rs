@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::source::Source;
 
-/// All that is known of a schedule. Times are in `unit`, lists are by rank.
+/// The JSON form of a schedule. Times are in `unit`; lists are by rank.
 #[derive(Serialize)]
 struct Shown<'a> {
     schedule: &'a str,
@@ -17,22 +17,22 @@ struct Shown<'a> {
     /// `loop`, `V` or `custom`.
     placement: &'a str,
     rank_of_stage: &'a [usize],
-    /// As in torch's text.
+    /// The cells of torch's text.
     rows: Vec<Vec<String>>,
-    /// As in a sidecar.
+    /// The hash of the text, as in a sidecar.
     hash: String,
     unit: String,
     makespan: f64,
-    /// The time beyond what the busiest rank computes.
+    /// The makespan minus the compute time of the busiest rank.
     bubble: f64,
     /// The share of all ranks' time in which they compute nothing.
     bubble_share: f64,
-    /// Forward passes begun whose gradients are not all computed, at most.
+    /// The peak number of forward passes that wait for their gradients.
     activations: Vec<usize>,
-    /// The same in bytes, where costs say how many.
+    /// The same peaks in bytes, if the costs have bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_bytes: Option<Vec<f64>>,
-    /// Time between a rank's first and last action in which it computes nothing.
+    /// The time without computation between a rank's first and last action.
     idle: Vec<f64>,
 }
 

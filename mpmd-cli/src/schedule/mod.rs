@@ -1,4 +1,4 @@
-//! `mpmd schedule`: a schedule as torch's text, as a table in a terminal, as data, or as a picture.
+//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a picture.
 
 mod by_cost;
 mod json;
@@ -21,70 +21,71 @@ pub(crate) use by_cost::{by_cost, is_by_cost};
 use source::Source;
 pub(crate) use source::{is_file, read, read_costs};
 
-/// The exit status where arguments or files are wrong.
+/// The exit status for wrong arguments or files.
 const WRONG: u8 = 2;
 
 /// Show a schedule.
 ///
-/// Built-in are GPipe, GPipe-reversed, 1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZB-H1,
-/// InterleavedZeroBubble (ZB1P), ZBVZeroBubble (ZBV), DualPipeV and ForwardOnly, in upper or lower
-/// case, with or without `-` and `_`. ByCost is the shortest order that is found for --costs within
-/// --budget.
+/// The built-in schedules are GPipe, GPipe-reversed, 1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS,
+/// ZB-H1, InterleavedZeroBubble (ZB1P), ZBVZeroBubble (ZBV), DualPipeV and ForwardOnly. Upper or
+/// lower case, `-` and `_` make no difference. ByCost is the shortest order found for --costs
+/// within --budget.
 #[derive(Args, Debug)]
 pub(crate) struct ScheduleArgs {
-    /// The name of a built-in schedule, or a file with torch's text of one. What lies beside
-    /// FILE.csv as FILE.toml is read, too, and must be of the same schedule
+    /// The name of a built-in schedule, or a file with torch's text of one. FILE.toml beside
+    /// FILE.csv is read, too, and must belong to the same schedule
     name: String,
-    /// How many ranks
+    /// Number of ranks
     #[arg(long, short = 'p', value_name = "P")]
     ranks: Option<usize>,
-    /// How many microbatches
+    /// Number of microbatches
     #[arg(long, short = 'm', value_name = "M")]
     microbatches: Option<usize>,
-    /// How many stages on each rank; two where the schedule is about several, else one
+    /// Number of stages on each rank; by default two if the schedule needs several, else one
     #[arg(long, short = 'v', value_name = "V")]
     chunks: Option<usize>,
-    /// What to show it as
+    /// The output format
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
-    /// A file with what the passes of each stage cost, as TOML; each takes one where there is none,
-    /// and moves nothing. B is I and W, its gradient leaves at its end
+    /// A file with the costs of each stage's passes, as TOML; by default each pass costs one and
+    /// moves cost nothing. B is I and then W, and its gradient is sent at its end
     #[arg(long, value_name = "FILE.toml")]
     costs: Option<PathBuf>,
-    /// The most that a rank may hold at a time, for ByCost: bytes of activations as the costs have
-    /// them, or as in 4activations
+    /// The memory limit of a rank, for ByCost: bytes of activations by the costs, or a number as in
+    /// 4activations
     #[arg(long, value_name = "BYTES", value_parser = crate::check::budget)]
     budget: Option<Budget>,
-    /// Where to; standard output where there is none. Text in a file is torch's to the byte, its
-    /// lines end with `\r\n`
+    /// The file to write; by default standard output. Text in a file is identical to torch's, with
+    /// lines that end with `\r\n`
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// With sends, receives, gathers and reductions in the text (torch's `compute_comms`)
+    /// Include sends, receives, gathers and reductions in the text (torch's `compute_comms`)
     #[arg(long)]
     comms: bool,
-    /// Beside FILE.csv of --output write FILE.toml, with what the text cannot say
+    /// Also write FILE.toml beside FILE.csv of --output, with the facts that the text cannot
+    /// express
     #[arg(long, requires = "output")]
     sidecar: bool,
-    /// Which of torch's two formats a file is in, where that is not to be found out
+    /// The format of a file, one of torch's two, if it cannot be detected
     #[arg(long, value_enum)]
     flavour: Option<Asked>,
-    /// How many characters wide a table may be
+    /// The maximum width of a table, in characters
     #[arg(long, value_name = "N", default_value_t = 120)]
     width: usize,
 }
 
-/// What a schedule is shown as.
+/// The output format.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum Format {
-    /// Torch's text: a line for each rank, cells with commas between them
+    /// Torch's text: a line for each rank, cells separated by commas
     Text,
-    /// For a terminal: a line for each rank, time from left to right
+    /// A table for a terminal: a line for each rank, time from left to right
     Table,
-    /// All that is known of it
+    /// All facts about the schedule as JSON
     Json,
     /// A drawing for documents
     Svg,
-    /// A page that can be zoomed and asked
+    /// A page that can be zoomed
     Html,
 }
 
@@ -97,7 +98,7 @@ enum Asked {
     ComputeComms,
 }
 
-/// Shows a schedule.
+/// Shows a schedule. Prints an error itself, and then returns the exit status 2.
 pub(crate) fn schedule(args: &ScheduleArgs) -> Result<ExitCode> {
     match show(args) {
         Ok(()) => Ok(ExitCode::SUCCESS),
@@ -110,7 +111,7 @@ pub(crate) fn schedule(args: &ScheduleArgs) -> Result<ExitCode> {
 
 fn show(args: &ScheduleArgs) -> Result<()> {
     if args.sidecar && args.format != Format::Text {
-        bail!("--sidecar lies beside a text, and --format is another");
+        bail!("--sidecar needs --format text");
     }
     if args.comms && args.format != Format::Text {
         bail!("--comms is for --format text: the others show moves by themselves");
@@ -139,7 +140,7 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
         anyhow::ensure!(!same, "{} would be text and sidecar at once", path.display());
     }
     let Some(path) = &args.output else {
-        // Line ends as people and other programs have them.
+        // With line ends that people and other programs expect.
         let lines = text.lines().into_iter().map(|line| line + "\n");
         return write(args, lines.collect::<String>().as_bytes());
     };
@@ -159,14 +160,14 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     Ok(())
 }
 
-/// The poorest of the channels over which it comes to its end, where what is computed leaves as
-/// torch has it.
+/// Returns the poorest channel over which the steps end, if results are sent in torch's order.
+/// `None` if they end over no channel.
 fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
     let flow = Flow::of_lowered(steps, Leaves::InOrder)?;
     Ok(Channel::RENDEZVOUS.into_iter().rev().find(|channel| check(&flow, *channel).is_ok()))
 }
 
-/// What each rank does with the moves: those of the text where it has them.
+/// Returns the steps of each rank with the moves: those of the text if it has moves.
 fn steps(source: &Source) -> Result<Lowered> {
     match &source.text {
         Some(text) if text.flavour == Flavour::ComputeComms => Ok(Lowered::of_text(text)),
@@ -192,21 +193,21 @@ fn write(args: &ScheduleArgs, bytes: &[u8]) -> Result<()> {
             fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
         }
         None => match io::stdout().write_all(bytes).and_then(|()| io::stdout().flush()) {
-            // Who reads has seen enough.
+            // The reader has closed the pipe, and needs no more.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
             done => done.context("cannot write to standard output"),
         },
     }
 }
 
-/// For each rank the most forward passes that are begun and whose gradients are not all computed.
+/// Returns, for each rank, the peak number of forward passes that wait for their gradients.
 fn activations(schedule: &Schedule) -> Vec<usize> {
     use mpmd_core::pipeline::ActionKind::{Backward, BackwardWeight, Forward};
     let peak = |row: &Vec<mpmd_core::pipeline::Action>| {
         let (mut live, mut most) = (0_usize, 0);
         for action in row {
             match action.kind {
-                // In inference nothing is kept.
+                // Inference keeps no activations.
                 Forward if !schedule.has_backward() => most = 1,
                 Forward => live += 1,
                 Backward | BackwardWeight => live -= 1,

@@ -1,4 +1,4 @@
-//! Where the schedule comes from: a name, or files.
+//! Finds the schedule for the arguments: by name, or from files.
 
 use std::fs;
 use std::path::Path;
@@ -8,17 +8,17 @@ use mpmd_core::pipeline::{Builtin, Costs, Flavour, Schedule, Sidecar, Text};
 
 use super::{Asked, ScheduleArgs, by_cost, is_by_cost};
 
-/// A schedule with what came with it.
+/// A schedule and its source.
 pub(super) struct Source {
     pub(super) schedule: Schedule,
-    /// The text it was read from.
+    /// The text from which it was read, if it comes from a file.
     pub(super) text: Option<Text>,
-    /// Of the arguments, or of what lies beside the text.
+    /// The costs from the arguments, or from the sidecar file.
     pub(super) costs: Option<Costs>,
 }
 
 impl Source {
-    /// Finds what the arguments mean.
+    /// Finds the schedule. Fails if the arguments or files are wrong.
     pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
         let path = Path::new(&args.name);
         let costs = args.costs.as_deref().map(read_costs).transpose()?;
@@ -45,12 +45,13 @@ impl Source {
         Ok(source)
     }
 
-    /// What passes cost: one each, where nothing says more.
+    /// Returns the costs of passes, by default one for each.
     pub(super) fn costs(&self) -> Costs {
         self.costs.clone().unwrap_or_else(|| Costs::units(self.schedule.stages()))
     }
 
-    /// Says on standard error what the fixed orders would take.
+    /// Searches for the best order. Prints its makespan and those of the fixed orders to standard
+    /// error.
     fn by_cost(args: &ScheduleArgs, costs: Option<&Costs>) -> Result<Self> {
         let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
             bail!("ByCost needs --ranks and --microbatches");
@@ -69,7 +70,7 @@ impl Source {
     }
 
     fn built_in(args: &ScheduleArgs) -> Result<Self> {
-        // First, so that a wrong name is not answered with a question for numbers.
+        // First, so that a wrong name gives its own error.
         if Builtin::named(&args.name).is_none() {
             Schedule::named(&args.name, 1, 1, None)?;
         }
@@ -113,12 +114,12 @@ impl Source {
     }
 }
 
-/// Costs of stages from a TOML file.
+/// Reads the costs of stages from a TOML file.
 pub(crate) fn read_costs(path: &Path) -> Result<Costs> {
     toml::from_str(&read(path)?).with_context(|| path.display().to_string())
 }
 
-/// Whether what is no schedule's name is meant as a file, there or not.
+/// True if an argument that is no schedule's name means a file. The file may be missing.
 pub(crate) fn is_file(path: &Path) -> bool {
     path.components().count() > 1 || path.extension().is_some() || path.exists()
 }

@@ -6,13 +6,13 @@ use mpmd_core::pipeline::Schedule;
 use mpmd_core::pipeline::simulate::SimulatedSchedule;
 use mpmd_core::trace::Row;
 
-/// The most characters that all of the time takes; what would be longer has no room for all names.
+/// The maximum number of characters for the whole time. In a longer table not all names fit.
 const LONGEST: f64 = 100_000.0;
 
-/// The table: what it costs all in all, then the time in as many pieces as the width asks for.
+/// Returns the summary of the costs and the table. The table is cut into pieces that fit the width.
 ///
-/// A bar begins with the name of its action, `2F7` for the forward pass of stage 2 and microbatch
-/// 7, and is filled with `-`; in a `.` the rank computes nothing.
+/// A bar begins with the name of its action and is filled with `-`. `2F7` is the forward pass of
+/// stage 2 and microbatch 7. A `.` stands for time in which the rank computes nothing.
 pub(super) fn table(
     schedule: &Schedule,
     simulated: &SimulatedSchedule,
@@ -33,7 +33,7 @@ pub(super) fn table(
     );
     let _ = writeln!(
         text,
-        "takes {} {units}, of which {} are beyond what the busiest rank computes; ranks compute \
+        "takes {} {units}, of which {} are beyond the busiest rank's compute time; ranks compute \
          nothing for {:.1} % \
          of the time",
         number(makespan),
@@ -49,7 +49,7 @@ pub(super) fn table(
     let columns = ((makespan * scale).round() as usize).min(LONGEST as usize);
     let lines: Vec<String> = timeline.rows.iter().map(|row| bars(row, scale, columns)).collect();
     let room = width.saturating_sub(head.len()).max(10);
-    // Whole units, so that no bar of one is cut in two.
+    // A multiple of one time unit, so that no bar of that length is cut.
     let one = (scale.round() as usize).clamp(1, room);
     let room = room / one * one;
     for from in (0..columns).step_by(room) {
@@ -73,7 +73,8 @@ pub(super) fn table(
     text
 }
 
-/// Characters for one of time: enough for the name of the shortest bar, and a space.
+/// Returns the characters per unit of time: enough for the longest name and a space in the shortest
+/// bar.
 fn scale(rows: &[Row], makespan: f64) -> f64 {
     let bars = || rows.iter().flat_map(|row| &row.bars).filter(|bar| bar.end > bar.start);
     let shortest = bars().map(|bar| bar.end - bar.start).fold(f64::INFINITY, f64::min);
@@ -84,7 +85,7 @@ fn scale(rows: &[Row], makespan: f64) -> f64 {
     ((longest_name + 1) as f64 / shortest).min(LONGEST / makespan)
 }
 
-/// A rank's line, in ASCII.
+/// Draws a rank's line, in ASCII.
 fn bars(row: &Row, scale: f64, columns: usize) -> String {
     let mut line = vec![b'.'; columns];
     for bar in &row.bars {
@@ -100,7 +101,7 @@ fn bars(row: &Row, scale: f64, columns: usize) -> String {
     String::from_utf8_lossy(&line).into_owned()
 }
 
-/// Times above the lines, so far apart that they can be read.
+/// Draws the times above the lines, far enough apart to be read.
 fn axis(from: usize, until: usize, scale: f64) -> String {
     let mut text = String::new();
     let step = (scale.round() as usize).max(1);
@@ -114,7 +115,7 @@ fn axis(from: usize, until: usize, scale: f64) -> String {
     text
 }
 
-/// At most four digits after the point, and no zeros at the end.
+/// Formats a number with at most four decimals, without trailing zeros.
 fn number(value: f64) -> String {
     let text = format!("{value:.4}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_stand_where_their_time_is() {
+    fn bars_are_drawn_at_their_times() {
         let text = shown("1f1b", &Costs::units(2), 80);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "1F1B: 2 ranks, 2 microbatches, 2 stages (loop)");
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_narrow_table_has_pieces_and_no_line_is_wider() {
+    fn narrow_table_is_cut_into_pieces() {
         let text = shown("1f1b", &Costs::units(2), 40);
         let pieces: Vec<&str> = text.lines().filter(|line| line.starts_with("    0 ")).collect();
         assert_eq!(pieces.len(), 3, "{text}");

@@ -1,4 +1,4 @@
-//! `mpmd trace`: what the processes of a traced run have written, as one.
+//! `mpmd trace`: merges the files that the processes of a traced run have written.
 
 use std::fs;
 use std::io::{BufWriter, Write as _};
@@ -15,22 +15,22 @@ use crate::draw;
 /// Arguments of `mpmd trace`.
 #[derive(Args, Debug)]
 pub(crate) struct TraceArgs {
-    /// The folder that the run was told with `mpmd run --trace` or MPMD_TRACE
+    /// The folder given to the run as `mpmd run --trace` or MPMD_TRACE
     folder: PathBuf,
-    /// Write a page that shows the timeline, and can be zoomed and asked
+    /// Write a page that shows the timeline and can be zoomed
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Write Trace Event JSON, which ui.perfetto.dev and chrome://tracing open
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Write what each stage of a pipeline took, in seconds, as TOML: costs for simulations of
-    /// schedules
+    /// Write the measured times of each stage of a pipeline, in seconds, as TOML: costs for
+    /// simulations of schedules
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
     /// Write the timeline as JSON, for `mpmd draw`
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// These steps only, as 3 or 3..7; both ends count
+    /// These steps only, as 3 or 3..7, both ends included
     #[arg(long, value_name = "A..B", value_parser = steps)]
     steps: Option<RangeInclusive<u64>>,
 }

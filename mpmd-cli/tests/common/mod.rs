@@ -1,4 +1,4 @@
-//! Asking `mpmd plan`.
+//! Calls `mpmd` and checks its answers.
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// No question takes so long.
+/// The time limit of a call.
 const LONG: Duration = Duration::from_secs(60);
 
-/// What the program said.
+/// The output and exit status of the program.
 #[derive(Debug)]
 pub(crate) struct Told {
     pub(crate) status: Option<i32>,
@@ -21,12 +21,12 @@ pub(crate) struct Told {
     pub(crate) stderr: String,
 }
 
-/// Asks `mpmd plan` with this on standard input.
+/// Calls `mpmd plan` with `input` on standard input.
 pub(crate) fn ask(args: &[&str], input: &str) -> Told {
     call(&[&["plan"], args].concat(), input)
 }
 
-/// Calls `mpmd` with this on standard input.
+/// Calls `mpmd` with `input` on standard input.
 pub(crate) fn call(args: &[&str], input: &str) -> Told {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.args(args);
@@ -37,7 +37,7 @@ pub(crate) fn call(args: &[&str], input: &str) -> Told {
         .spawn()
         .unwrap();
     let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_owned());
-    // It may end without having read all of it.
+    // The program may end before it has read everything.
     let writer = thread::spawn(move || drop(stdin.write_all(input.as_bytes())));
     let (stdout, stderr) =
         (reader(child.stdout.take().unwrap()), reader(child.stderr.take().unwrap()));
@@ -57,14 +57,14 @@ pub(crate) fn call(args: &[&str], input: &str) -> Told {
     Told { status: status.code(), stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
 }
 
-/// The answer to a question that has the right form.
+/// Returns the answer to a well-formed case.
 pub(crate) fn told(what: &str, case: &Value) -> Value {
     let answer = ask(&[what], &case.to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""), "{what} of {case}");
     serde_json::from_str(&answer.stdout).unwrap()
 }
 
-/// Asks a question whose answer is this error, with a message that has all these texts.
+/// Checks that the answer is this error, with a message that contains all texts.
 pub(crate) fn refused(what: &str, case: &Value, error: &str, texts: &[&str]) {
     let answer = told(what, case);
     assert_eq!(answer["error"], error, "{what} of {case}: {answer}");
@@ -75,7 +75,7 @@ pub(crate) fn refused(what: &str, case: &Value, error: &str, texts: &[&str]) {
     assert_eq!(answer.as_object().unwrap().len(), 2, "{what} of {case}: {answer}");
 }
 
-/// A file of this name, of this run of the tests.
+/// Returns a path with this name, unique to this test run.
 pub(crate) fn temporary(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()))
 }

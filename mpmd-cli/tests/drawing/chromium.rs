@@ -1,4 +1,4 @@
-//! A browser without a window, asked over two pipes.
+//! A headless browser, controlled over two pipes.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -13,18 +13,18 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// No answer takes so long, also on a machine that does much else.
+/// The time limit of an answer, also on a busy machine.
 const LONG: Duration = Duration::from_secs(90);
 
-/// What the browser may be called.
+/// Possible names of the browser.
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
-/// A browser with one page. Ends with it, and leaves nothing.
+/// A browser with one page. Dropping it ends all its processes and removes its files.
 pub(crate) struct Chromium {
     child: Child,
     ask: Option<ChildStdin>,
     said: Receiver<Value>,
-    /// What has been said besides answers.
+    /// Events received between answers.
     events: VecDeque<Value>,
     session: String,
     next: u64,
@@ -32,7 +32,7 @@ pub(crate) struct Chromium {
 }
 
 impl Chromium {
-    /// Starts one; none where there is none, which it says.
+    /// Starts a browser. If none is installed, prints that and returns `None`.
     pub(crate) fn start() -> Option<Self> {
         let answers = |name: &&&str| {
             let output = Command::new(name)
@@ -47,8 +47,8 @@ impl Chromium {
             return None;
         };
         let profile = tempfile::Builder::new().prefix("mpmd-chromium-").tempdir().unwrap();
-        // It reads descriptor 3 and writes descriptor 4. The shell puts the pipes there, and
-        // becomes it.
+        // The browser reads descriptor 3 and writes descriptor 4. The shell sets up these pipes and
+        // then executes the browser.
         let mut command = Command::new("sh");
         command.args(["-c", r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#, "sh", name]);
         command.args([
@@ -77,7 +77,7 @@ impl Chromium {
         command
             .arg(format!("--user-data-dir={}", profile.path().join("profile").display()))
             .arg("about:blank");
-        // Whatever it keeps, it keeps there.
+        // All files of the browser go into this folder.
         command.env("HOME", profile.path()).env("XDG_CONFIG_HOME", profile.path());
         command.env("XDG_CACHE_HOME", profile.path()).env("TMPDIR", profile.path());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
@@ -132,7 +132,7 @@ impl Chromium {
             .unwrap_or_else(|error| panic!("{what}: {error} within {LONG:?}"))
     }
 
-    /// Opens a file at this size, by day or by night, and waits until it is there.
+    /// Opens a file at this window size and colour scheme, and waits until it is loaded.
     pub(crate) fn open(&mut self, path: &Path, [width, height]: [u32; 2], scheme: &str) {
         let screen =
             json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
@@ -155,7 +155,7 @@ impl Chromium {
         }
     }
 
-    /// Until what has been changed is drawn.
+    /// Waits until changes are drawn.
     pub(crate) fn settle(&mut self) {
         self.value(
             "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => \
@@ -163,7 +163,7 @@ impl Chromium {
         );
     }
 
-    /// The value of an expression of the page.
+    /// Evaluates an expression in the page.
     pub(crate) fn value(&mut self, expression: &str) -> Value {
         let ask = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let mut answer = self.call("Runtime.evaluate", ask);
@@ -171,19 +171,19 @@ impl Chromium {
         answer["result"]["value"].take()
     }
 
-    /// The value of an expression that is a number.
+    /// Evaluates an expression that is a number.
     pub(crate) fn number(&mut self, expression: &str) -> f64 {
         let value = self.value(expression);
         value.as_f64().unwrap_or_else(|| panic!("{expression} is {value}"))
     }
 
-    /// The value of an expression that is a text.
+    /// Evaluates an expression that is a text.
     pub(crate) fn text(&mut self, expression: &str) -> String {
         let value = self.value(expression);
         value.as_str().unwrap_or_else(|| panic!("{expression} is {value}")).to_owned()
     }
 
-    /// What the mouse does, at a place.
+    /// Sends a mouse event at a position.
     pub(crate) fn mouse(&mut self, kind: &str, [x, y]: [f64; 2], more: Value) {
         let mut event = json!({"type": kind, "x": x, "y": y});
         more.as_object()
@@ -194,14 +194,14 @@ impl Chromium {
         self.settle();
     }
 
-    /// Presses the left button and lets go.
+    /// Clicks with the left button.
     pub(crate) fn click(&mut self, at: [f64; 2]) {
         let left = json!({"button": "left", "buttons": 1, "clickCount": 1});
         self.mouse("mousePressed", at, left.clone());
         self.mouse("mouseReleased", at, left);
     }
 
-    /// Presses a key and lets go: `ArrowRight`, or a letter.
+    /// Presses and releases a key, as `ArrowRight` or a letter.
     pub(crate) fn key(&mut self, key: &str) {
         let text = if key.len() == 1 { json!(key) } else { Value::Null };
         let mut down = json!({"type": "keyDown", "key": key});
@@ -213,7 +213,7 @@ impl Chromium {
         self.settle();
     }
 
-    /// Errors and warnings of the page since it was opened, and what it has asked of a network.
+    /// Returns errors and warnings since the page was opened, and its network requests.
     pub(crate) fn complaints(&mut self) -> Vec<String> {
         self.settle();
         while let Ok(message) = self.said.try_recv() {
@@ -239,7 +239,7 @@ impl Chromium {
         self.events.iter().filter_map(complaint).collect()
     }
 
-    /// Writes what is seen into a file of the folder that `MPMD_SCREENSHOTS` names, if it does.
+    /// Writes a screenshot to the folder in `MPMD_SCREENSHOTS`, if it is set.
     pub(crate) fn picture(&mut self, name: &str) {
         let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else { return };
         fs::create_dir_all(&folder).unwrap();
@@ -248,7 +248,7 @@ impl Chromium {
             .unwrap();
     }
 
-    /// The page on paper.
+    /// Prints the page. Returns the PDF.
     pub(crate) fn paper(&mut self, name: &str) -> Vec<u8> {
         let answer = self
             .call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
@@ -259,7 +259,7 @@ impl Chromium {
         paper
     }
 
-    /// Ends it, and sees to it that nothing of it is left.
+    /// Ends the browser, and checks that none of its processes is left.
     pub(crate) fn end(mut self) {
         self.session.clear();
         self.call("Browser.close", json!({}));
@@ -271,7 +271,7 @@ impl Chromium {
         }
     }
 
-    /// The processes that have this one's profile in their command line.
+    /// Returns the processes with this browser's profile in their command line.
     fn left(&self) -> Vec<u32> {
         let profile = self.profile.path().to_str().expect("a name of ours").as_bytes();
         let mut left = Vec::new();
@@ -303,7 +303,7 @@ impl Drop for Chromium {
     }
 }
 
-/// What is written in base 64.
+/// Decodes base 64.
 fn decoded(text: &str) -> Vec<u8> {
     let digit = |c: u8| match c {
         b'A'..=b'Z' => c - b'A',

@@ -1,4 +1,4 @@
-//! `mpmd draw` as people see it: pages opened, pointed at and zoomed in a browser.
+//! `mpmd draw` in a browser: opens pages, points at bars and zooms.
 
 mod chromium;
 mod timelines;
@@ -14,10 +14,10 @@ use tempfile::TempDir;
 use chromium::Chromium;
 use timelines::{one_forward_one_backward, zero_bubble_v};
 
-/// A usual window.
+/// A common window size.
 const WINDOW: [u32; 2] = [1280, 800];
 
-/// Pictures of a timeline, by the program itself.
+/// The pictures of a timeline, drawn by the program itself.
 struct Drawn {
     folder: TempDir,
 }
@@ -40,8 +40,8 @@ impl Drawn {
     }
 }
 
-/// What lies over something else, hangs out of the window or is cut, in a page. Boxes of one group
-/// are apart.
+/// Finds elements of a page that overlap, leave the window or are cut. Boxes of one group must not
+/// overlap.
 const ASTRAY: &str = r##"(() => {
     const found = [];
     const groups = ["h1, #figures > div", "#legend li, #controls > *", "#corner, #ticks span, .head:not([hidden])", "#steps span",
@@ -62,7 +62,7 @@ const ASTRAY: &str = r##"(() => {
     return found.slice(0, 10).join("; ");
 })()"##;
 
-/// The same of the texts of a drawing.
+/// Finds the same faults in the texts of a drawing.
 const ASTRAY_TEXTS: &str = r##"(() => {
     const found = [], box = document.documentElement.viewBox.baseVal;
     const texts = [...document.querySelectorAll("text")].map((it) => [it.textContent, it.getBBox()]);
@@ -79,7 +79,7 @@ const ASTRAY_TEXTS: &str = r##"(() => {
     return found.slice(0, 10).join("; ");
 })()"##;
 
-/// Timelines of the usual and of the largest size, with names for pictures.
+/// Returns timelines of common and of maximum size, with names for pictures.
 fn timelines() -> [(&'static str, Timeline); 4] {
     [
         ("1f1b-4", one_forward_one_backward(4, 8)),
@@ -89,7 +89,7 @@ fn timelines() -> [(&'static str, Timeline); 4] {
     ]
 }
 
-/// Where a time lies on the screen, in the middle of a row's bars.
+/// Returns the screen position of a time, in the middle of a row's bars.
 fn place(browser: &mut Chromium, row: usize, at: f64) -> [f64; 2] {
     let place = format!(
         r##"(() => {{
@@ -104,7 +104,7 @@ fn place(browser: &mut Chromium, row: usize, at: f64) -> [f64; 2] {
     [0, 1].map(|i| place[i].as_f64().expect("a place"))
 }
 
-/// What is shown of time.
+/// Returns the visible range of time.
 fn shown(browser: &mut Chromium) -> (f64, f64) {
     let shown = |browser: &mut Chromium, name| {
         browser.number(&format!("+document.getElementById('chart').dataset.{name}"))
@@ -112,7 +112,7 @@ fn shown(browser: &mut Chromium) -> (f64, f64) {
     (shown(browser, "from"), shown(browser, "until"))
 }
 
-/// Where the middle of an element is.
+/// Returns the middle of an element.
 fn middle(browser: &mut Chromium, id: &str) -> [f64; 2] {
     let box_of = format!(
         "(box => [box.x + box.width / 2, box.y + box.height / \
@@ -122,7 +122,7 @@ fn middle(browser: &mut Chromium, id: &str) -> [f64; 2] {
     [0, 1].map(|i| place[i].as_f64().expect("a place"))
 }
 
-/// What is told of what is pointed at; empty where nothing is.
+/// Returns the text of the tooltip, or an empty text.
 fn told(browser: &mut Chromium) -> String {
     browser.text(
         "(tip => tip.hidden ? '' : tip.innerText.replace(/\\s+/g, ' \
@@ -136,7 +136,7 @@ fn points_at(browser: &mut Chromium, at: [f64; 2]) -> String {
 }
 
 #[test]
-fn pages_are_whole_by_day_and_by_night() {
+fn pages_are_complete_in_light_and_dark_mode() {
     let Some(mut browser) = Chromium::start() else { return };
     for (name, timeline) in timelines() {
         let drawn = Drawn::new(&timeline);
@@ -147,7 +147,7 @@ fn pages_are_whole_by_day_and_by_night() {
             browser.picture(&format!("{name}-{scheme}"));
             assert_eq!(browser.text(ASTRAY), "", "{name}, {scheme}");
             assert_eq!(browser.text("document.querySelector('h1').innerText"), timeline.title);
-            // All ranks can be seen without scrolling.
+            // All ranks are visible without scrolling.
             let last = browser.number(
                 "Math.max(...[...document.querySelectorAll('#rows \
                 .name')].map(it => it.getBoundingClientRect().bottom))",
@@ -179,7 +179,7 @@ fn pages_are_whole_by_day_and_by_night() {
 }
 
 #[test]
-fn figures_of_the_head_are_those_of_the_timeline() {
+fn head_shows_the_figures_of_the_timeline() {
     let Some(mut browser) = Chromium::start() else { return };
     let drawn = Drawn::new(&zero_bubble_v(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "light");
@@ -201,7 +201,7 @@ fn figures_of_the_head_are_those_of_the_timeline() {
 }
 
 #[test]
-fn what_is_pointed_at_is_told() {
+fn tooltip_describes_bar_gap_and_move() {
     let Some(mut browser) = Chromium::start() else { return };
     let timeline = one_forward_one_backward(4, 8);
     let drawn = Drawn::new(&timeline);
@@ -240,7 +240,7 @@ fn what_is_pointed_at_is_told() {
     assert!(text.starts_with("Bubble \u{b7} rank 0 from "), "{text}");
     assert!(text.ends_with(&format!("waited for {}", gap.waits_for)), "{text}");
 
-    // Moves are below the bars once they are shown, with the place they go to.
+    // Moves are below the bars once they are shown, with their destination.
     let [x, y] = middle(&mut browser, "show-moves");
     browser.click([x, y]);
     let height = "document.querySelectorAll('#rows .name')[1].getBoundingClientRect().bottom";
@@ -252,14 +252,14 @@ fn what_is_pointed_at_is_told() {
     let expected = "Move \u{b7} stage 1 \u{b7} microbatch 0 on rank 1, process 1 to rank 2";
     assert!(text.starts_with(expected) && text.contains("moves 4.0 MiB, 9.3 GiB/s"), "{text}");
 
-    // Nothing is told beside the bars.
+    // There is no tooltip beside the bars.
     assert_eq!(points_at(&mut browser, [5.0, 400.0]), "");
     assert_eq!(browser.complaints(), [""; 0]);
     browser.end();
 }
 
 #[test]
-fn keys_go_from_bar_to_bar() {
+fn keys_select_neighbouring_bars() {
     let Some(mut browser) = Chromium::start() else { return };
     let drawn = Drawn::new(&zero_bubble_v(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "dark");
@@ -278,7 +278,7 @@ fn keys_go_from_bar_to_bar() {
         "Weight gradient \u{b7} stage 0 \u{b7} microbatch 7",
         first,
         "Forward \u{b7} stage 1 \u{b7} microbatch 0",
-        // What rank 0 does in the middle of that.
+        // The action of rank 0 in the middle of that bar.
         "Forward \u{b7} stage 0 \u{b7} microbatch 1",
         first,
     ];
@@ -286,7 +286,7 @@ fn keys_go_from_bar_to_bar() {
     browser.picture("zbv-4-dark-key");
     browser.key("Escape");
     assert_eq!(told(&mut browser), "");
-    // What cannot be seen is told: the summary, and rows in words.
+    // Screen readers get the summary, and the rows in words.
     let summary = browser.text("document.getElementById('summary').textContent");
     assert!(summary.starts_with("step time 53.6 units; bubble 10.4 %"), "{summary}");
     let row = browser.text("document.querySelectorAll('table tbody tr')[3].textContent");
@@ -294,7 +294,8 @@ fn keys_go_from_bar_to_bar() {
     browser.end();
 }
 
-/// Steps that take one, two and one time of a 1F1B's, then an evaluation as long as all of them.
+/// Returns steps that take one, two and one time of a 1F1B step, then an evaluation as long as all
+/// of them.
 fn steps_and_an_evaluation() -> Timeline {
     let one = one_forward_one_backward(4, 8);
     let mut timeline = Timeline { marks: Vec::new(), ..one.clone() };
@@ -357,7 +358,7 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     let (all, before) = (shown(&mut browser), browser.text(ticks));
     assert_eq!((all, browser.text(mode)), ((0.0, timeline.end), "sums".to_owned()));
 
-    // The wheel keeps what is under the pointer where it is. Wheels turn at whole pixels.
+    // The wheel keeps the time under the pointer in place. Wheels turn at whole pixels.
     let [x, y] = place(&mut browser, 20, 400.0);
     let length = place(&mut browser, 20, 401.0)[0] - x;
     let (at, time) = ([x.floor(), y], 400.0 - x.fract() / length);
@@ -381,7 +382,7 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
         "{text}"
     );
 
-    // Dragging moves it along.
+    // Dragging moves the visible range.
     let left = json!({"button": "left", "buttons": 1, "clickCount": 1});
     browser.mouse("mousePressed", [600.0, 400.0], left.clone());
     browser.mouse("mouseMoved", [700.0, 400.0], left.clone());
@@ -396,7 +397,7 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     browser.click(reset);
     assert_eq!((shown(&mut browser), browser.text(ticks)), (all, before.clone()));
 
-    // By button and by key.
+    // Zooms by button and by key.
     let button = middle(&mut browser, "in");
     browser.click(button);
     let (from, until) = shown(&mut browser);
@@ -410,7 +411,7 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     browser.key("0");
     assert_eq!((shown(&mut browser), browser.text(ticks)), (all, before));
 
-    // A part chosen in the overview.
+    // Zooms to a part selected in the overview.
     let overview =
         browser.number("document.getElementById('overview').getBoundingClientRect().y") + 15.0;
     let (begin, close) = (place(&mut browser, 0, 200.0)[0], place(&mut browser, 0, 300.0)[0]);
@@ -424,7 +425,7 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
 }
 
 #[test]
-fn colours_and_paper_can_be_chosen() {
+fn theme_can_be_chosen_and_pages_printed() {
     let Some(mut browser) = Chromium::start() else { return };
     let drawn = Drawn::new(&one_forward_one_backward(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "light");
@@ -452,7 +453,7 @@ fn colours_and_paper_can_be_chosen() {
 }
 
 #[test]
-fn drawings_are_whole_by_day_and_by_night() {
+fn drawings_are_complete_in_light_and_dark_mode() {
     let Some(mut browser) = Chromium::start() else { return };
     for (name, timeline) in timelines() {
         let drawn = Drawn::new(&timeline);
@@ -504,7 +505,7 @@ fn schedules_are_drawn() {
 }
 
 #[test]
-fn what_is_no_timeline_is_refused() {
+fn invalid_timelines_are_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), "{\"title\": 3}").unwrap();
     let ended =

@@ -1,27 +1,26 @@
-//! Timelines to draw: two schedules, simulated simply.
+//! Timelines to draw: two schedules with a simple simulation.
 
 use mpmd_core::trace::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
-/// What a rank does: a kind, a stage, a microbatch.
+/// An action of a rank: a kind, a stage, a microbatch.
 type Action = (Kind, u32, u32);
 
-/// How long passes take, and what is known of them besides.
+/// The orders of all ranks, and the times of their passes.
 struct Job {
     title: String,
     ranks: u32,
     stages: u32,
     orders: Vec<Vec<Action>>,
-    /// Which rank has a stage.
+    /// Returns the rank of a stage, given the number of ranks.
     rank_of: fn(u32, u32) -> u32,
     unit: &'static str,
-    /// What one is in that unit.
+    /// The length of one pass, in that unit.
     one: f64,
-    /// By how much passes are longer than planned, from 0; with a plan beside, if they are.
+    /// The maximum relative delay of passes. 0 gives the plan itself.
     noise: f64,
 }
 
-/// One forward, one backward: two steps of a run in seconds, with its plan and all that a trace
-/// knows.
+/// Returns a 1F1B step in seconds, with its plan and all data of a trace.
 pub(crate) fn one_forward_one_backward(ranks: u32, microbatches: u32) -> Timeline {
     let order = |rank: u32| {
         let warm = microbatches.min(ranks - 1 - rank);
@@ -59,7 +58,8 @@ pub(crate) fn one_forward_one_backward(ranks: u32, microbatches: u32) -> Timelin
     ran
 }
 
-/// Zero bubble in a V: each rank has two stages, gradients of inputs and of weights are apart.
+/// Returns a zero-bubble schedule in a V. Each rank has two stages; input and weight gradients are
+/// separate passes.
 pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
     let order = |rank: u32| {
         let (a, b) = (rank, 2 * ranks - 1 - rank);
@@ -108,7 +108,7 @@ pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
         for stage in [b, a] {
             while put(W, stage) < all {}
         }
-        // Numbers beyond the last microbatch only make the pattern regular.
+        // Numbers beyond the last microbatch only keep the pattern regular.
         order.retain(|(_, _, number)| *number < microbatches);
         order
     };
@@ -124,7 +124,7 @@ pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
     })
 }
 
-/// Runs each rank's order as early as what it needs is there.
+/// Runs each rank's order. Each action starts as soon as its input is there.
 fn simulated(job: &Job) -> Timeline {
     let mut done = std::collections::BTreeMap::<Action, f64>::new();
     let mut rows: Vec<Row> = (0..job.ranks)
@@ -180,7 +180,7 @@ fn simulated(job: &Job) -> Timeline {
     }
 }
 
-/// What has to be done before, and where: at most one of another rank.
+/// Returns the action that must end before, and its rank. There is at most one.
 fn needs(job: &Job, (kind, stage, number): Action) -> Option<(Action, u32)> {
     let whole = job.orders[0].iter().any(|(kind, _, _)| *kind == Kind::Backward);
     let back = if whole { Kind::Backward } else { Kind::BackwardInput };
@@ -212,7 +212,7 @@ fn run(
     if let Some(what) = &waited {
         row.gaps.push(Gap { start: free, end: start, waits_for: what.clone() });
     }
-    // The same in every run: a small generator of numbers, by place.
+    // A pseudo-random number from the action, the same in every run.
     let random = f64::from(
         (stage * 7919 + number * 104_729 + kind as u32 * 31).wrapping_mul(2_654_435_761) >> 16,
     ) / 65_536.0;
@@ -267,7 +267,7 @@ fn run(
     done.insert(action, end);
 }
 
-/// As a message names it.
+/// Names an action as messages do.
 fn described((kind, stage, number): Action) -> String {
     let kind = match kind {
         Kind::Forward => "forward",

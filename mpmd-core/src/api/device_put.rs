@@ -1,4 +1,7 @@
-//! Moving arrays: `device_put`, and the ways arrays come into being without a kernel.
+//! Moving arrays: `device_put`, and the ways to create arrays without a kernel.
+//!
+//! [`Program::device_put`] checks and plans all leaves first, then issues one or two operations for
+//! each. This process's part of a move is in `PutPlan::run`.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -20,14 +23,15 @@ use mpmd_layout::reshard::scattered;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::tree::{PrefixTree, Tree};
 
-/// How [`Program::device_put_with`] treats memory.
+/// Memory options of [`Program::device_put_with`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PutOptions {
-    /// The source arrays end with this operation, for every clone; their memory is freed as soon as
-    /// it is no longer needed. Off by default.
+    /// True to donate the source arrays. Every clone of them becomes unusable, and their memory is
+    /// freed as soon as no operation needs it. Off by default.
     pub donate: bool,
-    /// The result may share memory with the source. On by default: arrays never change.
+    /// True to let the result share memory with the source. On by default, which is safe since
+    /// arrays never change.
     pub may_alias: bool,
 }
 
@@ -38,14 +42,14 @@ impl Default for PutOptions {
 }
 
 impl PutOptions {
-    /// Whether the source ends with the operation.
+    /// Sets [`PutOptions::donate`].
     #[must_use]
     pub fn donate(mut self, donate: bool) -> Self {
         self.donate = donate;
         self
     }
 
-    /// Whether the result may share the source's memory.
+    /// Sets [`PutOptions::may_alias`].
     #[must_use]
     pub fn may_alias(mut self, may_alias: bool) -> Self {
         self.may_alias = may_alias;
@@ -53,10 +57,9 @@ impl PutOptions {
     }
 }
 
-/// How one array is moved.
+/// The plans that move one array, in order.
 pub(crate) struct PutSteps {
-    /// For partial sums that are wanted in several places: the plan by which they are added up
-    /// first.
+    /// For partial sums with several target devices: the plan that reduces and scatters them first.
     first: Option<Arc<PutPlan>>,
     last: Arc<PutPlan>,
 }
@@ -64,23 +67,24 @@ pub(crate) struct PutSteps {
 impl Program {
     /// Moves every array of a tree to a sharding.
     ///
-    /// Each process works out its own part from who owns what: nothing, a local copy, sends,
-    /// receives, or any mix. Any sharding moves to any other, on any devices. Returns at once. `to`
-    /// is one sharding for all leaves, or a tree of them that is a prefix of `x`.
+    /// Each process derives its own part from the ownership of regions: nothing, a local copy,
+    /// sends, receives, or any mix. Any sharding moves to any other, on any devices. Returns
+    /// without waiting for the move. `to` is one sharding for all leaves, or a tree of them that is
+    /// a prefix of `x`.
     ///
-    /// Uncommitted arrays have the same values everywhere, so placing them costs no message.
+    /// An uncommitted array has the same values on every process, so placing it sends no message.
     ///
-    /// Partial sums are added up where the target is not the very same: by sum, in the order of
-    /// their axes, in the array's dtype, so that the bits do not depend on timing. Large ones that
-    /// are wanted in several places take two operations: each device adds up a part, then the parts
-    /// are gathered. A target with unreduced axes gets the values as its first partial sum, and
-    /// zeros as the others.
+    /// Partial sums are added up, unless the target has the same layout. The terms are added in the
+    /// order of the unreduced axes and in the array's dtype, so the bits do not depend on timing.
+    /// Large partial sums with several target devices take two operations: each device adds up a
+    /// part, then the parts are gathered. A target with unreduced axes gets the values as its first
+    /// partial sum, and zeros as the others.
     ///
     /// # Errors
     ///
-    /// Where a sharding does not fit its array or the prefix not the tree, where partial sums of
-    /// booleans would have to be added up, and where an array was donated: the same on every
-    /// process, and nothing is moved.
+    /// If a sharding does not fit its array, the prefix does not fit the tree, or an array was
+    /// donated. If partial sums of booleans would have to be added up. The error is the same on
+    /// every process, and nothing is moved.
     #[track_caller]
     pub fn device_put<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -91,11 +95,11 @@ impl Program {
         self.put_at(x, &to.into(), PutOptions::default(), at)
     }
 
-    /// As [`Program::device_put`], with [`PutOptions`].
+    /// Does the same as [`Program::device_put`], with [`PutOptions`].
     ///
     /// # Errors
     ///
-    /// As [`Program::device_put`].
+    /// The errors of [`Program::device_put`].
     #[track_caller]
     pub fn device_put_with<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -136,7 +140,8 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
-    /// How an array gets to a sharding; plans are looked up and remembered where `cache` says so.
+    /// Returns the plans that move an array to a sharding. With `cache`, looks them up in the plan
+    /// cache and stores them there.
     pub(crate) fn put_steps(
         &mut self,
         path: &str,
@@ -144,7 +149,7 @@ impl Program {
         to: &Sharding,
         cache: bool,
     ) -> std::result::Result<PutSteps, IssueProblem> {
-        // Its mistakes are found here, whichever way it takes.
+        // This direct plan reports all mistakes, also if the array moves in two steps.
         let last = self.put_plan(path, array, to, cache)?;
         let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);
         let through = sums.and_then(|from| {
@@ -156,7 +161,7 @@ impl Program {
         Ok(PutSteps { first: Some(first), last })
     }
 
-    /// Issues what was checked and planned: one operation, or two.
+    /// Issues a checked and planned move: one operation, or two.
     pub(crate) fn put_along(
         &mut self,
         array: &MpmdArray,
@@ -168,11 +173,12 @@ impl Program {
             return self.put_one(array, &steps.last, options, at);
         };
         let summed = self.put_one(array, first, options, at);
-        // Nobody else has a handle to it.
+        // The intermediate array has no other handle, so it can be donated.
         self.put_one(&summed, &steps.last, PutOptions::default().donate(true), at)
     }
 
-    /// The plan that moves an array; looked up and remembered where `cache` says so.
+    /// Returns the plan that moves an array. With `cache`, looks it up in the plan cache and stores
+    /// it there.
     pub(crate) fn put_plan(
         &mut self,
         path: &str,
@@ -188,7 +194,7 @@ impl Program {
         self.put_plan_between(path, array.aval(), array.sharding(), to, cache)
     }
 
-    /// As [`Program::put_plan`], for an array that need not be there yet.
+    /// Does the same as [`Program::put_plan`], for an array that does not have to exist yet.
     pub(crate) fn put_plan_between(
         &mut self,
         path: &str,
@@ -216,7 +222,7 @@ impl Program {
         Ok(plan)
     }
 
-    /// Issues the move of one array that was checked and planned.
+    /// Issues the checked and planned move of one array.
     pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
@@ -234,7 +240,8 @@ impl Program {
         let op = self.issue_with_values(words, values, plan.what.clone(), at);
         let (label, planning) = (self.label(), self.is_planning());
         if let Some(recording) = &mut self.recording {
-            // Who has a part of a donated source lets it go, whoever else gets it.
+            // A process that holds a shard of a donated source must release it, even if it takes no
+            // other part in the move.
             let lets_go = options.donate && !array.shards().is_empty();
             let here = (lets_go || !plan.is_idle() || planning).then(|| {
                 Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options }))
@@ -245,7 +252,7 @@ impl Program {
         put_here(self, plan, array, options, op, at)
     }
 
-    /// Writes a move down, where this process only plans.
+    /// Records a move in the plan, if this process is in a dry run.
     fn record_put(
         &self,
         plan: &PutPlan,
@@ -259,16 +266,16 @@ impl Program {
         });
     }
 
-    /// An array made by its owners: `fill` runs on each device, for that device's region.
+    /// Creates an array on its owners: `fill` runs on each device, for that device's region.
     ///
-    /// Nothing is moved, and no process holds more than its own part. `fill` must give every
-    /// element a value that depends on its place in the whole alone ([`mpmd_layout::random`] does), so
-    /// that the array is the same however it is sharded.
+    /// Moves nothing, and no process holds more than its own part. `fill` must compute each element
+    /// only from the element's index in the whole array, as [`mpmd_layout::random`] does. Then the array
+    /// is the same under any sharding. Returns without waiting for `fill`.
     ///
     /// # Errors
     ///
-    /// Where the sharding does not fit the shape, or has unreduced axes. An error or a panic of
-    /// `fill` fails the array.
+    /// If the sharding does not fit the shape, or has unreduced axes. An error or a panic of `fill`
+    /// fails the array instead.
     #[track_caller]
     pub fn make(
         &mut self,
@@ -345,7 +352,7 @@ impl Program {
                         false => (reservation.allocate(), None),
                     };
                     here.trace_start(local_index, op, started, started, None);
-                    // What the closure fills is the host's; a CUDA device copies it.
+                    // The closure fills host memory; a CUDA device gets a copy of it.
                     let outcome = buffer
                         .map_err(|error| (FailureKind::Memory, error.to_string()))
                         .and_then(|mut buffer| {
@@ -386,16 +393,15 @@ impl Program {
 }
 
 impl MpmdArray {
-    /// Splits each device's own part into `m` equal parts along `dim`; moves nothing between
-    /// devices.
+    /// Splits each device's shard into `m` equal parts along `dim`. Moves nothing between devices.
     ///
-    /// The results have this array's sharding and 1/`m` of its size in `dim`. Where `dim` is
-    /// sharded, microbatch `j` is made of the `j`-th part of every device's rows.
+    /// Each of the `m` results has this array's sharding and 1/`m` of its size in `dim`. If `dim`
+    /// is sharded, microbatch `j` consists of the `j`-th part of every device's rows.
     ///
     /// # Errors
     ///
-    /// Where a device's part cannot be cut in `m` equal parts, `dim` does not exist, the array is
-    /// uncommitted, or it was donated.
+    /// If a device's shard cannot be cut into `m` equal parts, `dim` does not exist, or the array
+    /// is uncommitted, donated, or of another program.
     #[track_caller]
     pub fn microbatches(
         &self,
@@ -487,7 +493,7 @@ impl MpmdArray {
                                 guard,
                             );
                         }
-                        // Who has a shard has a guard.
+                        // A process that holds a shard has a guard, so this case does not occur.
                         (None, None) => drop(promise),
                     }
                     LocalShard { device: shard.device, slot }
@@ -499,7 +505,7 @@ impl MpmdArray {
     }
 }
 
-/// A part of a shard that is no run of it: it is copied.
+/// A part of a shard that is not contiguous in memory and has to be copied.
 struct Cut {
     whole: Region,
     part: Region,
@@ -508,7 +514,8 @@ struct Cut {
 }
 
 impl Cut {
-    /// Keeps `promise` with the part of a shard, in the same memory.
+    /// Copies the part of `shard` and resolves `promise` with it, in the same memory kind. The copy
+    /// runs on the device's stream or on a copy worker.
     fn copy(
         self,
         runtime: &Arc<Runtime>,
@@ -551,7 +558,7 @@ impl Cut {
     }
 }
 
-/// A move that is recorded.
+/// A recorded move, to be replayed.
 struct PutAgain {
     plan: Arc<PutPlan>,
     options: PutOptions,
@@ -573,7 +580,7 @@ impl Again for PutAgain {
     }
 }
 
-/// This process's part of operation `op`, and what the donation of its source means here.
+/// Runs this process's part of operation `op`, and releases the local shards of a donated source.
 fn put_here(
     program: &Program,
     plan: &PutPlan,
@@ -602,14 +609,15 @@ fn put_here(
         placed.donate(op, at);
         let failure = placed.donated_failure();
         for shard in placed.shards.iter() {
-            // After every use that was issued before: those have said so.
+            // Takes effect after every use that was issued before: each of them has registered with
+            // the slot.
             shard.slot.give_up(failure.clone());
         }
     }
     Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
 }
 
-/// Partial sums of booleans stay what they are: they have no sum.
+/// Refuses a move that would have to add up partial sums of booleans.
 fn check_partial_sums(
     path: &str,
     aval: &ShapedArray,
@@ -626,7 +634,7 @@ fn check_partial_sums(
     )))
 }
 
-/// Refuses to donate an array twice.
+/// Refuses to donate the same array twice in one call.
 pub(crate) fn refuse_twice(
     leaves: &[(String, &MpmdArray)],
 ) -> std::result::Result<(), IssueProblem> {
@@ -641,7 +649,7 @@ pub(crate) fn refuse_twice(
     }
 }
 
-/// The `j`-th of `m` parts of `whole` along `dim`.
+/// Returns the `j`-th of `m` equal parts of `whole` along `dim`.
 fn cut(whole: &Region, dim: usize, m: usize, j: usize) -> Region {
     let ranges = whole.ranges().enumerate().map(|(d, range)| {
         if d == dim {
@@ -654,7 +662,7 @@ fn cut(whole: &Region, dim: usize, m: usize, j: usize) -> Region {
     Region::new(ranges.collect())
 }
 
-/// The text of a panic.
+/// Returns the message of a panic.
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());

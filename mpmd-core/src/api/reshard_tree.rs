@@ -1,4 +1,6 @@
-//! Moving whole trees, group by group, and by way of an intermediate sharding.
+//! Moving whole trees: [`Program::reshard`] issues the leaves in groups by source devices.
+//! [`Program::reshard_with_intermediate_sharding`] also moves them by way of an intermediate
+//! sharding.
 
 use std::fmt;
 use std::panic::Location;
@@ -15,17 +17,18 @@ use mpmd_layout::reshard::{Intermediate, find_intermediate_sharding, groups_by_d
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 
-/// How [`Program::reshard`] treats memory and plans.
+/// Options of [`Program::reshard`] for memory and plans.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct ReshardOptions {
-    /// The source arrays end with this operation, for every clone; the memory of each is freed as
-    /// soon as it has been read. Off by default.
+    /// True to donate the source arrays. Every clone of them becomes unusable, and the memory of
+    /// each is freed as soon as it has been read. Off by default.
     pub donate: bool,
-    /// The result may share memory with the source. On by default: arrays never change.
+    /// True to let the result share memory with the source. On by default, which is safe since
+    /// arrays never change.
     pub may_alias: bool,
-    /// Plans are looked up and remembered for the next time. On by default; turned off they are
-    /// made afresh, for what is moved once.
+    /// True to look up plans in the plan cache and store them there. On by default. Turn it off for
+    /// arrays that are moved once.
     pub cache_plans: bool,
 }
 
@@ -36,21 +39,21 @@ impl Default for ReshardOptions {
 }
 
 impl ReshardOptions {
-    /// Whether the source ends with the operation.
+    /// Sets [`ReshardOptions::donate`].
     #[must_use]
     pub fn donate(mut self, donate: bool) -> Self {
         self.donate = donate;
         self
     }
 
-    /// Whether the result may share the source's memory.
+    /// Sets [`ReshardOptions::may_alias`].
     #[must_use]
     pub fn may_alias(mut self, may_alias: bool) -> Self {
         self.may_alias = may_alias;
         self
     }
 
-    /// Whether plans are remembered.
+    /// Sets [`ReshardOptions::cache_plans`].
     #[must_use]
     pub fn cache_plans(mut self, cache_plans: bool) -> Self {
         self.cache_plans = cache_plans;
@@ -58,10 +61,10 @@ impl ReshardOptions {
     }
 }
 
-/// How one array gets to its target.
+/// The steps that move one array to its target.
 enum Route {
     Direct(PutSteps),
-    /// To replicas on the source's devices first; one of them goes on.
+    /// Gathers replicas on the source's devices first, then moves one replica to the target.
     Via {
         between: Sharding,
         gather: Arc<PutPlan>,
@@ -71,18 +74,18 @@ enum Route {
 }
 
 impl Program {
-    /// Moves every array of a tree to a sharding, source by source.
+    /// Moves every array of a tree to a sharding, grouped by source devices.
     ///
-    /// `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`. As
-    /// [`Program::device_put`], in another order: uncommitted arrays first, then the others in
-    /// groups that live on the same devices, so that what shares links is issued together. Returns
-    /// at once.
+    /// `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`. The results
+    /// are those of [`Program::device_put`]; the order differs. Uncommitted arrays are issued
+    /// first, then the others in groups that live on the same devices. So moves that share links
+    /// are issued together. Returns without waiting for the moves.
     ///
     /// # Errors
     ///
-    /// Where the prefix is none of the tree, a sharding does not fit its array, an array was
-    /// donated, or one is donated twice by this call: the same on every process, with the path of
-    /// the leaf. All leaves are checked before any is moved.
+    /// If the prefix does not fit the tree, a sharding does not fit its array, or an array was
+    /// donated. If an array is donated twice by this call. The error is the same on every process
+    /// and names the leaf's path. All leaves are checked before any is moved.
     #[track_caller]
     pub fn reshard<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -111,20 +114,22 @@ impl Program {
         Ok(self.reshard_along(x, &leaves, routes, options, at))
     }
 
-    /// As [`Program::reshard`], by way of an [intermediate sharding](find_intermediate_sharding)
-    /// where there is one between a leaf's sharding in `from` and in `to`.
+    /// Does the same as [`Program::reshard`], by way of an [intermediate
+    /// sharding](find_intermediate_sharding) if there is one between a leaf's shardings in `from`
+    /// and `to`.
     ///
-    /// The array is then first put to the intermediate, on its own devices; one replica of it, on
-    /// few of them, goes on to the target. Every device of the source holds an array gathered along
-    /// the cut axes for a while: that is the price of few and large pieces between the two sides.
-    /// With [`ReshardOptions::donate`] the source is freed as soon as it has been gathered. Leaves
-    /// without an intermediate, and uncommitted ones, move as in [`Program::reshard`].
+    /// The array is first put to the intermediate sharding on its own devices. One replica of it,
+    /// on some of these devices, then moves to the target. The two sides so exchange few and large
+    /// pieces. In return, every source device temporarily holds an array that is gathered along the
+    /// cut axes. With [`ReshardOptions::donate`] the source is freed as soon as it has been
+    /// gathered. Uncommitted leaves and leaves without an intermediate move as in
+    /// [`Program::reshard`].
     ///
-    /// `from` is, as `to`, one sharding or a prefix tree of them.
+    /// Like `to`, `from` is one sharding or a prefix tree of them.
     ///
     /// # Errors
     ///
-    /// As [`Program::reshard`], and where a leaf is not sharded as `from` says.
+    /// The errors of [`Program::reshard`], and an error if a leaf is not sharded as `from` says.
     #[track_caller]
     pub fn reshard_with_intermediate_sharding<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -159,7 +164,7 @@ impl Program {
         to: &Sharding,
         cache: bool,
     ) -> std::result::Result<Route, IssueProblem> {
-        // Made in any case: where the direct way is refused, so is every other.
+        // The direct plan is made in any case: it reports the mistakes of every route.
         let direct = self.put_steps(path, array, to, cache)?;
         let Some(found) = array.sharding() else { return Ok(Route::Direct(direct)) };
         if found != from {
@@ -184,7 +189,7 @@ impl Program {
         Ok(Route::Via { between: between.sharding, gather, replica: Box::new(replica), onward })
     }
 
-    /// Issues what was checked and planned: nothing here can be refused any more.
+    /// Issues checked and planned moves. Nothing can be refused from here on.
     fn reshard_along<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: &T,
@@ -215,19 +220,20 @@ impl Program {
             Route::Direct(steps) => return self.put_along(array, steps, put, at),
             Route::Via { between, gather, replica, onward } => (between, gather, replica, onward),
         };
-        // What is gathered is read only: whether memory is shared matters at the end.
+        // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
+        // no effect on it.
         let gathered = self.put_one(array, gather, put.may_alias(true), at);
         let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
         let made = vec![Relabelled::clone(replica)];
         let mut replica = self.relabel(&[&gathered], made, vec![0x4e91], Arc::new(what), true, at);
         drop(gathered);
         let replica = replica.pop().expect("one was asked for");
-        // Nobody else has seen the replica, so it ends here whatever becomes of the source.
+        // The replica has no other handle, so it is donated, whether the source is or not.
         self.put_one(&replica, onward, put.donate(true), at)
     }
 }
 
-/// The first index of all replica axes: a whole array on few of the devices.
+/// Takes index 0 of every replica axis: a whole array on some of the devices.
 fn first_replica(
     path: &str,
     aval: &ShapedArray,
@@ -258,7 +264,7 @@ mod tests {
     use mpmd_layout::spec;
 
     #[test]
-    fn plans_are_kept_unless_told_otherwise() {
+    fn plans_are_cached_unless_disabled() {
         let mut p = Program::builder().devices(2).alone().unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let x = MpmdArray::from_slice(&[4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();

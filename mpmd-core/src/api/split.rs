@@ -1,4 +1,4 @@
-//! Cutting arrays along an axis of their mesh, and joining them again: shards get new handles and
+//! Cutting arrays along an axis of their mesh, and joining them again. Shards get new handles and
 //! nothing is moved.
 
 use std::fmt;
@@ -19,32 +19,31 @@ use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::{Tree, TreeError};
 
-/// Where [`Program::split_by_mesh_axis`] cuts an axis.
+/// The parts into which [`Program::split_by_mesh_axis`] cuts an axis.
 ///
-/// Made from a number of parts, or from the indices at which a part begins.
+/// It converts from a number of parts, and from the indices at which a part begins.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Sections {
-    /// One part for each index.
+    /// One part for each index of the axis.
     Each,
-    /// That many parts of equal size.
+    /// A number of parts of equal size.
     Equal(usize),
-    /// A part begins at index 0 and at each of these, which ascend strictly.
+    /// A part begins at index 0 and at each of these indices, which ascend strictly.
     At(Vec<usize>),
 }
 
-/// How [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`] treat their
-/// sources.
+/// Memory options of [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SplitOptions {
-    /// The sources end with the operation, for every clone; the results are then the only holders
-    /// of the memory. Off by default: sharing is safe, since arrays never change.
+    /// True to donate the sources. Every clone of them becomes unusable, and only the results hold
+    /// the memory. Off by default: sharing is safe, since arrays never change.
     pub donate: bool,
 }
 
 impl SplitOptions {
-    /// Whether the sources end with the operation.
+    /// Sets [`SplitOptions::donate`].
     #[must_use]
     pub fn donate(mut self, donate: bool) -> Self {
         self.donate = donate;
@@ -77,7 +76,7 @@ impl<const N: usize> From<[usize; N]> for Sections {
 }
 
 impl Sections {
-    /// The indices of each part of an axis of a mesh.
+    /// Returns the index range of each part of an axis of `mesh`.
     fn ranges(&self, mesh: &Mesh, axis: &str) -> std::result::Result<Vec<Range<usize>>, String> {
         let size = mesh.axis_size(axis).map_err(|error| error.to_string())?;
         let starts: Vec<usize> = match self {
@@ -108,24 +107,25 @@ impl Sections {
 }
 
 impl Program {
-    /// Cuts every array of a tree along an axis of its mesh: one tree for each part of the axis.
+    /// Cuts every array of a tree along an axis of its mesh. Returns one tree for each part of the
+    /// axis.
     ///
-    /// All arrays are sharded over one mesh by a spec. Each part lives on the devices of its
-    /// indices; the axis stays, as long as the part. An array that is divided over the axis becomes
-    /// smaller in that dimension; the parts of one that is not are replicas with the whole shape.
-    /// Spec and memory kind stay. Nothing is moved: every shard is in exactly one part, as it is.
-    /// Where a dimension is divided over several axes, the part of a minor one has *strided* blocks
-    /// of the whole, not a run of it.
+    /// All arrays are sharded by a spec over the same mesh. Each part lives on the devices of its
+    /// indices; its mesh keeps the axis, with the length of the part. An array that is sharded over
+    /// the axis becomes smaller in that dimension. The parts of any other array are replicas with
+    /// the whole shape. Spec and memory kind stay the same. Nothing is moved: every shard is in
+    /// exactly one part, unchanged. If a dimension is sharded over several axes, a part of a minor
+    /// axis has *strided* blocks of the whole array, not a contiguous run.
     ///
-    /// A tree without leaves has no mesh, and is itself the only part.
+    /// A tree without leaves has no mesh. It is returned as the only part.
     ///
     /// # Errors
     ///
-    /// Where an array is uncommitted, donated, sharded otherwise than by a spec or over another
-    /// mesh than the first, unreduced over the axis, or is donated twice by this call; where the
-    /// mesh has no such axis; and where the axis cannot be cut so: a number of parts that does not
-    /// divide it, 0 among them, and places that do not ascend strictly within it. The same on every
-    /// process, and nothing is donated.
+    /// If an array is uncommitted, donated, unreduced over the axis, or donated twice by this call.
+    /// If an array is not sharded by a spec, or is over another mesh than the first. If the mesh
+    /// has no such axis, or the axis cannot be cut as requested: the number of parts is 0 or does
+    /// not divide it, or the indices do not ascend strictly within it. The error is the same on
+    /// every process, and nothing is donated.
     #[track_caller]
     pub fn split_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -167,24 +167,25 @@ impl Program {
         Ok(ranges.iter().map(|_| tree()).collect())
     }
 
-    /// Joins trees along an axis of their meshes: the inverse of [`Program::split_by_mesh_axis`].
+    /// Joins trees along an axis of their meshes. It is the inverse of
+    /// [`Program::split_by_mesh_axis`].
     ///
-    /// Leaves at one place of the trees become one array on the devices of all, in the order of the
-    /// trees along the axis. They have one spec and memory kind, and meshes of the same axes and,
-    /// but for this axis, sizes. An array that is divided over the axis grows in that dimension;
-    /// those of one that is not become replicas of each other, which their values must be already.
-    /// Nothing is moved.
+    /// The leaves at the same path become one array on the devices of all, in the order of the
+    /// trees along the axis. They have the same spec and memory kind. Their meshes have the same
+    /// axes, and the same sizes except for this axis. Arrays that are sharded over the axis are
+    /// concatenated in that dimension. Other arrays become replicas of each other; the caller must
+    /// ensure that their values are equal. Nothing is moved.
     ///
-    /// Trees without leaves are joined to the first of them.
+    /// If the trees have no leaves, the first tree is returned.
     ///
     /// # Errors
     ///
-    /// Where there is no tree; where the trees have different structures; where an array is
-    /// uncommitted, donated, sharded otherwise than by a spec or over another mesh than the rest of
-    /// its tree, unreduced over the axis, or is donated twice by this call; where the meshes have
-    /// other axes or sizes or share a device; and where arrays at one place differ in spec,
-    /// unreduced axes, memory kind, dtype, or in shape other than by the axis. The same on every
-    /// process, and nothing is donated.
+    /// If there is no tree, or the trees have different structures. If an array is uncommitted,
+    /// donated, unreduced over the axis, or donated twice by this call. If an array is not sharded
+    /// by a spec, or is over another mesh than the rest of its tree. If the meshes differ in axes
+    /// or in other sizes, or share a device. If arrays at the same path differ in spec, unreduced
+    /// axes, memory kind or dtype, or in shape other than by the axis. The error is the same on
+    /// every process, and nothing is donated.
     #[track_caller]
     pub fn concatenate_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -210,7 +211,7 @@ impl Program {
                 })));
             }
         }
-        // A tree's leaves are named by the tree's place and their own.
+        // The path of a leaf is the index of its tree, then its path in the tree.
         let below = |i: usize, path: String| {
             if path.is_empty() { i.to_string() } else { format!("{i}/{path}") }
         };
@@ -230,7 +231,7 @@ impl Program {
             .collect::<std::result::Result<_, _>>()
             .map_err(wrong)?;
         let mesh = joined(&meshes, axis).map_err(|why| wrong(IssueProblem::Split(why)))?;
-        // Leaf by leaf, each in the order of the trees.
+        // Grouped by leaf; each group is in the order of the trees.
         let leaves: Vec<(String, &MpmdArray)> = (0..by_tree[0].len())
             .flat_map(|i| by_tree.iter().map(move |leaves| leaves[i].clone()))
             .collect();
@@ -250,7 +251,8 @@ impl Program {
         Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
     }
 
-    /// Issues an operation that gives shards of arrays on devices new handles, and moves nothing.
+    /// Issues an operation that gives existing shards new handles and moves nothing. `words` go
+    /// into the program's hash.
     pub(crate) fn relabel(
         &mut self,
         sources: &[&MpmdArray],
@@ -322,7 +324,7 @@ impl Program {
                 if let Repr::Placed(placed) = &source.repr {
                     placed.donate(op, at);
                     let failure = placed.donated_failure();
-                    // After the new handles: those get what was there.
+                    // After the new handles, so that they still get the values.
                     placed.shards.iter().for_each(|shard| shard.slot.give_up(failure.clone()));
                 }
             }
@@ -330,7 +332,8 @@ impl Program {
         results
     }
 
-    /// The one mesh over which arrays of this program are sharded by specs.
+    /// Returns the mesh over which all these arrays are sharded by specs, or an error if they do
+    /// not share one.
     fn common_mesh(
         &self,
         leaves: &[(String, &MpmdArray)],
@@ -365,19 +368,19 @@ impl Program {
     }
 }
 
-/// An array made of shards that exist.
+/// An array that consists of existing shards.
 #[derive(Clone)]
 pub(crate) struct Relabelled {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
     pub(crate) layout: Arc<Layout>,
-    /// Which of the operation's sources have the shards.
+    /// Indices of the operation's sources that hold the shards.
     pub(crate) sources: Range<usize>,
 }
 
 impl Relabelled {
-    /// An array of the same spec, unreduced axes and memory kind over another mesh of the same
-    /// axes.
+    /// Describes an array of the same spec, unreduced axes and memory kind over another mesh with
+    /// the same axes.
     pub(crate) fn over(
         path: &str,
         aval: ShapedArray,
@@ -395,7 +398,7 @@ impl Relabelled {
     }
 }
 
-/// The part of an array over these indices of an axis of its mesh.
+/// Describes the part of an array at `range` of an axis of its mesh.
 fn part_of(
     path: &str,
     array: &MpmdArray,
@@ -423,7 +426,7 @@ fn part_of(
     Relabelled::over(path, aval, sharding, part, source..source + 1)
 }
 
-/// The array that arrays over parts of an axis are the parts of.
+/// Describes the array that joins `parts` along an axis.
 fn whole_of(
     parts: &[(String, &MpmdArray)],
     axis: &str,
@@ -476,7 +479,7 @@ fn whole_of(
     Relabelled::over(first_path, aval, sharding, mesh.clone(), source..source + parts.len())
 }
 
-/// Refuses an array whose values are sums over the axis: its parts are no values.
+/// Refuses an array with partial sums over the axis, since a part of them has no meaning.
 fn refuse_unreduced(
     path: &str,
     sharding: &Sharding,
@@ -489,13 +492,13 @@ fn refuse_unreduced(
     Err(IssueProblem::Split(why))
 }
 
-/// The dimension that is divided over an axis.
+/// Returns the dimension that is sharded over an axis.
 fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
     let entries = sharding.spec()?.entries();
     entries.iter().position(|entry| entry.axes().iter().any(|name| name == axis))
 }
 
-/// The mesh of which these are the parts along an axis, in order.
+/// Joins meshes along an axis, in order.
 fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     let first = &parts[0];
     let index =
@@ -525,7 +528,7 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     Mesh::new(&axes, devices).map_err(|error| error.to_string())
 }
 
-/// A slot that gets what another one gets.
+/// Returns a slot that gets the same buffer as `source`.
 fn alias(source: &Slot, guard: Option<OpGuard>) -> Slot {
     let (promise, slot) = Slot::new();
     follow(source, promise, SharedBuffer::clone, None, guard);
@@ -570,7 +573,7 @@ mod tests {
     }
 
     #[test]
-    fn sections_of_an_axis() {
+    fn sections_give_ranges_or_an_error() {
         let mesh = mesh(&[("x", 4), ("y", 2)]);
         let ranges = |sections: Sections| sections.ranges(&mesh, "x");
         assert_eq!(ranges(Sections::Each).unwrap(), [0..1, 1..2, 2..3, 3..4]);
@@ -591,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn joining_undoes_slicing() {
+    fn joined_undoes_slice() {
         let whole = mesh(&[("a", 2), ("b", 3), ("c", 2)]);
         for axis in ["a", "b", "c"] {
             let size = whole.axis_size(axis).unwrap();

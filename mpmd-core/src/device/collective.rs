@@ -1,4 +1,4 @@
-//! How the values of several devices become one.
+//! Reductions: the functions that combine the values of several devices, element by element.
 
 use std::fmt;
 
@@ -7,39 +7,39 @@ use num_complex::Complex;
 
 use mpmd_layout::aval::{DType, Element};
 
-/// Kinds of collectives. Devices are named by their index along the axis.
+/// The kind of a [`Collective`]. Devices are given by their index along the axis.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum CollectiveKind {
     /// Every device gets the reduction over the axis.
     AllReduce(Reduce),
-    /// Every device gets the parts of all.
+    /// Every device gets the values of all devices.
     AllGather,
     /// Every device gets its share of the reduction over the axis.
     ReduceScatter(Reduce),
-    /// Every device gets a block of each device.
+    /// Every device gets one block from each device.
     AllToAll,
-    /// Devices get the values of others, by pairs `(from, to)`.
+    /// Devices send values to others, by pairs `(from, to)`.
     Permute(Vec<(usize, usize)>),
-    /// Every device gets the values of this one.
+    /// Every device gets the values of the device with this index.
     Broadcast(usize),
 }
 
-/// What a reducing collective makes of the devices' values, element by element.
+/// The operation of a reducing collective, applied element by element.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Reduce {
-    /// The sum, added in the order of the devices along the axis. Integers wrap.
+    /// The sum, added in the order of the devices along the axis. Integer sums wrap.
     Sum,
-    /// The largest value; a NaN where there is one. Of 0 and -0 the first.
+    /// The largest value, or NaN if any value is NaN. Of 0 and -0, the first one.
     Max,
-    /// The smallest value; a NaN where there is one. Of 0 and -0 the first.
+    /// The smallest value, or NaN if any value is NaN. Of 0 and -0, the first one.
     Min,
 }
 
 impl Reduce {
-    /// Whether elements of this dtype can be reduced so: all but `bool` have sums, all but `bool`
-    /// and complex numbers an order.
+    /// Returns true if elements of this dtype can be reduced in this way. `bool` has no reduction;
+    /// complex numbers have only sums.
     pub fn is_defined_for(self, dtype: DType) -> bool {
         match dtype {
             DType::Bool => false,
@@ -59,13 +59,13 @@ impl fmt::Display for Reduce {
     }
 }
 
-/// Elements that collectives can reduce: integers, floats, and (only to sums) complex numbers.
+/// An element type that collectives can reduce: integers, floats, and complex numbers (sums only).
 pub trait Reducible: Element + sealed::Combine {}
 
 mod sealed {
-    /// The reductions of two values, of which the first comes from the earlier device.
+    /// The reductions of two values. `self` comes from the earlier device.
     ///
-    /// Named so that they hide no method of a caller's own trait over these elements.
+    /// The method names are chosen not to clash with those of callers' own traits.
     pub trait Combine: Sized {
         fn plus(self, other: Self) -> Self;
         fn larger(self, other: Self) -> Self;
@@ -73,7 +73,7 @@ mod sealed {
     }
 }
 
-/// `values` become the reduction of them and of `others`, which come from a later device.
+/// Reduces `others` into `values`. `others` come from a later device.
 pub(crate) fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
     let pairs = values.iter_mut().zip(others);
     match reduce {
@@ -112,7 +112,7 @@ macro_rules! floats {
                 self + other
             }
 
-            // No comparison with a NaN holds: where the other is one, it is taken.
+            // Comparisons with NaN are false, so a NaN in `other` is returned.
             fn larger(self, other: Self) -> Self {
                 if self.is_nan() || self >= other { self } else { other }
             }
@@ -133,7 +133,7 @@ macro_rules! complex {
                 self + other
             }
 
-            // Never asked for: such declarations are refused.
+            // Never called: such declarations are refused.
             fn larger(self, _: Self) -> Self {
                 self
             }
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_wrap_and_floats_hand_on_what_is_no_number() {
+    fn integers_wrap_and_floats_propagate_nan() {
         assert_eq!(of(Reduce::Sum, &[250u8, 10]), 4);
         assert_eq!(of(Reduce::Max, &[-3i32, 2, 1]), 2);
         assert_eq!(of(Reduce::Min, &[-3i64, 2, -4]), -4);
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_order_has_no_largest() {
+    fn bool_and_complex_lack_unordered_reductions() {
         assert!(
             DType::ALL.iter().filter(|dtype| Reduce::Sum.is_defined_for(**dtype)).count() == 14
         );

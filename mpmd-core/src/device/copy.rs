@@ -1,7 +1,7 @@
-//! Copying one piece between two row-major buffers.
+//! Copies one piece between two row-major buffers.
 //!
-//! Both buffers have their dimensions in the same order, so going through a piece row by row walks
-//! forward through both: caches and prefetchers see streams, never a transpose, and an order by
+//! Both buffers have their dimensions in the same order, so the copy walks forward through both,
+//! row by row. Caches and prefetchers see sequential streams. There is no transpose, so copying in
 //! blocks would gain nothing.
 
 use std::ops::Range;
@@ -12,12 +12,13 @@ use mpmd_layout::region::Region;
 /// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds
 /// `dst_region`.
 ///
-/// Both buffers are row-major over their regions, `item_bytes` for each element. Runs that are
-/// contiguous in both are copied at once. Bytes of `dst` outside the piece are left as they are.
+/// Both buffers are row-major over their regions, with `item_bytes` bytes for each element. Runs
+/// that are contiguous in both buffers are copied in one go. Bytes of `dst` outside the piece do
+/// not change.
 ///
 /// # Panics
 ///
-/// Where a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length is not that of its region, or `piece` is not within both regions.
 pub fn copy_region(
     src: &[u8],
     src_region: &Region,
@@ -30,7 +31,7 @@ pub fn copy_region(
     let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else {
         return;
     };
-    // Copies of a few bytes are much faster where their size is known.
+    // Copies of a few bytes are much faster if the compiler knows their size.
     match loops.run {
         1 => loops.each(|s, d| dst[d] = src[s]),
         2 => loops.each(|s, d| fixed::<2>(src, dst, s, d)),
@@ -45,8 +46,8 @@ pub fn copy_region(
     }
 }
 
-/// Calls `each` with every run of a piece: where it is in `dst`, and in `src`. Checks what
-/// [`copy_region`] checks.
+/// Calls `each` with every contiguous run of a piece: the bytes in `dst`, then the bytes in `src`.
+/// Panics like [`copy_region`].
 pub(super) fn runs(
     src: &[u8],
     src_region: &Region,
@@ -64,13 +65,15 @@ pub(super) fn runs(
     loops.each(|s, d| each(&mut dst[d..d + run], &src[s..s + run]));
 }
 
-/// The byte range of `piece` inside the buffer of region `within`, where it is one run of it.
+/// Returns the byte range of `piece` inside the buffer of region `within` if the piece is
+/// contiguous there.
 ///
-/// `None` where it is several runs, or not within it. An empty piece is the empty run at the start.
+/// Returns `None` if the piece consists of several runs or is not within the region. For an empty
+/// piece returns the empty range at 0.
 ///
 /// # Panics
 ///
-/// Where the numbers of dimensions differ.
+/// If the regions differ in their number of dimensions.
 pub fn contiguous_bytes(
     within: &Region,
     piece: &Region,
@@ -91,18 +94,19 @@ fn fixed<const N: usize>(src: &[u8], dst: &mut [u8], s: usize, d: usize) {
     dst[d..d + N].copy_from_slice(&src[s..s + N]);
 }
 
-/// The runs of a piece, as nested loops. Everything in bytes.
+/// The contiguous runs of a piece, as nested loops. All offsets and lengths are in bytes.
 pub(crate) struct Loops {
-    /// Where the first run starts in each buffer.
+    /// Byte offsets of the first run in each buffer.
     pub(crate) src: usize,
     pub(crate) dst: usize,
-    /// Bytes of each run.
+    /// Length of each run.
     pub(crate) run: usize,
-    /// Outermost first. None has a single iteration, and no two could be one.
+    /// The loops, outermost first. None has a single iteration, and none could be merged with its
+    /// neighbour.
     pub(crate) dims: Vec<Loop>,
 }
 
-/// A loop over runs, or over loops: how often, and how far apart.
+/// A loop over runs or inner loops: the number of iterations, and the step in each buffer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Loop {
     pub(crate) count: usize,
@@ -111,7 +115,7 @@ pub(crate) struct Loop {
 }
 
 impl Loops {
-    /// The runs of `piece` between buffers of these lengths; `None` for an empty piece.
+    /// Returns the runs of `piece` between buffers of these lengths, or `None` for an empty piece.
     ///
     /// # Panics
     ///
@@ -138,11 +142,11 @@ impl Loops {
         (!piece.is_empty()).then(|| Self::new(src_region, dst_region, piece, item_bytes))
     }
 
-    /// For a piece that is within both regions and not empty.
+    /// Builds the loops. `piece` must be within both regions and not empty.
     fn new(src_region: &Region, dst_region: &Region, piece: &Region, item_bytes: usize) -> Self {
         let mut loops = Self { src: 0, dst: 0, run: item_bytes, dims: Vec::new() };
-        // From the innermost dimension outwards, merging each into the run or the loop inside it
-        // wherever it merely continues that.
+        // From the innermost dimension outwards. A dimension that continues the run or the loop
+        // inside it is merged into it.
         let (mut src_step, mut dst_step) = (item_bytes, item_bytes);
         for dim in (0..piece.ndim()).rev() {
             let (range, outer_src, outer_dst) =
@@ -169,7 +173,7 @@ impl Loops {
         loops
     }
 
-    /// Calls `copy` with where each run starts in both buffers.
+    /// Calls `copy` with the start of each run in both buffers.
     #[inline(always)]
     fn each(&self, mut copy: impl FnMut(usize, usize)) {
         let Some((inner, outer)) = self.dims.split_last() else {
@@ -216,7 +220,7 @@ pub(crate) mod tests {
         bounds.into_iter().collect()
     }
 
-    /// Byte offset of an element in the buffer of a region.
+    /// Returns the byte offset of an element in the buffer of a region.
     fn offset(region: &Region, index: &[usize], item_bytes: usize) -> usize {
         let step =
             |at: usize, (range, i): (Range<usize>, &usize)| at * range.len() + (i - range.start);
@@ -249,7 +253,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn copies_what_a_loop_over_elements_copies(
+        fn copy_equals_elementwise_loop(
             (piece, from, to) in nested(4, 3),
             item_bytes in prop::sample::select(vec![1usize, 2, 3, 4, 8, 16]),
         ) {
@@ -262,7 +266,7 @@ pub(crate) mod tests {
         }
 
         #[test]
-        fn a_run_is_found_exactly_where_the_bytes_are_one((piece, within, _) in nested(4, 3)) {
+        fn contiguous_bytes_finds_exactly_single_runs((piece, within, _) in nested(4, 3)) {
             let mut offsets: Vec<usize> = indices(&piece).iter().map(|i| offset(&within, i, 1)).collect();
             offsets.sort_unstable();
             let run = offsets.windows(2).all(|pair| pair[1] == pair[0] + 1);
@@ -286,8 +290,8 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pieces_too_large_for_the_caches_are_copied_all_the_same() {
-        // Columns of an odd width, so that runs begin anywhere.
+    fn pieces_larger_than_caches_are_copied() {
+        // Columns of an odd width, so that runs start at any alignment.
         let (from, to) = (region([(0, 3000), (0, 1001)]), region([(0, 3000), (100, 1001)]));
         let src: Vec<u8> = (0..from.elements()).map(|i| (i % 251) as u8).collect();
         let mut found = vec![255; to.elements()];
@@ -309,19 +313,19 @@ pub(crate) mod tests {
 
     #[test]
     #[should_panic(expected = "bytes of the destination buffer")]
-    fn lengths_that_do_not_fit_are_the_callers_bug() {
+    fn wrong_buffer_length_panics() {
         let whole = Region::full(&[4]);
         copy_region(&[0; 4], &whole, &mut [0; 3], &whole, &whole, 1);
     }
 
     #[test]
     #[should_panic(expected = "not within")]
-    fn pieces_outside_are_the_callers_bug() {
+    fn piece_outside_region_panics() {
         let (whole, half) = (Region::full(&[4]), Region::full(&[2]));
         copy_region(&[0; 4], &whole, &mut [0; 2], &half, &whole, 1);
     }
 
-    /// A piece of up to so many dimensions, of up to so many elements each, and two regions that
+    /// A region of up to `dims` dimensions with up to `elements` indices each, and two regions that
     /// contain it.
     pub(crate) fn nested(
         dims: usize,
@@ -333,7 +337,7 @@ pub(crate) mod tests {
             for (a, b, size, c, d, tight) in dims {
                 let (start, end) = (3, 3 + size);
                 regions[0].push((start, end));
-                // Often the same extent as the piece, so that runs merge.
+                // Often the same extent as the inner region, so that contiguous runs merge.
                 regions[1].push(if tight[0] { (start, end) } else { (start - a, end + b) });
                 regions[2].push(if tight[1] { (start, end) } else { (start - c, end + d) });
             }

@@ -1,4 +1,4 @@
-//! Adding one piece to what is there already, between two row-major buffers.
+//! Adds one piece to the values of another row-major buffer.
 
 use half::{bf16, f16};
 
@@ -6,15 +6,15 @@ use super::copy::runs;
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
-/// Adds the elements of `piece` from a buffer that holds `src_region` to those in one that holds
-/// `dst_region`. As [`copy_region`](super::copy_region), but for the sum.
+/// Adds the elements of `piece` from a buffer that holds `src_region` to those in a buffer that
+/// holds `dst_region`. Buffers and regions are as in [`copy_region`](super::copy_region).
 ///
-/// Sums have the array's own dtype: integers wrap around, half precision is rounded after every
-/// addition, complex numbers add by component. Booleans are left as they are: they have no sum.
+/// Sums have the array's own dtype. Integers wrap around, half precision is rounded after every
+/// addition, complex numbers add by component. Booleans do not change: they have no sum.
 ///
 /// # Panics
 ///
-/// Where a buffer's length is not that of its region, or `piece` is not within both regions.
+/// If a buffer's length is not that of its region, or `piece` is not within both regions.
 pub fn add_region(
     src: &[u8],
     src_region: &Region,
@@ -69,7 +69,7 @@ pub fn add_region(
     }
 }
 
-/// Adds one run to another, by numbers of `N` bytes. Bytes of messages need not be aligned.
+/// Adds one run to another, in numbers of `N` bytes. The bytes need not be aligned.
 #[inline(always)]
 fn add<const N: usize>(dst: &mut [u8], src: &[u8], sum: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
     for (a, b) in dst.as_chunks_mut::<N>().0.iter_mut().zip(src.as_chunks::<N>().0) {
@@ -107,7 +107,8 @@ mod tests {
             added(DType::F64, &0.1f64.to_ne_bytes(), &0.2f64.to_ne_bytes()),
             (0.1f64 + 0.2).to_ne_bytes()
         );
-        // Half precision is rounded by each addition: 256 + 1 has no place in eight bits.
+        // Half precision is rounded after each addition: 256 + 1 does not fit into eight bits of
+        // mantissa.
         let (large, one) = (bf16::from_f32(256.0), bf16::from_f32(1.0));
         assert_eq!(
             added(DType::Bf16, &large.to_ne_bytes(), &one.to_ne_bytes()),

@@ -1,28 +1,28 @@
-//! From a plan to the [`Flow`] that is proved and simulated.
+//! Conversion of a plan to a [`Flow`], the input of proofs and simulations.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{Array, Form, Kind, Memory, Plan, Read, Taken};
 use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
-/// A [`Flow`] of a whole program, and what its nodes and transfers are.
+/// A [`Flow`] of a whole program, and the meaning of its nodes and transfers.
 ///
-/// The first lanes are the job's devices. Behind them each process has lanes of its own where it
-/// needs them: one in which its program waits (for values of others, for arrays that it reads), and
-/// one that puts together what goes on.
+/// The first lanes are the job's devices. After them come lanes of processes, as needed. One is for
+/// the program's waits: for values of other processes, and for arrays that it reads. Another is for
+/// nodes that combine data before it is sent.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PlannedFlow {
-    /// Who computes what, in which order, and what goes between them. Tags are places in the lists
-    /// below.
+    /// Nodes, their order on each lane, and the transfers between processes. Tags are indices into
+    /// the lists below.
     pub flow: Flow,
-    /// What the nodes are, by number and by tag.
+    /// Meaning of each node, by number and by tag.
     pub nodes: Vec<Computed>,
-    /// What the transfers are, by number and by tag.
+    /// Meaning of each transfer, by number and by tag.
     pub transfers: Vec<Sent>,
 }
 
-/// What a node of a planned flow is.
+/// The meaning of a node of a planned flow.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Computed {
@@ -31,39 +31,41 @@ pub enum Computed {
         /// The operation.
         operation: u64,
     },
-    /// A device comes to a kernel with collectives: what it gives is there. Takes no time.
+    /// A device reaches a kernel with collectives, so that its inputs to them are ready. Takes no
+    /// time.
     Arrive {
         /// The operation.
         operation: u64,
     },
-    /// What several nodes or transfers brought goes on together. Takes no time.
+    /// Data from several nodes or transfers is ready to be sent together. Takes no time.
     Join {
         /// The operation that sends it.
         operation: u64,
     },
-    /// The program of a process gives or gets a value that all agree on. Takes no time.
+    /// The program of a process sends or receives a value by
+    /// [`Program::agree`](crate::Program::agree). Takes no time.
     Agree {
         /// The operation.
         operation: u64,
     },
     /// The program of a process waits for an array. Takes no time.
     Wait {
-        /// Its place in [`Plan::reads`].
+        /// Its index in [`Plan::reads`].
         read: usize,
     },
 }
 
-/// What a transfer of a planned flow is: the pieces of an operation that go from one process to
-/// another together.
+/// The meaning of a transfer of a planned flow: all pieces of one step of an operation from one
+/// process to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Sent {
     /// The operation.
     pub operation: u64,
-    /// How many messages.
+    /// The number of messages.
     pub messages: u32,
 }
 
-/// What there must be before something on a process can begin.
+/// The nodes and transfers that must be complete before some work on a process can begin.
 #[derive(Clone, Debug, Default)]
 struct Ready {
     nodes: BTreeSet<u32>,
@@ -77,7 +79,7 @@ impl Ready {
     }
 }
 
-/// What goes between two processes in a step of an operation, while it is put together.
+/// The data between two processes in one step of an operation, while it is collected.
 #[derive(Default)]
 struct Bundle {
     bytes: u64,
@@ -88,24 +90,24 @@ struct Bundle {
 struct Builder<'a> {
     plan: &'a Plan,
     made: PlannedFlow,
-    /// By array and device.
+    /// Dependencies of a shard, by array and device.
     ready: HashMap<(Array, u32), Ready>,
-    /// Lanes of processes, beyond those of devices: of the program, and of what goes on.
+    /// Extra lanes of processes: for the program's waits, and for nodes that combine data to send.
     programs: BTreeMap<u32, u32>,
     movers: BTreeMap<u32, u32>,
-    /// The last thing that the program of each process has waited for.
+    /// The node of the last wait of each process's program.
     waited: Vec<Option<u32>>,
 }
 
 impl Plan {
-    /// Who computes what, in which order, and what goes between them: all operations of the plan.
+    /// Returns the nodes, their order and their transfers, for all operations of the plan.
     ///
-    /// Nodes are the calls of kernels and what fills new arrays, on each device. Pieces of an
-    /// operation that go from one process to another at one step are one transfer. A kernel with
-    /// collectives between processes is two nodes on each device, between which every process that
-    /// takes part gets what the others give. What a process passes on, or puts together from
-    /// several sources to send it, has a node that takes no time. A process posts in the order of
-    /// operations, and within one in an order that is the same for all.
+    /// Nodes are kernel calls and fills of new arrays, on each device. All pieces of an operation
+    /// that go from one process to another in one step are one transfer. A kernel with collectives
+    /// between processes has two nodes on each device. Between them every process that takes part
+    /// receives the data of the others. If a process forwards data, or combines data from several
+    /// sources, the sending has a node that takes no time. A process posts in the order of
+    /// operations. Within an operation, the order is the same for all processes.
     pub fn flow(&self) -> PlannedFlow {
         let flow = Flow {
             lanes: self.devices.clone(),
@@ -151,7 +153,7 @@ impl Builder<'_> {
         self.plan.devices[device as usize]
     }
 
-    /// What a device needs of the arrays that an operation takes.
+    /// Returns the dependencies of an operation's inputs on a device.
     fn inputs(&self, takes: &[Taken], device: u32) -> Ready {
         let mut ready = Ready::default();
         for array in takes.iter().filter_map(|taken| taken.array) {
@@ -192,7 +194,7 @@ impl Builder<'_> {
         }
         for device in devices {
             let process = self.process_of(device);
-            // What came before the collectives came before the node that arrives.
+            // The inputs were already dependencies of the node that arrives.
             let mut ready = match gets.is_empty() {
                 true => self.inputs(takes, device),
                 false => Ready::default(),
@@ -217,7 +219,7 @@ impl Builder<'_> {
         let at_source = |this: &Self, device: u32| {
             source.and_then(|array| this.ready.get(&(array, device)).cloned()).unwrap_or_default()
         };
-        // What a device has itself, it keeps or copies.
+        // A device keeps or copies the parts that it already has.
         for shard in form.results.iter().flatten() {
             let own = at_source(self, shard.device);
             self.ready.insert((result, shard.device), own);
@@ -280,7 +282,7 @@ impl Builder<'_> {
         }
     }
 
-    /// The programs of the processes that have a part of the array wait for it.
+    /// Adds a wait of the program on each process with a part of the array.
     fn wait(&mut self, place: usize, read: &Read) {
         let form = self.plan.form_of(read.array.operation);
         let shards = form.and_then(|form| form.results.get(read.array.result as usize));
@@ -302,7 +304,7 @@ impl Builder<'_> {
         node
     }
 
-    /// A new node. It begins when the program has come to it.
+    /// Adds a node. It also depends on the last wait of the process's program.
     fn node(&mut self, lane: u32, process: u32, mut ready: Ready, what: Computed) -> u32 {
         ready.nodes.extend(self.waited[process as usize]);
         let PlannedFlow { flow, nodes, .. } = &mut self.made;
@@ -316,7 +318,7 @@ impl Builder<'_> {
         number
     }
 
-    /// A new transfer, posted on both sides.
+    /// Adds a transfer and posts it on both sides.
     fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: Bundle) -> u32 {
         let Bundle { bytes, messages, mut after } = bundle;
         after.nodes.extend(self.waited[from as usize]);
@@ -338,7 +340,7 @@ impl Builder<'_> {
     }
 }
 
-/// The lane of a process among those beyond the devices.
+/// Returns the extra lane of a process; adds it if it is new.
 fn lane(known: &mut BTreeMap<u32, u32>, lanes: &mut Vec<u32>, process: u32) -> u32 {
     *known.entry(process).or_insert_with(|| {
         lanes.push(process);
@@ -347,7 +349,7 @@ fn lane(known: &mut BTreeMap<u32, u32>, lanes: &mut Vec<u32>, process: u32) -> u
 }
 
 impl Computed {
-    /// The operation that it belongs to, where it is one's.
+    /// Returns the operation that the node belongs to, if it has one.
     pub fn operation(self) -> Option<u64> {
         match self {
             Self::Run { operation }
@@ -358,14 +360,14 @@ impl Computed {
         }
     }
 
-    /// Whether it takes time: a kernel or what fills an array.
+    /// True if the node takes time: a kernel, or the fill of an array.
     pub fn takes_time(self) -> bool {
         matches!(self, Self::Run { .. })
     }
 }
 
 impl PlannedFlow {
-    /// A node for people.
+    /// Describes a node for messages.
     pub fn describe(&self, plan: &Plan, node: u32) -> String {
         let at = |line: u32| plan.lines.get(line as usize).map_or("nowhere", String::as_str);
         match self.nodes.get(node as usize) {
@@ -374,7 +376,7 @@ impl PlannedFlow {
                 format!("the collectives of {}", plan.describe(*operation))
             }
             Some(Computed::Join { operation }) => {
-                format!("what is sent by {}", plan.describe(*operation))
+                format!("the data to send in {}", plan.describe(*operation))
             }
             Some(Computed::Agree { operation }) => plan.describe(*operation),
             Some(Computed::Wait { read }) => match plan.reads.get(*read) {
@@ -392,7 +394,7 @@ mod tests {
     use super::super::{Message, Operation, Shard};
     use super::*;
 
-    /// What there must be before a node: `(nodes, transfers)`.
+    /// Returns the dependencies of a node: `(nodes, transfers)`.
     fn before(flow: &Flow, node: usize) -> (&[u32], &[u32]) {
         let part = |list: &'_ [u32], (start, len): (u32, u32)| -> std::ops::Range<usize> {
             assert!((start + len) as usize <= list.len());
@@ -403,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_takes_what_was_put_to_its_device() {
+    fn call_depends_on_the_transfer_to_its_device() {
         let planned = small().flow();
         let PlannedFlow { flow, nodes, transfers } = &planned;
         assert_eq!((&flow.lanes[..2], flow.processes), (&[0, 1][..], 2));
@@ -415,7 +417,7 @@ mod tests {
         assert_eq!(before(flow, 2), (&[][..], &[1][..]));
         assert_eq!(flow.posts[0], [Post::Send(0), Post::Send(1)]);
         assert_eq!(flow.posts[1], [Post::Receive(0), Post::Receive(1)]);
-        // The read at the end is the program's.
+        // The read at the end is a node of the program.
         assert_eq!(nodes[3], Computed::Wait { read: 0 });
         assert_eq!((flow.lanes.len(), before(flow, 3).0), (3, &[0][..]));
         assert_eq!(
@@ -425,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_passed_on_goes_when_it_has_come() {
+    fn forwarded_data_waits_for_its_arrival() {
         let mut plan = small();
         plan.processes = 3;
         plan.devices = vec![0, 1, 2];
@@ -439,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn collectives_wait_for_all_processes_that_take_part() {
+    fn collectives_wait_for_all_participants() {
         let mut plan = small();
         plan.forms[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
         let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1 });
@@ -464,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_after_a_value_that_all_agree_on_waits_for_it() {
+    fn operations_after_agree_wait_for_the_value() {
         let mut plan = small();
         let kind = Kind::Agree { from: 1, bytes: 1 };
         plan.forms.push(Form {

@@ -1,4 +1,4 @@
-//! What an operation does, apart from the arrays that it does it to.
+//! Descriptions of operations, without their input arrays.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,17 +6,17 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Layout;
 use mpmd_layout::topology::DeviceId;
 
-/// What operations with one plan have in common: what runs where, what is made, and what goes
-/// between devices.
+/// The common part of operations with the same plan: kernels and their devices, results, and
+/// messages between devices.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Form {
-    /// In words.
+    /// Description for messages.
     pub what: String,
-    /// What kind of operation.
+    /// Kind of the operation.
     pub kind: Kind,
     /// The shards of each result.
     pub results: Vec<Vec<Shard>>,
-    /// What goes from device to device, in an order in which it can.
+    /// Messages between devices, in an order in which they can be sent.
     pub messages: Vec<Message>,
 }
 
@@ -29,22 +29,22 @@ pub enum Kind {
     Call {
         /// Its name.
         kernel: String,
-        /// Where it runs, in the order of its mesh.
+        /// Devices that run it, in the order of its mesh.
         devices: Vec<u32>,
     },
     /// An array moves to another sharding.
     Put,
     /// Devices fill their parts of a new array.
     Make,
-    /// Arrays get new handles to what is there: cut, joined, in microbatches.
+    /// Existing shards get new array handles: by cutting, joining or microbatches.
     Relabel,
-    /// Processes compare something; nobody does anything for it.
+    /// The processes compare a text. No process works or waits for it.
     Compare,
-    /// All processes get a value of one, and wait for it.
+    /// One process sends a value to all, and they wait for it.
     Agree {
-        /// Whose value.
+        /// The process that computes the value.
         from: u32,
-        /// Bytes of what stands for it in the plan.
+        /// Encoded size in bytes of the value that the dry run uses instead.
         bytes: u64,
     },
 }
@@ -54,44 +54,45 @@ pub enum Kind {
 pub struct Shard {
     /// The device.
     pub device: u32,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Where it lies.
+    /// The memory in which it is stored.
     pub memory: Memory,
 }
 
-/// Where a shard lies.
+/// The memory in which a shard is stored.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Memory {
     /// In new memory of its device.
     Own,
-    /// In the host's memory, or in values that every process has: no device's budget.
+    /// In host memory, or in host values that every process has. No device's limit includes it.
     Host,
-    /// In the memory of the operation's input with this number, on this device or another of its
+    /// In the memory of the operation's input with this index, on this device or another one of its
     /// process.
     Of(u32),
 }
 
-/// Bytes that go from one device to another, of the same process or not.
+/// Bytes that are sent from one device to another, of the same process or not.
 ///
-/// What several devices of a process get crosses to it once, to one of them.
+/// Bytes for several devices of one process are sent to one of them, once.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Message {
-    /// Who gives.
+    /// The source device.
     pub from: u32,
-    /// Who gets it.
+    /// The target device.
     pub to: u32,
-    /// How much.
+    /// Size in bytes.
     pub bytes: u64,
-    /// 1 where the giver has it from the start; one more than the step of what it has to get first.
-    /// Of collectives the number of the round, over all of them.
+    /// Dependency level: 1 if the source device has the bytes from the start. Otherwise it is one
+    /// more than the level of the message that brings them. For collectives it is the round,
+    /// counted over all collectives.
     pub step: u32,
 }
 
 impl Form {
-    /// Every device that it names.
+    /// Returns every device that it names.
     pub(super) fn devices(&self) -> impl Iterator<Item = u32> + '_ {
         let runs = match &self.kind {
             Kind::Call { devices, .. } => &devices[..],
@@ -102,7 +103,7 @@ impl Form {
         runs.iter().copied().chain(shards).chain(messages)
     }
 
-    /// Every input whose memory a result shares.
+    /// Returns every input with memory that a result shares.
     pub(super) fn inputs(&self) -> impl Iterator<Item = u32> + '_ {
         self.results.iter().flatten().filter_map(|shard| match shard.memory {
             Memory::Of(input) => Some(input),
@@ -110,7 +111,8 @@ impl Form {
         })
     }
 
-    /// Whether the operation runs on devices: takes its turn in their queues.
+    /// Returns the devices that run the operation in their queues. It is empty for operations
+    /// without device work.
     pub fn computes_on(&self) -> Vec<u32> {
         match &self.kind {
             Kind::Call { devices, .. } => devices.clone(),
@@ -120,7 +122,7 @@ impl Form {
     }
 }
 
-/// The shards of an array of this layout, of elements of `item` bytes.
+/// Returns the shards of an array of this layout, with elements of `item` bytes.
 pub(crate) fn shards(
     layout: &Layout,
     item: usize,

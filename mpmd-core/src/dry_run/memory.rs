@@ -1,4 +1,4 @@
-//! How much memory a plan takes on each device: by the order of issue, and in time.
+//! The memory use of a plan on each device: in the order of issue, and in simulated time.
 
 use std::collections::HashMap;
 
@@ -7,13 +7,13 @@ use mpmd_transport::Pool;
 use super::flow::{Computed, PlannedFlow};
 use super::{Array, Kind, Memory, Plan};
 
-/// Memory of a plan's devices.
+/// The memory use of a plan's devices.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryPlan {
-    /// By device.
+    /// Memory use by device.
     pub devices: Vec<DeviceMemory>,
-    /// The most that a process has at a time on all its devices, in time.
+    /// By process: peak of the sum over its devices, in simulated time.
     pub processes: Vec<Peak>,
 }
 
@@ -25,21 +25,21 @@ pub struct DeviceMemory {
     pub device: u32,
     /// Its process.
     pub process: u32,
-    /// The most at a time where each operation is carried out when it is issued.
+    /// The peak if each operation runs when it is issued.
     pub in_order: Peak,
-    /// The most at a time where devices compute at their own pace, each kernel as long as any
-    /// other, and what is put somewhere takes its place as soon as its source is there.
+    /// The peak in simulated time. Devices compute at their own pace, and all kernels take equally
+    /// long. The result of a move takes memory as soon as its source is ready.
     pub in_time: Peak,
-    /// What is there when the plan ends.
+    /// Bytes in use when the plan ends.
     pub left: u64,
 }
 
-/// The most bytes at a time.
+/// The largest memory use at one time.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Peak {
-    /// How many, as pools count them.
+    /// Bytes, rounded as pools round them.
     pub bytes: u64,
-    /// The operation that takes them.
+    /// The operation that reaches this peak.
     pub operation: u64,
 }
 
@@ -48,26 +48,28 @@ struct Block {
     device: u32,
     bytes: u64,
     operation: u64,
-    /// When it is taken, in time.
+    /// Simulated time at which it is allocated.
     start: u64,
-    /// When its last reader so far has ended, in time.
+    /// Simulated time at which its last reader so far ends.
     read_until: u64,
     /// The last operation that reads it so far.
     read_by: u64,
-    /// Arrays that are in it and have not been let go.
+    /// The number of live arrays in it.
     arrays: u32,
-    /// The last operation that was issued before the last array was let go.
+    /// The last operation that was issued before the last array was dropped.
     let_go_after: u64,
 }
 
 impl Plan {
-    /// What each device holds at most, in bytes as pools count them: an array's parts from when the
-    /// operation that makes them begins until its last handle is dropped and its last reader has
-    /// ended.
+    /// Returns the peak memory use of each device, in bytes as pools round them. The shards of an
+    /// array count from the start of the operation that makes them. They count until the last
+    /// handle is dropped and the last reader has ended.
     ///
-    /// Every process that gets an array holds it itself: where arrays are handed over in shared
-    /// memory it is their owner who does, until the taker has done with it. What is packed or
-    /// passed on, and what kernels keep for themselves, is not in it.
+    /// `planned` must be this plan's [`flow`](Self::flow).
+    ///
+    /// Every process that receives an array counts it itself. With zero-copy transfers in shared
+    /// memory, its owner holds it instead until the receiver has finished. Not included are buffers
+    /// for packing and forwarding, and memory that kernels keep.
     pub fn memory(&self, planned: &PlannedFlow) -> MemoryPlan {
         let times = Times::of(planned);
         let mut blocks = Blocks { plan: self, blocks: Vec::new(), of: HashMap::new() };
@@ -83,14 +85,14 @@ impl Plan {
     }
 }
 
-/// When what ends, in time: kernels take one unit, all else nothing.
+/// Simulated times: a kernel takes one unit, all other work none.
 struct Times {
-    /// When the parts of operations begin and end, by operation and device.
+    /// Start and end of the parts of operations, by operation and device.
     runs: HashMap<(u64, u32), (u64, u64)>,
-    /// When what a process puts begins to leave, by operation and giver, and when the last of it
-    /// has left.
+    /// Time at which the last transfer of an operation leaves its sender, by operation and process.
     sends: HashMap<(u64, u32), u64>,
-    /// When the first of what a process gets begins to come, by operation and taker.
+    /// Time at which the first transfer of an operation reaches its receiver, by operation and
+    /// process.
     comes: HashMap<(u64, u32), u64>,
 }
 
@@ -131,7 +133,7 @@ impl Times {
 struct Blocks<'a> {
     plan: &'a Plan,
     blocks: Vec<Block>,
-    /// The block of an array's part, by device; none for what takes no device's memory.
+    /// Block of a live array's shard, by array and device. Arrays in host memory have none.
     of: HashMap<(Array, u32), usize>,
 }
 
@@ -196,7 +198,8 @@ impl Blocks<'_> {
         }
     }
 
-    /// When the values of an operation's inputs are there, where they do not come from elsewhere.
+    /// Returns the time at which an operation's inputs on `process` are ready, for results without
+    /// a kernel or a transfer.
     fn known_at(&self, takes: &[super::Taken], process: u32) -> u64 {
         let arrays = takes.iter().filter_map(|taken| taken.array);
         let devices = |array| {
@@ -207,7 +210,7 @@ impl Blocks<'_> {
         arrays.flat_map(devices).map(|block| self.blocks[*block].start).max().unwrap_or_default()
     }
 
-    /// The block of an array on a device, or else on another of its process.
+    /// Returns the block of an array on a device, or else on another device of its process.
     fn block_near(&self, array: Array, device: u32) -> Option<usize> {
         let process = self.plan.devices[device as usize];
         let others = (0..self.plan.devices.len() as u32)
@@ -217,7 +220,7 @@ impl Blocks<'_> {
             .find_map(|device| self.of.get(&(array, device)).copied())
     }
 
-    /// The array ends, by its last handle or by donation.
+    /// Ends an array, after its last handle was dropped or by donation.
     fn let_go(&mut self, array: Array, after: u64) {
         for device in 0..self.plan.devices.len() as u32 {
             let Some(block) = self.of.remove(&(array, device)) else { continue };
@@ -230,7 +233,7 @@ impl Blocks<'_> {
     fn sums(&self) -> MemoryPlan {
         let Self { plan, blocks, .. } = self;
         let (count, processes) = (plan.devices.len(), plan.processes as usize);
-        // Bytes that come (before) and go (after) at an operation, and at a time.
+        // (position, true for an allocation and false for a release, block).
         let mut in_order: Vec<(u64, bool, &Block)> = Vec::new();
         let mut in_time: Vec<(u64, bool, &Block)> = Vec::new();
         let mut devices: Vec<DeviceMemory> = (0..count)
@@ -249,7 +252,8 @@ impl Blocks<'_> {
             }
             let last = block.let_go_after.max(block.read_by);
             in_order.push((2 * last + 1, false, block));
-            // At one time what ends goes before what begins, but for what begins and ends at once.
+            // At equal times, releases come before allocations. A block lives for at least one
+            // unit.
             let end = block.read_until.max(block.start + 1);
             in_time.push((2 * end, false, block));
         }
@@ -267,7 +271,7 @@ impl Blocks<'_> {
     }
 }
 
-/// The most at a time, by whose it is.
+/// Returns the peak of each owner. The closure maps a block to its owner, a device or a process.
 fn peaks(
     events: &[(u64, bool, &Block)],
     count: usize,
@@ -296,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arrays_are_there_from_their_operation_until_they_are_let_go_and_read() {
+    fn arrays_count_until_dropped_and_read() {
         let plan = small();
         let memory = plan.memory(&plan.flow());
         let one = Pool::rounded(64);
@@ -304,8 +308,9 @@ mod tests {
             let DeviceMemory { in_order, in_time, left, .. } = memory.devices[device];
             (in_order.bytes / one, in_time.bytes / one, left / one)
         };
-        // The first is never let go. The second device has what comes and what is made of it,
-        // twice; what comes does so at once, since nobody says that it has to wait.
+        // The first array is never dropped. The second device holds the moved array and the
+        // kernel's result, twice. In simulated time both moves happen at once, since no dependency
+        // delays them.
         assert_eq!(of(0), (1, 1, 1));
         assert_eq!(of(1), (2, 3, 0));
         assert_eq!(memory.devices[1].in_order.operation, 3);
@@ -313,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_adds_up_and_what_is_taken_over_does_not() {
+    fn donated_memory_counts_once() {
         let mut plan = small();
         plan.drops.clear();
         let one = Pool::rounded(64);
@@ -327,17 +332,17 @@ mod tests {
         assert_eq!(peak(&plan), 2);
         let last = Array { operation: 3, result: 0 };
         plan.drops.push(Dropped { array: last, after: 3 });
-        assert_eq!(peak(&plan), 1, "memory taken over goes with who took it");
+        assert_eq!(peak(&plan), 1, "a block ends with the array that reuses it");
     }
 
     #[test]
-    fn memory_that_two_devices_of_a_process_share_is_one() {
+    fn memory_shared_by_two_devices_counts_once() {
         let mut plan = small();
         plan.devices = vec![0, 0];
         plan.forms[1].results[0][0].memory = Memory::Of(0);
         plan.forms[1].messages = vec![Message { from: 0, to: 1, bytes: 64, step: 1 }];
         let memory = plan.memory(&plan.flow());
         assert_eq!(memory.devices[0].in_order.bytes, Pool::rounded(64));
-        assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "what its kernel makes");
+        assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "its kernel's result");
     }
 }

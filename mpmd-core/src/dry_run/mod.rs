@@ -1,13 +1,12 @@
-//! A [`Plan`]: every operation of every process of a job, as a program that owns nothing issues
-//! them.
+//! A [`Plan`]: the operations of all processes of a job, as a dry run issues them.
 //!
-//! A spectator ([`Builder::spectator`](crate::Builder::spectator)) runs the whole program, and what
-//! it issues is written down here: what each operation does on which device, what goes between
-//! devices, which arrays it reads, where handles are let go, where values are read, and where steps
-//! end. There is no second description of a program: [`Plan::flow`] is what is proved and
-//! simulated, [`Plan::memory`] what it takes, [`Plan::links`] what goes between processes.
+//! A dry run ([`Builder::spectator`](crate::Builder::spectator)) runs the whole program and records
+//! its operations here. A plan contains each operation's effect on each device, messages between
+//! devices, input arrays, dropped handles, reads of values, and ends of steps. It is the only
+//! description of a program. [`Plan::flow`] is the input of proofs and simulations,
+//! [`Plan::memory`] computes the memory use, and [`Plan::links`] the traffic between processes.
 //!
-//! Everything here is a pure function of the plan.
+//! All functions here are pure functions of the plan.
 
 mod flow;
 mod form;
@@ -30,53 +29,53 @@ pub(crate) use form::shards;
 
 use crate::trace::Label;
 
-/// The form of the file; one of another version is refused.
+/// The version of the file format. A file of another version is refused.
 pub const VERSION: u32 = 1;
 
-/// The operations of a program, with what each process does for each.
+/// The operations of a program, with each process's part in them.
 ///
 /// Operations are numbered from 1 in the order in which every process issues them.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Plan {
-    /// The form of this plan, [`VERSION`].
+    /// The format version, [`VERSION`].
     pub version: u32,
-    /// Number of processes.
+    /// The number of processes.
     pub processes: u32,
-    /// The process of each device, by the device's number.
+    /// The process of each device, by device.
     pub devices: Vec<u32>,
     /// Source lines, `file:line:column`.
     pub lines: Vec<String>,
-    /// What operations do, apart from the arrays that they do it to: each once.
+    /// Descriptions of operations without their input arrays, each stored once.
     pub forms: Vec<Form>,
-    /// In order; the first is operation 1.
+    /// Operations in order; the first is operation 1.
     pub operations: Vec<Operation>,
-    /// For each operation the hash that the processes of a job compare, of all that was issued up
-    /// to it: everything that must be equal on all of them, host values included. Of a replay that
-    /// before its first operation.
+    /// The rolling hash of the program at each operation, as the processes of a job compare it. It
+    /// covers everything that must be equal on all processes, host values included. For operations
+    /// of a replay, it is the hash before the replay's first operation.
     #[serde(default)]
     pub hashes: Vec<u64>,
-    /// Where the last handle to an array was let go, in order.
+    /// Points at which the last handle of an array was dropped, in order.
     pub drops: Vec<Dropped>,
-    /// Where the program waited for arrays, in order.
+    /// Points at which the program waited for arrays, in order.
     pub reads: Vec<Read>,
-    /// Where steps ended.
+    /// Ends of steps, in order.
     pub steps: Vec<StepEnd>,
-    /// Why it ends where it does.
+    /// The reason why the plan ends.
     pub end: End,
 }
 
-/// Why a plan ends where it does.
+/// The reason why a plan ends.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum End {
-    /// It goes on: the program was asked for it while it was running.
+    /// The program was still running when the plan was requested.
     #[default]
     Open,
     /// The last two steps are equal.
     Steady,
-    /// As many steps as were asked for.
+    /// The requested number of steps is recorded.
     Steps,
     /// The program finished.
     Finished,
@@ -85,14 +84,14 @@ pub enum End {
 /// One operation.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Operation {
-    /// What it does: a place in [`Plan::forms`].
+    /// Its description: an index into [`Plan::forms`].
     pub form: u32,
-    /// The line that issued it: a place in [`Plan::lines`].
+    /// The line that issued it: an index into [`Plan::lines`].
     pub line: u32,
-    /// What it is for, in a pipeline.
+    /// Its part in a pipeline, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<Label>,
-    /// The arrays that it reads.
+    /// The arrays that it takes as inputs.
     pub takes: Vec<Taken>,
 }
 
@@ -101,20 +100,20 @@ pub struct Operation {
 pub struct Array {
     /// The operation.
     pub operation: u64,
-    /// Which of its results.
+    /// Index of the result.
     pub result: u32,
 }
 
-/// What an operation reads.
+/// An input of an operation.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Taken {
     /// The array; `None` for host values, which every process has.
     pub array: Option<Array>,
-    /// Whether the array ends with this operation, for every clone.
+    /// True if the operation donates the array: every clone of it becomes unusable.
     pub donated: bool,
 }
 
-/// The last handle of an array goes.
+/// The point at which the last handle of an array was dropped.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Dropped {
     /// The array.
@@ -123,40 +122,41 @@ pub struct Dropped {
     pub after: u64,
 }
 
-/// The program waits for an array. Where it reads values, it may go on to branch on them.
+/// The point at which the program waited for an array. If it reads values, its later operations may
+/// depend on them.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Read {
     /// The array.
     pub array: Array,
     /// The last operation that was issued before.
     pub after: u64,
-    /// The line: a place in [`Plan::lines`].
+    /// The line: an index into [`Plan::lines`].
     pub line: u32,
-    /// Whether values are read, or only waited for.
+    /// True if values are read, false if the program only waits.
     pub values: bool,
 }
 
-/// A step ends.
+/// The end of a step.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct StepEnd {
     /// The last operation that was issued before.
     pub operation: u64,
-    /// How many of [`Plan::drops`] came before.
+    /// The number of entries of [`Plan::drops`] before it.
     pub drops: u64,
-    /// How many of [`Plan::reads`] came before.
+    /// The number of entries of [`Plan::reads`] before it.
     pub reads: u64,
 }
 
-/// What goes from one process to another.
+/// The traffic from one process to another.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Link {
-    /// Number of messages with payload.
+    /// The number of messages with payload.
     pub messages: u64,
-    /// Bytes of them. Those of collectives are what their declarations allow at most.
+    /// Their bytes. For collectives, the most that their declarations allow.
     pub bytes: u64,
 }
 
-/// Why a plan cannot be read or written.
+/// An error of reading or writing a plan.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -165,21 +165,21 @@ pub enum PlanError {
     File {
         /// The file.
         path: String,
-        /// The system's word on it.
+        /// The system's error.
         why: std::io::Error,
     },
-    /// It is no plan.
+    /// The file is not a plan.
     #[error("{path} is no plan: {why}")]
     Form {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The problem of the file.
         why: String,
     },
 }
 
 impl Plan {
-    /// A plan without operations for devices of these processes.
+    /// Creates a plan without operations. `devices` is the process of each device.
     pub(crate) fn new(processes: u32, devices: Vec<u32>) -> Self {
         Self { version: VERSION, processes, devices, ..Self::default() }
     }
@@ -188,7 +188,7 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// Where there is none, or one of another version, or it contradicts itself.
+    /// If the file cannot be read, is of another version, or is inconsistent.
     pub fn read(path: &Path) -> Result<Self, PlanError> {
         let bytes = std::fs::read(path)
             .map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
@@ -196,11 +196,11 @@ impl Plan {
             .map_err(|why| PlanError::Form { path: path.display().to_string(), why })
     }
 
-    /// Writes the plan to a file, whole or not at all.
+    /// Writes the plan to a file. On an error the file is left as it was.
     ///
     /// # Errors
     ///
-    /// Where the file cannot be written.
+    /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), PlanError> {
         let wrong = |why| PlanError::File { path: path.display().to_string(), why };
         let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
@@ -219,7 +219,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Whether every place that it names is there, and every array is made before it is used.
+    /// Checks that all indices are valid, and that every array is made before it is used.
     fn check(&self) -> Result<(), String> {
         let Self { version, .. } = self;
         if *version != VERSION {
@@ -294,13 +294,13 @@ impl Plan {
             .ok_or_else(|| format!("there is no line {line}"))
     }
 
-    /// What operation `operation` does, where there is one of that number.
+    /// Returns the description of operation `operation`, if the plan has it.
     pub fn form_of(&self, operation: u64) -> Option<&Form> {
         let index = usize::try_from(operation.checked_sub(1)?).ok()?;
         self.forms.get(self.operations.get(index)?.form as usize)
     }
 
-    /// An operation for people: number, label, what it does, and its line.
+    /// Describes an operation for messages: number, label, effect and line.
     pub fn describe(&self, operation: u64) -> String {
         let index = (operation as usize).wrapping_sub(1);
         let Some(issued) = self.operations.get(index) else {
@@ -312,14 +312,14 @@ impl Plan {
         format!("operation {operation} ({label}{what}) at {line}")
     }
 
-    /// The operations of step `step`, from 0; `None` where there is none that has ended.
+    /// Returns the operations of step `step`, counted from 0. `None` if no such step has ended.
     pub fn step(&self, step: usize) -> Option<Range<u64>> {
         let last = self.steps.get(step)?.operation;
         let before = step.checked_sub(1).map_or(0, |before| self.steps[before].operation);
         Some(before + 1..last + 1)
     }
 
-    /// What goes from process to process in these operations, by `(from, to)`.
+    /// Returns the traffic between processes in these operations, by `(from, to)`.
     pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), Link> {
         let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
         for form in operations.filter_map(|operation| self.form_of(operation)) {
@@ -332,7 +332,7 @@ impl Plan {
         links
     }
 
-    /// The messages of a form that cross between processes: `(from, to)` and their bytes.
+    /// Returns the messages of a form that cross between processes: `(from, to)` and bytes.
     fn crossings<'a>(&'a self, form: &'a Form) -> Box<dyn Iterator<Item = ((u32, u32), u64)> + 'a> {
         if let Kind::Agree { from, bytes } = form.kind {
             let others = (0..self.processes).filter(move |to| *to != from);
@@ -358,8 +358,8 @@ impl fmt::Display for Array {
 pub(crate) mod tests {
     use super::*;
 
-    /// One array of 64 bytes made on device 0, put to device 1 of another process twice, and
-    /// dropped.
+    /// A plan that makes one array of 64 bytes on device 0. Then twice: it puts the array to device
+    /// 1 of another process, runs a kernel there, and drops both results.
     pub(crate) fn small() -> Plan {
         let own = |device| Shard { device, bytes: 64, memory: Memory::Own };
         let make = Form {
@@ -406,7 +406,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_plan_that_is_written_is_read_again() {
+    fn plan_survives_a_write_and_a_read() {
         let folder = std::env::temp_dir().join(format!("mpmd-plan-{}.json", std::process::id()));
         small().write(&folder).unwrap();
         assert_eq!(Plan::read(&folder).unwrap(), small());
@@ -415,7 +415,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_no_plan_is_refused_with_what_is_wrong() {
+    fn invalid_plans_are_refused_with_the_reason() {
         let wrong = |change: fn(&mut Plan)| {
             let mut plan = small();
             change(&mut plan);
@@ -434,7 +434,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn links_count_what_crosses_in_the_operations_asked_for() {
+    fn links_count_messages_between_processes() {
         let plan = small();
         let twice = BTreeMap::from([((0, 1), Link { messages: 2, bytes: 128 })]);
         assert_eq!(plan.links(1..6), twice);

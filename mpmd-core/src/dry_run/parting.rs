@@ -1,30 +1,30 @@
-//! The operation at which processes of a job stop issuing the same.
+//! Comparison of the plans of two processes: the first operation at which they diverge.
 
 use std::collections::HashMap;
 
 use super::{Array, End, Form, Kind, Plan, Taken};
 
-/// The first operation at which two plans of one job part.
+/// The first operation at which two plans of one job diverge.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub struct Parting {
     /// The number of the operation.
     pub operation: u64,
-    /// The operation in words, with its line, as the first plan and as the second has it; or that
-    /// there is none.
+    /// Descriptions of the operation, with its line, in the first and in the second plan. For a
+    /// plan without this operation, a text that says so.
     pub issued: [String; 2],
     /// The difference, if the two descriptions are the same.
     pub why: Option<String>,
 }
 
 impl Plan {
-    /// Returns the first operation at which this plan and `other` part: plans of one job, recorded
-    /// as different processes of it. `None` if they are of the same operations.
+    /// Returns the first operation at which this plan and `other` diverge, or `None` if all
+    /// operations are equal. Both are plans of one job, recorded as different processes of it.
     ///
-    /// Compares what the processes of a job compare: what an operation does, the arrays that it
-    /// takes, its host values, and the number of steps that ended before it. Lines and labels may
-    /// differ. A plan that ends [steady](End::Steady) goes on with its last step again and again,
-    /// whichever of the two is longer.
+    /// Compares the same properties as the processes of a job. These are the operation's effect,
+    /// its input arrays, its host values, and the number of steps that ended before it. Lines and
+    /// labels may differ. A plan that ends [steady](End::Steady) repeats its last step forever, so
+    /// it also matches a longer plan.
     pub fn parting(&self, other: &Self) -> Option<Parting> {
         let mut forms: HashMap<(u32, u32), bool> = HashMap::new();
         let both = self.operations.len().min(other.operations.len());
@@ -38,13 +38,14 @@ impl Plan {
             });
             let same_hash = match (self.hashes.get(index), other.hashes.get(index)) {
                 (Some(one), Some(two)) => one == two,
-                // A plan of an earlier version has none.
+                // A plan of an earlier version has no hashes.
                 _ => true,
             };
             if !same_form || one.takes != two.takes || !same_hash {
                 let operation = index as u64 + 1;
                 let issued = [self.describe(operation), other.describe(operation)];
-                // Lines alone say nothing of what differs.
+                // The two descriptions would differ only in their lines, so the difference is given
+                // too.
                 let why = same_form.then(|| self.difference(other, operation));
                 return Some(Parting { operation, issued, why });
             }
@@ -63,8 +64,9 @@ impl Plan {
         Some(Parting { operation, issued, why: None })
     }
 
-    /// Returns the first operation of this plan that `shorter` lacks, which is equal up to its end:
-    /// in a steady plan the first that is not its last step once more.
+    /// Returns the first operation of this plan that `shorter` lacks, or `None` if there is none.
+    /// The two are equal up to the end of `shorter`. If `shorter` is steady, repetitions of its
+    /// last step count as part of it.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {
         let end = shorter.operations.len();
         let length = match shorter.steps.len().checked_sub(1).and_then(|last| shorter.step(last)) {
@@ -79,7 +81,7 @@ impl Plan {
         (end..self.operations.len()).find(differs).map(|index| index as u64 + 1)
     }
 
-    /// Says how operations of one form differ.
+    /// Describes the difference between two operations of the same form.
     fn difference(&self, other: &Self, operation: u64) -> String {
         let index = operation as usize - 1;
         let (one, two) = (&self.operations[index].takes, &other.operations[index].takes);
@@ -101,10 +103,10 @@ impl Plan {
 }
 
 impl Form {
-    /// Returns whether processes that issue operations of these forms issue the same.
+    /// True if operations of these forms have the same effect on all processes.
     fn does_the_same(&self, other: &Self) -> bool {
         match (&self.kind, &other.kind) {
-            // The value for plans is each process's own affair.
+            // Each process may use its own value for the dry run.
             (Kind::Agree { from, .. }, Kind::Agree { from: other_from, .. }) => {
                 from == other_from && self.what == other.what
             }
@@ -136,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_that_differ_in_lines_alone_do_not_part() {
+    fn lines_do_not_count_as_a_difference() {
         let mut other = hashed();
         other.lines = vec!["other.rs:7:9".into()];
         other.forms.insert(0, other.forms[2].clone());
@@ -146,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn another_operation_is_shown_beside_the_expected_one() {
+    fn differing_operations_are_both_described() {
         let (operation, issued, why) = parted(|plan| plan.operations[3].form = 2);
         assert_eq!((operation, why), (4, None));
         let shown = ["operation 4 (put) at train.rs:1:2", "operation 4 (jit k) at train.rs:1:2"];
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_operations_part_by_inputs_steps_or_values() {
+    fn inputs_steps_and_values_are_compared() {
         let why = |change: fn(&mut Plan)| parted(change).2.unwrap();
         assert_eq!(
             why(|plan| plan.operations[4].takes[0].array = None),
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_that_ends_early_parts_unless_it_is_steady() {
+    fn shorter_plan_differs_unless_steady() {
         let shorter = |end: End| {
             let mut plan = hashed();
             (plan.end, plan.operations, plan.hashes) =

@@ -1,8 +1,8 @@
-//! When a program does the same again.
+//! Detection of a steady plan: the last two steps are equal.
 
 use super::{Array, Dropped, Operation, Plan, Read, StepEnd};
 
-/// What is between two ends of steps.
+/// The part of a plan between two ends of steps.
 struct Step<'a> {
     before: u64,
     operations: &'a [Operation],
@@ -11,9 +11,9 @@ struct Step<'a> {
 }
 
 impl Plan {
-    /// Whether the last two steps that ended are equal: the same operations on the same arrays, the
-    /// same handles let go and the same arrays waited for, each relative to its step. What was made
-    /// before both is one array. Source lines may differ.
+    /// True if the last two complete steps are equal, relative to their starts. They have the same
+    /// operations on the same arrays, drop the same handles and wait for the same arrays. An array
+    /// that was made before both steps must be the same one. Source lines may differ.
     pub(crate) fn is_steady(&self) -> bool {
         let Some(last) = self.steps.len().checked_sub(2) else { return false };
         match (self.step_at(last), self.step_at(last + 1)) {
@@ -36,7 +36,7 @@ impl Plan {
 
 impl Step<'_> {
     fn is_like(&self, other: &Self) -> bool {
-        // The steps are in order.
+        // `other` is the later step, so the difference is not negative.
         let shift = other.before - self.before;
         let same = |a: Array, b: Array| same_array(a, b, shift);
         let then = |a: u64, b: u64| a + shift == b;
@@ -51,8 +51,8 @@ impl Step<'_> {
 }
 
 impl Operation {
-    /// Returns whether `later`, `shift` operations after this one, does the same in a later step of
-    /// the same plan.
+    /// True if `later`, which comes `shift` operations later in the same plan, repeats this
+    /// operation.
     pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {
         let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
             (Some(a), Some(b)) => same_array(a, b, shift),
@@ -66,8 +66,7 @@ impl Operation {
     }
 }
 
-/// Returns whether `later` is the array `array`, or the one that was made `shift` operations after
-/// it.
+/// True if `later` is `array` itself, or the array that was made `shift` operations after it.
 fn same_array(array: Array, later: Array, shift: u64) -> bool {
     array.result == later.result
         && (array.operation == later.operation || array.operation + shift == later.operation)
@@ -82,7 +81,7 @@ mod tests {
     use super::super::tests::small;
 
     #[test]
-    fn steps_that_do_the_same_to_their_own_arrays_are_equal() {
+    fn equal_steps_on_their_own_arrays_are_steady() {
         let plan = small();
         assert!(plan.is_steady());
         let mut first_two = small();
@@ -91,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_relative_to_the_step_is_no_repetition() {
+    fn difference_relative_to_the_step_is_not_steady() {
         let mut other = small();
         other.operations[3].form = 2;
         assert!(!other.is_steady());

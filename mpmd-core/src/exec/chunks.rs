@@ -1,9 +1,9 @@
-//! Copies into CUDA devices of host memory that they do not reach: what another process has lent,
-//! values of the user's.
+//! Copies to CUDA devices from host memory that they cannot reach: memory lent by another process,
+//! or values of the user.
 //!
-//! Such memory goes through pinned memory of this process, a chunk at a time: movers pack one while
-//! the device copies another. All copies of a process share a few chunks, first come first served,
-//! so that what they take of the host's memory is bounded.
+//! The bytes go through pinned memory of this process, one chunk at a time: copy workers pack one
+//! chunk while the device copies another. All copies of a process share a few chunks, first come
+//! first served. That bounds the host memory they take.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,14 +17,14 @@ use super::put::Transfer;
 use super::{OpGuard, Runtime};
 use mpmd_layout::region::Region;
 
-/// Bytes of a chunk: long enough for the device to be at full speed, short enough that the first is
-/// packed soon.
+/// Bytes of a chunk: enough for the device's full speed, and few enough that the first is packed
+/// soon.
 pub(crate) const CHUNK: usize = 4 << 20;
 
-/// Chunks that are packed or copied at a time.
+/// Maximum number of chunks that are packed or copied at the same time.
 pub(crate) const MOST_CHUNKS: usize = 8;
 
-/// The chunks of a process.
+/// The chunk limit of a process, and the pieces that wait for chunks.
 #[derive(Default)]
 pub(crate) struct Chunks(Mutex<State>);
 
@@ -37,7 +37,7 @@ struct State {
 /// A piece of a shard that is copied in chunks.
 pub(crate) struct Chunked {
     piece: Arc<Piece>,
-    /// Those that nobody has begun with.
+    /// Chunks that no copy worker has started.
     left: std::vec::IntoIter<Region>,
 }
 
@@ -45,18 +45,18 @@ struct Piece {
     shard: Arc<DeviceAssembly>,
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
-    /// Chunks whose copies are not issued.
+    /// Chunks that are not yet issued to the device.
     missing: AtomicUsize,
     // Last, so that it is dropped after the bytes.
     #[expect(dead_code, reason = "held for its drop")]
     guard: OpGuard,
 }
 
-/// The right to a chunk, until this is dropped.
+/// The right to use one chunk, until this is dropped.
 struct Turn(Arc<Runtime>);
 
 impl Chunked {
-    /// Has a piece copied to its place in a shard.
+    /// Starts to copy a piece to its place in a shard.
     pub(super) fn begin(
         runtime: &Arc<Runtime>,
         shard: Arc<DeviceAssembly>,
@@ -73,7 +73,7 @@ impl Chunked {
     }
 }
 
-/// Has movers pack what there is room for.
+/// Queues as many chunks on the copy workers as the limit allows.
 fn go_on(runtime: &Arc<Runtime>) {
     loop {
         let (piece, chunk) = {
@@ -100,7 +100,7 @@ fn go_on(runtime: &Arc<Runtime>) {
 impl Piece {
     fn copy(self: Arc<Self>, chunk: &Region, turn: Turn) {
         let Self { shard, transfer, bytes, missing, .. } = &*self;
-        // Where it has failed meanwhile, nobody wants it.
+        // A shard that has failed meanwhile does not need it.
         if shard.is_open()
             && let Some(packed) = shard.pack(bytes, &transfer.holds, chunk)
         {
@@ -119,8 +119,7 @@ impl Drop for Turn {
     }
 }
 
-/// Cuts a region, which is not empty, into parts of at most so many elements, along its outermost
-/// dimensions.
+/// Cuts a non-empty region into parts of at most `most` elements, along its outermost dimensions.
 fn cut(region: &Region, most: usize, parts: &mut Vec<Region>) {
     let wide = region.ranges().position(|range| range.len() > 1);
     let Some(dim) = wide.filter(|_| region.elements() > most) else {
@@ -128,7 +127,7 @@ fn cut(region: &Region, most: usize, parts: &mut Vec<Region>) {
         return;
     };
     let range = region.range(dim);
-    // As many of its slices as fit, or one at a time that is cut further.
+    // Number of slices that fit into one part. At least one, which is then cut further.
     let step = (most / (region.elements() / range.len())).max(1);
     for start in range.clone().step_by(step) {
         let part = start..(start + step).min(range.end);

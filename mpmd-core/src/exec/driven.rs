@@ -1,4 +1,4 @@
-//! Whole programs over a transport that those who wait drive.
+//! Runs whole programs over a transport that the waiting threads drive.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use parking_lot::{Condvar, Mutex};
 use crate::api::program::Builder;
 use crate::prelude::*;
 
-/// How often somebody drives who does not wait: for what a program does not wait for.
+/// Interval at which a background thread drives the transport, for events that no thread waits for.
 const NOW_AND_THEN: Duration = Duration::from_millis(5);
 
 type Event = Box<dyn FnOnce(&dyn Handler) + Send>;
 
-/// `inproc`, whose events stay at the door until somebody fetches them.
+/// An `inproc` transport that queues its events until a thread fetches them.
 struct Driven {
     inner: Arc<Inproc>,
     door: Arc<Door>,
@@ -31,10 +31,10 @@ struct Driven {
 struct Door {
     state: Mutex<State>,
     changed: Condvar,
-    /// Held by who hands events to the handler: in order.
+    /// Locked by the thread that passes events to the handler, which keeps them in order.
     driver: Mutex<Option<Arc<dyn Handler>>>,
     closed: AtomicBool,
-    /// Events that a waiting thread has fetched.
+    /// Number of events that waiting threads have fetched.
     by_waiters: AtomicUsize,
 }
 
@@ -57,7 +57,7 @@ impl Door {
     }
 
     fn drive(&self) -> usize {
-        // Who drives already sees to what this thread would.
+        // The thread that holds the lock handles these events too.
         let Some(driver) = self.driver.try_lock() else { return 0 };
         let Some(handler) = &*driver else { return 0 };
         let mut count = 0;
@@ -146,7 +146,7 @@ impl Transport for Driven {
     }
 }
 
-/// Adds up over all devices, and one more.
+/// Sums the input over all devices and adds one.
 struct SumOfAll;
 
 impl Kernel for SumOfAll {
@@ -164,7 +164,7 @@ impl Kernel for SumOfAll {
     }
 }
 
-/// Values go to and fro between two processes, and through a collective of both.
+/// Moves values back and forth between two processes, and through a collective of both.
 fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", 2)])?;
     let sides = mesh.split("x")?;
@@ -188,7 +188,7 @@ fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
 }
 
 #[test]
-fn programs_give_the_same_whoever_drives_and_however_they_wait() {
+fn results_do_not_depend_on_driver_or_spin_setting() {
     let expected: Vec<_> = crate::api::program::Simulation::new(2, 2)
         .run(to_and_fro)
         .into_iter()
@@ -211,7 +211,7 @@ fn programs_give_the_same_whoever_drives_and_however_they_wait() {
         });
         for ((read, by_waiters), expected) in found.into_iter().zip(&expected) {
             assert_eq!(read, *expected, "{spin:?}");
-            assert!(by_waiters > 0, "who waits fetches what it waits for: {spin:?}");
+            assert!(by_waiters > 0, "waiting threads fetch events: {spin:?}");
         }
     }
 }

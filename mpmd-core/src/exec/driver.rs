@@ -1,4 +1,4 @@
-//! Between the router and the transport: carries out what the router asks for.
+//! Connects the router with the transport: carries out the actions that the router asks for.
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
@@ -15,13 +15,14 @@ use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
 use crate::trace::{PieceStep, What};
 use crate::warning::warn_user;
 
-/// How long a closing transport may take to flush.
+/// Time limit for the transport to flush when it closes.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long communicators of devices may take to end.
+/// Time limit for NCCL communicators to close.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
-/// What the transport calls. Holds the runtime weakly: a transport may outlive it.
+/// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
+/// it.
 pub(super) struct Door(pub(super) Weak<Runtime>);
 
 impl Handler for Door {
@@ -36,8 +37,8 @@ impl Handler for Door {
                 let what = format!("a {:?} message of {found} bytes", header.kind);
                 router.broken(from, &format!("it sent {what}, and announced {announced}"));
             }
-            // Pieces keep their payload, also where a transport hands a small one over at once;
-            // control messages are read here.
+            // Pieces keep their payload, even a small one that is already here. Control messages
+            // are read here.
             payload if matches!(header.kind, Kind::Eager | Kind::Data) => {
                 router.arrived(from, header, payload, &[], now);
             }
@@ -49,7 +50,7 @@ impl Handler for Door {
     }
 
     fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
-        // A send that failed needs no word of its own: its peer is gone, which is told separately.
+        // A failed send needs no handling here: the loss of its peer is reported separately.
         if let Some(runtime) = self.0.upgrade() {
             runtime.trace.note(|| What::Left { ticket: ticket.0 });
             let ended = runtime.under_way.lock().sent(ticket);
@@ -58,7 +59,7 @@ impl Handler for Door {
     }
 
     fn peer_down(&self, peer: ProcessId, why: TransportError) {
-        // What was under way has ended: the transport says so of each.
+        // The transport also reports the end of each transfer that was under way.
         if let Some(runtime) = self.0.upgrade() {
             runtime.with_router(|router| router.peer_down(peer, &reason(&why)));
         }
@@ -66,7 +67,7 @@ impl Handler for Door {
 }
 
 impl Runtime {
-    /// Calls the router, then does what it asks for, outside its lock.
+    /// Calls the router, then carries out its actions after releasing its lock.
     pub(crate) fn with_router<R>(
         self: &Arc<Self>,
         call: impl FnOnce(&mut Router<InProcess>) -> R,
@@ -81,29 +82,30 @@ impl Runtime {
         result
     }
 
-    /// This process issues an operation.
+    /// Records an operation that this process issues.
     pub(crate) fn record(self: &Arc<Self>, record: OpRecord) {
         self.with_router(|router| router.issue(record, || self.now()));
     }
 
-    /// This process issues all operations up to `op`, of a step that is replayed.
+    /// Records all operations of a replayed step up to `op`, which this process issues.
     pub(crate) fn record_span(self: &Arc<Self>, op: u64, span: &Arc<dyn Span>) {
         self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
 
-    /// A peer's process has ended. The transport may not know.
+    /// Handles the end of a peer's process, which the transport may not notice.
     pub(crate) fn peer_ended(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.peer_down(peer, why));
         self.give_up(peer, why);
         self.changed.notify_all();
     }
 
-    /// The rendezvous has lost a peer, which may be gone. The transport may not know.
+    /// Handles the loss of a peer by the rendezvous. The peer may be gone, and the transport may
+    /// not notice.
     pub(crate) fn suspect(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.suspect(peer, why, self.now()));
     }
 
-    /// The rendezvous is lost to this process: warns, and goes on.
+    /// Warns the user that this process has lost the rendezvous service. The job goes on.
     pub(crate) fn rendezvous_lost(&self, why: &str) {
         warn_user(&format!(
             "process {} has lost the rendezvous service of the job ({why}). The job goes on; a \
@@ -113,25 +115,26 @@ impl Runtime {
         ));
     }
 
-    /// An operation has failed here; remembers the first.
+    /// Remembers the first failure of an operation on this process.
     pub(crate) fn remember(&self, failure: &Arc<Failure>) {
         let mut trouble = self.trouble.lock();
         trouble.first.get_or_insert_with(|| failure.clone());
         self.changed.notify_all();
     }
 
-    /// The failure that ends the job for this process, if there is one.
+    /// Returns the failure that ends the job for this process, if there is one.
     pub(crate) fn trouble(&self) -> Option<Arc<Failure>> {
         let trouble = self.trouble.lock();
         trouble.first.clone().or_else(|| trouble.lost.clone())
     }
 
-    /// The job has failed: every process is told.
+    /// Fails the job and tells every process.
     pub(crate) fn fail_job(self: &Arc<Self>, failure: Arc<Failure>) {
         self.with_router(|router| router.fail(failure));
     }
 
-    /// Waits until every peer has left too. An error where that cannot end well.
+    /// Blocks until every peer has left too. Reports a hang each time the peer timeout expires.
+    /// Fails if an operation has failed or a peer is lost.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
         let (mut since, mut asked) = (Instant::now(), false);
@@ -152,20 +155,20 @@ impl Runtime {
                 ));
                 (since, asked) = (Instant::now(), false);
             }
-            // In one look: what the router knows may not have got to `trouble` yet.
+            // Both under one lock: `trouble` may not have the router's failure yet.
             let (all_left, trouble) =
                 self.with_router(|router| (router.still_here().is_empty(), router.trouble()));
             if all_left {
                 return self.trouble().or(trouble).map_or(Ok(()), Err);
             }
-            // The ticker finds peers that fall silent, so this ends; the time-out covers the moment
-            // between the look above and the wait.
+            // The ticker detects silent peers, so this ends. The timeout covers a change between
+            // the check above and the wait.
             self.changed.wait_for(&mut self.trouble.lock(), Duration::from_millis(20));
         }
     }
 
-    /// Returns what the launcher is told of a failure, by a process whose program `has_ended` or
-    /// broke off.
+    /// Returns the report of a failure for the launcher. `has_ended` is true if the program ran to
+    /// its end, false if it broke off.
     pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> Report {
         let router = self.router.lock();
         let hash = match failure.op > router.count() {
@@ -179,7 +182,7 @@ impl Runtime {
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
         self.with_router(|router| router.goodbye(failure, self.now()));
         if let Some(failure) = failure {
-            // What others would have to do for it they will not.
+            // The other processes will not join this one's open NCCL calls.
             self.communicators.give_up(&Arc::new(failure.clone()));
         }
         self.communicators.close(CLOSE_WITHIN);
@@ -189,8 +192,8 @@ impl Runtime {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until every operation of this process has ended, reporting each time patience runs
-    /// out.
+    /// Blocks until every operation and read of this process has ended. Reports a hang each time
+    /// the peer timeout expires.
     pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.patience / 2;
@@ -203,7 +206,7 @@ impl Runtime {
             if wait() {
                 return;
             }
-            // Nobody has been asked where this process waits for others to take what it gives.
+            // No peer was asked yet if this process waits for others to take its pieces.
             self.with_router(Router::ask_all);
             if wait() {
                 return;
@@ -219,12 +222,12 @@ impl Runtime {
         }
     }
 
-    /// Waits until every operation and closure of this process has ended or something has failed,
-    /// at most for `within`.
+    /// Waits until every operation and user closure of this process has ended or an operation has
+    /// failed, for at most `within`.
     pub(crate) fn wait_briefly(&self, within: Duration) {
         let until = Instant::now() + within;
         let left = || until.saturating_duration_since(Instant::now());
-        // In short looks: a failure need not end an operation.
+        // In short waits: a failure need not end an operation.
         let look = || Instant::now() + left().min(super::TICK);
         let is_idle =
             || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
@@ -241,12 +244,12 @@ impl Runtime {
         let _ = all_done.recv_timeout(left());
     }
 
-    /// Waits until every closure of the user's that waited for an operation has run, reporting each
-    /// time patience runs out.
+    /// Blocks until every user closure that waited for an operation has run. Reports a hang each
+    /// time the peer timeout expires.
     pub(crate) fn wait_for_callbacks(&self) {
         let _doing = self.status.enter(Doing::Finishing);
         let (done, all_done) = std::sync::mpsc::channel::<()>();
-        // In order behind the others; that it is dropped is all that it says.
+        // Runs after the other closures. Dropping the sender is the signal.
         self.call_back(Box::new(move || drop(done)));
         while all_done.recv_timeout(self.config.patience) == Err(RecvTimeoutError::Timeout) {
             let text = "finish waits for a closure given to `then`";
@@ -254,27 +257,28 @@ impl Runtime {
         }
     }
 
-    /// What this process is doing, in a line.
+    /// Describes in one line the current work of this process.
     pub(crate) fn doing(&self) -> String {
         self.status.describe(|op| self.router.lock().describe(op))
     }
 
-    /// The same, with whom it waits for and why, to the root: a line for each link.
+    /// Describes the current work, then the chain of processes that this one waits for, down to the
+    /// root: one line per link.
     pub(crate) fn doing_and_why(&self) -> String {
         let (doing, running) = (self.doing(), self.status.lowest());
         let mut chain = self.router.lock().chain(running);
         if chain.is_empty() && running.is_none() {
-            // What this process waits for is that others take what it gives.
+            // This process waits for others to take its pieces.
             chain = self.router.lock().last_words();
         }
         chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
     }
 
-    /// Shows the user that something waits beyond its patience.
+    /// Writes to the log and to stderr that something has waited longer than the peer timeout.
     pub(crate) fn report_hang(&self, text: &str) {
         tracing::warn!(target: "mpmd::hang", "{text}");
         let message = format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.patience);
-        // In one write: other processes of the job may be writing to the same place.
+        // In one write: other processes of the job may write to the same terminal.
         let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     }
 
@@ -292,12 +296,12 @@ impl Runtime {
                     drop(ended);
                 }
                 Action::Discard(outgoing) => drop(outgoing),
-                // What waits here may do so for the device of this very process, by way of others.
+                // The wait may depend on a device of this very process, by way of others.
                 Action::HangReport(text) => {
                     self.report_hang(&format!("{text}\n  process {}: {}", self.me, self.doing()));
                 }
                 Action::PeerLost(failure) => {
-                    // Devices that wait for its would do so for ever.
+                    // Devices that wait for the peer's devices would wait forever.
                     self.communicators.give_up(&failure);
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();
@@ -337,8 +341,8 @@ impl Runtime {
             }
             Body::Cargo(Outgoing { buffer, bytes, guard }) => {
                 let sending = self.under_way.lock().send(to, guard);
-                // Of what is not sent the memory goes first: who waits for some looks when
-                // operations end.
+                // If nothing is sent, the memory is dropped first: threads that wait for memory
+                // check it when operations end.
                 let ticket = match sending {
                     Ok(ticket) => ticket,
                     Err(guard) => return drop((buffer, guard)),
@@ -373,10 +377,9 @@ impl Runtime {
             Err(failure) => promise.keep(Err(failure)),
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) if bytes.device().is_some() => {
-                // Collectives give each other the host's memory.
-                let message = format!(
-                    "operation {op}: process {from} gave memory of a device to a collective"
-                );
+                // Collectives send each other host memory.
+                let message =
+                    format!("operation {op}: process {from} sent device memory to a collective");
                 promise.keep(Err(Arc::new(Failure::new(
                     FailureKind::Transport,
                     from,
@@ -388,7 +391,7 @@ impl Runtime {
                 self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
                 promise.keep(Ok(bytes));
             }
-            // The router has seen that the length is one that this piece can have.
+            // The router has checked that this piece may have this length.
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(in_memory(fetch.bytes())) {
                 Ok(buffer) => {
                     let runtime = self.clone();
@@ -425,7 +428,7 @@ impl Runtime {
         }
     }
 
-    /// The failure of an operation whose piece broke off on its way.
+    /// Returns the failure of operation `op` after a piece broke off in transit.
     pub(super) fn fetch_failed(
         &self,
         from: ProcessId,
@@ -440,12 +443,13 @@ impl Runtime {
     }
 }
 
-/// Returns a length as one of memory; pools refuse it where it does not fit.
+/// Converts a length in bytes to `usize`. A length that does not fit becomes `usize::MAX`, which
+/// pools refuse.
 pub(super) fn in_memory(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-/// What a transport error says beyond the process's name, which the router adds.
+/// Returns the text of a transport error without the process's name, which the router adds.
 fn reason(error: &TransportError) -> String {
     match error {
         TransportError::PeerGone { why, .. } => why.clone(),

@@ -1,11 +1,11 @@
-//! The messages of collectives: between devices, wherever they are.
+//! The messages of collectives, between devices of one process or of several.
 //!
-//! A collective is a few [rounds](Round); in each of them devices of a [`Group`] give bytes to
-//! others, by a [`Flow`] that all of them know. What a device gives is a piece of the kernel's
-//! operation, numbered by the collective's index, the round and the devices. Between devices of one
-//! process it goes through the mailbox, between processes through the router. Where several devices
-//! of a process get the same bytes they cross to it once: the first that wants them asks the
-//! router, the others find them in the mailbox.
+//! A collective has a few [rounds](Round). In each round, devices of a [`Group`] send bytes to
+//! others, by a [`Flow`] that all of them know. A message is a piece of the kernel's operation. Its
+//! number encodes the collective's index, the round and the devices. Between devices of one process
+//! it goes through the mailbox, between processes through the router. Bytes for several devices of
+//! a process are sent to it once: the first device that needs them asks the router, the others find
+//! them in the mailbox.
 
 use std::sync::Arc;
 
@@ -18,61 +18,61 @@ use super::slot::{Outcome, Slot};
 use super::{OpGuard, Outgoing, Runtime, Waiter};
 use mpmd_layout::topology::DeviceId;
 
-/// Set in the piece numbers of collectives, never in those of transfers.
+/// Bit that is set in the piece numbers of collectives, never in those of transfers.
 const COLLECTIVE: u64 = 1 << 63;
 
-/// Number of bits that a piece number has for the place of a device in its mesh.
+/// Bits in a piece number for the place of a device in its mesh.
 const DEVICE_BITS: u32 = 22;
 
-/// Most devices of a mesh with collectives: as many places as a piece number can tell apart.
+/// Maximum number of devices of a mesh with collectives: the places that a piece number can encode.
 pub(crate) const MOST_DEVICES: usize = 1 << DEVICE_BITS;
 
-/// A collective has three rounds at most.
+/// Bits in a piece number for the round. A collective has at most three rounds.
 const ROUND_BITS: u32 = 2;
 
-/// A kernel has at most as many collectives as a piece number can tell apart.
+/// Maximum number of collectives of a kernel: those that a piece number can encode.
 pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BITS);
 
-/// The devices that a collective spans, seen from one of them.
+/// The devices that a collective spans, as seen by one of them.
 #[derive(Debug)]
 pub(crate) struct Group {
-    /// In the axis' order.
+    /// In the order of the axis.
     pub(crate) devices: Vec<DeviceId>,
-    /// Their places in the kernel's mesh, which are below [`MOST_DEVICES`] as the devices' own
-    /// numbers may not be.
+    /// The devices' places in the kernel's mesh. They are below [`MOST_DEVICES`]; device ids may
+    /// not be.
     pub(crate) places: Vec<usize>,
-    /// Their processes.
+    /// The devices' processes.
     pub(crate) processes: Vec<ProcessId>,
-    /// The place among them of the one that sees it so.
+    /// Rank of the device that sees the group: its index in `devices`.
     pub(crate) rank: usize,
-    /// Whether they work together by NCCL: then the first round is what they agree in, and the
-    /// others are of the host's values alone.
+    /// True if the devices use NCCL. Then the first round is an agreement, and the other rounds
+    /// carry only host values.
     pub(crate) joined: bool,
-    /// Bytes of the longest message that one device gives to another.
+    /// Maximum bytes of a message from one device to another.
     pub(crate) most: u64,
-    /// What goes where, round by round; none in a group of one.
+    /// The messages of each round; empty in a group of one.
     pub(crate) rounds: Vec<Flow>,
 }
 
-/// What goes from which device to which in one round of a collective. Devices are ranks of the
-/// group.
+/// The messages of one round of a collective: its sender and receiver devices. Devices are ranks of
+/// the group.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Flow {
     pub(crate) pattern: Pattern,
-    /// Whether a device gives the same bytes to all whom it gives to.
+    /// True if a device sends the same bytes to all its receivers.
     pub(crate) shared: bool,
 }
 
-/// Who gives to whom; nobody to itself.
+/// Pairs of sender and receiver ranks. No device sends to itself.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Pattern {
-    /// Each device to each other.
+    /// Each device to every other.
     Everyone,
-    /// This one to each other.
+    /// This device to every other.
     From(usize),
-    /// Each device to each other but this one.
+    /// Each device to every other except this one.
     ButTo(usize),
-    /// From the first to the second.
+    /// From the first of each pair to the second.
     Pairs(Vec<(usize, usize)>),
 }
 
@@ -91,26 +91,26 @@ impl Flow {
 /// One round of one collective of a running kernel.
 pub(crate) struct Round<'a> {
     pub(crate) op: u64,
-    /// The collective's place among those that the signature declares.
+    /// The collective's index in the signature.
     pub(crate) index: usize,
-    /// The round's place among those of the collective.
+    /// The round's index within the collective.
     pub(crate) round: usize,
     pub(crate) group: &'a Group,
 }
 
-/// A message that a round has for or from this device.
+/// A message that this device sends or receives in a round.
 struct Message {
     key: Key,
     /// The other device's rank; for shared bytes one of several.
     rank: usize,
     /// The other device's process.
     process: ProcessId,
-    /// How many devices of the receiving process take it.
+    /// Number of devices of the receiving process that take the message.
     takers: usize,
 }
 
 impl Round<'_> {
-    /// What this device gives, one message for each that leaves it.
+    /// Returns the messages that this device sends. Shared bytes are one message for each process.
     fn outgoing(&self) -> Vec<Message> {
         let me = self.group.rank;
         let mut messages: Vec<Message> = Vec::new();
@@ -127,7 +127,7 @@ impl Round<'_> {
         messages
     }
 
-    /// What this device gets, in the order of the givers.
+    /// Returns the messages that this device receives, in order of the senders' ranks.
     fn incoming(&self) -> impl Iterator<Item = Message> {
         let me = self.group.rank;
         (0..self.group.devices.len()).filter(move |from| self.flow().goes(*from, me)).map(
@@ -153,7 +153,8 @@ impl Round<'_> {
         &self.group.rounds[self.round]
     }
 
-    /// A message for several devices bears the place of its sender, which sends none to itself.
+    /// Returns the piece number of a message. Shared bytes have the sender's place as receiver: no
+    /// device sends to itself.
     fn key(&self, from: usize, to: usize) -> Key {
         let to = if self.flow().shared { from } else { to };
         let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);
@@ -163,21 +164,23 @@ impl Round<'_> {
 }
 
 impl Runtime {
-    /// Drops what devices gave to a call that has ended on every device here, and nobody took.
+    /// Drops messages of a call that has ended on every device of this process and that no device
+    /// took.
     pub(crate) fn forget(self: &Arc<Self>, op: u64) {
         self.mailbox.forget(op);
         self.with_router(|router| router.forget(op));
     }
 }
 
-/// One kernel call's access to the other devices of its mesh.
+/// Access of one kernel call to the other devices of its mesh.
 pub(crate) struct Exchange {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) guard: OpGuard,
 }
 
 impl Exchange {
-    /// A copy of `bytes` that may leave the kernel.
+    /// Copies `bytes` to a staging buffer that may outlive the kernel call. Fails if there is no
+    /// memory.
     pub(crate) fn copy_in(&self, bytes: &[u8]) -> Outcome {
         let mut buffer = self.runtime.staging.allocate(bytes.len()).map_err(|error| {
             Arc::new(Failure::new(FailureKind::Memory, self.runtime.me, 0, error.to_string()))
@@ -186,7 +189,7 @@ impl Exchange {
         Ok(buffer.freeze())
     }
 
-    /// Gives to every device that this one has something for: `bytes(rank)`. Never blocks.
+    /// Sends `bytes(rank)` to every device that receives from this one in the round. Never blocks.
     pub(crate) fn give(&self, round: &Round<'_>, bytes: impl Fn(usize) -> SharedBuffer) {
         for message in round.outgoing() {
             let buffer = bytes(message.rank);
@@ -195,8 +198,8 @@ impl Exchange {
             } else {
                 let size = buffer.len() as u64;
                 let outgoing = Outgoing { buffer, bytes: size, guard: self.guard.clone() };
-                // Announced: a kernel that calls with another length on another device must get an
-                // error.
+                // Announced with its length: a kernel that uses another length on another device
+                // must get an error.
                 let (hash, runtime) = (self.guard.hash(), &self.runtime);
                 runtime.with_router(|router| {
                     router.announce(message.process, message.key, hash, size, outgoing);
@@ -205,7 +208,7 @@ impl Exchange {
         }
     }
 
-    /// Tells every device that this one owes something that it will not come.
+    /// Sends the failure to every device that expects a message from this one.
     pub(crate) fn poison(&self, round: &Round<'_>, failure: &Arc<Failure>) {
         for message in round.outgoing() {
             if message.process == self.runtime.me {
@@ -217,12 +220,12 @@ impl Exchange {
         }
     }
 
-    /// Has what the others give to this device in a round that it has left taken all the same, so
-    /// that no process waits to send it.
+    /// Takes and drops the messages to this device in a round that it does not finish, so that no
+    /// sender waits.
     pub(crate) fn decline(&self, round: &Round<'_>) {
         for message in round.incoming() {
             if message.process == self.runtime.me {
-                // It waits for nobody; this device's share in it goes.
+                // No wait here: this only gives up the device's share.
                 drop(self.runtime.mailbox.take(message.key, message.takers));
             } else if message.takers == 1 {
                 let waiter = Waiter::Nobody(self.guard.clone());
@@ -231,18 +234,22 @@ impl Exchange {
                     router.decline(message.process, message.key, hash, waiter, self.runtime.now());
                 });
             } else if let Some(slot) = self.ask(round, &message) {
-                // Other devices here may want it, or may not: until it has come the operation goes
-                // on.
+                // Other devices of this process may need the message. The operation stays in flight
+                // until it has come.
                 let guard = self.guard.clone();
                 slot.on_end(move |_| drop(guard));
             }
         }
     }
 
-    /// What each device has for this one, by rank, as far as there is something; blocks until all
-    /// is here.
+    /// Returns the message from each device, by rank; `None` for a device that sends none. Blocks
+    /// until all are here.
     ///
-    /// `likely(rank)` bytes are expected; what comes may be longer or shorter.
+    /// `likely(rank)` is the expected number of bytes; a message may be longer or shorter.
+    ///
+    /// # Errors
+    ///
+    /// The first failure among the messages.
     pub(crate) fn take(
         &self,
         round: &Round<'_>,
@@ -259,9 +266,9 @@ impl Exchange {
                 (message.rank, slot)
             })
             .collect();
-        // Ends: every wait is for a kernel of a lower place in some device's queue, for this very
-        // operation on another device, or for a peer that the router watches. All are waited for
-        // before the first failure is told: what this device was to take, it has taken.
+        // This ends: each wait is for a kernel earlier in a device's queue, for this operation on
+        // another device, or for a peer that the router watches. All messages are taken before the
+        // first failure is returned.
         let waits = &self.runtime.waits;
         let outcomes: Vec<(usize, Outcome)> = slots
             .into_iter()
@@ -274,8 +281,8 @@ impl Exchange {
         Ok(parts)
     }
 
-    /// The slot of a message from another process; it is expected from the router where nobody does
-    /// yet.
+    /// Returns the async buffer of a message from another process. Asks the router for it unless
+    /// another device has.
     fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> Slot {
         let (slot, promise) = if message.takers == 1 {
             let (promise, slot) = Slot::new();
@@ -289,8 +296,8 @@ impl Exchange {
         slot
     }
 
-    /// As [`want`](Self::want), for a device that has no use for it; `None` where somebody has
-    /// asked.
+    /// Same as [`want`](Self::want), for a device that does not need the message. `None` if another
+    /// device has asked for it.
     fn ask(&self, round: &Round<'_>, message: &Message) -> Option<Slot> {
         let (slot, promise) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
         self.expect(round, message, u64::MAX, promise?);
@@ -320,7 +327,8 @@ mod tests {
         Group { devices, places, processes, rank, joined: false, most: 0, rounds: vec![flow] }
     }
 
-    /// What rank `rank` sends, as `(first taker, process, takers)`, and gets, as `(giver, takers)`.
+    /// Returns the messages that `rank` sends, as `(first taker, process, takers)`, and receives,
+    /// as `(sender, takers)`.
     fn messages(rank: usize, processes: &[u32], flow: &Flow) -> (Vec<[usize; 3]>, Vec<[usize; 2]>) {
         let group = group(rank, processes, flow.clone());
         let round = Round { op: 1, index: 0, round: 0, group: &group };
@@ -330,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_bytes_cross_once_to_each_process_and_others_once_to_each_device() {
+    fn shared_bytes_are_sent_once_per_process_others_per_device() {
         let shared = Flow { pattern: Pattern::Everyone, shared: true };
         let (sends, gets) = messages(1, &[0, 0, 1, 1], &shared);
         assert_eq!(sends, [[0, 0, 1], [2, 1, 2]]);
@@ -350,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_messages_of_an_operation_have_one_number() {
+    fn message_numbers_of_an_operation_are_unique() {
         let mut seen = HashSet::new();
         for index in [0, 1, MOST_COLLECTIVES - 1] {
             for rank in 0..3 {
@@ -358,7 +366,7 @@ mod tests {
                     group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
                 group.places[2] = MOST_DEVICES - 1;
-                // Devices may have any numbers.
+                // Device ids may be any numbers.
                 group.devices[2] = DeviceId(MOST_DEVICES as u32);
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
                 for round in 0..3 {
@@ -374,7 +382,8 @@ mod tests {
                 }
             }
         }
-        // Each to two others, in the later rounds to each process under one number.
+        // Each rank sends to two others. In the later rounds it sends to each process under one
+        // number.
         assert_eq!(seen.len(), 3 * 3 * (2 + 1 + 1));
     }
 }

@@ -8,10 +8,10 @@
 pub(crate) struct Rolling(u64, u64);
 
 impl Rolling {
-    /// The hash with `word` mixed in.
+    /// Returns the hash with `word` mixed in.
     #[inline]
     pub(crate) fn mix(self, word: u64) -> Self {
-        // The added constants keep zero words from leaving a zero hash as it is.
+        // The added constants keep zero words from leaving a zero hash unchanged.
         let a =
             (self.0 ^ word).wrapping_add(0x94d0_49bb_1331_11eb).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let b = (self.1.rotate_left(23) ^ word).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -19,7 +19,7 @@ impl Rolling {
         Self(a ^ (b >> 32), b ^ (a >> 31))
     }
 
-    /// The hash with bytes and their number mixed in.
+    /// Returns the hash with the bytes and their count mixed in.
     pub(crate) fn mix_bytes(self, bytes: &[u8]) -> Self {
         let mut hash = self.mix(bytes.len() as u64);
         for chunk in bytes.chunks(8) {
@@ -30,12 +30,12 @@ impl Rolling {
         hash
     }
 
-    /// Half of it, for use as a word of another.
+    /// Folds the hash to 64 bits, for use as a word of another hash.
     pub(crate) fn word(self) -> u64 {
         self.0 ^ self.1
     }
 
-    /// All of it, as it goes over the wire.
+    /// Returns all 128 bits, as they are sent over the wire.
     pub(crate) fn value(self) -> u128 {
         u128::from(self.0) | (u128::from(self.1) << 64)
     }

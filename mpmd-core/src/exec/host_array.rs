@@ -22,7 +22,7 @@ impl HostArray {
     ///
     /// # Errors
     ///
-    /// Fails where `shape` has more or fewer elements than there are values.
+    /// If the number of values is not the number of elements of `shape`.
     #[track_caller]
     pub fn from_slice<E: Element>(shape: &[usize], values: &[E]) -> Result<Self, AvalError> {
         let aval = ShapedArray::try_new(shape, E::DTYPE)?;
@@ -33,11 +33,11 @@ impl HostArray {
         Ok(Self { aval, data: aligned_copy(bytemuck::cast_slice(values)) })
     }
 
-    /// An array of bytes as they are; they are copied only where they are not aligned.
+    /// Creates an array from bytes without a copy; only unaligned bytes are copied.
     ///
     /// # Errors
     ///
-    /// Fails where `aval` has more or fewer bytes.
+    /// If the number of bytes is not that of `aval`. Invalid values are found when they are read.
     pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
         if data.len() != aval.bytes() {
             return Err(AvalError::Length { expected: aval, found: data.len() });
@@ -47,51 +47,51 @@ impl HostArray {
         Ok(Self { aval, data })
     }
 
-    /// An array of shape `[]`.
+    /// Creates an array of shape `[]`.
     pub fn scalar<E: Element>(value: E) -> Self {
         let aval = ShapedArray::new(&[], E::DTYPE);
         Self { aval, data: aligned_copy(bytemuck::bytes_of(&value)) }
     }
 
-    /// Shape and dtype.
+    /// Returns the shape and dtype.
     pub fn aval(&self) -> &ShapedArray {
         &self.aval
     }
 
-    /// The size of each dimension.
+    /// Returns the size of each dimension.
     pub fn shape(&self) -> &[usize] {
         self.aval.shape()
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
         self.aval.dtype()
     }
 
-    /// The elements, row-major.
+    /// Returns the elements, row-major.
     ///
     /// # Errors
     ///
-    /// Fails where they are not of type `E`.
+    /// If they are not of type `E`, or some bytes are not valid values of it.
     pub fn as_slice<E: Element>(&self) -> Result<&[E], AvalError> {
         if E::DTYPE != self.dtype() {
             return Err(AvalError::DType { expected: self.dtype(), found: E::DTYPE });
         }
-        // Length and alignment were seen to at construction, so only values can be wrong.
+        // Length and alignment were checked at construction, so only values can be invalid.
         bytemuck::checked::try_cast_slice(&self.data)
             .map_err(|_| AvalError::BitPattern { aval: self.aval.clone() })
     }
 
-    /// A copy of the elements, row-major.
+    /// Copies the elements to a vector, row-major.
     ///
     /// # Errors
     ///
-    /// Fails where they are not of type `E`.
+    /// If they are not of type `E`, or some bytes are not valid values of it.
     pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, AvalError> {
         self.as_slice().map(<[E]>::to_vec)
     }
 
-    /// The elements' bytes, row-major, little-endian as on every machine this runs on.
+    /// Returns the elements' bytes: row-major, and little-endian as on every supported machine.
     pub fn bytes(&self) -> &SharedBuffer {
         &self.data
     }
@@ -105,8 +105,8 @@ impl fmt::Debug for HostArray {
 
 impl Leaf for HostArray {}
 
-/// A copy that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer vector, which
-/// stays where it is from now on.
+/// Copies bytes to memory that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer
+/// vector.
 fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
     let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT - 1);
     let padding = (padded.as_ptr() as usize).wrapping_neg() % ALIGNMENT;

@@ -1,4 +1,5 @@
-//! The operations that this process has issued and not ended: how far its program runs ahead.
+//! The operations that this process has issued and that have not ended: how far its program runs
+//! ahead.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::trace::{Trace, What};
 
-/// Counts operations that have a part here and have not ended.
+/// Counts the operations that have a part on this process and have not ended.
 #[derive(Default)]
 pub(crate) struct InFlight {
     state: Mutex<State>,
@@ -18,9 +19,9 @@ pub(crate) struct InFlight {
     trace: Trace,
 }
 
-/// The counts when the last operation began. Since then operations can only have ended, so there
-/// are no more now. Away from what other threads write: the program looks here before each
-/// operation.
+/// The counts when the last operation began. Since then operations can only have ended, so the
+/// present counts are not higher. The program reads this before each operation; the alignment keeps
+/// it off cache lines that other threads write.
 #[derive(Default)]
 #[repr(align(128))]
 struct AtLastBegin {
@@ -31,19 +32,19 @@ struct AtLastBegin {
 #[derive(Default)]
 struct State {
     counts: Counts,
-    /// Those operations, by ascending number, and some that have ended.
+    /// Open operations by ascending number, and some that have ended.
     open: VecDeque<Open>,
 }
 
 struct Open {
     op: u64,
     bytes: u64,
-    /// None once it has ended.
+    /// Number of guards; 0 once the operation has ended.
     parts: usize,
 }
 
 impl State {
-    /// The place of an operation that has not ended.
+    /// Returns the entry of an operation that has not ended.
     fn find(&mut self, op: u64) -> Option<&mut Open> {
         let at = self.open.partition_point(|open| open.op < op);
         self.open.get_mut(at)
@@ -54,26 +55,27 @@ impl State {
 pub(crate) struct Counts {
     pub(crate) ops: usize,
     pub(crate) bytes: u64,
-    /// Bytes of this process's that others have on loan.
+    /// Bytes of this process's memory that are lent to peers.
     pub(crate) lent: u64,
-    /// Reads of arrays that are under way, whether their operations have ended or not.
+    /// Reads of arrays that are in progress, even if their operations have ended.
     pub(crate) reads: usize,
-    /// Grows with every operation that ends, and with every loan that comes back.
+    /// Grows with every operation that ends and every loan that is returned.
     pub(crate) ended: u64,
 }
 
-/// Memory of this process that another has on loan, until this is dropped.
+/// Memory of this process that is lent to a peer, until this is dropped.
 pub(crate) struct OnLoan {
     bytes: u64,
     in_flight: Arc<InFlight>,
 }
 
-/// A read that is under way, until this is dropped.
+/// A read that is in progress, until this is dropped.
 pub(crate) struct Reading(Arc<InFlight>);
 
-/// Held by every part of an operation; the operation has ended when the last part drops it.
+/// Held by every part of an operation. The operation ends when the last guard is dropped.
 ///
-/// Drop it after the buffers it stands for: whoever waits for memory looks when operations end.
+/// Drop it after the operation's buffers: threads that wait for memory check it when operations
+/// end.
 pub(crate) struct OpGuard {
     op: u64,
     /// The rolling hash at the operation.
@@ -82,12 +84,12 @@ pub(crate) struct OpGuard {
 }
 
 impl InFlight {
-    /// Whose operations' ends are noted.
+    /// Creates an `InFlight` that records the end of every operation in `trace`.
     pub(super) fn traced(trace: Trace) -> Self {
         Self { trace, ..Self::default() }
     }
 
-    /// Operation `op` begins, with this rolling hash; it will fill `bytes` of new memory.
+    /// Begins operation `op` with this rolling hash. It will take `bytes` of new memory.
     pub(crate) fn begin(self: &Arc<Self>, op: u64, hash: u128, bytes: u64) -> OpGuard {
         let mut state = self.state.lock();
         state.counts.ops += 1;
@@ -105,14 +107,14 @@ impl InFlight {
         OpGuard { op, hash, in_flight: self.clone() }
     }
 
-    /// `bytes` of this process's are about to be lent. No operation waits for them to come back:
-    /// their holder may keep them for as long as it likes.
+    /// Counts `bytes` of this process's memory as lent. No operation waits for their return: the
+    /// peer may keep them as long as it likes.
     pub(crate) fn lend(self: &Arc<Self>, bytes: u64) -> OnLoan {
         self.state.lock().counts.lent += bytes;
         OnLoan { bytes, in_flight: self.clone() }
     }
 
-    /// A read of an array begins: a program that finishes waits for it.
+    /// Begins a read of an array. A program that finishes waits for it.
     pub(crate) fn reading(self: &Arc<Self>) -> Reading {
         self.state.lock().counts.reads += 1;
         Reading(self.clone())
@@ -122,25 +124,25 @@ impl InFlight {
         self.state.lock().counts
     }
 
-    /// No fewer operations and bytes than there are, found without a lock. For the thread that
-    /// begins them.
+    /// Returns upper bounds of the open operations and their bytes, without a lock. Only for the
+    /// thread that begins operations.
     pub(crate) fn at_most(&self) -> (usize, u64) {
         let AtLastBegin { ops, bytes } = &self.at_last_begin;
         (ops.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed))
     }
 
-    /// The first operation that has not ended.
+    /// Returns the first operation that has not ended.
     pub(crate) fn first_open(&self) -> Option<u64> {
         self.state.lock().open.front().map(|open| open.op)
     }
 
-    /// The counts, and whether any operation issued before `op` has not ended.
+    /// Returns the counts, and true if an operation before `op` has not ended.
     pub(crate) fn counts_before(&self, op: u64) -> (Counts, bool) {
         let state = self.state.lock();
         (state.counts, state.open.front().is_some_and(|first| first.op < op))
     }
 
-    /// Waits until `enough` of them have ended; false where `deadline` came first.
+    /// Blocks until `enough` returns true for the counts. Returns false if `deadline` came first.
     pub(crate) fn wait_until(&self, deadline: Instant, enough: impl Fn(&Counts) -> bool) -> bool {
         let mut state = self.state.lock();
         while !enough(&state.counts) {
@@ -153,7 +155,7 @@ impl InFlight {
 }
 
 impl OpGuard {
-    /// Returns the rolling hash at the operation, which the router may have forgotten.
+    /// Returns the rolling hash at the operation, which the router may no longer have.
     pub(crate) fn hash(&self) -> u128 {
         self.hash
     }
@@ -180,7 +182,7 @@ impl Drop for OpGuard {
         state.counts.ops -= 1;
         state.counts.bytes -= bytes;
         state.counts.ended += 1;
-        // Under the lock: who finds that all have ended may end the trace.
+        // Under the lock: a thread that finds no open operation may end the trace.
         self.in_flight.trace.note(|| What::Over { op: self.op });
         while state.open.front().is_some_and(|open| open.parts == 0) {
             state.open.pop_front();
@@ -212,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_operation_ends_with_its_last_part() {
+    fn operation_ends_with_its_last_guard() {
         let in_flight = Arc::new(InFlight::default());
         let guard = in_flight.begin(7, 0, 10);
         let other = guard.clone();
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_open_operation_is_known_whatever_order_they_end_in() {
+    fn first_open_is_right_for_any_order_of_ends() {
         let in_flight = Arc::new(InFlight::default());
         let mut guards: Vec<_> = (1..=4).map(|op| Some(in_flight.begin(op * 10, 0, op))).collect();
         assert_eq!(in_flight.at_most(), (4, 10));
@@ -248,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_memory_hears_of_loans_that_come_back_and_no_operation_waits_for_them() {
+    fn returned_loans_wake_waiters_and_hold_no_operation() {
         let in_flight = Arc::new(InFlight::default());
         let loans = [in_flight.lend(10), in_flight.lend(5)];
         let before = in_flight.counts();

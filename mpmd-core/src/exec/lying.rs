@@ -1,4 +1,5 @@
-//! Random messages of a lying peer to a runtime, through a transport that checks nothing.
+//! Fuzz test: a dishonest peer sends random messages to a runtime, over a transport that checks
+//! nothing.
 
 use mpmd_fuzz::{Rng, integer, mutate};
 use mpmd_transport::router::{Answer, OpRecord};
@@ -15,20 +16,20 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::spec;
 use mpmd_layout::topology::Mesh;
 
-/// The process of the runtime. Process 1 lies, process 2 is correct.
+/// The process of the runtime. Process 1 is dishonest, process 2 is correct.
 const ME: ProcessId = ProcessId(0);
 const LIAR: ProcessId = ProcessId(1);
 const OTHER: ProcessId = ProcessId(2);
 
-/// Deadline of every wait.
+/// Time limit of every wait.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Staging memory that pieces of these sizes may take.
+/// Upper bound of the staging bytes that pieces of these sizes may take.
 const MOST_STAGING: u64 = 32 << 20;
 
-/// A transport whose messages go nowhere.
+/// A transport that drops all messages.
 struct Nowhere {
-    /// Whether the liar's payloads are its memory.
+    /// True if payloads of the dishonest peer are lent memory.
     lends: bool,
     handler: Mutex<Option<Arc<dyn Handler>>>,
     posted: Mutex<Vec<Ticket>>,
@@ -64,7 +65,7 @@ impl Transport for Nowhere {
     fn shutdown(&self, _: Duration) {}
 }
 
-/// A payload that waits for a place.
+/// A payload that waits for a buffer.
 struct Pending {
     bytes: SharedBuffer,
     announced: u64,
@@ -93,14 +94,14 @@ impl Fetch for Pending {
     }
 }
 
-/// A move of an array, as far as process 0 takes part in it.
+/// Process 0's part in a move of an array.
 struct Move {
     plan: PutPlan,
     mine: Region,
     source: Vec<(DeviceId, SharedBuffer)>,
-    /// Pieces that other processes send: sender, number, values.
+    /// Pieces from other processes: sender, piece number, values.
     pieces: Vec<(ProcessId, u64, SharedBuffer)>,
-    /// Regions of the result that the liar has no part in, with their values.
+    /// Regions of the result to which the dishonest peer contributes nothing, with their values.
     known: Vec<(Region, SharedBuffer)>,
 }
 
@@ -155,7 +156,8 @@ impl Move {
     }
 }
 
-/// A runtime on a transport to nowhere, and the moves that its operations are chosen from.
+/// A runtime on a transport that drops messages, and the moves from which its operations are
+/// chosen.
 struct Scene {
     runtime: Arc<Runtime>,
     transport: Arc<Nowhere>,
@@ -164,12 +166,13 @@ struct Scene {
     garbage: SharedBuffer,
 }
 
-/// Operations that the process has issued: their pieces and their results.
+/// The operations that the process has issued, with their pieces and results.
 #[derive(Default)]
 struct Issued {
     pieces: Vec<(ProcessId, u64, u64, SharedBuffer)>,
     moved: Vec<(usize, Slot)>,
-    /// Messages of collectives: the bytes of the correct process, the most bytes of the liar.
+    /// Messages of collectives: the bytes of the correct process, or the maximum length for the
+    /// dishonest one.
     bytes: Vec<(Slot, Result<SharedBuffer, u64>)>,
 }
 
@@ -177,7 +180,7 @@ fn hash(op: u64) -> u128 {
     u128::from(op) + 77
 }
 
-/// An operation that both processes have issued.
+/// Returns the record of an operation that both processes have issued.
 fn record(op: u64) -> OpRecord {
     let at = std::panic::Location::caller();
     OpRecord { op, hash: hash(op), what: Arc::new("op"), values: None, note: None, at }
@@ -221,7 +224,7 @@ impl Scene {
         Self { runtime, transport, handler, moves, garbage: vec![0xee; 1 << 16].into() }
     }
 
-    /// Starts a new job on the runtime: a new router, and nothing under way.
+    /// Starts a new job on the runtime: with a new router and no transfer in progress.
     fn begin(&self) {
         let Runtime { hands_over, config, router, under_way, trouble, .. } = &*self.runtime;
         let config = router::Config {
@@ -249,7 +252,7 @@ impl Scene {
             issued.pieces.extend(pieces.map(|(from, id, values)| (*from, op, *id, values.clone())));
             return;
         }
-        // As a collective expects its messages.
+        // Expects messages as a collective does.
         for (from, piece) in [(LIAR, 1 << 63), (OTHER, 1 << 63 | 1)] {
             let (promise, slot) = Slot::new();
             let most = one_of(rng, &[100, 30_000]);
@@ -345,7 +348,7 @@ impl Scene {
         self.handler.arrived(LIAR, header, payload);
     }
 
-    /// Ends all operations. Checks that those without a part of the liar ended well.
+    /// Ends all operations. Checks that those without a part of the dishonest peer ended well.
     fn end(&self, issued: Issued) {
         let Runtime { waits, in_flight, router, staging, .. } = &*self.runtime;
         let wait =
@@ -384,7 +387,7 @@ impl Scene {
         assert!(staging.stats().peak <= MOST_STAGING, "{:?}", staging.stats());
     }
 
-    /// Ends all tickets that were posted.
+    /// Reports all posted tickets as done.
     fn done(&self) {
         let posted = std::mem::take(&mut *self.transport.posted.lock());
         posted.into_iter().for_each(|ticket| self.handler.done(ticket, Ok(())));
@@ -438,7 +441,7 @@ fn fuzz_driver() {
 }
 
 #[test]
-fn lengths_that_nobody_expects_take_no_memory() {
+fn unexpected_lengths_take_no_memory() {
     let scene = Scene::new(false);
     let runtime = &scene.runtime;
     let pending = |announced| {
@@ -446,8 +449,8 @@ fn lengths_that_nobody_expects_take_no_memory() {
         Payload::Waiting(Box::new(Pending { bytes, announced, breaks_off: false }))
     };
     let inline = |bytes| Payload::Inline(scene.garbage.slice(0..bytes));
-    // Lengths beyond the piece's, up to those that wrap; then payloads shorter or longer than
-    // announced.
+    // Announced lengths beyond the piece's, up to those that overflow. Then payloads that are
+    // shorter or longer than announced.
     let long =
         [100_001, 1 << 40, 1 << 60, (1 << 63) + 1, u64::MAX].map(|bytes| (bytes, pending(bytes)));
     let other = [

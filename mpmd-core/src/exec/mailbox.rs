@@ -1,4 +1,4 @@
-//! Where the devices of one process leave contributions to collectives for each other.
+//! Contributions to collectives between the devices of one process.
 
 use std::collections::HashMap;
 
@@ -6,21 +6,21 @@ use parking_lot::Mutex;
 
 use super::slot::{Outcome, Promise, Slot};
 
-/// A contribution is named like a piece: by its operation and its number within it.
+/// Key of a contribution: operation and piece number, as for a piece.
 pub(super) type Key = (u64, u64);
 
-/// Contributions that were posted or are waited for, on this process.
+/// Contributions on this process that were posted or are waited for.
 ///
-/// Whoever comes first, poster or taker, makes the place; it goes when the contribution was posted
-/// and all its takers have been there, wanting it or not.
+/// The first poster or taker creates the entry. It is removed once the contribution was posted and
+/// all its takers have called, even those that do not need it.
 #[derive(Default)]
 pub(crate) struct Mailbox(Mutex<HashMap<Key, Letter>>);
 
 struct Letter {
-    /// Until somebody undertakes to fill the slot.
+    /// `None` once the contribution is posted, or a taker fetches it from another process.
     promise: Option<Promise>,
     slot: Slot,
-    /// Devices of this process that have not been here.
+    /// Devices of this process that have not called yet.
     takers: usize,
 }
 
@@ -36,7 +36,7 @@ impl Letter {
 }
 
 impl Mailbox {
-    /// Leaves what `takers` devices of this process will take.
+    /// Posts a contribution that `takers` devices of this process will take.
     pub(super) fn post(&self, key: Key, takers: usize, outcome: Outcome) {
         let promise = self.with(key, takers, |letter| letter.promise.take());
         if let Some(promise) = promise {
@@ -44,7 +44,7 @@ impl Mailbox {
         }
     }
 
-    /// One of `takers` takes what a device of this process posts.
+    /// Takes a contribution that a device of this process posts, as one of `takers`.
     pub(super) fn take(&self, key: Key, takers: usize) -> Slot {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);
@@ -52,8 +52,8 @@ impl Mailbox {
         })
     }
 
-    /// One of `takers` takes what comes from another process. The first of them gets the promise
-    /// too: it sees to it that the slot is filled, for all.
+    /// Takes a contribution from another process, as one of `takers`. The first taker also gets the
+    /// resolver, and must have the buffer filled for all of them.
     pub(super) fn take_from_afar(&self, key: Key, takers: usize) -> (Slot, Option<Promise>) {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);
@@ -61,13 +61,14 @@ impl Mailbox {
         })
     }
 
-    /// Drops whatever is left of an operation.
+    /// Drops all entries of an operation.
     pub(super) fn forget(&self, op: u64) {
         let left = {
             let mut mail = self.0.lock();
             mail.extract_if(|key, _| key.0 == op).collect::<Vec<_>>()
         };
-        // Promises among them end slots, and that calls others: not under the lock.
+        // Dropped resolvers fail their buffers and run callbacks, so they are dropped outside the
+        // lock.
         drop(left);
     }
 
@@ -92,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_letter_goes_with_its_last_taker_whoever_comes_first() {
+    fn entry_is_removed_with_its_last_taker() {
         let mailbox = Mailbox::default();
         let bytes = |slot: Slot| slot.peek().unwrap().unwrap().to_vec();
         mailbox.post((1, 7), 2, Ok(vec![3].into()));
@@ -101,14 +102,14 @@ mod tests {
         assert_eq!(bytes(mailbox.take((1, 7), 2)), [3]);
         assert_eq!(mailbox.len(), 0);
         let early = [mailbox.take((1, 8), 2), mailbox.take((1, 8), 2)];
-        assert_eq!(mailbox.len(), 1, "the poster finds that they were there");
+        assert_eq!(mailbox.len(), 1, "the entry waits for its poster");
         mailbox.post((1, 8), 2, Ok(vec![4].into()));
         assert_eq!(mailbox.len(), 0);
         early.into_iter().for_each(|slot| assert_eq!(bytes(slot), [4]));
     }
 
     #[test]
-    fn the_first_taker_from_afar_fetches_for_all() {
+    fn first_taker_of_a_remote_message_fetches_for_all() {
         let mailbox = Mailbox::default();
         let (first, promise) = mailbox.take_from_afar((1, 7), 3);
         let (second, none) = mailbox.take_from_afar((1, 7), 3);
@@ -123,13 +124,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_an_operation_is_forgotten_and_fails() {
+    fn forget_removes_entries_and_fails_waiters() {
         let mailbox = Mailbox::default();
         mailbox.post((1, 7), 1, Ok(vec![1].into()));
         mailbox.post((2, 7), 1, Ok(vec![2].into()));
         let waiting = mailbox.take((1, 8), 1);
         mailbox.forget(1);
         assert_eq!(mailbox.len(), 1);
-        assert!(waiting.peek().unwrap().is_err(), "nobody will post it any more");
+        assert!(waiting.peek().unwrap().is_err(), "no device will post it any more");
     }
 }

@@ -1,4 +1,4 @@
-//! Memory for an operation's results: set aside when it is issued, in the order of operations.
+//! Memory for the results of operations. It is reserved at issue, in the order of operations.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,10 +14,10 @@ use super::Runtime;
 use crate::exec::array::{Handle, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
 
-/// Arrays smaller than this are not worth naming when memory runs out.
+/// Arrays of fewer bytes are not listed in out-of-memory errors.
 const WORTH_NAMING: u64 = 64 << 10;
 
-/// Large arrays of this process, to be named when memory runs out.
+/// Large arrays of this process, listed in out-of-memory errors.
 #[derive(Default)]
 pub(crate) struct Holders {
     arrays: BTreeMap<(u64, u32), WeakHandle>,
@@ -42,15 +42,17 @@ impl Holders {
 }
 
 impl Runtime {
-    /// Sets `bytes` aside in a memory of a device of this process.
+    /// Reserves `bytes` in the device or host memory of a device of this process. All devices share
+    /// one host memory, which has no limit.
     ///
-    /// The memory of the host is one for all devices, without limit and counted by itself.
+    /// Blocks while operations that were issued before may still free memory. It never waits for
+    /// later operations, nor for operation `op` itself, which is already in flight. Memory lent to
+    /// peers may never be returned. If its return would be enough, this waits for it up to the peer
+    /// timeout.
     ///
-    /// Waits for operations that were issued before and will free memory; with none of those left
-    /// it is an error that names the largest holders. It never waits for anything issued later, nor
-    /// for operation `op` itself, which is in flight by now. What other processes have on loan they
-    /// may keep for ever; where it would be enough it is waited for as long as the patience lasts,
-    /// and then is an error.
+    /// # Errors
+    ///
+    /// Out of memory. The message lists the largest arrays and the lent bytes.
     pub(crate) fn reserve(
         &self,
         local_index: usize,
@@ -62,7 +64,7 @@ impl Runtime {
         self.reserve_all(local_index, kind, std::iter::once(bytes), op, what)
     }
 
-    /// As [`Runtime::reserve`], for several buffers: room for all of them or for none.
+    /// Same as [`Runtime::reserve`], for several buffers: all of them or none.
     pub(crate) fn reserve_all(
         &self,
         local_index: usize,
@@ -75,11 +77,11 @@ impl Runtime {
             MemoryKind::Device => &self.devices[local_index].pool,
             MemoryKind::Host => &self.host_memory,
         };
-        // Nearly always there is room: then nobody counts what is in flight.
+        // The usual case: there is memory, and no counts are needed.
         if let Ok(reservation) = pool.reserve_all(sizes.clone()) {
             return Ok(reservation);
         }
-        // Whether loans are still waited for.
+        // True while returns of lent memory are still waited for.
         let mut patient = true;
         loop {
             let before = self.in_flight.counts();
@@ -114,17 +116,17 @@ impl Runtime {
         }
     }
 
-    /// Memory that operation `op` takes over with what is in it, to be called on a device's thread.
+    /// Returns memory for an output of operation `op` that updates the input `memory` in place.
+    /// Call it on a device's thread.
     ///
-    /// Where somebody else still reads it, or has lent it to this process, there is another buffer,
-    /// and what is to be copied to it first. Where there is no room for that, this waits for
-    /// operations that were issued before: those that pass the memory on to other processes let it
-    /// go. It never waits for anything issued later, and for loans only as [`Runtime::reserve`]
-    /// does.
+    /// If other readers still use `memory`, or a peer has lent it, this returns another buffer and
+    /// the bytes to copy into it. If there is no room for that buffer, this blocks while operations
+    /// before `op` may release memory. It never waits for later operations, and for lent memory
+    /// only as [`Runtime::reserve`] does.
     ///
     /// # Errors
     ///
-    /// Where there is no room once all of those have ended.
+    /// If there is still no room once all of those have ended.
     pub(crate) fn take_over(
         &self,
         mut memory: SharedBuffer,
@@ -132,10 +134,10 @@ impl Runtime {
         op: u64,
         what: &dyn fmt::Display,
     ) -> Result<(OwnedBuffer, Option<SharedBuffer>), OutOfMemory> {
-        // Whether loans are still waited for.
+        // True while returns of lent memory are still waited for.
         let mut patient = true;
         loop {
-            // Looked at first: what ends from here on is not missed below.
+            // Read first, so that an operation that ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
             memory = match memory.into_owned() {
                 Ok(mut own) => {
@@ -167,9 +169,9 @@ impl Runtime {
         }
     }
 
-    /// Waits until an operation more than these `ended` ones has ended. Returns false where none
-    /// does while the patience lasts. Only the time counts in which this process runs: a stop may
-    /// have been the whole job's.
+    /// Waits until the count of ended operations exceeds `ended`. Returns false if it does not
+    /// within the peer timeout. Only time in which this process runs counts: a stop may have hit
+    /// the whole job.
     fn has_ended_since(&self, ended: u64) -> bool {
         const SLICE: Duration = Duration::from_secs(1);
         let mut left = self.config.patience;
@@ -185,8 +187,8 @@ impl Runtime {
         }
     }
 
-    /// For messages about memory: what others have on loan, and how much of it each of them. Empty
-    /// where nothing is.
+    /// Describes the memory lent to peers, in total and by peer, for messages. Empty if none is
+    /// lent.
     pub(crate) fn on_loan(&self) -> String {
         let total = self.in_flight.counts().lent;
         if total == 0 {
@@ -195,17 +197,17 @@ impl Runtime {
         let lent = self.lent_to();
         let each = lent.iter().enumerate().filter(|(_, bytes)| **bytes > 0);
         let each: Vec<String> = each.map(|(peer, bytes)| format!("{bytes} to {peer}")).collect();
-        // None where all of it has come back in this moment.
+        // Empty if all of it was returned in this moment.
         let each = if each.is_empty() { String::new() } else { format!(" ({})", each.join(", ")) };
         format!("; {total} bytes are lent to other processes{each}")
     }
 
-    /// Bytes of this process's memory that each process of the job has on loan.
+    /// Returns the bytes of this process's memory that are lent to each process.
     pub(crate) fn lent_to(&self) -> Vec<u64> {
         self.of_peers(|transport, peer| transport.lent_to(peer))
     }
 
-    /// Bytes of each process's memory that this one has on loan.
+    /// Returns the bytes that this process has borrowed from each process.
     pub(crate) fn borrowed_from(&self) -> Vec<u64> {
         self.of_peers(|transport, peer| transport.borrowed_from(peer))
     }
@@ -220,9 +222,9 @@ impl Runtime {
             .collect()
     }
 
-    /// Remembers who holds memory.
+    /// Remembers a large array, to list it in out-of-memory errors.
     pub(crate) fn holds(&self, array: &Handle) {
-        // Most arrays are too small whatever part of them is here: then nothing is looked up.
+        // Most arrays are too small even in total: then nothing is looked up.
         let most = array.shards.len().saturating_mul(array.made.aval.bytes()) as u64;
         if most >= WORTH_NAMING && array.local_bytes() >= WORTH_NAMING {
             self.holders.lock().insert(array.origin(), array);
@@ -230,20 +232,20 @@ impl Runtime {
     }
 }
 
-/// Waits until devices have read memory of the host's that is about to be written. What they make
-/// in memory of their own comes after its fences by itself.
+/// Blocks until devices have read host memory that is about to be written. Device memory needs no
+/// wait: later work is ordered behind its fences.
 fn wait_for_devices(memory: &mut OwnedBuffer) {
     if memory.device().is_some() || memory.fences().are_over() {
         return;
     }
     let (open, over) = std::sync::mpsc::channel::<()>();
-    // That it is dropped is all that it says.
+    // Dropping the sender is the signal.
     memory.fences().clone().on_over(Box::new(move || drop(open)));
     let _ = over.recv();
     memory.clear_fences();
 }
 
-/// Whether there would be room, were all that others have on loan to come back.
+/// True if there would be room once all lent memory is returned.
 fn loans_are_enough(error: &OutOfMemory, lent: u64) -> bool {
     let wanted = error.live + error.reserved + error.asked;
     lent > 0 && error.limit.is_some_and(|limit| wanted.saturating_sub(limit) <= lent)

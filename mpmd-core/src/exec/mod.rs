@@ -1,13 +1,14 @@
-//! What carries operations out on this process: device queues, transfers, and the one door to the
-//! transport (invariant *one-way-in*).
+//! Executes operations on this process: device queues, transfers, and the only handler that the
+//! transport calls (invariant *one-way-in*).
 //!
-//! The program thread issues; everything else happens on the threads below, driven by data:
+//! The program thread issues operations. All other work is driven by data and runs on these
+//! threads:
 //!
 //! - one thread for each device: kernels, strictly in the order of their operations;
-//! - the *movers*: copies between buffers, packing and unpacking of pieces;
-//! - the transport's threads: messages in, handed to the [router](mpmd_transport::router);
+//! - the *copy workers*: copies between buffers, packing and unpacking of pieces;
+//! - the transport's threads: incoming messages, which go to the [router](mpmd_transport::router);
 //! - the *ticker*: heartbeats, probes, hang reports;
-//! - *callbacks*: closures of the user's that wait for arrays.
+//! - *callbacks*: user closures that wait for arrays.
 
 pub mod array;
 mod assembly;
@@ -53,7 +54,7 @@ pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
-/// What a replayed step is to the router.
+/// The router's view of a replayed step.
 pub(crate) use mpmd_transport::router::{Span, Values};
 pub(crate) use passage::Passage;
 pub(crate) use put::{PutPlan, Source};
@@ -71,10 +72,10 @@ use crate::exec::recorder::Recorder;
 use crate::trace::{PieceStep, Trace, What};
 use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 
-/// How often the ticker looks at the clock.
+/// Interval of the ticker thread.
 const TICK: Duration = Duration::from_millis(50);
 
-/// More movers than this compete for the memory's bandwidth rather than add to it.
+/// Upper limit of copy workers. More would compete for memory bandwidth.
 const MOST_MOVERS: usize = 4;
 
 /// Settings of a [`Runtime`].
@@ -85,13 +86,12 @@ pub(crate) struct RuntimeConfig {
     pub(crate) heartbeat: Duration,
     pub(crate) run_ahead_ops: usize,
     pub(crate) run_ahead_bytes: u64,
-    /// How long who waits at the transport's door looks before it sleeps.
+    /// Time for which a waiting thread polls the transport before it sleeps.
     pub(crate) spin: SpinSetting,
     pub(crate) device_memory: Option<u64>,
-    /// Whether host values of any size are compared between processes, not only small ones.
+    /// True if host values of every size are compared between processes, not only small ones.
     pub(crate) check_uncommitted: bool,
-    /// Of this process's devices of kind `cuda`, in order: the driver's numbers for their graphics
-    /// processors.
+    /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,
 }
@@ -100,66 +100,68 @@ pub(crate) struct RuntimeConfig {
 pub(crate) struct LocalDevice {
     pub(crate) id: DeviceId,
     pub(crate) pool: Pool,
-    /// Where it is a CUDA device. Its thread issues work, and never waits for it.
+    /// The GPU of a CUDA device, `None` for a CPU device. The device's thread issues work to it and
+    /// never waits for that work.
     pub(crate) gpu: Option<Arc<Gpu>>,
     queue: Worker,
 }
 
-/// One process's part of a job. Everything but the program thread's own numbering.
+/// One process's part of a job: everything except the program thread's operation numbering.
 pub(crate) struct Runtime {
     pub(crate) me: ProcessId,
     pub(crate) topology: Topology,
-    /// Of the topology, on which plans depend.
+    /// Fingerprint of the topology, on which plans depend.
     pub(crate) topology_fingerprint: u64,
     pub(crate) config: RuntimeConfig,
     pub(crate) devices: Vec<LocalDevice>,
-    /// For shards in the host's memory.
+    /// Pool for shards in host memory.
     pub(crate) host_memory: Pool,
-    /// For pieces on their way, control payloads and host values.
+    /// Pool for pieces in transit, control payloads and host values.
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) status: Status,
-    /// What becomes of operations, for who wants to know.
+    /// Records the events of operations, if tracing is on.
     pub(crate) trace: Trace,
     pub(crate) waits: Waits,
-    /// Of the program's thread, where it waits for arrays and cannot drive the transport.
+    /// Spin policy of the program thread when it waits for arrays and cannot drive the transport.
     pub(crate) wait_spin: Spin,
     start: Instant,
     router: Mutex<Router<InProcess>>,
     transport: Option<Arc<dyn Transport>>,
-    /// By process, whether pieces go to it, and come from it, as memory that stays where it is.
+    /// By process: true if pieces to and from it are transferred zero-copy.
     hands_over: Vec<bool>,
     movers: Crew,
     chunks: Chunks,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
-    /// Of this process's CUDA devices, where they work together by NCCL.
+    /// NCCL communicators of this process's CUDA devices.
     pub(crate) communicators: cuda::Communicators,
     holders: Mutex<Holders>,
     under_way: Mutex<UnderWay>,
-    /// The last operation before the step that is being recorded; `u64::MAX` where none is.
+    /// The last operation before the step that is being recorded, `u64::MAX` if no step is being
+    /// recorded.
     pub(crate) recorded_from: AtomicU64,
-    /// Where this process only plans.
+    /// Set only in a dry run.
     pub(crate) recorder: Option<Recorder>,
     /// Payload bytes of pieces given to the transport, by process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
     /// Notified when a peer leaves or something fails.
     changed: Condvar,
-    /// Hung up when the runtime is dropped or shut down.
+    /// True once this process has left the job. The ticker and the NCCL watcher then end.
     stopped: Arc<AtomicBool>,
 }
 
-/// What has gone wrong so far.
+/// The first failures that this process has seen.
 #[derive(Default)]
 struct Trouble {
     /// The first failure of an operation here, or of the job.
     first: Option<Arc<Failure>>,
-    /// The first peer that went away before its time.
+    /// The first peer that was lost before it had left the job.
     lost: Option<Arc<Failure>>,
 }
 
-/// What this runtime sends through its router.
+/// The payload types of this runtime's router.
 pub(crate) struct InProcess;
 
 impl Cargo for InProcess {
@@ -168,21 +170,22 @@ impl Cargo for InProcess {
     type Waiter = Waiter;
 }
 
-/// A piece on its way out, and the operation it keeps in flight.
+/// A piece to send, and the guard that keeps its operation in flight.
 pub(crate) struct Outgoing {
     pub(crate) buffer: SharedBuffer,
-    /// Bytes of the piece. What is handed over may be a whole shard that it is a part of.
+    /// Bytes of the piece. In a zero-copy transfer `buffer` may be the whole shard that contains
+    /// it.
     pub(crate) bytes: u64,
     pub(crate) guard: OpGuard,
 }
 
-/// What waits for a piece.
+/// The receiver of a piece.
 pub(crate) enum Waiter {
-    /// Shards that are put together from pieces, and processes that get the piece from this one.
+    /// Shards of this process that contain the piece, and processes to which it is forwarded.
     Piece(Box<Passage>),
-    /// Somebody who wants the bytes.
+    /// The bytes themselves, which resolve `promise`.
     Bytes { promise: Promise, from: ProcessId, op: u64, piece: u64 },
-    /// Nobody any more: it must be taken all the same, for its sender's sake.
+    /// No receiver. The piece is still taken, so that its sender does not wait.
     Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
 }
 
@@ -191,7 +194,8 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// Where the system gives no more threads.
+    /// If a thread cannot be started, a CUDA device cannot be opened, or sharing of CUDA memory
+    /// cannot be set up.
     pub(crate) fn start(
         me: ProcessId,
         topology: Topology,
@@ -199,8 +203,8 @@ impl Runtime {
         transport: Option<Arc<dyn Transport>>,
         recorder: Option<Recorder>,
     ) -> std::io::Result<Arc<Self>> {
-        // Before the first buffer is made: what a transport can hand over lies in memory of its own
-        // kind.
+        // Before the first buffer is allocated: zero-copy transfers need memory from the
+        // transport's arena.
         let arena = transport
             .as_ref()
             .and_then(|transport| transport.arena())
@@ -264,33 +268,34 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// Time since this runtime started; the router's clock.
+    /// Returns the time since this runtime started. It is the router's clock.
     pub(crate) fn now(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// The transport's name, `none` where there is none.
+    /// Returns the transport's name, or `none` without a transport.
     pub(crate) fn transport_name(&self) -> &'static str {
         self.transport.as_ref().map_or("none", |transport| transport.name())
     }
 
-    /// Whether pieces go to `peer`, and come from it, as memory that stays where it is.
+    /// True if pieces to and from `peer` are transferred zero-copy.
     pub(crate) fn hands_over(&self, peer: ProcessId) -> bool {
         self.hands_over[peer.index()]
     }
 
-    /// The local index of a device, where this process owns it.
+    /// Returns the local index of a device, or `None` if another process owns it.
     pub(crate) fn local_index(&self, device: DeviceId) -> Option<usize> {
         self.devices.iter().position(|local| local.id == device)
     }
 
-    /// Whether operation `op` is one of a step that is being recorded.
+    /// True if operation `op` belongs to a step that is being recorded.
     pub(crate) fn is_recording(&self, op: u64) -> bool {
         op > self.recorded_from.load(Ordering::Relaxed)
     }
 
-    /// Notes that a device of this process began with its part of an operation, at `at`: it turned
-    /// to it at `since`, and waited last for what operation `input` made.
+    /// Records that a device of this process began its part of operation `op` at time `at`. `since`
+    /// is the time at which the device turned to the operation. `input` is the operation that made
+    /// the input it waited for last. Times are in nanoseconds since the trace began.
     #[inline]
     pub(crate) fn trace_start(
         &self,
@@ -307,7 +312,7 @@ impl Runtime {
         });
     }
 
-    /// Notes that a device of this process has ended its part of an operation.
+    /// Records that a device of this process has ended its part of operation `op`.
     #[inline]
     pub(crate) fn trace_end(&self, device: usize, op: u64) {
         self.trace.note(|| {
@@ -316,8 +321,8 @@ impl Runtime {
         });
     }
 
-    /// Notes both for an operation on a device that has ended it in its own time, from `begin` to
-    /// `end`: since `since` it had nothing before it.
+    /// Records start and end of an operation that a device ran asynchronously, from `begin` to
+    /// `end`. From `since` on the device had no earlier work left.
     pub(crate) fn trace_ran(
         &self,
         device: usize,
@@ -332,29 +337,29 @@ impl Runtime {
         });
     }
 
-    /// Notes what became of a piece.
+    /// Records a step in the transfer of a piece.
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
         self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
     }
 
-    /// Queues a kernel on a device of this process.
+    /// Queues a kernel call on a device of this process.
     pub(crate) fn run_on(&self, local_index: usize, job: Job) {
         self.devices[local_index].queue.push(job);
     }
 
-    /// Queues a copy.
+    /// Queues a copy on the copy workers.
     pub(crate) fn move_data(&self, job: Job) {
         self.movers.push(job);
     }
 
-    /// Queues a closure of the user's.
+    /// Queues a user closure.
     pub(crate) fn call_back(&self, job: Job) {
         self.callbacks.push(job);
     }
 
-    /// Sees to it that somebody looks after communicators for as long as there are some: what goes
-    /// wrong between devices that work together fails the job.
+    /// Starts the thread that watches the NCCL communicators, if one is needed. An NCCL error fails
+    /// the job.
     pub(crate) fn watch_communicators(self: &Arc<Self>) {
         if !self.communicators.are_to_be_watched() {
             return;
@@ -365,15 +370,17 @@ impl Runtime {
                 std::thread::sleep(TICK);
                 let Some(runtime) = weak.upgrade() else { break };
                 if let Some(error) = runtime.communicators.look() {
-                    let message =
-                        format!("devices of process {} work together in vain: {error}", runtime.me);
+                    let message = format!(
+                        "NCCL failed between the devices of process {}: {error}",
+                        runtime.me
+                    );
                     let failure = Failure::new(FailureKind::Transport, runtime.me, 0, message);
                     return runtime.fail_job(Arc::new(failure));
                 }
             }
         };
         if let Err(error) = std::thread::Builder::new().name("mpmd-nccl".to_owned()).spawn(watch) {
-            tracing::warn!(%error, "starting the thread that looks after communicators of NCCL's");
+            tracing::warn!(%error, "cannot start the thread that watches NCCL communicators");
         }
     }
 
@@ -405,7 +412,7 @@ fn open_devices(
             Some(DeviceKind::Cuda) => {
                 let ordinal = ordinals.next().ok_or_else(|| {
                     std::io::Error::other(format!(
-                        "nobody says which of the machine's CUDA devices device {id} is"
+                        "no CUDA device ordinal is configured for device {id}"
                     ))
                 })?;
                 Some(Gpu::open(*ordinal).map_err(std::io::Error::other)?)
@@ -440,7 +447,8 @@ fn open_devices(
     Ok(devices)
 }
 
-/// Finds out with whom this process's devices share memory, where it has some and others do too.
+/// Sets up sharing of CUDA memory with the other processes that have CUDA devices. Does nothing if
+/// this process or all others have none.
 fn share_devices(
     me: ProcessId,
     topology: &Topology,

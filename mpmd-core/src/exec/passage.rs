@@ -1,4 +1,5 @@
-//! A region that comes from a peer: to the devices here that want it, and on to other processes.
+//! The receive of a region from a peer: to the shards of this process that contain it, and on to
+//! other processes.
 
 use std::sync::Arc;
 
@@ -14,34 +15,33 @@ use crate::device::copy::copy_region;
 use crate::device::cuda::Part;
 use crate::trace::PieceStep;
 
-/// What becomes of a region that a peer sends.
+/// The receive of one region from a peer.
 ///
-/// It goes on to others whatever becomes of it here: a shard that has failed, or that there was no
-/// memory for, must not keep anybody else from theirs. Where it does not come, all of them are
-/// told.
+/// The region is forwarded even if it cannot be used here. A failed shard, or one without memory,
+/// must not affect other processes. If the region does not come, all its receivers are told.
 pub(crate) struct Passage {
     pub(super) op: u64,
     pub(super) from: ProcessId,
     pub(super) transfer: Arc<Transfer>,
-    /// The shards of this process that it is a piece of.
+    /// The shards of this process that contain the region.
     pub(super) shards: Vec<Assembly>,
     // Last, so that it is dropped after the memory.
     pub(super) guard: OpGuard,
 }
 
-/// What the bytes of a region are read into.
+/// The buffer that a region's bytes are read into.
 #[derive(Clone, Copy)]
 enum Place {
-    /// One of the shards.
+    /// The whole memory of one of the shards, by index.
     Whole(usize),
-    /// Its part of the only shard.
+    /// The region's part of the only shard.
     Part,
-    /// A buffer of its own.
+    /// A staging buffer.
     Staging,
 }
 
 impl Runtime {
-    /// The region has come, or never will.
+    /// Handles the end of a receive: the region has come, or never will.
     pub(super) fn pass(
         self: &Arc<Self>,
         passage: Box<Passage>,
@@ -52,8 +52,8 @@ impl Runtime {
             Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None, |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_taken(&passage);
-                // Kernels read shards as typed slices, so one that is in memory without alignment
-                // is copied; so is one that is a part of what a peer has lent.
+                // Kernels read shards as typed slices, so unaligned bytes are copied. So is a
+                // region that is only a part of a lent shard.
                 let address = bytes
                     .device()
                     .map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
@@ -65,7 +65,8 @@ impl Runtime {
                 let mut whole: Vec<usize> =
                     (0..passage.shards.len()).filter(|at| whole(&passage.shards[*at])).collect();
                 if !bytes.is_lent() {
-                    // Of what is lent all may have the same: it is no device's own.
+                    // Only lent bytes may be shared by several shards: they are not a device's own
+                    // memory.
                     whole.truncate(1);
                 }
                 let source = self.arriving(&passage, &bytes);
@@ -74,7 +75,7 @@ impl Runtime {
             Ok(Payload::Waiting(fetch)) => {
                 let (buffer, place) = match self.room(&passage, fetch.bytes()) {
                     Ok(Some(room)) => room,
-                    // Dropped, it is read and thrown away.
+                    // Dropped: the payload is read and discarded.
                     Ok(None) => return,
                     Err(failure) => return self.fail_passage(&passage, &failure),
                 };
@@ -108,8 +109,8 @@ impl Runtime {
         }
     }
 
-    /// What says how the work ended that makes bytes in a device's memory which a peer lent before
-    /// they were made; `None` of what is there.
+    /// Returns an async buffer with the completion status of device memory that a peer lent before
+    /// it was filled. `None` if the bytes are already there.
     fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
         if bytes.device().is_none() || bytes.is_made() {
             return None;
@@ -123,18 +124,19 @@ impl Runtime {
         Some(slot)
     }
 
-    /// The failure of an operation that was lent what then was not made.
+    /// Returns the failure of an operation that borrowed bytes that were then not made.
     fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let router = self.router.lock();
         if !router.still_here().contains(&from) {
             return router.lost_while(from, op, why);
         }
-        let message = format!("operation {op}: process {from} did not make what it lent: {why}");
+        let message =
+            format!("operation {op}: process {from} lent bytes that it then failed to make: {why}");
         Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
     }
 
-    /// Memory to read the region into, and what it is. `None` where nobody wants the region any
-    /// more.
+    /// Returns memory to read the region into, and its kind. `None` if the region is no longer
+    /// needed.
     fn room(
         &self,
         passage: &Passage,
@@ -146,7 +148,7 @@ impl Runtime {
                 return Ok(Some((buffer, Place::Whole(at))));
             }
         }
-        // Who else wants it needs a buffer that stays while the shard goes its way.
+        // A region that is also forwarded needs a buffer that outlives the shard's part.
         if let [shard] = &passage.shards[..]
             && by_itself
             && passage.transfer.peers.is_empty()
@@ -172,12 +174,12 @@ impl Runtime {
         self.trace_piece(PieceStep::Taken, (*op, transfer.id), *from, transfer.bytes as u64);
     }
 
-    /// Gives the region to who is to have it: processes first, they have others behind them. Shards
-    /// `in_place` take the bytes as they are, the others copy them: each device's shards are its
-    /// own memory or another process's, so that what it has room for, and what it may update in
-    /// place, does not depend on its neighbours.
+    /// Gives the region to its receivers. Other processes come first, because more processes may
+    /// wait behind them. The shards for which `in_place` is true use the bytes without a copy; the
+    /// others copy them. So each device's shard is its own memory or borrowed memory. Its room and
+    /// its in-place updates do not depend on other devices.
     ///
-    /// `source` makes the bytes, where that is not over.
+    /// `source` is the async buffer of the bytes, if their work is not over.
     fn spread(
         self: &Arc<Self>,
         passage: &Passage,
@@ -191,7 +193,7 @@ impl Runtime {
         if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
             self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
         } else if !transfer.peers.is_empty() {
-            // They count on the region alone.
+            // The peers expect the region alone.
             self.send_packed(
                 *op,
                 transfer.clone(),
@@ -205,15 +207,15 @@ impl Runtime {
         for at in others {
             shards[at].place(self, transfer, bytes.clone(), source.clone(), guard);
         }
-        // The last to be told holds it alone, so that a kernel may take it over.
+        // The last shard holds the bytes alone, so that a kernel may take them over.
         if let Some((last, before)) = whole.split_last() {
             before.iter().for_each(|at| shards[*at].end_as(bytes.clone(), source.clone()));
             shards[*last].end_as(bytes, source);
         }
     }
 
-    /// Offers a region's bytes, or bytes that it is a part of, to some of the processes that get it
-    /// from this one.
+    /// Offers the region's bytes, or bytes that contain it, to some of the peers that get it from
+    /// this process.
     pub(super) fn send_to_peers(
         self: &Arc<Self>,
         op: u64,
@@ -233,11 +235,11 @@ impl Runtime {
         }
     }
 
-    /// Packs a region, on a mover or by the device that has it, and offers it to some of the
-    /// processes that get it from this one.
+    /// Packs a region, on a copy worker or by the device that has it. Then offers it to some of the
+    /// peers that get it from this process.
     ///
-    /// `source` is the slot that makes the bytes, where they are a device's and its work may be
-    /// under way.
+    /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
+    /// be over.
     pub(super) fn send_packed(
         self: &Arc<Self>,
         op: u64,
@@ -271,7 +273,7 @@ impl Runtime {
         }
         self.move_data(Box::new(move || {
             let packed = runtime.pack(op, &bytes, &transfer);
-            // Before the operation can end: whoever waits for memory looks then.
+            // Dropped before the operation can end: threads that wait for memory check it then.
             drop(bytes);
             match packed {
                 Ok(packed) => runtime.send_to_peers(op, &transfer, &peers, packed, &guard),
@@ -283,7 +285,7 @@ impl Runtime {
         }));
     }
 
-    /// A region's bytes by themselves.
+    /// Copies the region's bytes to a packed staging buffer.
     fn pack(&self, op: u64, from: &SharedBuffer, transfer: &Transfer) -> Outcome {
         let failed =
             |error: OutOfMemory| Failure::new(FailureKind::Memory, self.me, op, error.to_string());
@@ -294,7 +296,7 @@ impl Runtime {
         Ok(packed.freeze())
     }
 
-    /// Tells some of the processes that get a region from this one that it will not come.
+    /// Tells some of the peers that get a region from this process that it will not come.
     pub(super) fn poison_peers(
         self: &Arc<Self>,
         op: u64,

@@ -1,4 +1,4 @@
-//! A `device_put` as a plan shows it: all pieces of all processes.
+//! A `device_put` in a recorded plan: all pieces of all processes.
 
 use std::collections::HashMap;
 
@@ -11,12 +11,13 @@ use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::topology::DeviceId;
 
 impl PutPlan {
-    /// What the move is, where it may or may not share memory with its source.
+    /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the
+    /// source.
     pub(crate) fn form(&self, runtime: &Runtime, may_alias: bool) -> Form {
         let PutWhat { aval, from, to } = &*self.what;
         let item = aval.dtype().size();
         let layout = &self.made.layout;
-        // Both were checked when the move was planned.
+        // Both layouts were checked when the move was planned.
         let source = from.as_ref().and_then(|from| from.layout(aval.shape()).ok());
         let stays =
             source.as_ref().is_some_and(|source| source.terms() > 1 && **source == **layout);
@@ -36,7 +37,7 @@ impl PutPlan {
             match (&source, comes.get(&device).map(Vec::as_slice)) {
                 (Some(_), _) if stays => true,
                 (Some(source), Some([piece])) => {
-                    // A CUDA device has nobody's memory but its own, and nobody has it.
+                    // A CUDA device shares memory with no other device.
                     let on_gpu = [piece.src, device]
                         .map(|device| runtime.is_on_gpu(device, to.memory_kind()));
                     if piece.src != device && on_gpu != [false; 2] {

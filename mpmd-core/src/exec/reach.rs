@@ -1,4 +1,4 @@
-//! Who reaches which memory: that of CUDA devices from here, and that of other processes.
+//! Reachability of memory: CUDA memory from this process, and memory of other processes.
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::{DeviceId, DeviceKind};
 
 impl Runtime {
-    /// Whose memory a shard on a device of this process is in: `None` where it is the host's.
+    /// Returns the GPU that has the memory of a shard on a device of this process. `None` if the
+    /// shard is in host memory.
     pub(crate) fn gpu_of(&self, device: DeviceId, kind: MemoryKind) -> Option<&Arc<Gpu>> {
         if kind == MemoryKind::Host {
             return None;
@@ -23,22 +24,22 @@ impl Runtime {
         self.devices.iter().find(|local| local.id == device).and_then(|local| local.gpu.as_ref())
     }
 
-    /// Whether shards on a device of any process are in the memory of a CUDA device. The same on
+    /// True if shards on a device of any process are in CUDA memory. The result is the same on
     /// every process.
     pub(crate) fn is_on_gpu(&self, device: DeviceId, kind: MemoryKind) -> bool {
         kind == MemoryKind::Device && self.topology.kind_of(device) == Some(DeviceKind::Cuda)
     }
 
-    /// The device of this process that copies from a place: the one that has it, else any.
+    /// Returns the GPU of this process that copies from `place`: the GPU that has the memory if it
+    /// is here, otherwise any.
     pub(crate) fn gpu_for(&self, place: DevicePlace) -> Option<&Arc<Gpu>> {
         let gpus = || self.devices.iter().filter_map(|local| local.gpu.as_ref());
         gpus().find(|gpu| gpu.ordinal() == place.device).or_else(|| gpus().next())
     }
 
-    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is. The same on both
-    /// sides.
+    /// True if CUDA memory goes to and from `peer` zero-copy. The result is the same on both sides.
     ///
-    /// What does not go so is copied to the host's memory first, and from there where it is wanted.
+    /// If false, the bytes are copied through host memory.
     pub(crate) fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let takes = |process| self.topology.has_kind(process, DeviceKind::Cuda);
         let transport = self.transport.as_ref();
@@ -47,15 +48,15 @@ impl Runtime {
             && transport.is_some_and(|transport| transport.carries_device_memory(peer))
     }
 
-    /// Whether a shard on `device`, of a process of the two, goes between this process and `peer`
-    /// as memory that stays where it is: then a part of it that is no run goes with the rest. The
-    /// same on both sides.
+    /// True if a shard on `device` goes between this process and `peer` zero-copy. `device` belongs
+    /// to one of the two. Then a part of the shard that is not contiguous is sent as the whole
+    /// shard. The result is the same on both sides.
     pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
         self.hands_over(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
     }
 
-    /// Says once which way arrays on CUDA devices take to and from each process that has such
-    /// devices too.
+    /// Logs, for each peer with CUDA devices, the path of CUDA arrays to it: zero-copy or through
+    /// host memory.
     pub(super) fn say_ways(&self) {
         if !self.topology.has_kind(self.me, DeviceKind::Cuda) {
             return;
@@ -73,12 +74,12 @@ impl Runtime {
             process,
             ?in_place,
             ?through_host,
-            "ways of CUDA devices' memory to those of other processes"
+            "paths of CUDA memory to other processes"
         );
     }
 
-    /// What a slot will have, in the host's memory: the very buffer where that is there, else a
-    /// copy, begun as soon as a device can.
+    /// Returns an async buffer in host memory with the values of `slot`. It is the same buffer if
+    /// that is in host memory, otherwise a copy that begins as soon as a device can.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &Slot) -> Slot {
         let (promise, found) = Slot::new();
         let (runtime, source) = (self.clone(), slot.clone());
@@ -104,11 +105,11 @@ impl Runtime {
         found
     }
 
-    /// Copies a part of bytes in a device's memory to the host's; `then` gets them, on a thread
-    /// that has other things to do.
+    /// Copies a part of `bytes` from device memory to `to` and calls `then` with the result. `then`
+    /// runs on a thread with other work and must be short.
     ///
-    /// Where `source` is given, its work makes the bytes and may be under way: where that fails,
-    /// this does.
+    /// If `source` is given, its work makes the bytes and may not be over. If it fails, so does the
+    /// copy.
     pub(super) fn read_device(
         self: &Arc<Self>,
         op: u64,
@@ -119,37 +120,38 @@ impl Runtime {
         then: impl FnOnce(Result<OwnedBuffer, Arc<Failure>>) + Send + 'static,
     ) {
         let Some(gpu) = bytes.device().and_then(|place| self.gpu_for(place)) else {
-            return then(Err(
-                self.failed_on_device(op, "bytes of a CUDA device came to a process without one")
-            ));
+            return then(Err(self.failed_on_device(
+                op,
+                "received CUDA memory, but this process has no CUDA device",
+            )));
         };
         let runtime = self.clone();
         gpu.outward().copy_out(bytes, to, part, move |copied| {
             let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
-            // Where the bytes were never made, that is why.
+            // If the bytes were never made, that failure is the cause.
             when_made(source, move |made| then(made.and(copied)));
         });
     }
 
-    /// The failure of a copy from or to a device.
+    /// Returns the failure of a copy from or to a device.
     pub(super) fn copy_failed(&self, op: u64, error: &CudaError) -> Arc<Failure> {
         self.failed_on_device(op, &error.to_string())
     }
 
-    /// The failure of an operation that a CUDA device has a part in.
+    /// Returns the failure of an operation on a CUDA device.
     pub(super) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
         let message = format!("operation {op} on process {}: {why}", self.me);
         Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))
     }
 
-    /// The failure of an operation that got no memory.
+    /// Returns the failure of an operation that got no memory.
     pub(super) fn out_of_memory(&self, op: u64, why: &str) -> Arc<Failure> {
         Arc::new(Failure::new(FailureKind::Memory, self.me, op, format!("operation {op}: {why}")))
     }
 }
 
-/// Calls `then` with how the work of a slot that was issued ended, once it has. Without one it is
-/// well.
+/// Calls `then` with the completion status of an issued async buffer, once it is known. Without one
+/// the status is success.
 pub(super) fn when_made(
     source: Option<Slot>,
     then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
@@ -160,10 +162,10 @@ pub(super) fn when_made(
     }
 }
 
-/// Keeps a promise with what another slot gets, or with a part of it: issued as soon as that is.
+/// Resolves `promise` with the buffer of `source`, or a part of it, as soon as `source` is issued.
 ///
-/// With `remember` it is a failure of this process too where there is nothing to get. `guard` goes
-/// last.
+/// With `remember`, a failure of `source` also counts as a failure on this process. `guard` is
+/// dropped last.
 pub(crate) fn follow(
     source: &Slot,
     promise: super::Promise,

@@ -1,4 +1,4 @@
-//! What a process that owns nothing writes down of the program it runs: its [`Plan`].
+//! The recorder of a dry run: it builds the [`Plan`] of the program.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -15,25 +15,24 @@ use crate::exec::array::{MpmdArray, Repr};
 use crate::trace::Label;
 use mpmd_layout::topology::Topology;
 
-/// Steps that are recorded where nobody says how many.
+/// The number of recorded steps, if the user does not set one.
 pub(crate) const MOST_STEPS: u64 = 16;
 
-/// Writes a plan down while its program runs. Handles may be dropped on any thread.
+/// Builds a plan while its program runs. Handles may be dropped on any thread.
 pub(crate) struct Recorder {
     state: Mutex<State>,
-    /// The process that the program takes itself for.
+    /// The process that the program stands for.
     process: ProcessId,
-    /// For a process that was started to write its plan: where to, and after how many steps at
-    /// most.
+    /// The output file and the limit of steps, for a process that was started to write its plan.
     order: Option<Order>,
 }
 
-/// What [`variables::PLAN`](mpmd_launch::variables::PLAN) asks for.
+/// The settings in [`variables::PLAN`](mpmd_launch::variables::PLAN).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Order {
-    /// Where the plan goes.
+    /// The output file of the plan.
     pub(crate) file: PathBuf,
-    /// The most steps that are recorded.
+    /// The largest number of steps to record.
     pub(crate) most_steps: u64,
 }
 
@@ -44,8 +43,8 @@ struct State {
     lines: HashMap<&'static Location<'static>, u32>,
 }
 
-/// Which form of a recorder's a plan of calls or moves has, once that is known: a program has one
-/// recorder.
+/// Index of the recorded form of a kernel call or a move, once it is known. It is valid for one
+/// recorder, which is enough: a program has one.
 #[derive(Debug, Default)]
 pub(crate) struct KnownForm(OnceLock<u32>);
 
@@ -60,8 +59,8 @@ impl Recorder {
         self.process
     }
 
-    /// Writes the next operation down. `hash` is the rolling hash up to it; `known` remembers its
-    /// form.
+    /// Records the next operation. `hash` is the rolling hash up to it. `known` caches the index of
+    /// its form, so that `form` runs once.
     pub(crate) fn operation<'a>(
         &self,
         (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
@@ -90,14 +89,14 @@ impl Recorder {
         state.plan.hashes.push(hash);
     }
 
-    /// The last handle of an array goes.
+    /// Records that the last handle of an array was dropped.
     pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
         let mut state = self.state.lock();
         let after = state.plan.operations.len() as u64;
         state.plan.drops.push(Dropped { array: Array { operation, result }, after });
     }
 
-    /// The program waits for an array.
+    /// Records that the program waits for an array. `values` is true if it reads the values.
     pub(crate) fn read(
         &self,
         (operation, result): (u64, u32),
@@ -109,7 +108,7 @@ impl Recorder {
         state.plan.reads.push(Read { array: Array { operation, result }, after, line, values });
     }
 
-    /// A step ends; says why, where the plan is to end with it.
+    /// Records the end of a step. Returns the reason if the plan ends with this step.
     pub(crate) fn step_end(&self) -> Option<End> {
         let mut state = self.state.lock();
         let Plan { operations, drops, reads, .. } = &state.plan;
@@ -130,7 +129,7 @@ impl Recorder {
         Plan { end, ..self.state.lock().plan.clone() }
     }
 
-    /// Writes the plan where that was asked for.
+    /// Writes the plan to the ordered file and returns true. Returns false if no file was ordered.
     pub(crate) fn deliver(&self, end: End) -> Result<bool> {
         let Some(order) = &self.order else { return Ok(false) };
         let written = self.plan(end).write(&order.file);

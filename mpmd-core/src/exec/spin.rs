@@ -1,8 +1,8 @@
-//! How long a thread without work looks for it before it sleeps.
+//! Spin policy: how long an idle thread polls for work before it sleeps.
 //!
-//! To fall asleep and be woken costs some microseconds on both sides, more than an empty kernel.
-//! But who looks takes a core from whoever has work. So a thread looks only where there is [`Room`]
-//! for it, never for long, and less where it has lately been in vain.
+//! Sleeping and waking cost some microseconds on both sides, more than an empty kernel. But a
+//! polling thread takes a core from threads that have work. So a thread polls only if the core
+//! budget ([`Room`]) allows it, never for long, and less often after it has polled in vain.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -11,21 +11,21 @@ use mpmd_ids::ProcessId;
 
 use mpmd_layout::topology::Topology;
 
-/// The longest a thread looks.
+/// Maximum time for which a thread polls.
 const LONGEST: Duration = Duration::from_micros(20);
-/// Of so many gaps that were not worth looking through at most one is looked through all the same.
+/// After failures to find work, a thread skips at most this many waits before it polls again.
 const MOST_SKIPPED: u32 = 64;
-/// Looks between two glances at the clock.
+/// Number of polls between two reads of the clock.
 const LOOKS: u32 = 32;
 
-/// Whether one thread, or those that wait for the same kind of thing, look for work. Clones
-/// nothing, holds no lock: what it remembers only decides how long a wait is awake.
+/// Spin policy of one thread, or of several that wait for the same kind of work. Takes no lock: its
+/// state only decides how long a thread polls.
 #[derive(Debug)]
 pub(crate) struct Spin {
     allowed: bool,
-    /// Gaps to sleep through at once.
+    /// Number of waits to sleep through without polling.
     skip: AtomicU32,
-    /// What `skip` was set to last.
+    /// The last value that `skip` was set to.
     penalty: AtomicU32,
 }
 
@@ -34,8 +34,7 @@ impl Spin {
         Self { allowed, skip: AtomicU32::new(0), penalty: AtomicU32::new(0) }
     }
 
-    /// Looks until `found` finds something, for a bounded time. `None` means that it is time to
-    /// sleep.
+    /// Polls `found` for a bounded time. `None` means that the caller should sleep.
     pub(crate) fn look<T>(&self, mut found: impl FnMut() -> Option<T>) -> Option<T> {
         if let Some(found) = found() {
             return Some(found);
@@ -59,7 +58,7 @@ impl Spin {
         None
     }
 
-    /// Whether this gap is one to look through: after one in vain, only every so many.
+    /// True if this wait should poll. After a wait without success, only one wait in several does.
     fn is_due(&self) -> bool {
         let skip = self.skip.load(Ordering::Relaxed);
         if skip > 0 {
@@ -69,19 +68,20 @@ impl Spin {
     }
 }
 
-/// How many threads of a process may look for work at a time, so that who has work finds a core.
+/// The core budget: how many threads of a process may poll at the same time, so that threads with
+/// work find a core.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Room {
     /// The job has more processes on this host than the host has cores.
     None,
     /// Each process has a core.
     One,
-    /// The threads of the job on this host, the programs' and the devices', have a core each.
+    /// Every program thread and device thread of the job on this host has a core.
     All,
 }
 
 impl Room {
-    /// Of a process on a host with so many cores.
+    /// Returns the core budget of process `me` on a host with `cores` cores.
     pub(crate) fn of(me: ProcessId, topology: &Topology, cores: usize) -> Self {
         let host = topology.host_of(me);
         let here = (0..topology.processes()).map(|process| ProcessId(process as u32));
@@ -104,14 +104,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_there_is_found_at_once_whoever_may_look() {
+    fn ready_work_is_found_at_once_with_and_without_spinning() {
         for allowed in [false, true] {
             assert_eq!(Spin::new(allowed).look(|| Some(1)), Some(1));
         }
     }
 
     #[test]
-    fn who_may_not_look_looks_once() {
+    fn without_permission_look_polls_once() {
         let mut looks = 0;
         let found: Option<()> = Spin::new(false).look(|| {
             looks += 1;
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_in_vain_makes_it_rare_and_finding_makes_it_usual_again() {
+    fn spin_is_rare_after_misses_and_usual_again_after_a_hit() {
         let spin = Spin::new(true);
         let spins = |find: bool| {
             let mut looks = 0;
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_threads_look_as_there_are_cores_for() {
+    fn core_budget_depends_on_cores_of_the_host() {
         let topology = Topology::even(2, 1);
         let me = ProcessId(0);
         let rooms = |topology: &Topology| [1, 2, 3, 4].map(|cores| Room::of(me, topology, cores));

@@ -1,4 +1,4 @@
-//! What this process is doing, for whoever waits for it.
+//! The current activity of this process, for hang reports.
 
 use std::collections::VecDeque;
 use std::fmt::Write;
@@ -7,15 +7,15 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-/// What the program thread and the devices are doing at this moment.
+/// The current activity of the program thread and of the devices.
 pub(crate) struct Status {
     program: Mutex<Doing>,
-    /// By device, what it was given and has not ended, in order: it is at the first. Only a device
-    /// that runs on its own has more than one.
+    /// By device: its operations that have not ended, in order. It works on the first. Only a
+    /// device that runs asynchronously has more than one.
     devices: Vec<(String, Mutex<VecDeque<Running>>)>,
 }
 
-/// What the program thread is doing.
+/// The activity of the program thread.
 #[derive(Clone, Copy)]
 pub(crate) enum Doing {
     /// Running the user's code.
@@ -30,7 +30,7 @@ pub(crate) enum Doing {
 struct Running {
     op: u64,
     what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
-    /// When the ticker found it first: devices read no clock for this.
+    /// Time at which the ticker first saw it: devices read no clock for this.
     seen: Option<Instant>,
 }
 
@@ -42,13 +42,14 @@ impl Status {
         }
     }
 
-    /// Says what the program thread does until the guard is dropped.
+    /// Sets the activity of the program thread until the guard is dropped.
     pub(crate) fn enter(&self, doing: Doing) -> ProgramGuard<'_> {
         let before = std::mem::replace(&mut *self.program.lock(), doing);
         ProgramGuard { status: self, before }
     }
 
-    /// The device with this local index starts an operation, or has it issued to it behind others.
+    /// Adds an operation to those of the device with this local index: it starts, or waits behind
+    /// others.
     pub(crate) fn device_starts(
         &self,
         device: usize,
@@ -58,7 +59,7 @@ impl Status {
         self.devices[device].1.lock().push_back(Running { op, what, seen: None });
     }
 
-    /// The device with this local index has ended an operation, if it had started it.
+    /// Removes an operation that the device with this local index has ended, if it is there.
     pub(crate) fn device_ends(&self, device: usize, op: u64) {
         let mut running = self.devices[device].1.lock();
         if let Some(at) = running.iter().position(|running| running.op == op) {
@@ -66,8 +67,7 @@ impl Status {
         }
     }
 
-    /// Time passes: from here on the operations under way have been so since now, where that was
-    /// not known.
+    /// Sets the start time of each device's current operation to now, if it has none.
     pub(crate) fn tick(&self) {
         for (_, running) in &self.devices {
             if let Some(Running { seen: seen @ None, .. }) = running.lock().front_mut() {
@@ -76,7 +76,7 @@ impl Status {
         }
     }
 
-    /// The lowest operation that a device is at.
+    /// Returns the lowest operation that a device works on.
     pub(crate) fn lowest(&self) -> Option<u64> {
         self.devices
             .iter()
@@ -84,8 +84,8 @@ impl Status {
             .min()
     }
 
-    /// One line for a hang report. Operations are called what `name` calls them: with what they are
-    /// for, and their line.
+    /// Describes the current activity in one line for a hang report. `name` returns the description
+    /// of an operation with its label and line, if it is known.
     pub(crate) fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
         let mut text = match *self.program.lock() {
             Doing::Program => "its program runs code of its own".to_owned(),
@@ -114,7 +114,7 @@ impl Status {
     }
 }
 
-/// Restores what the program thread was doing before.
+/// Restores the previous activity of the program thread when dropped.
 pub(crate) struct ProgramGuard<'a> {
     status: &'a Status,
     before: Doing,
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_say_what_they_are_at_by_the_names_of_operations_and_since_when() {
+    fn describe_names_current_operations_and_their_age() {
         let status = Status::new(["device 0".to_owned(), "device 1".to_owned()]);
         status.device_starts(0, 7, Arc::new("jit Slow"));
         assert_eq!(status.lowest(), Some(7));

@@ -1,4 +1,4 @@
-//! What the transport is moving, and what becomes of it when the other side falls silent.
+//! Payloads that the transport is moving, and their end when the peer falls silent.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,31 +11,31 @@ use super::{OnLoan, OpGuard, Runtime};
 
 /// Payloads that a transport is moving.
 ///
-/// A transport ends each of them when it is done, or when it knows that the peer is gone. Where a
-/// peer is merely silent it may never know: its connections stand. Then who waits is told all the
-/// same; the bytes stay with the transport until it is done with them (invariant
+/// A transport ends each transfer when it is done, or when it knows that the peer is gone. If a
+/// peer is only silent, its connections stay and the transport may never know. Then the waiters are
+/// told anyway. The bytes stay with the transport until it is done with them (invariant
 /// *memory-outlives-operation*).
 #[derive(Default)]
 pub(super) struct UnderWay {
-    /// Operations whose bytes are on their way out, by ticket.
+    /// Operations with bytes that are being sent, by ticket.
     sending: HashMap<u64, (ProcessId, OpGuard)>,
-    /// Memory that peers have been handed over, and of which operation, by ticket.
+    /// Memory lent to peers by zero-copy transfer, with the peer and the operation, by ticket.
     lent: HashMap<u64, (ProcessId, u64, OnLoan)>,
-    /// Operations of which a peer has not taken yet what it was handed over, with the ticket. Only
-    /// so long are they in flight: what was taken may be kept for ever.
+    /// Operations with zero-copy payloads that a peer has not taken yet, by peer, operation and
+    /// ticket. Only those stay in flight, because a peer may keep a payload forever once taken.
     untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
-    /// The operation up to which a peer has taken all that it was handed over.
+    /// By peer: the operation up to which it has taken all zero-copy payloads.
     taken: BTreeMap<ProcessId, u64>,
-    /// Who waits for bytes that come.
+    /// Receivers of incoming bytes.
     receiving: HashMap<u64, (ProcessId, FetchDone)>,
-    /// Peers from which nothing is awaited any more, and why.
+    /// Peers from which nothing more is expected, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
 }
 
 impl UnderWay {
-    /// Bytes are about to be given to the transport; `operation` is in flight until they have left.
-    /// It comes back where that is not worth a try.
+    /// Registers bytes that are about to be sent; `operation` stays in flight until they have left.
+    /// Returns `operation` as the error if the peer was given up.
     pub(super) fn send(&mut self, to: ProcessId, operation: OpGuard) -> Result<Ticket, OpGuard> {
         if self.given_up.contains_key(&to) {
             return Err(operation);
@@ -45,8 +45,8 @@ impl UnderWay {
         Ok(Ticket(number))
     }
 
-    /// As [`send`](Self::send), for bytes that `to` reads where they are. Also returns the
-    /// operation where it need not be in flight for them.
+    /// Same as [`send`](Self::send), for a zero-copy transfer. Also returns `operation` if it need
+    /// not stay in flight for these bytes.
     pub(super) fn hand_over(
         &mut self,
         to: ProcessId,
@@ -66,8 +66,8 @@ impl UnderWay {
         Ok((Ticket(number), None))
     }
 
-    /// A peer has taken all that it was handed over up to operation `op`: what need not be in
-    /// flight for it any more.
+    /// Notes that a peer has taken all zero-copy payloads up to operation `op`. Returns the guards
+    /// of operations that no longer need to be in flight for it.
     pub(super) fn taken(&mut self, by: ProcessId, op: u64) -> Vec<OpGuard> {
         let taken = self.taken.entry(by).or_default();
         *taken = op.max(*taken);
@@ -76,7 +76,8 @@ impl UnderWay {
         keys.iter().filter_map(|key| self.untaken.remove(key)).collect()
     }
 
-    /// The bytes have left, and those that were lent have come back; or never will.
+    /// Notes that the transport is done with a ticket: sent bytes have left, lent bytes were
+    /// returned, or the transfer failed.
     pub(super) fn sent(&mut self, ticket: Ticket) -> (Option<OnLoan>, Option<OpGuard>) {
         match self.lent.remove(&ticket.0) {
             Some((to, op, loan)) => (Some(loan), self.untaken.remove(&(to, op, ticket.0))),
@@ -84,7 +85,7 @@ impl UnderWay {
         }
     }
 
-    /// From 1 on: no ticket has the number 0.
+    /// Returns the next ticket number. It is never 0.
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
@@ -92,8 +93,8 @@ impl UnderWay {
 }
 
 impl Runtime {
-    /// Reads a payload of `from` into a buffer; then calls `then` once, also where `from` falls
-    /// silent.
+    /// Reads a payload of `from` into a buffer, then calls `then` exactly once, even if `from`
+    /// falls silent.
     pub(super) fn fetch(
         self: &Arc<Self>,
         from: ProcessId,
@@ -106,7 +107,7 @@ impl Runtime {
             if let Some(why) = under_way.given_up.get(&from) {
                 let error = TransportError::PeerGone { peer: from, why: why.clone() };
                 drop(under_way);
-                // The memory goes before the operation that it belongs to.
+                // The memory is dropped before its operation.
                 drop((fetch, into));
                 return then(Err(error));
             }
@@ -119,7 +120,7 @@ impl Runtime {
             into,
             Box::new(move |result| {
                 let waiting = runtime.under_way.lock().receiving.remove(&number);
-                // Nobody waits where the sender was given up.
+                // No entry is left if the sender was given up.
                 if let Some((_, then)) = waiting {
                     then(result);
                 }
@@ -127,7 +128,7 @@ impl Runtime {
         );
     }
 
-    /// Awaits nothing more of a peer, and nothing that it was to take.
+    /// Gives up a peer: ends all transfers to and from it, with `why` as the reason.
     pub(super) fn give_up(&self, peer: ProcessId, why: &str) {
         if let Some(transport) = &self.transport {
             transport.give_up(peer, why);
@@ -139,7 +140,7 @@ impl Runtime {
         let untaken = under_way.taken(peer, u64::MAX);
         let mut receiving: Vec<_> =
             under_way.receiving.extract_if(|_, (from, _)| *from == peer).collect();
-        // Both call on the rest of the runtime.
+        // Dropping these guards calls into the rest of the runtime, so the lock is released first.
         drop(under_way);
         drop(lent);
         drop((sending, untaken));
@@ -156,8 +157,7 @@ mod tests {
     use crate::exec::InFlight;
 
     #[test]
-    fn an_operation_is_in_flight_until_what_it_handed_over_is_taken_and_its_loan_until_it_is_back()
-    {
+    fn op_ends_when_payload_is_taken_loan_when_it_is_returned() {
         let (in_flight, mut under_way) = (Arc::new(InFlight::default()), UnderWay::default());
         let (near, far) = (ProcessId(1), ProcessId(2));
         let mut tickets = Vec::new();
@@ -171,19 +171,19 @@ mod tests {
         let found = |in_flight: &InFlight| (in_flight.counts().ops, in_flight.counts().lent);
         assert_eq!(found(&in_flight), (4, 40));
         assert_eq!(under_way.taken(near, 2).len(), 2);
-        assert_eq!(found(&in_flight), (2, 40), "what was taken may be kept");
-        // Back before anybody said that it was taken.
+        assert_eq!(found(&in_flight), (2, 40), "a taken payload may be kept");
+        // Returned before the peer said that it was taken.
         drop(under_way.sent(tickets[2]));
         drop(under_way.sent(tickets[0]));
         assert_eq!(found(&in_flight), (1, 20));
-        // Of an operation that the peer is through with.
+        // Of an operation that the peer has already taken.
         let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
         let Ok((late, Some(ended))) = under_way.hand_over(near, 2, loan, operation) else {
             panic!("ended")
         };
         drop(ended);
         assert_eq!(found(&in_flight), (1, 21));
-        assert!(under_way.taken(near, 1).is_empty(), "old news");
+        assert!(under_way.taken(near, 1).is_empty(), "an older operation changes nothing");
         drop((under_way.sent(late), under_way.sent(tickets[1]), under_way.sent(tickets[3])));
         assert_eq!(found(&in_flight), (0, 0));
         under_way.given_up.insert(far, "silent".to_owned());

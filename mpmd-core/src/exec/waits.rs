@@ -1,10 +1,9 @@
-//! How threads wait for slots that messages end.
+//! The parker: how threads wait for async buffers that messages complete.
 //!
-//! Where threads can drive the transport ([`Transport::parking`]) a thread that waits does: it
-//! looks at its slot and lets the transport progress in turns for a short time, then sleeps at the
-//! transport's door. So what ends the wait is mostly done by the very thread that waits for it,
-//! which nobody has to wake. Over other transports, and without one, it sleeps until another thread
-//! ends the slot.
+//! If threads can drive the transport ([`Transport::parking`]), a waiting thread does so. It polls
+//! the buffer and the transport in turns for a short time, then sleeps in the transport. So the
+//! waiting thread mostly handles the awaited message itself, and no other thread has to wake it.
+//! Over other transports, and without one, it sleeps until another thread completes the buffer.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -19,37 +18,36 @@ use mpmd_transport::Transport;
 use super::slot::{Outcome, Slot};
 use super::spin::Room;
 
-/// The longest that [`Setting::Auto`] looks.
+/// Maximum polling time with [`Setting::Auto`].
 const LONGEST: Duration = Duration::from_micros(50);
-/// A wait that ended this soon would have been worth looking through, also where it was slept
-/// through.
+/// A wait that ended within this time was worth polling for, even if the thread slept.
 const WORTH: Duration = Duration::from_micros(100);
-/// How long a thread looks before it offers its core to others between looks.
+/// Polling time after which a thread yields its core between polls.
 const ALONE: Duration = Duration::from_micros(3);
-/// Looks between two glances at the clock.
+/// Number of polls between two reads of the clock.
 const LOOKS: u32 = 8;
-/// The longest sleep of who waits without a deadline.
+/// Maximum sleep of a thread that waits without a deadline.
 const NAP: Duration = Duration::from_secs(1);
 
 thread_local! {
-    /// Whether this thread is in a call of the transport's, which calls the runtime.
+    /// True while this thread is in a call of the transport, which calls the runtime.
     static DRIVING: Cell<bool> = const { Cell::new(false) };
-    /// How long this thread looks at present: as long as waits have lately paid for it.
+    /// Polling time of this thread at present. It adapts to the length of recent waits.
     static WINDOW: Cell<Duration> = const { Cell::new(LONGEST) };
 }
 
-/// What the threads of one process go by when they wait.
+/// The wait settings and state that the threads of one process share.
 pub(crate) struct Waits {
     transport: Option<Arc<dyn Transport>>,
-    /// How long a thread looks; `None` where that is as long as it pays.
+    /// Polling time of every thread; `None` if it adapts.
     fixed: Option<Duration>,
     room: Room,
-    /// A thread is looking, where there is room for one.
+    /// True while a thread polls, if the core budget allows only one.
     taken: AtomicBool,
 }
 
 impl Waits {
-    /// For a process with this transport whose threads have so much room.
+    /// Creates the parker of a process with this transport and core budget.
     pub(super) fn new(transport: Option<Arc<dyn Transport>>, setting: Setting, room: Room) -> Self {
         let (fixed, room) = match setting {
             Setting::Auto => (None, room),
@@ -59,25 +57,25 @@ impl Waits {
         Self { transport, fixed, room, taken: AtomicBool::new(false) }
     }
 
-    /// Of a process that has nothing to drive.
+    /// Creates the parker of a process without a transport.
     #[cfg(test)]
     pub(super) fn alone() -> Self {
         Self::new(None, Setting::Auto, Room::None)
     }
 
-    /// Whether a thread that waits now would drive the transport.
+    /// True if a thread that waits now would drive the transport.
     pub(crate) fn can_drive(&self) -> bool {
         self.door().is_some()
     }
 
-    /// Blocks until `slot` ends, or until `deadline`. To be called without any lock: what messages
-    /// bring is dealt with on this thread, and may end any slot.
+    /// Blocks until `slot` ends, or until `deadline`: then returns `None`. Call it without holding
+    /// a lock: incoming messages are handled on this thread, and may end any async buffer.
     pub(crate) fn wait(&self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
         self.wait_for(Until::Ended, slot, deadline)
     }
 
-    /// As [`wait`](Self::wait), until the buffer of `slot` is there, filled or not: for threads
-    /// that give work to devices.
+    /// Same as [`wait`](Self::wait), until `slot` is issued: its buffer is there, filled or not.
+    /// For threads that issue work to devices.
     pub(crate) fn wait_issued(&self, slot: &Slot) -> Outcome {
         self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
     }
@@ -91,20 +89,20 @@ impl Waits {
         let found = self.look(&**transport, until, slot, start, deadline);
         let outcome =
             if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
-        // What came soon after it was slept for would have been worth a longer look.
+        // A wait that ended soon after its sleep would have been worth a longer poll.
         let worth = start.elapsed() <= WORTH;
         WINDOW.set(if worth { LONGEST } else { WINDOW.get() / 2 });
         outcome
     }
 
-    /// The transport, where this thread may drive it. Not from within: a handler that waits, as
-    /// none should, sleeps.
+    /// Returns the transport if this thread may drive it. A handler that waits, as none should,
+    /// sleeps instead.
     fn door(&self) -> Option<&Arc<dyn Transport>> {
         let transport = self.transport.as_ref()?;
         (!DRIVING.get() && transport.parking().is_some()).then_some(transport)
     }
 
-    /// Looks for a bounded time; whether it has come.
+    /// Polls for a bounded time. Returns true if `slot` has reached the awaited state.
     fn look(
         &self,
         transport: &dyn Transport,
@@ -131,7 +129,7 @@ impl Waits {
                 }
                 let waited = start.elapsed();
                 if waited > ALONE {
-                    // Whoever it is that this thread waits for may be waiting for this very core.
+                    // The awaited thread may need this very core.
                     std::thread::yield_now();
                 }
                 waited < window && deadline.is_none_or(|deadline| Instant::now() < deadline)
@@ -140,7 +138,7 @@ impl Waits {
         until.has_come(slot)
     }
 
-    /// A place among those who look, if there is one.
+    /// Takes a place among the polling threads, if the core budget has one.
     fn place(&self) -> Option<Place<'_>> {
         match self.room {
             Room::All => Some(Place(None)),
@@ -162,10 +160,10 @@ impl Drop for Place<'_> {
     }
 }
 
-/// What of a slot is waited for.
+/// The awaited state of an async buffer.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Until {
-    /// That its buffer is there, filled or not.
+    /// The buffer is there, filled or not.
     Issued,
     Ended,
 }
@@ -200,7 +198,7 @@ impl Until {
     }
 }
 
-/// Sleeps at the transport's door until it comes, or until `deadline`.
+/// Sleeps in the transport until `slot` reaches the awaited state, or until `deadline`.
 fn sleep(
     transport: &Arc<dyn Transport>,
     until: Until,
@@ -210,12 +208,12 @@ fn sleep(
     let mut bell = None;
     loop {
         let Some(parking) = transport.parking() else { return until.sleep(slot, deadline) };
-        // What came before `parking` was taken is not waited for.
+        // Handles messages that came before `parking` was taken.
         drive(|| transport.progress());
         if until.has_come(slot) {
             return until.peek(slot);
         }
-        // From the second time on it is the same bell, which the slot knows.
+        // The same waker each time, so that `slot` registers it once.
         let bell = bell.get_or_insert_with(|| Bell::of(transport.clone()));
         if let Poll::Ready(outcome) = until.poll(slot, bell) {
             return Some(outcome);
@@ -228,7 +226,7 @@ fn sleep(
     }
 }
 
-/// Wakes a thread that sleeps at the transport's door.
+/// Wakes a thread that sleeps in the transport.
 struct Bell {
     transport: Arc<dyn Transport>,
     thread: ThreadId,
@@ -246,14 +244,14 @@ impl Wake for Bell {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        // Who ends what it waits for itself is awake.
+        // A thread that ends its own wait is awake.
         if std::thread::current().id() != self.thread {
             self.transport.wake();
         }
     }
 }
 
-/// Lets this thread be the transport's for a moment.
+/// Runs a call to the transport, with this thread marked as driving it.
 fn drive<R>(call: impl FnOnce() -> R) -> R {
     struct Back;
     impl Drop for Back {
@@ -282,7 +280,7 @@ mod tests {
 
     type Message = Box<dyn FnOnce() + Send>;
 
-    /// A transport whose messages are closures that only who drives it gets to run.
+    /// A transport with closures as messages. Only a thread that drives it runs them.
     #[derive(Default)]
     struct Door {
         state: Mutex<State>,
@@ -290,7 +288,7 @@ mod tests {
         progresses: AtomicUsize,
         parks: AtomicUsize,
         wakes: AtomicUsize,
-        /// Nobody can drive it.
+        /// True if no thread can drive it.
         shut: bool,
     }
 
@@ -319,7 +317,7 @@ mod tests {
         fn until_parks(&self, count: usize) {
             let deadline = Instant::now() + SOON;
             while self.seen()[0] < count {
-                assert!(Instant::now() < deadline, "nobody sleeps at the door");
+                assert!(Instant::now() < deadline, "no thread sleeps in the transport");
                 std::thread::yield_now();
             }
         }
@@ -389,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_is_not_waited_for() {
+    fn ended_buffer_is_returned_without_a_wait() {
         let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
         keep(promise);
         assert!(is_whole(waits(&door, Setting::Auto).wait(&slot, soon())));
@@ -407,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_comes_later_ends_a_wait_of_who_looks() {
+    fn later_message_ends_a_polling_wait() {
         let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| waits(&door, Setting::For(SOON)).wait(&slot, soon()));
@@ -421,13 +419,13 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_gets_its_message_by_itself_and_is_woken_by_whoever_else_ends_its_slot() {
+    fn sleeper_gets_messages_itself_other_threads_wake_it() {
         for by_message in [true, false] {
             let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
             std::thread::scope(|scope| {
                 let waiting = scope.spawn(|| waits(&door, Setting::Never).wait(&slot, soon()));
                 door.until_parks(1);
-                // Something else comes first.
+                // An unrelated message comes first.
                 door.arrives(|| ());
                 door.until_parks(2);
                 if by_message {
@@ -453,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nobody_can_drive_or_from_within_the_slot_alone_is_waited_for() {
+    fn undriven_or_nested_wait_sleeps_on_the_buffer() {
         let door = Arc::new(Door { shut: true, ..Door::default() });
         let (promise, slot) = Slot::new();
         assert!(!waits(&door, Setting::Auto).can_drive());
@@ -478,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn where_there_is_room_for_one_to_look_another_sleeps() {
+    fn with_one_polling_place_the_second_thread_sleeps() {
         let (door, (promise, slot), (other, second)) =
             (Arc::new(Door::default()), Slot::new(), Slot::new());
         let waits =
@@ -490,7 +488,7 @@ mod tests {
             }
             let sleeper = scope.spawn(|| waits.wait(&second, soon()));
             door.until_parks(1);
-            // Who looks ends it, and wakes who sleeps.
+            // The polling thread ends the wait and wakes the sleeper.
             door.arrives(move || keep(other));
             assert!(is_whole(sleeper.join().unwrap()));
             door.arrives(move || keep(promise));
@@ -500,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn no_wake_is_lost_whoever_ends_a_slot_and_whenever() {
+    fn no_wake_is_lost_in_races() {
         const ROUNDS: usize = 3000;
         let door = Arc::new(Door::default());
         for setting in [Setting::Never, Setting::Auto] {

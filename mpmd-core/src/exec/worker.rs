@@ -1,4 +1,4 @@
-//! Threads that do jobs in the order they come.
+//! Threads that run queued jobs in order.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,9 +12,9 @@ use super::spin::Spin;
 /// A job for a [`Worker`] or a [`Crew`].
 pub(crate) type Job = Box<dyn Work>;
 
-/// What a job does: a closure, or something whose box is of further use.
+/// The work of a job: a closure, or an object that reuses its own box.
 pub(crate) trait Work: Send {
-    /// Does it.
+    /// Runs the job.
     fn run(self: Box<Self>);
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct Worker {
     queue: Arc<Queue>,
 }
 
-/// Threads that share a queue: jobs start in order, and end as they end. Dropping it lets the
+/// Threads that share a queue. Jobs start in order and may end in any order. Dropping it lets the
 /// threads finish the queue and end.
 pub(crate) struct Crew {
     queue: Arc<Queue>,
@@ -39,7 +39,7 @@ pub(crate) struct Crew {
 struct Queue {
     state: Mutex<State>,
     changed: Condvar,
-    /// Whether there are jobs, for who looks without the lock.
+    /// True if there are jobs; readable without the lock.
     any: AtomicBool,
 }
 
@@ -50,14 +50,14 @@ struct State {
 }
 
 impl Worker {
-    /// Starts the thread, which looks for jobs as `spin` says before it sleeps.
+    /// Starts the thread. Before it sleeps it polls for jobs as `spin` allows.
     pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
         let worker = Self { queue: Arc::default() };
         let queue = worker.queue.clone();
         let work = move || {
             let mut jobs = VecDeque::new();
             loop {
-                // That the queue is closed shows when it is waited for.
+                // Does not see that the queue is closed: `take_all` does.
                 spin.look(|| queue.any.load(Ordering::Acquire).then_some(()));
                 if !queue.take_all(&mut jobs) {
                     return;
@@ -123,8 +123,8 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// All jobs that there are, once there are some, in exchange for an empty list; false once
-    /// there will be no more. For the only thread of a queue.
+    /// Blocks until there are jobs and moves all of them into `jobs`, which must be empty. Returns
+    /// false once the queue is closed and empty. Only for a queue with one thread.
     fn take_all(&self, jobs: &mut VecDeque<Job>) -> bool {
         let mut state = self.state.lock();
         while state.jobs.is_empty() {
@@ -138,7 +138,7 @@ impl Queue {
         true
     }
 
-    /// The next job; `None` once there will be no more.
+    /// Blocks for the next job. Returns `None` once the queue is closed and empty.
     fn next(&self) -> Option<Job> {
         let mut state = self.state.lock();
         loop {
@@ -153,8 +153,8 @@ impl Queue {
     }
 }
 
-/// A panic in a job has been turned into a failure by whoever made the job; one that gets here must
-/// not end the thread with jobs behind it.
+/// Runs a job and drops its panic. Jobs turn their panics into failures; any other panic must not
+/// end the thread, because jobs wait behind it.
 fn run(job: Job) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_does_jobs_in_order_and_those_before_its_end_whatever_they_do() {
+    fn worker_runs_all_jobs_in_order_despite_panics() {
         let worker = Worker::start("test".to_owned(), Spin::new(true)).unwrap();
         let (done, all_done) = mpsc::channel();
         for i in 0..1000 {
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_behind_a_panic_and_before_the_end_are_done() {
+    fn crew_runs_all_jobs_despite_a_panic() {
         let crew = Crew::start("test", 1).unwrap();
         let (done, all_done) = mpsc::channel();
         crew.push(Box::new(|| std::panic::resume_unwind(Box::new("expected"))));

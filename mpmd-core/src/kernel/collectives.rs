@@ -1,8 +1,8 @@
-//! Collectives: how devices of a mesh work on values together, in the middle of a kernel.
+//! Collectives: communication among the devices of a mesh in the middle of a kernel.
 //!
-//! In the costs below a device of a group of `n` gives or gets `b` bytes, of elements as the called
-//! length has them. Between processes, bytes that several devices of a process get cross to it
-//! once: `q` is the number of *other* processes in the group.
+//! The table gives the costs for a group of `n` devices, each of which gives or gets `b` bytes in a
+//! call. Bytes for several devices of one process are sent to that process once. `q` is the number
+//! of *other* processes in the group.
 //!
 //! | collective | rounds | bytes that a device sends to other processes, at most |
 //! |---|---|---|
@@ -14,12 +14,12 @@
 //! | `broadcast`, small or over two processes | 1 | `q b`, by the root alone |
 //! | `broadcast`, large | 2 | `(n - 1)/n b + q b/n` by the root, `q b/n` by each other |
 //!
-//! Values on CUDA devices may go by NCCL instead (`collectives_nccl.rs`); of such groups the table
-//! holds for values of the host's, behind a round of a few bytes.
+//! Values on CUDA devices may use NCCL instead (`collectives_nccl.rs`). In groups that use NCCL,
+//! the table holds for host values, after one more round of a few bytes.
 //!
-//! Every other reduction of an element is formed on one device or on all of them in the order of
-//! the devices along the axis, whatever the algorithm, the number of processes and the order of
-//! arrival: the results are the same bits.
+//! Every reduction adds an element's values in the order of the devices along the axis, on one
+//! device or on all of them. This does not depend on the algorithm, the number of processes or the
+//! order of arrival. So the results are always the same bits.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -37,20 +37,21 @@ use crate::error::{Error, Result};
 use crate::exec::{Flow, Group, Pattern, Round};
 use mpmd_layout::aval::{DType, Element};
 
-/// Collectives declared with more bytes per device than this take two rounds where that saves
+/// The declared size, in bytes per device, above which a collective takes two rounds if that saves
 /// bytes.
 ///
-/// A second round costs one more message's latency, tens of microseconds between processes of a
-/// host. In a group of four it saves half of the bytes, which take as long from about this size on
-/// at 1 to 2 GB/s. The declared size decides, not the called one: all devices know it before any of
-/// them runs.
+/// A second round costs the latency of one more message: tens of microseconds between processes of
+/// a host. In a group of four it saves half of the bytes. From about this size on, these take as
+/// long, at 1 to 2 GB/s. The declared size decides, not that of the call, because all devices know
+/// it before any of them runs.
 pub const TWO_ROUNDS_FROM_BYTES: usize = 64 << 10;
 
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl Collective {
-    /// The rounds that it takes in a group of devices that these processes own, and which may be
-    /// [joined](Self::is_joined). A pure function: every device of the group comes to the same.
+    /// Returns the rounds of the collective in a group of devices that these processes own.
+    /// `joined` says if the group [uses NCCL](Self::is_joined). A pure function: all devices of the
+    /// group get the same result.
     pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<Flow> {
         let agree = joined.then_some(Flow { pattern: Pattern::Everyone, shared: true });
         agree.into_iter().chain(self.rounds_of_the_host(processes)).collect()
@@ -62,7 +63,7 @@ impl Collective {
         let flow = |pattern, shared| Flow { pattern, shared };
         match &self.kind {
             _ if n == 1 => Vec::new(),
-            // Two devices send each other as much in one round as in two.
+            // With two devices, two rounds would send as many bytes as one.
             CollectiveKind::AllReduce(_) if large && n > 2 => {
                 vec![flow(Pattern::Everyone, false), flow(Pattern::Everyone, true)]
             }
@@ -73,7 +74,8 @@ impl Collective {
                 vec![flow(Pattern::Everyone, false)]
             }
             CollectiveKind::Permute(pairs) => vec![flow(Pattern::Pairs(pairs.clone()), false)],
-            // To one other process the bytes go once already, and within one nothing moves.
+            // With one other process the bytes are sent only once anyway; within one process
+            // nothing is sent.
             CollectiveKind::Broadcast(root) if large && count(processes) > 2 => {
                 vec![flow(Pattern::From(*root), false), flow(Pattern::ButTo(*root), true)]
             }
@@ -81,8 +83,8 @@ impl Collective {
         }
     }
 
-    /// Bytes of the longest message that one device gives to another in any of its rounds. No
-    /// device calls it with more elements than are declared.
+    /// Returns the size in bytes of the longest message between two devices in any round. A call
+    /// never has more elements than declared.
     pub(crate) fn most_bytes(&self) -> usize {
         self.aval.bytes().max(AGREEING_BYTES)
     }
@@ -102,12 +104,12 @@ fn count(processes: &[ProcessId]) -> usize {
     processes.len()
 }
 
-/// A collective that is being called, and agrees with its declaration.
+/// A call of a collective that matches its declaration.
 pub(super) struct Call<'a> {
     pub(super) index: usize,
     pub(super) declared: &'a Collective,
     pub(super) group: &'a Group,
-    /// What this device calls it with.
+    /// The number of elements that this device calls it with.
     pub(super) elements: usize,
 }
 
@@ -120,34 +122,33 @@ impl Call<'_> {
         self.group.rank
     }
 
-    /// How many rounds there are for values of the host's.
+    /// Returns the number of rounds for host values.
     fn rounds(&self) -> usize {
         self.group.rounds.len() - usize::from(self.group.joined)
     }
 
-    /// The elements that are this rank's, of as many as the group shares out.
+    /// Returns the range of elements that belongs to this rank.
     fn segment(&self, rank: usize) -> Range<usize> {
         share(self.elements, self.devices(), rank)
     }
 }
 
 impl<'a> Context<'a> {
-    /// Reduces `values` over the devices along `axis`, as declared: each device gets the sums, or
-    /// the largest or smallest values, of all.
+    /// Reduces `values` over the devices along `axis`, with the declared reduction. Afterwards each
+    /// device has the sums, maxima or minima over all devices.
     ///
-    /// Small values go from each device to each other, and each reduces them all. Of large ones
-    /// each device reduces a segment and gives it to all others; the segments differ by an element
-    /// at most in length. Which of the two it is, is decided by the declared size
-    /// ([`TWO_ROUNDS_FROM_BYTES`]); the bits are the same. A group of one keeps its values.
+    /// Small values take one round: each device sends them to every other, and each reduces all of
+    /// them. For large values, each device reduces one segment and sends it to all others. The
+    /// declared size decides ([`TWO_ROUNDS_FROM_BYTES`]); the result is the same bit for bit. A
+    /// group of one keeps its values.
     ///
-    /// Blocks until every device of the group has called it, or one of them has failed. The
-    /// reductions are formed in the order of the devices, so that every device, and every run, gets
-    /// the same bits.
+    /// Blocks until every device of the group has called it, or one of them has failed. The values
+    /// are reduced in the order of the devices, so every device and every run gets the same bits.
     ///
     /// # Errors
     ///
-    /// Where the signature does not declare this call, in this place; where devices of the group
-    /// call it with different lengths; where one failed or its process is gone.
+    /// If the next collective in the signature is another one, or devices of the group call it with
+    /// different lengths. If one of them failed or its process has ended.
     pub fn all_reduce<T: Reducible>(&mut self, axis: &str, values: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("all_reduce", None, axis, values.len())?;
         let result = match call.rounds() {
@@ -158,16 +159,16 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Gives `part` to all devices along `axis`: `out` gets the parts of all, in the order of the
-    /// devices.
+    /// Gathers the parts of all devices along `axis`: `out` gets them in the order of the devices.
     ///
-    /// One round, each part from its device to each other.
+    /// Takes one round, in which each device sends its part to every other.
     ///
     /// Blocks until every device of the group has called it, or one of them has failed.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce); where `out` is not as long as the parts of all devices.
+    /// As [`all_reduce`](Self::all_reduce), or if the length of `out` is not that of all parts
+    /// together.
     pub fn all_gather<T: Element>(&mut self, axis: &str, part: &[T], out: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("all_gather", None, axis, part.len())?;
         self.check_out(&call, out.len(), part.len() * call.devices())?;
@@ -181,18 +182,19 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Reduces `values` over the devices along `axis`, as declared; `out` gets this device's share
-    /// of the reduction: of `n` devices, the device with index `i` gets the `i`-th `n`-th.
+    /// Reduces `values` over the devices along `axis`, with the declared reduction. `out` gets this
+    /// device's share of the result: on the device with index `i` of `n`, the `i`-th of `n` equal
+    /// blocks.
     ///
-    /// One round: each device gets its share of everybody's values, and reduces it in the order of
-    /// the devices.
+    /// Takes one round: each device gets its share of every device's values and reduces it in the
+    /// order of the devices.
     ///
     /// Blocks until every device of the group has called it, or one of them has failed.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of
-    /// devices, or `out` is not as long as a share.
+    /// As [`all_reduce`](Self::all_reduce). Also if the number of devices does not divide the
+    /// number of values, or `out` is not as long as a share.
     pub fn reduce_scatter<T: Reducible>(
         &mut self,
         axis: &str,
@@ -212,17 +214,17 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Gives the `j`-th of `n` equal blocks of `values` to the device with index `j` along `axis`,
-    /// of `n`; `out` gets the blocks of all devices for this one, in their order.
+    /// Sends the `j`-th of `n` equal blocks of `values` to the device with index `j` along `axis`.
+    /// `out` gets one block from each device, in the order of the devices.
     ///
-    /// One round, each block from its device to the one that it is for.
+    /// Takes one round, in which each block goes directly to its receiver.
     ///
     /// Blocks until every device of the group has called it, or one of them has failed.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of
-    /// devices, or `out` is not as long as they are.
+    /// As [`all_reduce`](Self::all_reduce). Also if the number of devices does not divide the
+    /// number of values, or `out` is not as long as `values`.
     pub fn all_to_all<T: Element>(
         &mut self,
         axis: &str,
@@ -243,19 +245,18 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Moves `values` between the devices along `axis` by the declared pairs `(from, to)`: `out`
-    /// gets the values of the device that gives to this one, or zeros where none does.
+    /// Moves `values` between the devices along `axis` by the declared pairs `(from, to)`. `out`
+    /// gets the values of the device that sends to this one, or zeros if none does.
     ///
-    /// One round.
+    /// Takes one round.
     ///
-    /// Blocks until the device that gives to this one has called it, or has failed; where a device
-    /// gives to none it does not wait.
+    /// Blocks until the device that sends to this one has called it or failed. Does not wait if no
+    /// device sends to this one.
     ///
     /// # Errors
     ///
-    /// Where the signature does not declare this call, in this place; where `out` is not as long as
-    /// `values`, or the device that gives to this one calls with another length; where that one
-    /// failed or its process is gone.
+    /// If the next collective in the signature is another one, or `out` is not as long as `values`.
+    /// If the sending device calls it with another length, has failed, or its process has ended.
     pub fn permute<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("permute", None, axis, values.len())?;
         self.check_out(&call, out.len(), values.len())?;
@@ -264,7 +265,7 @@ impl<'a> Context<'a> {
         match pairs.iter().find(|(_, to)| *to == me) {
             Some((from, _)) if *from == me => out.copy_from_slice(values),
             Some(_) => {}
-            // Zero bytes are a zero of every dtype.
+            // All-zero bytes are the zero of every dtype.
             None => out.fill(bytemuck::checked::pod_read_unaligned(&vec![0; size_of::<T>()])),
         }
         let result = if call.rounds() == 0 {
@@ -280,21 +281,22 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Gives the values of the device with index `root` along `axis` to all others: each has them
-    /// in `values` then.
+    /// Copies the `values` of the device with index `root` along `axis` into the `values` of all
+    /// others.
     ///
-    /// Small values, and those that go to one other process only, go from the root to each other
-    /// device in one round. Large ones the root shares out, and the devices give their shares to
-    /// each other: then the root sends little more than the values once, however many processes
-    /// there are. The declared size decides ([`TWO_ROUNDS_FROM_BYTES`]).
+    /// Small values go from the root to every other device in one round. Large values take two
+    /// rounds: the root sends each device a segment, and the devices send their segments to each
+    /// other. Then the root sends little more than the values once, for any number of processes.
+    /// The declared size decides ([`TWO_ROUNDS_FROM_BYTES`]); with one other process, one round is
+    /// always enough.
     ///
-    /// Blocks until those devices have called it that give something to this one, or one of them
-    /// has failed; the root does not wait.
+    /// The root does not block. Other devices block until each device that sends to them has called
+    /// it or failed.
     ///
     /// # Errors
     ///
-    /// Where the signature does not declare this call, in this place; where the devices that give
-    /// to this one call with another length, have failed, or their process is gone.
+    /// If the next collective in the signature is another one. If a device that sends to this one
+    /// calls it with another length, has failed, or its process has ended.
     pub fn broadcast<T: Element>(
         &mut self,
         axis: &str,
@@ -324,7 +326,7 @@ impl<'a> Context<'a> {
         let own = call.segment(call.rank());
         let (parts, mine) = self.scatter(call, values)?;
         self.reduce(call, &parts, &mine, &mut values[own.clone()])?;
-        // The others' values go before memory is taken for the second round.
+        // Frees the received values before memory is allocated for the second round.
         drop((parts, mine));
         let given = self.copy_in(&values[own])?;
         self.gather(call, &given, values, |rank| call.segment(rank))
@@ -357,15 +359,15 @@ impl<'a> Context<'a> {
             mine.slice(segment(root))
         } else {
             self.copy_out(call, &parts, values, |_| own.clone())?;
-            // It goes on as it came.
+            // Passes the received segment on without another copy.
             parts[root].take().unwrap_or_else(|| Vec::new().into())
         };
         let parts = self.step::<T>(call, |_| share.clone(), |from| call.segment(from).len())?;
         self.copy_out(call, &parts, values, |rank| call.segment(rank))
     }
 
-    /// Gives each device its segment of `values`; returns what the others gave this one, and its
-    /// own.
+    /// Sends each device its segment of `values`. Returns this device's segment of every other
+    /// device's values, and of its own.
     fn scatter<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -378,7 +380,7 @@ impl<'a> Context<'a> {
         Ok((parts, mine.slice(segment(call.rank()))))
     }
 
-    /// Gives `given` to every device; what the others give comes to their places in `out`.
+    /// Sends `given` to every device, and copies the parts of the others to their places in `out`.
     fn gather<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -390,8 +392,7 @@ impl<'a> Context<'a> {
         self.copy_out(call, &parts, out, place)
     }
 
-    /// Forms the reduction of all parts in the order of the devices, so that the bits are the same
-    /// everywhere.
+    /// Reduces all parts in the order of the devices, so that every device gets the same bits.
     fn reduce<T: Reducible>(
         &self,
         call: &Call<'_>,
@@ -428,8 +429,8 @@ impl<'a> Context<'a> {
         self.exchange.copy_in(bytemuck::cast_slice(values))
     }
 
-    /// What a peer sent may have come in a buffer without alignment. Bools are copied before they
-    /// are checked: a peer that lends them can still write them.
+    /// Returns received bytes as elements, copied if the buffer is not aligned. Booleans are always
+    /// copied before they are checked, because a peer that lends them can still change them.
     fn elements<'b, T: Element>(&self, call: &Call<'_>, bytes: &'b [u8]) -> Fallible<Cow<'b, [T]>> {
         if T::DTYPE != DType::Bool
             && let Ok(elements) = bytemuck::checked::try_cast_slice(bytes)
@@ -455,8 +456,8 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// The next round: gives `give(rank)`, and gets `count(rank)` elements, from each device that
-    /// the round's flow says.
+    /// Runs the next round: sends `give(rank)` and receives `count(rank)` elements, to and from the
+    /// devices of the round's flow. Fails if a received length differs.
     pub(super) fn step<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -466,7 +467,7 @@ impl<'a> Context<'a> {
         let round = Round { op: self.op, index: call.index, round: self.round, group: call.group };
         self.exchange.give(&round, give);
         let parts = self.exchange.take(&round, |from| count(from) * size_of::<T>());
-        // Also where something failed: it was given, and taken, all the same.
+        // The round counts even after an error: its messages were sent and received.
         self.round += 1;
         let parts = parts?;
         for (from, part) in parts.iter().enumerate() {
@@ -478,8 +479,8 @@ impl<'a> Context<'a> {
         Ok(parts)
     }
 
-    /// What goes wrong where the device at rank `from` gives another number of bytes than is
-    /// `expected` of it.
+    /// Creates the failure for a device at rank `from` that gives `found` bytes instead of
+    /// `expected`.
     pub(super) fn lengths_differ(
         &self,
         call: &Call<'_>,
@@ -569,7 +570,8 @@ impl<'a> Context<'a> {
         )))
     }
 
-    /// The collective is over. Where it failed, its later rounds fail for the others too.
+    /// Ends the current collective. After a failure, its remaining rounds fail on the other devices
+    /// too.
     pub(super) fn end(&mut self, result: Fallible<()>) -> Result<()> {
         match result {
             Ok(()) => {
@@ -584,8 +586,8 @@ impl<'a> Context<'a> {
     }
 }
 
-/// The `i`-th of `n` shares of `len` elements; the first ones have one more where it does not
-/// divide.
+/// Returns the range of the `i`-th of `n` shares of `len` elements. The first shares have one
+/// element more if `n` does not divide `len`.
 pub(super) fn share(len: usize, n: usize, i: usize) -> Range<usize> {
     let (each, more) = (len / n, len % n);
     let start = i * each + i.min(more);
@@ -612,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn two_rounds_are_for_large_values_where_they_save_bytes() {
+    fn two_rounds_only_for_large_values_that_save_bytes() {
         let new = || Signature::new(());
         let (small, large) =
             (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
@@ -629,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_follow_each_other_and_differ_by_one_at_most() {
+    fn shares_are_contiguous_and_differ_by_at_most_one() {
         for n in 1..9 {
             for len in 0..30 {
                 let shares: Vec<_> = (0..n).map(|i| share(len, n, i)).collect();
@@ -643,7 +645,7 @@ mod tests {
         }
     }
 
-    /// Ten times all that several devices share, then, on one device, an error.
+    /// Calls many collectives; then, if `fails` is set, one device returns an error.
     struct Many {
         fails: bool,
     }
@@ -677,10 +679,11 @@ mod tests {
                 cx.all_reduce("x", &mut values)?;
                 cx.broadcast("x", 0, &mut values)?;
             }
-            // Nobody is behind this when it has come back.
+            // Once this returns, every device has reached it.
             cx.all_reduce("x", &mut [0.0f32])?;
             let left = cx.exchange.runtime.mailbox.len();
-            // The other devices' letters of this one, and those of the next where they are ahead.
+            // Messages of this collective from the other devices, and of the next one from those
+            // that are ahead.
             assert!(left <= 3 * 6 * 6, "{left} letters");
             if self.fails && cx.axis_index("x")? == 4 {
                 return Err(Error::kernel("enough"));
@@ -693,7 +696,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_in_the_mailbox_or_in_staging_memory() {
+    fn mailbox_and_staging_memory_are_empty_afterwards() {
         for processes in [1, 2, 3] {
             for fails in [false, true] {
                 let simulation = Simulation::new(processes, 6).delays(3, Duration::from_millis(1));
@@ -705,7 +708,7 @@ mod tests {
                     assert_eq!(y.block_until_ready().is_err(), fails);
                     p.runtime.wait_idle();
                     assert_eq!(p.runtime.mailbox.len(), 0);
-                    // Another process may still read what this one gave it.
+                    // Another process may still read data that this one gave to it.
                     let deadline = Instant::now() + Duration::from_secs(20);
                     while p.runtime.staging.stats().live > 0 && Instant::now() < deadline {
                         std::thread::sleep(Duration::from_millis(1));

@@ -1,10 +1,10 @@
-//! Collectives of values in the memory of CUDA devices, by way of the host's, or by NCCL
+//! Collectives on values in the memory of CUDA devices: through the host, or with NCCL
 //! (`collectives_nccl.rs`).
 //!
-//! By way of the host they are those of [`Context`] for the host's values: declared, paired and
-//! reduced in the same way, to the same bits, also among devices of different kinds. Here alone a
-//! device's thread waits for its device: for the values to be on the host. What the kernel issues
-//! after that waits on the device for what the others gave.
+//! Through the host, the values are copied to the host and the host collectives of [`Context`] run
+//! on them. So declarations, pairing and results are the same bit for bit, also among devices of
+//! different kinds. Here alone a device's thread waits for its device, until the values are on the
+//! host. Work that the kernel issues afterwards waits on the device for the result.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -46,15 +46,17 @@ macro_rules! with_type {
 }
 
 impl<'a> Context<'a> {
-    /// As [`all_reduce`](Self::all_reduce), of values on the CUDA device that the kernel runs on.
+    /// Does an [`all_reduce`](Self::all_reduce) of values on the CUDA device that the kernel runs
+    /// on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
-    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks like `all_reduce`, and until the device has done all work that the kernel issued so
+    /// far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
+    /// have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, the values are only read, or work on
-    /// the device has failed.
+    /// As `all_reduce`. Also if the kernel does not run on a CUDA device, the values are read-only,
+    /// or work on the device has failed.
     pub fn all_reduce_on_cuda<'x>(
         &mut self,
         axis: &str,
@@ -70,15 +72,17 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// As [`all_gather`](Self::all_gather), of values on the CUDA device that the kernel runs on.
+    /// Does an [`all_gather`](Self::all_gather) of values on the CUDA device that the kernel runs
+    /// on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
-    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks like `all_gather`, and until the device has done all work that the kernel issued so
+    /// far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
+    /// have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
-    /// device has failed.
+    /// As `all_gather`. Also if the kernel does not run on a CUDA device, `out` is read-only, or
+    /// work on the device has failed.
     pub fn all_gather_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -90,16 +94,17 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), of values on the CUDA device that the kernel
+    /// Does a [`reduce_scatter`](Self::reduce_scatter) of values on the CUDA device that the kernel
     /// runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
-    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks like `reduce_scatter`, and until the device has done all work that the kernel issued
+    /// so far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
+    /// have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
-    /// device has failed.
+    /// As `reduce_scatter`. Also if the kernel does not run on a CUDA device, `out` is read-only,
+    /// or work on the device has failed.
     pub fn reduce_scatter_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -120,15 +125,17 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// As [`all_to_all`](Self::all_to_all), of values on the CUDA device that the kernel runs on.
+    /// Does an [`all_to_all`](Self::all_to_all) of values on the CUDA device that the kernel runs
+    /// on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
-    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks like `all_to_all`, and until the device has done all work that the kernel issued so
+    /// far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
+    /// have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
-    /// device has failed.
+    /// As `all_to_all`. Also if the kernel does not run on a CUDA device, `out` is read-only, or
+    /// work on the device has failed.
     pub fn all_to_all_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -140,15 +147,16 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// As [`permute`](Self::permute), of values on the CUDA device that the kernel runs on.
+    /// Does a [`permute`](Self::permute) of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
-    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks like `permute`, and until the device has done all work that the kernel issued so far.
+    /// With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have
+    /// called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
-    /// device has failed.
+    /// As `permute`. Also if the kernel does not run on a CUDA device, `out` is read-only, or work
+    /// on the device has failed.
     pub fn permute_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -160,15 +168,16 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// As [`broadcast`](Self::broadcast), of values on the CUDA device that the kernel runs on.
+    /// Does a [`broadcast`](Self::broadcast) of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks as the other does, on the root until the device has done what the kernel issued so
-    /// far; by NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks like `broadcast`; the root also waits until the device has done all work that the
+    /// kernel issued so far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices
+    /// of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, the values are only read, or work on
-    /// the device has failed.
+    /// As `broadcast`. Also if the kernel does not run on a CUDA device, the values are read-only,
+    /// or work on the device has failed.
     pub fn broadcast_on_cuda<'x>(
         &mut self,
         axis: &str,
@@ -187,8 +196,8 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// A collective that changes values where they are; only where it `reads` them they are copied
-    /// to the host first.
+    /// Runs a host collective that updates device values in place. If `reads` is false, the old
+    /// values are not copied to the host first.
     fn in_place(
         &mut self,
         values: &Part<'_>,
@@ -206,13 +215,14 @@ impl<'a> Context<'a> {
                 staged.fill(0);
             }
             turn.pause(|| collective(cx, &mut staged))?;
-            // Others' work may have come to this thread meanwhile, and their device.
+            // Meanwhile this thread may have run work of another device; make this one current
+            // again.
             turn.begin()?;
             cuda.put(staged, values)
         })
     }
 
-    /// A collective that makes values of others.
+    /// Runs a host collective from one part to another.
     fn between(
         &mut self,
         (verb, axis): (&'static str, &str),
@@ -240,20 +250,22 @@ impl<'a> Context<'a> {
             let mut out = cuda.room(to)?;
             out.fill(0);
             turn.pause(|| collective(cx, from.dtype(), &given, &mut out))?;
-            // Others' work may have come to this thread meanwhile, and their device.
+            // Meanwhile this thread may have run work of another device; make this one current
+            // again.
             turn.begin()?;
             cuda.put(out, to)
         })
     }
 
-    /// Has the device apart from the rest of the context, and gives it back whatever happens.
+    /// Takes the device out of the context for a call and puts it back afterwards, even after a
+    /// panic.
     pub(super) fn apart_from_device(
         &mut self,
         collective: impl FnOnce(&mut Self, &mut OnCuda<'a>) -> Result<()>,
     ) -> Result<()> {
         let Some(mut on_cuda) = self.on_cuda.take() else {
             return Err(Error::kernel(
-                "a collective of a CUDA device's values, in a kernel that runs on none",
+                "a collective on values of a CUDA device was called in a kernel that does not run on one",
             ));
         };
         let result = catch_unwind(AssertUnwindSafe(|| collective(self, &mut on_cuda)));

@@ -1,19 +1,19 @@
-//! Collectives of values in the memory of CUDA devices, by NCCL.
+//! Collectives on values in the memory of CUDA devices, with NCCL.
 //!
-//! A group that goes by NCCL is *joined*; whether it is follows from what all processes know. Its
-//! devices first agree, by a message of each to each other in the ordinary way: that all of them
-//! call the collective with values of their own, and with equally many, and by what the group's
-//! communicators are to be known where there are none yet. Only then is NCCL called, so nothing
-//! that a kernel does wrong on one device leaves another in NCCL. What is called so is issued like
-//! everything else: no thread waits for the device.
+//! A group that uses NCCL is called *joined*; all processes compute this from shared knowledge.
+//! Before each collective its devices exchange one ordinary message with each other. With it they
+//! check that all of them call the collective with device values, and with the same number. The
+//! first message also carries the id for new communicators. Only then is NCCL called, so an error
+//! of a kernel on one device leaves no other device hanging in NCCL. The NCCL work is only issued,
+//! like all other work: no thread waits for the device.
 //!
-//! Behind that the others count on a device. Whatever goes wrong there, also later on the device,
-//! fails the whole job: the others cannot hear of it in any other way, as they wait on their
-//! devices.
+//! After the check, the other devices rely on this one. An error from then on, also later on the
+//! device, fails the whole job: the others wait on their devices and cannot learn of it in another
+//! way.
 //!
-//! Any two devices that share several groups meet in them in the same order, as a device's thread
-//! runs operations in the order of their numbers and collectives in the order of their
-//! declarations: so communicators cannot wait for each other in a circle.
+//! A device's thread runs operations in order, and collectives in the order of their declarations.
+//! So two devices that share several groups use them in the same order, and communicators cannot
+//! deadlock.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,34 +34,34 @@ use crate::kernel::cuda::{Cuda, Part};
 use mpmd_layout::aval::{DType, Element};
 use mpmd_layout::topology::{DeviceId, Topology};
 
-/// Whether NCCL has values of this dtype.
+/// Returns true if NCCL supports this dtype.
 pub(crate) fn nccl_has(dtype: DType) -> bool {
     !matches!(dtype, DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128)
 }
 
 impl Collective {
-    /// Whether these devices carry it out by NCCL where its values are on them. A pure function:
-    /// every device of the group comes to the same. All reductions are NCCL's too.
+    /// Returns true if these devices use NCCL for device values. A pure function: all devices of
+    /// the group get the same result. NCCL supports all reductions.
     pub(crate) fn is_joined(&self, devices: &[DeviceId], topology: &Topology) -> bool {
         nccl_has(self.aval.dtype()) && topology.are_joined(devices)
     }
 }
 
-/// Whose values a device of a joined group calls a collective with.
+/// The location of the values that a device of a joined group calls a collective with.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Values {
-    /// The host's: they go as in any other group.
+    /// Host memory: the collective runs as in any other group.
     OfHost,
     OfDevice,
 }
 
-/// What a device tells the others of its group before all of them go on.
+/// The message by which a device of a joined group checks a call with the others.
 struct Told {
     values: Values,
     elements: usize,
-    /// Whether it has a communicator of the group already.
+    /// True if the device already has a communicator of the group.
     has_joined: bool,
-    /// Of the first device, where it has none.
+    /// The new id, from the first device if it has no communicator; else zeros.
     id: CommunicatorId,
 }
 
@@ -83,10 +83,10 @@ impl Told {
     }
 }
 
-/// The bytes that a device tells each other in the round in which a joined group agrees.
+/// The length in bytes of the message by which a joined group checks a call.
 pub(super) const AGREEING_BYTES: usize = Told::BYTES;
 
-/// The communicators that a call has given work.
+/// The communicators that a call has used.
 #[derive(Default)]
 pub(crate) struct Joined(Vec<Arc<Communicator>>);
 
@@ -101,8 +101,9 @@ impl Joined {
         }
     }
 
-    /// How the call has ended of which the device has said `result`: it goes past the work of
-    /// communicators that were given up as if it were done. `failure` is the call's, in words.
+    /// Returns the final result of a call. `result` comes from the device, which skips the work of
+    /// communicators that were given up as if it were done. `failure` creates the call's failure
+    /// from a reason.
     pub(crate) fn end(
         &self,
         runtime: &Arc<Runtime>,
@@ -112,30 +113,30 @@ impl Joined {
         if let Some(why) = self.0.iter().find_map(|communicator| communicator.given_up()) {
             return Err(reworded(
                 why,
-                &failure(&format!("what it does by NCCL was given up: {why}")).message,
+                &failure(&format!("its NCCL work was given up: {why}")).message,
             ));
         }
         if let (Err(failure), false) = (&result, self.0.is_empty()) {
-            // The others' devices wait for this one.
+            // Other devices wait for this one.
             runtime.fail_job(failure.clone());
         }
         result
     }
 }
 
-/// The same failure, in words that say what it has become of.
+/// Returns the same failure with another message.
 fn reworded(failure: &Failure, words: &str) -> Arc<Failure> {
     Arc::new(Failure::new(failure.kind, failure.process, failure.op, words))
 }
 
 impl<'a> Context<'a> {
-    /// Whether the next collective goes by NCCL where it is called with values on the device.
+    /// Returns true if the next collective uses NCCL for values on the device.
     pub(super) fn is_next_joined(&self) -> bool {
         self.place.groups.get(self.called).is_some_and(|group| group.joined)
     }
 
-    /// The next collective, by NCCL, of values that are at `from` and come to `to`, which may be
-    /// the same place.
+    /// Runs the next collective with NCCL, from the values at `from` to `to`, which may be the same
+    /// place.
     pub(super) fn by_nccl(
         &mut self,
         (verb, root): (&'static str, Option<usize>),
@@ -201,10 +202,10 @@ impl<'a> Context<'a> {
             id,
         };
         let agreed = turn.pause(|| self.agree_on(call, &told));
-        // Others' work may have come to this thread meanwhile, and their device.
+        // Meanwhile this thread may have run work of another device; make this one current again.
         let begun = turn.begin();
         let id = agreed?;
-        // From here on the others count on this device, and no values go in the ordinary way.
+        // From here on the other devices rely on this one, and no host messages are exchanged.
         self.round = call.group.rounds.len();
         let joined = begun.map_err(NotJoined::from).and_then(|_| match found {
             _ if call.elements == 0 => Ok(()),
@@ -227,7 +228,7 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Issues the work of a collective on which all have agreed.
+    /// Issues the work of a collective that all devices have agreed on.
     fn join(
         &mut self,
         cuda: Cuda<'_>,
@@ -237,14 +238,15 @@ impl<'a> Context<'a> {
         joint: &Joint<'_>,
     ) -> std::result::Result<(), NotJoined> {
         let stream = turn.begin()?;
-        // What a device gives itself, and what nobody gives it.
+        // The parts that NCCL does not move: a device's own block, and zeros if no device sends to
+        // it.
         let Joint { from, to, .. } = *joint;
         match joint.kind {
             CollectiveKind::Permute(pairs) => match pairs.iter().find(|pair| pair.1 == call.rank())
             {
                 Some(pair) if pair.0 == pair.1 => stream.copy(from, to)?,
                 Some(_) => {}
-                // Zero bytes are a zero of every dtype.
+                // All-zero bytes are the zero of every dtype.
                 None => stream.fill(to, [0; 4], 1)?,
             },
             CollectiveKind::AllToAll => {
@@ -259,18 +261,18 @@ impl<'a> Context<'a> {
             }
             _ => {}
         }
-        // Known of the call before it can be given up: whoever ends the call asks.
+        // Registered before the communicator can be given up, because the call's end checks it.
         self.joined.add(communicator);
         communicator.issue(cuda.issues_to(), joint)?;
         let deadline = after(Instant::now(), self.exchange.runtime.config.patience);
-        // Nothing of the device is waited for, but that NCCL has issued all of it.
+        // Waits only until NCCL has issued all its work, not for the device.
         turn.pause(|| communicator.until_done(joint.kind.verb(), deadline))?;
         turn.begin()?;
         Ok(())
     }
 
-    /// Checks the next call, of the host's values, against its declaration; where the group is
-    /// joined, sees to it that all of it calls it with such values.
+    /// Checks the next call, with host values, against its declaration. In a joined group, also
+    /// checks that all devices call it with host values.
     pub(super) fn begin_on_host<T: Element>(
         &mut self,
         verb: &'static str,
@@ -289,15 +291,15 @@ impl<'a> Context<'a> {
         Ok(call)
     }
 
-    /// The round in which a joined group agrees; returns what the first device tells.
+    /// Runs the round in which a joined group checks a call. Returns the id from the first device.
     ///
-    /// What they do not agree on all devices find alike.
+    /// All devices detect a mismatch in the same way.
     fn agree_on(&mut self, call: &Call<'_>, told: &Told) -> Fallible<CommunicatorId> {
         let me = self.exchange.runtime.me;
         let given = self.exchange.copy_in(&told.to_bytes())?;
         let parts =
             self.step::<u8>(call, |_| given.clone(), |_| Told::BYTES).inspect_err(|failure| {
-                // That this process has no memory for what it hears nobody else knows.
+                // Other processes cannot know that this one has no memory for their messages.
                 if failure.kind == FailureKind::Memory && failure.process == me {
                     self.exchange.runtime.fail_job(failure.clone());
                 }
@@ -306,7 +308,7 @@ impl<'a> Context<'a> {
         for (from, part) in parts.iter().enumerate() {
             let Some(part) = part else { continue };
             let theirs = Told::from_bytes(part)
-                .ok_or_else(|| self.disagree(call, from, "what it says is cut off"))?;
+                .ok_or_else(|| self.disagree(call, from, "its message has the wrong length"))?;
             if theirs.values != told.values {
                 let whose = |values| match values {
                     Values::OfHost => "of the host's",
@@ -318,7 +320,7 @@ impl<'a> Context<'a> {
                 return Err(self.disagree(call, from, &why));
             }
             if told.values == Values::OfHost {
-                // Their lengths are compared as they come.
+                // The lengths of host values are compared when they arrive.
                 continue;
             }
             if theirs.elements != told.elements {
@@ -353,7 +355,7 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// The failure of a collective that a device could not carry out with the others.
+    /// Creates the failure of a collective that this device could not carry out with the others.
     fn not_joined(&self, call: &Call<'_>, why: &NotJoined) -> Arc<Failure> {
         match why {
             NotJoined::GivenUp(failure) => {
@@ -384,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_is_heard() {
+    fn messages_survive_a_round_trip() {
         let mut id = [7; 128];
         id[127] = 9;
         for (values, has_joined) in

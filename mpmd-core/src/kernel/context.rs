@@ -1,4 +1,4 @@
-//! What a running kernel knows of its place.
+//! The context of a running kernel: its position in the mesh, its device and its collectives.
 
 use std::sync::Arc;
 
@@ -13,43 +13,44 @@ use crate::exec::{Exchange, Group, OpGuard, Round};
 use crate::kernel::cuda::Cuda;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
-/// One device's seat in a kernel's mesh. Made once for each call shape.
+/// One device's position in a kernel's mesh, and its collective groups. Created once for each call
+/// shape.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) device: DeviceId,
     /// Coordinates along the mesh's axes.
     pub(crate) position: Vec<usize>,
-    /// For each declared collective: the devices it spans, and how it goes among them.
+    /// The group of devices of each declared collective.
     pub(crate) groups: Vec<Group>,
 }
 
-/// Where a kernel runs and what it declared. Shared by the devices of one call shape.
+/// The mesh and the declared collectives of a kernel. Shared by the devices of one call shape.
 #[derive(Debug)]
 pub(crate) struct Seats {
     pub(crate) mesh: Mesh,
     pub(crate) collectives: Vec<Collective>,
 }
 
-/// A running kernel's surroundings: its position in the mesh, and the collectives it declared.
+/// The surroundings of a running kernel: its position in the mesh, its device and its collectives.
 pub struct Context<'a> {
     pub(super) seats: &'a Seats,
     pub(super) place: &'a Place,
     pub(super) exchange: Exchange,
     pub(super) op: u64,
-    /// How many of the declared collectives are over, well or not.
+    /// The number of declared collectives that have ended, also by failure.
     pub(super) called: usize,
-    /// How many rounds of the next one are over.
+    /// The number of finished rounds of the current collective.
     pub(super) round: usize,
-    /// Where the kernel runs on a CUDA device, while it does.
+    /// The CUDA device, while the kernel issues work to it.
     pub(super) on_cuda: Option<OnCuda<'a>>,
-    /// What it has given work on that device.
+    /// The NCCL communicators that this call has used.
     pub(super) joined: Joined,
 }
 
-/// A CUDA device that a kernel gives work, in its turn.
+/// A CUDA device with exclusive access to its compute stream.
 pub(crate) struct OnCuda<'a> {
     pub(crate) cuda: Cuda<'a>,
-    /// Of the device's compute line.
+    /// Access to the device's compute stream.
     pub(crate) turn: Turn<'a>,
 }
 
@@ -67,17 +68,18 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
+    /// Returns the interface for issuing work to the CUDA device. `None` if the kernel runs on the
+    /// host.
     pub fn cuda(&self) -> Option<Cuda<'a>> {
         self.on_cuda.as_ref().map(|on_cuda| on_cuda.cuda)
     }
 
-    /// Sets every byte of an output to zero, which is the zero of every type, wherever the kernel
-    /// runs.
+    /// Sets every byte of an output to zero, which is the zero of every dtype, on any kind of
+    /// device. On a CUDA device the work is only issued.
     ///
     /// # Errors
     ///
-    /// Where a CUDA device refuses.
+    /// If a CUDA device refuses.
     pub fn zero(&self, values: &mut ViewMut<'_>) -> Result<()> {
         match self.cuda() {
             Some(cuda) => cuda.zero(values),
@@ -88,75 +90,76 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// The device that this call runs on.
+    /// Returns the device that this call runs on.
     pub fn device(&self) -> DeviceId {
         self.place.device
     }
 
-    /// The mesh that the kernel was bound to.
+    /// Returns the mesh that the kernel was bound to.
     pub fn mesh(&self) -> &'a Mesh {
         &self.seats.mesh
     }
 
-    /// This device's coordinate along `axis`.
+    /// Returns this device's coordinate along `axis`.
     ///
     /// # Errors
     ///
-    /// Where the mesh has no such axis.
+    /// If the mesh has no such axis.
     pub fn axis_index(&self, axis: &str) -> Result<usize> {
         let index = self.seats.mesh.axis_names().iter().position(|name| name == axis);
         index.map(|index| self.place.position[index]).ok_or_else(|| self.no_axis(axis))
     }
 
-    /// The number of devices along `axis`.
+    /// Returns the number of devices along `axis`.
     ///
     /// # Errors
     ///
-    /// Where the mesh has no such axis.
+    /// If the mesh has no such axis.
     pub fn axis_size(&self, axis: &str) -> Result<usize> {
         self.seats.mesh.axis_size(axis).map_err(|_| self.no_axis(axis))
     }
 
-    /// How many threads this kernel may use for itself.
+    /// Returns the number of threads that this kernel may use, including its own: always 1.
     pub fn threads(&self) -> usize {
         1
     }
 
-    /// From now on the kernel gives work to a CUDA device.
+    /// Lets the kernel issue work to a CUDA device from now on.
     pub(crate) fn enter(&mut self, on_cuda: OnCuda<'a>) {
         self.on_cuda = Some(on_cuda);
     }
 
-    /// The kernel has given all its work. To be called once after [`enter`](Self::enter).
+    /// Ends the access to the CUDA device. Must be called once after [`enter`](Self::enter).
     pub(crate) fn leave(&mut self) -> OnCuda<'a> {
         self.on_cuda.take().expect("nobody else takes it")
     }
 
-    /// What keeps the operation in flight, and the communicators that its end is to be told.
+    /// Returns the guard that keeps the operation in flight, and the NCCL communicators that it has
+    /// used.
     pub(crate) fn into_guard(self) -> (OpGuard, Joined) {
         (self.exchange.guard, self.joined)
     }
 
-    /// Whether the device was given work that others have a part in, by NCCL: it may come past that
-    /// though it is not done.
+    /// Returns true if the call has used NCCL. If a communicator is given up, the device passes
+    /// such work without doing it.
     pub(crate) fn has_joined(&self) -> bool {
         !self.joined.is_empty()
     }
 
-    /// How many of the declared collectives were not called.
+    /// Returns the number of declared collectives that were not called.
     pub(crate) fn not_called(&self) -> usize {
         self.place.groups.len() - self.called
     }
 
-    /// Nothing more comes from this device: whoever waits for it in a collective hears why, and
-    /// what the others still give it is taken, so that nobody waits for ever.
+    /// Fails all remaining collectives. Devices that wait for this one get `failure`. Messages
+    /// still sent to this device are accepted, so that no sender blocks for ever.
     pub(crate) fn abandon(&mut self, failure: &Arc<Failure>) {
         while self.called < self.place.groups.len() {
             self.abandon_collective(failure);
         }
     }
 
-    /// The same for the rounds that are left of one collective.
+    /// Fails the remaining rounds of the current collective.
     pub(super) fn abandon_collective(&mut self, failure: &Arc<Failure>) {
         let group = &self.place.groups[self.called];
         for round in self.round..group.rounds.len() {

@@ -1,8 +1,8 @@
-//! Kernels: what runs on a device. *Shapes are global, data is local.*
+//! Kernels: computations that run on devices. *Shapes are global, data is local.*
 //!
-//! A [`Kernel`] says with [`Kernel::infer`], on every process and from global shapes alone, what it
-//! will produce; [`Kernel::run`] then sees, on each device of its mesh, that device's regions.
-//! Kernels are values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
+//! [`Kernel::infer`] computes the outputs' shapes on every process, from global shapes alone.
+//! [`Kernel::run`] then runs on each device of the mesh and sees that device's regions. Kernels are
+//! values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
 
 mod collectives;
 mod collectives_cuda;
@@ -41,7 +41,7 @@ pub type Views<'a, T> = <T as Tree>::With<View<'a>>;
 /// The tree `T` with a device's part of an output at each leaf.
 pub type ViewsMut<'a, T> = <T as Tree>::With<ViewMut<'a>>;
 
-/// A computation on the shards of one device, the same on each device of a mesh.
+/// A computation on the shards of one device. It runs on each device of a mesh.
 ///
 /// ```
 /// use mpmd_core::prelude::*;
@@ -77,24 +77,26 @@ pub trait Kernel: Send + Sync + 'static {
     /// The structure of the outputs.
     type Out: Tree<Leaf = MpmdArray>;
 
-    /// What the kernel makes of inputs of these global shapes.
+    /// Computes the signature for inputs of these global shapes.
     ///
-    /// A pure function: every process calls it and must get the same answer.
+    /// Must be a pure function: every process calls it and must get the same result.
     ///
     /// # Errors
     ///
-    /// Where the shapes do not fit together; [`Error::kernel`](crate::Error::kernel) makes an error
-    /// of a text. The caller of `jit` gets it.
+    /// If the shapes do not fit together. Create the error with
+    /// [`Error::kernel`](crate::Error::kernel); the caller of `jit` gets it.
     fn infer(&self, x: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>>;
 
     /// Computes this device's part of the outputs from its part of the inputs.
     ///
-    /// An output that the signature aliases to an input starts with that input's values; every
-    /// other output starts with arbitrary ones.
+    /// An output that the signature aliases to an input starts with that input's values. Other
+    /// outputs start with arbitrary values. On a CUDA device, this only issues work (see
+    /// [`Context::cuda`]).
     ///
     /// # Errors
     ///
-    /// An error fails the outputs on every device that depends on them, and what is made from them.
+    /// An error fails the outputs on every device that depends on them, and all values computed
+    /// from them.
     fn run(
         &self,
         cx: &mut Context<'_>,
@@ -102,26 +104,27 @@ pub trait Kernel: Send + Sync + 'static {
         y: ViewsMut<'_, Self::Out>,
     ) -> Result<()>;
 
-    /// The kernel's name in messages; the type's own name unless overridden.
+    /// Returns the kernel's name for messages. The default is the name of the type.
     fn name(&self) -> &str {
         plain_name::<Self>()
     }
 
-    /// The kernel's own parameters, as words: they are part of what processes compare.
+    /// Returns the kernel's own parameters as words. Processes compare them to make sure that all
+    /// run the same kernel.
     fn statics(&self) -> Vec<u64> {
         Vec::new()
     }
 
-    /// What the kernel launches where its devices are CUDA devices: made ready from the moment it
-    /// is bound to its mesh, so that nothing is compiled when it runs. With
-    /// [`CUBLAS`](crate::device::cuda::source::CUBLAS) where it multiplies matrices. Not asked where it runs on
-    /// others.
+    /// Returns the sources that the kernel launches on CUDA devices. They are prepared from the
+    /// moment at which the kernel is bound to its mesh, so that nothing is compiled while it runs.
+    /// Include [`CUBLAS`](crate::device::cuda::source::CUBLAS) if the kernel multiplies matrices. Called only if
+    /// the kernel runs on CUDA devices.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
 }
 
-/// A type's own name, without its path and its parameters.
+/// Returns a type's name without path and type parameters.
 pub(crate) fn plain_name<T: ?Sized>() -> &'static str {
     let name = std::any::type_name::<T>();
     let plain = name.split('<').next().unwrap_or(name);

@@ -1,18 +1,18 @@
-//! What the collectives of a kernel's signature send between the devices of its mesh.
+//! Messages of the collectives in a kernel's signature, between the devices of its mesh.
 //!
-//! What goes by NCCL goes its ways: it is shown as it would go without, behind what the devices
-//! agree in, which is about as much.
+//! Collectives through NCCL are shown like those without it, after the round in which the devices
+//! agree. Their traffic is about the same.
 
 use super::{Collective, agreeing};
 use crate::dry_run::Message;
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 
-/// The messages of collectives, at most: each device calls them with as many elements as are
-/// declared. What several devices of a process get crosses to it once.
+/// Returns the messages of collectives at their largest: each device passes the declared number of
+/// elements. Bytes for several devices of one process cross to it once.
 ///
 /// # Errors
 ///
-/// Where a collective is over no axis of the mesh.
+/// If a collective is over an axis that the mesh does not have.
 pub(crate) fn messages(
     mesh: &Mesh,
     collectives: &[Collective],
@@ -25,7 +25,7 @@ pub(crate) fn messages(
         for device in mesh.devices() {
             let group = mesh.group_of(*device, &collective.axis)?;
             if group.first() != Some(device) {
-                // Each group once.
+                // Handles each group once, at its first device.
                 continue;
             }
             let processes: Vec<ProcessId> =
@@ -60,7 +60,7 @@ mod tests {
     use crate::kernel::Signature;
     use mpmd_layout::aval::{ShapedArray, f32s, u8s};
 
-    /// Messages between devices of a mesh of one axis, as `(from, to, bytes, step)`.
+    /// Returns the messages between devices of a mesh of one axis, as `(from, to, bytes, step)`.
     fn of(
         processes: usize,
         each: usize,
@@ -76,9 +76,9 @@ mod tests {
     }
 
     #[test]
-    fn shared_bytes_go_to_each_process_once_and_segments_to_each_device() {
+    fn shared_bytes_cross_once_and_segments_per_device() {
         let small = of(2, 2, |s| s.all_reduce("x", f32s([4])));
-        // Each to the other of its process, and to one of the other process.
+        // Each device sends to the other of its process, and to one of the other process.
         assert_eq!(small.len(), 8);
         assert!(small.iter().all(|m| m[2] == 16 && m[3] == 1));
         assert!(small.contains(&[0, 2, 16, 1]) && !small.contains(&[0, 3, 16, 1]));
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn large_ones_take_two_rounds_of_segments() {
+    fn large_collectives_take_two_rounds() {
         let count = 100_002;
         let reduce = of(3, 1, |s| s.all_reduce("x", u8s([count])));
         assert_eq!(reduce.len(), 12);
@@ -98,7 +98,7 @@ mod tests {
         assert_eq!(reduce.iter().filter(|m| m[3] == 2).count(), 6);
         let broadcast = of(3, 1, |s| s.broadcast("x", 0, u8s([count])));
         let sent: u64 = broadcast.iter().filter(|m| m[0] == 0).map(|m| m[2]).sum();
-        // The root gives each its share, and its own to both.
+        // The root sends each device its segment, and its own segment to both.
         assert_eq!(sent, 4 * count as u64 / 3);
         assert!(of(1, 1, |s| s.all_reduce("x", u8s([count]))).is_empty());
     }

@@ -1,4 +1,5 @@
-//! What a collective sends, at most: for plans, which know declarations and not calls.
+//! Upper bounds of the messages that a collective sends. Plans use them: they know the declarations
+//! but not the calls.
 
 use mpmd_ids::ProcessId;
 
@@ -9,9 +10,10 @@ use crate::device::collective::CollectiveKind;
 use crate::exec::Flow;
 
 impl Collective {
-    /// The messages of one of its `rounds` rounds in a group of devices that these processes own,
-    /// as `(from, to, bytes)` by rank. What several devices of a process get crosses to it once,
-    /// and is the first's.
+    /// Returns the messages of one round with this flow, as `(from, to, bytes)` by rank. `rounds`
+    /// is the number of rounds of the collective. `processes` are the owners of the group's
+    /// devices, by rank. Bytes for several devices of one process are counted once, at the first of
+    /// them.
     pub(crate) fn sent(
         &self,
         flow: &Flow,
@@ -28,7 +30,7 @@ impl Collective {
     }
 }
 
-/// The same for the round in which devices agree that work together by NCCL.
+/// Returns the messages of the round in which a group that uses NCCL agrees on a call.
 pub(crate) fn agreeing(flow: &Flow, processes: &[ProcessId]) -> Vec<(usize, usize, u64)> {
     messages(flow, processes, |_, _| AGREEING_BYTES)
 }

@@ -1,4 +1,4 @@
-//! What a kernel declares before it runs.
+//! A kernel's declaration: its outputs, aliases and collectives, known before it runs.
 
 use std::fmt;
 
@@ -6,11 +6,11 @@ use crate::device::collective::{CollectiveKind, Reduce};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 
-/// A kernel's outputs, and what else the framework must know before it runs.
+/// A kernel's outputs, aliases and collectives.
 ///
-/// Collectives are declared in the order in which every device calls them. A declaration names a
-/// mesh axis and bounds the elements that each device gives: a call may be of fewer, as long as all
-/// devices of a group call with as many.
+/// Declare collectives in the order in which every device calls them. A declaration names a mesh
+/// axis and the maximum number of elements per device. A call may use fewer, but the same number on
+/// all devices of a group.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Signature<O> {
     pub(crate) outputs: O,
@@ -23,38 +23,37 @@ pub struct Signature<O> {
 pub struct Collective {
     pub(crate) kind: CollectiveKind,
     pub(crate) axis: String,
-    /// What each device gives at most.
+    /// The maximum shape of the values that each device gives.
     pub(crate) aval: ShapedArray,
 }
 
 impl<O> Signature<O> {
-    /// A kernel that makes `outputs`, a tree of global shapes, and communicates nothing.
+    /// Creates a signature with `outputs`, a tree of global shapes, and without collectives.
     pub fn new(outputs: O) -> Self {
         Self { outputs, aliases: Vec::new(), collectives: Vec::new() }
     }
 
-    /// The output leaf at path `output` is the input leaf at path `input`, updated in place.
+    /// Updates an input in place: the output leaf at path `output` starts with the values of the
+    /// input leaf at path `input`. A tree of one leaf has the path `""`.
     ///
-    /// Both must have one shape and dtype. The kernel finds the input's values in the output's
-    /// view, and the input's own view is empty. Where the input is donated and nobody else holds
-    /// its memory the output takes that memory over; otherwise the values are copied first. A tree
-    /// of one leaf has the path `""`.
+    /// Both must have the same shape and dtype. The kernel finds the values in the output's view;
+    /// the input's own view has none. If the input is donated and not used elsewhere, the output
+    /// takes over its memory. Otherwise the values are copied first.
     #[must_use]
     pub fn alias(mut self, input: impl Into<String>, output: impl Into<String>) -> Self {
         self.aliases.push((input.into(), output.into()));
         self
     }
 
-    /// The kernel's next call to a collective is
-    /// [`Context::all_reduce`](super::Context::all_reduce) over mesh axis `axis`, summing at most
-    /// as many elements per device as `aval` has.
+    /// Declares the kernel's next collective as [`Context::all_reduce`](super::Context::all_reduce)
+    /// over mesh axis `axis`. It sums at most as many elements per device as `aval` has.
     #[must_use]
     pub fn all_reduce(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.all_reduce_with(axis, aval, Reduce::Sum)
     }
 
-    /// As [`all_reduce`](Self::all_reduce), with this reduction. The call of the kernel with a
-    /// dtype [without it](Reduce::is_defined_for) is refused.
+    /// Declares an [`all_reduce`](Self::all_reduce) with another reduction. A kernel call with a
+    /// dtype [without that reduction](Reduce::is_defined_for) is refused.
     #[must_use]
     pub fn all_reduce_with(
         self,
@@ -65,24 +64,23 @@ impl<O> Signature<O> {
         self.collective(CollectiveKind::AllReduce(reduce), axis, aval)
     }
 
-    /// The kernel's next call to a collective is
-    /// [`Context::all_gather`](super::Context::all_gather) over mesh axis `axis`; each device's
-    /// part has at most as many elements as `aval`.
+    /// Declares the kernel's next collective as [`Context::all_gather`](super::Context::all_gather)
+    /// over mesh axis `axis`. Each device's part has at most as many elements as `aval`.
     #[must_use]
     pub fn all_gather(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.collective(CollectiveKind::AllGather, axis, aval)
     }
 
-    /// The kernel's next call to a collective is
-    /// [`Context::reduce_scatter`](super::Context::reduce_scatter) over mesh axis `axis`, summing
+    /// Declares the kernel's next collective as
+    /// [`Context::reduce_scatter`](super::Context::reduce_scatter) over mesh axis `axis`. It sums
     /// at most as many elements per device as `aval` has.
     #[must_use]
     pub fn reduce_scatter(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.reduce_scatter_with(axis, aval, Reduce::Sum)
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), with this reduction. The call of the kernel
-    /// with a dtype [without it](Reduce::is_defined_for) is refused.
+    /// Declares a [`reduce_scatter`](Self::reduce_scatter) with another reduction. A kernel call
+    /// with a dtype [without that reduction](Reduce::is_defined_for) is refused.
     #[must_use]
     pub fn reduce_scatter_with(
         self,
@@ -93,20 +91,19 @@ impl<O> Signature<O> {
         self.collective(CollectiveKind::ReduceScatter(reduce), axis, aval)
     }
 
-    /// The kernel's next call to a collective is
-    /// [`Context::all_to_all`](super::Context::all_to_all) over mesh axis `axis`; each device gives
-    /// at most as many elements, to all together, as `aval` has.
+    /// Declares the kernel's next collective as [`Context::all_to_all`](super::Context::all_to_all)
+    /// over mesh axis `axis`. Each device gives, to all devices together, at most as many elements
+    /// as `aval` has.
     #[must_use]
     pub fn all_to_all(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.collective(CollectiveKind::AllToAll, axis, aval)
     }
 
-    /// The kernel's next call to a collective is [`Context::permute`](super::Context::permute) over
-    /// mesh axis `axis` of at most as many elements per device as `aval` has, by pairs `(from, to)`
-    /// of indices along the axis.
+    /// Declares the kernel's next collective as [`Context::permute`](super::Context::permute) over
+    /// mesh axis `axis`. It moves at most as many elements per device as `aval` has, by pairs
+    /// `(from, to)` of indices along the axis.
     ///
-    /// The call of the kernel is refused where an index is not on the axis, or where a device gives
-    /// or gets twice.
+    /// A kernel call is refused if an index is beyond the axis, or if a device gives or gets twice.
     #[must_use]
     pub fn permute(
         self,
@@ -117,17 +114,17 @@ impl<O> Signature<O> {
         self.collective(CollectiveKind::Permute(pairs.into_iter().collect()), axis, aval)
     }
 
-    /// The kernel's next call to a collective is [`Context::broadcast`](super::Context::broadcast)
-    /// over mesh axis `axis` of at most as many elements as `aval` has, from the device with index
-    /// `root` along it.
+    /// Declares the kernel's next collective as [`Context::broadcast`](super::Context::broadcast)
+    /// over mesh axis `axis`. The device with index `root` sends at most as many elements as `aval`
+    /// has.
     ///
-    /// The call of the kernel is refused where that index is not on the axis.
+    /// A kernel call is refused if that index is beyond the axis.
     #[must_use]
     pub fn broadcast(self, axis: impl Into<String>, root: usize, aval: ShapedArray) -> Self {
         self.collective(CollectiveKind::Broadcast(root), axis, aval)
     }
 
-    /// The declared outputs.
+    /// Returns the declared outputs.
     pub fn outputs(&self) -> &O {
         &self.outputs
     }
@@ -144,7 +141,7 @@ impl<O> Signature<O> {
 }
 
 impl Collective {
-    /// Why it cannot be on this mesh, if it cannot.
+    /// Checks the declaration against a mesh. The error is the reason why it is invalid.
     pub(crate) fn check(&self, mesh: &Mesh) -> Result<(), String> {
         let size = mesh.axis_size(&self.axis).map_err(|error| error.to_string())?;
         let on_axis = |index: usize| {
@@ -184,7 +181,7 @@ impl Collective {
 }
 
 impl CollectiveKind {
-    /// The name of its call.
+    /// Returns the name of the `Context` method for this kind.
     pub(crate) fn verb(&self) -> &'static str {
         match self {
             Self::AllReduce(_) => "all_reduce",
@@ -197,7 +194,7 @@ impl CollectiveKind {
     }
 }
 
-/// Everything that processes must agree on: this text is part of what they compare.
+/// Writes the complete declaration. Processes compare this text.
 impl fmt::Display for Collective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.kind.verb())?;
@@ -222,7 +219,7 @@ mod tests {
     use mpmd_layout::topology::DeviceId;
 
     #[test]
-    fn declarations_that_cannot_be_say_why() {
+    fn invalid_declarations_are_refused_with_a_reason() {
         let mesh = Mesh::new(&[("x", 3)], (0..3).map(DeviceId).collect()).unwrap();
         let check = |signature: Signature<()>| signature.collectives[0].check(&mesh);
         let new = || Signature::new(());
@@ -257,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_of_a_declaration_tells_all_of_it() {
+    fn declaration_text_is_complete() {
         let all = Signature::new(())
             .all_reduce("x", f32s([2, 3]))
             .all_reduce_with("x", f32s([2]), Reduce::Max)

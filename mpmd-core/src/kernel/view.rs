@@ -1,4 +1,4 @@
-//! One device's part of an array, as a kernel sees it.
+//! Views: one device's part of an array, as a kernel sees it.
 
 use mpmd_transport::memory::DevicePlace;
 
@@ -7,7 +7,8 @@ use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Leaf;
 
-/// Which part of which array a shard is. Made once for each call shape, shared by all calls.
+/// The region of a global array that a shard holds. Created once for each call shape and shared by
+/// all calls.
 #[derive(Debug)]
 pub(crate) struct ShardInfo {
     pub(crate) global: ShapedArray,
@@ -26,17 +27,17 @@ impl ShardInfo {
     }
 }
 
-/// This device's part of an input: row-major values of one region of the whole.
+/// This device's part of an input: the row-major values of one region of the global array.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     bytes: &'a [u8],
-    /// Where the values are in a device's memory: `bytes` are none then.
+    /// The place of the values in a device's memory. `bytes` is empty then.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
     in_place: bool,
 }
 
-/// This device's part of an output, to be filled.
+/// This device's part of an output, for the kernel to fill.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     bytes: &'a mut [u8],
@@ -52,7 +53,7 @@ fn check<T: Element>(found: DType) -> Result<(), ViewError> {
     if found == T::DTYPE { Ok(()) } else { Err(ViewError::DType { asked: T::DTYPE, found }) }
 }
 
-/// No bytes are no values wherever they lie: memory for them need not be aligned.
+/// Casts bytes to values. An empty slice need not be aligned.
 fn values<T: Element>(bytes: &[u8]) -> Result<&[T], ViewError> {
     if bytes.is_empty() {
         return Ok(&[]);
@@ -65,17 +66,17 @@ impl<'a> View<'a> {
         Self { bytes, device: None, info, in_place: false }
     }
 
-    /// Values in the memory of a device.
+    /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
         Self { bytes: &[], device: Some(place), info, in_place: false }
     }
 
-    /// Where the values are, where that is the memory of a device.
+    /// Returns the place of the values, if they are in a device's memory.
     pub(crate) fn device(&self) -> Option<DevicePlace> {
         self.device
     }
 
-    /// The values' bytes, where they are the host's.
+    /// Returns the bytes of the values, if they are in host memory.
     pub(crate) fn host_bytes(&self) -> Option<&'a [u8]> {
         (self.device.is_none() && !self.in_place).then_some(self.bytes)
     }
@@ -84,11 +85,11 @@ impl<'a> View<'a> {
         Self { bytes: &[], device: None, info, in_place: true }
     }
 
-    /// The values, row-major over [`View::shape`].
+    /// Returns the values, row-major with shape [`View::shape`].
     ///
     /// # Errors
     ///
-    /// Where the elements have another type, the input is updated in place, or the values are in a
+    /// If the elements have another dtype, the input is updated in place, or the values are in a
     /// device's memory.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T], ViewError> {
         check::<T>(self.info.global.dtype())?;
@@ -101,11 +102,11 @@ impl<'a> View<'a> {
         values(self.bytes)
     }
 
-    /// The value of a region with one element.
+    /// Returns the value of a region with exactly one element.
     ///
     /// # Errors
     ///
-    /// As [`View::as_slice`], and where there are more or fewer elements.
+    /// As [`View::as_slice`], or if the region does not have exactly one element.
     pub fn scalar<T: Element>(&self) -> Result<T, ViewError> {
         match self.as_slice::<T>()? {
             [value] => Ok(*value),
@@ -113,17 +114,17 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The shape of this device's part.
+    /// Returns the shape of this device's part.
     pub fn shape(&self) -> &'a [usize] {
         &self.info.shape
     }
 
-    /// Which part of the whole this is.
+    /// Returns the region of the global array that this device has.
     pub fn region(&self) -> &'a Region {
         &self.info.region
     }
 
-    /// The whole array's shape and dtype.
+    /// Returns the shape and dtype of the global array.
     pub fn global(&self) -> &'a ShapedArray {
         &self.info.global
     }
@@ -134,12 +135,12 @@ impl<'a> ViewMut<'a> {
         Self { bytes, device: None, info }
     }
 
-    /// Values in the memory of a device.
+    /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
         Self { bytes: &mut [], device: Some(place), info }
     }
 
-    /// As [`View::device`].
+    /// Returns the place of the values, if they are in a device's memory.
     pub(crate) fn device(&self) -> Option<DevicePlace> {
         self.device
     }
@@ -149,24 +150,25 @@ impl<'a> ViewMut<'a> {
         if self.device.is_some() { Err(ViewError::OnDevice) } else { Ok(()) }
     }
 
-    /// The values, row-major over [`ViewMut::shape`].
+    /// Returns the values for writing, row-major with shape [`ViewMut::shape`].
     ///
     /// # Errors
     ///
-    /// Where the elements have another type, or are in a device's memory.
+    /// If the elements have another dtype, or are in a device's memory.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T], ViewError> {
         self.check_host::<T>()?;
         if self.bytes.is_empty() {
             return Ok(&mut []);
         }
         if T::DTYPE == DType::Bool {
-            // Arbitrary old bytes are no booleans.
+            // Memory with arbitrary old bytes may hold invalid booleans.
             self.bytes.iter_mut().for_each(|byte| *byte &= 1);
         }
         bytemuck::checked::try_cast_slice_mut(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
     }
 
-    /// The values as they are now: those of the input that an output is aliased to.
+    /// Returns the current values. If the output is aliased to an input, these are at first the
+    /// input's.
     ///
     /// # Errors
     ///
@@ -176,24 +178,23 @@ impl<'a> ViewMut<'a> {
         values(self.bytes)
     }
 
-    /// The bytes, for values that are read from somewhere: row-major elements of the view's dtype,
-    /// in this machine's byte order.
+    /// Returns the bytes for writing: row-major elements of the view's dtype, in this machine's
+    /// byte order. Useful to read values from a file.
     ///
     /// # Panics
     ///
-    /// Where they are in a device's memory: a kernel for the host's processors has come there.
+    /// If the values are in a device's memory.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.assert_host();
         self.bytes
     }
 
-    /// Sets every byte to zero, which is the zero of every type.
-    /// [`Context::zero`](super::Context::zero) does so on any device.
+    /// Sets every byte to zero, which is the zero of every dtype.
+    /// [`Context::zero`](super::Context::zero) does the same on any device.
     ///
     /// # Panics
     ///
-    /// Where the values are in a device's memory: a kernel for the host's processors has come
-    /// there.
+    /// If the values are in a device's memory.
     pub fn zero(&mut self) {
         self.assert_host();
         self.bytes.fill(0);
@@ -203,26 +204,26 @@ impl<'a> ViewMut<'a> {
         assert!(self.device.is_none(), "{}", ViewError::OnDevice);
     }
 
-    /// Sets every element.
+    /// Sets every element to `value`.
     ///
     /// # Errors
     ///
-    /// Where the elements have another type, or are in a device's memory.
+    /// If the elements have another dtype, or are in a device's memory.
     pub fn fill<T: Element>(&mut self, value: T) -> Result<(), ViewError> {
         self.as_mut_slice::<T>().map(|values| values.fill(value))
     }
 
-    /// The shape of this device's part.
+    /// Returns the shape of this device's part.
     pub fn shape(&self) -> &'a [usize] {
         &self.info.shape
     }
 
-    /// Which part of the whole this is.
+    /// Returns the region of the global array that this device has.
     pub fn region(&self) -> &'a Region {
         &self.info.region
     }
 
-    /// The whole array's shape and dtype.
+    /// Returns the shape and dtype of the global array.
     pub fn global(&self) -> &'a ShapedArray {
         &self.info.global
     }

@@ -1,4 +1,4 @@
-//! A stage's passes as kernels.
+//! Kernels that run the passes of a stage.
 
 use std::sync::Arc;
 
@@ -16,33 +16,36 @@ use crate::{
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::{Structure, Tree, TreeError};
 
-/// Parameters, inputs, side inputs -> outputs, residuals.
+/// Forward pass: (parameters, inputs, side inputs) -> (outputs, residuals).
 pub(super) struct Forward<S: Stage>(pub(super) Arc<S>);
 
-/// Parameters, residuals, output gradients -> input gradients, weight residuals.
+/// Input gradient: (parameters, residuals, output gradients) -> (input gradients, weight
+/// residuals).
 pub(super) struct BackwardInput<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
-/// As [`BackwardInput`], without input gradients: for the first stage.
+/// Like [`BackwardInput`], without input gradients: for the first stage.
 pub(super) struct BackwardFirst<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
-/// Weight residuals -> the first microbatch's gradients.
+/// Weight gradient of the first microbatch: weight residuals -> gradients.
 pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
-/// Weight residuals, gradients so far -> gradients, in place.
+/// Weight gradient of later microbatches: (weight residuals, gradients so far) -> gradients, in
+/// place.
 pub(super) struct AddBackwardWeight<S: Stage>(pub(super) Arc<S>);
 
-/// Parameters, residuals, output gradients, gradients so far where there are any -> input gradients
-/// but on the first stage, gradients.
+/// Both gradients: (parameters, residuals, output gradients, gradients so far) -> (input gradients,
+/// gradients). The first microbatch has no gradients so far, and the first stage no input
+/// gradients.
 pub(super) struct FusedBackward<S: Stage> {
     pub(super) stage: Arc<S>,
     pub(super) inferred: Arc<Inferred>,
     pub(super) first: bool,
 }
 
-/// The second of two arrays is added to the first, in place.
+/// Adds the second of two arrays to the first, in place.
 pub(super) struct AddArrays;
 
-/// What a stage declared for shapes that were put to it.
+/// The stage's declaration for given shapes.
 pub(super) struct Inferred {
     pub(super) params: Flat,
     pub(super) x: Flat,
@@ -51,7 +54,7 @@ pub(super) struct Inferred {
     pub(super) backward_input: Vec<(String, ShapedArray)>,
 }
 
-/// A tree of shapes whose type is left to who reads it.
+/// A tree of shapes without its type.
 pub(super) struct Flat {
     structure: Structure,
     avals: Vec<ShapedArray>,
@@ -78,7 +81,7 @@ fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) ->
         .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
 }
 
-/// Paths below the element `index` of a tuple.
+/// Returns the path below the element `index` of a tuple.
 fn below(index: usize, path: &str) -> String {
     if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
 }
@@ -117,8 +120,8 @@ impl<S: Stage> Kernel for Forward<S> {
 }
 
 impl Inferred {
-    /// The signature of the input gradient, where the weight residuals are element `outputs` of the
-    /// outputs.
+    /// Returns the signature of the input gradient. `outputs` is the index of the weight residuals
+    /// in the tuple of outputs; `None` if they are the only output.
     fn backward_input<O>(&self, out: O, outputs: Option<usize>) -> Signature<O> {
         let signature = declare(Signature::new(out), &self.backward_input);
         self.keeps.iter().fold(signature, |signature, (residual, weight)| {
@@ -254,7 +257,7 @@ impl<S: Stage> Kernel for AddBackwardWeight<S> {
     }
 }
 
-/// What goes into [`FusedBackward`].
+/// Input of [`FusedBackward`].
 type FusedIn<S> =
     (<S as Stage>::Params, <S as Stage>::Residual, <S as Stage>::Out, Option<<S as Stage>::Params>);
 
@@ -329,7 +332,7 @@ impl Kernel for AddArrays {
     }
 }
 
-/// `sum += more`, of floats, on any device: the same bits on each.
+/// Adds floats, `sum += more`, with the same bits on any device.
 pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> Result<()> {
     let dtype = more.global().dtype();
     if let Some(cuda) = cx.cuda() {
@@ -359,14 +362,15 @@ mod tests {
 
     use super::*;
 
-    /// Sums of all pairs of some halves, or of as many wider numbers, on a device of this kind.
+    /// Returns the sums of all pairs of some 16-bit floats, and of many wider floats, computed on a
+    /// device of this kind.
     fn sums(kind: DeviceKind) -> Vec<Vec<u8>> {
         let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
         let mesh = p.mesh(&[("x", 1)]).unwrap();
         let add =
             p.jit(AddArrays).on(&mesh).outputs(mesh.replicated()).donate("0").build().unwrap();
-        // Every exponent, both signs, and mantissas that round up, down, and to even; no NaN, whose
-        // bits are the device's own matter.
+        // All exponents, both signs, and mantissas that round up, down, and to even. No NaN: its
+        // bits depend on the device.
         let mantissas = [0u16, 1, 2, 0x55, 0x7f, 0x80, 0x200, 0x3ff];
         let every = |exponents: u16, shift: u16, mask: u16| {
             let one = move |i: u16| (i << shift) | (mantissas[i as usize % 8] & mask);
@@ -405,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_all_floats_have_the_bits_of_the_host() {
+    fn cuda_float_sums_equal_those_of_the_host() {
         if softcuda::again!() {
             return;
         }

@@ -1,4 +1,4 @@
-//! From where a stage has its inputs: the outputs of stages before it.
+//! Links between stages: the outputs of earlier stages that form the input of a later one.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Structure, Tree};
 
-/// The outputs of a stage of a pipeline, as the input of a later one: see
-/// [`Pipeline::then_from`](super::Pipeline::then_from). Given by
+/// The outputs of a stage, as input of a later stage: see
+/// [`Pipeline::then_from`](super::Pipeline::then_from). Created by
 /// [`Pipeline::output`](super::Pipeline::output).
 #[derive(Clone)]
 pub struct Output<T> {
     part: Part,
-    /// Which pipeline's.
+    /// The identity of the pipeline.
     of: Arc<()>,
     tree: PhantomData<fn() -> T>,
 }
@@ -24,13 +24,12 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
         Self { part: Part { stage, path: None }, of, tree: PhantomData }
     }
 
-    /// The number of the stage.
+    /// Returns the index of the stage.
     pub fn stage(&self) -> usize {
         self.part.stage
     }
 
-    /// The one array at a path of the outputs. Whether there is one is known with the first
-    /// microbatch.
+    /// Selects the one array at a path of the outputs. The path is checked at the first microbatch.
     #[must_use]
     pub fn leaf(&self, path: impl Into<String>) -> Output<MpmdArray> {
         let part = Part { stage: self.part.stage, path: Some(path.into()) };
@@ -38,17 +37,17 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
     }
 }
 
-/// Outputs of earlier stages that are together what a later one takes: an [`Output`], a tuple of
+/// Outputs of earlier stages that together form the input of a later one: an [`Output`], a tuple of
 /// them, or a vector of equal ones.
 pub trait Outputs {
-    /// What the stage takes.
+    /// The input type of the later stage.
     type In: Tree<Leaf = MpmdArray>;
 
     #[doc(hidden)]
     fn feed(&self) -> FeedOf;
 }
 
-/// What [`Outputs`] says to its pipeline.
+/// The feed of an [`Outputs`], with the identities of the pipelines that its parts belong to.
 #[doc(hidden)]
 pub struct FeedOf {
     feed: Feed,
@@ -56,7 +55,7 @@ pub struct FeedOf {
 }
 
 impl FeedOf {
-    /// The feed, where it is of this pipeline.
+    /// Returns the feed, or an error if a part belongs to another pipeline.
     pub(super) fn checked(self, pipeline: &Arc<()>) -> Result<Feed> {
         if self.of.iter().all(|of| Arc::ptr_eq(of, pipeline)) {
             return Ok(self.feed);
@@ -110,15 +109,15 @@ tuples! {
     (A 0, B 1, C 2, D 3)
 }
 
-/// What a stage takes.
+/// The parts that form the input of a stage.
 #[derive(Clone, Debug)]
 pub(super) struct Feed {
     pub(super) parts: Vec<Part>,
-    /// Whether the one part is all of it, and not the element of a tuple.
+    /// True if the one part is the whole input, not the element of a tuple.
     whole: bool,
 }
 
-/// Outputs of one stage: all, or one array.
+/// Outputs of one stage: all of them, or one array if `path` is given.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     pub(super) stage: usize,
@@ -126,12 +125,12 @@ pub(super) struct Part {
 }
 
 impl Feed {
-    /// Of the first stage: nothing comes from other stages.
+    /// Returns the feed of the first stage, which reads no other stage.
     pub(super) fn of_pipeline() -> Self {
         Self { parts: Vec::new(), whole: true }
     }
 
-    /// The structure of the input whose parts have these structures.
+    /// Returns the structure of an input from the structures of its parts.
     pub(super) fn structure(&self, mut parts: Vec<Structure>) -> Structure {
         if self.whole && parts.len() == 1 {
             parts.swap_remove(0)
@@ -142,7 +141,7 @@ impl Feed {
 }
 
 impl Part {
-    /// The places of its leaves among those of the stage's outputs.
+    /// Returns the indices of the leaves of this part among the leaves of the stage's outputs.
     pub(super) fn places(&self, outputs: &Structure) -> Result<std::ops::Range<usize>> {
         let Some(path) = &self.path else { return Ok(0..outputs.leaves()) };
         let paths = outputs.paths();
@@ -156,12 +155,11 @@ impl Part {
         Ok(place..place + 1)
     }
 
-    /// The structure of this part.
     pub(super) fn structure(&self, outputs: &Structure) -> Structure {
         if self.path.is_some() { Structure::Leaf } else { outputs.clone() }
     }
 
-    /// This part of a stage's outputs.
+    /// Returns this part of a stage's outputs.
     pub(super) fn of(&self, outputs: &Bundle) -> Result<Bundle> {
         let places = self.places(&outputs.structure)?;
         Ok(Bundle {
@@ -171,7 +169,7 @@ impl Part {
     }
 }
 
-/// Refuses outputs that no part reads: nobody could say what their gradient is.
+/// Fails if an output is read by no part: its gradient would be undefined.
 pub(super) fn check_all_read<'a>(
     stage: usize,
     outputs: &Structure,

@@ -1,11 +1,11 @@
-//! Pipelines: stages wired by type, schedules as data, and the runner that turns both into plain
-//! `jit` and `device_put` operations.
+//! Pipelines: stages wired by type, schedules as data, and a runner that issues both as plain `jit`
+//! and `device_put` operations.
 //!
-//! A [`Pipeline`] is made of [`Stage`]s, each on a mesh; several may be on the same. A stage whose
-//! input is not the output of the one before, or of those that it is wired to, does not compile. A
-//! [`Schedule`] says in which order each rank computes; the runner issues everything in one global
-//! order whose part on each rank is the schedule's. No second description of a run exists. Buffers
-//! are dropped at the action after which nobody needs them.
+//! A [`Pipeline`] is a sequence of [`Stage`]s, each on a mesh; several stages may share a mesh. It
+//! compiles only if the input type of a stage matches the outputs that it is wired to. A
+//! [`Schedule`] gives the order of computation on each rank. The runner issues all operations in
+//! one global order that keeps each rank's order. No second description of a run exists. The runner
+//! drops each buffer after the last action that needs it.
 
 mod kernels;
 mod links;
@@ -37,23 +37,23 @@ use crate::{api::program::Program, trace::Label};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::Tree;
 
-/// Stages one after another: takes `In`, gives `Out`.
+/// Stages in sequence. The first stage takes `In`, the last one returns `Out`.
 pub struct Pipeline<In, Out> {
     net: Net,
     replays: bool,
-    /// The step that is replayed.
+    /// The recorded step, for replay.
     kept: Option<Kept>,
-    /// The schedule that the processes have compared last.
+    /// The schedule that the processes compared last.
     compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> {
-    /// A pipeline of one stage, on the devices of `mesh`, with these parameters.
+    /// Creates a pipeline of one stage on the devices of `mesh`, with the parameters `params`.
     ///
     /// # Errors
     ///
-    /// Where a parameter does not live on the mesh's devices.
+    /// If a parameter is not on the devices of the mesh.
     #[track_caller]
     pub fn first<S: Stage<In = In, Out = Out>>(
         stage: S,
@@ -69,7 +69,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         Ok(Self { net, replays: false, kept: None, compared: None, types: PhantomData })
     }
 
-    /// The pipeline with one stage more.
+    /// Appends a stage that takes the outputs of the last stage.
     ///
     /// ```compile_fail
     /// # use mpmd_core::pipeline::{Pipeline, Stage};
@@ -84,7 +84,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// # Errors
     ///
-    /// As [`Pipeline::first`].
+    /// As for [`Pipeline::first`].
     #[track_caller]
     pub fn then<S: Stage<In = Out>>(
         self,
@@ -96,26 +96,26 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.then_from(stage, mesh, params, &output)
     }
 
-    /// The outputs of the last stage so far, for a later stage to take beside those of the stage
-    /// before it.
+    /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]
+    /// to feed them to a later stage.
     pub fn output(&self) -> Output<Out> {
         Output::new(self.net.stages.len() - 1, self.net.identity.clone())
     }
 
-    /// As [`Pipeline::then`], for a stage that takes outputs of any earlier stages: skip
-    /// connections.
+    /// Appends a stage that takes outputs of any earlier stages, for skip connections.
     ///
-    /// Each output goes where it is wanted as soon as it was computed, and is kept there until the
-    /// stage reads it. The gradients of an output that several stages take are added up in the
-    /// order of these stages, before the input gradient of the stage that gave it. What nobody
-    /// takes has no gradient, so that every output of every stage but the last must be taken by
-    /// one: this is seen with the first microbatch.
+    /// Each output is sent to its reader as soon as it is computed, and stays there until the stage
+    /// reads it. If several stages read an output, their gradients are added up in the order of
+    /// these stages. The sum is ready before the input gradient of the producing stage runs.
+    ///
+    /// An output that no stage reads has no gradient. So every output of every stage but the last
+    /// must be read by a later stage. This is checked at the first microbatch.
     ///
     /// ```
     /// # use mpmd_core::pipeline::{Pipeline, Stage};
     /// # use mpmd_core::prelude::*;
     /// # type Images = MpmdArray;
-    /// /// The last of three stages sees what the first one gave, too.
+    /// /// The last of three stages also reads the outputs of the first.
     /// fn wire<Down, Mid, Up>(
     ///     (down, mid, up): (Down, Mid, Up),
     ///     (a, b, c): (Down::Params, Mid::Params, Up::Params),
@@ -137,7 +137,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// # Errors
     ///
-    /// As [`Pipeline::first`], and where an output is another pipeline's.
+    /// As for [`Pipeline::first`], and if an output belongs to another pipeline.
     #[track_caller]
     pub fn then_from<S: Stage<In = X::In>, X: Outputs>(
         mut self,
@@ -162,18 +162,19 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Has one stage use another's parameter as one of its own: tied weights. Both are known by
-    /// stage and path.
+    /// Ties weights: the stage `user` uses a parameter of the stage `owner` in place of its own.
+    /// Both parameters are given as (stage, path).
     ///
-    /// `owner` goes on storing it. `user` has its own no more, neither in [`Pipeline::params`] nor
-    /// among the gradients: each step puts the owner's values to the sharding that the user's
-    /// kernels compute with, and adds the user's gradients to the owner's after all its own; of
-    /// several users in the order of their stages.
+    /// `owner` still stores the parameter. `user` no longer has its own, neither in
+    /// [`Pipeline::params`] nor among the gradients. Each step transfers the owner's values to the
+    /// sharding of the user's kernels. It adds the user's gradients to the owner's after all of the
+    /// owner's own gradients. Several users are added in the order of their stages.
     ///
     /// # Errors
     ///
-    /// Where there is no such stage or parameter, their shapes differ, both are of one stage, or
-    /// one of them is tied already so that the values would go a way of two steps.
+    /// - If the stage or the parameter does not exist, or both parameters belong to one stage.
+    /// - If shapes or dtypes differ.
+    /// - If a parameter is tied already, so that values would pass through two ties.
     #[track_caller]
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
@@ -181,60 +182,66 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.net.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
-    /// Whether a stage keeps no residuals from its forward pass, but its input, and computes the
-    /// forward pass once more right before the input gradient. Off by default. The bits are the
-    /// same; the memory is that of the input for each microbatch between its passes, and of the
-    /// residuals for one.
+    /// Turns recomputation of a stage on or off; off by default.
+    ///
+    /// With recomputation the stage keeps its input instead of the residuals of its forward pass.
+    /// It runs the forward pass again right before the input gradient. Results are the same to the
+    /// bit. Each microbatch then holds only the input between its passes; residuals are held for
+    /// one microbatch at a time.
     ///
     /// # Panics
     ///
-    /// Where there is no such stage.
+    /// If the stage does not exist.
     #[track_caller]
     pub fn recompute(&mut self, stage: usize, yes: bool) {
         self.net.stage(stage);
         (self.net.recomputes[stage], self.kept) = (yes, None);
     }
 
-    /// Whether weight gradients are computed in ascending order of microbatches also where the
-    /// schedule has them in another: one that comes before its turn waits, with its weight
-    /// residuals, until the one of the microbatch before it is done. Then gradients are the same to
-    /// the bit as with schedules that have them in this order. Off by default. What it costs is in
-    /// [`Pipeline::memory`].
+    /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
+    /// has another order; off by default.
+    ///
+    /// A weight gradient that comes too early waits, with its weight residuals, for the one of the
+    /// microbatch before it. Gradients then equal, to the bit, those of schedules with ascending
+    /// order. [`Pipeline::memory`] includes the cost.
     pub fn buffer_gradients(&mut self, yes: bool) {
         (self.net.ascending, self.kept) = (yes, None);
     }
 
-    /// Whether training steps are recorded and replayed, so that a process spends no time on what
-    /// others do: the first step with a schedule, and with parameters and microbatches of the same
-    /// shapes and shardings, is [recorded](Program::record), those that follow are
-    /// [replayed](crate::Recorded::replay). Off by default. The same on every process, or they
+    /// If `yes`, records training steps and replays them; off by default. A replaying process does
+    /// not spend time on the operations of other processes.
+    ///
+    /// The first step with a schedule, and with given shapes and shardings of parameters and
+    /// microbatches, is [recorded](Program::record). Later ones are
+    /// [replayed](crate::Recorded::replay). All processes must pass the same value, or they
     /// diverge.
     pub fn replay(&mut self, yes: bool) {
         (self.replays, self.kept) = (yes, None);
     }
 
-    /// Number of stages.
+    /// Returns the number of stages.
     pub fn stages(&self) -> usize {
         self.net.stages.len()
     }
 
-    /// The mesh of a stage.
+    /// Returns the mesh of a stage.
     ///
     /// # Panics
     ///
-    /// Where there is no such stage.
+    /// If the stage does not exist.
     #[track_caller]
     pub fn mesh(&self, stage: usize) -> &Mesh {
         self.net.stage(stage).mesh()
     }
 
-    /// Has a stage's kernels compute with parameters in other shardings than those that they have
-    /// now, which they keep: see [`Storage`]. Gradients come in the stored shardings, too.
+    /// Stores parameters in their current shardings and computes in those of `storage`: see
+    /// [`Storage`]. Gradients are returned in the stored shardings, too.
     ///
     /// # Errors
     ///
-    /// Where there is no such stage, there are more or fewer shardings than it has parameters, or
-    /// one is not on the devices of its mesh or does not divide its parameter.
+    /// - If the stage does not exist.
+    /// - If the number of shardings differs from the number of parameters.
+    /// - If a sharding is not on the devices of the stage's mesh, or does not divide its parameter.
     #[track_caller]
     pub fn store(&mut self, stage: usize, storage: Storage) -> Result<()> {
         let at = Location::caller();
@@ -244,11 +251,12 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             .map_err(|why| refused(why, at, "Pipeline::store", None))
     }
 
-    /// The parameters that a stage stores, with their paths, in leaf order, as they are stored.
+    /// Returns the paths and arrays of the parameters that a stage stores, in leaf order and in
+    /// their stored shardings.
     ///
     /// # Panics
     ///
-    /// Where there is no such stage.
+    /// If the stage does not exist.
     #[track_caller]
     pub fn params(&self, stage: usize) -> Vec<(String, MpmdArray)> {
         let stage = self.net.stage(stage);
@@ -257,12 +265,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         own.zip(stage.params()).collect()
     }
 
-    /// Puts other parameters in place, in leaf order: those that an optimiser has made.
+    /// Replaces the parameters that a stage stores, for instance by those that an optimiser has
+    /// computed. `params` are in leaf order.
     ///
     /// # Errors
     ///
-    /// Where there is no such stage, there are more or fewer than it stores, or one is not on its
-    /// mesh.
+    /// If the stage does not exist, if the number of arrays is wrong, or if an array is not on the
+    /// stage's mesh.
     #[track_caller]
     pub fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
         let at = Location::caller();
@@ -270,11 +279,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
-    /// Runs one batch forward through all stages; nothing is kept for a backward pass.
+    /// Runs one microbatch forward through all stages and keeps nothing for a backward pass.
     ///
     /// # Errors
     ///
-    /// As the `jit` and `device_put` calls that it makes.
+    /// Those of the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
         issue((&mut self.net, program), Location::caller(), "Pipeline::forward", |net, program| {
@@ -282,14 +291,16 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Runs the forward passes of a schedule, in its order; nothing is kept for backward passes,
-    /// and those that the schedule has are left out. Returns at once, with the last stage's outputs
-    /// of each microbatch.
+    /// Runs the forward passes of a schedule in its order, and returns the outputs of the last
+    /// stage for each microbatch.
+    ///
+    /// Backward passes in the schedule are left out, and nothing is kept for them. Only issues the
+    /// operations, and returns without waiting for them.
     ///
     /// # Errors
     ///
-    /// Where the schedule is for another number of stages or microbatches, where side inputs do not
-    /// fit, and as the `jit` and `device_put` calls that it makes.
+    /// If the number of stages or microbatches differs from the schedule's, or if side inputs do
+    /// not fit. Also the errors of the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn forward_all(
         &mut self,
@@ -308,17 +319,19 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
-    /// The most memory that the devices of this process will have in use in a training step: see
-    /// [`MemoryPlan`]. `beside` are arrays that the caller keeps all the time, such as an
-    /// optimiser's state; not the microbatches' own, which count by themselves. Nothing is issued.
+    /// Estimates the peak memory of a training step on the devices of this process: see
+    /// [`MemoryPlan`]. Issues nothing.
     ///
-    /// The figures of other processes' devices are in it too, but as if only this process handed
-    /// arrays over.
+    /// `beside` are arrays that the caller keeps throughout, such as the state of an optimiser.
+    /// Arrays of the microbatches are counted separately and do not belong there. The plan also
+    /// covers devices of other processes. For these it ignores zero-copy transfers in which this
+    /// process takes no part.
     ///
     /// # Errors
     ///
-    /// Where the schedule is for another number of stages, shapes or side inputs do not fit, or a
-    /// sharding does not divide what it is for.
+    /// - If the number of stages differs from the schedule's.
+    /// - If shapes or side inputs do not fit.
+    /// - If a sharding does not divide its array.
     #[track_caller]
     pub fn memory(
         &self,
@@ -335,12 +348,12 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         plan.map_err(|why| refused(why, at, "Pipeline::memory", None))
     }
 
-    /// As [`Pipeline::memory`], where microbatches have different shapes: of each array the largest
-    /// that any of them has.
+    /// Like [`Pipeline::memory`], for microbatches of different shapes. Each array counts with the
+    /// largest size that it has in any of them.
     ///
     /// # Errors
     ///
-    /// As [`Pipeline::memory`].
+    /// As for [`Pipeline::memory`].
     #[track_caller]
     pub fn memory_of(
         &self,
@@ -368,16 +381,17 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         Ok(MemoryPlan::of_net(&schedule, &stages)?)
     }
 
-    /// Has the devices of this process map now what a training step may need at most, whatever the
-    /// pace of the neighbours: so that no step ever waits for the system. What is not used costs
-    /// addresses, and no pages. Waits for the parameters and for `beside`, which are as in
-    /// [`Pipeline::memory`]; issues nothing. Peaks that are counted from now on
-    /// ([`Program::forget_memory_peak`]) are those of steps.
+    /// Maps in advance the peak memory that a training step may need on the devices of this
+    /// process. Then no step waits for the system. The peak holds for any pace of the neighbours.
+    /// Unused parts cost addresses, but no pages.
+    ///
+    /// `beside` is as in [`Pipeline::memory`]. Waits for the parameters and for `beside`; issues
+    /// nothing. Call [`Program::forget_memory_peak`] afterwards to count only the peaks of steps.
     ///
     /// # Errors
     ///
-    /// As [`Pipeline::memory`], and where the parameters have failed. Where there is less memory
-    /// than that, as much of it is mapped as there is.
+    /// As for [`Pipeline::memory`], and if computing the parameters has failed. It is no error if
+    /// the system has less memory: then as much as possible is mapped.
     #[track_caller]
     pub fn map_memory(
         &self,
@@ -412,18 +426,18 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         Ok(())
     }
 
-    /// Runs the forward and backward passes of one step, in the order of `schedule`.
+    /// Runs the forward and backward passes of one training step in the order of `schedule`.
     ///
-    /// Before the first step with a schedule the processes compare it: where one has read another,
-    /// each gets an error with the first rank whose order differs.
+    /// Before the first step with a schedule, the processes compare it. If one process has another
+    /// schedule, each returns an error with the first rank that differs.
     ///
-    /// Returns at once, as all issuing does. The gradients are sums over the microbatches; divide
-    /// them by the total weight.
+    /// Only issues the operations, and returns without waiting for them. The gradients are sums
+    /// over the microbatches; divide them by the total weight.
     ///
     /// # Errors
     ///
-    /// Where the schedule is for another number of stages or microbatches, where side inputs do not
-    /// fit, and as the `jit` and `device_put` calls that it makes.
+    /// If the number of stages or microbatches differs from the schedule's, or if side inputs do
+    /// not fit. Also the errors of the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn train_step(
         &mut self,
@@ -433,7 +447,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     ) -> Result<StepOutput> {
         let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
         let (kept, compared) = (&mut self.kept, &mut self.compared);
-        // Within a step that is recorded as a whole there is nothing to record by itself.
+        // A step inside a larger recording is not recorded on its own.
         let replays = self.replays && program.recording.is_none();
         issue(
             (&mut self.net, program),
@@ -451,8 +465,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     }
 }
 
-/// Has what `f` issues come from the user's line, and be labelled by the runner. An error says the
-/// line, `call`, and the stage and microbatch that the runner was at.
+/// Runs `f` with `at` as the source location of all issued operations. An error gets the location,
+/// `call`, and the stage and microbatch that the runner had reached.
 fn issue<T>(
     (net, program): (&mut Net, &mut Program),
     at: &'static Location<'static>,
@@ -467,7 +481,7 @@ fn issue<T>(
     result.map_err(|why| refused(why, before.1, call, place.as_deref()))
 }
 
-/// Returns a label in words, with the stage's name.
+/// Describes a label in words, with the name of the stage.
 fn place(net: &Net, label: Label) -> String {
     let stage = net.named(label.stage as usize);
     let microbatch =
@@ -475,8 +489,8 @@ fn place(net: &Net, label: Label) -> String {
     format!("{stage}{microbatch}, {}", label.role.name())
 }
 
-/// Returns the error with the user's line, `call` and `place`. What is not the caller's fault stays
-/// as it is.
+/// Adds the user's source location, `call` and `place` to an error. Errors that are not the
+/// caller's fault stay unchanged.
 fn refused(why: Error, at: &'static Location<'static>, call: &str, place: Option<&str>) -> Error {
     let call = place.map_or_else(|| call.to_owned(), |place| format!("{call}: {place}"));
     match why {

@@ -1,4 +1,4 @@
-//! Stages and what goes between them, with their types erased.
+//! The stages of a pipeline and the links between them, with their types erased.
 
 use std::sync::Arc;
 
@@ -14,35 +14,35 @@ use crate::{
 };
 use mpmd_layout::tree::{Structure, TreeError};
 
-/// The stages of a pipeline, and how it is run.
+/// The stages of a pipeline, their links, and the options of its runs.
 pub(super) struct Net {
     pub(super) stages: Vec<Box<dyn AnyStage>>,
-    /// From where each stage has its input.
+    /// The input of each stage.
     pub(super) feeds: Vec<Feed>,
-    /// Who reads the outputs of each stage: a later stage, and the part of its input; ascending.
+    /// Readers of the outputs of each stage: (later stage, part of its input), ascending.
     pub(super) readers: Vec<Vec<(usize, usize)>>,
     pub(super) ties: Vec<Tie>,
-    /// Which stages compute their forward pass again for the backward one.
+    /// For each stage, true if it computes its forward pass again for the backward one.
     pub(super) recomputes: Vec<bool>,
-    /// Whether weight gradients are computed in ascending order of microbatches, whatever the
-    /// schedule says.
+    /// True if weight gradients are computed in ascending order of microbatches, even if the
+    /// schedule has another order.
     pub(super) ascending: bool,
-    /// Tells this pipeline's outputs from those of others.
+    /// Identifies the outputs of this pipeline.
     pub(super) identity: Arc<()>,
-    /// For each stage what adds up gradients of its outputs, once there was something to add.
+    /// For each stage, the kernel that adds up gradients of its outputs, built at first use.
     adders: Vec<Option<Jit<AddArrays>>>,
 }
 
 /// A parameter that one stage stores and another uses.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Tie {
-    /// The stage that stores it, and which of its parameters it is.
+    /// (index of the storing stage, index of its parameter)
     pub(super) owner: (usize, usize),
-    /// The stage that uses it, and as which of its parameters.
+    /// (index of the using stage, index of its parameter)
     pub(super) user: (usize, usize),
 }
 
-/// Says what the operations that follow are for.
+/// Labels the operations that follow.
 pub(super) fn label(
     program: &mut Program,
     (stage, microbatch): (usize, Option<usize>),
@@ -52,13 +52,12 @@ pub(super) fn label(
     program.set_label(Some(Label { stage: stage as u32, microbatch, role }));
 }
 
-/// Returns a stage's number and its name, for messages.
+/// Formats a stage's number and name for messages.
 pub(super) fn named(stage: usize, name: &str) -> String {
     format!("stage {stage} `{name}`")
 }
 
 impl Net {
-    /// A pipeline of one stage.
     pub(super) fn new(first: Box<dyn AnyStage>) -> Self {
         Self {
             stages: vec![first],
@@ -72,7 +71,7 @@ impl Net {
         }
     }
 
-    /// One stage more, which takes that.
+    /// Appends a stage that reads its input from `feed`.
     pub(super) fn push(&mut self, stage: Box<dyn AnyStage>, feed: Feed) {
         let index = self.stages.len();
         for (part, from) in feed.parts.iter().enumerate() {
@@ -85,7 +84,7 @@ impl Net {
         self.adders.push(None);
     }
 
-    /// Returns a stage with its number and its name, for messages.
+    /// Formats a stage's number and name for messages, even if the stage does not exist.
     pub(super) fn named(&self, stage: usize) -> String {
         self.stages
             .get(stage)
@@ -96,7 +95,7 @@ impl Net {
     ///
     /// # Panics
     ///
-    /// Where there is none of that number.
+    /// If no stage has that number.
     #[track_caller]
     pub(super) fn stage(&self, stage: usize) -> &dyn AnyStage {
         match self.stages.get(stage) {
@@ -105,7 +104,7 @@ impl Net {
         }
     }
 
-    /// Changes a stage by `change`; an error says which stage.
+    /// Changes a stage by `change`. An error names the stage.
     pub(super) fn change(
         &mut self,
         stage: usize,
@@ -117,7 +116,7 @@ impl Net {
         change(known.as_mut()).map_err(|why| self.at(stage, &why))
     }
 
-    /// Returns an error of a stage with the stage before it.
+    /// Prefixes an error with the number and name of the stage.
     pub(super) fn at(&self, stage: usize, why: &Error) -> Error {
         Error::kernel(format!("{}: {why}", self.named(stage)))
     }
@@ -126,7 +125,8 @@ impl Net {
         format!("there is no stage {stage}; the pipeline has stages 0 to {}", self.stages.len() - 1)
     }
 
-    /// Refuses side inputs of one microbatch, by stage, that are not those that the stages take.
+    /// Checks that the side inputs of one microbatch, given by stage, are those that the stages
+    /// take.
     pub(super) fn check_sides<'a>(
         &self,
         sides: impl Iterator<Item = (usize, &'a Structure)> + Clone,
@@ -158,7 +158,7 @@ impl Net {
         Ok(())
     }
 
-    /// Has a stage use another's parameter in place of its own.
+    /// Makes a stage use another stage's parameter instead of its own.
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let place = |(stage, path): (usize, &str)| {
             let found =
@@ -218,7 +218,8 @@ impl Net {
         Ok(())
     }
 
-    /// Has a stage's parameters ready for its kernels, until they are released.
+    /// Gathers a stage's parameters for its kernels, unless they are gathered already. They stay
+    /// until they are released.
     pub(super) fn gather(&mut self, program: &mut Program, stage: usize) -> Result<()> {
         if self.stages[stage].is_gathered() {
             return Ok(());
@@ -232,12 +233,12 @@ impl Net {
         self.stages[stage].gather(program, tied)
     }
 
-    /// Forgets what a step that failed has left.
+    /// Drops the gathered parameters of all stages.
     pub(super) fn release(&mut self) {
         self.stages.iter_mut().for_each(|stage| stage.release());
     }
 
-    /// Adds up arrays that are sharded as the outputs of a stage, in their order.
+    /// Adds up arrays in their order. They have the sharding of the stage's outputs.
     pub(super) fn add_outputs(
         &mut self,
         program: &mut Program,

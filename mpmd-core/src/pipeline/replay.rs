@@ -1,5 +1,4 @@
-//! Training steps that are recorded once and replayed:
-//! [`Pipeline::replay`](super::Pipeline::replay).
+//! Records a training step once and replays it: [`Pipeline::replay`](super::Pipeline::replay).
 
 use super::net::Net;
 use super::run::{self, Parts, StepOutput};
@@ -12,7 +11,7 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::Structure;
 use mpmd_schedule::Schedule;
 
-/// The last step that was recorded, and what it is a step of.
+/// The last recorded step, with the schedule and the form that it is valid for.
 pub(super) struct Kept {
     schedule: Schedule,
     form: Form,
@@ -20,23 +19,23 @@ pub(super) struct Kept {
     given: Given,
 }
 
-/// Which of a step's inputs is what: the parameters of the stages, as many as each stores, then the
-/// microbatches.
+/// The layout of a step's inputs: the parameters that each stage stores, then the microbatches.
+/// `params` are their numbers by stage.
 #[derive(Eq, PartialEq)]
 struct Form {
     params: Vec<usize>,
-    /// The input, and the side inputs with their stages, in order.
+    /// (structure of the input, side inputs as (stage, structure) in order of stages)
     microbatches: Vec<(Structure, Vec<(usize, Structure)>)>,
 }
 
-/// Which of a step's results is what: the loss, those of the microbatches, then the gradients of
-/// each stage.
+/// The layout of a step's results: the total loss, the losses of the microbatches, then the
+/// gradients of each stage.
 struct Given {
     losses: usize,
     paths: Vec<Vec<String>>,
 }
 
-/// Replays the step that is kept where it is this one, else records this one.
+/// Replays the kept step if it fits these arguments; otherwise records this one.
 pub(super) fn train_step(
     kept: &mut Option<Kept>,
     net: &mut Net,
@@ -89,7 +88,7 @@ impl Form {
         (Self { params, microbatches }, all)
     }
 
-    /// Puts the parameters in place; the microbatches.
+    /// Puts the parameters in place and returns the microbatches.
     fn put_together(&self, net: &mut Net, all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
         let mut all = all.into_iter();
         for (stage, own) in net.stages.iter_mut().zip(&self.params) {
@@ -124,7 +123,7 @@ impl Given {
         (Self { losses: given, paths }, all)
     }
 
-    /// The results are as many as were taken apart.
+    /// Rebuilds the output from as many results as `take_apart` returned.
     fn put_together(&self, all: Vec<MpmdArray>) -> StepOutput {
         let mut all = all.into_iter();
         let mut next = || all.next().expect("a step gives as many arrays as when it was recorded");

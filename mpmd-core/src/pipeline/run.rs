@@ -21,7 +21,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Empty, Structure, Tree};
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
-/// What one microbatch brings: the pipeline's input, and side inputs of stages.
+/// One microbatch: the input of the pipeline, and side inputs of stages.
 pub struct Microbatch<In> {
     x: In,
     side: HashMap<usize, Bundle>,
@@ -34,12 +34,12 @@ pub(super) struct Parts {
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
-    /// A microbatch with this input, which must be on the first stage's mesh.
+    /// Creates a microbatch with this input, which must be on the first stage's mesh.
     pub fn new(x: In) -> Self {
         Self { x, side: HashMap::new() }
     }
 
-    /// The side inputs of a stage, which must be on that stage's mesh.
+    /// Sets the side inputs of a stage, which must be on that stage's mesh.
     #[must_use]
     pub fn side<T: Tree<Leaf = MpmdArray>>(mut self, stage: usize, side: T) -> Self {
         self.side.insert(stage, Bundle::of(side));
@@ -51,11 +51,11 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     }
 }
 
-/// A stage's gradients, summed over the microbatches: paths and arrays in the order of the
-/// parameters that it stores.
+/// A stage's gradients, summed over the microbatches: (path, array) in the order of the parameters
+/// that it stores.
 pub type Gradients = Vec<(String, MpmdArray)>;
 
-/// What a training step gives.
+/// The results of a training step.
 #[derive(Debug)]
 pub struct StepOutput {
     /// The loss and its weight, summed over the microbatches in ascending order; on the last
@@ -96,31 +96,30 @@ impl Kernel for AddLoss {
     }
 }
 
-/// How many passes of a step are still to come at a stage.
+/// The numbers of remaining passes of a step at a stage.
 #[derive(Clone, Copy, Default)]
 struct Uses {
-    /// Those that read its parameters.
+    /// Passes that read its parameters.
     params: usize,
-    /// Those that add to its gradients.
+    /// Passes that add to its gradients.
     weights: usize,
 }
 
-/// What a microbatch has at a stage between its passes.
+/// Data of a microbatch at a stage between its passes.
 #[derive(Default)]
 struct Held {
-    /// The parts of its input that have come.
+    /// The parts of its input that have arrived.
     parts: Vec<Option<Bundle>>,
-    /// The input that the forward pass is computed from again.
+    /// The input for recomputing the forward pass.
     x: Option<Bundle>,
     side: Option<Bundle>,
-    /// Which of the stage's kernels are for its shapes.
+    /// Index of the kernel set compiled for this microbatch's shapes.
     kernels: usize,
-    /// How many leaves each part of the input has.
+    /// The number of leaves of each part of the input.
     leaves: Vec<usize>,
     outputs: Option<Structure>,
     residual: Option<Bundle>,
-    /// Gradients of outputs that have come: from which stage and part of its input, and of which
-    /// outputs.
+    /// Gradients of outputs that have arrived from the reading stages.
     gradients: Vec<Arrived>,
     weight_residual: Option<Bundle>,
 }
@@ -131,27 +130,28 @@ struct Arrived {
     gradient: Bundle,
 }
 
-/// A step under way.
+/// The state of a running step.
 struct Step<'a> {
     net: &'a mut Net,
     program: &'a mut Program,
-    /// By stage and microbatch.
+    /// Indexed by stage and microbatch.
     held: Vec<Held>,
     microbatches: usize,
     gradients: Vec<Option<Bundle>>,
     losses: Vec<Option<Loss<MpmdArray>>>,
 }
 
-/// The actions that a step takes, in order: those of the schedule.
+/// Returns the schedule as it is run: with ascending weight gradients if the pipeline asks for
+/// that.
 pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
     Ok(if net.ascending { mpmd_schedule::ascending(schedule)? } else { schedule.clone() })
 }
 
-/// Operations in which a schedule is compared, at most.
+/// The maximal number of operations for comparing a schedule.
 const COMPARED: usize = 64;
 
-/// Has the processes compare a schedule that is to be run, rank by rank, unless it is the one that
-/// they have compared last.
+/// Makes the processes compare a schedule, rank by rank, unless it is the one that they compared
+/// last.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
     (net, microbatches): (&Net, usize),
@@ -159,7 +159,7 @@ pub(super) fn compare(
     schedule: &Schedule,
 ) -> Result<()> {
     check_training(net, schedule, microbatches)?;
-    // In a step that is recorded as a whole nothing is issued that a replay could not do again.
+    // A replay could not repeat the comparison, so a recording must not contain it.
     if known.as_ref() == Some(schedule) || program.recording.is_some() {
         return Ok(());
     }
@@ -195,7 +195,7 @@ pub(super) fn train_step(
     output
 }
 
-/// Each microbatch's outputs, from the forward passes of a schedule.
+/// Runs the forward passes of a schedule. Returns the outputs of each microbatch.
 pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     net: &mut Net,
     program: &mut Program,
@@ -213,7 +213,7 @@ pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     outputs
 }
 
-/// One microbatch through one stage after another.
+/// Runs one microbatch through all stages in order.
 pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     net: &mut Net,
     program: &mut Program,
@@ -231,7 +231,7 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
 }
 
-/// Refuses microbatches that do not bring each stage the side input that it takes.
+/// Checks that the microbatches bring each stage the side input that it takes.
 pub(super) fn check_sides(net: &Net, microbatches: &[Parts]) -> Result<()> {
     let check = |(number, parts): (usize, &Parts)| {
         let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
@@ -266,7 +266,7 @@ fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
     )))
 }
 
-/// Refuses a schedule for more or fewer stages than the pipeline has.
+/// Fails if the schedule has another number of stages than the pipeline.
 pub(super) fn check_stages(net: &Net, schedule: &Schedule) -> Result<()> {
     let (name, ranks, expected, stages) =
         (schedule.name(), schedule.ranks(), schedule.stages(), net.stages.len());
@@ -280,7 +280,7 @@ pub(super) fn check_stages(net: &Net, schedule: &Schedule) -> Result<()> {
     )))
 }
 
-/// Returns the role of what an action issues first.
+/// Returns the role of the first operation that an action issues.
 fn role(kind: ActionKind) -> Role {
     match kind {
         ActionKind::Forward => Role::Forward,
@@ -289,7 +289,7 @@ fn role(kind: ActionKind) -> Role {
     }
 }
 
-/// How often each stage's parameters are read, and its gradients added to.
+/// Counts the passes that read each stage's parameters, and those that add to its gradients.
 fn uses(stages: usize, order: &[Action]) -> Vec<Uses> {
     let mut uses = vec![Uses::default(); stages];
     for action in order {
@@ -320,7 +320,7 @@ impl<'a> Step<'a> {
                 }
             }
         }
-        // What a step that failed has left.
+        // A failed step may have left gathered parameters.
         net.release();
         Self {
             program,
@@ -346,7 +346,7 @@ impl<'a> Step<'a> {
         let mut left = uses(stages, order);
         for action in order {
             let key = (action.stage, action.microbatch);
-            // Errors say where the step was.
+            // Labels the position of the step for errors.
             self.label(key, role(action.kind));
             if action.kind != ActionKind::BackwardWeight {
                 self.net.gather(self.program, action.stage)?;
@@ -403,7 +403,7 @@ impl<'a> Step<'a> {
             self.label(key, Role::Forward);
             self.net.gather(self.program, stage)?;
             let y = self.forward_pass(key)?;
-            // Nobody comes for what a backward pass would need.
+            // No backward pass will read the residuals.
             *self.held(key) = Held::default();
             if stage == last {
                 outputs[microbatch] = Some(y.into_tree("output")?);
@@ -418,7 +418,7 @@ impl<'a> Step<'a> {
         Ok(outputs.into_iter().flatten().collect())
     }
 
-    /// One stage's forward pass: its outputs.
+    /// Runs the forward pass of one stage and returns its outputs.
     fn forward_pass(&mut self, key: (usize, usize)) -> Result<Bundle> {
         let recomputes = self.net.recomputes[key.0];
         let held = self.held(key);
@@ -443,7 +443,7 @@ impl<'a> Step<'a> {
         Ok(y)
     }
 
-    /// Has the outputs go to all stages that read them.
+    /// Sends the outputs to all stages that read them.
     fn send_outputs(&mut self, key: (usize, usize), y: &Bundle) -> Result<()> {
         let (stage, microbatch) = key;
         self.label(key, Role::SendForward);
@@ -463,7 +463,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// The loss counts once, its weight not at all.
+    /// Stores a loss, and seeds its gradient: 1 for the loss, 0 for its weight.
     fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
         let loss: Loss<MpmdArray> = y.into_tree("output")?;
         let seed = |value: f64| match loss.sum.dtype() {
@@ -476,8 +476,8 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// What a backward pass starts from: residuals, computed again where they were not kept, and
-    /// the gradient of the outputs.
+    /// Returns the inputs of a backward pass: the residuals, recomputed if they were not kept, and
+    /// the output gradient.
     fn backward_inputs(&mut self, key: (usize, usize)) -> Result<(Bundle, Bundle)> {
         let residual = if self.net.recomputes[key.0] {
             let held = self.held(key);
@@ -493,7 +493,8 @@ impl<'a> Step<'a> {
         Ok((residual, dy))
     }
 
-    /// The gradient of a stage's outputs: the sum of what its readers say, in their order.
+    /// Returns the gradient of a stage's outputs: the sum of its readers' gradients, in their
+    /// order.
     fn output_gradient(&mut self, key: (usize, usize)) -> Result<Bundle> {
         let held = self.held(key);
         let mut all = std::mem::take(&mut held.gradients);
@@ -533,7 +534,6 @@ impl<'a> Step<'a> {
         let kernels = held.kernels;
         let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
         if !self.net.stages[key.0].has_params() {
-            // There is nothing to compute.
             return Ok(());
         }
         self.label(key, Role::BackwardWeight);
@@ -544,11 +544,11 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Both at once, where the stage has a kernel for that.
+    /// Computes both gradients with one kernel.
     fn both_passes(&mut self, key: (usize, usize)) -> Result<()> {
         let (residual, dy) = self.backward_inputs(key)?;
         let kernels = self.held(key).kernels;
-        // Of no parameters there is nothing to add to.
+        // Without parameters there is no gradient to add to.
         let so_far = self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
         let (dx, gradients) =
             self.net.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
@@ -556,7 +556,7 @@ impl<'a> Step<'a> {
         self.send_gradients(key, dx)
     }
 
-    /// Has the gradient of a stage's input go to the stages that gave it.
+    /// Sends the gradient of a stage's input to the stages that produced it.
     fn send_gradients(&mut self, key: (usize, usize), dx: Option<Bundle>) -> Result<()> {
         let (stage, microbatch) = key;
         let leaves = std::mem::take(&mut self.held(key).leaves);
@@ -575,7 +575,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Has a stage's finished gradients go where its parameters are stored.
+    /// Transfers a stage's finished gradients to the shardings of its stored parameters.
     fn reduce(&mut self, stage: usize) -> Result<()> {
         let Some(finished) = self.gradients[stage].take() else { return Ok(()) };
         label(self.program, (stage, None), Role::Reduce);
@@ -614,7 +614,7 @@ impl<'a> Step<'a> {
     }
 }
 
-/// Sums in ascending order of microbatches, whatever order they were computed in.
+/// Sums in ascending order of microbatches, independent of the order of computation.
 fn sum_losses(
     last: &dyn AnyStage,
     program: &mut Program,
@@ -627,7 +627,8 @@ fn sum_losses(
     rest.iter().try_fold(first.clone(), |sum, one| add.call(program, (sum, one.clone())))
 }
 
-/// What should be there: the schedule was checked, so this is a schedule made by other means.
+/// Returns the value, or an error if it is missing. Only a schedule that bypassed the checks gets
+/// this error.
 fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), what: &str) -> Result<T> {
     found.ok_or_else(|| {
         let problem = format!("the {what} of stage {stage}, microbatch {microbatch}, is not there");

@@ -1,4 +1,4 @@
-//! From shapes and shardings to the bytes that each device of a stage holds.
+//! Computes, from shapes and shardings, the bytes that each device of a stage holds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,14 +20,14 @@ use mpmd_schedule::Schedule;
 use mpmd_schedule::StageBytes;
 use mpmd_schedule::holds::{Input, OnDevice, Output};
 
-/// The shapes of one microbatch: for [`Pipeline::memory`](super::Pipeline::memory).
+/// The shapes of one microbatch, for [`Pipeline::memory`](super::Pipeline::memory).
 pub struct MicrobatchShapes<In: Tree<Leaf = MpmdArray>> {
     x: Shapes<In>,
     side: BTreeMap<usize, ShapeBundle>,
     stays: bool,
 }
 
-/// Shapes with their tree's type erased.
+/// A tree of shapes with its type erased.
 #[derive(Clone)]
 pub(super) struct ShapeBundle {
     structure: Structure,
@@ -37,42 +37,42 @@ pub(super) struct ShapeBundle {
 /// Shapes and their shardings.
 type Places = Vec<(ShapedArray, Sharding)>;
 
-/// What a stage has and makes.
+/// Shapes and shardings of all arrays of a stage.
 pub(super) struct StageShapes {
     pub(super) mesh: Mesh,
-    /// All parameters, in the shardings that they are stored in, those of other stages included.
+    /// All parameters in their stored shardings, including those that other stages store.
     pub(super) params: Places,
-    /// The places of those that the stage stores itself.
+    /// Indices of the parameters that the stage stores itself.
     pub(super) own: Vec<usize>,
-    /// How kernels see them.
+    /// Parameters in the shardings that kernels compute with.
     pub(super) compute: Places,
     pub(super) gradients: Places,
     pub(super) fuses: bool,
     pub(super) input: Places,
     pub(super) output: Places,
-    /// The output's shapes, for later stages.
+    /// The shapes of the outputs, for later stages.
     pub(super) out: ShapeBundle,
     pub(super) residual: Places,
-    /// Those of them that are weight residuals as they are.
+    /// Residuals that become weight residuals without a copy.
     pub(super) kept_residual: Places,
     pub(super) weight_residual: Places,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
-    /// A microbatch whose input to the pipeline has these global shapes.
+    /// Describes a microbatch with these global shapes of the pipeline input.
     pub fn new(x: Shapes<In>) -> Self {
         Self { x, side: BTreeMap::new(), stays: false }
     }
 
-    /// The global shapes of a stage's side inputs.
+    /// Sets the global shapes of a stage's side inputs.
     #[must_use]
     pub fn side(mut self, stage: usize, side: &impl Tree<Leaf = ShapedArray>) -> Self {
         self.side.insert(stage, ShapeBundle::of(side));
         self
     }
 
-    /// The caller keeps the arrays of all microbatches, so they are there all the time, and not
-    /// until the pass that reads them.
+    /// Declares that the caller keeps the arrays of all microbatches. Then they count all the time,
+    /// not only until the pass that reads them.
     #[must_use]
     pub fn kept(mut self) -> Self {
         self.stays = true;
@@ -94,9 +94,9 @@ impl ShapeBundle {
     }
 }
 
-/// For each stage and each of its devices, what it holds; of several microbatches the most that any
-/// of them has of each array. `counts` says what a buffer that its pool counts with so many bytes
-/// counts with here.
+/// Returns the memory of each device of each stage. If there are several microbatches, each array
+/// counts with its largest size in any of them. `counts` maps the size of a buffer in its pool, in
+/// bytes, to the size that counts here.
 pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     net: &Net,
     program: &Program,
@@ -122,7 +122,7 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     all.ok_or_else(|| Error::kernel("the shapes of no microbatch"))
 }
 
-/// The shapes of all stages for one microbatch.
+/// Returns the shapes of all stages for one microbatch.
 fn shapes_of<In: Tree<Leaf = MpmdArray>>(
     net: &Net,
     microbatch: &MicrobatchShapes<In>,
@@ -163,7 +163,7 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
         .iter()
         .filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone())))
         .collect();
-    // A device may have several stages: what the caller keeps is there once.
+    // A device may have several stages: count the caller's arrays only once.
     let mut charged = BTreeSet::new();
     let mut found = Vec::with_capacity(shapes.len());
     for (index, stage) in shapes.iter().enumerate() {
@@ -193,8 +193,8 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                 bytes.brought += on(device, counts, &stage.input)?;
             }
             if let Some(side) = microbatch.side.get(&index) {
-                // How the caller will place them is not known: as the stage's input, where that is
-                // possible.
+                // The caller's sharding is unknown. Assume that of the stage's input, if it divides
+                // the shape.
                 let sharding = stage.input.first().map(|(_, sharding)| sharding.clone());
                 let place = |aval: ShapedArray| {
                     let fits = sharding.clone().filter(|input| input.layout(aval.shape()).is_ok());
@@ -226,14 +226,14 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     Ok(found)
 }
 
-/// What becomes of a stage's parameters and their gradients.
+/// Shapes and shardings that a step makes of a stage's parameters and their gradients.
 struct Params {
     kept: Places,
     gathered: Places,
-    /// Gradients that are put somewhere else, and what they become on the stage's own devices.
+    /// Gradients that are transferred, and their results on the stage's own devices.
     moved: Places,
     reduced: Places,
-    /// What becomes of gradients of other stages that use parameters of this one.
+    /// (using stage, place of its gradient here) for each tied parameter of this stage.
     tied: Vec<(usize, (ShapedArray, Sharding))>,
 }
 
@@ -248,7 +248,7 @@ impl Params {
             Self { kept: vec![], gathered: vec![], moved: vec![], reduced: vec![], tied: vec![] };
         for (place, (aval, stored)) in stage.params.iter().enumerate() {
             let (compute, gradient) = (&stage.compute[place].1, &stage.gradients[place].1);
-            // Those that are there already are left alone.
+            // Arrays that have the sharding already are not copied.
             let stored = if stage.own.contains(&place) {
                 params.kept.push((aval.clone(), stored.clone()));
                 if gradient != stored {
@@ -275,7 +275,7 @@ impl Params {
     }
 }
 
-/// What a device has of each part of a stage's input, and of its gradient.
+/// Returns the memory of a device for each part of a stage's input, and for its gradient.
 fn inputs(
     net: &Net,
     program: &Program,
@@ -300,7 +300,7 @@ fn inputs(
     Ok(found)
 }
 
-/// What a device has of each output of a stage, and of its gradient.
+/// Returns the memory of a device for each output of a stage, and for its gradient.
 fn outputs(
     net: &Net,
     program: &Program,
@@ -330,7 +330,7 @@ fn outputs(
     Ok(all)
 }
 
-/// Bytes that a device has of arrays, as its pool counts them.
+/// Returns the bytes of the arrays' shards on a device, as its pool counts them.
 fn on(
     device: DeviceId,
     counts: &mut dyn FnMut(u64) -> u64,
@@ -355,7 +355,8 @@ fn region(device: DeviceId, aval: &ShapedArray, sharding: &Sharding) -> Result<O
     Ok(layout.region_of(device).cloned())
 }
 
-/// Bytes that a device needs for what it is given: none for what it is handed over, or has.
+/// Returns the bytes that a device needs to receive arrays. Zero-copy transfers and shards already
+/// in place need none.
 fn taken(
     program: &Program,
     device: DeviceId,
@@ -376,7 +377,7 @@ fn taken(
     Ok(bytes)
 }
 
-/// Whether what a device gives is used where it is by one that it is given to.
+/// Returns true if a shard of `device` is used in place by one of the receiving devices.
 fn lends(
     program: &Program,
     device: DeviceId,
@@ -397,8 +398,9 @@ fn lends(
     Ok(false)
 }
 
-/// The device of another process that hands a whole shard over, if one does. What is in the taker's
-/// own process is copied, and what is no run of one shard is put together from pieces.
+/// Returns the device of another process that sends the wanted region by zero-copy transfer, if
+/// there is one. Transfers inside a process are copies. A region that is not contiguous in one
+/// shard is assembled from pieces.
 fn giver(
     program: &Program,
     taker: DeviceId,
@@ -423,8 +425,8 @@ fn giver(
 }
 
 impl Program {
-    /// Whether arrays go from one process to the other as memory that stays where it is; known
-    /// where one of them is this process.
+    /// Returns true if the two processes use zero-copy transfers. Known only if one of them is this
+    /// process.
     fn hands_over_between(&self, giver: ProcessId, taker: ProcessId) -> bool {
         let me = self.process();
         (giver == me && self.runtime.hands_over(taker))

@@ -1,4 +1,5 @@
-//! What a user writes for a pipeline: one [`Stage`] after another.
+//! The [`Stage`] trait, which users implement for each stage of a pipeline, and the shapes that it
+//! declares.
 
 use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
@@ -9,33 +10,33 @@ use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Leaf, Tree};
 
-/// A stage of a pipeline: parameters, inputs and outputs, and the three passes through it.
+/// A stage of a pipeline: types of parameters, inputs and outputs, and the three passes.
 ///
-/// The two backward passes are apart because schedules without bubbles need them apart: the input
-/// gradient is what the stage before waits for, the weight gradient is not. What a pass needs later
-/// it leaves in *residuals*: arrays of declared shape on the stage's own devices, which never move
-/// and die with the last pass that reads them. Like a [`Kernel`](crate::kernel::Kernel), a stage
-/// sees one device's regions; it may call the collectives it declares.
+/// The backward pass is split in two for schedules without bubbles. The stage before waits for the
+/// input gradient, but not for the weight gradient. Each pass leaves data for later passes in
+/// *residuals*: arrays of declared shape on the stage's own devices. They never move and are freed
+/// after the last pass that reads them. Like a [`Kernel`](crate::kernel::Kernel), a stage sees the
+/// regions of one device. It may call the collectives that it declares.
 pub trait Stage: Send + Sync + 'static {
     /// The parameters.
     type Params: Tree<Leaf = MpmdArray>;
-    /// What comes from the stage before, or into the pipeline.
+    /// Outputs of earlier stages, or the input of the pipeline.
     type In: Tree<Leaf = MpmdArray>;
-    /// What comes with each microbatch and has no gradient: labels, masks.
+    /// Arrays that come with each microbatch and have no gradient, such as labels and masks. Use
     /// [`Empty`](mpmd_layout::tree::Empty) for none.
     type Side: Tree<Leaf = MpmdArray>;
-    /// What goes to the stage after; [`Loss`] on the last.
+    /// Inputs of later stages; [`Loss`] on the last stage.
     type Out: Tree<Leaf = MpmdArray>;
-    /// What the forward pass leaves for the input gradient.
+    /// Residuals of the forward pass, read by the input gradient.
     type Residual: Tree<Leaf = MpmdArray>;
-    /// What the input gradient leaves for the weight gradient.
+    /// Residuals of the input gradient, read by the weight gradient.
     type WeightResidual: Tree<Leaf = MpmdArray>;
 
-    /// What the stage makes of inputs of these global shapes.
+    /// Declares outputs and residuals for inputs of these global shapes.
     ///
     /// # Errors
     ///
-    /// Where the shapes do not fit together.
+    /// If the shapes do not fit together.
     fn infer(
         &self,
         params: &Shapes<Self::Params>,
@@ -43,11 +44,11 @@ pub trait Stage: Send + Sync + 'static {
         side: &Shapes<Self::Side>,
     ) -> Result<Declared<Self>>;
 
-    /// Computes the outputs, and what the input gradient will need.
+    /// Computes the outputs, and the residuals for the input gradient.
     ///
     /// # Errors
     ///
-    /// As [`Kernel::run`](crate::kernel::Kernel::run); likewise of the passes below.
+    /// As for [`Kernel::run`](crate::kernel::Kernel::run).
     fn forward(
         &self,
         cx: &mut Context<'_>,
@@ -58,15 +59,15 @@ pub trait Stage: Send + Sync + 'static {
         residual: ViewsMut<'_, Self::Residual>,
     ) -> Result<()>;
 
-    /// Computes the gradient of the inputs from that of the outputs, and what the weight gradient
-    /// will need. `dx` is `None` on the first stage: nobody asks for the gradient of the data.
+    /// Computes the input gradient from the output gradient, and the residuals for the weight
+    /// gradient. `dx` is `None` on the first stage: the data need no gradient.
     ///
-    /// A residual that the signature [keeps](StageSignature::keep) is in `weight_residual` already,
+    /// A residual that the signature [keeps](StageSignature::keep) is already in `weight_residual`,
     /// and its view in `residual` is empty.
     ///
     /// # Errors
     ///
-    /// As [`Stage::forward`].
+    /// As for [`Stage::forward`].
     fn backward_input(
         &self,
         cx: &mut Context<'_>,
@@ -81,7 +82,7 @@ pub trait Stage: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// As [`Stage::forward`].
+    /// As for [`Stage::forward`].
     fn backward_weight(
         &self,
         cx: &mut Context<'_>,
@@ -89,21 +90,22 @@ pub trait Stage: Send + Sync + 'static {
         gradient: ViewsMut<'_, Self::Params>,
     ) -> Result<()>;
 
-    /// Whether [`Stage::backward`] is there, for both gradients at once. It is used where a
-    /// schedule has them as one action, and the gradients are no partial sums.
+    /// Returns true if [`Stage::backward`] computes both gradients in one pass. The runner calls it
+    /// where a schedule has both gradients as one action, unless the gradients are partial sums.
     fn fuses_backward(&self) -> bool {
         false
     }
 
-    /// Computes the gradient of the inputs, as [`Stage::backward_input`], and adds the gradient of
-    /// the parameters to `gradient`, as [`Stage::backward_weight`]: there are no weight residuals
-    /// between them, and no residual is kept. It may call the collectives that are declared for the
-    /// input gradient. The bits of a step do not depend on the schedule where both ways compute the
-    /// same ones.
+    /// Computes the input gradient like [`Stage::backward_input`], and adds the gradient of the
+    /// parameters to `gradient` like [`Stage::backward_weight`].
+    ///
+    /// There are no weight residuals, and no residual is kept. It may call the collectives that are
+    /// declared for the input gradient. If it computes the same bits as the two separate passes,
+    /// the bits of a step do not depend on the schedule.
     ///
     /// # Errors
     ///
-    /// As [`Stage::forward`].
+    /// As for [`Stage::forward`].
     fn backward(
         &self,
         cx: &mut Context<'_>,
@@ -120,62 +122,62 @@ pub trait Stage: Send + Sync + 'static {
         )))
     }
 
-    /// How what comes in is sharded over the stage's mesh, and its gradient: one spec for all its
-    /// leaves. Every device has all of it unless overridden.
+    /// Returns the sharding of the inputs and of their gradient over the stage's mesh: one spec for
+    /// all leaves. Default: replicated on every device.
     fn input_spec(&self) -> Spec {
         Spec::default()
     }
 
-    /// The same of what the stage gives, and of its gradient; a [`Loss`] is never divided.
+    /// Returns the sharding of the outputs and of their gradient. A [`Loss`] is never divided.
     fn output_spec(&self) -> Spec {
         Spec::default()
     }
 
-    /// The stage's name in messages; the type's own name unless overridden.
+    /// Returns the name of the stage for messages. Default: the name of the type.
     fn name(&self) -> &str {
         plain_name::<Self>()
     }
 
-    /// The stage's own settings, as words: they are part of what processes compare.
+    /// Returns the settings of the stage as words, which processes compare with each other.
     fn statics(&self) -> Vec<u64> {
         Vec::new()
     }
 
-    /// What its passes launch where its devices are CUDA devices, as
+    /// Returns the CUDA sources that the passes launch on CUDA devices, like
     /// [`Kernel::cuda`](crate::kernel::Kernel::cuda).
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
 }
 
-/// What [`Stage::infer`] of a stage gives.
+/// The signature that [`Stage::infer`] of a stage returns.
 pub type Declared<S> = StageSignature<
     Shapes<<S as Stage>::Out>,
     Placed<<S as Stage>::Residual>,
     Placed<<S as Stage>::WeightResidual>,
 >;
 
-/// The tree `T` with a shape and its place on the stage's mesh at each leaf.
+/// The tree `T` with a [`PlacedShape`] at each leaf.
 pub type Placed<T> = <T as Tree>::With<PlacedShape>;
 
-/// The shape of a residual, and how it is sharded over the stage's mesh.
+/// The global shape of a residual, and its sharding over the stage's mesh.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PlacedShape {
     /// The global shape.
     pub aval: ShapedArray,
-    /// How it is sharded.
+    /// The sharding over the stage's mesh.
     pub spec: Spec,
 }
 
 impl Leaf for PlacedShape {}
 
 impl PlacedShape {
-    /// A residual of this global shape, sharded by `spec`.
+    /// Creates a residual of this global shape, sharded by `spec`.
     pub fn new(aval: ShapedArray, spec: Spec) -> Self {
         Self { aval, spec }
     }
 
-    /// A residual that every device of the stage has whole.
+    /// Creates a residual that every device of the stage holds whole.
     pub fn replicated(aval: ShapedArray) -> Self {
         Self { aval, spec: Spec::default() }
     }
@@ -185,7 +187,7 @@ impl PlacedShape {
     }
 }
 
-/// What a stage declares before it runs.
+/// The declaration of a stage: outputs, residuals and collectives, known before it runs.
 #[derive(Clone, Debug)]
 pub struct StageSignature<O, R, W> {
     pub(super) out: O,
@@ -197,7 +199,7 @@ pub struct StageSignature<O, R, W> {
 }
 
 impl<O, R, W> StageSignature<O, R, W> {
-    /// A stage that makes `out` and leaves these residuals.
+    /// Declares a stage with output `out` and these residuals.
     pub fn new(out: O, residual: R, weight_residual: W) -> Self {
         Self {
             out,
@@ -209,22 +211,24 @@ impl<O, R, W> StageSignature<O, R, W> {
         }
     }
 
-    /// The residual at this path is also the weight residual at that one: it stays where it is.
+    /// Declares that the residual at one path is also the weight residual at the other path. It is
+    /// not copied.
     #[must_use]
     pub fn keep(mut self, residual: impl Into<String>, weight_residual: impl Into<String>) -> Self {
         self.keeps.push((residual.into(), weight_residual.into()));
         self
     }
 
-    /// The next collective of [`Stage::forward`] is an all-reduce over mesh axis `axis` of at most
-    /// as many elements per device as `aval` has.
+    /// Declares the next collective of [`Stage::forward`]: an all-reduce over mesh axis `axis`.
+    /// Each device contributes at most as many elements as `aval` has.
     #[must_use]
     pub fn forward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.forward.push((axis.into(), aval));
         self
     }
 
-    /// The same for [`Stage::backward_input`].
+    /// Declares the next collective of [`Stage::backward_input`], like
+    /// [`StageSignature::forward_all_reduce`].
     #[must_use]
     pub fn backward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.backward_input.push((axis.into(), aval));
@@ -232,12 +236,12 @@ impl<O, R, W> StageSignature<O, R, W> {
     }
 }
 
-/// What the last stage makes of a microbatch: scalars, the same on each of its devices.
+/// The output of the last stage for a microbatch: scalars, the same on each of its devices.
 #[derive(Clone, Debug, Tree)]
 pub struct Loss<L> {
-    /// The sum of the losses over what they are taken of (rows, tokens).
+    /// The sum of the losses over all items (rows, tokens).
     pub sum: L,
-    /// How many there were. Gradients are divided by the total over all microbatches, so that the
-    /// result does not depend on how a batch was cut.
+    /// The number of items. Gradients are divided by the total over all microbatches, so the result
+    /// does not depend on the division of a batch.
     pub weight: L,
 }

@@ -1,4 +1,4 @@
-//! Parameters that a stage keeps otherwise than its kernels compute with them.
+//! Parameters that are stored in one sharding and computed with in another.
 
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -8,14 +8,14 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::PrefixTree;
 
-/// How the kernels of a stage see its parameters where these are kept in other shardings:
-/// [`Pipeline::store`](super::Pipeline::store).
+/// Shardings in which a stage computes with its parameters, if they differ from the stored ones.
+/// Set by [`Pipeline::store`](super::Pipeline::store).
 ///
-/// A step puts the parameters to the shardings that the kernels compute with before it first uses
-/// them (an all-gather, where the stored ones are divided over more axes), once for all
-/// microbatches, and drops what it put after the last use. The gradients that the weight passes
-/// accumulate may be partial sums; after the last microbatch they are put to the shardings of the
-/// stored parameters, which adds them up (a reduce-scatter). Both are plain `device_put`s.
+/// Before the first use in a step, the runner transfers the parameters to the compute shardings,
+/// once for all microbatches. This is an all-gather if the stored ones are divided over more axes.
+/// The copies are dropped after the last use. The gradients that the weight passes accumulate may
+/// be partial sums. After the last microbatch they are transferred to the stored shardings, which
+/// adds them up (a reduce-scatter). Both transfers are plain `device_put`s.
 #[derive(Clone, Debug)]
 pub struct Storage {
     compute: Vec<Sharding>,
@@ -23,18 +23,18 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Kernels compute with parameters in these shardings, in leaf order, and write whole gradients
-    /// in the same.
+    /// Creates a storage with these compute shardings, one for each parameter in leaf order.
+    /// Kernels write whole gradients in the same shardings.
     pub fn new(compute: Vec<Sharding>) -> Self {
         Self { gradients: compute.clone(), compute }
     }
 
-    /// The gradients that the weight passes write are partial sums over these axes of the mesh:
-    /// what each device has from its own part of the batch.
+    /// Declares the gradients of the weight passes to be partial sums over these axes of the mesh.
+    /// Each device then contributes the gradient of its own part of the batch.
     ///
     /// # Errors
     ///
-    /// Where a sharding has no mesh with these axes, or divides a parameter over one of them.
+    /// If a sharding has no mesh with these axes, or divides a parameter over one of them.
     pub fn partial_over(mut self, axes: &[&str]) -> Result<Self> {
         self.gradients = self
             .compute
@@ -44,7 +44,7 @@ impl Storage {
         Ok(self)
     }
 
-    /// Whether these are shardings for the parameters of a stage on `mesh`.
+    /// Checks that there is one valid sharding on `mesh` for each parameter.
     pub(super) fn check(&self, params: &[(String, &ShapedArray)], mesh: &Mesh) -> Result<()> {
         let (found, expected) = (self.compute.len(), params.len());
         if found != expected {
@@ -68,18 +68,18 @@ impl Storage {
         Ok(())
     }
 
-    /// What kernels compute with, in leaf order.
+    /// Returns the shardings that kernels compute with, in leaf order.
     pub(super) fn compute(&self) -> &[Sharding] {
         &self.compute
     }
 
-    /// What the weight passes write, in leaf order.
+    /// Returns the shardings of the gradients that the weight passes write, in leaf order.
     pub(super) fn gradients(&self) -> &[Sharding] {
         &self.gradients
     }
 }
 
-/// Puts each array to its sharding; those that have it are left alone, and so cost nothing.
+/// Transfers each array to its sharding. Arrays that have it already cost nothing.
 #[track_caller]
 pub(super) fn put_each(
     program: &mut Program,

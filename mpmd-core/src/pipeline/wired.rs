@@ -1,4 +1,5 @@
-//! A stage bound to its mesh, with its type erased: what the runner drives.
+//! A stage bound to its mesh, with its type erased. The runner drives stages through the trait
+//! `AnyStage`.
 
 use std::sync::Arc;
 
@@ -19,13 +20,13 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 
-/// Leaves of a tree of shapes that an error lists.
+/// The number of leaves of a tree of shapes that an error lists.
 const LISTED: usize = 4;
 
-/// The elements of the tuple that the pass for the input gradient takes.
+/// Names for the elements of the input tuple of the input gradient's pass.
 const BACKWARD_INPUTS: [&str; 3] = ["parameter", "residual", "output gradient"];
 
-/// A tree of arrays whose type is known only to its stage.
+/// A tree of arrays without its type. Only the stage knows the type.
 #[derive(Clone)]
 pub(super) struct Bundle {
     pub(super) structure: Structure,
@@ -37,68 +38,68 @@ impl Bundle {
         Self { structure: tree.structure(), leaves: tree.into_leaves() }
     }
 
-    /// Returns the arrays as a tree of its type. Errors name it `what`.
+    /// Returns the arrays as a tree of type `T`. Errors use the given name for the tree.
     pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, what: &str) -> Result<T> {
         let wrong =
             |why| Error::kernel(format!("its {what} is not the tree that its type takes: {why}"));
         T::from_leaves(&self.structure, self.leaves).map_err(wrong)
     }
 
-    /// The same arrays, somewhere else; those that are there already stay what they are, and cost
-    /// nothing.
+    /// Transfers the arrays to the sharding `to`. Arrays that have it already cost nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
         let to = vec![to.clone(); self.leaves.len()];
         Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
     }
 }
 
-/// The gradient of what a stage takes (none on the first stage), and those of its parameters.
+/// Gradients of a stage: of its input (none on the first stage), and of its parameters.
 pub(super) type Both = (Option<Bundle>, Bundle);
 
-/// What the runner asks of a stage.
+/// A stage with its type erased, as the runner sees it.
 pub(super) trait AnyStage: Send {
     fn name(&self) -> &str;
     fn mesh(&self) -> &Mesh;
-    /// How what comes from stages before is sharded here.
+    /// The sharding of the inputs on this stage's mesh.
     fn input(&self) -> &Sharding;
-    /// How outputs are sharded, and their gradients, which come from stages after.
+    /// The sharding of the outputs and of their gradients.
     fn output(&self) -> &Sharding;
-    /// Paths of all parameters, in leaf order.
+    /// Returns the paths of all parameters, in leaf order.
     fn paths(&self) -> Vec<String>;
-    /// Whether there are any.
     fn has_params(&self) -> bool;
-    /// The places of the parameters that the stage stores itself.
+    /// Returns the indices of the parameters that the stage stores itself.
     fn own(&self) -> Vec<usize>;
-    /// A parameter as it is stored, where the stage stores it itself.
+    /// Returns a parameter as it is stored, or `None` if another stage stores it.
     fn param(&self, place: usize) -> Option<&MpmdArray>;
-    /// All that the stage stores itself, in leaf order.
+    /// Returns all parameters that the stage stores itself, in leaf order.
     fn params(&self) -> Vec<MpmdArray>;
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()>;
-    /// A parameter's shape and how the stage would store it, whoever does.
+    /// Returns a parameter's shape, and its sharding if this stage stores it.
     fn place(&self, place: usize) -> &ParamPlace;
-    /// Has a parameter be another stage's from now on.
+    /// Marks a parameter as stored by another stage.
     fn give_up(&mut self, place: usize);
-    /// Fails where the stage takes no side input of this structure; `None` is that of a microbatch
-    /// that brings none.
+    /// Fails if the stage takes no side input of this structure. `None` stands for a microbatch
+    /// without side input.
     fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError>;
-    /// What the stage has and makes for inputs of these shapes.
+    /// Returns the shapes of all arrays of the stage for inputs of these shapes.
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
-    /// Has the kernels compute with parameters in other shardings than the stored ones.
+    /// Makes the kernels compute with parameters in other shardings than the stored ones.
     fn store(&mut self, storage: Storage) -> Result<()>;
-    /// Whether the parameters are there as kernels see them.
+    /// Returns true if the parameters are in the shardings that kernels compute with.
     fn is_gathered(&self) -> bool;
-    /// Has the parameters in the shardings that kernels compute with, until they are released;
-    /// `tied` are those of other stages, by place.
+    /// Transfers the parameters to the shardings that kernels compute with. They stay until
+    /// `release`. `tied` are parameters of other stages, as (index, array).
     fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()>;
     fn release(&mut self);
-    /// Outputs and residuals, and the number of the kernels, which are those of these shapes.
+    /// Runs the forward pass. Returns outputs, residuals, and the index of the kernel set for these
+    /// shapes.
     fn forward(
         &mut self,
         program: &mut Program,
         x: Bundle,
         side: Bundle,
     ) -> Result<(Bundle, Bundle, usize)>;
-    /// Input gradients (none on the first stage) and weight residuals.
+    /// Runs the input gradient. Returns input gradients (none on the first stage) and weight
+    /// residuals.
     fn backward_input(
         &mut self,
         program: &mut Program,
@@ -106,7 +107,7 @@ pub(super) trait AnyStage: Send {
         residual: Bundle,
         dy: Bundle,
     ) -> Result<(Option<Bundle>, Bundle)>;
-    /// Gradients: `so_far` with this microbatch's added.
+    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
     fn backward_weight(
         &mut self,
         program: &mut Program,
@@ -114,9 +115,9 @@ pub(super) trait AnyStage: Send {
         weight_residual: Bundle,
         so_far: Option<Bundle>,
     ) -> Result<Bundle>;
-    /// Whether there is one kernel for both gradients.
+    /// Returns true if one kernel computes both gradients.
     fn fuses(&self) -> bool;
-    /// Both of the passes above at once.
+    /// Runs the kernel that computes both gradients at once.
     fn backward(
         &mut self,
         program: &mut Program,
@@ -141,16 +142,17 @@ pub(super) struct Wired<S: Stage> {
     output: Sharding,
     structure: Structure,
     places: Vec<ParamPlace>,
-    /// As they are stored; none where another stage stores it.
+    /// Arrays as stored; `None` if another stage stores the parameter.
     params: Vec<Option<MpmdArray>>,
-    /// How kernels see them, where that is otherwise.
+    /// Shardings that kernels compute with, if they differ from the stored ones.
     storage: Option<Storage>,
-    /// The parameters as kernels see them, while a step uses them.
+    /// Parameters in the shardings that kernels compute with, while a step uses them.
     gathered: Option<Vec<MpmdArray>>,
     first: bool,
-    /// Why there must be a side input, where there must be one.
+    /// The error for a missing side input, if the stage needs one.
     needs_side: Option<TreeError>,
-    /// Made when the first microbatch of these shapes comes: residuals have shapes only then.
+    /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
+    /// comes. Shapes of residuals are known only then.
     kernels: Vec<Kernels<S>>,
 }
 
@@ -160,7 +162,7 @@ struct Kernels<S: Stage> {
     backward: Backward<S>,
     weight: Jit<BackwardWeight<S>>,
     add_weight: Jit<AddBackwardWeight<S>>,
-    /// For the first microbatch, and for the others.
+    /// For the first microbatch, and for later ones.
     fused: Option<[Jit<FusedBackward<S>>; 2]>,
 }
 
@@ -193,7 +195,8 @@ impl<S: Stage> Wired<S> {
         })
     }
 
-    /// The number of the kernels for microbatches of these shapes.
+    /// Returns the index of the kernel set for microbatches of these shapes, and builds it if it is
+    /// new.
     fn kernels(&mut self, program: &Program, x: &S::In, side: &S::Side) -> Result<usize> {
         let leaves = || x.leaves().into_iter().chain(side.leaves());
         let known = |kernels: &Kernels<S>| leaves().map(MpmdArray::aval).eq(&kernels.avals);
@@ -206,13 +209,12 @@ impl<S: Stage> Wired<S> {
         Ok(self.kernels.len() - 1)
     }
 
-    /// The shapes of all parameters.
     fn param_shapes(&self) -> Result<Shapes<S::Params>> {
         let avals = self.places.iter().map(|place| place.aval.clone());
         Ok(Shapes::<S::Params>::from_leaves(&self.structure, avals)?)
     }
 
-    /// Returns what the stage declares for these shapes; an error shows them.
+    /// Returns the stage's declaration for these shapes. An error lists them.
     fn infer(
         &self,
         params: &Shapes<S::Params>,
@@ -226,7 +228,7 @@ impl<S: Stage> Wired<S> {
         })
     }
 
-    /// How the parameters are stored, whoever does.
+    /// Returns the stored sharding of each parameter, also of those that other stages store.
     fn stored(&self) -> Vec<Sharding> {
         self.places.iter().map(|place| place.sharding.clone()).collect()
     }
@@ -251,7 +253,8 @@ impl<S: Stage> Wired<S> {
         let partial = places.iter().any(|place| !place.unreduced_axes().is_empty());
         let places = <S::Params as Tree>::With::<Sharding>::from_leaves(&self.structure, places)?;
         let gradient = PrefixTree::of(&places);
-        // Each pass is the last to read what the one before it left, where there is anything.
+        // Each pass is the last reader of the residuals of the pass before, so it takes them as
+        // donations.
         let residuals = donated(&signature.residual, "1");
         let weights = donated(&signature.weight_residual, "");
         let inferred = Arc::new(Inferred {
@@ -302,7 +305,8 @@ impl<S: Stage> Wired<S> {
         let weight = weights.iter().fold(weight, |jit, path| jit.donate(*path)).build()?;
         let mut add_weight = program.jit(AddBackwardWeight(stage.clone())).on(mesh).donate("");
         if partial {
-            // What it adds to are partial sums, which a kernel takes only where it says so.
+            // The accumulator holds partial sums. A kernel accepts these only if its inputs are
+            // declared so.
             add_weight = add_weight.inputs(pair(&weight_residual, &gradient));
         }
         let add_weight = add_weight.outputs(gradient).build()?;
@@ -313,7 +317,7 @@ impl<S: Stage> Wired<S> {
         PrefixTree::of(&placed.map_ref(&mut |leaf| leaf.sharding(&self.mesh)))
     }
 
-    /// The parameters as kernels see them.
+    /// Returns the parameters in the shardings that kernels compute with.
     fn for_kernels(&self) -> Result<S::Params> {
         let leaves: Vec<MpmdArray> = match &self.gathered {
             Some(gathered) => gathered.clone(),
@@ -329,7 +333,7 @@ impl<S: Stage> Wired<S> {
     }
 }
 
-/// Returns the error of a parameter that is not on all devices of its stage's mesh.
+/// Returns the error for a parameter that is not on all devices of its stage's mesh.
 fn not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
     let found = param.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
     let param =
@@ -339,18 +343,18 @@ fn not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
     ))
 }
 
-/// Returns whether every device of the mesh is one of the sharding's.
+/// Returns true if every device of the mesh is in the sharding.
 fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
     mesh.devices().iter().all(|device| sharding.devices().contains(device))
 }
 
-/// Fails where no tree of this type has the structure.
+/// Fails if no tree of type `T` has the structure.
 fn fits<T: Tree>(structure: &Structure) -> Result<(), TreeError> {
     let leaves = std::iter::repeat_n(false, structure.leaves());
     T::With::<bool>::from_leaves(structure, leaves).map(drop)
 }
 
-/// Returns the first leaves of a tree of shapes in words.
+/// Formats the first leaves of a tree of shapes.
 fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
     let leaves = tree.leaves_with_paths();
     let shown = leaves.iter().take(LISTED).map(|(path, aval)| match path.is_empty() {
@@ -364,8 +368,7 @@ fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
     shown.join(", ")
 }
 
-/// Names the elements of the tuples that a pass takes and gives, in an error that has their
-/// numbers.
+/// Replaces tuple indices in an error's path by the names of the elements.
 fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     let Error::Issue(issue) = &mut error else { return error };
     let Some(path) = issue.why.path_mut() else { return error };
@@ -378,7 +381,7 @@ fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     error
 }
 
-/// The path to donate, where there is a leaf below it.
+/// Returns the path to donate, if there is a leaf below it.
 fn donated(placed: &impl Tree<Leaf = PlacedShape>, path: &'static str) -> Option<&'static str> {
     (!placed.leaves().is_empty()).then_some(path)
 }

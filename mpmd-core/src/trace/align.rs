@@ -1,30 +1,31 @@
-//! One time for all processes of a traced run.
+//! Conversion of the times of all processes of a traced run to one common clock.
 
 use std::collections::BTreeMap;
 
 use super::file::ProcessTrace;
 
-/// Where the times of a run's processes are on a clock that all have in common.
+/// Conversion of each process's times to the common clock.
 pub(super) struct Aligned {
-    /// By place among the traces.
+    /// By index of the trace.
     lines: Vec<Line>,
-    /// By how much times of different processes may be wrong against each other, in nanoseconds.
+    /// Error bound between times of different processes, in nanoseconds.
     pub(super) bound: u64,
-    /// Clocks that could not be compared.
+    /// Messages about clocks that could not be compared.
     pub(super) problems: Vec<String>,
 }
 
-/// A process's time, in nanoseconds of its trace, on the common clock.
+/// A linear map from a process's trace time to the common clock, both in nanoseconds.
 #[derive(Clone, Copy)]
 struct Line {
     at: i128,
     common: i128,
-    /// How much the common clock goes by while the process's goes by `run`.
+    /// The slope is `rise / run`: the common clock advances by `rise` while the process's advances
+    /// by `run`.
     rise: i128,
     run: i128,
 }
 
-/// A clock that some processes read, beside the common one.
+/// One comparison of a group's clock with the common clock.
 #[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 struct Sample {
     here: i128,
@@ -33,9 +34,9 @@ struct Sample {
 }
 
 impl Aligned {
-    /// Processes of one system read the same clock, so nothing is lost between them. The clocks of
-    /// others were compared with that of the rendezvous service when the traces began and when they
-    /// ended: between these drift is taken for even.
+    /// Computes the alignment. Processes of one system read the same clock, so their times agree
+    /// exactly. Clocks of other systems were compared with the rendezvous service's clock at the
+    /// start and the end of each trace. Between these two points, drift is assumed to be constant.
     pub(super) fn of(traces: &[ProcessTrace]) -> Self {
         let mut groups: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
@@ -96,19 +97,19 @@ impl Aligned {
         Self { lines, bound, problems }
     }
 
-    /// A time of the trace at `place`, on the common clock, in nanoseconds.
+    /// Converts a time of the trace with index `place` to the common clock, in nanoseconds.
     pub(super) fn time(&self, place: usize, at: u64) -> i128 {
         let Line { at: from, common, rise, run } = self.lines[place];
-        // Only of clocks that are nonsense the product is beyond 128 bits.
+        // Saturates: the product exceeds 128 bits only for nonsensical clocks.
         common.saturating_add((i128::from(at) - from).saturating_mul(rise) / run)
     }
 }
 
-/// So many times their bounds samples must lie apart, for clocks do not drift by more than some
-/// hundred millionths.
+/// The least distance of two samples for a slope, as a multiple of their error bounds. Real clocks
+/// drift by at most some 100 parts per million.
 const FAR: i128 = 10_000;
 
-/// The line through the best sample of the first half of the time and the best of the second.
+/// Fits a line through the best sample of the first half of the time and the best of the second.
 fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     samples.sort_unstable();
     let middle = (samples.first()?.here + samples.last()?.here) / 2;
@@ -117,7 +118,7 @@ fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     let best = |samples: Vec<Sample>| samples.into_iter().min_by_key(|sample| sample.bound);
     let first = best(early)?;
     let constant = Line { at: first.here, common: first.common, rise: 1, run: 1 };
-    // Between samples that lie close together the bounds make any slope.
+    // Between close samples, the error bounds allow any slope.
     let far = |last: &Sample| {
         last.here - first.here >= FAR * (i128::from(first.bound) + i128::from(last.bound))
     };
@@ -133,8 +134,8 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A process of a host of its own, whose clock is off by `offset` when its trace begins at
-    /// common time `begin`, and goes wrong by `drift` nanoseconds in a second.
+    /// A process on its own host. Its trace begins at common time `begin`, and its clock gains
+    /// `drift` nanoseconds per second. Its samples are wrong by `skew`, within `bound`.
     fn process(process: u32, begin: i64, drift: i64, bound: u64, skew: i64) -> ProcessTrace {
         let clock = |seconds: i64| Clock {
             at: (seconds * (SECOND as i64 + drift)) as u64,
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn clocks_that_are_off_and_drift_come_together_within_the_bound() {
+    fn drifting_clocks_align_within_the_bound() {
         let traces = [process(0, 5_000, 0, 10, 0), process(1, -7_000_000, 40_000, 300, 250)];
         let aligned = Aligned::of(&traces);
         assert_eq!((aligned.bound, aligned.problems.len()), (310, 0));
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_one_host_lose_nothing_and_the_best_comparison_counts() {
+    fn processes_of_one_host_use_the_best_sample() {
         let on = |number: u32, monotonic: u64| {
             let mut trace = process(number, 0, 0, 1_000, 0);
             (trace.about.clock, trace.about.monotonic) = ("one".to_owned(), monotonic);
@@ -173,7 +174,7 @@ mod tests {
         let aligned = Aligned::of(&pair);
         assert_eq!(aligned.bound, 100);
         assert_eq!(aligned.time(0, 3_500), aligned.time(1, 500));
-        // Beside another host: both of them by the comparison that is best.
+        // With another host in the run, both use the best sample of either.
         let mut three = [on(0, 1_000), on(1, 4_000), process(2, 9, 0, 20, 0)];
         three[1].clocks = vec![Clock { at: 0, server: 3_000, bound: 5 }];
         let aligned = Aligned::of(&three);
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_never_compared_is_said() {
+    fn clock_without_samples_is_reported() {
         let mut traces = [process(0, 0, 0, 1, 0), process(1, 0, 0, 1, 0)];
         traces[1].clocks.clear();
         traces[1].about.unix = 42;

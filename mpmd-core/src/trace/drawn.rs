@@ -1,4 +1,4 @@
-//! A merged run as a [`Timeline`].
+//! Conversion of a merged run to a [`Timeline`].
 
 use std::collections::BTreeMap;
 
@@ -7,11 +7,11 @@ use super::reasons::short;
 use crate::trace::{Label, Role};
 use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
-/// Seconds for which it is not worth saying what a device waited for.
+/// The shortest idle time, in seconds, for which a reason is given.
 const SHORT: f64 = 1e-6;
 
 impl Run {
-    /// What is drawn of it: a row for each device.
+    /// Returns the run's timeline, with a row for each device.
     pub fn timeline(&self) -> Timeline {
         let step = |step: &super::RunStep| Mark {
             at: step.start,
@@ -19,7 +19,7 @@ impl Run {
             name: format!("step {}", step.number),
         };
         let devices = |process: &super::Process| 0..process.devices.len().max(1) as u32;
-        // By process, its first row.
+        // Index of each process's first row.
         let (mut first, mut next) = (BTreeMap::new(), 0);
         for process in &self.processes {
             first.insert(process.process, next);
@@ -41,15 +41,14 @@ impl Run {
         }
     }
 
-    /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a
-    /// simulation of the pipeline's schedule with the run's own [costs](Self::costs) gives it. A
-    /// step of the plan begins with the first pass of the step. Bars after the last step have no
-    /// plan.
+    /// Returns the timeline with the planned time of each pass. `plan` is a timeline of one step,
+    /// from a simulation of the pipeline's schedule with the run's own [costs](Self::costs). The
+    /// plan of a step begins with the step's first pass. Bars after the last step have no plan.
     pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
         let bars = plan.rows.iter().flat_map(|row| &row.bars);
         let span = |bar: &Bar| ((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
         let planned: BTreeMap<_, _> = bars.map(span).collect();
-        // Of both gradients as one: how much of it is the first.
+        // If both gradients are one bar in the plan, the share of the input gradient in it.
         let costs = self.costs().ok();
         let share = |stage: Option<u32>| {
             let stage = costs
@@ -92,7 +91,8 @@ impl Run {
         timeline
     }
 
-    /// Rows of one device; what its process gives is shown with the first.
+    /// Returns the row of one device. The first device's row also shows the process's outgoing
+    /// pieces.
     fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> Row {
         let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
         let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
@@ -169,7 +169,8 @@ impl Run {
         })
     }
 
-    /// The time in which a process's devices computed, between two times, as a share of it.
+    /// Returns the share of time between `from` and `until` in which a process's devices computed,
+    /// from 0 to 1.
     pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
         let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
         for kernel in self.kernels.iter().filter(|kernel| kernel.process == process) {
@@ -195,7 +196,8 @@ fn kind(label: Option<Label>) -> Kind {
     }
 }
 
-/// As in a schedule's text where it is of a pass.
+/// Returns the name of a pass as in a schedule's text, such as `2F7`. Other operations keep their
+/// description.
 pub(super) fn name(label: Option<Label>, what: &str) -> String {
     let Some(Label { stage, microbatch: Some(microbatch), role }) = label else {
         return what.to_owned();

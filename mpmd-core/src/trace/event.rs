@@ -1,23 +1,25 @@
-//! What a traced process notes: events of one size, as memory and files have them.
+//! Events of a traced process. All have the same size, in memory and in files.
 
 use crate::trace::Label;
 
-/// Bytes of an event in a file.
+/// Size of an event in a file, in bytes.
 pub(super) const EVENT_BYTES: usize = 6 * 8;
 
-/// What a word says that says nothing: no label, no operation's input.
+/// The value of a word without content: no label.
 const NONE: u64 = u64::MAX;
 
-/// Something that happened.
+/// An event of a traced process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Event {
-    /// When, in nanoseconds since the process began its trace.
+    /// Time in nanoseconds since the process's trace began.
     pub at: u64,
-    /// What.
+    /// The event itself.
     pub what: What,
 }
 
-/// What happened. Texts are numbers: places in [`ProcessTrace::texts`](super::ProcessTrace::texts).
+/// The kinds of events. Texts are numbers: indices into
+/// [`ProcessTrace::texts`](super::ProcessTrace::texts). Times are in nanoseconds since the
+/// process's trace began.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum What {
@@ -25,92 +27,93 @@ pub enum What {
     Issued {
         /// Its number.
         op: u64,
-        /// What it is for.
+        /// Its part in a pipeline.
         label: Option<Label>,
         /// The text that describes it.
         text: u32,
         /// The text of the program's line.
         line: u32,
-        /// The operation that made what a `device_put` moves; 0 for none.
+        /// The operation that made the array, for a `device_put`; 0 for none.
         source: u64,
     },
-    /// A device began with its part: the inputs are there.
+    /// A device started its part of an operation, after the inputs were ready.
     Started {
         /// The operation.
         op: u64,
-        /// The device's place among those of this process.
+        /// The device's index in this process.
         device: u32,
-        /// When the device turned to it.
+        /// Time at which the device took up the operation.
         since: u64,
-        /// The operation that made the input that was waited for last; 0 where all were there.
+        /// The operation that made the last input that the device waited for; 0 if all were ready.
         input: u64,
-        /// Bytes of arrays that the device has, this operation's outputs included.
+        /// Bytes of arrays on the device, this operation's outputs included.
         memory: u64,
     },
-    /// A device has ended its part.
+    /// A device ended its part of an operation.
     Ended {
         /// The operation.
         op: u64,
-        /// The device's place among those of this process.
+        /// The device's index in this process.
         device: u32,
-        /// Bytes of arrays that the device has.
+        /// Bytes of arrays on the device.
         memory: u64,
     },
-    /// All parts of an operation have ended here, and others have what they get of it.
+    /// All parts of an operation on this process have ended, and its sends are complete.
     Over {
         /// The operation.
         op: u64,
     },
-    /// Something became of a piece.
+    /// A piece of an array made progress.
     Piece {
-        /// What became of it.
+        /// The progress.
         step: PieceStep,
         /// The operation.
         op: u64,
-        /// Its number within the operation.
+        /// Number of the piece in the operation.
         piece: u64,
         /// The process at the other end.
         peer: u32,
-        /// Its size.
+        /// Size in bytes.
         bytes: u64,
-        /// Of [`PieceStep::Posted`], by which [`What::Left`] says that it is done; else 0.
+        /// For [`PieceStep::Posted`], the ticket by which [`What::Left`] reports completion; else
+        /// 0.
         ticket: u64,
     },
-    /// The transport is done with what it was given under this number.
+    /// The transport has completed a send.
     Left {
-        /// The number.
+        /// The ticket of the send.
         ticket: u64,
     },
-    /// The program's thread has waited, until now.
+    /// The program's thread has waited until now.
     Waited {
-        /// Since when.
+        /// Start of the wait.
         since: u64,
-        /// The text that says in what.
+        /// The text that names the waiting call.
         text: u32,
         /// The text of the program's line.
         line: u32,
     },
     /// The program ended a step.
     StepEnd {
-        /// Which, from 1.
+        /// Number of the step, from 1.
         step: u64,
-        /// The last operation issued before.
+        /// The last operation that was issued before.
         op: u64,
     },
 }
 
-/// What becomes of a piece that goes from one process to another.
+/// The progress of a piece that is sent from one process to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PieceStep {
-    /// Its bytes are there, and the router has them.
+    /// Its bytes are ready, and the router has them.
     Offered,
-    /// The transport has got it.
+    /// It was given to the transport.
     Posted,
-    /// The receiver has issued what it is for.
+    /// The receiver has issued the operation of the piece.
     Expected,
-    /// It has come, or word of where it is.
+    /// It has arrived, or in a zero-copy transfer the notice of its location.
     Arrived,
-    /// Its bytes are here.
+    /// Its bytes are available to the receiver.
     Taken,
 }
 
@@ -126,12 +129,12 @@ const OVER: u8 = 4;
 const LEFT: u8 = 5;
 const WAITED: u8 = 6;
 const STEP_END: u8 = 7;
-/// Of the first step of a piece; the others follow.
+/// The kind of a piece's first step; the other steps follow.
 const PIECE: u8 = 16;
 
 impl Event {
-    /// Six words, the lowest byte first: time, kind with two halves above it, and what the kind
-    /// has.
+    /// Encodes the event as six little-endian words. The words are: time, then the kind with a
+    /// 32-bit value above it, then four words of the kind.
     pub(super) fn to_bytes(self) -> [u8; EVENT_BYTES] {
         let (kind, high, words) = match self.what {
             What::Issued { op, label, text, line, source } => {
@@ -160,7 +163,7 @@ impl Event {
         bytes
     }
 
-    /// `None` where it is of a kind that this version does not know.
+    /// Decodes an event. `None` if its kind is unknown to this version.
     pub(super) fn of_bytes(bytes: &[u8; EVENT_BYTES]) -> Option<Self> {
         let mut words = [0; 6];
         for (word, from) in words.iter_mut().zip(bytes.chunks_exact(8)) {
@@ -198,7 +201,7 @@ mod tests {
     use crate::trace::Role;
 
     #[test]
-    fn events_are_bytes_and_bytes_events() {
+    fn events_survive_encoding() {
         let label = Some(Label { stage: 3, microbatch: Some(1), role: Role::SendForward });
         let piece =
             |step| What::Piece { step, op: 9, piece: u64::MAX, peer: 7, bytes: 1 << 40, ticket: 3 };

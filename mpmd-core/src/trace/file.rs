@@ -1,9 +1,9 @@
-//! Files of traces: one for each process, readable up to what was written whenever its process
-//! ended.
+//! Trace files: one for each process. If a process dies, its file is readable up to the last
+//! complete write.
 //!
-//! A file begins with eight bytes, the version and the length of what the process says of itself,
-//! as JSON. Then come *chunks*: kind and length, four bytes each, and the content. Numbers have
-//! their lowest byte first. Chunks of kinds that a reader does not know are passed over.
+//! A file begins with eight magic bytes, the version, the length of the process's [`About`], and
+//! the `About` as JSON. Then come *chunks*: kind and length, four bytes each, and the content.
+//! Numbers are little-endian. Readers skip chunks of unknown kinds.
 
 use std::io::Write;
 use std::ops::Range;
@@ -16,109 +16,109 @@ use super::event::{EVENT_BYTES, Event};
 
 const MAGIC: &[u8; 8] = b"mpmdtrc\n";
 
-/// Of the form of files. Readers refuse another.
+/// Version of the file format. Readers refuse other versions.
 const VERSION: u32 = 1;
 
-/// What a process says of itself at the beginning of its file.
+/// The description of a process at the beginning of its file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct About {
-    /// Which process of the job this is.
+    /// The number of the process in the job.
     pub process: u32,
     /// Number of processes in the job.
     pub processes: u32,
-    /// The devices that it owns, by their place among them.
+    /// The devices that it owns, by their index in the process.
     pub devices: Vec<u32>,
-    /// Its transport.
+    /// The name of its transport.
     pub transport: String,
-    /// Its number in the operating system.
+    /// Its pid.
     pub pid: u32,
-    /// The name of the program's file.
+    /// The file name of the program.
     pub program: String,
-    /// Processes that have this in common read one and the same monotonic clock. May be empty:
-    /// nobody's.
+    /// Identifier of the process's monotonic clock. Processes with the same identifier read the
+    /// same clock. An empty one equals no other.
     pub clock: String,
-    /// What that clock said when the trace began, in nanoseconds.
+    /// Time of the monotonic clock when the trace began, in nanoseconds.
     pub monotonic: u64,
-    /// By how much that may be wrong, in nanoseconds.
+    /// Error bound of this time, in nanoseconds.
     pub monotonic_bound: u64,
-    /// What the process's own clock said then, in nanoseconds since 1970.
+    /// Time of the process's wall clock when the trace began, in nanoseconds since 1970.
     pub unix: i64,
 }
 
-/// What one process has noted.
+/// The trace of one process.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProcessTrace {
-    /// What it says of itself.
+    /// The description of the process.
     pub about: About,
-    /// By time.
+    /// Events, sorted by time.
     pub events: Vec<Event>,
-    /// By number.
+    /// Texts, by number.
     pub texts: Vec<String>,
-    /// How its clock compares with the one that all have in common.
+    /// Comparisons of its clock with the common clock.
     pub clocks: Vec<Clock>,
     /// Names of schedules, and their rows in torch's text format.
     pub schedules: Vec<(String, String)>,
-    /// Events that were too many to be kept.
+    /// The number of events that were dropped because too many came at once.
     pub dropped: u64,
-    /// What is wrong with the file's end, if anything is.
+    /// The problem at the end of the file, if there is one.
     pub truncated: Option<String>,
-    /// Whether the process ended its trace itself.
+    /// True if the process ended its trace itself.
     pub ended: bool,
 }
 
-/// A process's time beside that of the clock that all have in common.
+/// One comparison of a process's time with the common clock.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Clock {
-    /// In nanoseconds since the process's trace began.
+    /// Time in nanoseconds since the process's trace began.
     pub at: u64,
-    /// The common clock's time then, in nanoseconds since 1970.
+    /// Time of the common clock at this moment, in nanoseconds since 1970.
     pub server: i64,
-    /// By how much that may be wrong, in nanoseconds.
+    /// Error bound of the common time, in nanoseconds.
     pub bound: u64,
 }
 
-/// Why a file is not the trace of a process.
+/// An error of reading a trace.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The file, or the folder, cannot be read.
+    /// The file or the folder cannot be read.
     #[error("{}: {why}", .path.display())]
     Unreadable {
-        /// Of the file or folder.
+        /// Path of the file or folder.
         path: PathBuf,
-        /// In the system's words.
+        /// The system's error message.
         why: String,
     },
-    /// It is something else.
+    /// The file is not a trace.
     #[error("{} is not the trace of a process: {why}", .path.display())]
     NotATrace {
-        /// Of the file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with its beginning.
+        /// The problem at its beginning.
         why: String,
     },
-    /// There are no traces in the folder.
+    /// The folder contains no traces.
     #[error("{} has no file process-<n>.trace: run a program with `mpmd run --trace \
         {0}`", .path.display())]
     Empty {
-        /// Of the folder.
+        /// Path of the folder.
         path: PathBuf,
     },
 }
 
-/// The name of a process's file.
+/// Returns the name of a process's trace file.
 pub(super) fn name(process: u32) -> String {
     format!("process-{process}.trace")
 }
 
 impl About {
-    /// What the clocks say now, when the trace begins.
+    /// Adds the times of the clocks at the beginning of the trace. Returns also this moment.
     pub(super) fn begin(self) -> (Instant, Self) {
         let monotonic = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
             now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
         };
-        // The quickest look is the best: in any other this thread may have slept.
+        // Uses the quickest of 8 reads: the thread may have slept in a slower one.
         let look = |_| {
             let before = monotonic();
             let now = (Instant::now(), unix_now());
@@ -131,21 +131,21 @@ impl About {
     }
 }
 
-/// This process's own clock, in nanoseconds since 1970.
+/// Returns the wall clock of this process, in nanoseconds since 1970.
 pub(crate) fn unix_now() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// One for all processes of a system since it was started, but for those that were given a clock of
-/// their own.
+/// Returns an identifier of the monotonic clock. It is the same for all processes since a boot,
+/// except in other time namespaces.
 fn own_clock() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
     if boot.is_empty() { boot } else { format!("{} {}", boot.trim(), space.display()) }
 }
 
-/// Parts of a file, but for events.
+/// Chunks of a file, except events.
 pub(super) enum Chunk {
     Text { number: u32, text: String },
     Clock { at: u64, server: i64, bound: u64 },
@@ -185,7 +185,7 @@ fn write_chunk(kind: u32, content: &[u8], out: &mut Vec<u8>) {
 }
 
 pub(super) fn write_events(events: &[Event], out: &mut Vec<u8>) {
-    // A chunk's length must fit its four bytes.
+    // The length of a chunk must fit into four bytes.
     for events in events.chunks(1 << 20) {
         out.reserve(events.len() * EVENT_BYTES + 8);
         out.extend(EVENTS.to_le_bytes());
@@ -194,7 +194,7 @@ pub(super) fn write_events(events: &[Event], out: &mut Vec<u8>) {
     }
 }
 
-/// What a file begins with.
+/// Returns the first bytes of a file.
 pub(super) fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
     let about = serde_json::to_vec(about)?;
     let mut bytes = Vec::new();
@@ -206,22 +206,22 @@ pub(super) fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
 }
 
 impl ProcessTrace {
-    /// Reads a file, up to where it breaks off.
+    /// Reads a file. If it is cut off or damaged, reads up to that point and sets `truncated`.
     ///
     /// # Errors
     ///
-    /// Where it cannot be read, or does not begin as a trace of this version does.
+    /// If the file cannot be read, or does not begin like a trace of this version.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
         Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace { path: path.to_owned(), why })
     }
 
-    /// All traces of a folder, by process, of the job that began last; and what is wrong with it:
-    /// files that are missing, of another job, or no traces.
+    /// Reads all traces of a folder, from the job that began last, sorted by process. Returns also
+    /// the problems: files that are missing, of another job, or not traces.
     ///
     /// # Errors
     ///
-    /// Where the folder cannot be read, or has no trace.
+    /// If the folder cannot be read, or has no trace.
     pub fn read_all(folder: &Path) -> Result<(Vec<Self>, Vec<String>), TraceError> {
         let (mut traces, mut wrong) = (Vec::new(), Vec::new());
         let mut found = Vec::new();
@@ -247,7 +247,7 @@ impl ProcessTrace {
             };
         }
         traces.sort_by_key(|trace: &Self| trace.about.process);
-        // A job of fewer processes leaves the files of an earlier one.
+        // An earlier job with more processes may have left files.
         let newest = traces.iter().max_by_key(|trace| trace.about.unix);
         let processes = newest.map_or(0, |trace| trace.about.processes);
         traces.retain(|trace| {
@@ -259,7 +259,8 @@ impl ProcessTrace {
             }
             *of == processes
         });
-        // By gaps between the files: the number of processes is what a file says, and may be any.
+        // Walks over the gaps between files: the number of processes comes from a file and may be
+        // huge.
         let mut next = 0;
         for number in found.iter().map(|(number, _)| *number).filter(|number| *number < processes) {
             wrong.extend(missing(next..number));
@@ -269,12 +270,12 @@ impl ProcessTrace {
         Ok((traces, wrong))
     }
 
-    /// A text by its number; empty where the file lacks it.
+    /// Returns a text by its number; empty if the file lacks it.
     pub fn text(&self, number: u32) -> &str {
         self.texts.get(number as usize).map_or("", String::as_str)
     }
 
-    /// The error says what is wrong with the beginning.
+    /// Parses a file. The error is the problem at its beginning.
     pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
         let mut rest = Rest(bytes);
         if rest.take(MAGIC.len()) != Some(MAGIC) {
@@ -305,7 +306,7 @@ impl ProcessTrace {
         let (kind, length) = (rest.number().ok_or(broken)?, rest.number().ok_or(broken)? as usize);
         let content = match rest.take(length) {
             Some(content) => content,
-            // Events are of use up to the last whole one.
+            // If events are cut off, the complete ones are still used.
             None if kind == EVENTS => {
                 self.events(rest.0);
                 return Err(broken);
@@ -364,7 +365,7 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// Says that the traces of these processes are missing.
+/// Returns a message that the traces of these processes are missing.
 fn missing(processes: Range<u32>) -> Option<String> {
     match processes.len() {
         0 => None,
@@ -394,14 +395,14 @@ mod tests {
         Chunk::Clock { at: 1, server: -2, bound: 3 }.write(&mut bytes);
         Chunk::Schedule { name: "a".to_owned(), rows: "0F0\n1F0".to_owned() }.write(&mut bytes);
         Chunk::Dropped { events: 4 }.write(&mut bytes);
-        // Of a later version.
+        // A kind of a later version.
         write_chunk(99, b"what", &mut bytes);
         Chunk::End.write(&mut bytes);
         bytes
     }
 
     #[test]
-    fn a_file_is_read_up_to_where_it_breaks_off() {
+    fn truncated_file_is_read_up_to_the_cut() {
         let bytes = whole();
         let all = ProcessTrace::of_bytes(&bytes).unwrap();
         assert_eq!((all.events.len(), all.text(0), all.text(7), all.dropped), (3, "one", "", 4));
@@ -418,7 +419,7 @@ mod tests {
                 }
             }
         }
-        // In the midst of the third event.
+        // Cut within the third event.
         let events = start + 8 + 4 + 3 + 8;
         let part = ProcessTrace::of_bytes(&bytes[..events + 2 * EVENT_BYTES + 5]).unwrap();
         assert_eq!(part.events.len(), 2);
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_job_has_left_is_left_out() {
+    fn files_of_an_earlier_job_are_ignored() {
         let folder = std::env::temp_dir().join(format!("mpmd-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for (process, processes, unix) in [(0, 3, 9), (1, 4, 5), (3, 4, 6)] {
@@ -443,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wild_number_of_processes_is_one_line() {
+    fn huge_process_count_gives_one_message() {
         let folder = std::env::temp_dir().join(format!("mpmd-wild-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for process in [1, 2, 4] {
@@ -462,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_trace_is_refused() {
+    fn invalid_traces_are_refused() {
         assert!(ProcessTrace::of_bytes(b"{}").unwrap_err().contains("begins otherwise"));
         let mut bytes = whole();
         bytes[8] = 7;

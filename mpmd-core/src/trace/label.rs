@@ -1,49 +1,49 @@
-//! What an operation is for, in a pipeline: said in messages, plans and traces.
+//! Labels: the part of an operation in a pipeline. Messages, plans and traces show them.
 
 use std::fmt;
 
 use mpmd_transport::router::Note;
 use serde::{Deserialize, Serialize};
 
-/// Which part of a pipeline step an operation belongs to: stage, microbatch, and what for.
+/// The part of a pipeline step that an operation belongs to: stage, microbatch and role.
 ///
-/// Says nothing about what is computed, and is not compared between processes.
+/// It has no effect on the computation, and is not compared between processes.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct Label {
-    /// The stage, from 0. Of a move the stage that gives.
+    /// The stage, from 0. For a move, the source stage.
     pub stage: u32,
-    /// The microbatch, from 0; `None` where it is for all of them.
+    /// The microbatch, from 0. `None` if the operation is for all of them.
     pub microbatch: Option<u32>,
-    /// What for.
+    /// The purpose of the operation.
     pub role: Role,
 }
 
-/// What an operation of a pipeline is for.
+/// The purpose of an operation of a pipeline.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Role {
-    /// A forward pass.
+    /// Computes a forward pass.
     Forward,
-    /// The gradient of a stage's inputs.
+    /// Computes the gradient of a stage's inputs.
     BackwardInput,
-    /// The gradient of a stage's parameters.
+    /// Computes the gradient of a stage's parameters.
     BackwardWeight,
-    /// A stage's outputs go to a later stage.
+    /// Moves a stage's outputs to a later stage.
     SendForward,
-    /// The gradient of a stage's inputs goes to an earlier stage.
+    /// Moves the gradient of a stage's inputs to an earlier stage.
     SendBackward,
-    /// Parameters are put to the shardings that kernels compute with.
+    /// Moves parameters to the shardings that kernels compute with.
     Gather,
-    /// Finished gradients are put to the shardings that parameters are stored in, or added up.
+    /// Adds up finished gradients, or moves them to the shardings that parameters are stored in.
     Reduce,
-    /// What a microbatch brings comes in.
+    /// Loads the inputs of a microbatch.
     Load,
-    /// The loss of a step.
+    /// Computes the loss of a step.
     Loss,
-    /// Parameters are updated.
+    /// Updates the parameters.
     Update,
-    /// A forward pass once more, for the residuals that the first one did not keep.
+    /// Repeats a forward pass to recover the residuals that the first pass did not keep.
     Recompute,
 }
 
@@ -62,7 +62,7 @@ impl Role {
         Self::Recompute,
     ];
 
-    /// In words.
+    /// Returns a description for messages, such as `input gradient`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -80,19 +80,19 @@ impl Role {
     }
 }
 
-/// Bits of a label as one word: role, stage, microbatch plus one.
+/// Bit positions in a label's word. The word holds role, stage, and microbatch plus one.
 const STAGE: u32 = 32;
 const ROLE: u32 = 56;
 
 impl Label {
-    /// As one word, for what keeps many. Stages from 2^24 on are cut off.
+    /// Packs the label into one word. Stages from 2^24 on are truncated.
     pub(crate) fn word(self) -> u64 {
         let role = Role::ALL.iter().position(|role| *role == self.role).unwrap_or_default() as u64;
         let microbatch = self.microbatch.map_or(0, |microbatch| microbatch.wrapping_add(1));
         role << ROLE | u64::from(self.stage & 0xff_ffff) << STAGE | u64::from(microbatch)
     }
 
-    /// The label of a word.
+    /// Unpacks the label of a word.
     pub(crate) fn of_word(word: u64) -> Self {
         let role = Role::ALL.get((word >> ROLE) as usize).copied().unwrap_or(Role::Forward);
         Self {
@@ -102,7 +102,7 @@ impl Label {
         }
     }
 
-    /// For messages of the router's.
+    /// Returns the label as a note for the router's messages.
     pub(crate) fn note(self) -> Note {
         Note { word: self.word(), show: |word, f| write!(f, "{}", Self::of_word(word)) }
     }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_labels_and_labels_words() {
+    fn label_survives_packing_into_a_word() {
         for role in Role::ALL {
             for (stage, microbatch) in [(0, None), (7, Some(0)), (1023, Some(4095))] {
                 let label = Label { stage, microbatch, role };

@@ -1,4 +1,4 @@
-//! What a merged run says in figures: costs for simulations, and a summary for people.
+//! Numbers from a merged run: costs for simulations, and a text summary.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,38 +8,39 @@ use super::reasons::bytes;
 use crate::trace::{Label, Role};
 use mpmd_schedule::{Costs, StageCosts};
 
-/// How many of the longest waits a summary shows.
+/// The number of longest waits in a summary.
 const LONGEST_WAITS: usize = 8;
 
-/// Why a run has no costs of stages.
+/// The reason why a run gives no costs of stages.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CostsError {
-    /// Nothing of it is labelled.
+    /// No operation of the run is labelled as a pass.
     #[error("the run has no passes of a pipeline's stages")]
     NoPasses,
-    /// Of one stage something is missing.
+    /// A pass of one stage is missing.
     #[error("the run has no {} of stage {stage}", .role.name())]
     Missing {
-        /// Which.
+        /// The stage without the pass.
         stage: u32,
-        /// What.
+        /// The role of the missing pass.
         role: Role,
     },
 }
 
 impl Run {
-    /// What each stage's passes and moves took, in seconds: the medians. The first step is left out
-    /// where there are others, since what is done once is done in it. Operations after the last
-    /// step do not count. A pass on several devices takes as long as on the slowest of them; one of
-    /// several operations as long as all, and input gradients with the forward passes that are done
-    /// again for them. Where a stage has both gradients as one, each is half of it. The bytes of
-    /// moves are those of the largest; how many a pass leaves is not known from a trace: these are
-    /// 0.
+    /// Returns the median time in seconds of each stage's passes and moves.
+    ///
+    /// The first step is left out if there are others, since it contains one-time work. Operations
+    /// after the last step do not count. A pass on several devices takes as long as its slowest
+    /// device. A pass of several operations takes the sum of their times. Repeated forward passes
+    /// count with the input gradients that need them. If a stage computes both gradients in one
+    /// pass, each gets half of the time. The bytes of a move are those of the largest one. A trace
+    /// does not show the bytes that a pass keeps, so these are 0.
     ///
     /// # Errors
     ///
-    /// Where there are no passes, or of some stage no forward pass or no gradient.
+    /// If the run has no passes, or a stage has no forward pass or no gradient.
     pub fn costs(&self) -> Result<Costs, CostsError> {
         let after = match self.steps.as_slice() {
             [first, _, ..] => first.ops.1,
@@ -54,7 +55,7 @@ impl Run {
             else {
                 continue;
             };
-            // What a forward pass did not keep is made for the gradient that needs it.
+            // A repeated forward pass counts with the gradient that needs it.
             let role = if label.role == Role::Recompute { Role::BackwardInput } else { label.role };
             let label = Label { role, ..label };
             let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
@@ -93,7 +94,7 @@ impl Run {
             .map(|(stage, _)| stage + 1)
             .max();
         let stages = stages.ok_or(CostsError::NoPasses)?;
-        // To the nanosecond, as times were noted.
+        // Rounded to nanoseconds, the resolution of traces.
         let nanoseconds = |time: f64| (time * 1e9).round() / 1e9;
         let mut of = |stage: u32, role: Role| {
             times.get_mut(&(stage, role)).map(|times| nanoseconds(median(times)))
@@ -123,7 +124,7 @@ impl Run {
         Ok(Costs { unit: "s".to_owned(), stage })
     }
 
-    /// The text that `mpmd trace` shows.
+    /// Returns the summary that `mpmd trace` prints.
     pub fn summary(&self) -> String {
         let mut text = String::new();
         let name = if self.title.is_empty() { "a run" } else { &self.title };
@@ -160,7 +161,7 @@ impl Run {
     }
 
     fn summarize_steps(&self, text: &mut String) {
-        // From end to end: what a step takes beside the others.
+        // A step takes the time from the previous end to its own end, since steps may overlap.
         let ends: Vec<f64> = self.steps.iter().map(|step| step.end).collect();
         let mut took: Vec<f64> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let _ = match (self.steps.as_slice(), took.is_empty()) {
@@ -195,7 +196,7 @@ impl Run {
         let mut idle: Vec<(String, (f64, usize))> = idle.into_iter().collect();
         idle.sort_by(|a, b| b.1.0.total_cmp(&a.1.0));
         if !idle.is_empty() {
-            let _ = writeln!(text, "the longest waits between kernels, by what was waited for:");
+            let _ = writeln!(text, "the longest waits between kernels, by cause:");
         }
         for (what, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
             let times = if count == 1 { String::new() } else { format!(" ({count} times)") };
@@ -203,8 +204,8 @@ impl Run {
         }
     }
 
-    /// The time of the steps, without the first where there are others; of everything where there
-    /// are none.
+    /// Returns the time span of the steps, without the first if there are others. Without steps,
+    /// returns the whole run.
     fn window(&self) -> (f64, f64) {
         match self.steps.as_slice() {
             [] => (0.0, self.end),
@@ -214,13 +215,13 @@ impl Run {
     }
 }
 
-/// The lower one of two in the middle. Of none: 0.
+/// Returns the median, or the lower of the two middle values. Returns 0 for an empty list.
 fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
     times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
 }
 
-/// A time, for people.
+/// Formats a time in seconds with a suitable unit.
 fn seconds(time: f64) -> String {
     match time {
         time if time >= 1.0 => format!("{time:.3} s"),

@@ -1,4 +1,4 @@
-//! The traces of all processes of a run as one: which operations there were, where and when.
+//! The merged run: operations, kernels, pieces and waits from the traces of all processes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -9,30 +9,30 @@ use super::event::{Event, PieceStep, What};
 use super::file::ProcessTrace;
 use crate::trace::Label;
 
-/// What the processes of a job did. Times are in seconds since the first thing that was noted.
+/// The merged traces of a job. Times are in seconds since the first event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Run {
     /// The program's name.
     pub title: String,
-    /// By how much times of different processes may be wrong against each other, in seconds.
+    /// Error bound between times of different processes, in seconds.
     pub bound: f64,
-    /// What of the traces is missing or unsure, for people.
+    /// Messages about missing or uncertain parts of the traces.
     pub problems: Vec<String>,
-    /// The processes whose traces there are, by number.
+    /// The processes that have a trace, by number.
     pub processes: Vec<Process>,
-    /// By process and number.
+    /// Operations, by process and number.
     pub operations: BTreeMap<(u32, u64), Operation>,
-    /// By process, device and start.
+    /// Kernels, sorted by process, device and start.
     pub kernels: Vec<Kernel>,
-    /// By operation, piece, giver and taker.
+    /// Pieces, sorted by operation, piece, sender and receiver.
     pub pieces: Vec<Piece>,
-    /// By process and time.
+    /// Waits, sorted by process and time.
     pub waits: Vec<Wait>,
-    /// In order.
+    /// Steps, in order.
     pub steps: Vec<Step>,
     /// Names of schedules, and their rows in torch's text format.
     pub schedules: Vec<(String, String)>,
-    /// When the last kernel ended, or the last piece came.
+    /// Time at which the last kernel ended or the last piece arrived.
     pub end: f64,
 }
 
@@ -43,110 +43,110 @@ pub struct Process {
     pub process: u32,
     /// The devices that it owns.
     pub devices: Vec<u32>,
-    /// When its last event was noted.
+    /// Time of its last event.
     pub last: f64,
 }
 
 /// One process's part of an operation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Operation {
-    /// What it is for.
+    /// Its part in a pipeline.
     pub label: Option<Label>,
     /// Its description.
     pub what: Arc<str>,
-    /// The program's line.
+    /// The line of the program.
     pub at: Arc<str>,
-    /// When it was issued.
+    /// Time at which it was issued.
     pub issued: f64,
-    /// When the first kernel began, or the first piece was there; when it was issued where neither
-    /// was noted.
+    /// Time at which the first kernel began or the first piece was ready. Without either, the time
+    /// of issue.
     pub started: f64,
-    /// When all parts of it here had ended; `None` where the trace ends before.
+    /// Time at which all its parts on this process had ended. `None` if the trace ends before.
     pub ended: Option<f64>,
-    /// The operation that made what it moves.
+    /// The operation that made the array, for a move.
     pub source: Option<u64>,
 }
 
-/// What one device did for an operation.
+/// The work of one device for an operation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Kernel {
     /// The process.
     pub process: u32,
-    /// The device's place among those of the process.
+    /// The device's index in the process.
     pub device: u32,
     /// The operation.
     pub op: u64,
-    /// When the device turned to it.
+    /// Time at which the device took up the operation.
     pub since: f64,
-    /// When its inputs were there and it began.
+    /// Time at which its inputs were ready and it began.
     pub start: f64,
-    /// When it ended; the end of the process's trace where it did not.
+    /// Time at which it ended. If it did not end, the end of the process's trace.
     pub end: f64,
-    /// Whether it ended.
+    /// True if it ended.
     pub ended: bool,
-    /// The operation that made the input that came last, where the device waited for any.
+    /// The operation that made the last input, if the device waited for an input.
     pub waited_for: Option<u64>,
     /// Bytes of arrays on the device at start and end.
     pub memory: (u64, u64),
 }
 
-/// A piece that went from one process to another. Times are `None` where they were not noted.
+/// A piece that was sent from one process to another. Times are `None` if they were not recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Piece {
     /// The operation.
     pub op: u64,
-    /// The number of the piece within it.
+    /// Number of the piece in the operation.
     pub piece: u64,
-    /// The process that gave it.
+    /// The sending process.
     pub from: u32,
-    /// The process that got it.
+    /// The receiving process.
     pub to: u32,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// When its bytes were there to be sent.
+    /// Time at which its bytes were ready to be sent.
     pub offered: Option<f64>,
-    /// When the transport got it.
+    /// Time at which it was given to the transport.
     pub posted: Option<f64>,
-    /// When the transport was done with it.
+    /// Time at which the transport completed the send.
     pub left: Option<f64>,
-    /// When the taker had issued the operation.
+    /// Time at which the receiver had issued the operation.
     pub expected: Option<f64>,
-    /// When it came.
+    /// Time of its arrival.
     pub arrived: Option<f64>,
-    /// When its bytes were with the taker.
+    /// Time at which its bytes were available to the receiver.
     pub taken: Option<f64>,
 }
 
-/// A time in which a program's thread waited.
+/// A wait of a program's thread.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wait {
     /// The process.
     pub process: u32,
-    /// Since when.
+    /// Start of the wait.
     pub start: f64,
-    /// Until when.
+    /// End of the wait.
     pub end: f64,
-    /// In what.
+    /// The waiting call.
     pub what: Arc<str>,
-    /// The program's line.
+    /// The line of the program.
     pub at: Arc<str>,
 }
 
-/// A step of the program, by when its kernels ran.
+/// A step of the program, with the time span of its kernels.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Step {
-    /// Which, from 1.
+    /// Number of the step, from 1.
     pub number: u64,
-    /// Its operations: after the first, up to the second.
+    /// Its operations: those after the first number, up to and including the second.
     pub ops: (u64, u64),
-    /// When the first of its kernels began.
+    /// Start of its first kernel.
     pub start: f64,
-    /// When the last ended.
+    /// End of its last kernel.
     pub end: f64,
 }
 
 impl Piece {
-    /// From when to when it was on its way, where both ends are known.
+    /// Returns start and end of the transfer, if both are known.
     pub fn on_its_way(&self) -> Option<(f64, f64)> {
         let start = self.posted.or(self.offered)?;
         let end = self.taken.or(self.arrived)?;
@@ -155,7 +155,7 @@ impl Piece {
 }
 
 impl Run {
-    /// Puts the traces together; `problems` are those of reading them.
+    /// Merges traces. `problems` are the messages from reading them.
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
@@ -185,11 +185,12 @@ impl Run {
         merging.finish(&step_ends)
     }
 
-    /// The part of these steps; all where the program ended none. Times begin with it.
+    /// Keeps only the kernels, pieces and waits of these steps, and shifts all times so that they
+    /// begin at 0. Keeps all operations.
     ///
     /// # Errors
     ///
-    /// Where the run has none of them.
+    /// If the run has none of these steps, or ended no step.
     pub fn of_steps(mut self, steps: RangeInclusive<u64>) -> Result<Self, String> {
         let all =
             (self.steps.first().map(|step| step.number), self.steps.last().map(|step| step.number));
@@ -210,24 +211,24 @@ impl Run {
         Ok(self)
     }
 
-    /// Returns whether `op` belongs to one of the steps: always, where the program ended none.
+    /// True if `op` belongs to one of the steps, or if the program ended no step.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
         self.steps.last().is_none_or(|last| op <= last.ops.1)
     }
 
-    /// The part of a process in an operation.
+    /// Returns the part of a process in an operation.
     pub fn operation(&self, process: u32, op: u64) -> Option<&Operation> {
         self.operations.get(&(process, op))
     }
 
-    /// Pieces of an operation.
+    /// Returns the pieces of an operation.
     pub(super) fn pieces_of(&self, op: u64) -> &[Piece] {
         let from = self.pieces.partition_point(|piece| piece.op < op);
         let until = self.pieces.partition_point(|piece| piece.op <= op);
         &self.pieces[from..until]
     }
 
-    /// Has time begin at `begin`.
+    /// Shifts all times by `begin`.
     fn shift(&mut self, begin: f64) {
         let move_all = |times: &mut [&mut f64]| times.iter_mut().for_each(|time| **time -= begin);
         for operation in self.operations.values_mut() {
@@ -245,7 +246,7 @@ impl Run {
         for wait in &mut self.waits {
             move_all(&mut [&mut wait.start, &mut wait.end]);
         }
-        // What began before is shown from there on: readers of trace events know no times below 0.
+        // Times before 0 become 0: readers of trace events do not accept negative times.
         for piece in &mut self.pieces {
             let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
             let times = [offered, posted, left, expected, arrived, taken];
@@ -269,7 +270,7 @@ impl Run {
     }
 }
 
-/// When what an event tells of began.
+/// Returns the time at which an event's subject began.
 fn begin_of(event: &Event) -> u64 {
     match event.what {
         What::Waited { since, .. } | What::Started { since, .. } => since.min(event.at),
@@ -279,7 +280,7 @@ fn begin_of(event: &Event) -> u64 {
 
 struct Merging {
     run: Run,
-    /// By operation, piece, giver and taker.
+    /// By operation, piece, sender and receiver.
     pieces: BTreeMap<(u64, u64, u32, u32), Piece>,
 }
 
@@ -302,7 +303,7 @@ impl Merging {
             trace.texts.iter().map(|text| Arc::from(text.as_str())).collect();
         let text =
             |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
-        // By device, the place of the kernel that runs.
+        // By device, the index of the kernel that runs.
         let mut running: HashMap<u32, usize> = HashMap::new();
         let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
         for event in &trace.events {
@@ -399,7 +400,7 @@ impl Merging {
             problems.push(format!("the trace of process {process} is not whole: {why}"));
         } else if !trace.ended {
             problems.push(format!(
-                "process {process} did not end its trace: what came last is missing"
+                "process {process} did not end its trace: its last events are missing"
             ));
         }
         if trace.dropped > 0 {
@@ -420,7 +421,7 @@ impl Merging {
         };
         run.kernels.sort_by(by_start);
         for operation in run.operations.values_mut() {
-            // Bytes may come before the program gets to what they are for.
+            // Bytes may arrive before the program issues their operation.
             let known = operation.started.is_finite();
             operation.started =
                 if known { operation.started.max(operation.issued) } else { operation.issued };
@@ -439,7 +440,7 @@ impl Merging {
                 (step.start, step.end) = (step.start.min(kernel.start), step.end.max(kernel.end));
             }
         }
-        // One without kernels took no time.
+        // A step without kernels took no time and is left out.
         run.steps = by_last.into_values().filter(|step| step.start.is_finite()).collect();
         run.end = run.last_of_all();
         run

@@ -1,9 +1,9 @@
-//! What happened, when, and on whose account: timelines of runs that were traced, and of schedules
-//! that were only simulated, in one form.
+//! Traces and timelines: of runs that were traced, and of schedules that were only simulated, in
+//! the same form.
 //!
-//! With [`Builder::trace`](crate::Builder::trace), `mpmd run --trace` or `MPMD_TRACE` each process
-//! of a job notes what becomes of its operations ([`Event`]s) and writes them to a file
-//! ([`ProcessTrace`]). [`Run::merge`] puts the files of a job together; the rest are views of that.
+//! With [`Builder::trace`](crate::Builder::trace), `mpmd run --trace` or `MPMD_TRACE`, each process
+//! records the progress of its operations ([`Event`]s) in a file ([`ProcessTrace`]). [`Run::merge`]
+//! combines the files of a job. The other items are views of the merged run.
 
 mod align;
 mod drawn;

@@ -1,4 +1,4 @@
-//! A merged run as Trace Event JSON, which Perfetto and `chrome://tracing` open.
+//! Export of a merged run as Trace Event JSON, which Perfetto and `chrome://tracing` open.
 
 use std::collections::BTreeMap;
 
@@ -8,17 +8,17 @@ use super::drawn::name;
 use super::merge::{Operation, Run};
 use super::reasons::short;
 
-/// Threads of a process, as shown: its program, its devices, then what is on its way, in as many
-/// rows as there are at a time.
+/// Thread ids of a process in the export: its program, its devices, then rows for outgoing and
+/// incoming pieces. There are enough rows that the pieces of a row do not overlap.
 const PROGRAM: u64 = 1;
 const DEVICES: u64 = 10;
 const GIVES: u32 = 1000;
 const GETS: u32 = 2000;
 
 impl Run {
-    /// The run as Trace Event JSON: a process for each, with its program's waits, its devices'
-    /// kernels, the pieces that it gives and gets, arrows from giving to getting, and its memory.
-    /// Times are in microseconds.
+    /// Returns the run as Trace Event JSON. Each process has its program's waits, its devices'
+    /// kernels, its outgoing and incoming pieces, and its memory. Arrows connect both ends of a
+    /// piece. Times are in microseconds.
     pub fn to_trace_events(&self) -> Value {
         let mut events = Vec::new();
         for process in &self.processes {
@@ -136,7 +136,7 @@ impl Run {
                     "pid": process, "tid": tid, "ts": ts, "dur": dur, "args": args,
                 }));
                 if ends.len() == 2 {
-                    // An arrow is bound to the slice that it begins or ends within.
+                    // An arrow is bound to the slice that contains its start or end.
                     let last = (ts + dur - 1e-3).max(ts);
                     let (ph, at) = if *first == GIVES { ("s", ts) } else { ("f", last) };
                     let mut arrow = json!({
@@ -158,14 +158,15 @@ impl Run {
     }
 }
 
-/// Until when each row of what is on its way is taken.
+/// End of the last piece in each row.
 #[derive(Default)]
 struct Lanes {
     ends: BTreeMap<(u32, u32), f64>,
 }
 
 impl Lanes {
-    /// The first row in which nothing overlaps. Beyond a thousand rows all share the last.
+    /// Returns the first row in which the piece overlaps no other. Above a thousand rows, all share
+    /// the last.
     fn place(&mut self, process: u32, first: u32, start: f64, end: f64) -> u32 {
         let last = first + GETS - GIVES - 1;
         let free = |tid: &u32| self.ends.get(&(process, *tid)).is_none_or(|taken| *taken <= start);
@@ -197,13 +198,13 @@ fn args(operation: Option<&Operation>, op: u64) -> Value {
     args
 }
 
-/// Microseconds between two times as they are written, so that what ends with another does so there
-/// too.
+/// Returns the microseconds between two times after rounding, so that slices with a common end keep
+/// it.
 fn length(start: f64, end: f64) -> f64 {
     ((micros(end) - micros(start)) * 1e3).round() / 1e3
 }
 
-/// To the nanosecond.
+/// Converts seconds to microseconds, rounded to nanoseconds.
 fn micros(seconds: f64) -> f64 {
     (seconds * 1e9).round() / 1e3
 }

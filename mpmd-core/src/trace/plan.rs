@@ -1,4 +1,4 @@
-//! What the schedule of a traced run would have taken by the costs that were measured in it.
+//! The plan of a traced run: its schedule, simulated with the costs that were measured in the run.
 
 use super::measure::CostsError;
 use super::merge::Run;
@@ -8,34 +8,35 @@ use mpmd_schedule::simulate::{SimulateError, simulate_schedule};
 use mpmd_schedule::timeline::Timeline;
 use mpmd_schedule::{Flavour, ScheduleError, Text, TextError};
 
-/// Why there is no plan to compare a run with.
+/// The reason why a run has no plan to compare with.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// It ran no pipeline.
+    /// The run has no pipeline.
     #[error("the run has no schedule")]
     NoSchedule,
-    /// What was written of its schedule is no text of one.
+    /// The schedule in the trace is not in the text format.
     #[error("the schedule in the trace is not in torch's text format: {0}")]
     Text(#[from] TextError),
-    /// It is the text of something else.
+    /// The text is not a valid schedule.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// There are no costs.
+    /// The run gives no costs.
     #[error(transparent)]
     Costs(#[from] CostsError),
-    /// Schedule and costs do not go together.
+    /// Schedule and costs do not fit together.
     #[error(transparent)]
     Simulate(#[from] SimulateError),
 }
 
 impl Run {
-    /// One step of the run's first schedule by the run's own [costs](Self::costs): what passes and
-    /// moves of the medians' length would take if nothing else did.
+    /// Simulates one step of the run's first schedule with the run's own [costs](Self::costs). The
+    /// result is the duration of a step in which all passes and moves take their median time,
+    /// without other delays.
     ///
     /// # Errors
     ///
-    /// Where the run has no pipeline, or too little of it is in the traces.
+    /// If the run has no pipeline, or the traces lack data for its costs.
     pub fn plan(&self) -> Result<Timeline, PlanError> {
         let (name, rows) = self.schedules.first().ok_or(PlanError::NoSchedule)?;
         let schedule = Text::parse(rows, Some(Flavour::ComputeOnly))?.schedule(name.as_str())?;
@@ -44,7 +45,7 @@ impl Run {
         Ok(simulated.timeline(name, &costs.unit))
     }
 
-    /// The timeline, with the plan beside it where there is one.
+    /// Returns the timeline, with the plan beside it if there is one.
     pub fn timeline_with_plan(&self) -> Timeline {
         match self.plan() {
             Ok(plan) => self.timeline_beside(&plan),

@@ -1,11 +1,12 @@
-//! What a merged run says of who waited for what.
+//! Reasons for idle times in a merged run, as texts for messages.
 
 use super::merge::{Kernel, Operation, Run};
 use crate::trace::{Label, Role};
 
 impl Run {
-    /// Whose work it is that the values of operation `op` are, and where, for process `process`,
-    /// which waited for them from `since` on.
+    /// Describes the work that process `process` waited for: the pass that made the values of
+    /// operation `op`, and its process. If the transfer took most of the wait from `since` on,
+    /// describes the transfer.
     pub(super) fn reason(&self, process: u32, op: u64, since: f64) -> String {
         let Some(operation) = self.operation(process, op) else {
             return format!("operation {op}");
@@ -19,7 +20,7 @@ impl Run {
         else {
             return format!("{maker} on process {process}");
         };
-        // Longer on its way than in the making, as far as it was waited for.
+        // True if the transfer took more than half of the wait.
         let moving = came - left.max(since);
         match moving > 0.5 * (came - since) {
             true => format!("{} on its way from process {from}: {maker}", bytes(piece.bytes)),
@@ -27,7 +28,8 @@ impl Run {
         }
     }
 
-    /// Why a device began `kernel` no earlier, after it had been idle from `idle` on.
+    /// Describes the reason why a device that was idle from `idle` on did not begin `kernel`
+    /// earlier.
     pub(super) fn why_idle(&self, kernel: &Kernel, idle: f64) -> String {
         if let Some(input) = kernel.waited_for {
             return self.reason(kernel.process, input, idle);
@@ -38,7 +40,7 @@ impl Run {
             return why_thread(kernel, idle);
         }
         let overlap = |wait: &&super::Wait| wait.end.min(issued) - wait.start.max(idle);
-        // One at a time waits, so that they are in order by their ends as well.
+        // Waits of one process do not overlap, so they are also sorted by their ends.
         let before = |wait: &super::Wait| (wait.process, wait.end) < (kernel.process, idle);
         let waits = self.waits[self.waits.partition_point(before)..].iter();
         let waits = waits.take_while(|wait| wait.process == kernel.process && wait.start < issued);
@@ -49,8 +51,8 @@ impl Run {
         }
     }
 
-    /// Whose work an operation's values are: its own, or that of the operation whose values it
-    /// moves.
+    /// Describes the operation that made an operation's values: itself, or for a move the operation
+    /// that made the array.
     fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
         let source =
             operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
@@ -65,7 +67,7 @@ impl Run {
     }
 }
 
-/// Returns the work of a device's thread between `idle` and the begin of `kernel`, which did not
+/// Describes the work of a device's thread between `idle` and the start of `kernel`, which did not
 /// wait for inputs. A trace cannot tell that work from a wait for a processor core.
 fn why_thread(kernel: &Kernel, idle: f64) -> String {
     let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
@@ -75,7 +77,7 @@ fn why_thread(kernel: &Kernel, idle: f64) -> String {
     format!("the thread of cpu {}, which {did} or had no core", kernel.device)
 }
 
-/// The pass whose outcome a move moves.
+/// Returns the label of the pass that made the values of a move.
 fn made(label: Label) -> Label {
     let role = match label.role {
         Role::SendForward => Role::Forward,
@@ -85,13 +87,13 @@ fn made(label: Label) -> Label {
     Label { role, ..label }
 }
 
-/// An operation's description without where and of what it is.
+/// Shortens an operation's description: removes its mesh, shardings and types.
 pub(super) fn short(what: &str) -> &str {
     let kernel = what.strip_prefix("jit ").and_then(|what| what.split(" on ").next());
     kernel.unwrap_or_else(|| what.split(" from ").next().unwrap_or(what))
 }
 
-/// A number of bytes, for people.
+/// Formats a number of bytes with a unit.
 pub(super) fn bytes(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),

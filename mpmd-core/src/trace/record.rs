@@ -1,4 +1,4 @@
-//! Recording: what the runtime notes while a program is traced.
+//! Recording of a trace: threads add events to lists, and a writer thread appends them to the file.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,29 +18,30 @@ use super::file::{self, About, Chunk};
 use crate::trace::Label;
 use mpmd_schedule::Schedule;
 
-/// Threads that note at the same time seldom meet at one of so many lists.
+/// The number of event lists. With this many, threads rarely contend for one.
 const LISTS: usize = 16;
 
-/// Events that a list keeps until they are written; what comes then is dropped, and counted.
+/// The most events that a list keeps until they are written. Further events are dropped and
+/// counted.
 const MOST_EVENTS: usize = 1 << 15;
 
-/// Events of a list that are worth writing at once.
+/// The length of a list at which the writer is woken up.
 const MANY_EVENTS: usize = MOST_EVENTS / 4;
 
-/// How much of the end may be lost where a process is killed.
+/// Interval between writes: if the process is killed, at most the events of this time are lost.
 const WRITE_EVERY: Duration = Duration::from_millis(100);
 
-/// Descriptions that are known by where they are; beyond that all are looked up by what they say.
+/// The most descriptions to remember by address. Above this the table is cleared, and descriptions
+/// are looked up by text.
 const MOST_KNOWN: usize = 4096;
 
-/// Texts in one file. Beyond that they are one.
+/// The most texts in one file. Further ones share one number.
 const MOST_TEXTS: usize = 1 << 16;
 
 /// The longest text, in characters.
 const LONGEST_TEXT: usize = 2048;
 
-/// Where the runtime notes what happens, if anybody wants to know. Where nobody does it costs a
-/// branch.
+/// The trace of this process, if tracing is on. If it is off, each call costs one branch.
 #[derive(Clone, Default)]
 pub(crate) struct Trace(Option<Arc<Recorder>>);
 
@@ -50,7 +51,7 @@ impl fmt::Debug for Trace {
     }
 }
 
-/// A process's trace.
+/// The state of a process's trace.
 struct Recorder {
     start: Instant,
     lists: [List; LISTS],
@@ -63,12 +64,12 @@ struct Recorder {
     writer: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// On cache lines of its own: each is mostly one thread's.
+/// Aligned to its own cache lines, since each list is mostly used by one thread.
 #[derive(Default)]
 #[repr(align(128))]
 struct List(Mutex<Vec<Event>>);
 
-/// What is in the file beside events and texts.
+/// Contents of the file other than events and texts.
 #[derive(Default)]
 struct Extra {
     chunks: Vec<Chunk>,
@@ -83,25 +84,25 @@ struct Wanted {
 
 #[derive(Default)]
 struct Texts {
-    /// By address; the description is kept, so that nothing else gets to be there.
+    /// By address. The description is kept alive, so that its address is not reused.
     known: HashMap<usize, (u32, Arc<dyn fmt::Display + Send + Sync>)>,
     lines: HashMap<usize, u32>,
     by_text: HashMap<String, u32>,
-    /// Not written yet.
+    /// Texts that are not written yet.
     new: Vec<(u32, String)>,
 }
 
 thread_local! {
-    /// Of which only the address is of interest.
+    /// Only its address is used: it differs between threads.
     static HERE: u8 = const { 0 };
 }
 
 impl Trace {
-    /// Begins the trace of a process in a folder, which is made where it is not there.
+    /// Begins the trace of a process in a folder. Creates the folder if necessary.
     pub(crate) fn begin(folder: &Path, about: About) -> std::io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let path = folder.join(file::name(about.process));
-        // What still writes an old one goes on with that, which has no name any more.
+        // A process that still writes an old trace keeps its file, which no longer has a name.
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -126,18 +127,18 @@ impl Trace {
         Ok(Self(Some(recorder)))
     }
 
-    /// Whether anybody wants to know.
+    /// True if tracing is on.
     pub(crate) fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// The time, in nanoseconds since the trace began; 0 where there is none.
+    /// Returns the time in nanoseconds since the trace began; 0 if tracing is off.
     #[inline]
     pub(crate) fn now(&self) -> u64 {
         self.0.as_ref().map_or(0, |recorder| recorder.now())
     }
 
-    /// Notes what happens now.
+    /// Records an event at the current time.
     #[inline]
     pub(crate) fn note(&self, what: impl FnOnce() -> What) {
         if let Some(recorder) = &self.0 {
@@ -145,7 +146,7 @@ impl Trace {
         }
     }
 
-    /// Notes what happened at a time of [`now`](Self::now).
+    /// Records an event at a time from [`now`](Self::now).
     #[inline]
     pub(crate) fn note_at(&self, at: u64, what: impl FnOnce() -> What) {
         if let Some(recorder) = &self.0 {
@@ -153,8 +154,8 @@ impl Trace {
         }
     }
 
-    /// Notes that an operation is issued in which this process takes part; `what` describes it.
-    /// `source` made what it moves, if it does.
+    /// Records that an operation was issued in which this process takes part. The closure returns
+    /// its description. For a move, `source` is the operation that made the array.
     #[inline]
     pub(crate) fn issued(
         &self,
@@ -174,20 +175,21 @@ impl Trace {
         }
     }
 
-    /// The program's thread waits, in what and where, until the guard is dropped.
+    /// Records a wait of the program's thread at line `at`, from now until the guard is dropped.
     pub(crate) fn wait(&self, what: &'static str, at: &'static Location<'static>) -> Waiting<'_> {
         Waiting { trace: self, what, at, since: self.now() }
     }
 
-    /// How this process's clock compares with the one that all have in common: `server` is that
-    /// clock's time at `at`, in nanoseconds since 1970, give or take `bound` nanoseconds.
+    /// Records a comparison of this process's clock with the common clock. At trace time `at` (in
+    /// nanoseconds), the common clock is at `server` nanoseconds since 1970, within `bound`
+    /// nanoseconds.
     pub(crate) fn clock(&self, at: u64, server: i64, bound: u64) {
         if let Some(recorder) = &self.0 {
             recorder.extra.lock().chunks.push(Chunk::Clock { at, server, bound });
         }
     }
 
-    /// The order in which a pipeline's ranks compute; written once.
+    /// Records the order in which a pipeline's ranks compute. Each schedule is written once.
     pub(crate) fn schedule(&self, schedule: &Schedule) {
         let Some(recorder) = &self.0 else { return };
         let mut extra = recorder.extra.lock();
@@ -200,20 +202,21 @@ impl Trace {
         }
     }
 
-    /// Writes what there is and ends the file. What is noted after that is nobody's affair.
+    /// Writes the remaining events and ends the file. Later events are discarded. Blocks until the
+    /// file is written.
     pub(crate) fn close(&self) {
         let Some(recorder) = &self.0 else { return };
         recorder.closed.store(true, Ordering::Relaxed);
         recorder.wanted.lock().end = true;
         recorder.changed.notify_all();
         if let Some(writer) = recorder.writer.lock().take() {
-            // It has nothing that could panic; then the file ends where it does.
+            // An error means that the writer panicked; then the file ends there.
             let _ = writer.join();
         }
     }
 }
 
-/// Notes how long the program's thread has waited.
+/// Records the wait of the program's thread when it is dropped.
 pub(crate) struct Waiting<'a> {
     trace: &'a Trace,
     what: &'static str,
@@ -244,7 +247,7 @@ impl Recorder {
             return;
         }
         let here = HERE.with(|here| std::ptr::from_ref(here).addr() as u64);
-        // Threads' addresses differ by pages.
+        // Addresses of threads' stacks differ by at least a page.
         let list = (here >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
         let mut list = self.lists[list as usize % LISTS].0.lock();
         if list.len() >= MOST_EVENTS {
@@ -283,7 +286,7 @@ impl Recorder {
             let written = out.write_all(&bytes);
             if end || written.is_err() {
                 if let Err(error) = written {
-                    tracing::warn!(%error, "the trace of this process ends before it does: it \
+                    tracing::warn!(%error, "the trace of this process ends early: it \
                         cannot be written");
                     self.closed.store(true, Ordering::Relaxed);
                 }
@@ -292,14 +295,15 @@ impl Recorder {
         }
     }
 
-    /// What has come since it was called last, as the file has it.
+    /// Returns the chunks of everything recorded since the last call.
     fn take(&self, spare: &mut Vec<Event>) -> Vec<u8> {
         let mut events = Vec::new();
         for list in &self.lists {
             std::mem::swap(&mut *list.0.lock(), spare);
             events.append(spare);
         }
-        // After the events, so that all that they name is there; before them in the file.
+        // Taken after the events, so that all texts that they name are included. They come first in
+        // the file.
         let (texts, extra) = (
             std::mem::take(&mut self.texts.lock().new),
             std::mem::take(&mut self.extra.lock().chunks),
@@ -362,7 +366,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_noted_is_read_back_in_order_with_its_texts() {
+    fn recorded_events_are_read_back_with_texts() {
         let folder = std::env::temp_dir().join(format!("mpmd-record-{}", std::process::id()));
         let trace =
             Trace::begin(&folder, About { process: 3, processes: 4, ..About::default() }).unwrap();

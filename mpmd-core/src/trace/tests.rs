@@ -1,4 +1,4 @@
-//! Views of a run that is written down here.
+//! Tests of the views of a run, which is written by hand here.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,13 +9,13 @@ use crate::trace::{Label, Role};
 
 const MILLI: u64 = 1_000_000;
 
-/// One process's events, in milliseconds since its trace began.
+/// A trace under construction. Times are in milliseconds since its start.
 struct Writing {
     trace: ProcessTrace,
 }
 
 impl Writing {
-    /// A process whose trace begins so many milliseconds after the first.
+    /// Creates the trace of a process that begins `begins` milliseconds after time 0.
     fn new(process: u32, begins: u64) -> Self {
         let about = About {
             process,
@@ -65,14 +65,14 @@ fn label(stage: u32, microbatch: u32, role: Role) -> Option<Label> {
     Some(Label { stage, microbatch: Some(microbatch), role })
 }
 
-/// Two steps of two stages: forward passes of one microbatch, 10 ms each, a move of 2 ms between
-/// them; then both gradients of each, and a move back of 1 ms. The second process's clock is 5 ms
-/// behind.
+/// Two steps of two stages with one microbatch. Each step has a forward pass of 10 ms on each
+/// stage, with a move of 2 ms between them. Then come both gradients of each stage, with a move
+/// back of 1 ms. The second process's clock is 5 ms behind.
 fn two_stages() -> Vec<ProcessTrace> {
     let (mut front, mut back) = (Writing::new(0, 1000), Writing::new(1, 1005));
     for (step, at) in [(1, 10), (2, 110)] {
         let op = 10 * (step - 1);
-        // By the second process's clock.
+        // The same time on the second process's clock.
         let there = at - 5;
         front.issued(at - 9, op + 1, "jit Up on mesh of (f32)", label(0, 0, Role::Forward), 0);
         front.kernel((at, at, at + 10), op + 1, 0);
@@ -143,7 +143,7 @@ fn two_stages() -> Vec<ProcessTrace> {
             process.note(at - 4, What::StepEnd { step, op: op + 8 });
         }
     }
-    // Before the second step the program of process 0 waited.
+    // The program of process 0 waits before the second step.
     let (text, line) = (front.text("a read of an array"), front.text("main.rs:77:5"));
     front.note(100, What::Waited { since: 60 * MILLI, text, line });
     vec![front.end(), back.end()]
@@ -154,10 +154,10 @@ fn near(a: f64, b: f64) -> bool {
 }
 
 #[test]
-fn processes_come_together_on_one_clock_with_reasons() {
+fn merged_processes_share_a_clock_and_have_reasons() {
     let run = Run::merge(&two_stages(), Vec::new());
     assert_eq!((run.problems.len(), run.bound, &*run.title), (0, 0.0, "written"));
-    // Begins with the first issue: 1 ms after the trace of process 0.
+    // The run begins with the first issue: 1 ms after the trace of process 0.
     let steps: Vec<_> = run.steps.iter().map(|step| (step.number, step.start, step.end)).collect();
     assert!(
         near(steps[0].1, 0.009) && near(steps[0].2, 0.056) && near(steps[1].1, 0.109),
@@ -188,9 +188,9 @@ fn processes_come_together_on_one_clock_with_reasons() {
 }
 
 #[test]
-fn what_was_long_on_its_way_is_said_so() {
+fn slow_transfer_is_named_as_the_reason() {
     let mut traces = two_stages();
-    // The bytes of the first move were there at once, and took until they came.
+    // The bytes of the first move were ready at once, so the transfer took long.
     for event in &mut traces[0].events {
         if let What::Piece { step: PieceStep::Offered | PieceStep::Posted, op: 2, .. } = event.what
         {
@@ -203,9 +203,9 @@ fn what_was_long_on_its_way_is_said_so() {
 }
 
 #[test]
-fn late_thread_is_named_with_what_it_did() {
+fn late_thread_is_named_with_its_work() {
     let mut traces = two_stages();
-    // The thread of process 0 turns to its weight gradient at once, and begins 5 ms later.
+    // The thread of process 0 takes up its weight gradient at once, and begins 5 ms later.
     for event in &mut traces[0].events {
         if let What::Started { op: 8, .. } = event.what {
             event.at += 5 * MILLI;
@@ -217,10 +217,10 @@ fn late_thread_is_named_with_what_it_did() {
 }
 
 #[test]
-fn what_follows_the_last_step_is_not_of_it() {
+fn work_after_the_last_step_is_no_part_of_it() {
     let whole = Run::merge(&two_stages(), Vec::new());
     let mut traces = two_stages();
-    // An evaluation: a forward pass of each stage, far longer than a step.
+    // An evaluation after the steps: a forward pass of each stage, far longer than a step.
     for (process, stage) in [(0, 0), (1, 1)] {
         let op = 21 + u64::from(stage);
         let mut writing = Writing { trace: traces.remove(process) };
@@ -251,7 +251,7 @@ fn what_follows_the_last_step_is_not_of_it() {
 }
 
 #[test]
-fn some_steps_are_a_run_of_their_own() {
+fn selected_steps_form_a_run() {
     let run = Run::merge(&two_stages(), Vec::new());
     let second = run.clone().of_steps(2..=9).unwrap();
     assert_eq!(second.steps.len(), 1);
@@ -293,7 +293,7 @@ fn costs_are_the_medians_without_the_first_step() {
 }
 
 #[test]
-fn a_plan_is_beside_what_was_done() {
+fn bars_get_their_planned_times() {
     let bar = |kind, stage, start, end| Bar {
         kind,
         stage: Some(stage),
@@ -316,11 +316,11 @@ fn a_plan_is_beside_what_was_done() {
 }
 
 #[test]
-fn the_plan_is_the_schedule_by_the_costs_of_the_run() {
+fn plan_simulates_the_schedule_with_measured_costs() {
     let mut run = Run::merge(&two_stages(), Vec::new());
     assert!(matches!(run.plan(), Err(PlanError::NoSchedule)));
     run.schedules.push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
-    // 10 + 2 + 10 + 8 + 1 + 9 + 7 ms, and nothing between.
+    // The sum is 10 + 2 + 10 + 8 + 1 + 9 + 7 ms, without idle time.
     assert!(near(run.plan().unwrap().end, 0.047));
     let timeline = run.timeline_with_plan();
     for bar in timeline.rows.iter().flat_map(|row| &row.bars) {
@@ -338,11 +338,11 @@ fn the_plan_is_the_schedule_by_the_costs_of_the_run() {
 }
 
 #[test]
-fn what_is_missing_is_said_and_the_rest_is_there() {
+fn incomplete_trace_is_reported_and_used() {
     let mut traces = two_stages();
     traces[1].ended = false;
     traces[1].dropped = 3;
-    // It was killed while it computed.
+    // It was killed during a computation.
     traces[1].events.retain(|event| event.at <= 130 * MILLI);
     let run = Run::merge(&traces, vec!["the trace of process 2 is missing".to_owned()]);
     assert_eq!(run.problems.len(), 3);
@@ -365,7 +365,7 @@ fn what_is_missing_is_said_and_the_rest_is_there() {
 }
 
 #[test]
-fn summaries_have_step_times_shares_and_the_longest_waits() {
+fn summary_has_step_times_shares_and_waits() {
     let summary = Run::merge(&two_stages(), Vec::new()).summary();
     for text in [
         "written: 2 processes, 12 kernels, 4 pieces sent (8.0 KiB)",
@@ -378,7 +378,7 @@ fn summaries_have_step_times_shares_and_the_longest_waits() {
 }
 
 #[test]
-fn trace_events_keep_the_rules_of_their_format() {
+fn trace_events_are_valid() {
     let json = Run::merge(&two_stages(), Vec::new()).to_trace_events();
     check_trace_events(&json);
     let events = json["traceEvents"].as_array().unwrap();
@@ -391,12 +391,12 @@ fn trace_events_keep_the_rules_of_their_format() {
     assert_eq!((first["ts"].as_f64(), first["dur"].as_f64()), (Some(21_000.0), Some(10_000.0)));
 }
 
-/// Process and thread.
+/// A process and a thread.
 type Thread = (u64, u64);
 
-/// Every slice has a time and a length, in a named thread of a named process, where slices are
-/// within each other or apart; every arrow begins and ends once, within slices, and not backwards;
-/// counters have numbers.
+/// Checks that every slice has a time and a length, in a named thread of a named process. Slices of
+/// a thread are nested or disjoint. Every arrow begins and ends once, within slices, and does not
+/// go back in time. Counters are numbers.
 fn check_trace_events(json: &Value) {
     let mut named = BTreeSet::new();
     let mut slices: BTreeMap<Thread, Vec<(f64, f64)>> = BTreeMap::new();
@@ -466,7 +466,7 @@ fn check_trace_events(json: &Value) {
     }
 }
 
-/// [`two_stages`] with times and sizes that no machine has.
+/// Returns [`two_stages`] with extreme times and sizes.
 fn beyond_all_bounds() -> Vec<ProcessTrace> {
     let mut traces = two_stages();
     for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
@@ -487,7 +487,7 @@ fn beyond_all_bounds() -> Vec<ProcessTrace> {
 }
 
 #[test]
-fn times_and_sizes_beyond_all_bounds_overflow_nothing() {
+fn extreme_times_and_sizes_do_not_overflow() {
     let run = Run::merge(&beyond_all_bounds(), Vec::new());
     assert!(run.summary().contains("pieces sent"));
     assert_eq!(run.costs().unwrap().stage[0].output_bytes, u64::MAX);
@@ -496,7 +496,7 @@ fn times_and_sizes_beyond_all_bounds_overflow_nothing() {
     let _ = run.of_steps(0..=u64::MAX);
 }
 
-/// A trace as its process writes it.
+/// Encodes a trace as its process writes it.
 fn file_of(trace: &ProcessTrace) -> Vec<u8> {
     let mut bytes = file::beginning(&trace.about).unwrap();
     for (number, text) in (0..).zip(&trace.texts) {

@@ -1,4 +1,4 @@
-//! Arrays whose every element is known, and what a process must hold of one.
+//! Arrays with known elements, and checks of the shards that a process must hold.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
 
-/// Host values of any dtype: different bits in every element.
+/// Returns host values of any dtype, with different bits in every element.
 pub(crate) fn values(shape: &[usize], dtype: DType) -> HostArray {
     let aval = ShapedArray::new(shape, dtype);
     let byte = |i: usize| {
@@ -16,7 +16,7 @@ pub(crate) fn values(shape: &[usize], dtype: DType) -> HostArray {
         .unwrap()
 }
 
-/// The bytes of one region, found element by element.
+/// Returns the bytes of one region, copied element by element.
 pub(crate) fn part(whole: &HostArray, region: &Region) -> Vec<u8> {
     let item = whole.dtype().size();
     let mut elements = vec![0];

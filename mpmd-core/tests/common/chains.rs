@@ -1,5 +1,5 @@
-//! Random chains of puts, on random hosts, large and small: the values at every step, and no memory
-//! left.
+//! Random chains of puts, on random hosts, with large and small arrays. Checks the values at every
+//! step and that no memory remains.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::arrays::{check, values};
 
 const DEVICES: usize = 8;
 
-/// Small numbers by xorshift: the same for every process, and for every run.
+/// Small random numbers by xorshift: the same on every process and in every run.
 struct Numbers(u64);
 
 impl Numbers {
@@ -63,9 +63,9 @@ fn any_sharding(numbers: &mut Numbers) -> Sharding {
     sharding.with_memory_kind(numbers.of(&memory))
 }
 
-/// Runs one of the chains, and panics where it does not keep its values or leaves memory behind.
-/// With `gpus` some processes have CUDA devices. With `hands_over` processes of a host hand over to
-/// each other in every second chain; else it is as `simulation` has it.
+/// Runs one chain, and panics if it changes values or leaks memory. With `gpus` some processes have
+/// CUDA devices. With `hands_over` the processes of a host use zero-copy transfers in every second
+/// chain; otherwise `simulation` decides.
 pub(crate) fn chain(
     seed: u64,
     gpus: bool,
@@ -76,11 +76,11 @@ pub(crate) fn chain(
     let processes = numbers.of(&[1, 2, 4, 8]);
     let most = 1 + numbers.below(4);
     let hosts: Vec<usize> = (0..processes).map(|_| numbers.below(most)).collect();
-    // Without latency everything is passed on from host to host.
+    // Without latency every region is passed on from host to host.
     let network = Link { latency_ns: numbers.of(&[0, 50_000]), bytes_per_us: 1200 };
     let links = Links { network, ..Links::default() };
     let rows = 8 * (1 + numbers.below(16));
-    // The larger ones move in parts and chunks.
+    // The larger arrays move in parts and chunks.
     let columns = numbers.of(&[24, 320, 1 << 15]);
     let whole = values(&[rows, columns], numbers.of(&[DType::I16, DType::I32, DType::I64]));
     let mut steps = Vec::new();

@@ -1,13 +1,11 @@
-//! What tests of CUDA devices begin with: they run again where there is a driver, in software or a
-//! real one.
+//! Start of CUDA tests: runs the test again in a process with a driver, in software or a real one.
 
 use mpmd_core::topology::DeviceKind;
 
 pub(crate) const CUDA: DeviceKind = DeviceKind::Cuda;
 pub(crate) const CPU: DeviceKind = DeviceKind::Cpu;
 
-/// Whether the test is over for the calling process: it has run in another, or there is nothing to
-/// run.
+/// True if the calling process is done with the test: another process has run it, or it is skipped.
 macro_rules! elsewhere {
     ($($setting:tt)*) => {{
         if cfg!(feature = "cuda") {

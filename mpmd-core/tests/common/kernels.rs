@@ -2,14 +2,14 @@
 
 use mpmd_core::prelude::*;
 
-/// A kernel over lists of arrays that does what its closures do.
+/// A kernel over lists of arrays that runs its closures.
 pub(crate) struct Fun<I, R> {
     name: &'static str,
     infer: I,
     run: R,
 }
 
-/// A kernel called `name`.
+/// Creates a kernel called `name`.
 pub(crate) fn fun<I, R>(name: &'static str, infer: I, run: R) -> Fun<I, R>
 where
     I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Send + Sync + 'static,
@@ -18,7 +18,7 @@ where
     Fun { name, infer, run }
 }
 
-/// One output, like the first input.
+/// Declares one output with the first input's shape and dtype.
 pub(crate) fn like_first(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
     Ok(Signature::new(vec![x[0].clone()]))
 }

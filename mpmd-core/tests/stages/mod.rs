@@ -1,4 +1,4 @@
-//! Stages for tests of pipelines, whose gradients can be computed by hand, and the hand.
+//! Stages for tests of pipelines, and the direct computation of their gradients.
 
 #![allow(dead_code, reason = "each test uses some of them")]
 
@@ -13,11 +13,11 @@ use mpmd_core::tree::Empty;
 
 pub(crate) const WIDTH: usize = 3;
 
-/// Which rows of a microbatch a device of a stage has.
+/// The rows of a microbatch that a device of a stage has.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Rows {
     All,
-    /// Its part of them, over the mesh axis `data`.
+    /// A part of the rows, over the mesh axis `data`.
     Part,
 }
 
@@ -30,14 +30,14 @@ impl Rows {
     }
 }
 
-/// y = x * w, element by element, w shared by the rows.
+/// y = x * w, element by element, with w shared by the rows.
 pub(crate) struct Scale {
     pub(crate) rows: Rows,
     pub(crate) fuses: bool,
 }
 
 impl Scale {
-    /// With its gradients apart.
+    /// Creates a stage with separate passes for its gradients.
     pub(crate) fn of(rows: Rows) -> Self {
         Self { rows, fuses: false }
     }
@@ -292,7 +292,7 @@ impl Stage for Square {
     }
 }
 
-/// What a step gives: loss and weight, and the gradients by stage.
+/// The results of a step: loss and weight, and the gradients by stage.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     pub(crate) loss: Option<[f32; 2]>,
@@ -319,17 +319,17 @@ pub(crate) fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
     array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
 }
 
-/// A mesh for each rank.
+/// Returns a mesh for each rank.
 pub(crate) fn meshes(p: &mut Program, ranks: usize) -> Result<Vec<Mesh>> {
     Ok(p.mesh(&[("rank", ranks)])?.split("rank")?)
 }
 
-/// The weights of a stage, on a mesh.
+/// Puts the weights of a stage on a mesh.
 pub(crate) fn params(p: &mut Program, stage: usize, mesh: &Mesh) -> Result<MpmdArray> {
     p.device_put(&MpmdArray::from_slice(&[WIDTH], &weights(stage))?, mesh.replicated())
 }
 
-/// Stages of [`Scale`], and [`Square`] at the end, on the ranks that a schedule has them on.
+/// Creates stages of [`Scale`] with [`Square`] at the end, on the ranks of a schedule.
 pub(crate) fn chain(
     p: &mut Program,
     schedule: &Schedule,
@@ -349,7 +349,7 @@ pub(crate) fn chain(
     front.then(Square(Rows::All), mesh(last), params(p, last, mesh(last))?)
 }
 
-/// Microbatches of so many rows each, with labels for the last stage.
+/// Returns microbatches with these numbers of rows, with labels for the last stage.
 pub(crate) fn microbatches(
     p: &mut Program,
     pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
@@ -368,7 +368,7 @@ pub(crate) fn microbatches(
     Ok(all)
 }
 
-/// One step; what this process has of its results.
+/// Runs one step; returns this process's results.
 pub(crate) fn step(
     p: &mut Program,
     pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>,
@@ -392,7 +392,7 @@ pub(crate) fn step(
     Ok(Outcome { loss, gradients })
 }
 
-/// The same for a chain, by hand: microbatches in ascending order.
+/// Computes the same for a chain directly: microbatches in ascending order.
 pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
     let w: Vec<Vec<f32>> = (0..stages).map(weights).collect();
     let mut gradients = vec![vec![0.0f32; WIDTH]; stages];
@@ -418,7 +418,7 @@ pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
     Outcome { loss, gradients: gradients.into_iter().map(Some).collect() }
 }
 
-/// What all processes have together.
+/// Combines the outcomes of all processes.
 pub(crate) fn together(outcomes: Vec<Result<Outcome>>) -> Outcome {
     let mut all = Outcome::default();
     for outcome in outcomes {

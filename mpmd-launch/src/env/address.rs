@@ -1,20 +1,20 @@
-//! Where processes meet, from what launchers say of hosts and jobs.
+//! Addresses of the rendezvous, derived from the hosts and job ids of launchers.
 
 use crate::{LaunchError, variables as ours};
 
-/// `host:port`, in brackets where the host is an address of IPv6.
+/// Returns `host:port`, with brackets around an IPv6 address.
 pub(super) fn address(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Host, without brackets, and port.
+/// Returns host, without brackets, and port.
 pub(super) fn split_address(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
     let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     (!host.is_empty()).then_some((host, port.parse().ok()?))
 }
 
-/// The error of a coordinator that is no `host:port`.
+/// Returns the error for a coordinator that is not `host:port`.
 pub(super) fn no_address(coordinator: &str) -> LaunchError {
     LaunchError::Variable {
         variable: ours::COORDINATOR.into(),
@@ -23,19 +23,20 @@ pub(super) fn no_address(coordinator: &str) -> LaunchError {
     }
 }
 
-/// A port above those that systems hand out by themselves, the same in all processes of a job.
+/// Returns a port above the system's ephemeral ports. It is the same in all processes of a job.
 pub(super) fn derived_port(job: u64) -> u16 {
     61440 + (job % 4096) as u16
 }
 
-/// FNV-1a: all processes of a job must find the same, whatever they were built by.
+/// Computes the FNV-1a hash. All processes of a job must get the same value, independent of their
+/// build.
 pub(super) fn hash(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     })
 }
 
-/// The first host of a Slurm list: `node[03-05,7],other` begins with `node03`.
+/// Returns the first host of a Slurm list: `node03` for `node[03-05,7],other`.
 pub(super) fn first_host(nodes: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = nodes.trim();
@@ -59,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_host_of_a_list() {
+    fn first_host_of_a_slurm_list() {
         for (list, first) in [
             ("node7", Some("node7")),
             ("a,b[1-2]", Some("a")),

@@ -1,16 +1,16 @@
-//! What each launcher says, in its own variables.
+//! The variables of each launcher.
 
 use super::address::{address, derived_port, first_host};
 use super::vars::Vars;
 use crate::{LaunchError, variables as ours};
 
-/// What one launcher has said.
+/// A job description from the variables of one launcher.
 pub(super) struct Said {
     pub(super) source: &'static str,
     pub(super) process: u32,
     pub(super) processes: usize,
     pub(super) local_process: Option<usize>,
-    /// Without `MPMD_COORDINATOR`; `Err` says what would be needed for one.
+    /// The rendezvous address to use without `MPMD_COORDINATOR`. `Err` names the missing variables.
     pub(super) coordinator: Result<String, String>,
     pub(super) hosted: bool,
     /// Text that differs between jobs and between attempts at one. Empty if the launcher gives
@@ -18,7 +18,7 @@ pub(super) struct Said {
     pub(super) job: String,
 }
 
-/// Asks the launchers in turn; the first whose variables are there is believed.
+/// Tries the launchers in turn. The first with variables set is used.
 pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     for find in
         [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says]
@@ -60,7 +60,7 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     let local_process = vars.number("LOCAL_RANK")?;
     let coordinator = match (vars.get("MASTER_ADDR"), vars.number::<u16>("MASTER_PORT")?) {
         (Some(host), Some(port)) => {
-            // The port itself is then in use: torchrun's agent serves its own store there.
+            // torchrun's agent serves its own store at this port, so the next one is used.
             let taken = vars
                 .get("TORCHELASTIC_USE_AGENT_STORE")
                 .is_some_and(|v| v.eq_ignore_ascii_case("true"));
@@ -72,8 +72,8 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
         (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),
     };
-    // Each host's agent counts the restarts that its own workers caused: only on one host is it one
-    // number.
+    // Each host's agent counts only the restarts that its own workers caused. So the count is
+    // common to the job only on one host.
     let attempt = match vars.number::<usize>("LOCAL_WORLD_SIZE")? {
         Some(local) if local == processes => {
             vars.get("TORCHELASTIC_RESTART_COUNT").unwrap_or_default()
@@ -91,8 +91,8 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     }))
 }
 
-/// Comes before Slurm: inside an allocation `mpirun` starts its daemons by `srun`, and their Slurm
-/// variables, which count daemons, are inherited by the processes.
+/// Comes before Slurm. Inside an allocation, `mpirun` starts its daemons by `srun`. The processes
+/// inherit their Slurm variables, which count daemons.
 fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     const SOURCE: &str = "Open MPI";
     if vars.get("OMPI_COMM_WORLD_RANK").is_none() {
@@ -117,7 +117,7 @@ fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     }))
 }
 
-/// Only inside a step (`srun`): a batch script has a rank too, but is one process.
+/// Applies only inside a step (`srun`): a batch script has a rank too, but is one process.
 fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     const SOURCE: &str = "Slurm";
     let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else { return Ok(None) };
@@ -132,15 +132,15 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     })?;
     let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
     let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
-    // A job that is queued again keeps its number.
+    // A requeued job keeps its number.
     let attempt = vars.number::<u64>("SLURM_RESTART_COUNT")?.unwrap_or_default();
     Ok(Some(Said {
         source: SOURCE,
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
         processes,
         local_process: vars.number("SLURM_LOCALID")?,
-        // Steps of an allocation may run at once. By such a stride they find ports of their own,
-        // and none that a job of about the same number would.
+        // Steps of an allocation may run at the same time. This stride gives them different ports,
+        // and avoids the ports of jobs with nearby numbers.
         coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
         hosted: false,
         job: format!("{job}.{step}.{attempt}"),
@@ -152,7 +152,7 @@ fn pmix_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     if vars.get("PMIX_RANK").is_none() {
         return Ok(None);
     }
-    // PMIx tells the size to its own library only.
+    // PMIx gives the size only to its own library.
     let processes = vars.needed(SOURCE, ours::WORLD_SIZE)?;
     let (coordinator, job) = vars.on_this_host();
     Ok(Some(Said {

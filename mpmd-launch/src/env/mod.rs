@@ -1,4 +1,7 @@
-//! What launchers say to the processes they start.
+//! `JobEnv`: this process's rank and job, from the variables of its launcher.
+//!
+//! `launchers` reads the variables of each launcher. `complete` adds the `MPMD_*` variables that
+//! count under every launcher, and checks the values.
 
 mod address;
 mod launchers;
@@ -22,103 +25,105 @@ use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as 
 use mpmd_ids::block::Spin;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// The most processes of a job: as many as a plan can tell apart. So that a number cannot take all
-/// memory.
+/// The most processes of a job, which is the limit of a plan. It also keeps a bad value from taking
+/// all memory.
 const MOST_PROCESSES: usize = 1 << 20;
 
-/// The most devices of a process, for the same reason.
+/// The most devices of a process, to keep a bad value from taking all memory.
 const MOST_DEVICES: usize = 1 << 20;
 
-/// Which process of which job this is, as its launcher says.
+/// This process's rank, its job and its settings, as its launcher gives them.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct JobEnv {
-    /// Which process of the job this is.
+    /// The number of this process in the job.
     pub process: ProcessId,
     /// Number of processes in the job.
     pub processes: usize,
-    /// Which of the processes on this host this is, from 0, where the launcher says.
+    /// The number of this process among those on its host, from 0, if the launcher gives it.
     pub local_process: Option<usize>,
-    /// Where the processes meet, `host:port`.
+    /// The address of the rendezvous, `host:port`.
     pub coordinator: String,
-    /// True where the launcher runs the rendezvous service; else process 0 must.
+    /// True if the launcher runs the rendezvous service; else process 0 must.
     pub hosted: bool,
     /// The job's secret: `MPMD_JOB_TOKEN`, or a token derived from the secret in
     /// `MPMD_JOB_TOKEN_FILE` and the launcher's job number and attempt. Without either variable,
     /// derived from number and attempt alone.
     pub token: Token,
-    /// True if the token follows from the job's number alone. Such a token keeps jobs apart, but
-    /// not people who guess the number.
+    /// True if the token is derived only from the launcher's job number. Such a token keeps jobs
+    /// apart, but other users can guess it.
     pub token_is_guessable: bool,
-    /// The transport asked for.
+    /// The requested transport.
     pub transport: Option<String>,
-    /// How long the transport is to look for work before it sleeps, where said.
+    /// The time for which the transport polls for work before it sleeps, if set.
     pub spin: Option<Spin>,
-    /// Number of devices each process is to have.
+    /// Number of devices of each process, if set.
     pub devices_per_process: Option<usize>,
-    /// Of which kind the devices of each process are to be, where said.
+    /// Device kind of each process, if set.
     pub device_kinds: Option<Vec<DeviceKind>>,
-    /// Which way collectives of CUDA devices are to go, where said.
+    /// Path of collectives of CUDA devices, if set.
     pub cuda_collectives: Option<CudaCollectives>,
-    /// How long to wait for the other processes, where said.
+    /// Peer timeout, if set.
     pub patience: Option<Duration>,
-    /// The name of this process's host, where it is not the system's.
+    /// Name of this process's host, if it differs from the system's name.
     pub host: Option<String>,
-    /// The file with the costs of links. Only what process 0 is told counts.
+    /// The file with the costs of links. Only the value on process 0 is used.
     pub links: Option<PathBuf>,
-    /// True where the processes are to compare host values of any size.
+    /// True if the processes compare host values of any size.
     pub check_uncommitted: bool,
-    /// Where this process is to write its plan, and do nothing else: then it is one beyond those of
-    /// the job.
+    /// Settings of a dry run, if this process is one. `process` is then the process that it stands
+    /// for, or a number beyond the job.
     pub plan: Option<PlanEnv>,
-    /// Who said so, for people.
+    /// The launcher that set the variables, for messages.
     pub source: &'static str,
 }
 
-/// What is asked of a process that only plans.
+/// The settings of a dry run.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PlanEnv {
-    /// Where the plan goes.
+    /// The output file of the plan.
     pub file: PathBuf,
-    /// The most steps that are recorded, where said.
+    /// The most steps that are recorded, if set.
     pub steps: Option<u64>,
 }
 
 impl JobEnv {
-    /// Reads this process's environment; `None` where no launcher has started it: a job of one.
+    /// Reads this process's environment. `None` if no launcher has started it: then it is a job of
+    /// one.
     ///
-    /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx,
-    /// PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
+    /// Looks for the variables of these launchers, in this order: our own, torchrun, Open MPI,
+    /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
     /// `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST`, `MPMD_LINKS` and
-    /// `MPMD_CHECK` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the
-    /// process plans a job of `MPMD_PLAN_PROCESSES` processes as number `MPMD_PLAN_PROCESS` of
-    /// them, or as one beyond them.
+    /// `MPMD_CHECK` count under every launcher. If `MPMD_PLAN` is set, no launcher is asked. The
+    /// process is then a dry run of a job of `MPMD_PLAN_PROCESSES` processes. It stands for process
+    /// `MPMD_PLAN_PROCESS`, or for a number beyond the job.
     ///
     /// # Errors
     ///
-    /// Where a launcher's variables are there only in part (names every variable looked at), or
-    /// where one makes no sense.
+    /// If a launcher's variables are incomplete, or a value is invalid. The error names every
+    /// variable that was read, or the invalid one.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
-        // A value that is not Unicode is none of ours; but who is to plan must not run.
+        // A variable that is not Unicode counts as unset. But a process with an unreadable
+        // `MPMD_PLAN` must fail, not run the program.
         if let Some(file) = std::env::var_os(ours::PLAN)
             && file.to_str().is_none_or(|name| name.trim() != name)
         {
             return Err(LaunchError::Variable {
                 variable: ours::PLAN.to_owned(),
                 value: file.to_string_lossy().into_owned(),
-                expected: "a file whose name is Unicode, without blanks at its ends".to_owned(),
+                expected: "a file name in Unicode, without blanks at its ends".to_owned(),
             });
         }
         Self::from_vars(&|name| std::env::var(name).ok())
     }
 
-    /// Like [`from_env`](Self::from_env), from the variables that `look` finds.
+    /// Does the same as [`from_env`](Self::from_env), with the variables that `look` finds.
     ///
     /// # Errors
     ///
-    /// Like those of [`from_env`](Self::from_env).
+    /// The errors of [`from_env`](Self::from_env).
     pub fn from_vars(look: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
         let vars = Vars::new(look);
         if let Some(file) = vars.get(ours::PLAN) {
@@ -127,7 +132,7 @@ impl JobEnv {
         if let Some(said) = launchers::ask(&vars)? {
             return complete(&vars, said).map(Some);
         }
-        // A part of ours with nobody's rank to go with it.
+        // Some of our variables are set, but no launcher gives a rank.
         for name in [ours::WORLD_SIZE, ours::COORDINATOR, ours::LOCAL_RANK] {
             if vars.get(name).is_some() {
                 return Err(vars.half_set("mpmd", ours::RANK));
@@ -138,12 +143,13 @@ impl JobEnv {
 }
 
 impl JobEnv {
-    /// Where process 0 must listen, where it runs the rendezvous service: the coordinator's port,
-    /// on all interfaces unless all processes are on this host.
+    /// Returns the address at which process 0 must listen if it runs the rendezvous service. It has
+    /// the coordinator's port. The address is of all interfaces, unless the coordinator is on the
+    /// loopback interface.
     ///
     /// # Errors
     ///
-    /// [`LaunchError::Variable`] where the coordinator has no port.
+    /// [`LaunchError::Variable`] if the coordinator has no port.
     pub fn listen_address(&self) -> Result<SocketAddr, LaunchError> {
         let (host, port) =
             split_address(&self.coordinator).ok_or_else(|| no_address(&self.coordinator))?;
@@ -157,7 +163,7 @@ impl JobEnv {
     }
 }
 
-/// A process that only plans, with what counts under every launcher.
+/// Returns the environment of a dry run, with the variables that count under every launcher.
 fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     const SOURCE: &str = "mpmd check";
     let processes = vars.needed(SOURCE, ours::PLAN_PROCESSES)?;
@@ -183,8 +189,8 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
         job: String::new(),
     };
     let env = complete(vars, said)?;
-    // Without a number the dry run is no process of the job: it does nothing that a program does on
-    // one process alone.
+    // Without a number the dry run is not a process of the job. So it skips code that the program
+    // runs on one process only.
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
     Ok(JobEnv {
         process: ProcessId(process),
@@ -193,7 +199,7 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     })
 }
 
-/// A job from what its launcher has said and what counts under every launcher.
+/// Combines a launcher's variables with those that count under every launcher.
 fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
     if processes > MOST_PROCESSES {
@@ -223,7 +229,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     };
     match split_address(&coordinator) {
         Some((_, 1..)) => {}
-        // Alone, any port will do.
+        // For a job of one process any port will do.
         Some((_, 0)) if processes == 1 => {}
         _ => return Err(no_address(&coordinator)),
     }
@@ -267,7 +273,8 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     };
     let patience = match vars.number::<f64>(ours::PATIENCE)? {
         None => None,
-        // More than a duration can hold, as `Duration::MAX` is once it is written in decimals.
+        // More than a `Duration` can hold. `Duration::MAX` itself becomes such a value when written
+        // in decimals.
         Some(seconds) if seconds >= u64::MAX as f64 => Some(Duration::MAX),
         Some(seconds) => {
             Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {

@@ -1,4 +1,4 @@
-//! The file with a secret of the user's.
+//! The file with the user's secret, `MPMD_JOB_TOKEN_FILE`.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,15 +9,15 @@ use rustix::process::geteuid;
 
 use crate::{LaunchError, variables as ours};
 
-/// The shortest and the longest secret, in bytes: nobody guesses the one, and the other is no
-/// mistake.
+/// The shortest secret in bytes, so that it cannot be guessed, and the longest, to detect a wrong
+/// file.
 const LEAST: usize = 32;
 const MOST: usize = 4096;
 
 /// Permissions of the group and of others.
 const OF_OTHERS: u32 = 0o077;
 
-/// Reads the secret in a file that nobody else can read or has written.
+/// Reads the secret from a file that no other user can read or write.
 pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
     let wrong = |why: String| LaunchError::TokenFile {
         variable: ours::JOB_TOKEN_FILE,
@@ -25,10 +25,10 @@ pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
         why,
     };
     let failed = |error: std::io::Error| wrong(error.to_string());
-    // Opening a pipe would wait for its writer.
+    // Opening a pipe without this flag would wait for its writer.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
-    // Of the open file: another one may have its name by now.
+    // From the open file: the path may name another file by now.
     let data = file.metadata().map_err(failed)?;
     if !data.is_file() {
         return Err(wrong("it is no regular file".to_owned()));

@@ -1,4 +1,4 @@
-//! What launchers say, read as a job.
+//! Tests of `JobEnv`: reads the variables of each launcher.
 
 use super::*;
 use mpmd_layout::topology::DeviceKind::{Cpu, Cuda};
@@ -18,10 +18,10 @@ fn who(env: &JobEnv) -> (u32, usize, Option<usize>, &str, &str) {
 }
 
 #[test]
-fn without_variables_it_is_a_job_of_one() {
+fn no_variables_give_a_job_of_one() {
     assert_eq!(read(&[]), Ok(None));
     assert_eq!(read(&[("HOME", "/"), ("MPMD_TRANSPORT", "tcp"), ("MPMD_RANK", " ")]), Ok(None));
-    // A batch script is one process, whatever its allocation.
+    // A batch script is one process, even in a larger allocation.
     assert_eq!(
         read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "7")]),
         Ok(None)
@@ -29,7 +29,7 @@ fn without_variables_it_is_a_job_of_one() {
 }
 
 #[test]
-fn every_launcher_is_read() {
+fn variables_of_every_launcher_are_read() {
     let token = Token::new([5; 32]);
     let ours = job(&[
         ("MPMD_RANK", "1"),
@@ -47,7 +47,7 @@ fn every_launcher_is_read() {
         ("MPMD_HOST", "left"),
         ("MPMD_LINKS", "links.json"),
         ("MPMD_CHECK", "uncommitted"),
-        // Ours goes first.
+        // Our launcher has priority.
         ("RANK", "3"),
         ("SLURM_STEP_NODELIST", "x"),
     ]);
@@ -84,7 +84,7 @@ fn every_launcher_is_read() {
         ("SLURM_STEP_NODELIST", "node[03-05,7],login"),
     ];
     assert_eq!(who(&job(&slurm)), (3, 6, Some(0), "node03:61443", "Slurm"));
-    // `srun` twice at once, in one allocation.
+    // Two `srun` steps at the same time, in one allocation.
     let second = [&[("SLURM_STEP_ID", "1")], &slurm[..]].concat();
     assert_eq!(job(&second).coordinator, "node03:61700");
 
@@ -121,7 +121,7 @@ fn every_launcher_is_read() {
 }
 
 #[test]
-fn who_plans_is_one_beyond_the_job_whatever_launchers_say() {
+fn planning_overrides_launchers() {
     let planning = job(&[
         ("MPMD_PLAN", "/tmp/plan.json"),
         ("MPMD_PLAN_PROCESSES", "4"),
@@ -148,7 +148,7 @@ fn who_plans_is_one_beyond_the_job_whatever_launchers_say() {
 }
 
 #[test]
-fn half_a_launcher_is_an_error_that_names_what_was_looked_at() {
+fn incomplete_launcher_error_names_variables_read() {
     for (vars, missing) in [
         (&[("MPMD_RANK", "0")][..], "MPMD_WORLD_SIZE"),
         (&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2")], "MPMD_COORDINATOR"),
@@ -181,7 +181,7 @@ fn half_a_launcher_is_an_error_that_names_what_was_looked_at() {
 }
 
 #[test]
-fn senseless_values_are_errors_that_name_the_variable() {
+fn invalid_value_error_names_the_variable() {
     let base = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
     for (name, value) in [
         ("MPMD_RANK", "two"),
@@ -208,7 +208,7 @@ fn senseless_values_are_errors_that_name_the_variable() {
 }
 
 #[test]
-fn processes_of_one_job_find_one_token_and_other_jobs_another() {
+fn derived_token_is_common_to_one_job() {
     let slurm = |process, job| {
         let vars = [
             ("SLURM_PROCID", process),
@@ -219,12 +219,12 @@ fn processes_of_one_job_find_one_token_and_other_jobs_another() {
         super::tests::job(&vars).token
     };
     assert_eq!(slurm("0", "7"), slurm("1", "7"));
-    // The same port, but another job.
+    // The port is the same, but the job differs.
     assert_ne!(slurm("0", "7"), slurm("0", "4103"));
 }
 
 #[test]
-fn another_attempt_at_a_job_has_another_token() {
+fn another_attempt_has_another_token() {
     let slurm = [
         ("SLURM_PROCID", "0"),
         ("SLURM_NTASKS", "2"),
@@ -259,7 +259,7 @@ fn another_attempt_at_a_job_has_another_token() {
 const JOB_17: [(&str, &str); 3] =
     [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:17")];
 
-/// Reads the environment of a process whose secret is in a file with these bytes and this mode.
+/// Reads the environment of a process with a secret file of these bytes and this mode.
 fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
@@ -271,7 +271,7 @@ fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
 }
 
 #[test]
-fn tokens_follow_from_the_users_secret_and_the_job() {
+fn token_is_derived_from_secret_and_job() {
     let secret = [b'a'; 40];
     let env = with_secret(&secret, 0o600).unwrap();
     let same = with_secret(&[&secret[..], b"\n"].concat(), 0o400).unwrap();
@@ -289,7 +289,7 @@ fn tokens_follow_from_the_users_secret_and_the_job() {
 }
 
 #[test]
-fn secrets_that_others_may_know_are_refused() {
+fn unsafe_secret_files_are_refused() {
     let refused = |result: Result<JobEnv, LaunchError>, why: &str| {
         let said = result.unwrap_err().to_string();
         assert!(said.contains("MPMD_JOB_TOKEN_FILE=") && said.contains(why), "{said}");
@@ -308,7 +308,7 @@ fn secrets_that_others_may_know_are_refused() {
     };
     refused(named(folder.path()), "no regular file");
     refused(named(&folder.path().join("none")), "No such file");
-    // A pipe that nobody writes to must hold nobody up.
+    // Opening a pipe without a writer must not block.
     let pipe = folder.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
     assert!(made.success());
@@ -324,13 +324,13 @@ fn secrets_that_others_may_know_are_refused() {
 }
 
 #[test]
-fn patience_may_be_longer_than_any_wait() {
+fn timeout_may_be_endless_but_not_negative() {
     let patience = |text: &str| {
         read(&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "1"), ("MPMD_PATIENCE", text)])
             .map(|env| env.unwrap().patience)
     };
     assert_eq!(patience("1e19").unwrap(), Some(Duration::from_secs_f64(1e19)));
-    // As the launcher writes `Duration::MAX`, and beyond.
+    // The launcher writes `Duration::MAX` as the first value; the others are larger.
     let longest = Duration::MAX.as_secs_f64().to_string();
     for endless in [&longest, "1e20", "inf"] {
         assert_eq!(patience(endless).unwrap(), Some(Duration::MAX), "{endless}");
@@ -341,7 +341,7 @@ fn patience_may_be_longer_than_any_wait() {
 }
 
 #[test]
-fn process_0_listens_where_all_can_reach_it() {
+fn listen_address_is_reachable_by_all() {
     for (coordinator, listens) in [
         ("127.0.0.1:9", "127.0.0.1:9"),
         ("localhost:9", "127.0.0.1:9"),
@@ -357,7 +357,7 @@ fn process_0_listens_where_all_can_reach_it() {
 }
 
 #[test]
-fn numbers_beyond_every_job_are_refused() {
+fn counts_above_the_limits_are_refused() {
     let refused = |name: &str, value: &str| {
         let base = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
         let vars = [&[(name, value), ("MPMD_DEVICE", "cpu")], &base[..]].concat();
@@ -376,7 +376,7 @@ fn numbers_beyond_every_job_are_refused() {
 }
 
 #[test]
-fn ports_at_both_ends_have_one_beside_them() {
+fn store_port_is_avoided_at_both_ends_of_the_range() {
     for (port, beside) in [("0", 1), ("29500", 29501), ("65535", 65534)] {
         let vars = [
             ("RANK", "0"),
@@ -392,7 +392,7 @@ fn ports_at_both_ends_have_one_beside_them() {
 #[test]
 fn fuzz_environment() {
     let token = "5".repeat(64);
-    // For each launcher what it says of a job.
+    // The variables of each launcher for a job.
     let jobs: [&[(&str, &str)]; 8] = [
         &[
             ("MPMD_RANK", "1"),

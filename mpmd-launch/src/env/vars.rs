@@ -1,4 +1,4 @@
-//! The variables of a process, and a memory of which were looked at.
+//! Access to environment variables, with a record of those that were read.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -7,19 +7,19 @@ use std::str::FromStr;
 use super::address::{address, derived_port, hash};
 use crate::{LaunchError, variables as ours};
 
-/// Remembers what was looked at, for errors.
+/// Environment variables. Records every lookup, so that errors can list them.
 pub(super) struct Vars<'a> {
     look: &'a dyn Fn(&str) -> Option<String>,
     looked: RefCell<BTreeMap<String, Option<String>>>,
 }
 
 impl<'a> Vars<'a> {
-    /// Those that `look` finds.
+    /// Creates an accessor to the variables that `look` finds.
     pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>) -> Self {
         Self { look, looked: RefCell::new(BTreeMap::new()) }
     }
 
-    /// An empty variable counts as none.
+    /// Returns the trimmed value of a variable. An empty one counts as unset.
     pub(super) fn get(&self, name: &str) -> Option<String> {
         let value = (self.look)(name)
             .map(|value| value.trim().to_owned())
@@ -28,7 +28,7 @@ impl<'a> Vars<'a> {
         value
     }
 
-    /// A variable that is a number, where it is set.
+    /// Returns the number in a variable, if it is set.
     pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<Option<T>, LaunchError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let number = value.parse().map_err(|_| LaunchError::Variable {
@@ -39,7 +39,7 @@ impl<'a> Vars<'a> {
         number.map(Some)
     }
 
-    /// A number that `source` must have set.
+    /// Returns a number that `source` must have set.
     pub(super) fn needed<T: FromStr>(
         &self,
         source: &'static str,
@@ -48,10 +48,10 @@ impl<'a> Vars<'a> {
         self.number(name)?.ok_or_else(|| self.half_set(source, name))
     }
 
-    /// The error of a launcher that has said some things and not `missing`.
+    /// Returns the error for a launcher that has set some variables but not `missing`.
     pub(super) fn half_set(&self, source_name: &'static str, missing: &str) -> LaunchError {
         let show = |(name, value): (&String, &Option<String>)| match value {
-            // The one secret among them.
+            // The token is secret, so its value is not shown.
             Some(_) if name == ours::JOB_TOKEN => format!("{name} is set"),
             Some(value) => format!("{name}={value}"),
             None => format!("{name} is not set"),
@@ -61,7 +61,7 @@ impl<'a> Vars<'a> {
         LaunchError::HalfSet { source_name, missing, found }
     }
 
-    /// What tells an MPI job from others.
+    /// Returns a text that identifies an MPI job.
     pub(super) fn namespace(&self) -> Option<String> {
         [
             "PMIX_NAMESPACE",
@@ -74,7 +74,8 @@ impl<'a> Vars<'a> {
         .find_map(|name| self.get(name))
     }
 
-    /// Where the processes of an MPI job on one host meet, and what tells the job from others.
+    /// Returns the rendezvous address for an MPI job on one host, and the text that identifies the
+    /// job. `Err` names the missing variables.
     pub(super) fn on_this_host(&self) -> (Result<String, String>, Option<String>) {
         let job = self.namespace();
         let coordinator = match &job {

@@ -66,7 +66,7 @@ impl DType {
         Self::C128,
     ];
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             Self::Bool | Self::I8 | Self::U8 => 1,
@@ -77,7 +77,7 @@ impl DType {
         }
     }
 
-    /// The name as it is written: `f32`.
+    /// Returns the short name: `f32`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bool => "bool",
@@ -98,7 +98,7 @@ impl DType {
         }
     }
 
-    /// The name as numpy and JAX write it: `float32`.
+    /// Returns the name in numpy and JAX: `float32`.
     const fn long_name(self) -> &'static str {
         match self {
             Self::Bool => "bool",
@@ -126,7 +126,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// Reads the name, and the one that numpy and JAX write: `f32` or `float32`.
+/// Parses the short name or the name in numpy and JAX: `f32` or `float32`.
 impl FromStr for DType {
     type Err = AvalError;
 
@@ -139,11 +139,11 @@ impl FromStr for DType {
 
 impl Leaf for DType {}
 
-/// A Rust type whose values are elements of arrays.
+/// A Rust type that stands for the elements of arrays.
 pub trait Element:
     bytemuck::NoUninit + bytemuck::CheckedBitPattern + fmt::Debug + PartialEq + Send + Sync
 {
-    /// The dtype it stands for.
+    /// The dtype of this type.
     const DTYPE: DType;
 }
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_back_also_through_serde() {
+    fn names_round_trip_also_through_serde() {
         for dtype in DType::ALL {
             assert_eq!(dtype.name().parse(), Ok(dtype));
             assert_eq!(dtype.long_name().parse(), Ok(dtype));

@@ -1,4 +1,5 @@
-//! Abstract values: what an array is apart from its contents, a shape and a [`DType`].
+//! Abstract values: the shape and [`DType`] of an array without its contents. Also arrays of host
+//! values.
 
 mod dtype;
 
@@ -10,20 +11,20 @@ pub use dtype::{DType, Element};
 
 use crate::tree::Leaf;
 
-/// Shape and dtype of an array. Cloning it copies no shape.
+/// Shape and dtype of an array. Clones share the shape.
 ///
-/// A scalar has shape `[]` and one element; a dimension of size 0 is ordinary.
+/// A scalar has shape `[]` and one element. Dimensions of size 0 are allowed.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct ShapedArray {
     shape: Arc<[usize]>,
     dtype: DType,
 }
 
-/// Why values are not the array they were said to be. Always the caller's fault.
+/// The reason why values do not match a shape or dtype. Always the caller's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AvalError {
-    /// The shape has more bytes than a process can address.
+    /// The shape takes more bytes than a process can address.
     #[error("{dtype}{shape:?} has more bytes than can be addressed")]
     TooLarge {
         /// The shape asked for.
@@ -37,12 +38,12 @@ pub enum AvalError {
     Elements {
         /// The line that gives the values.
         at: &'static Location<'static>,
-        /// What the values should be.
+        /// Expected shape and dtype of the values.
         expected: ShapedArray,
         /// Number of values.
         found: usize,
     },
-    /// There are more or fewer bytes than the array has.
+    /// The number of bytes is not that of the array.
     #[error("{expected} has {} bytes, but {found} are given", expected.bytes())]
     Length {
         /// Shape and dtype of the values.
@@ -50,7 +51,7 @@ pub enum AvalError {
         /// Number of bytes.
         found: usize,
     },
-    /// The elements were asked for, or given, as another type.
+    /// The elements were read or given as another type.
     #[error("the elements are {expected}, not {found}")]
     DType {
         /// The array's dtype.
@@ -58,13 +59,13 @@ pub enum AvalError {
         /// The dtype asked for.
         found: DType,
     },
-    /// The bytes are no values of the dtype (a bool that is neither 0 nor 1).
+    /// Some bytes are not valid values of the dtype (a bool that is neither 0 nor 1).
     #[error("the bytes of {aval} are not all values of {}", aval.dtype())]
     BitPattern {
-        /// What the bytes should be.
+        /// Shape and dtype that the bytes should have.
         aval: ShapedArray,
     },
-    /// The text names no dtype.
+    /// The text is not the name of a dtype.
     #[error("unknown dtype `{found}`; known are {}", DType::ALL.map(DType::name).join(", "))]
     UnknownDType {
         /// The text.
@@ -73,21 +74,21 @@ pub enum AvalError {
 }
 
 impl ShapedArray {
-    /// An array of `shape` and `dtype`.
+    /// Creates the description of an array of `shape` and `dtype`.
     ///
     /// # Panics
     ///
-    /// Where [`try_new`](Self::try_new) fails.
+    /// If [`try_new`](Self::try_new) fails.
     pub fn new(shape: &[usize], dtype: DType) -> Self {
         Self::try_new(shape, dtype).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// An array of `shape` and `dtype`.
+    /// Creates the description of an array of `shape` and `dtype`.
     ///
     /// # Errors
     ///
-    /// Fails where the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`: so that
-    /// no stride overflows either.
+    /// If the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`. So no stride
+    /// overflows either.
     pub fn try_new(shape: &[usize], dtype: DType) -> Result<Self, AvalError> {
         let bytes =
             shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
@@ -97,27 +98,27 @@ impl ShapedArray {
         }
     }
 
-    /// The size of each dimension.
+    /// Returns the size of each dimension.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Number of dimensions; 0 for a scalar.
+    /// Returns the number of dimensions; 0 for a scalar.
     pub fn ndim(&self) -> usize {
         self.shape.len()
     }
 
-    /// Number of elements; 1 for a scalar.
+    /// Returns the number of elements; 1 for a scalar.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Bytes of all elements.
+    /// Returns the bytes of all elements.
     pub fn bytes(&self) -> usize {
         self.elements() * self.dtype.size()
     }
@@ -138,12 +139,12 @@ impl Leaf for ShapedArray {}
 
 macro_rules! shorthands {
     ($($name:ident $dtype:ident $text:literal),*) => {$(
-        #[doc = concat!("An array of `", $text, "` with these dimensions: \
+        #[doc = concat!("Returns a [`ShapedArray`] of `", $text, "` with these dimensions: \
             `", stringify!($name), "([64, 256])`.")]
         ///
         /// # Panics
         ///
-        /// Where the bytes exceed what can be addressed.
+        /// If the bytes exceed the address space.
         pub fn $name(shape: impl AsRef<[usize]>) -> ShapedArray {
             ShapedArray::new(shape.as_ref(), DType::$dtype)
         }
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_beyond_the_address_space_are_refused_even_with_an_empty_dimension() {
+    fn too_large_shapes_are_refused_even_if_empty() {
         let half = isize::MAX as usize / 2;
         assert!(ShapedArray::try_new(&[half], DType::U8).is_ok());
         assert!(ShapedArray::try_new(&[half], DType::F32).is_err());

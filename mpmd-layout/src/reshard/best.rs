@@ -1,5 +1,5 @@
-//! The best way from a sharding to another: straight, or by way of an intermediate on the source's
-//! devices that is still divided.
+//! Finds the cheapest way from one sharding to another: the direct plan, or two plans by way of an
+//! intermediate sharding. The intermediate is on the source's devices and may still be divided.
 
 use std::collections::BTreeMap;
 
@@ -10,38 +10,41 @@ use super::plan::{Plan, Summary, plan};
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::{DeviceId, LinkClass, Mesh, Topology};
 
-/// Intermediates that are compared, at most; a mesh that would give more has its axes cut one at a
+/// The most intermediates that are compared. A mesh that would give more has its axes cut one at a
 /// time.
 const MOST_CANDIDATES: usize = 256;
 
-/// An intermediate sharding that is estimated to be faster than the direct way.
+/// An intermediate sharding with a lower estimated cost than the direct way.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Detour {
-    /// Where to put the array first. All of its replicas serve as sources of the second step.
+    /// The sharding to move the array to first. All of its replicas serve as sources of the second
+    /// step.
     pub intermediate: Intermediate,
-    /// What the direct way is estimated to cost.
+    /// The estimated cost of the direct plan.
     pub direct_cost: u64,
-    /// What both steps together are estimated to cost: less.
+    /// The estimated cost of both steps together. Lower than `direct_cost`.
     pub cost: u64,
 }
 
-/// The intermediate sharding by which an array of `shape`, of elements of `item_bytes` bytes, gets
-/// from `src` to `dst` with the least `cost`; `None` where the direct way costs no more, or one of
-/// the two is not over a mesh by a spec that fits the shape, or one of partial sums.
+/// Finds the intermediate sharding with the least `cost` on the way from `src` to `dst`.
 ///
-/// Each axis that divides the source may be cut, of size `s` into `s / t` replicas of `t` parts for
-/// every divisor `t`; so, unlike [`find_intermediate_sharding`](super::find_intermediate_sharding),
-/// the intermediate may stay divided, an axis may be one of several that divide a dimension, and
-/// any two shardings are looked at. The replicas stand next to each other in the axis' place, so
-/// that every device keeps what it holds as a part of what it gathers, where the axis is the last
-/// that divides its dimension.
+/// The array has `shape` and elements of `item_bytes` bytes. Returns `None` if the direct way costs
+/// no more. Also returns `None` if the source has no mesh, a sharding does not fit the shape or the
+/// topology, or one holds partial sums.
 ///
-/// An intermediate never moves more bytes over slow links than the direct way: none over a class
-/// slower than the slowest that the direct way uses, and over that class, both steps together, at
-/// most as many. Equally good ones are decided by the larger number of parts. `cost` is asked for
-/// both steps and their costs are added; [`estimate_ns`] is one. A pure function of its arguments,
-/// if `cost` is.
+/// Each axis that divides the source may be cut: for every divisor `t` of its size `s`, into `s /
+/// t` replicas of `t` parts. Compared with
+/// [`find_intermediate_sharding`](super::find_intermediate_sharding), the intermediate may stay
+/// divided, an axis may share its dimension with others, and any two shardings are considered. The
+/// replica axis takes the place next to the cut axis. If the axis is the last that divides its
+/// dimension, every device therefore keeps its own shard as a part of the gathered one.
+///
+/// An intermediate never moves more bytes over slow links than the direct way. It moves none over a
+/// class slower than the slowest class that the direct way uses. Over that class, both steps
+/// together move at most as many bytes. Of equally cheap intermediates, the one with more parts
+/// wins. `cost` is called for both steps and their costs are added; [`estimate_ns`] is one such
+/// function. Deterministic if `cost` is.
 pub fn best_intermediate(
     src: &Sharding,
     dst: &Sharding,
@@ -77,11 +80,13 @@ pub fn best_intermediate(
     best
 }
 
-/// An estimate of how long a plan takes, in nanoseconds: the work of whoever has most to do.
+/// Estimates the duration of a plan in nanoseconds: the largest total work of any device or
+/// process.
 ///
-/// A device copies what it gets from its own process; a process sends, and receives, one message
-/// after the other, each with the latency and the time for its bytes that the topology's links
-/// have. The order of pieces, and work of other operations, are left out. Goes over all pieces.
+/// A device copies one after the other the pieces that come from its own process. A process sends,
+/// and receives, one message after the other. Each takes the latency and the time for its bytes
+/// that the topology gives for its link. The order of pieces and the work of other operations are
+/// left out. Takes time linear in the number of pieces.
 pub fn estimate_ns(plan: &Plan, item_bytes: usize, topology: &Topology) -> u64 {
     let mut copies: BTreeMap<DeviceId, u64> = BTreeMap::new();
     let mut sends: BTreeMap<ProcessId, u64> = BTreeMap::new();
@@ -102,7 +107,8 @@ pub fn estimate_ns(plan: &Plan, item_bytes: usize, topology: &Topology) -> u64 {
     copies.into_values().chain(sends.into_values()).chain(receives.into_values()).max().unwrap_or(0)
 }
 
-/// Whether two steps use no slower links than the direct way, and the slowest no more.
+/// Returns true if both steps together move no more bytes than the direct way over its slowest link
+/// class and over slower ones.
 fn keeps_to_fast_links(direct: &Summary, steps: [&Summary; 2]) -> bool {
     let slowest = LinkClass::ALL.into_iter().rev().find(|class| direct.bytes[*class as usize] > 0);
     let Some(slowest) = slowest else { return false };
@@ -116,13 +122,13 @@ fn keeps_to_fast_links(direct: &Summary, steps: [&Summary; 2]) -> bool {
         })
 }
 
-/// The intermediates to compare: those with more parts first.
+/// Returns the intermediates to compare, those with more parts first.
 fn candidates(src: &Sharding, mesh: &Mesh, spec: &Spec) -> Vec<Intermediate> {
     if parts_by_dim(mesh, spec.entries()).is_none() {
         return Vec::new();
     }
     let used = |axis: &String| spec.entries().iter().any(|entry| entry.axes().contains(axis));
-    // What may stay of each axis, the whole of it first.
+    // The sizes to which each axis may be cut, the full size first.
     let choices: Vec<Vec<usize>> = mesh
         .axis_names()
         .iter()
@@ -166,8 +172,8 @@ fn candidates(src: &Sharding, mesh: &Mesh, spec: &Spec) -> Vec<Intermediate> {
     kept.iter().filter_map(|kept| cut_in_place(src, mesh, spec, kept)).collect()
 }
 
-/// The intermediate in which that much stays of each axis; `None` where its axes would have the
-/// names of others.
+/// Returns the intermediate in which each axis is cut to its size in `kept`. Returns `None` if a
+/// new axis would have the name of another.
 fn cut_in_place(src: &Sharding, mesh: &Mesh, spec: &Spec, kept: &[usize]) -> Option<Intermediate> {
     let mut axes: Vec<(String, usize)> = Vec::new();
     let mut replica_axes = Vec::new();
@@ -219,7 +225,7 @@ mod tests {
         plan(&src, &dst, 4, topology).unwrap().summary()
     }
 
-    /// 8 devices on one host and 4 on another, each a process.
+    /// 8 devices on one host and 4 on another, one process for each device.
     fn two_hosts() -> Topology {
         Topology::even(12, 1).on_hosts(&[0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]).unwrap()
     }
@@ -229,7 +235,7 @@ mod tests {
         let topology = two_hosts();
         let src = on(&[("fsdp", 8), ("tp", 1)], 0, spec!["fsdp", "tp"]);
         let dst = on(&[("fsdp", 1), ("tp", 4)], 8, spec!["fsdp", "tp"]);
-        // 2 MiB: 4 messages to each process, of rows that two processes put together before.
+        // 2 MiB: 4 messages to each process, of rows that two processes put together first.
         let found = best(&src, &dst, &[1024, 512], &topology).unwrap();
         let (mesh, spec) =
             (found.intermediate.sharding.mesh().unwrap(), found.intermediate.sharding.spec());
@@ -254,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_tiny_is_gathered_whole_and_what_is_large_goes_straight() {
+    fn tiny_arrays_are_gathered_large_ones_go_straight() {
         let topology = two_hosts();
         let src = on(&[("fsdp", 8), ("tp", 1)], 0, spec!["fsdp", "tp"]);
         let dst = on(&[("fsdp", 1), ("tp", 4)], 8, spec!["fsdp", "tp"]);
@@ -269,8 +275,8 @@ mod tests {
 
     #[test]
     fn nothing_is_gathered_over_the_network() {
-        // Every device of the source is a host of its own: gathering would use the links to be
-        // spared.
+        // Every device of the source is on a host of its own, so gathering would load the network
+        // too.
         let topology = Topology::even(12, 1).on_hosts(&(0..12).collect::<Vec<_>>()).unwrap();
         let src = on(&[("x", 8)], 0, spec!["x"]);
         let dst = on(&[("y", 4)], 8, spec![None, "y"]);
@@ -278,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_compared_goes_straight() {
+    fn incomparable_shardings_go_straight() {
         let topology = two_hosts();
         let (rows, single) = (on(&[("x", 8)], 0, spec!["x"]), Sharding::single_device(DeviceId(9)));
         assert_eq!(best(&single, &rows, &[8, 8], &topology), None);

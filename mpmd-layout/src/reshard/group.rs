@@ -1,14 +1,15 @@
-//! In which order the arrays of a tree are moved.
+//! Groups the arrays of a tree by the order in which they are moved.
 
 use std::collections::HashMap;
 
 use crate::topology::DeviceId;
 
-/// The places of arrays, in the groups in which they are moved.
+/// Returns the indices of arrays, in the groups in which they are moved.
 ///
-/// `sources` gives each array's devices, or `None` for values that every process has. Those come
-/// first, as one group; then the others, one group for each set of devices, in the order in which
-/// the sets are first seen. Neither the order of the devices within a source nor its spec matters.
+/// `sources` gives each array's devices, or `None` for values that every process has. Those values
+/// come first, as one group. The other arrays follow, one group for each set of devices, in the
+/// order in which the sets are first seen. Neither the order of the devices within a source nor its
+/// spec matters.
 pub fn groups_by_devices<'a>(
     sources: impl IntoIterator<Item = Option<&'a [DeviceId]>>,
 ) -> Vec<Vec<usize>> {
@@ -39,10 +40,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_of_all_come_first_then_the_sets_of_devices_as_they_are_seen() {
+    fn host_values_come_first_then_device_sets_as_seen() {
         let [left, right, turned] =
             [[0, 1], [2, 3], [1, 0]].map(|devices: [u32; 2]| devices.map(DeviceId).to_vec());
-        // a and c on one set of devices, b on another, d host values.
+        // a and c are on one set of devices, b on another; d is a host value.
         let sources = [Some(&left[..]), Some(&right[..]), Some(&left[..]), None];
         assert_eq!(groups_by_devices(sources), [vec![3], vec![0, 2], vec![1]]);
         let sources = [Some(&right[..]), Some(&turned[..]), None, Some(&left[..]), None];

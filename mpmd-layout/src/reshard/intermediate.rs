@@ -1,13 +1,15 @@
-//! Intermediate shardings: where the devices of the source first put replicas of what each of them
-//! holds, so that a few of them can feed a smaller target.
+//! Intermediate shardings: the devices of the source first replicate their shards, so that a few
+//! devices can feed a smaller target.
 
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
-/// What follows an axis' name in the name of the axis over which the intermediate is replicated.
+/// Suffix of the axis over which the intermediate is replicated. It follows the name of the cut
+/// axis.
 pub(super) const REPLICA: &str = "_intermediate_replica";
 
-/// What follows an axis' name in the name of the axis over which the intermediate is still divided.
+/// Suffix of the axis over which the intermediate is still divided. It follows the name of the cut
+/// axis.
 pub(super) const SPLIT: &str = "_intermediate_split";
 
 /// A sharding on the source's devices that lies between a source and a target.
@@ -16,43 +18,43 @@ pub(super) const SPLIT: &str = "_intermediate_split";
 pub struct Intermediate {
     /// The sharding, in the source's memory kind.
     pub sharding: Sharding,
-    /// The axes of its mesh over which every array is replicated, in mesh order. Each index of them
-    /// holds the whole array.
+    /// The axes of its mesh over which every array is replicated, in mesh order. Each index along
+    /// them holds the whole array.
     pub replica_axes: Vec<String>,
 }
 
-/// Why there is no intermediate sharding; the ordinary way is always open.
+/// The reason that there is no intermediate sharding. Direct resharding remains possible.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoIntermediate {
-    /// Some dimension is divided on both sides by numbers with a common factor: parts can go
-    /// straight to where they belong.
+    /// In some dimension the parts of source and target have a common factor: parts can move
+    /// directly to their destinations.
     #[error("no intermediate sharding is needed")]
     NotNeeded,
-    /// One of the two is not a sharding over a mesh by a spec, or is one of partial sums.
+    /// One of the two is not a sharding over a mesh by a spec, or holds partial sums.
     #[error("source and target must both be shardings of whole values over a mesh by a spec")]
     NotNamed,
     /// The specs have different lengths, and not exactly one of them is empty.
     #[error("the specs of source and target have different lengths")]
     RankMismatch,
-    /// The largest division of the source is no multiple of the largest of the target.
+    /// The largest number of parts of a source dimension is no multiple of the target's largest.
     #[error("the largest division of the source is no multiple of the largest of the target")]
     Undividable,
     /// The source is not divided into more parts than the target.
     #[error("the source is not divided into more parts than the target")]
     SourceNotLarger,
-    /// The number of the source's parts is no multiple of the target's.
+    /// The total number of the source's parts is no multiple of the target's.
     #[error("the number of parts of the source is no multiple of that of the target")]
     TotalNotDivisible,
-    /// No dimension of the source that the target divides less is divided over exactly one axis, or
-    /// such an axis cannot be cut: its size is no multiple of the target's parts, its spec is not
-    /// one of its mesh, or the new axes would take names that the mesh has already.
+    /// No dimension that the source divides more than the target is divided over exactly one axis,
+    /// or such an axis cannot be cut. A cut needs a size that is a multiple of the target's parts,
+    /// a spec that fits the mesh, and axis names that are free.
     #[error("no axis of the source can be cut into replicas")]
     NoSplitCandidate,
 }
 
 impl NoIntermediate {
-    /// The reason as one word, for machines.
+    /// Returns the reason as one word, for machines.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotNeeded => "not_needed",
@@ -66,25 +68,31 @@ impl NoIntermediate {
     }
 }
 
-/// The sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
+/// Returns the sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
 ///
-/// With `s` and `d` the numbers of parts of each dimension, in this order: both must be over
-/// meshes, without unreduced axes; where exactly one spec is empty it counts as undivided in every
-/// dimension of the other, and then their lengths must be equal; `max(s)` must be a multiple of
-/// `max(d)`; `prod(s)` must be larger than `prod(d)` and a multiple of it; and no `s[i]`, `d[i]`
-/// may have a common factor. Then every dimension with `s[i] > d[i]` that is divided over a single
-/// axis has that axis cut: into `<axis>_intermediate_replica` of `s[i] / d[i]`, first in the mesh,
-/// and `<axis>_intermediate_split` of `d[i]` in the axis' old place. The devices keep their
-/// row-major order, so that the step to it moves data: it is no relabelling.
+/// Let `s` and `d` be the numbers of parts of each dimension in source and target. The conditions,
+/// in this order:
 ///
-/// The conditions leave `d[i] = 1` for every cut axis: the source is gathered along it. Where that
-/// is not so the original fails by accident, while here it is [`NoIntermediate::NoSplitCandidate`],
-/// as is a spec that names an axis twice or one that its mesh does not have.
-/// [`best_intermediate`](super::best_intermediate) finds intermediates that stay divided.
+/// - Both shardings are over meshes, without unreduced axes.
+/// - The specs have equal lengths. If exactly one of them is empty, it counts as undivided in every
+///   dimension of the other.
+/// - `max(s)` is a multiple of `max(d)`.
+/// - `prod(s)` is larger than `prod(d)` and a multiple of it.
+/// - No pair `s[i]`, `d[i]` has a common factor.
+///
+/// Then each axis that alone divides a dimension with `s[i] > d[i]` is cut in two. The axis
+/// `<axis>_intermediate_replica` of size `s[i] / d[i]` comes first in the mesh. The axis
+/// `<axis>_intermediate_split` of size `d[i]` takes the old place. The devices keep their row-major
+/// order, so the step to the intermediate moves data: it does not only relabel devices.
+///
+/// The conditions leave `d[i] = 1` for every axis that can be cut. If `d[i]` is larger, the
+/// original fails by accident; this function returns [`NoIntermediate::NoSplitCandidate`]. It
+/// returns the same for a spec that names an axis twice or names an axis that its mesh does not
+/// have. [`best_intermediate`](super::best_intermediate) finds intermediates that stay divided.
 ///
 /// # Errors
 ///
-/// Where there is none, with the first condition that does not hold.
+/// If there is none, the first condition that does not hold.
 pub fn find_intermediate_sharding(
     src: &Sharding,
     dst: &Sharding,
@@ -113,7 +121,7 @@ pub fn find_intermediate_sharding(
     if !largest(&parts).is_multiple_of(largest(&dst_parts)) {
         return Err(NoIntermediate::Undividable);
     }
-    // Neither product is more than the devices of its mesh.
+    // Neither product exceeds the number of devices of its mesh.
     let (total, dst_total) = (parts.iter().product::<usize>(), dst_parts.iter().product::<usize>());
     if total <= dst_total {
         return Err(NoIntermediate::SourceNotLarger);
@@ -138,16 +146,17 @@ pub fn find_intermediate_sharding(
     cut_axes(src, mesh, &entries, &cuts).ok_or(NoIntermediate::NoSplitCandidate)
 }
 
-/// An axis that is cut into replicas and what stays of it.
+/// An axis that is cut into a replica axis and a split axis.
 struct Cut {
     axis: String,
     /// The axis' size.
     parts: usize,
-    /// What stays of it.
+    /// The size of the split axis.
     split: usize,
 }
 
-/// The sharding in which those axes of `src` are cut; `None` where nothing is, or it cannot be.
+/// Returns the sharding in which the axes of `cuts` are cut. Returns `None` if nothing is cut or
+/// the cut is impossible.
 fn cut_axes(
     src: &Sharding,
     mesh: &Mesh,
@@ -183,7 +192,7 @@ fn cut_axes(
     Some(Intermediate { sharding: Sharding::named(mesh, spec, src.memory_kind()), replica_axes })
 }
 
-/// Into how many parts each dimension is divided; `None` where the mesh lacks an axis or the
+/// Returns the number of parts of each dimension. Returns `None` if the mesh lacks an axis or the
 /// entries use one twice.
 pub(super) fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
     let axes: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
@@ -210,8 +219,8 @@ mod tests {
         Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
     }
 
-    /// The intermediate of two shardings on devices 0.. and 100.. as text: mesh, spec, replica
-    /// axes.
+    /// Returns the intermediate of two shardings on devices 0.. and 100.. as text: mesh, spec,
+    /// replica axes.
     fn found(
         src: (&[(&str, usize)], Spec),
         dst: (&[(&str, usize)], Spec),
@@ -288,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn vectors_without_one() {
+    fn vectors_without_an_intermediate() {
         let table = [
             (found((&[("x", 8)], spec!["x"]), (&[("x", 4)], spec!["x"])), "not_needed"),
             (
@@ -332,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_original_raises_by_accident_there_is_none() {
+    fn no_intermediate_where_original_fails_by_accident() {
         // 12 devices do not fill (1, 4, 2, 1), nor 24 (1, 6, 3, 1).
         let none_of = |src: (&[(&str, usize)], Spec), dst: (&[(&str, usize)], Spec)| {
             found(src, dst).unwrap_err()
@@ -348,7 +357,7 @@ mod tests {
             ),
             "no_split_candidate"
         );
-        // Specs that are none of their mesh, and names that are taken.
+        // Specs that do not fit their mesh, and axis names that are taken.
         assert_eq!(
             none_of((&[("x", 8)], spec!["q"]), (&[("y", 4)], spec![None])),
             "no_split_candidate"
@@ -362,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn only_named_shardings_have_one_and_the_memory_kind_is_the_sources() {
+    fn only_named_shardings_have_one_in_source_memory_kind() {
         let (rows, single) = (on(&[("x", 8)], 0, spec!["x"]), Sharding::single_device(DeviceId(9)));
         let sums = on(&[("x", 8), ("y", 2)], 0, spec!["x"]).unreduced(&["y"]).unwrap();
         let target = on(&[("y", 2)], 100, spec![]);
@@ -379,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn the_step_to_the_intermediate_moves_data() {
+    fn step_to_intermediate_moves_data() {
         let region = |sharding: &Sharding, shape: &[usize], device: u32| {
             sharding.layout(shape).unwrap().region_of(DeviceId(device)).unwrap().to_string()
         };

@@ -1,4 +1,4 @@
-//! From two layouts to the pieces that turn one into the other.
+//! Plans the pieces that turn an array of one layout into another layout.
 
 use std::collections::BTreeMap;
 
@@ -10,27 +10,27 @@ use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::{DeviceId, LinkClass, Topology};
 
-/// Bits of a piece's number: the partial sum, the tiles of source and destination, and the piece of
-/// what they share. The highest bit is free for those who number other things.
+/// Field widths of a delivery's id: the partial sum, the tiles of source and destination, and the
+/// piece of their intersection. The highest bit is free for other kinds of ids.
 const TERM_BITS: u32 = 10;
 const TILE_BITS: u32 = 20;
 const PIECE_BITS: u32 = 13;
 
-/// What goes where, so that every destination region is covered exactly once.
+/// A plan of the moves that fill every destination region exactly once.
 ///
 /// A pure function of the two layouts, the topology and the size of an element, and so the same on
-/// every process. It is kept as the two tilings: [`part_of`](Plan::part_of) works out what one
-/// process does, without listing what the others do.
+/// every process. It stores only the two tilings. [`part_of`](Plan::part_of) computes the work of
+/// one process without listing the work of the others.
 ///
-/// Where several devices have a region it comes from the destination device itself, else from its
-/// process, else from its host; devices equally near take turns. A region that is wanted on several
-/// devices reaches each host without it once over the network and each process without it once from
-/// its neighbours; it spreads from there. Between many hosts it is passed on from host to host
-/// where the topology's link costs make that cheaper than sending it from its holders again and
-/// again.
+/// If several devices hold a region, a destination takes it from its own device first, then from
+/// its process, then from its host. Equally near devices take turns. A region that several devices
+/// want crosses the network once for each host without it. On a host it goes once to each process
+/// without it, and spreads inside the process. If several hosts want it, each host may pass it on
+/// to the next. This happens where the topology's link costs make it cheaper than sending it from
+/// its holders repeatedly.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// One for each partial sum.
+    /// One tiling for each partial sum.
     sources: Vec<Tiling>,
     dst: Tiling,
     dst_devices: Vec<DeviceId>,
@@ -38,75 +38,76 @@ pub struct Plan {
     item_bytes: usize,
 }
 
-/// One region that goes from one device to one device; possibly the same.
+/// One region that moves from one device to another, or stays on the same device.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Piece {
-    /// Who has it.
+    /// The device that sends the region.
     pub src: DeviceId,
-    /// Who needs it.
+    /// The device that needs the region.
     pub dst: DeviceId,
-    /// Which part of the whole array. Never empty.
+    /// The moved part of the whole array. Never empty.
     pub region: Region,
-    /// Which of the source's partial sums it is of; 0 where nothing is unreduced.
+    /// Index of the source's partial sum that it belongs to; 0 if nothing is unreduced.
     pub term: u32,
-    /// 1 where the source array is at `src`; one more than the step of the piece that brings it
-    /// there where `src` passes it on.
+    /// 1 if `src` holds the region in the source array. If `src` passes it on, one more than the
+    /// step of the piece that brings it to `src`.
     pub step: u32,
 }
 
-/// What one process does for a [`Plan`].
+/// The work of one process in a [`Plan`].
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Part {
-    /// In the order of their numbers.
+    /// The deliveries, in ascending order of their ids.
     pub deliveries: Vec<Delivery>,
 }
 
-/// A region that comes to a process, or is there, and where it goes on to.
+/// A region that a process holds or receives, with the devices and processes that get it from
+/// there.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Delivery {
-    /// Its number in messages: every process that moves it between the same two knows it by this.
+    /// Its id in messages. Both processes of a transfer know it by this id.
     pub id: u64,
-    /// Which of the source's partial sums it is of; 0 where nothing is unreduced.
+    /// Index of the source's partial sum that it belongs to; 0 if nothing is unreduced.
     pub term: u32,
-    /// Which part of the whole array. Never empty.
+    /// The delivered part of the whole array. Never empty.
     pub region: Region,
-    /// Where it is.
+    /// The device or process that the region comes from.
     pub from: Origin,
-    /// The device whose shard of the source array it is taken from. `None` where it comes from a
-    /// process that has no such shard: that passes on what it got, which is the region alone.
+    /// The device that holds the region in its shard of the source array. `None` if the sending
+    /// process has no such shard and passes on the region alone, as it received it.
     pub giver: Option<DeviceId>,
     /// The devices of this process that want it.
     pub targets: Vec<DeviceId>,
-    /// The processes that get it from this one.
+    /// The processes that receive it from this one.
     pub peers: Vec<ProcessId>,
 }
 
-/// Where a region comes from.
+/// The place from which a process takes a region.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Origin {
-    /// The source array's shard on a device of this process.
+    /// The source array's shard on this device, which belongs to the process.
     Device(DeviceId),
-    /// Another process sends it.
+    /// Another process, which sends the region.
     Process(ProcessId),
 }
 
-/// What a plan moves, over which links.
+/// Totals of a plan: its pieces, its steps, and its bytes for each class of links.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Summary {
     /// Number of pieces.
     pub pieces: usize,
-    /// Bytes over each class of links, in the order of [`LinkClass::ALL`].
+    /// Bytes over each class of links, indexed in the order of [`LinkClass::ALL`].
     pub bytes: [u64; 4],
-    /// The most bytes that one device sends to other devices.
+    /// The largest number of bytes that one device sends to other devices.
     pub max_bytes_sent_by_a_device: u64,
-    /// The longest chain of pieces of which each waits for the one before it; 0 where nothing is
-    /// moved.
+    /// Length of the longest chain of pieces in which each waits for the one before it; 0 if
+    /// nothing is moved.
     pub steps: u32,
 }
 
-/// Why there is no plan. Always the caller's fault, and the same on every process.
+/// The reason that there is no plan. Always the caller's fault, and the same on every process.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReshardError {
@@ -123,10 +124,10 @@ pub enum ReshardError {
     UnknownDevice {
         /// The device.
         device: DeviceId,
-        /// How many devices there are.
+        /// Number of devices in the job.
         devices: usize,
     },
-    /// More devices, or more partial sums, than pieces can be numbered for.
+    /// There are too many devices or partial sums to number the pieces.
     #[error(
         "a layout of {devices} devices with {terms} partial sums is too large: at most \
          {most_devices} and {most_terms}"
@@ -136,22 +137,24 @@ pub enum ReshardError {
         devices: usize,
         /// Partial sums of the source.
         terms: usize,
-        /// The most devices.
+        /// The largest allowed number of devices.
         most_devices: usize,
-        /// The most partial sums.
+        /// The largest allowed number of partial sums.
         most_terms: usize,
     },
 }
 
-/// The plan that turns an array laid out as `src`, of elements of `item_bytes` bytes, into one laid
-/// out as `dst`.
+/// Plans the moves from an array laid out as `src` to one laid out as `dst`, with elements of
+/// `item_bytes` bytes.
 ///
-/// Where the source is unreduced the pieces of all its partial sums go to every device that wants
-/// their sum; where the destination is, only the devices of its first partial sum get any.
+/// If the source is unreduced, the pieces of all its partial sums go to every device that wants
+/// their sum. If the destination is unreduced, only the devices of its first partial sum receive
+/// pieces.
 ///
 /// # Errors
 ///
-/// Fails where the shapes differ, or a device is not of the job.
+/// If the shapes differ or a device is not part of the job. Also if there are more devices or
+/// partial sums than pieces can be numbered for.
 pub fn plan(
     src: &Layout,
     dst: &Layout,
@@ -181,7 +184,7 @@ pub fn plan(
 }
 
 impl Plan {
-    /// What a process does.
+    /// Returns the deliveries of one process.
     pub fn part_of(&self, process: ProcessId) -> Part {
         let host = self.topology.host_of(process);
         let tiles = |tiling: &Tiling| {
@@ -200,7 +203,7 @@ impl Plan {
                     self.deliveries(term, a, *b, process, host, &mut deliveries);
                 }
             }
-            // What it gives of what it does not want itself.
+            // Source tiles that this process gives to others and does not want itself.
             for a in tiles(src) {
                 for b in self.dst.touching(&src.tile(a).region) {
                     if wanted.binary_search(&b).is_err() {
@@ -213,8 +216,8 @@ impl Plan {
         Part { deliveries }
     }
 
-    /// Every piece, in an order in which they can be carried out one after the other: by step, then
-    /// by destination in its device order, then by partial sum and region.
+    /// Returns every piece, in an order in which they can be executed one after the other. They are
+    /// sorted by step, then by the destination's device order, then by partial sum and region.
     pub fn pieces(&self) -> Vec<Piece> {
         let mut pieces = Vec::new();
         for dst in &self.dst_devices {
@@ -225,12 +228,12 @@ impl Plan {
                 }
             }
         }
-        // Stable: within a step they are in order already.
+        // The sort is stable: within a step the pieces are already in order.
         pieces.sort_by_key(|piece| piece.step);
         pieces
     }
 
-    /// What is moved, over which links. Goes over all pieces.
+    /// Computes the plan's totals. Takes time linear in the number of pieces.
     pub fn summary(&self) -> Summary {
         let mut summary = Summary::default();
         let mut sent: BTreeMap<DeviceId, u64> = BTreeMap::new();
@@ -250,7 +253,8 @@ impl Plan {
         summary
     }
 
-    /// What tiles `a` and `b` share, and how it travels.
+    /// Returns the intersection of tiles `a` and `b` and its route, or `None` if they share
+    /// nothing.
     fn spread(&self, term: usize, a: u32, b: u32) -> Option<(Region, Spread<'_>)> {
         let src = &self.sources[term];
         let region = src.tile(a).region.intersect(&self.dst.tile(b).region)?;
@@ -259,7 +263,7 @@ impl Plan {
         Some((region, spread))
     }
 
-    /// What a process does for the region that tiles `a` and `b` share.
+    /// Appends the deliveries of a process for the intersection of tiles `a` and `b`.
     fn deliveries(
         &self,
         term: usize,
@@ -314,7 +318,8 @@ impl Plan {
         }
     }
 
-    /// Which devices of a process that has a tile give it to which of its devices that want it.
+    /// Maps each giving device of a process that holds tile `a` to the process' devices that copy
+    /// from it.
     fn local(
         &self,
         spread: &Spread<'_>,
@@ -337,7 +342,7 @@ impl Plan {
         by_device
     }
 
-    /// The pieces that bring what tiles `a` and `b` share to a device that wants it.
+    /// Appends the pieces that bring the intersection of tiles `a` and `b` to device `dst`.
     fn pieces_to(&self, dst: DeviceId, term: usize, a: u32, b: u32, into: &mut Vec<Piece>) {
         let Some((region, spread)) = self.spread(term, a, b) else { return };
         let Some(process) = self.topology.process_of(dst) else { return };
@@ -355,7 +360,7 @@ impl Plan {
         for part in 0..spread.parts() {
             let Some(giver) = spread.giver(wanting, part) else { continue };
             let (region, step) = (spread.part(&region, part), spread.step(wanting, part));
-            // The other devices have it from the one that it comes to.
+            // The other devices of the process copy it from the landing device.
             into.push(if dst == landing {
                 piece(giver.device, region, step)
             } else {
@@ -366,7 +371,7 @@ impl Plan {
 }
 
 impl Summary {
-    /// Bytes over links of a class.
+    /// Returns the bytes that move over links of `class`.
     pub fn bytes_over(&self, class: LinkClass) -> u64 {
         self.bytes[class as usize]
     }

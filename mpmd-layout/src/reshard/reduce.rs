@@ -1,17 +1,21 @@
-//! Adding partial sums up in two steps where one would move too much.
+//! Chooses when to add partial sums in two steps (reduce-scatter, then gather) because one step
+//! would move more bytes.
 
 use crate::sharding::{Layout, Sharding, Spec, SpecEntry};
 
-/// Smaller arrays are added up in one step, which is one round of messages.
+/// Smaller arrays are added in one step, which is one round of messages.
 const TWO_STEPS_BYTES: usize = 256 << 10;
 
-/// A sharding by which to add partial sums up first, each device a part of its own, before they go
-/// to where they are wanted: reduce-scatter, then gather.
+/// Returns the sharding for the first step of a two-step addition of partial sums: reduce-scatter,
+/// then gather. In it each device adds up one part of the array.
 ///
-/// With `n` sums of `b` bytes that are wanted `k` times the direct way moves `n k b` bytes, this
-/// one `(n - 1) b + k b`. It divides a dimension that the source does not divide, or divides one
-/// further. `None` where nothing would be gained: the very same sums are wanted, the array is
-/// small, each part of it is wanted once, or no dimension can be divided evenly.
+/// With `n` partial sums of `b` bytes and `k` copies of the sum wanted, one step moves `n k b`
+/// bytes. Two steps move `(n - 1) b + k b`. The returned sharding divides a dimension that the
+/// source does not divide. If no such dimension can be divided evenly, it divides a divided one
+/// further.
+///
+/// Returns `None` if two steps gain nothing: source and destination layouts are equal, the array is
+/// small, each part is wanted once, or no dimension can be divided evenly.
 #[doc(hidden)]
 pub fn scattered(
     from: &Sharding,
@@ -22,7 +26,7 @@ pub fn scattered(
     let elements: usize = shape.iter().product();
     let wanted: usize = match to.terms() {
         1 => to.regions().iter().map(|region| region.elements()).sum(),
-        // All of it is put into one of the destination's sums.
+        // All terms are put into one of the destination's partial sums.
         terms => to.regions().iter().map(|region| region.elements()).sum::<usize>() / terms,
     };
     if elements.saturating_mul(item_bytes) < TWO_STEPS_BYTES || wanted < 2 * elements {
@@ -64,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dimension_that_is_not_divided_yet_comes_first() {
+    fn undivided_dimensions_are_divided_first() {
         let all = mesh().replicated();
         assert_eq!(specs(spec![], &["b"], [512, 512], &all), Some(spec!["b", None]));
         assert_eq!(specs(spec!["a"], &["b"], [512, 512], &all), Some(spec!["a", "b"]));
@@ -76,13 +80,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_gained_by_small_ones_and_where_each_part_is_wanted_once() {
+    fn small_arrays_and_parts_wanted_once_take_one_step() {
         let all = mesh().replicated();
         assert_eq!(specs(spec![], &["b"], [64, 64], &all), None);
         assert_eq!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a", "b"])), None);
         assert_eq!(specs(spec![], &["b"], [512, 512], &Sharding::single_device(DeviceId(1))), None);
         assert!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a"])).is_some());
-        // Two copies of every sum, which stay where they are.
+        // Two copies of every partial sum, which stay in place.
         let same = mesh().replicated().unreduced(&["b"]).unwrap();
         assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);
         assert!(

@@ -1,12 +1,12 @@
-//! How one region gets from the devices that have it to the devices that want it.
+//! The route of one region from the devices that have it to the devices that want it.
 //!
-//! Nearness first: whoever has the region itself copies from itself, a process that has it
-//! somewhere from there, a host that has it in some process from that process. Only hosts without
-//! it get it over the network, each of them once, and a process of a host once from its neighbours;
-//! inside, it spreads.
+//! The nearest holder gives. A device that holds the region copies from itself. A process that
+//! holds it on another device copies from there. On a host with a holder, other processes get it
+//! from that process. Only hosts without a holder get it over the network, each of them once. There
+//! one process receives each part and sends it on to the others.
 //!
-//! Every answer is worked out by itself from the two tilings, so that a process asks only for what
-//! concerns it, and all processes find the same.
+//! Each query is computed from the two tilings alone, so all processes find the same answer. A
+//! process asks only for the regions that concern it.
 
 use std::cell::OnceCell;
 use std::ops::Range;
@@ -17,41 +17,44 @@ use super::tiling::{Host, Process, Tiling};
 use crate::region::Region;
 use crate::topology::{DeviceId, Links};
 
-/// Larger pieces between processes move in chunks of about this size, so that packing, sending,
-/// passing on and unpacking overlap: large enough that a message's own cost is a small part.
+/// Approximate size in bytes of the chunks of larger pieces between processes. Chunks let packing,
+/// sending, passing on and unpacking overlap. This size keeps the fixed cost of a message small in
+/// proportion.
 pub(super) const CHUNK_BYTES: usize = 2 << 20;
 
-/// A region is divided over several links only where each part has at least this many bytes.
+/// Smallest part in bytes when a region is divided over several links.
 const PART_BYTES: usize = 1 << 20;
 
-/// Chunks of one region, at most: their numbers have to fit a message's piece number.
+/// The most chunks of one region: their numbers have to fit the piece field of a delivery's id.
 pub(super) const MOST_CHUNKS: usize = 1 << 13;
 
-/// The way of one region: what tile `a` of the source and tile `b` of the destination share.
+/// The route of one region: the intersection of tile `a` of the source and tile `b` of the
+/// destination.
 pub(super) struct Spread<'a> {
     src: &'a Tiling,
     dst: &'a Tiling,
     a: u32,
     b: u32,
-    /// Counts the regions that come from `a`, so that its holders take turns.
+    /// Index of `b` among the destination tiles that touch `a`. Lets the holders of `a` take turns.
     turn: usize,
-    /// Counts the regions that come to `b`, so that those who get them for others take turns.
+    /// Index of `a` among the source tiles that touch `b`. Lets the devices and processes that
+    /// receive for others take turns.
     arrival: OnceCell<usize>,
-    /// Places, among the hosts that want it, of those that have it already.
+    /// Indices, among the hosts that want the region, of those that have it already.
     served: Vec<usize>,
-    /// Hosts that get it over the network.
+    /// Number of hosts that get it over the network.
     needing: usize,
-    /// Whether they pass it on from one to the next, rather than all get it from a holder.
+    /// True if these hosts pass it on from one to the next. False if each gets it from a holder.
     relay: bool,
-    /// Parts that travel between hosts by ways of their own.
+    /// Number of parts that travel between hosts by separate routes.
     parts: usize,
     /// Chunks of each part.
     chunks: usize,
-    /// The dimension that parts and chunks divide.
+    /// The dimension along which parts and chunks are cut.
     dim: usize,
 }
 
-/// Who gives a region: a process, and the device there that has it.
+/// The sender of a region: a process, and the device there that has it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Giver {
     pub(super) process: ProcessId,
@@ -81,8 +84,8 @@ impl<'a> Spread<'a> {
             dim: 0,
         };
         let (having, wanting) = (src.hosts(a), dst.hosts(b));
-        // By the shorter of the two: thousands of hosts may have what thousands of tiles are each a
-        // part of.
+        // Searches from the shorter list: thousands of hosts may hold a tile that thousands of
+        // destination tiles are part of.
         if wanting.len() < having.len() {
             let has =
                 |host: &Host| having.binary_search_by_key(&host.host, |found| found.host).is_ok();
@@ -101,7 +104,8 @@ impl<'a> Spread<'a> {
         let per_source = spread.needing.div_ceil(having.len()) as u64;
         if per_source > 1 {
             let link = links.network;
-            // One after the other from the same source, or each a chunk behind the one before it.
+            // Sent one after the other from the same source, or passed on with each host one chunk
+            // behind the host before it.
             let one_by_one = link.nanos(bytes as u64).saturating_mul(per_source);
             let chunk = link.nanos(bytes.min(CHUNK_BYTES) as u64).saturating_mul(per_source - 1);
             spread.relay = link.nanos(bytes as u64).saturating_add(chunk) < one_by_one;
@@ -110,12 +114,12 @@ impl<'a> Spread<'a> {
         spread
     }
 
-    /// Decides on parts and chunks.
+    /// Sets the numbers of parts and chunks.
     fn divide(&mut self, region: &Region, bytes: usize) {
         if bytes < 2 * PART_BYTES.min(CHUNK_BYTES) || !self.leaves_a_process() {
             return;
         }
-        // The outermost dimension with indices enough keeps parts contiguous.
+        // Cutting the outermost dimension that has enough indices keeps parts contiguous.
         let lengths: Vec<usize> = region.ranges().map(|range| range.len()).collect();
         let wanted = bytes.div_ceil(CHUNK_BYTES).clamp(1, MOST_CHUNKS);
         let longest = || (0..lengths.len()).max_by_key(|dim| (lengths[*dim], usize::MAX - dim));
@@ -134,7 +138,7 @@ impl<'a> Spread<'a> {
         }
         let whole =
             *region == self.src.tile(self.a).region && *region == self.dst.tile(self.b).region;
-        // A whole shard that is not passed on is handed over in place.
+        // A whole shard that is not passed on needs no chunks: it is a zero-copy transfer.
         if !whole || self.relay || self.parts > 1 {
             let each = lengths[dim] / self.parts;
             self.chunks = (bytes / self.parts)
@@ -145,7 +149,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// Whether a process wants the region that does not have it.
+    /// Returns true if a process wants the region and does not have it.
     fn leaves_a_process(&self) -> bool {
         let without = |process: &Process| {
             self.src.in_process(self.a, process.process, process.host).is_none()
@@ -158,7 +162,8 @@ impl<'a> Spread<'a> {
                 .any(|host| self.dst.processes(host).iter().any(without))
     }
 
-    /// How many pieces the region moves in between processes: parts, and chunks of each.
+    /// Returns the number of pieces in which the region moves between processes: parts times chunks
+    /// of each.
     pub(super) fn pieces(&self) -> usize {
         self.parts * self.chunks
     }
@@ -167,34 +172,34 @@ impl<'a> Spread<'a> {
         self.parts
     }
 
-    /// The pieces that a part moves in.
+    /// Returns the indices of a part's pieces.
     pub(super) fn pieces_of(&self, part: usize) -> Range<usize> {
         part * self.chunks..(part + 1) * self.chunks
     }
 
-    /// The `piece`-th of the pieces of the region.
+    /// Returns the `piece`-th of the region's pieces.
     pub(super) fn piece(&self, region: &Region, piece: usize) -> Region {
         cut(region, self.dim, piece, self.pieces())
     }
 
-    /// The `part`-th of the parts of the region.
+    /// Returns the `part`-th of the region's parts.
     pub(super) fn part(&self, region: &Region, part: usize) -> Region {
         cut(region, self.dim, part, self.parts)
     }
 
-    /// Whether a process has the region in a shard of the source.
+    /// Returns true if a process has the region in a shard of the source.
     pub(super) fn has_it(&self, process: ProcessId, host: u32) -> bool {
         self.src.in_process(self.a, process, host).is_some()
     }
 
-    /// The device of a holding process that gives to the `rank`-th of its devices that have
-    /// nothing.
+    /// Returns the device of a holding process that gives to the `rank`-th of the process' devices
+    /// without the region.
     pub(super) fn holder(&self, holding: &Process, rank: usize) -> DeviceId {
         let devices = self.src.devices(holding);
         devices[(self.turn + rank) % devices.len()]
     }
 
-    /// The device of a process that gets the region for all of it.
+    /// Returns the device of a process that receives the region for all its devices.
     pub(super) fn landing_device(&self, wanting: &Process) -> DeviceId {
         let devices = self.dst.devices(wanting);
         if devices.len() == 1 {
@@ -205,7 +210,8 @@ impl<'a> Spread<'a> {
         devices[self.arrival() / processes % devices.len()]
     }
 
-    /// Who gives a part to a process that wants it; `None` where it has the region itself.
+    /// Returns the sender of a part to a process that wants it, or `None` if the process has the
+    /// region itself.
     pub(super) fn giver(&self, wanting: &Process, part: usize) -> Option<Giver> {
         if self.src.in_process(self.a, wanting.process, wanting.host).is_some() {
             return None;
@@ -232,7 +238,7 @@ impl<'a> Spread<'a> {
         Some(Giver { process: before.process, device: self.landing_device(before) })
     }
 
-    /// Whom a process gives a part to, and by which of its devices.
+    /// Returns the processes to which a process sends a part, each with the sending device.
     pub(super) fn takers(
         &self,
         process: ProcessId,
@@ -272,7 +278,7 @@ impl<'a> Spread<'a> {
         if self.relay {
             let (arc, place) = self.place_in_arc(self.rank(host));
             if place + 1 < self.arc(arc).len() {
-                // First what goes far.
+                // The network transfer comes first.
                 let next = self.needing_host(self.rank_in_arc(arc, place + 1));
                 takers.push((self.landing(next, part).process, device));
             }
@@ -281,8 +287,8 @@ impl<'a> Spread<'a> {
         takers
     }
 
-    /// How many times a part was passed on when it reaches the first device of a process: 1
-    /// straight from a holder.
+    /// Returns the number of transfers after which a part reaches the first device of a process: 1
+    /// if it comes straight from a holder.
     pub(super) fn step(&self, wanting: &Process, part: usize) -> u32 {
         if self.src.on_host(self.a, wanting.host).is_some() {
             return 1;
@@ -294,7 +300,7 @@ impl<'a> Spread<'a> {
         passed + if landing == Some(wanting.process) { 1 } else { 2 }
     }
 
-    /// The processes of a host that want the region and don't have it.
+    /// Returns the processes of a host that want the region and do not have it.
     fn without(&self, host: u32) -> Vec<&'a Process> {
         let wanting =
             self.dst.on_host(self.b, host).map_or(&[][..], |host| self.dst.processes(host));
@@ -304,12 +310,13 @@ impl<'a> Spread<'a> {
         wanting.iter().filter(without).collect()
     }
 
-    /// The holder on the same host for the `rank`-th of `count` processes without.
+    /// Returns the holder on the same host that gives to the `rank`-th of the host's `count`
+    /// processes without the region.
     fn neighbour(&self, having: &Host, count: usize, rank: usize) -> Giver {
         self.among(having, self.turn * count + rank)
     }
 
-    /// Which process of a host that has nothing gets a part for all of them.
+    /// Returns the process of a host without the region that receives a part for all of them.
     fn landing(&self, wanting: &Host, part: usize) -> &'a Process {
         let processes = self.dst.processes(wanting);
         if processes.len() == 1 {
@@ -322,13 +329,14 @@ impl<'a> Spread<'a> {
         *self.arrival.get_or_init(|| self.src.turn(self.a, &self.dst.tile(self.b).region))
     }
 
-    /// The number of a crossing between hosts, over all regions that come from `a`.
+    /// Returns the sequence number of a transfer between hosts, counted over all regions that come
+    /// from `a`.
     fn crossing(&self, of: usize, start: usize, part: usize) -> usize {
         (self.turn * of + start) * self.parts + part
     }
 
-    /// The holder that gives at a crossing: hosts take turns, then their processes, then their
-    /// devices.
+    /// Returns the holder that sends in a transfer between hosts. Hosts take turns, then their
+    /// processes, then their devices.
     fn source(&self, crossing: usize) -> Giver {
         let hosts = self.src.hosts(self.a);
         self.among(&hosts[crossing % hosts.len()], crossing / hosts.len())
@@ -341,10 +349,10 @@ impl<'a> Spread<'a> {
         Giver { process: process.process, device: devices[turn / processes.len() % devices.len()] }
     }
 
-    /// The `rank`-th host that gets the region over the network.
+    /// Returns the `rank`-th host that gets the region over the network.
     fn needing_host(&self, rank: usize) -> &'a Host {
-        // How many that have it already come before it: found by halves, since the number of hosts
-        // that lack it before each of those only grows.
+        // Counts the served hosts before it. A binary search works because the number of needing
+        // hosts before each served one never decreases.
         let (mut before, mut end) = (0, self.served.len());
         while before < end {
             let middle = before.midpoint(end);
@@ -357,32 +365,32 @@ impl<'a> Spread<'a> {
         &self.dst.hosts(self.b)[rank + before]
     }
 
-    /// A host's rank among those that get the region over the network.
+    /// Returns a host's rank among those that get the region over the network.
     fn rank(&self, host: u32) -> usize {
         let place = self.dst.hosts(self.b).partition_point(|found| found.host < host);
         place - self.served.partition_point(|served| *served < place)
     }
 
-    /// Ways on which hosts pass the region on, one from each host that has it while there are
-    /// enough.
+    /// Returns the number of chains along which hosts pass the region on: one for each host that
+    /// has it, at most one for each host that needs it.
     fn arcs(&self) -> usize {
         self.src.hosts(self.a).len().min(self.needing)
     }
 
-    /// Where the ring of hosts is cut open: behind a source, so that the sources of different
-    /// regions load different links.
+    /// Returns the rank at which the ring of needing hosts is cut open. It lies behind a source, so
+    /// that the sources of different regions load different links.
     fn opening(&self) -> usize {
         let hosts = self.src.hosts(self.a);
         self.rank(hosts[self.turn % hosts.len()].host) % self.needing
     }
 
-    /// The places on the opened ring that an arc has.
+    /// Returns the places of an arc on the opened ring.
     fn arc(&self, arc: usize) -> Range<usize> {
         let arcs = self.arcs();
         arc * self.needing / arcs..(arc + 1) * self.needing / arcs
     }
 
-    /// The arc that a host is on, and how many come before it there.
+    /// Returns the arc of a host and its place in that arc.
     fn place_in_arc(&self, rank: usize) -> (usize, usize) {
         let on_ring = (rank + self.needing - self.opening()) % self.needing;
         let arc = ((on_ring + 1) * self.arcs()).div_ceil(self.needing) - 1;
@@ -394,7 +402,7 @@ impl<'a> Spread<'a> {
     }
 }
 
-/// The `at`-th of `count` parts of a region along a dimension.
+/// Returns the `at`-th of `count` parts of a region along a dimension.
 fn cut(region: &Region, dim: usize, at: usize, count: usize) -> Region {
     if count == 1 {
         return region.clone();

@@ -1,4 +1,4 @@
-//! Plans against brute force, over layouts and topologies of every form.
+//! Tests plans against brute force, over random layouts and topologies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,10 +44,11 @@ fn different_device_counts_and_dimensions() {
 }
 
 #[test]
-fn replicas_come_from_here_then_from_near_and_holders_take_turns() {
+fn replicas_come_from_nearest_holder_in_turns() {
     let topology = Topology::even(4, 2);
     let everywhere = mesh(&[("x", 4)], 0).replicated();
-    // Device 3 has it. 4 to 7 are on processes without it: each gets it once, from holders in turn.
+    // Device 3 has it. 4 to 7 are on processes without it: each process gets it once, from holders
+    // in turn.
     let wanted = mesh(&[("y", 5)], 3).replicated();
     assert_eq!(
         planned(&everywhere, &wanted, &[6], &topology),
@@ -65,7 +66,7 @@ fn parts_of_one_tile_come_from_all_its_holders() {
     let (src, dst) = (src.layout(&[8]).unwrap(), dst.layout(&[8]).unwrap());
     let summary = plan(&src, &dst, 4, &topology).unwrap().summary();
     assert_eq!((summary.pieces, summary.max_bytes_sent_by_a_device, summary.steps), (8, 8, 1));
-    // The same where the eighths are columns of a grid whose rows are divided too.
+    // The same if the eighths are tiles of a grid with divided rows.
     let dst = mesh(&[("a", 2), ("b", 4)], 4).sharding(spec!["a", "b"]).layout(&[2, 4]).unwrap();
     let src = mesh(&[("r", 2), ("x", 2)], 0).sharding(spec!["x"]).layout(&[2, 4]).unwrap();
     let summary = plan(&src, &dst, 4, &topology).unwrap().summary();
@@ -73,7 +74,7 @@ fn parts_of_one_tile_come_from_all_its_holders() {
 }
 
 #[test]
-fn hosts_pass_on_what_is_large_and_get_what_is_small_from_its_holder() {
+fn hosts_relay_large_regions_and_fetch_small_directly() {
     let topology = Topology::even(8, 1).on_hosts(&[0, 0, 1, 1, 2, 2, 3, 3]).unwrap();
     let (src, dst) = (Sharding::single_device(DeviceId(0)), mesh(&[("x", 6)], 2).replicated());
     assert_eq!(
@@ -93,7 +94,7 @@ fn hosts_pass_on_what_is_large_and_get_what_is_small_from_its_holder() {
 }
 
 #[test]
-fn several_holders_of_a_large_region_share_its_way_between_hosts() {
+fn holders_of_large_region_share_network_transfer() {
     let topology = Topology::even(4, 1).on_hosts(&[0, 0, 1, 1]).unwrap();
     let (src, dst) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("x", 2)], 2).replicated());
     assert_eq!(
@@ -108,7 +109,7 @@ fn several_holders_of_a_large_region_share_its_way_between_hosts() {
 }
 
 #[test]
-fn processes_of_a_host_share_what_they_get_for_each_other() {
+fn processes_of_a_host_share_received_regions() {
     // Eight quarters of two columns, each from one device; each column is wanted by two processes.
     let topology = Topology::even(6, 2).on_hosts(&[0, 0, 0, 0, 1, 1]).unwrap();
     let src = mesh(&[("x", 4), ("y", 2)], 0).sharding(spec!["x", "y"]).layout(&[64, 64]).unwrap();
@@ -124,7 +125,7 @@ fn processes_of_a_host_share_what_they_get_for_each_other() {
 }
 
 #[test]
-fn empty_destinations_get_nothing() {
+fn empty_destinations_receive_nothing() {
     let topology = Topology::even(1, 4);
     let (a, b) = (mesh(&[("x", 2)], 0).sharding(spec!["x"]), mesh(&[("x", 2)], 2).replicated());
     assert!(planned(&a, &b, &[0, 3], &topology).is_empty());
@@ -151,9 +152,9 @@ fn equal_layouts_of_thousands_of_devices_move_nothing() {
 }
 
 #[test]
-fn a_process_works_out_its_part_of_a_gather_without_the_others() {
-    // Every one of 1024 processes wants what every other has: a million pieces, of which each has
-    // 1024.
+fn part_of_large_gather_lists_only_own_deliveries() {
+    // Each of 1024 processes wants the shards of all others: a million pieces, of which each
+    // process has 1024.
     let topology =
         Topology::even(1024, 1).on_hosts(&(0..1024).map(|p| p / 8).collect::<Vec<_>>()).unwrap();
     let mesh = mesh(&[("x", 1024)], 0);
@@ -166,7 +167,7 @@ fn a_process_works_out_its_part_of_a_gather_without_the_others() {
 
 const DEVICES: u32 = 12;
 
-/// A tiling of 72 by 72 by random cuts, its tiles dealt to devices.
+/// Returns a tiling of 72 by 72 by random cuts, its tiles assigned to random devices.
 fn any_tiling() -> impl Strategy<Value = Layout> {
     let devices = Just((0..DEVICES).map(DeviceId).collect::<Vec<_>>()).prop_shuffle();
     (devices, proptest::collection::vec((0..4usize, any::<bool>(), 1..23usize), 0..5)).prop_map(
@@ -192,7 +193,7 @@ fn any_tiling() -> impl Strategy<Value = Layout> {
     )
 }
 
-/// A named sharding of it over some of the devices, in some order.
+/// Returns a named sharding of 72 by 72 over some of the devices, in random order.
 fn any_named() -> impl Strategy<Value = Layout> {
     let devices = Just((0..DEVICES).map(DeviceId).collect::<Vec<_>>()).prop_shuffle();
     (devices, 1..=4usize, 1..=3usize, 0..6usize).prop_map(|(devices, a, b, spec)| {
@@ -219,14 +220,14 @@ fn any_topology() -> impl Strategy<Value = Topology> {
         |(per_process, hosts, latency_ns)| {
             let topology = Topology::even((DEVICES as usize).div_ceil(per_process), per_process);
             let hosts = &hosts[..topology.processes()];
-            // Without latency everything is passed on, with very much nothing.
+            // Without latency everything is passed on, with very high latency nothing.
             let network = Link { latency_ns, bytes_per_us: 1 };
             topology.on_hosts(hosts).unwrap().with_links(Links { network, ..Links::default() })
         },
     )
 }
 
-/// The part of a region that none of some others have, in elements.
+/// Returns the number of elements of a region that none of the regions `having` contain.
 fn missing(region: &Region, having: &[&Region]) -> usize {
     let without = |parts: Vec<Region>, other: &&Region| {
         parts.iter().flat_map(|part| part.without(other)).collect()
@@ -234,7 +235,8 @@ fn missing(region: &Region, having: &[&Region]) -> usize {
     having.iter().fold(vec![region.clone()], without).iter().map(Region::elements).sum()
 }
 
-/// What a group of devices wants and does not have, each element once.
+/// Returns the number of elements that a group of devices wants and does not have, each counted
+/// once.
 fn lacking(src: &Layout, dst: &Layout, group: impl Fn(DeviceId) -> bool) -> usize {
     let having: Vec<&Region> =
         src.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
@@ -243,14 +245,15 @@ fn lacking(src: &Layout, dst: &Layout, group: impl Fn(DeviceId) -> bool) -> usiz
     wanted.into_iter().map(|region| missing(region, &having)).sum()
 }
 
-/// An element size that makes 72 by 72 elements large enough for parts and chunks, or not.
+/// Returns an element size that makes 72 by 72 elements large enough for parts and chunks, or too
+/// small for them.
 fn any_item() -> impl Strategy<Value = usize> {
     prop_oneof![Just(4usize), Just(1 << 15)]
 }
 
 proptest! {
     #[test]
-    fn every_element_comes_once_from_a_device_that_has_it_by_then(
+    fn every_element_comes_once_from_a_current_holder(
         src in any_layout(), dst in any_layout(), topology in any_topology(), item in any_item(),
     ) {
         let plan = plan(&src, &dst, item, &topology).unwrap();
@@ -281,7 +284,7 @@ proptest! {
     }
 
     #[test]
-    fn slow_links_carry_what_is_missing_behind_them_and_no_more(
+    fn slow_links_carry_only_missing_bytes(
         src in any_layout(), dst in any_layout(), topology in any_topology(), item in any_item(),
     ) {
         let summary = plan(&src, &dst, item, &topology).unwrap().summary();
@@ -305,7 +308,7 @@ proptest! {
     }
 
     #[test]
-    fn the_parts_of_all_processes_fit_each_other_and_the_pieces(
+    fn parts_of_all_processes_match_each_other_and_pieces(
         src in any_layout(), dst in any_layout(), topology in any_topology(), item in any_item(),
     ) {
         let plan = plan(&src, &dst, item, &topology).unwrap();
@@ -336,7 +339,8 @@ proptest! {
                     }
                 }
                 for peer in &delivery.peers {
-                    // Who gets it knows whose shard it is of, or that it is passed on.
+                    // The receiver knows the device that holds the region in its shard, or that the
+                    // region is passed on.
                     let giver = delivery.giver.filter(|_| matches!(delivery.from, Origin::Device(_)));
                     let what = (delivery.region.clone(), giver);
                     let before = sent.insert((process(p), *peer, delivery.id), what);
@@ -352,7 +356,7 @@ proptest! {
         for (device, region) in dst.iter() {
             prop_assert_eq!(covered.get(&device).copied().unwrap_or(0), region.elements());
         }
-        // Between the same processes go the same bytes as in the pieces.
+        // The same bytes move between each two processes as in the pieces.
         let mut expected: BTreeMap<_, usize> = BTreeMap::new();
         for piece in plan.pieces() {
             let pair = (topology.process_of(piece.src).unwrap(), topology.process_of(piece.dst).unwrap());

@@ -1,9 +1,8 @@
-//! A layout seen from the side of its regions: which tiles the array is cut in, and who has each.
+//! A layout as a set of distinct regions (tiles), each with its holders.
 //!
-//! Most layouts are grids: the ranges of each dimension are cut by themselves, and every
-//! combination is a tile. Which tiles a region touches is then found by a search in each dimension,
-//! and pairs of tiles of two layouts are never listed. Layouts that are no grid are searched along
-//! one dimension.
+//! Most layouts are grids: each dimension is cut into ranges, and every combination of ranges is a
+//! tile. A search in each dimension finds the tiles that a region touches, so pairs of tiles of two
+//! layouts are never listed. Layouts that are not grids are searched along one dimension.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -16,16 +15,17 @@ use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::{DeviceId, Topology};
 
-/// The distinct regions of a layout that are not empty, and their holders.
+/// The distinct non-empty regions of a layout, and their holders.
 #[derive(Clone, Debug)]
 pub(super) struct Tiling {
     tiles: Vec<Tile>,
-    /// Groups of holders, by tile; each ascending by its number.
+    /// The hosts that hold each tile, grouped by tile; ascending in each group. `processes` are
+    /// grouped by host in the same way.
     hosts: Vec<Host>,
     processes: Vec<Process>,
-    /// By process; in the layout's order.
+    /// The holding devices, grouped by process, in the layout's order.
     devices: Vec<DeviceId>,
-    /// Each device that has something, ascending, with its tile.
+    /// Each device that holds a tile, ascending, with that tile.
     tile_of: Vec<(DeviceId, u32)>,
     lookup: Lookup,
 }
@@ -62,18 +62,18 @@ enum Lookup {
     Line(Line),
 }
 
-/// Tiles by where they lie along the dimension that is cut most.
+/// The tiles, sorted along the dimension with the most cuts.
 #[derive(Clone, Debug)]
 struct Line {
     dim: usize,
     /// Start along `dim` and tile, ascending.
     by_start: Vec<(usize, u32)>,
-    /// For each of `by_start` the largest end up to it.
+    /// For each entry of `by_start`, the largest end up to and including it.
     ends: Vec<usize>,
 }
 
 impl Tiling {
-    /// The tiles that the devices with partial sum `term` hold, in the order of their first
+    /// Returns the tiles that the devices with partial sum `term` hold, in the order of their first
     /// holders.
     pub(super) fn new(
         layout: &Layout,
@@ -133,34 +133,34 @@ impl Tiling {
         &self.tiles[tile as usize]
     }
 
-    /// The tile a device holds.
+    /// Returns the tile that a device holds.
     pub(super) fn tile_of(&self, device: DeviceId) -> Option<u32> {
         let at = self.tile_of.binary_search_by_key(&device, |(device, _)| *device).ok()?;
         Some(self.tile_of[at].1)
     }
 
-    /// The hosts that have a tile.
+    /// Returns the hosts that hold a tile.
     pub(super) fn hosts(&self, tile: u32) -> &[Host] {
         slice(&self.hosts, &self.tile(tile).hosts)
     }
 
-    /// The processes of a host that have it.
+    /// Returns the processes of a host that hold the tile.
     pub(super) fn processes(&self, host: &Host) -> &[Process] {
         slice(&self.processes, &host.processes)
     }
 
-    /// The devices of a process that have it.
+    /// Returns the devices of a process that hold the tile.
     pub(super) fn devices(&self, process: &Process) -> &[DeviceId] {
         slice(&self.devices, &process.devices)
     }
 
-    /// The holders of a tile on a host, if any.
+    /// Returns the holders of a tile on a host, if any.
     pub(super) fn on_host(&self, tile: u32, host: u32) -> Option<&Host> {
         let hosts = self.hosts(tile);
         hosts.binary_search_by_key(&host, |found| found.host).ok().map(|at| &hosts[at])
     }
 
-    /// The holders of a tile in a process, if any.
+    /// Returns the holders of a tile in a process, if any.
     pub(super) fn in_process(&self, tile: u32, process: ProcessId, host: u32) -> Option<&Process> {
         let processes = self.processes(self.on_host(tile, host)?);
         processes
@@ -169,7 +169,7 @@ impl Tiling {
             .map(|at| &processes[at])
     }
 
-    /// The tiles that share elements with a region that is not empty, in a fixed order.
+    /// Returns the tiles that share elements with a non-empty region, in a fixed order.
     pub(super) fn touching(&self, region: &Region) -> Vec<u32> {
         match &self.lookup {
             Lookup::Grid { cuts, cells } => {
@@ -199,8 +199,8 @@ impl Tiling {
         }
     }
 
-    /// How many tiles come before `tile` among those that [touch](Self::touching) a region; it is
-    /// one of them.
+    /// Returns the index of `tile` among the tiles that [touch](Self::touching) a region. The tile
+    /// must be one of them.
     pub(super) fn turn(&self, tile: u32, region: &Region) -> usize {
         match &self.lookup {
             Lookup::Grid { cuts, .. } => {
@@ -218,7 +218,7 @@ impl Tiling {
     }
 }
 
-/// Which of a dimension's cuts a range touches.
+/// Returns the indices of a dimension's cuts that a range touches.
 fn touched(cuts: &[(usize, usize)], range: &Range<usize>) -> Range<usize> {
     let first = cuts.partition_point(|cut| cut.1 <= range.start);
     first..cuts.partition_point(|cut| cut.0 < range.end).max(first)
@@ -233,7 +233,7 @@ impl Lookup {
         Self::grid(tiles).unwrap_or_else(|| Self::Line(Line::new(tiles)))
     }
 
-    /// The grid that the tiles are, if they are one.
+    /// Returns the grid that the tiles form, or `None` if they form none.
     fn grid(tiles: &[Tile]) -> Option<Self> {
         let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
         let mut cuts = Vec::with_capacity(ndim);
@@ -249,7 +249,8 @@ impl Lookup {
             count = count.checked_mul(ranges.len())?;
             cuts.push(ranges);
         }
-        // Different combinations of these ranges, and as many as there are.
+        // The tiles are distinct combinations of these ranges. They form a grid if their number
+        // equals the number of combinations.
         if count != tiles.len() {
             return None;
         }
@@ -319,7 +320,7 @@ mod tests {
         regions.reverse();
         let tiling = tiling(&[6, 6], regions);
         assert!(matches!(tiling.lookup, Lookup::Grid { .. }));
-        // Tiles are numbered as their holders come, and found in the order of the grid.
+        // Tiles are numbered in the order of their holders and found in the order of the grid.
         assert_eq!(tiling.touching(&region([(0, 6), (0, 6)])), [3, 2, 1, 0]);
         assert_eq!(tiling.touching(&region([(1, 3), (2, 3)])), [2, 0]);
         assert_eq!(tiling.turn(0, &region([(1, 3), (2, 3)])), 1);

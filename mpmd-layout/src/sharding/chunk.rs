@@ -1,9 +1,10 @@
-//! Chunks of one dimension, front-loaded: all of one size but the trailing ones, which may be short
-//! or empty.
+//! Chunk shardings: cuts one dimension into chunks of one size. Only the trailing chunks may be
+//! short or empty.
 //!
-//! With `n` indices and `k` chunks, chunk `i` has the indices from `min(n, c i)` to `min(n, c (i +
-//! 1))`, where `c = ceil(n / k)`. An empty chunk is therefore at the end of the dimension. The
-//! sizes are those of PyTorch's `ChunkShardingSpec`; so are its offsets when it reshards.
+//! Let `n` be the number of indices, `k` the number of chunks and `c = ceil(n / k)`. Chunk `i` has
+//! the indices from `min(n, c i)` to `min(n, c (i + 1))`. An empty chunk is therefore at the end of
+//! the dimension. The sizes are those of PyTorch's `ChunkShardingSpec`; so are its offsets when it
+//! reshards.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,28 +15,28 @@ use super::{Layout, ShardingError};
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// The chunks of an array by the rank that holds them: the form in which programs that know ranks,
-/// not devices, speak of them.
+/// The chunks of an array by the rank that holds them, for programs that know ranks instead of
+/// devices.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ChunkRanks {
-    /// For each rank its chunk's first index in every dimension.
+    /// The first index of each rank's chunk, in every dimension.
     pub offsets_by_rank: Vec<Vec<usize>>,
-    /// For each rank its chunk's number of indices in every dimension.
+    /// The number of indices of each rank's chunk, in every dimension.
     pub sizes_by_rank: Vec<Vec<usize>>,
-    /// For each chunk the rank that holds it.
+    /// The rank that holds each chunk.
     pub ranks: Vec<usize>,
 }
 
-/// The chunks of dimension `dim` of an array of `shape`, of which chunk `i` is on rank
-/// `placements[i]`.
+/// Cuts dimension `dim` of an array of `shape` into one chunk for each placement. Chunk `i` is on
+/// rank `placements[i]`.
 ///
-/// There are as many chunks as placements. A `dim` below 0 counts from the end. There are `world`
-/// ranks: where it is not given, as many as placements.
+/// A negative `dim` counts from the end. `world` is the number of ranks; without it, the number of
+/// placements.
 ///
 /// # Errors
 ///
-/// Fails where the array has no such dimension, there are no placements, and where the placements
-/// are not each of the ranks once; says which rank.
+/// If the array has no such dimension, if there are no placements, or if the placements do not name
+/// each rank exactly once. The error names the rank.
 pub fn chunk_by_rank(
     shape: &[usize],
     dim: isize,
@@ -47,7 +48,7 @@ pub fn chunk_by_rank(
         return Err(ShardingError::NoPlacements { dim });
     }
     let world = world.unwrap_or(placements.len());
-    // Not a list by rank: `world` may be any number.
+    // A map instead of a list by rank, because `world` may be any number.
     let mut chunk_of = HashMap::with_capacity(placements.len());
     for (chunk, rank) in placements.iter().copied().enumerate() {
         if rank >= world {
@@ -71,7 +72,7 @@ pub fn chunk_by_rank(
     })
 }
 
-/// Checks what does not depend on a shape.
+/// Checks the conditions that do not depend on a shape.
 pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingError> {
     if placements.is_empty() {
         return Err(ShardingError::NoPlacements { dim });
@@ -85,7 +86,8 @@ pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingE
     Ok(())
 }
 
-/// The layout of an array of `shape` whose dimension `dim` is cut into a chunk for each placement.
+/// Returns the layout of an array of `shape`, with dimension `dim` cut into a chunk for each
+/// placement.
 pub(super) fn layout(
     dim: isize,
     placements: &[DeviceId],
@@ -97,14 +99,14 @@ pub(super) fn layout(
     Ok(Layout::new(shape, placements.to_vec(), regions, chunks == 1))
 }
 
-/// The dimension and the devices in chunk order, where the shards are exactly the chunks of a
-/// dimension. Empty chunks, which are all at one place, keep the order of the shards.
+/// Returns the dimension and the devices in chunk order if the shards are exactly the chunks of a
+/// dimension. Empty chunks, which all have the same offset, keep the order of the shards.
 pub(super) fn infer(
     shape: &[usize],
     shards: &[(DeviceId, Region)],
 ) -> Option<(usize, Vec<DeviceId>)> {
     let mut ordered: Vec<&(DeviceId, Region)> = shards.iter().collect();
-    // Chunks differ in one dimension only, so that they are ordered by their offset in it.
+    // Chunks differ in one dimension only, so sorting regions orders them by their offset in it.
     ordered.sort_by_key(|(_, region)| region);
     let chunks = shards.len();
     let cut = |dim: usize| {
@@ -115,7 +117,7 @@ pub(super) fn infer(
     Some((dim, ordered.into_iter().map(|(device, _)| *device).collect()))
 }
 
-/// The dimension that `dim` is, counted from the end where it is below 0.
+/// Returns the index of dimension `dim`, which counts from the end if negative.
 fn dim_index(shape: &[usize], dim: isize) -> Result<usize, ShardingError> {
     let from_start = if dim < 0 { dim.checked_add_unsigned(shape.len()) } else { Some(dim) };
     from_start
@@ -148,7 +150,7 @@ mod tests {
         devices.iter().copied().map(DeviceId).collect()
     }
 
-    /// Offsets and sizes by rank, `[0,18]/[13,3]` and so on.
+    /// Returns offsets and sizes by rank as text: `[0,18]/[13,3]` and so on.
     fn table(shape: &[usize], dim: isize, placements: &[usize]) -> String {
         let found = chunk_by_rank(shape, dim, placements, Some(placements.len())).unwrap();
         assert_eq!(found.ranks, placements);
@@ -176,7 +178,7 @@ mod tests {
         for (shape, dim, placements, expected) in cases {
             assert_eq!(table(shape, dim, placements), expected, "{shape:?}, {dim}, {placements:?}");
         }
-        // Worked examples of the reference: 21 over four ranks, in both orders.
+        // Worked examples of PyTorch: 21 over four ranks, in both orders.
         assert_eq!(table(&[21], 0, &[0, 1, 2, 3]), "[0]/[6] [6]/[6] [12]/[6] [18]/[3]");
         assert_eq!(table(&[21], 0, &[3, 2, 1, 0]), "[18]/[3] [12]/[6] [6]/[6] [0]/[6]");
     }
@@ -204,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_gets_one_chunk_or_it_is_an_error() {
+    fn ranks_without_exactly_one_chunk_are_errors() {
         let error = |shape: &[usize], dim, placements: &[usize], world| {
             chunk_by_rank(shape, dim, placements, world).unwrap_err().to_string()
         };
@@ -231,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn placements_are_any_devices_once() {
+    fn chunk_accepts_any_distinct_devices() {
         let chunks = Sharding::chunk(0, ids(&[7, 2, 5])).unwrap();
         let layout = chunks.layout(&[4, 2]).unwrap();
         assert_eq!(layout.devices(), ids(&[7, 2, 5]));

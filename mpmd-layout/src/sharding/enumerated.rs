@@ -1,4 +1,4 @@
-//! Shards listed one by one: any regions that together are the array, each element in one of them.
+//! Enumerated shardings: lists of disjoint regions that together fill the array.
 
 use std::cmp::Reverse;
 
@@ -6,8 +6,8 @@ use super::{Layout, ShardingError};
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// Checks what does not depend on a shape: that there are shards, that each device has one, and
-/// that no element is in two.
+/// Checks the conditions that do not depend on a shape: there are shards, each device has one, and
+/// no two overlap.
 pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> {
     let Some((first_device, first_region)) = shards.first() else {
         return Err(ShardingError::NoShards);
@@ -43,7 +43,8 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
     Ok(())
 }
 
-/// The layout of an array of `shape` that consists of these shards, which have passed [`check`].
+/// Returns the layout of an array of `shape` that consists of these shards, which have passed
+/// [`check`].
 pub(super) fn layout(
     shards: &[(DeviceId, Region)],
     shape: &[usize],
@@ -57,7 +58,7 @@ pub(super) fn layout(
         if region.ndim() != shape.len() {
             return Err(shape_error(*device, region));
         }
-        // Empty ones too: what ends past the array was meant for another.
+        // Also checks empty shards: a shard that ends past the array was meant for another array.
         if let Some(dim) = (0..shape.len()).find(|dim| region.range(*dim).end > shape[*dim]) {
             let (device, region, shape) = (*device, region.clone(), shape.to_vec());
             return Err(ShardingError::PastEnd { device, region, dim, shape });
@@ -72,10 +73,10 @@ pub(super) fn layout(
     Ok(Layout::new(shape, devices, regions, shards.len() == 1))
 }
 
-/// Two shards that have elements in common, and those; the shards in the order of the list.
+/// Returns two shards that overlap, in the order of the list, and their intersection.
 ///
-/// A sweep along the dimension in which most shards start at different places: a shard is compared
-/// with those only that have begun before it and not yet ended.
+/// Sweeps along the dimension with the most distinct starts. A shard is compared only with the
+/// shards that start no later and have not ended yet.
 fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
     let mut order: Vec<usize> =
         (0..shards.len()).filter(|shard| !shards[*shard].1.is_empty()).collect();
@@ -112,10 +113,10 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
     None
 }
 
-/// A part of `whole` that is in none of the regions `held`, which have no elements in common.
+/// Returns a part of `whole` that is in none of the regions `held`. These must be disjoint.
 ///
-/// Counting elements tells whether there is one. To find it, a region that meets what remains is
-/// cut out, and the search goes on in a remainder that is not full.
+/// Counting elements tells whether there is such a part. To find it, the search cuts out a region
+/// that overlaps the remainder, and continues in a part of the remainder that is not full.
 fn gap(whole: Region, mut held: Vec<&Region>) -> Option<Region> {
     if is_full(&whole, &held) {
         return None;
@@ -133,7 +134,7 @@ fn is_full(whole: &Region, held: &[&Region]) -> bool {
     parts.fold(0u128, |sum, part| sum.saturating_add(elements(&part))) == elements(whole)
 }
 
-/// As [`Region::elements`], of regions that no memory could hold as well.
+/// Like [`Region::elements`], but also for regions too large for any memory.
 fn elements(region: &Region) -> u128 {
     region.ranges().fold(1, |product, range| u128::saturating_mul(product, range.len() as u128))
 }
@@ -144,7 +145,7 @@ mod tests {
     use crate::sharding::{Sharding, ShardingKind};
     use proptest::prelude::*;
 
-    /// Shards on devices 0, 1, …, from offsets and sizes.
+    /// Returns shards on devices 0, 1, …, from offsets and sizes.
     fn shards<const D: usize>(parts: &[([usize; D], [usize; D])]) -> Vec<(DeviceId, Region)> {
         let region = |(offset, size): &([usize; D], [usize; D])| {
             offset.iter().zip(size).map(|(offset, size)| (*offset, offset + size)).collect()
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_no_arrays_shards() {
+    fn invalid_shard_lists_are_refused() {
         assert_eq!(refused(Vec::new()), "a list of no shards: an array is on at least one device");
         let mut mixed = shards(&[([0, 0], [5, 4])]);
         mixed.push((DeviceId(7), Region::full(&[5])));
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_that_are_not_the_whole_array() {
+    fn shards_that_do_not_fill_the_array_are_refused() {
         let diagonal = shards(&[([0, 0], [5, 5]), ([5, 5], [5, 5])]);
         assert_eq!(
             uncovered(diagonal.clone(), &[10, 10]),
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn uneven_tilings_are_fine() {
+    fn uneven_tilings_are_accepted() {
         let uneven =
             shards(&[([0, 0], [2, 4]), ([0, 4], [4, 2]), ([2, 0], [4, 4]), ([4, 4], [2, 2])]);
         let layout = Sharding::enumerated(uneven.clone()).unwrap().layout(&[6, 6]).unwrap();
@@ -264,7 +265,7 @@ mod tests {
         let columns =
             shards(&[([0, 0], [2, 3]), ([0, 9], [2, 1]), ([0, 3], [2, 3]), ([0, 6], [2, 3])]);
         assert_eq!(of(&[2, 10], &columns), "1: [0, 2, 3, 1]");
-        // With empty chunks; the reference takes these for a list.
+        // With empty chunks; PyTorch treats these as a list.
         let short =
             shards(&[([5, 0], [0, 2]), ([4, 0], [1, 2]), ([0, 0], [2, 2]), ([2, 0], [2, 2])]);
         assert_eq!(of(&[5, 2], &short), "0: [2, 3, 1, 0]");
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn many_shards_take_no_time() {
+    fn many_shards_are_checked() {
         let side = 128;
         let tile = |i: usize| ([i / side * 4, i % side * 4], [4, 4]);
         let mut tiles = shards(&(0..side * side).map(tile).collect::<Vec<_>>());
@@ -296,8 +297,8 @@ mod tests {
         );
     }
 
-    /// A tiling by cuts from side to side: each choice cuts one of the parts so far in two, where
-    /// it can be cut. Parts may be empty.
+    /// Returns a tiling made by cuts from side to side. Each choice cuts one of the parts so far in
+    /// two, if it can be cut. Parts may be empty.
     fn tiling(
         shape: &[usize],
         cuts: &[(prop::sample::Index, prop::sample::Index, prop::sample::Index)],
@@ -331,7 +332,8 @@ mod tests {
             .prop_map(|(shape, regions)| (shape, (3..).map(DeviceId).zip(regions).collect()))
     }
 
-    /// Whether every element of the array is in exactly one shard, found element by element.
+    /// Returns true if every element of the array is in exactly one shard. Checks element by
+    /// element.
     fn tiles_by_counting(shape: &[usize], shards: &[(DeviceId, Region)]) -> bool {
         let whole = Region::full(shape);
         if !shards
@@ -359,7 +361,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_tiling_is_accepted_and_none_with_a_wrong_shard(
+        fn tilings_pass_and_wrong_shards_are_refused(
             (shape, shards) in tilings(),
             which in any::<prop::sample::Index>(),
             dim in any::<prop::sample::Index>(),
@@ -392,7 +394,7 @@ mod tests {
             dropped.remove(which);
             for changed in [moved, back, grown, down, shrunk, Some(dropped)].into_iter().flatten() {
                 let verdict = accepted(&changed);
-                // What an empty shard does is seldom wrong, so counting decides.
+                // A change of an empty shard is often still valid, so counting decides.
                 let right = !changed.is_empty() && tiles_by_counting(&shape, &changed);
                 prop_assert_eq!(verdict.is_ok(), right, "{:?}: {:?}", &changed, &verdict);
                 prop_assert!(!right || region.is_empty());

@@ -1,20 +1,20 @@
-//! Why a sharding cannot be, or does not apply to a shape.
+//! The errors of invalid shardings, and of shardings that do not fit a shape.
 
 use super::Spec;
 use crate::region::Region;
 use crate::topology::{DeviceId, Mesh};
 
-/// Why a sharding cannot be, or does not apply to a shape. Always the caller's fault, and the same
-/// on every process.
+/// The reason that a sharding is invalid or does not fit a shape. Always the caller's fault, and
+/// the same on every process.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShardingError {
     /// The spec names an axis that the mesh does not have.
     #[error("{spec}: dimension {dim} is divided over axis `{axis}`, but the mesh is {mesh}")]
     UnknownAxis {
-        /// The dimension.
+        /// The divided dimension.
         dim: usize,
-        /// The name.
+        /// The unknown axis.
         axis: String,
         /// The spec.
         spec: Spec,
@@ -62,18 +62,18 @@ pub enum ShardingError {
     UnknownDevice {
         /// The device.
         device: DeviceId,
-        /// How many devices there are.
+        /// Number of devices in the job.
         devices: usize,
     },
-    /// Unreduced axes of a sharding that has no mesh.
+    /// Unreduced axes were given for a sharding without a mesh.
     #[error("axis `{axis}` cannot be unreduced: {sharding} has no mesh")]
     UnreducedWithoutMesh {
         /// The first of the axes.
         axis: String,
-        /// The sharding.
+        /// The sharding as text.
         sharding: String,
     },
-    /// An unreduced axis that the mesh does not have.
+    /// The mesh does not have an axis that was to be unreduced.
     #[error("axis `{axis}` cannot be unreduced: the mesh is {mesh}")]
     UnreducedUnknownAxis {
         /// The axis.
@@ -81,42 +81,42 @@ pub enum ShardingError {
         /// The mesh.
         mesh: Mesh,
     },
-    /// An axis that is to be unreduced twice.
+    /// An axis is given twice in a list of unreduced axes.
     #[error("axis `{axis}` is unreduced twice")]
     UnreducedTwice {
         /// The axis.
         axis: String,
     },
-    /// An axis that divides a dimension and is to be unreduced: a device would hold a part of one
-    /// summand only.
+    /// An axis that divides a dimension cannot be unreduced: a device would hold only a part of one
+    /// summand.
     #[error("axis `{axis}` cannot be unreduced: {spec} divides dimension {dim} over it")]
     UnreducedDivides {
         /// The axis.
         axis: String,
-        /// The dimension.
+        /// The dimension that the axis divides.
         dim: usize,
         /// The spec.
         spec: Spec,
     },
-    /// Chunks that are placed nowhere.
+    /// A list of chunk placements is empty.
     #[error("the chunks of dimension {dim} are placed nowhere")]
     NoPlacements {
         /// The dimension, as it was given.
         dim: isize,
     },
-    /// A device that is to hold two chunks.
+    /// A device is given two chunks.
     #[error("chunks {first} and {second} of dimension {dim} are both placed on device {device}")]
     PlacedTwice {
         /// The dimension, as it was given.
         dim: isize,
         /// The device.
         device: DeviceId,
-        /// The first chunk placed there.
+        /// The first chunk placed on the device.
         first: usize,
-        /// The next.
+        /// The second chunk placed on the device.
         second: usize,
     },
-    /// The array does not have the dimension that is to be cut into chunks.
+    /// The array does not have the dimension that should be cut into chunks.
     #[error("chunks of dimension {dim}: shape {shape:?} has {}", dims(.shape))]
     DimOutOfRange {
         /// The dimension, as it was given.
@@ -124,10 +124,10 @@ pub enum ShardingError {
         /// The array's shape.
         shape: Vec<usize>,
     },
-    /// A list of shards without any.
+    /// A list of shards is empty.
     #[error("a list of no shards: an array is on at least one device")]
     NoShards,
-    /// Shards with different numbers of dimensions.
+    /// Two shards have different numbers of dimensions.
     #[error(
         "device {first_device} has {first_region} and device {device} has {region}: {} and {} \
          dimensions",
@@ -139,22 +139,22 @@ pub enum ShardingError {
         first_device: DeviceId,
         /// The first shard's region.
         first_region: Region,
-        /// The device whose shard differs.
+        /// The first device with a shard of another number of dimensions.
         device: DeviceId,
-        /// Its region.
+        /// The region of `device`.
         region: Region,
     },
-    /// A device with two shards.
+    /// A device has two shards.
     #[error("device {device} has {first} and again {second}: a device has one shard")]
     ShardTwice {
         /// The device.
         device: DeviceId,
-        /// Its region that comes first in the list.
+        /// The device's first region in the list.
         first: Region,
-        /// Its next.
+        /// The device's second region in the list.
         second: Region,
     },
-    /// Two shards that have elements in common.
+    /// Two shards have elements in common.
     #[error(
         "device {first_device} has {first_region} and device {second_device} has {second_region}: \
          both have {common}"
@@ -162,77 +162,77 @@ pub enum ShardingError {
     Overlap {
         /// The device that comes first in the list.
         first_device: DeviceId,
-        /// Its region.
+        /// The region of `first_device`.
         first_region: Region,
         /// The other device.
         second_device: DeviceId,
-        /// Its region.
+        /// The region of `second_device`.
         second_region: Region,
-        /// What both have.
+        /// The intersection of both regions.
         common: Region,
     },
-    /// Shards that have other numbers of dimensions than the array.
+    /// The shards have another number of dimensions than the array.
     #[error("device {device} has {region}, but shape {shape:?} has {} dimensions", shape.len())]
     ShapeNdim {
         /// The first shard's device.
         device: DeviceId,
-        /// Its region.
+        /// The region of `device`.
         region: Region,
         /// The array's shape.
         shape: Vec<usize>,
     },
-    /// A shard that ends after the array does.
+    /// A shard ends past the end of the array.
     #[error(
         "device {device} has {region}, which is past the end of dimension {dim} of shape {shape:?}"
     )]
     PastEnd {
         /// The device.
         device: DeviceId,
-        /// Its region.
+        /// The region of `device`.
         region: Region,
-        /// The first dimension that it goes past.
+        /// The first dimension in which the region ends past the array.
         dim: usize,
         /// The array's shape.
         shape: Vec<usize>,
     },
-    /// A part of the array that no shard has.
+    /// No shard holds a part of the array.
     #[error("no device has {region} of shape {shape:?}; there are {shards} shards")]
     Gap {
-        /// Some of what is missing.
+        /// A region without a holder. There may be others.
         region: Region,
         /// The array's shape.
         shape: Vec<usize>,
-        /// How many shards there are.
+        /// Number of shards.
         shards: usize,
     },
-    /// A rank that gets two chunks.
+    /// A rank is given two chunks.
     #[error("chunks {first} and {second} are both placed on rank {rank}")]
     RankTwice {
         /// The rank.
         rank: usize,
-        /// The first chunk placed there.
+        /// The first chunk placed on the rank.
         first: usize,
-        /// The next.
+        /// The second chunk placed on the rank.
         second: usize,
     },
-    /// A rank that does not exist.
+    /// A chunk is placed on a rank that does not exist.
     #[error("chunk {chunk} is placed on rank {rank}, but there are {world} ranks")]
     UnknownRank {
         /// The rank.
         rank: usize,
-        /// The chunk placed there.
+        /// The chunk placed on the rank.
         chunk: usize,
-        /// How many ranks there are.
+        /// Number of ranks.
         world: usize,
     },
-    /// A rank that gets no chunk.
+    /// A rank is given no chunk.
     #[error("rank {rank} of {world} gets no chunk: there are {placements} placements")]
     MissingRank {
         /// The first such rank.
         rank: usize,
-        /// How many ranks there are.
+        /// Number of ranks.
         world: usize,
-        /// How many placements there are.
+        /// Number of placements.
         placements: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! The table in which equal shardings become one object, so that comparing two costs a pointer.
+//! Interns shardings: equal shardings become one object, so comparing two is a pointer comparison.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Weak};
@@ -8,24 +8,24 @@ use parking_lot::Mutex;
 use super::{Layout, ShardingKind};
 use crate::topology::DeviceId;
 
-/// The interner looks for dead entries only above this many.
+/// The interner sweeps out dead entries only above this many.
 const SWEEP_ABOVE: usize = 256;
 
-/// All that equal shardings share.
+/// The data that equal shardings share.
 pub(super) struct Inner {
     pub(super) kind: ShardingKind,
     pub(super) fingerprint: u64,
-    /// The devices of listed shards, in the order of the list; of other kinds none.
+    /// The devices of listed shards, in the order of the list. Empty for other kinds.
     pub(super) listed: Vec<DeviceId>,
     pub(super) layouts: Mutex<HashMap<Box<[usize]>, Arc<Layout>>>,
 }
 
-/// The one object of this value.
+/// Returns the one object with this value; creates it if there is none.
 pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
     let fingerprint = kind.fingerprint();
     let mut interner = INTERNER.lock();
     let bucket = interner.by_fingerprint.entry(fingerprint).or_default();
-    // Upgraded first and compared after: dropping a last holder in here is harmless.
+    // Upgraded first and compared after: dropping the last strong reference here is harmless.
     let found = bucket.iter().filter_map(Weak::upgrade).find(|inner| inner.kind == kind);
     if let Some(inner) = found {
         return inner;
@@ -43,18 +43,19 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
     inner
 }
 
-/// All shardings that somebody holds. It decides nothing: it only makes equal values one object.
+/// All live shardings. It only makes equal values one object and changes no result.
 static INTERNER: LazyLock<Mutex<Interner>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
 struct Interner {
     by_fingerprint: HashMap<u64, Vec<Weak<Inner>>>,
-    /// The next sweep comes when there are more entries than this.
+    /// The number of entries above which the next sweep happens.
     sweep_above: usize,
 }
 
 impl Interner {
-    /// Forgets what nobody holds any more, often enough that it stays proportional to what is held.
+    /// Removes dead entries, often enough that the table stays proportional to the number of live
+    /// shardings.
     fn sweep(&mut self) {
         if self.by_fingerprint.len() <= self.sweep_above.max(SWEEP_ABOVE) {
             return;
@@ -70,7 +71,7 @@ mod tests {
     use crate::sharding::Sharding;
 
     #[test]
-    fn the_interner_forgets_what_nobody_holds() {
+    fn interner_forgets_dropped_shardings() {
         let device = |i: u32| Sharding::single_device(DeviceId(1_000_000 + i));
         let kept = device(0);
         (1..5000).for_each(|i| drop(device(i)));

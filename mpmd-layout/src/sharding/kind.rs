@@ -1,4 +1,4 @@
-//! What a sharding is: the data behind a [`Sharding`](super::Sharding).
+//! The data behind a [`Sharding`](super::Sharding): its kind, and its fingerprint and text.
 
 use std::fmt;
 
@@ -10,10 +10,10 @@ use crate::region::Region;
 use crate::topology::mesh::DeviceList;
 use crate::topology::{DeviceId, Mesh};
 
-/// A text names at most this many shards of a list.
+/// The most shards of a list that a text shows.
 const SHARDS_SHOWN: usize = 8;
 
-/// What a [`Sharding`](super::Sharding) is.
+/// The kinds of [`Sharding`](super::Sharding), with their data.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum ShardingKind {
@@ -21,48 +21,47 @@ pub enum ShardingKind {
     Named {
         /// The mesh.
         mesh: Mesh,
-        /// Which dimension is divided over which axes.
+        /// The axes that divide each dimension.
         spec: Spec,
-        /// The axes over which the shards are partial sums, in the order of the mesh: the values of
+        /// The axes over which the shards are partial sums, in the order of the mesh. The values of
         /// the array are the sums over them.
         unreduced: Vec<String>,
-        /// Which memory of the devices.
+        /// The memory of the devices that holds the shards.
         memory_kind: MemoryKind,
     },
-    /// One dimension cut into front-loaded chunks: all of one size but the trailing ones, which may
-    /// be short or empty.
+    /// One dimension cut into chunks of one size. Only the trailing chunks may be short or empty.
     Chunk {
-        /// The dimension; below 0 it counts from the end.
+        /// The dimension; if negative it counts from the end.
         dim: isize,
         /// The device of each chunk.
         placements: Vec<DeviceId>,
-        /// Which memory of the devices.
+        /// The memory of the devices that holds the chunks.
         memory_kind: MemoryKind,
     },
-    /// Shards listed one by one. Applies to the one shape that they fill.
+    /// Shards listed one by one. Applies only to the shape that they fill.
     Enumerated {
         /// Each device with its region.
         shards: Vec<(DeviceId, Region)>,
-        /// Which memory of the devices.
+        /// The memory of the devices that holds the shards.
         memory_kind: MemoryKind,
     },
     /// The whole array on one device.
     SingleDevice {
         /// The device.
         device: DeviceId,
-        /// Which memory of it.
+        /// The memory of the device that holds the array.
         memory_kind: MemoryKind,
     },
 }
 
-/// Which memory that belongs to a device.
+/// A memory that belongs to a device.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
-    /// Where its kernels compute.
+    /// The device's own memory, in which its kernels compute.
     #[default]
     Device,
-    /// The memory of its host.
+    /// The memory of the device's host.
     Host,
 }
 

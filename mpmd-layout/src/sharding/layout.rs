@@ -4,10 +4,10 @@ use crate::fingerprint::Fingerprint;
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// Which region of an array each device holds.
+/// The region of an array that each device holds.
 ///
-/// Equal where shape, devices in their order, regions and partial sums are, whatever shardings they
-/// come from.
+/// Layouts are equal if shape, devices in their order, regions and partial sums are equal, even if
+/// they come from different shardings.
 #[derive(Clone, Debug)]
 pub struct Layout {
     shape: Vec<usize>,
@@ -15,24 +15,26 @@ pub struct Layout {
     /// In the order of `devices`.
     regions: Vec<Region>,
     fully_replicated: bool,
-    /// How many partial sums there are.
+    /// Number of partial sums.
     terms: usize,
-    /// Which of them each device holds, in the order of `devices`; empty where there is one.
+    /// Index of the partial sum that each device holds, in the order of `devices`. Empty if there
+    /// is one.
     term_of: Vec<usize>,
     fingerprint: u64,
-    /// Each device with its place in `devices`, ascending by device.
+    /// Each device with its index in `devices`, ascending by device.
     places: Vec<(DeviceId, usize)>,
 }
 
 impl Layout {
-    /// The layout in which each device holds the region at its place. `fully_replicated` says that
-    /// the sharding divides nothing; every device of an empty array may hold all of it and yet be
-    /// divided. Regions of two devices are equal or have nothing in common.
+    /// Creates a layout in which each device holds the region at the same index. `fully_replicated`
+    /// says that the sharding divides nothing. It is separate because all regions of an empty array
+    /// may be equal although a sharding divides it. The regions of two devices must be equal or
+    /// disjoint.
     ///
     /// # Panics
     ///
-    /// Where there is not one region for each device, a device comes twice, or a region is not
-    /// within `shape`.
+    /// If there is not one region for each device, a device comes twice, or a region is not within
+    /// `shape`.
     pub fn new(
         shape: &[usize],
         devices: Vec<DeviceId>,
@@ -62,19 +64,22 @@ impl Layout {
         Self { shape, devices, regions, fully_replicated, terms, term_of, fingerprint, places }
     }
 
-    /// The layout in which the device at each place holds the partial sum `term_of[place]` of its
-    /// region. Values of the array are the sums over all terms.
+    /// Makes the regions partial sums: the device at index `place` holds the partial sum
+    /// `term_of[place]` of its region. The values of the array are the sums over all terms.
     ///
     /// # Panics
     ///
-    /// Where there is not one index for each device, or an index below the highest is missing.
+    /// If there is not one term for each device, or a term below the highest is missing.
     #[must_use]
     pub fn with_terms(mut self, term_of: Vec<usize>) -> Self {
         assert_eq!(self.devices.len(), term_of.len(), "a layout has one term for each device");
         let mut held = term_of.clone();
         held.sort_unstable();
         held.dedup();
-        assert!(held.iter().copied().eq(0..held.len()), "nobody holds a term: {held:?}");
+        assert!(
+            held.iter().copied().eq(0..held.len()),
+            "no device holds one of the terms: {held:?}"
+        );
         if held.len() > 1 {
             let mut fingerprint = Fingerprint::new("partial sums");
             fingerprint.word(self.fingerprint);
@@ -85,59 +90,60 @@ impl Layout {
         self
     }
 
-    /// The whole array's shape.
+    /// Returns the whole array's shape.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The devices, in device-assignment order.
+    /// Returns the devices, in device-assignment order.
     pub fn devices(&self) -> &[DeviceId] {
         &self.devices
     }
 
-    /// The region that each of [`devices`](Self::devices) holds, in the same order.
+    /// Returns the region that each of [`devices`](Self::devices) holds, in the same order.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
-    /// The region a device holds; `None` where the array is not on it.
+    /// Returns the region that a device holds, or `None` if the array is not on the device.
     pub fn region_of(&self, device: DeviceId) -> Option<&Region> {
         self.place_of(device).map(|place| &self.regions[place])
     }
 
-    /// The devices with their regions, in device-assignment order.
+    /// Iterates over the devices with their regions, in device-assignment order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (DeviceId, &Region)> + '_ {
         self.devices.iter().copied().zip(&self.regions)
     }
 
-    /// How many partial sums the array is kept as; 1 where nothing is unreduced.
+    /// Returns the number of partial sums of the array; 1 if nothing is unreduced.
     pub fn terms(&self) -> usize {
         self.terms
     }
 
-    /// Which of the [`terms`](Self::terms) the device at this place holds: its coordinates along
-    /// the unreduced axes of its mesh, major to minor in the order of the mesh.
+    /// Returns the index of the partial sum, below [`terms`](Self::terms), that the device at index
+    /// `place` holds. It combines the device's coordinates along the unreduced axes, major to minor
+    /// in the order of the mesh.
     ///
     /// # Panics
     ///
-    /// Where there is no such place.
+    /// If there is no device at that index.
     pub fn term_of(&self, place: usize) -> usize {
         assert!(place < self.devices.len(), "there is no place {place} of {}", self.devices.len());
         self.term_of.get(place).copied().unwrap_or(0)
     }
 
-    /// Whether the sharding divides nothing, so that every device holds the whole array, or a
+    /// Returns true if the sharding divides nothing: every device holds the whole array, or a
     /// partial sum of all of it.
     pub fn fully_replicated(&self) -> bool {
         self.fully_replicated
     }
 
-    /// A number that is the same for equal layouts, on every process and in every run.
+    /// Returns a number that is the same for equal layouts, on every process and in every run.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    /// A device's place in device-assignment order.
+    /// Returns a device's index in device-assignment order.
     pub fn place_of(&self, device: DeviceId) -> Option<usize> {
         let at = self.places.binary_search_by_key(&device, |(device, _)| *device).ok()?;
         Some(self.places[at].1)
@@ -169,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_are_compared_by_what_they_hold() {
+    fn layouts_with_equal_regions_are_equal() {
         let flat = sharding(&[("data", 4)], spec!["data"]).layout(&[8]).unwrap();
         let square = [("a", 2), ("b", 2)];
         let major = sharding(&square, spec![("a", "b")]).layout(&[8]).unwrap();
@@ -214,8 +220,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "nobody holds a term")]
-    fn terms_that_nobody_holds_are_the_callers_bug() {
+    #[should_panic(expected = "no device holds one of the terms")]
+    fn term_without_holder_panics() {
         let _ = Layout::new(&[4], vec![DeviceId(0)], vec![Region::full(&[4])], true)
             .with_terms(vec![1]);
     }
@@ -233,7 +239,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "not within")]
-    fn regions_outside_the_shape_are_the_callers_bug() {
+    fn region_outside_shape_panics() {
         let _ = Layout::new(&[4], vec![DeviceId(0)], vec![Region::full(&[5])], true);
     }
 }

@@ -1,7 +1,7 @@
-//! Shardings: where each region of an array lives.
+//! Shardings assign regions of an array to devices.
 //!
-//! A [`Sharding`] says it for arrays of any shape; applied to one it becomes a [`Layout`], and
-//! everything downstream sees layouts only.
+//! A [`Sharding`] applies to arrays of any shape. Applied to one shape it becomes a [`Layout`]. All
+//! later steps see layouts only.
 
 mod chunk;
 mod enumerated;
@@ -28,84 +28,85 @@ use crate::topology::{DeviceId, Mesh, Topology};
 use crate::tree::Leaf;
 use intern::{Inner, intern};
 
-/// Shapes a sharding remembers the layouts of. A program has few; one that makes up shapes without
-/// end starts over.
+/// The number of shapes for which a sharding caches layouts. A program has few shapes; one with an
+/// endless number of them clears the cache and starts over.
 const CACHED_LAYOUTS: usize = 1024;
 
-/// Where each region of an array lives, for arrays of any shape it can divide.
+/// The assignment of an array's regions to devices, for arrays of any shape that it can divide.
 ///
-/// Equal shardings of one process are one object, so cloning and comparing them costs a pointer.
+/// Equal shardings of one process are one object, so cloning and comparing are pointer operations.
 #[derive(Clone)]
 pub struct Sharding {
     inner: Arc<Inner>,
 }
 
 impl Mesh {
-    /// The sharding of arrays over this mesh by `spec`, in device memory.
+    /// Returns the sharding of arrays over this mesh by `spec`, in device memory.
     ///
-    /// Whether mesh and spec agree shows when it is applied to a shape: [`Sharding::layout`].
+    /// Does not check that mesh and spec fit together: [`Sharding::layout`] does.
     pub fn sharding(&self, spec: Spec) -> Sharding {
         Sharding::named(self.clone(), spec, MemoryKind::Device)
     }
 
-    /// The sharding that puts the whole array on every device.
+    /// Returns the sharding that puts the whole array on every device.
     pub fn replicated(&self) -> Sharding {
         self.sharding(Spec::default())
     }
 }
 
 impl Sharding {
-    /// Dimensions divided over the axes of `mesh` as `spec` says.
+    /// Divides dimensions over the axes of `mesh` as `spec` says.
     ///
-    /// Whether the two agree shows when the sharding is applied to a shape:
-    /// [`layout`](Self::layout).
+    /// Does not check that mesh and spec fit together: [`layout`](Self::layout) does.
     pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
         Self::of_kind(ShardingKind::Named { mesh, spec, unreduced: Vec::new(), memory_kind })
     }
 
-    /// The whole array on one device, in its own memory.
+    /// Puts the whole array on one device, in the device's own memory.
     pub fn single_device(device: DeviceId) -> Self {
         Self::of_kind(ShardingKind::SingleDevice { device, memory_kind: MemoryKind::Device })
     }
 
-    /// Dimension `dim` cut into as many chunks as there are placements, of which chunk `i` is on
-    /// device `placements[i]`, in its own memory. A `dim` below 0 counts from the end.
+    /// Cuts dimension `dim` into one chunk for each placement. Chunk `i` is on device
+    /// `placements[i]`, in the device's own memory. A negative `dim` counts from the end.
     ///
-    /// With `n` indices and `k` placements each chunk has `ceil(n / k)`, but the trailing ones,
-    /// which have what is left; an empty chunk is at the end of the dimension. Whether the array
-    /// has the dimension shows when the sharding is applied to a shape.
+    /// With `n` indices and `k` placements each chunk has `ceil(n / k)` indices. The trailing
+    /// chunks have the rest and may be empty. [`layout`](Self::layout) checks that the array has
+    /// the dimension.
     ///
     /// # Errors
     ///
-    /// Fails where there are no placements, or a device comes twice.
+    /// If there are no placements, or a device comes twice.
     pub fn chunk(dim: isize, placements: Vec<DeviceId>) -> Result<Self, ShardingError> {
         chunk::check(dim, &placements)?;
         let memory_kind = MemoryKind::Device;
         Ok(Self::of_kind(ShardingKind::Chunk { dim, placements, memory_kind }))
     }
 
-    /// Shards listed one by one, in the devices' own memory: any regions that fill an array, each
-    /// element in one of them. Empty ones are allowed. Whether they fill an array shows when the
-    /// sharding is applied to its shape.
+    /// Lists shards one by one, in the devices' own memory. They may be any disjoint regions that
+    /// fill an array. Empty ones are allowed. [`layout`](Self::layout) checks that they fill an
+    /// array of its shape.
     ///
     /// # Errors
     ///
-    /// Fails where there are no shards, they have different numbers of dimensions, a device comes
-    /// twice, or two have elements in common; names the shards.
+    /// If there are no shards, they have different numbers of dimensions, a device comes twice, or
+    /// two shards overlap. The error names the shards.
     pub fn enumerated(shards: Vec<(DeviceId, Region)>) -> Result<Self, ShardingError> {
         enumerated::check(&shards)?;
         let memory_kind = MemoryKind::Device;
         Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
     }
 
-    /// The sharding of an array of `shape` that has these shards: chunks of a dimension where they
-    /// are exactly those (the first such dimension; chunks in the order of their offsets, empty
-    /// ones in that of the list), else a list.
+    /// Returns the sharding of an array of `shape` that has these shards.
+    ///
+    /// If they are exactly the chunks of a dimension, it is a chunk sharding of the first such
+    /// dimension. Its chunks are in the order of their offsets, empty ones in the order of the
+    /// list. Otherwise it is an enumerated sharding.
     ///
     /// # Errors
     ///
-    /// As [`Sharding::enumerated`], and where the shards do not fill the array: where one goes past
-    /// its end, or a part of it is in none.
+    /// As [`Sharding::enumerated`], and if the shards do not fill the array: one ends past the
+    /// array's end, or no shard holds a part of it.
     pub fn of_shards(
         shape: &[usize],
         shards: &[(DeviceId, Region)],
@@ -118,20 +119,21 @@ impl Sharding {
         }
     }
 
-    /// The same regions in another memory of the devices.
+    /// Returns the same regions in another memory of the devices.
     #[must_use]
     pub fn with_memory_kind(&self, memory_kind: MemoryKind) -> Self {
         Self::of_kind(self.inner.kind.with_memory_kind(memory_kind))
     }
 
-    /// The same regions, each of them a partial sum: the values of the array are the sums over
-    /// these axes of the mesh, which are then exactly its [`unreduced_axes`](Self::unreduced_axes),
-    /// in whatever order they are given. Adding up is a `device_put` to a sharding without them.
+    /// Returns the same regions as partial sums: the values of the array are the sums over these
+    /// axes of the mesh. These axes replace any earlier [`unreduced_axes`](Self::unreduced_axes);
+    /// their order does not matter. A `device_put` to a sharding without unreduced axes adds the
+    /// sums up.
     ///
     /// # Errors
     ///
-    /// Fails where the sharding has no mesh, its mesh not the axis, the spec divides a dimension
-    /// over it, or it comes twice.
+    /// If the sharding has no mesh, the mesh does not have an axis, the spec divides a dimension
+    /// over it, or an axis comes twice.
     pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
         match &self.inner.kind {
             ShardingKind::Named { mesh, spec, memory_kind, .. } => {
@@ -149,8 +151,8 @@ impl Sharding {
         }
     }
 
-    /// The same regions without unreduced axes: what the partial sums become when they are added
-    /// up.
+    /// Returns the same regions without unreduced axes: the sharding after the partial sums are
+    /// added up.
     #[must_use]
     pub fn reduced(&self) -> Self {
         match &self.inner.kind {
@@ -161,18 +163,18 @@ impl Sharding {
         }
     }
 
-    /// What it is.
+    /// Returns the kind of sharding with its data.
     pub fn kind(&self) -> &ShardingKind {
         &self.inner.kind
     }
 
-    /// A number that is the same for equal shardings, on every process and in every run.
+    /// Returns a number that is the same for equal shardings, on every process and in every run.
     pub fn fingerprint(&self) -> u64 {
         self.inner.fingerprint
     }
 
-    /// The devices in device-assignment order: a mesh's row-major order, the order of the chunks,
-    /// or that of the list.
+    /// Returns the devices in device-assignment order: a mesh's row-major order, the order of the
+    /// chunks, or the order of the list.
     pub fn devices(&self) -> &[DeviceId] {
         match &self.inner.kind {
             ShardingKind::Named { mesh, .. } => mesh.devices(),
@@ -182,7 +184,7 @@ impl Sharding {
         }
     }
 
-    /// The mesh, where it has one.
+    /// Returns the mesh if it is a named sharding.
     pub fn mesh(&self) -> Option<&Mesh> {
         match &self.inner.kind {
             ShardingKind::Named { mesh, .. } => Some(mesh),
@@ -190,7 +192,7 @@ impl Sharding {
         }
     }
 
-    /// The spec, where it has one.
+    /// Returns the spec if it is a named sharding.
     pub fn spec(&self) -> Option<&Spec> {
         match &self.inner.kind {
             ShardingKind::Named { spec, .. } => Some(spec),
@@ -198,8 +200,9 @@ impl Sharding {
         }
     }
 
-    /// The axes over which the shards are partial sums, in the order of the mesh. Also an axis of
-    /// size 1 is one, so that whether a program is right does not hang on the size of its mesh.
+    /// Returns the axes over which the shards are partial sums, in the order of the mesh. Axes of
+    /// size 1 are included, so that a program's correctness does not depend on the size of its
+    /// mesh.
     pub fn unreduced_axes(&self) -> &[String] {
         match &self.inner.kind {
             ShardingKind::Named { unreduced, .. } => unreduced,
@@ -207,19 +210,19 @@ impl Sharding {
         }
     }
 
-    /// Which memory of its devices.
+    /// Returns the memory of the devices that holds the shards.
     pub fn memory_kind(&self) -> MemoryKind {
         self.inner.kind.memory_kind()
     }
 
-    /// Where each region of an array of `shape` lives. Remembered by shape.
+    /// Returns the layout of an array of `shape`. Caches it by shape.
     ///
     /// # Errors
     ///
-    /// Fails where the spec names an axis that the mesh does not have or names one twice, has more
-    /// entries than `shape` has dimensions, or does not divide a dimension evenly; where there is
-    /// no such dimension to cut into chunks; and where listed shards do not fill an array of
-    /// `shape`.
+    /// - Named: an axis is not in the mesh or divides twice, the spec is longer than the shape, or
+    ///   a dimension does not divide evenly.
+    /// - Chunks: the array does not have the dimension.
+    /// - Enumerated: the shards do not fill an array of `shape`.
     pub fn layout(&self, shape: &[usize]) -> Result<Arc<Layout>, ShardingError> {
         if let Some(layout) = self.inner.layouts.lock().get(shape) {
             return Ok(layout.clone());
@@ -241,11 +244,11 @@ impl Sharding {
         Ok(layouts.entry(shape.into()).or_insert(layout).clone())
     }
 
-    /// Checks that the job has all its devices.
+    /// Checks that the job has all devices of the sharding.
     ///
     /// # Errors
     ///
-    /// Fails with the first that it does not have.
+    /// [`ShardingError::UnknownDevice`] with the first device that the job does not have.
     pub fn check_devices(&self, topology: &Topology) -> Result<(), ShardingError> {
         match self.devices().iter().find(|device| topology.device(**device).is_none()) {
             None => Ok(()),
@@ -263,7 +266,7 @@ impl Sharding {
 
 impl PartialEq for Sharding {
     fn eq(&self, other: &Self) -> bool {
-        // Interned, so that other values are other objects.
+        // Interned, so different values are different objects.
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 }
@@ -392,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn unreduced_axes_are_exactly_those_given_in_the_order_of_the_mesh() {
+    fn unreduced_axes_are_in_mesh_order() {
         let rows = mesh(&[("a", 2), ("b", 2), ("c", 1)]).sharding(spec!["a"]);
         let sums = rows.unreduced(&["c", "b"]).unwrap();
         assert_eq!(sums.unreduced_axes(), ["b", "c"]);

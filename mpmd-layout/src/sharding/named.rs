@@ -4,7 +4,7 @@ use super::{Layout, ShardingError, Spec, SpecEntry};
 use crate::region::Region;
 use crate::topology::Mesh;
 
-/// The layout of an array of `shape` divided over `mesh` as `spec` says.
+/// Returns the layout of an array of `shape` that `spec` divides over `mesh`.
 pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout, ShardingError> {
     let dims = divide(mesh, spec, shape)?;
     let fully_replicated = dims.iter().all(|dim| dim.parts == 1);
@@ -16,7 +16,8 @@ pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout
     Ok(Layout::new(shape, mesh.devices().to_vec(), regions, fully_replicated))
 }
 
-/// The axes in the order of the mesh, once it is clear that shards can be partial sums over them.
+/// Returns the axes in the order of the mesh, after checking that shards can be partial sums over
+/// them.
 pub(super) fn unreduced(
     mesh: &Mesh,
     spec: &Spec,
@@ -43,8 +44,8 @@ pub(super) fn unreduced(
     Ok(names.filter(|(_, chosen)| *chosen).map(|(name, _)| name.clone()).collect())
 }
 
-/// For each device, row-major, which of the partial sums it holds: its coordinates along the axes,
-/// major to minor in the order given.
+/// Returns the index of the partial sum that each device holds, in the mesh's row-major order. The
+/// index combines the device's coordinates along the axes, major to minor in the order given.
 pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
     let axes: Vec<usize> = unreduced.iter().filter_map(|axis| mesh.axis_index(axis)).collect();
     let term = |place: usize| {
@@ -54,9 +55,9 @@ pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
     (0..mesh.devices().len()).map(term).collect()
 }
 
-/// How one dimension is divided.
+/// The division of one dimension.
 struct Divided {
-    /// Mesh axes, major to minor, by their place.
+    /// Indices of the dividing mesh axes, major to minor.
     axes: Vec<usize>,
     parts: usize,
     /// Indices in each part.
@@ -64,7 +65,7 @@ struct Divided {
 }
 
 impl Divided {
-    /// The part that the device at these coordinates of the mesh holds.
+    /// Returns the bounds of the part that the device at these mesh coordinates holds.
     fn part(&self, mesh: &Mesh, coordinates: &[usize]) -> (usize, usize) {
         let part =
             self.axes.iter().fold(0, |part, axis| part * mesh.shape()[*axis] + coordinates[*axis]);
@@ -95,7 +96,7 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, Sha
     }
     by_entry.resize(shape.len(), Vec::new());
     let divided = |(dim, axes): (usize, Vec<usize>)| {
-        // Cannot overflow: the axes are different ones of a mesh that lists all its devices.
+        // Cannot overflow: the axes are distinct, and the mesh lists all its devices.
         let parts: usize = axes.iter().map(|axis| mesh.shape()[*axis]).product();
         if !shape[dim].is_multiple_of(parts) {
             let (axes, shape, spec) = (axes_text(mesh, &axes), shape.to_vec(), spec.clone());

@@ -1,29 +1,29 @@
-//! Partition specs: which dimension is divided over which axes of a mesh.
+//! Partition specs: assign the dimensions of an array to the axes of a mesh.
 
 use std::fmt;
 
 use crate::fingerprint::Fingerprint;
 
-/// For each dimension the mesh axes it is divided over. Dimensions beyond its end are not divided.
+/// The mesh axes that divide each dimension. Dimensions beyond its end are not divided.
 ///
-/// Written `spec![None, "model"]`, or `spec![("data", "model"), None]` for a dimension divided over
-/// two axes, the first of them major.
+/// `spec![None, "model"]` divides dimension 1 over axis `model`. `spec![("data", "model"), None]`
+/// divides dimension 0 over two axes, the first of them major.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub struct Spec(Vec<SpecEntry>);
 
-/// How one dimension is divided.
+/// The division of one dimension.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub enum SpecEntry {
-    /// Not at all.
+    /// Not divided.
     #[default]
     None,
-    /// Over one axis.
+    /// Divided over one axis.
     Axis(String),
-    /// Over several axes, major to minor.
+    /// Divided over several axes, major to minor.
     Axes(Vec<String>),
 }
 
-/// A [`Spec`] from its entries: `None`, an axis name, or a tuple of names.
+/// Creates a [`Spec`] from its entries: `None`, an axis name, or a tuple of names.
 ///
 /// ```
 /// use mpmd_layout::spec;
@@ -40,12 +40,13 @@ macro_rules! spec {
 }
 
 impl Spec {
-    /// The spec with these entries. A list of one axis becomes that axis, an empty list none.
+    /// Creates a spec with these entries. A list of one axis becomes that axis, an empty list
+    /// becomes `None`.
     pub fn new(entries: Vec<SpecEntry>) -> Self {
         Self(entries.into_iter().map(SpecEntry::simplified).collect())
     }
 
-    /// An entry for each of the first dimensions.
+    /// Returns the entries, one for each of the first dimensions.
     pub fn entries(&self) -> &[SpecEntry] {
         &self.0
     }
@@ -60,7 +61,7 @@ impl Spec {
 }
 
 impl SpecEntry {
-    /// The axes, major to minor.
+    /// Returns the axes, major to minor.
     pub fn axes(&self) -> &[String] {
         match self {
             Self::None => &[],

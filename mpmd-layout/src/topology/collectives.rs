@@ -1,4 +1,5 @@
-//! Which way collectives of CUDA devices go, decided from what all processes know.
+//! Chooses between host and NCCL for collectives of CUDA devices, from data that all processes
+//! share.
 
 use std::fmt;
 
@@ -6,33 +7,33 @@ use serde::{Deserialize, Serialize};
 
 use super::{DeviceId, DeviceKind, ProcessId, Topology};
 
-/// Which way collectives of CUDA devices' values go inside kernels: one setting for a whole job.
+/// The path of collectives between CUDA devices inside kernels: one setting for a whole job.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CudaCollectives {
-    /// By way of the host's pinned memory and the job's transports: the same bits as on CPU
-    /// devices.
+    /// Through the host's pinned memory and the job's transports. Results have the same bits as on
+    /// CPU devices.
     #[default]
     Host,
-    /// By NCCL, on the devices' own streams, in groups of CUDA devices of which no two are one
-    /// graphics processor, for the dtypes that NCCL has (all but `bool`, `i16`, `u16` and complex
-    /// numbers); by way of the host elsewhere.
+    /// By NCCL, on the devices' own streams, in groups of CUDA devices on distinct GPUs. Used for
+    /// the dtypes that NCCL supports: all but `bool`, `i16`, `u16` and complex numbers. Other
+    /// groups and dtypes go through the host.
     ///
-    /// NCCL adds in an order of its own, so sums may be rounded otherwise than on CPU devices, and
-    /// with another number of devices. What the largest of values is where some are NaN is up to
-    /// NCCL too.
+    /// NCCL adds in its own order. Sums may therefore round differently than on CPU devices, and
+    /// differently with another number of devices. The maximum of values that include NaN also
+    /// depends on NCCL.
     Nccl,
 }
 
-/// What a graphics processor is known by in all processes.
+/// The identity of a GPU, equal in all processes.
 #[doc(hidden)]
 pub type GpuId = [u8; 16];
 
 impl CudaCollectives {
-    /// All of them.
+    /// All values.
     pub const ALL: [Self; 2] = [Self::Host, Self::Nccl];
 
-    /// Its name for users: `host`, `nccl`.
+    /// Returns its name for users: `host` or `nccl`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -40,7 +41,7 @@ impl CudaCollectives {
         }
     }
 
-    /// The way of that name, if there is one.
+    /// Returns the value of that name, or `None` if there is none.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|way| way.name() == name)
     }
@@ -53,21 +54,20 @@ impl fmt::Display for CudaCollectives {
 }
 
 impl Topology {
-    /// The same job with collectives of CUDA devices that go this way. Without it they go by way of
-    /// the host.
+    /// Returns the same job with this path for collectives of CUDA devices. The default is
+    /// [`Host`](CudaCollectives::Host).
     #[must_use]
     pub fn with_cuda_collectives(&self, way: CudaCollectives) -> Self {
         self.with(|inner| inner.collectives = way)
     }
 
-    /// Which way collectives of CUDA devices go, where they can.
+    /// Returns the path for collectives of CUDA devices that can use it.
     pub fn cuda_collectives(&self) -> CudaCollectives {
         self.inner.collectives
     }
 
-    /// The same job where this is known of the graphics processors of a process's devices of kind
-    /// [`Cuda`](DeviceKind::Cuda), in the devices' order. Those of which nothing is known count as
-    /// all different.
+    /// Returns the same job with the GPUs of a process's devices of kind [`Cuda`](DeviceKind::Cuda)
+    /// recorded, in the devices' order. Devices with unknown GPUs count as all different.
     #[must_use]
     #[doc(hidden)]
     pub fn with_gpus_of(&self, process: ProcessId, gpus: &[GpuId]) -> Self {
@@ -77,20 +77,20 @@ impl Topology {
         self.with(|inner| inner.gpus.extend(known))
     }
 
-    /// Whether anything is known of the graphics processors of a process.
+    /// Returns true if the GPU of any device of a process is known.
     #[doc(hidden)]
     pub fn knows_gpus_of(&self, process: ProcessId) -> bool {
         self.devices_of(process).iter().any(|device| self.inner.gpus.contains_key(device))
     }
 
-    /// Whether these devices work together by NCCL, as far as they are concerned. The same on all
+    /// Returns true if the topology lets these devices work together by NCCL. The same on all
     /// processes that own some of them.
     #[doc(hidden)]
     pub fn are_joined(&self, devices: &[DeviceId]) -> bool {
         if self.inner.collectives != CudaCollectives::Nccl || devices.len() < 2 {
             return false;
         }
-        // NCCL refuses two ranks on one processor.
+        // NCCL refuses two ranks on one GPU.
         let mut gpus: Vec<_> =
             devices.iter().filter_map(|device| self.inner.gpus.get(device)).collect();
         let known = gpus.len();
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ways_have_one_name_everywhere() {
+    fn collectives_have_one_name_everywhere() {
         for way in CudaCollectives::ALL {
             assert_eq!(CudaCollectives::named(way.name()), Some(way));
             assert_eq!(serde_json::to_value(way).unwrap(), way.to_string());
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_joined_where_all_are_graphics_processors_of_their_own() {
+    fn devices_on_distinct_gpus_are_joined() {
         let ids = |ids: &[u32]| -> Vec<DeviceId> { ids.iter().copied().map(DeviceId).collect() };
         let job = Topology::even(3, 2).of_kinds(&[Cuda, Cuda, Cpu]).unwrap();
         assert!(!job.are_joined(&ids(&[0, 1])), "nobody asked for it");

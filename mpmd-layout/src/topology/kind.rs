@@ -1,24 +1,24 @@
-//! What devices are, and what each process of a job is said to have.
+//! The kinds of devices, and the parser for the list of kinds of a job's processes.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a device is.
+/// The kind of a device.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceKind {
-    /// A thread of its own on the host's processors.
+    /// A thread on the host's CPU.
     Cpu,
-    /// A CUDA graphics processor.
+    /// A CUDA GPU.
     Cuda,
 }
 
 impl DeviceKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 2] = [Self::Cpu, Self::Cuda];
 
-    /// Its name for users: `cpu`, `cuda`.
+    /// Returns its name for users: `cpu` or `cuda`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -26,13 +26,13 @@ impl DeviceKind {
         }
     }
 
-    /// The kind of that name, if there is one.
+    /// Returns the kind of that name, or `None` if there is none.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Reads what users say of the devices of a job: one kind for all processes, or several, by
-    /// process, with commas between them. `None` where one of them is no kind.
+    /// Parses the device kinds of a job: one kind for all processes, or one for each process,
+    /// separated by commas. Returns `None` if a name is not a kind.
     pub fn list(text: &str) -> Option<Vec<Self>> {
         text.split(',').map(|name| Self::named(name.trim())).collect()
     }

@@ -1,14 +1,14 @@
-//! How fast the connections between devices are: what planners weigh against each other.
+//! The costs of links between devices. Planners compare routes by them.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How near two devices are to each other, nearest first.
+/// The distance between two devices, nearest first.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkClass {
-    /// They are one device.
+    /// Both are the same device.
     SameDevice,
     /// Two devices of one process.
     SameProcess,
@@ -18,19 +18,19 @@ pub enum LinkClass {
     Network,
 }
 
-/// What one link costs.
+/// The cost of one link.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Link {
-    /// Nanoseconds that a message takes however small it is.
+    /// Nanoseconds that every message takes, of any size.
     pub latency_ns: u64,
-    /// Bytes in a microsecond: megabytes (10^6) in a second.
+    /// Bytes per microsecond, which is megabytes (10^6) per second.
     pub bytes_per_us: u64,
 }
 
 /// The costs of all classes of links.
 ///
-/// Every process of a job has the same: a plan depends on them, and all processes must make the
-/// same plans. `mpmd bench links` measures them.
+/// They are the same on every process of a job: plans depend on them, and all processes must make
+/// the same plans. `mpmd bench links` measures them.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Links {
     /// Within a device's memory.
@@ -44,10 +44,11 @@ pub struct Links {
 }
 
 impl LinkClass {
-    /// All of them, nearest first.
+    /// All classes, nearest first.
     pub const ALL: [Self; 4] = [Self::SameDevice, Self::SameProcess, Self::SameHost, Self::Network];
 
-    /// Its name in the machine interface: `same_device`, `same_process`, `same_host`, `network`.
+    /// Returns its name in the machine interface: `same_device`, `same_process`, `same_host` or
+    /// `network`.
     pub fn name(self) -> &'static str {
         match self {
             Self::SameDevice => "same_device",
@@ -65,7 +66,7 @@ impl fmt::Display for LinkClass {
 }
 
 impl Link {
-    /// Nanoseconds that a message of `bytes` takes; saturates.
+    /// Returns the nanoseconds that a message of `bytes` bytes takes; saturates.
     pub fn nanos(&self, bytes: u64) -> u64 {
         let moving = u128::from(bytes) * 1000 / u128::from(self.bytes_per_us.max(1));
         self.latency_ns.saturating_add(u64::try_from(moving).unwrap_or(u64::MAX))
@@ -73,7 +74,7 @@ impl Link {
 }
 
 impl Links {
-    /// The costs of a class.
+    /// Returns the costs of a class.
     pub fn of(&self, class: LinkClass) -> Link {
         match class {
             LinkClass::SameDevice => self.same_device,
@@ -84,8 +85,8 @@ impl Links {
     }
 }
 
-/// Round figures of a common machine with a network of 10 Gbit/s; plans that hold for many differ
-/// little.
+/// Round figures of a common machine with a network of 10 Gbit/s. On many machines the resulting
+/// plans differ little.
 impl Default for Links {
     fn default() -> Self {
         Self {

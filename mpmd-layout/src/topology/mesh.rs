@@ -9,7 +9,8 @@ use super::{DeviceId, MeshError};
 use crate::fingerprint::Fingerprint;
 use crate::tree::Leaf;
 
-/// A grid of devices with named axes. Cheap to clone; equal where axes, sizes and devices are.
+/// A grid of devices with named axes. Cheap to clone. Meshes are equal if axes, sizes and devices
+/// are.
 #[derive(Clone)]
 pub struct Mesh {
     inner: Arc<Inner>,
@@ -22,17 +23,18 @@ struct Inner {
     shape: Vec<usize>,
     /// Row-major.
     devices: Vec<DeviceId>,
-    /// Each device with its place in `devices`, ascending by device.
+    /// Each device with its index in `devices`, ascending by device.
     places: Vec<(DeviceId, usize)>,
 }
 
 impl Mesh {
-    /// A mesh with these axes, whose devices are given row-major: the last axis varies fastest.
+    /// Creates a mesh with these axes. `devices` are in row-major order: the last axis varies
+    /// fastest.
     ///
     /// # Errors
     ///
-    /// Fails where the sizes do not multiply to the number of devices, where an axis has no name,
-    /// the name of another or no index, and where a device comes twice.
+    /// If the sizes do not multiply to the number of devices, or a device comes twice. Also if an
+    /// axis has no name, the name of another axis, or size 0.
     pub fn new(axes: &[(&str, usize)], devices: Vec<DeviceId>) -> Result<Self, MeshError> {
         let names: Vec<String> = axes.iter().map(|(name, _)| (*name).to_owned()).collect();
         let shape: Vec<usize> = axes.iter().map(|(_, size)| *size).collect();
@@ -82,51 +84,51 @@ impl Mesh {
         }
     }
 
-    /// The names of the axes, major to minor.
+    /// Returns the names of the axes, major to minor.
     pub fn axis_names(&self) -> &[String] {
         &self.inner.names
     }
 
-    /// The sizes of the axes, major to minor.
+    /// Returns the sizes of the axes, major to minor.
     pub fn shape(&self) -> &[usize] {
         &self.inner.shape
     }
 
-    /// The devices, row-major.
+    /// Returns the devices in row-major order.
     pub fn devices(&self) -> &[DeviceId] {
         &self.inner.devices
     }
 
-    /// The place of an axis among the axes.
+    /// Returns the index of an axis among the axes, or `None` if the mesh has no such axis.
     pub fn axis_index(&self, axis: &str) -> Option<usize> {
         self.inner.names.iter().position(|name| name == axis)
     }
 
-    /// The size of an axis.
+    /// Returns the size of an axis.
     ///
     /// # Errors
     ///
-    /// Fails where the mesh has no such axis.
+    /// If the mesh has no such axis.
     pub fn axis_size(&self, axis: &str) -> Result<usize, MeshError> {
         self.axis(axis).map(|index| self.inner.shape[index])
     }
 
-    /// A device's index along every axis; `None` where it is not in the mesh.
+    /// Returns a device's index along every axis, or `None` if it is not in the mesh.
     pub fn position(&self, device: DeviceId) -> Option<Vec<usize>> {
         self.place(device).map(|place| self.coordinates(place))
     }
 
-    /// A number that is the same for equal meshes, on every process and in every run.
+    /// Returns a number that is the same for equal meshes, on every process and in every run.
     pub fn fingerprint(&self) -> u64 {
         self.inner.fingerprint
     }
 
-    /// One mesh for each index of `axis`, without that axis: the stages of a pipeline. Where it is
-    /// the only axis the pieces keep it, with size 1.
+    /// Splits the mesh into one mesh for each index of `axis`, without that axis: for example the
+    /// stages of a pipeline. If it is the only axis, the pieces keep it with size 1.
     ///
     /// # Errors
     ///
-    /// Fails where the mesh has no such axis.
+    /// If the mesh has no such axis.
     pub fn split(&self, axis: &str) -> Result<Vec<Self>, MeshError> {
         let index = self.axis(axis)?;
         let piece = |i: usize| {
@@ -142,11 +144,11 @@ impl Mesh {
         Ok((0..self.inner.shape[index]).map(piece).collect())
     }
 
-    /// The part of the mesh with these indices of `axis`; the axis stays.
+    /// Returns the part of the mesh with these indices of `axis`; the axis stays.
     ///
     /// # Errors
     ///
-    /// Fails where the mesh has no such axis, or the range is empty or runs past it.
+    /// If the mesh has no such axis, or the range is empty or ends past it.
     pub fn slice(&self, axis: &str, range: Range<usize>) -> Result<Self, MeshError> {
         let index = self.axis(axis)?;
         if range.is_empty() || range.end > self.inner.shape[index] {
@@ -160,12 +162,12 @@ impl Mesh {
         Ok(self.part(index, range))
     }
 
-    /// The groups of devices that differ only along `axis`, each in the axis' order; the groups in
-    /// the order of their first devices. A collective over the axis runs in each of them.
+    /// Returns the groups of devices that differ only along `axis`. A collective over the axis runs
+    /// in each group. Devices are in the axis' order, groups in the order of their first devices.
     ///
     /// # Errors
     ///
-    /// Fails where the mesh has no such axis.
+    /// If the mesh has no such axis.
     pub fn axis_groups(&self, axis: &str) -> Result<Vec<Vec<DeviceId>>, MeshError> {
         let index = self.axis(axis)?;
         let stride = self.stride(index);
@@ -176,11 +178,12 @@ impl Mesh {
             .collect())
     }
 
-    /// The devices that differ from `device` only along `axis`, with itself, in the axis' order.
+    /// Returns the devices that differ from `device` only along `axis`, including `device`, in the
+    /// axis' order.
     ///
     /// # Errors
     ///
-    /// Fails where the mesh has no such axis or device.
+    /// If the mesh has no such axis or device.
     pub fn group_of(&self, device: DeviceId, axis: &str) -> Result<Vec<DeviceId>, MeshError> {
         let index = self.axis(axis)?;
         let unknown = || MeshError::UnknownDevice { device, within: format!("mesh {self}") };
@@ -188,7 +191,7 @@ impl Mesh {
         Ok(self.group_at(index, place))
     }
 
-    /// The index along every axis of the device at a place of the row-major order.
+    /// Returns the index along every axis of the device at an index of the row-major order.
     #[doc(hidden)]
     pub fn coordinates(&self, mut place: usize) -> Vec<usize> {
         let mut coordinates = vec![0; self.inner.shape.len()];
@@ -210,7 +213,7 @@ impl Mesh {
         Some(self.inner.places[at].1)
     }
 
-    /// Places between two devices that are neighbours along an axis.
+    /// Returns the distance in row-major order of two devices that are neighbours along an axis.
     fn stride(&self, index: usize) -> usize {
         self.inner.shape[index + 1..].iter().product()
     }
@@ -263,14 +266,14 @@ impl fmt::Debug for Mesh {
 
 impl Leaf for Mesh {}
 
-/// Devices as their bare numbers: `[0, 1, 2]`. Of many the runs are shown, `[0-1023]`, so that
+/// Formats devices as bare numbers: `[0, 1, 2]`. Long lists are shown as runs, `[0-1023]`, so that
 /// messages stay short.
 pub(crate) struct DeviceList<'a>(pub(crate) &'a [DeviceId]);
 
 /// The most devices that are listed one by one.
 const LISTED: usize = 32;
 
-/// The most runs that are shown of more devices than that.
+/// The most runs that are shown of a longer list.
 const RUNS_SHOWN: usize = 8;
 
 impl fmt::Display for DeviceList<'_> {
@@ -365,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn few_devices_are_listed_and_of_many_the_runs() {
+    fn short_device_lists_are_full_and_long_ones_are_runs() {
         let shown = |devices: &[u32]| DeviceList(&ids(devices)).to_string();
         assert_eq!(shown(&[3, 4, 9]), "[3, 4, 9]");
         assert_eq!(shown(&(0..1024).collect::<Vec<_>>()), "[0-1023]");

@@ -26,11 +26,11 @@ impl Leaf for DeviceId {}
 /// A device of the job.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Device {
-    /// Its number.
+    /// The device's id.
     pub id: DeviceId,
-    /// Who owns it.
+    /// The process that owns it.
     pub process: ProcessId,
-    /// What it is.
+    /// The device's kind.
     pub kind: DeviceKind,
 }
 
@@ -45,18 +45,19 @@ struct Inner {
     /// Ascending by id.
     devices: Vec<Device>,
     ids: Vec<DeviceId>,
-    /// By process.
+    /// The devices of each process.
     owned: Vec<Vec<DeviceId>>,
-    /// The host of each process, numbered in the order in which they come first.
+    /// The host of each process, numbered by first appearance.
     hosts: Vec<u32>,
     links: Links,
-    /// Which way collectives of CUDA devices go.
+    /// The path of collectives between CUDA devices.
     collectives: CudaCollectives,
-    /// Of the devices of kind `cuda`, as far as it is known, and only where it matters.
+    /// The GPUs of CUDA devices, as far as they are known. Filled only if needed.
     gpus: BTreeMap<DeviceId, GpuId>,
 }
 
-/// Why devices are no topology or mesh, or a mesh has no such part. Always the caller's fault.
+/// The reason that devices form no topology or mesh, or that a mesh has no such part. Always the
+/// caller's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
@@ -71,9 +72,9 @@ pub enum MeshError {
     UnknownProcess {
         /// The device.
         device: DeviceId,
-        /// Its owner.
+        /// The process that should own it.
         process: ProcessId,
-        /// How many processes there are.
+        /// Number of processes in the job.
         processes: usize,
     },
     /// The mesh, or the job, has no such device.
@@ -81,25 +82,25 @@ pub enum MeshError {
     UnknownDevice {
         /// The device.
         device: DeviceId,
-        /// Where it was looked for.
+        /// The mesh or job that was searched, as text.
         within: String,
     },
-    /// There is not one host for each process.
+    /// The number of hosts is not the number of processes.
     #[error("{found} hosts are given for {processes} processes")]
     HostCount {
-        /// How many processes there are.
+        /// Number of processes.
         processes: usize,
-        /// Hosts given.
+        /// Number of hosts given.
         found: usize,
     },
-    /// There is neither one kind of devices for all processes nor one for each.
+    /// The number of device kinds is neither one nor the number of processes.
     #[error(
         "{found} kinds of devices are given for {processes} processes: one for all, or one for each"
     )]
     KindCount {
-        /// How many processes there are.
+        /// Number of processes.
         processes: usize,
-        /// Kinds given.
+        /// Number of kinds given.
         found: usize,
     },
     /// The sizes of the axes do not multiply to the number of devices.
@@ -109,7 +110,7 @@ pub enum MeshError {
         mesh: String,
         /// Product of the sizes; saturates.
         expected: usize,
-        /// Devices given.
+        /// Number of devices given.
         found: usize,
     },
     /// Two axes have one name.
@@ -143,9 +144,9 @@ pub enum MeshError {
     Range {
         /// The axis.
         axis: String,
-        /// First index asked for.
+        /// The first requested index.
         start: usize,
-        /// One past the last index asked for.
+        /// One past the last requested index.
         end: usize,
         /// The mesh's axes and their sizes.
         mesh: String,
@@ -153,21 +154,21 @@ pub enum MeshError {
 }
 
 impl Topology {
-    /// The job with these devices, and as many processes as the highest owner says.
+    /// Creates a job with these devices. It has as many processes as the highest owner requires.
     ///
     /// # Errors
     ///
-    /// Fails where a device is listed twice.
+    /// If a device is listed twice.
     pub fn new(devices: Vec<Device>) -> Result<Self, MeshError> {
         let processes = devices.iter().map(|device| device.process.index() + 1).max().unwrap_or(0);
         Self::with_processes(processes, devices)
     }
 
-    /// The job with these devices and `processes` processes, some of which may own none.
+    /// Creates a job with these devices and `processes` processes, some of which may own none.
     ///
     /// # Errors
     ///
-    /// Fails where a device is listed twice or belongs to none of the processes.
+    /// If a device is listed twice or belongs to none of the processes.
     pub fn with_processes(processes: usize, mut devices: Vec<Device>) -> Result<Self, MeshError> {
         devices.sort_by_key(|device| device.id);
         if let Some(pair) = devices.windows(2).find(|pair| pair[0].id == pair[1].id) {
@@ -190,12 +191,12 @@ impl Topology {
         Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links, collectives, gpus }) })
     }
 
-    /// The same job with its processes on these hosts, one name for each process. Without it all
-    /// are on one.
+    /// Returns the same job with its processes on these hosts, one name for each process. By
+    /// default all processes are on one host.
     ///
     /// # Errors
     ///
-    /// Fails where there is not one host for each process.
+    /// If there is not one host for each process.
     pub fn on_hosts<T: Ord>(&self, hosts: &[T]) -> Result<Self, MeshError> {
         if hosts.len() != self.processes() {
             return Err(MeshError::HostCount { processes: self.processes(), found: hosts.len() });
@@ -209,12 +210,12 @@ impl Topology {
         Ok(self.with(|inner| inner.hosts = hosts))
     }
 
-    /// The same job with devices of these kinds: one kind for the devices of all processes, or one
-    /// for those of each process, in order. Without it all are [`DeviceKind::Cpu`].
+    /// Returns the same job with devices of these kinds: one kind for all processes, or one for
+    /// each process in order. By default all devices are [`DeviceKind::Cpu`].
     ///
     /// # Errors
     ///
-    /// Fails where there is neither one kind nor one for each process.
+    /// If there is neither one kind nor one for each process.
     pub fn of_kinds(&self, kinds: &[DeviceKind]) -> Result<Self, MeshError> {
         let processes = self.processes();
         if kinds.len() != 1 && kinds.len() != processes {
@@ -222,13 +223,13 @@ impl Topology {
         }
         Ok(self.with(|inner| {
             for device in &mut inner.devices {
-                // One for all, where there is but one.
+                // A single kind applies to all processes.
                 device.kind = kinds.get(device.process.index()).copied().unwrap_or(kinds[0]);
             }
         }))
     }
 
-    /// The same job with links of these costs.
+    /// Returns the same job with links of these costs.
     #[must_use]
     pub fn with_links(&self, links: Links) -> Self {
         self.with(|inner| inner.links = links)
@@ -240,11 +241,12 @@ impl Topology {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Processes with `devices_per_process` CPU devices each: process 0 owns the first ones.
+    /// Creates `processes` processes with `devices_per_process` CPU devices each. Process 0 owns
+    /// the first devices.
     ///
     /// # Panics
     ///
-    /// Where there would be more than `u32::MAX` devices or processes.
+    /// If there would be more than `u32::MAX` devices or processes.
     pub fn even(processes: usize, devices_per_process: usize) -> Self {
         let count =
             processes.checked_mul(devices_per_process).and_then(|count| u32::try_from(count).ok());
@@ -263,24 +265,24 @@ impl Topology {
             .expect("numbered ascending, each within the processes")
     }
 
-    /// Number of processes.
+    /// Returns the number of processes.
     pub fn processes(&self) -> usize {
         self.inner.owned.len()
     }
 
-    /// All devices, ascending by number.
+    /// Returns all devices, ascending by id.
     pub fn devices(&self) -> &[Device] {
         &self.inner.devices
     }
 
-    /// The numbers of all devices, ascending.
+    /// Returns the ids of all devices, ascending.
     pub fn device_ids(&self) -> &[DeviceId] {
         &self.inner.ids
     }
 
-    /// The device with that number.
+    /// Returns the device with that id, or `None` if the job has no such device.
     pub fn device(&self, device: DeviceId) -> Option<&Device> {
-        // Almost always numbered 0, 1, 2…
+        // Ids are almost always 0, 1, 2…
         let guess = self.inner.devices.get(device.0 as usize).filter(|found| found.id == device);
         guess.or_else(|| {
             let at = self.inner.ids.binary_search(&device).ok()?;
@@ -288,38 +290,38 @@ impl Topology {
         })
     }
 
-    /// Who owns a device; `None` where the job has no such device.
+    /// Returns the process that owns a device, or `None` if the job has no such device.
     pub fn process_of(&self, device: DeviceId) -> Option<ProcessId> {
         self.device(device).map(|device| device.process)
     }
 
-    /// What a device is; `None` where the job has no such device.
+    /// Returns the kind of a device, or `None` if the job has no such device.
     pub fn kind_of(&self, device: DeviceId) -> Option<DeviceKind> {
         self.device(device).map(|device| device.kind)
     }
 
-    /// Whether a process owns devices of this kind.
+    /// Returns true if a process owns devices of this kind.
     pub fn has_kind(&self, process: ProcessId, kind: DeviceKind) -> bool {
         self.devices_of(process).iter().any(|device| self.kind_of(*device) == Some(kind))
     }
 
-    /// The devices of a process, ascending; none for an unknown process.
+    /// Returns the devices of a process, ascending; none for an unknown process.
     pub fn devices_of(&self, process: ProcessId) -> &[DeviceId] {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
     }
 
-    /// The number of a process's host: hosts are numbered in the order in which their first
-    /// processes come. 0 for an unknown process.
+    /// Returns the number of a process's host. Hosts are numbered in the order of their first
+    /// processes. 0 for an unknown process.
     pub fn host_of(&self, process: ProcessId) -> u32 {
         self.inner.hosts.get(process.index()).copied().unwrap_or(0)
     }
 
-    /// What the links between the devices cost.
+    /// Returns the costs of the links between devices.
     pub fn links(&self) -> &Links {
         &self.inner.links
     }
 
-    /// A number that is the same for equal topologies, on every process and in every run.
+    /// Returns a number that is the same for equal topologies, on every process and in every run.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
         let Inner { devices, hosts, links, .. } = &*self.inner;
@@ -337,7 +339,7 @@ impl Topology {
         fingerprint.finish()
     }
 
-    /// How near two devices are to each other; `None` where the job lacks one of them.
+    /// Returns the class of the link between two devices, or `None` if the job lacks one of them.
     pub fn link_between(&self, a: DeviceId, b: DeviceId) -> Option<LinkClass> {
         let (of_a, of_b) = (self.process_of(a)?, self.process_of(b)?);
         Some(if a == b {
@@ -399,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_of_one_kind_or_of_one_for_each_process() {
+    fn device_kinds_are_given_once_or_for_each_process() {
         use DeviceKind::{Cpu, Cuda};
         let topology = Topology::even(3, 2);
         let kinds = |topology: &Topology| {

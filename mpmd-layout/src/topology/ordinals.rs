@@ -1,15 +1,16 @@
-//! Which of a host's graphics processors a process's devices are.
+//! Assigns a host's GPUs to the CUDA devices of its processes.
 
 use super::{DeviceKind, ProcessId, Topology};
 
 impl Topology {
-    /// The graphics processors of a process's devices of kind [`Cuda`](DeviceKind::Cuda), in the
-    /// devices' order, as numbers that the driver gives them, where it shows that process `gpus` of
-    /// them. None where there are no devices of that kind, or no processors.
+    /// Returns the driver's GPU ordinals of a process's devices of kind [`Cuda`](DeviceKind::Cuda),
+    /// in the devices' order. `gpus` is the number of GPUs that the driver shows to this process.
+    /// Empty if the process has no such devices or `gpus` is 0.
     ///
-    /// Those of a host go to its processes in order, each its own as long as there are enough; else
-    /// they are shared in turn. A process that is shown fewer than its neighbours (a launcher has
-    /// set `CUDA_VISIBLE_DEVICES` for each) begins again at the first one sooner.
+    /// The GPUs of a host go to its processes in order. While there are enough, each device has its
+    /// own; otherwise the numbering starts again at 0 and GPUs are shared. If a launcher sets
+    /// `CUDA_VISIBLE_DEVICES` for each process, a process may see fewer GPUs than its neighbours.
+    /// Its numbering then starts again sooner.
     pub fn ordinals(&self, process: ProcessId, gpus: u32) -> Vec<u32> {
         if gpus == 0 {
             return Vec::new();
@@ -22,7 +23,7 @@ impl Topology {
             .map(ProcessId)
             .filter(|other| self.host_of(*other) == self.host_of(process));
         let first: usize = neighbours.map(of).sum();
-        // Below `gpus`, which is one of them.
+        // Below `gpus`, which is a `u32`, so the cast is exact.
         (first..first + of(process)).map(|at| (at % gpus as usize) as u32).collect()
     }
 }
@@ -39,23 +40,23 @@ mod tests {
     }
 
     #[test]
-    fn processes_have_processors_of_their_own_where_there_are_enough() {
+    fn processes_have_own_gpus_if_there_are_enough() {
         let job = Topology::even(2, 2).of_kinds(&[Cuda]).unwrap();
         assert_eq!(all(&job, 8), [[0, 1], [2, 3]]);
         assert_eq!(all(&job, 4), [[0, 1], [2, 3]]);
     }
 
     #[test]
-    fn processors_are_shared_in_turn_where_there_are_not() {
+    fn too_few_gpus_are_shared_in_turn() {
         let job = Topology::even(2, 2).of_kinds(&[Cuda]).unwrap();
         assert_eq!(all(&job, 3), [[0, 1], [2, 0]]);
         assert_eq!(all(&job, 1), [[0, 0], [0, 0]]);
-        // Also where each process is shown its own ones alone.
+        // Also if each process sees only its own GPUs.
         assert_eq!(all(&job, 2), [[0, 1], [0, 1]]);
     }
 
     #[test]
-    fn who_has_no_such_devices_takes_none_and_each_host_begins_anew() {
+    fn cpu_processes_take_no_gpu_and_each_host_starts_at_zero() {
         let job = Topology::even(4, 1).of_kinds(&[Cpu, Cuda, Cuda, Cuda]).unwrap();
         assert_eq!(all(&job, 8), [vec![], vec![0], vec![1], vec![2]]);
         let apart = job.on_hosts(&["a", "b", "a", "b"]).unwrap();

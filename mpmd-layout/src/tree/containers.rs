@@ -6,13 +6,13 @@ use std::marker::PhantomData;
 use super::structure::{build, visit};
 use super::{Leaf, Name, Path, Structure, Tree, TreeError};
 
-/// A tree without leaves, for a kernel that takes or gives nothing. (`()` does not say of which
-/// leaf type it has none.)
+/// A tree without leaves, for a kernel without inputs or outputs. (`()` would not name its leaf
+/// type.)
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Empty<L>(PhantomData<fn() -> L>);
 
 impl<L> Empty<L> {
-    /// The tree.
+    /// Creates the empty tree.
     pub fn new() -> Self {
         Self(PhantomData)
     }
@@ -151,14 +151,14 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
     }
 }
 
-/// Back to an array what was made of each of its elements.
+/// Converts the results for an array's elements back to an array.
 fn array<T, const N: usize>(elements: Vec<T>) -> [T; N] {
     let found = elements.len();
     elements.try_into().unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
 }
 
-/// An absent option has no leaves; a present one is its content, without a step in the path. An
-/// option inside an option is therefore not told apart from a single one by [`Tree::build`].
+/// An absent option has no leaves. A present one is its content, without a step in the path.
+/// Therefore [`Tree::build`] cannot tell a nested option from a single one.
 impl<T: Tree> Tree for Option<T> {
     type Leaf = T::Leaf;
     type With<M: Leaf> = Option<T::With<M>>;
@@ -326,7 +326,7 @@ tuples! {
 mod tests {
     use super::*;
 
-    /// Maps, visits and builds a tree, each of which must give the same back.
+    /// Maps, visits and builds a tree; each must return the same tree.
     fn round_trip<T>(tree: T)
     where
         T: Tree<Leaf = u64, With<u64> = T> + Clone + std::fmt::Debug + PartialEq,

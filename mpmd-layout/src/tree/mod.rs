@@ -1,9 +1,8 @@
 //! Structures of arrays: tuples, vectors, maps, options and user structs with leaves of one type.
 //!
-//! A [`Tree`] of arrays has the same shape as the tree of their shapes, of their shardings, or of
-//! views of them on one device: [`Tree::With`] is the same structure with other leaves. Leaves have
-//! [paths](Path) for messages, and what holds for several leaves can be given once for all of them,
-//! as a [`PrefixTree`].
+//! A [`Tree`] of arrays has the same structure as the tree of their shapes, of their shardings, or
+//! of views of them on one device. [`Tree::With`] is the same structure with other leaves. Leaves
+//! have [paths](Path) for messages. A [`PrefixTree`] gives one value for several leaves at once.
 //!
 //! ```
 //! use mpmd_layout::tree::Tree;
@@ -28,11 +27,11 @@ mod structure;
 use std::convert::Infallible;
 
 pub use containers::Empty;
-/// Implements [`Tree`](trait@Tree) for a struct whose one type parameter is the leaf.
+/// Implements [`Tree`](trait@Tree) for a struct with one type parameter, the leaf.
 ///
 /// Fields may be leaves (`L`), containers of them (`Vec<L>`, `(L, L)`) and other such structs
-/// (`Other<L>`). Leaves come in the order of the fields. The struct also converts into a
-/// [`PrefixTree`], as does a reference to it.
+/// (`Other<L>`). Leaves come in the order of the fields. The struct and references to it also
+/// convert into a [`PrefixTree`].
 pub use mpmd_derive::Tree;
 pub use path::{Name, Path};
 pub use prefix::PrefixTree;
@@ -60,10 +59,11 @@ pub trait Tree: Sized {
     /// `T::With<T::Leaf>` is `T`.
     type With<M: Leaf>: Tree<Leaf = M>;
 
-    /// The names of the branches, down to the leaves.
+    /// Returns the names of the branches, down to the leaves.
     fn structure(&self) -> Structure;
 
-    /// Whether [`structure`](Self::structure) is this one; costs less than to make it and compare.
+    /// Returns true if [`structure`](Self::structure) equals `structure`. Cheaper than creating and
+    /// comparing it.
     fn has_structure(&self, structure: &Structure) -> bool {
         self.structure() == *structure
     }
@@ -71,69 +71,69 @@ pub trait Tree: Sized {
     /// Calls `f` with every leaf and its path below `path`, in order.
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf));
 
-    /// The tree of what `f` makes of every leaf, in order.
+    /// Applies `f` to every leaf, in order, and returns the tree of the results.
     ///
     /// # Errors
     ///
-    /// Stops at the first leaf where `f` fails, with its error.
+    /// Stops at the first leaf for which `f` fails, with its error.
     fn try_map<M: Leaf, E>(
         self,
         f: &mut dyn FnMut(Self::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E>;
 
-    /// The tree of what `f` makes of a reference to every leaf, in order.
+    /// Applies `f` to a reference to every leaf, in order, and returns the tree of the results.
     ///
     /// # Errors
     ///
-    /// Stops at the first leaf where `f` fails, with its error.
+    /// Stops at the first leaf for which `f` fails, with its error.
     fn try_map_ref<M: Leaf, E>(
         &self,
         f: &mut dyn FnMut(&Self::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E>;
 
-    /// The tree of this structure with the next leaves of an iterator; `path` is where it hangs,
-    /// for messages. [`from_leaves`](Self::from_leaves) is what programs call.
+    /// Builds the tree of this structure from the next leaves of an iterator. `path` is the tree's
+    /// place in its parent, for messages. Programs call [`from_leaves`](Self::from_leaves) instead.
     ///
     /// # Errors
     ///
-    /// Fails where this type has no such structure, or the leaves end early.
+    /// If this type has no such structure, or the leaves end early.
     fn build(
         structure: &Structure,
         path: &mut Path,
         leaves: &mut dyn Iterator<Item = Self::Leaf>,
     ) -> Result<Self, TreeError>;
 
-    /// The tree of what `f` makes of every leaf, in order.
+    /// Applies `f` to every leaf, in order, and returns the tree of the results.
     ///
-    /// `Option` and arrays have a `map` of their own, which comes first: for those write
+    /// `Option` and arrays have their own `map`, which takes precedence. For those write
     /// `Tree::map(x, f)`.
     fn map<M: Leaf>(self, f: &mut dyn FnMut(Self::Leaf) -> M) -> Self::With<M> {
         let Ok(tree) = self.try_map::<M, Infallible>(&mut |leaf| Ok(f(leaf)));
         tree
     }
 
-    /// The tree of what `f` makes of a reference to every leaf, in order.
+    /// Applies `f` to a reference to every leaf, in order, and returns the tree of the results.
     fn map_ref<M: Leaf>(&self, f: &mut dyn FnMut(&Self::Leaf) -> M) -> Self::With<M> {
         let Ok(tree) = self.try_map_ref::<M, Infallible>(&mut |leaf| Ok(f(leaf)));
         tree
     }
 
-    /// The leaves, in order.
+    /// Returns references to the leaves, in order.
     fn leaves(&self) -> Vec<&Self::Leaf> {
         let mut leaves = Vec::new();
         self.visit(&mut Path::default(), &mut |_, leaf| leaves.push(leaf));
         leaves
     }
 
-    /// The leaves with their paths (`blocks/3/w`), in order. The path of a tree that is a leaf is
-    /// empty.
+    /// Returns references to the leaves with their paths (`blocks/3/w`), in order. The path of a
+    /// tree that is a leaf is empty.
     fn leaves_with_paths(&self) -> Vec<(String, &Self::Leaf)> {
         let mut leaves = Vec::new();
         self.visit(&mut Path::default(), &mut |path, leaf| leaves.push((path.to_string(), leaf)));
         leaves
     }
 
-    /// The leaves themselves, in order.
+    /// Returns the leaves by value, in order.
     fn into_leaves(self) -> Vec<Self::Leaf> {
         let mut leaves = Vec::new();
         let Ok(_) = self.try_map::<Taken, Infallible>(&mut |leaf| {
@@ -143,11 +143,11 @@ pub trait Tree: Sized {
         leaves
     }
 
-    /// The tree of this structure with these leaves, in order.
+    /// Builds the tree of this structure from these leaves, in order.
     ///
     /// # Errors
     ///
-    /// Fails where this type has no such structure, and where there are more or fewer leaves.
+    /// If this type has no such structure, or there are more or fewer leaves.
     fn from_leaves(
         structure: &Structure,
         leaves: impl IntoIterator<Item = Self::Leaf>,
@@ -161,40 +161,40 @@ pub trait Tree: Sized {
     }
 }
 
-/// Why trees do not fit each other. Always the caller's fault.
+/// The reason that trees do not match each other. Always the caller's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TreeError {
     /// A tree of the type cannot have the structure.
     #[error("at {}: expected {expected}, found {found}", place(path))]
     Structure {
-        /// Where in the tree; empty at the root.
+        /// The place in the tree; empty at the root.
         path: String,
-        /// What the type has there.
+        /// The structure that the type has there, as text.
         expected: String,
-        /// What the structure has there.
+        /// The structure that was given there, as text.
         found: String,
     },
     /// A tree is not a prefix of the other.
     #[error("not a prefix: at {} the tree has {expected}, the prefix {found}", place(path))]
     Prefix {
-        /// Where in the tree; empty at the root.
+        /// The place in the tree; empty at the root.
         path: String,
-        /// What the tree has there.
+        /// The tree's branches there, as text.
         expected: String,
-        /// What the prefix has there.
+        /// The prefix's branches there, as text.
         found: String,
     },
     /// There are fewer leaves than the structure has.
     #[error("there is no leaf left for {}", place(path))]
     TooFewLeaves {
-        /// The first place without one; empty at the root.
+        /// The path of the first missing leaf; empty at the root.
         path: String,
     },
     /// There are more leaves than the structure has.
     #[error("there are more than the {expected} leaves of the tree")]
     TooManyLeaves {
-        /// How many the structure has.
+        /// Number of leaves in the structure.
         expected: usize,
     },
 }
@@ -203,7 +203,7 @@ fn place(path: &str) -> String {
     if path.is_empty() { "the root".to_owned() } else { format!("`{path}`") }
 }
 
-/// What stays in place of a leaf that was taken out.
+/// A placeholder for a leaf that was taken out.
 struct Taken;
 
 impl Leaf for Taken {}
@@ -250,7 +250,7 @@ macro_rules! leaves {
 
 leaves!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, String, &str);
 
-/// So that a tree of references can be made of a tree that is kept.
+/// Allows a tree of references into a tree that stays in place.
 impl<L: Leaf> Leaf for &L {}
 
 #[cfg(test)]
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
     use crate::aval::{ShapedArray, f32s};
 
-    /// A leaf that borrows, as a view of a buffer does.
+    /// A leaf that borrows, like a view of a buffer.
     struct View<'a>(&'a mut f64);
 
     impl Leaf for View<'_> {}
@@ -365,7 +365,7 @@ mod tests {
         assert_eq!(deep.to_string(), "at `1`: expected [0, 1], found [0]");
     }
 
-    /// What a kernel does: its types are trees of one leaf, its calls are with others.
+    /// A kernel in miniature: its types are trees of one leaf type, its calls use trees of others.
     trait Kernel {
         type In: Tree<Leaf = u64>;
         type Out: Tree<Leaf = u64>;

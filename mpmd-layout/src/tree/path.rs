@@ -1,10 +1,10 @@
-//! Paths of leaves.
+//! Paths of a tree's leaves.
 
 use std::borrow::Cow;
 use std::fmt;
 
-/// One step of a [`Path`]. Equal where the texts are: field `0` of a tuple is element 0 of a
-/// vector.
+/// One step of a [`Path`]. Names are equal if their texts are: field `0` of a tuple is element 0 of
+/// a vector.
 #[derive(Clone, Debug)]
 pub enum Name {
     /// A field of a struct.
@@ -16,7 +16,7 @@ pub enum Name {
 }
 
 impl Name {
-    /// The name as a text.
+    /// Returns the name as text.
     pub fn text(&self) -> Cow<'_, str> {
         match self {
             Self::Field(name) => Cow::Borrowed(name),
@@ -47,24 +47,24 @@ impl fmt::Display for Name {
     }
 }
 
-/// The way from the root of a tree to a leaf, shown as `blocks/3/w`; empty at the root.
+/// The steps from the root of a tree to a leaf, shown as `blocks/3/w`; empty at the root.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Path {
     names: Vec<Name>,
 }
 
 impl Path {
-    /// Goes down to the branch of that name.
+    /// Appends the branch of that name.
     pub fn push(&mut self, name: Name) {
         self.names.push(name);
     }
 
-    /// Goes back up.
+    /// Removes the last step and returns it, or `None` at the root.
     pub fn pop(&mut self) -> Option<Name> {
         self.names.pop()
     }
 
-    /// The steps from the root.
+    /// Returns the steps from the root.
     pub fn names(&self) -> &[Name] {
         &self.names
     }

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use super::{Leaf, Path, Structure, Tree, TreeError};
 
-/// The upper part of a tree. Its leaves stand for everything below them: one sharding for all
-/// arrays of a layer, or for all arrays at once.
+/// The upper part of a tree. Each leaf stands for everything below it: one sharding for all arrays
+/// of a layer, or for all arrays at once.
 ///
-/// Made `from` a leaf, a reference to one, tuples, vectors, arrays and maps of what becomes a
-/// prefix, and structs that derive [`Tree`](trait@Tree).
+/// Can be made with `from` a leaf, a reference to one, or a struct that derives
+/// [`Tree`](trait@Tree). Tuples, vectors, arrays and maps of these convert too.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum PrefixTree<L> {
     /// The value for every leaf below.
@@ -18,16 +18,17 @@ pub enum PrefixTree<L> {
 }
 
 impl<L: Leaf + Clone> PrefixTree<L> {
-    /// The prefix that gives each leaf of `tree` for itself.
+    /// Creates the prefix that gives each leaf of `tree` its own value.
     pub fn of(tree: &impl Tree<Leaf = L>) -> Self {
         Self::of_structure(&tree.structure(), &mut tree.leaves().into_iter())
     }
 
-    /// The value for each leaf of a tree of that structure, in the order of the leaves.
+    /// Returns the value for each leaf of a tree of that structure, in the order of the leaves.
     ///
     /// # Errors
     ///
-    /// Fails where this is no prefix of the structure, with the place where it is not.
+    /// If this is not a prefix of the structure. The error names the first place that does not
+    /// match.
     pub fn broadcast(&self, structure: &Structure) -> Result<Vec<L>, TreeError> {
         let mut leaves = Vec::new();
         self.add_leaves(structure, &mut Path::default(), &mut leaves)?;
@@ -65,7 +66,7 @@ impl<L: Leaf + Clone> PrefixTree<L> {
             }
             (Self::Node(own), Structure::Node(branches)) if own.len() == branches.len() => {
                 for (i, (name, branch)) in branches.iter().enumerate() {
-                    // At the same place in the usual case; a map may have another order.
+                    // Usually at the same index; a map may have another order.
                     let text = name.text();
                     let named = |(own, _): &&(String, Self)| *own == text;
                     let found = own.get(i).filter(named).or_else(|| own.iter().find(named));
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_for_what_is_absent_is_not_used() {
+    fn values_for_absent_branches_are_not_used() {
         let present = Layer { w: 1, bias: Some(2) };
         assert_eq!(broadcast((vec![present.clone(), present], 3)), Ok(vec![1, 2, 1, 3]));
     }

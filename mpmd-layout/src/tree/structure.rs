@@ -1,4 +1,4 @@
-//! What a tree is without its leaves.
+//! The structure of a tree, without its leaves.
 
 use std::fmt;
 
@@ -6,30 +6,30 @@ use super::{Name, Path, Tree, TreeError};
 
 /// The names of a tree's branches, down to the leaves.
 ///
-/// Trees of different types have equal structures where the names are the same: a pair and a vector
-/// of two.
+/// Trees of different types have equal structures if the names are the same, for example a pair and
+/// a vector of two.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Structure {
     /// A leaf.
     Leaf,
-    /// Nothing: an absent option.
+    /// An absent option, without leaves.
     Absent,
     /// Branches, in order; possibly none.
     Node(Vec<(Name, Structure)>),
 }
 
 impl Structure {
-    /// A node with these branches.
+    /// Creates a node with these branches.
     pub fn node(branches: impl IntoIterator<Item = (Name, Self)>) -> Self {
         Self::Node(branches.into_iter().collect())
     }
 
-    /// A node whose branches are numbered.
+    /// Creates a node with numbered branches.
     pub fn sequence(branches: impl IntoIterator<Item = Self>) -> Self {
         Self::node(branches.into_iter().enumerate().map(|(i, branch)| (Name::Index(i), branch)))
     }
 
-    /// Number of leaves.
+    /// Returns the number of leaves.
     pub fn leaves(&self) -> usize {
         match self {
             Self::Leaf => 1,
@@ -38,19 +38,19 @@ impl Structure {
         }
     }
 
-    /// The paths of the leaves, in order.
+    /// Returns the paths of the leaves, in order.
     pub fn paths(&self) -> Vec<String> {
         let mut paths = Vec::new();
         self.add_paths(&mut Path::default(), &mut paths);
         paths
     }
 
-    /// The branches, where they are the numbers from 0 and as many as `count` says, if it does. For
-    /// implementations of [`Tree::build`].
+    /// Returns the branches if they are numbered from 0 and, if `count` is given, there are `count`
+    /// of them. For implementations of [`Tree::build`].
     ///
     /// # Errors
     ///
-    /// Fails where it has other branches, with `path` as the place.
+    /// If it has other branches. The error names `path` as the place.
     pub fn elements(
         &self,
         path: &Path,
@@ -72,11 +72,12 @@ impl Structure {
         }
     }
 
-    /// The branches, where their names are these, in order. For implementations of [`Tree::build`].
+    /// Returns the branches if their names are `names`, in order. For implementations of
+    /// [`Tree::build`].
     ///
     /// # Errors
     ///
-    /// Fails where it has other branches, with `path` as the place.
+    /// If it has other branches. The error names `path` as the place.
     pub fn fields(
         &self,
         path: &Path,
@@ -96,7 +97,7 @@ impl Structure {
         }
     }
 
-    /// The error that says that a tree has `expected` where this structure stands.
+    /// Creates the error for a tree that has `expected` in place of this structure.
     pub(super) fn misfit(&self, path: &Path, expected: &Self) -> TreeError {
         self.misfit_text(path, expected.to_string())
     }
@@ -120,7 +121,7 @@ impl Structure {
     }
 }
 
-/// The outermost level in a few words: `a leaf`, `nothing`, or the names of the branches.
+/// Writes the outermost level in a few words: `a leaf`, `nothing`, or the names of the branches.
 impl fmt::Display for Structure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

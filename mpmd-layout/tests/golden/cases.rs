@@ -1,4 +1,4 @@
-//! Named shardings as the golden files write them.
+//! Named shardings in the format of the golden files.
 
 use mpmd_layout::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
 use mpmd_layout::topology::{DeviceId, Mesh};
@@ -27,7 +27,7 @@ enum CaseEntry {
 }
 
 impl CaseSharding {
-    /// The sharding that it is.
+    /// Converts to a sharding.
     pub(crate) fn sharding(self) -> Sharding {
         let names = self.mesh.axis_names.iter().map(String::as_str);
         let axes: Vec<(&str, usize)> = names.zip(self.mesh.shape).collect();

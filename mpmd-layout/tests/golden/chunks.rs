@@ -1,4 +1,4 @@
-//! Chunks are where PyTorch puts them when it reshards, to the index.
+//! Compares chunks with those of PyTorch's resharding, index by index.
 
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{ChunkRanks, Sharding, chunk_by_rank};
@@ -26,7 +26,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn every_case_agrees() {
+fn chunks_match_pytorch() {
     for Case { shape, dim, placements, expected } in cases() {
         let text = format!("{shape:?}, {dim}, {placements:?}");
         for dim in [dim, dim - shape.len() as isize] {

@@ -1,4 +1,4 @@
-//! Intermediate shardings are those of pathways-utils, case by case.
+//! Compares intermediate shardings with those of pathways-utils, case by case.
 
 use crate::cases::CaseSharding;
 use mpmd_layout::reshard::find_intermediate_sharding;
@@ -25,7 +25,7 @@ enum Expected {
 }
 
 #[test]
-fn every_case_agrees() {
+fn intermediate_shardings_match_pathways_utils() {
     let golden: Golden = serde_json::from_str(include_str!("intermediate_sharding.json")).unwrap();
     assert_eq!(golden.cases.len(), 240);
     let mut found_some = 0;

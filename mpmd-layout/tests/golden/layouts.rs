@@ -1,4 +1,4 @@
-//! Named shardings have the layouts that JAX gives them, to the index.
+//! Compares the layouts of named shardings with those of JAX, index by index.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ enum Expected {
 }
 
 #[test]
-fn every_case_agrees() {
+fn layouts_match_jax() {
     let golden: Golden = serde_json::from_str(include_str!("named_sharding_layout.json")).unwrap();
     assert_eq!(golden.cases.len(), 240);
     for Case { sharding, shape, expected } in golden.cases {

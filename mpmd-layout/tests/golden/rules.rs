@@ -1,4 +1,4 @@
-//! Sharding rules give the specs, and the errors, that big_vision's `infer_sharding` gives.
+//! Compares the specs and errors of sharding rules with those of big_vision's `infer_sharding`.
 
 use std::collections::BTreeMap;
 
@@ -66,7 +66,7 @@ fn spec(entries: Vec<CaseEntry>) -> Spec {
     Spec::new(entries.into_iter().map(entry).collect())
 }
 
-/// As the original writes a spec in messages about leaves: `(None, 'x')`.
+/// Formats a spec like the original's messages about leaves: `(None, 'x')`.
 fn tuple(spec: &Spec) -> String {
     let entry = |entry: &SpecEntry| match entry {
         SpecEntry::None => "None".to_owned(),
@@ -80,7 +80,7 @@ fn tuple(spec: &Spec) -> String {
     }
 }
 
-/// The leaf that the original's message is about, and the leaf's spec, are those of ours.
+/// Returns true if the original's message names the same leaf and spec as this error.
 fn same_place(ours: &RulesError, message: &str) -> bool {
     match ours {
         RulesError::Op(failed) => {
@@ -96,7 +96,7 @@ fn same_place(ours: &RulesError, message: &str) -> bool {
 }
 
 #[test]
-fn every_case_agrees() {
+fn rules_match_big_vision() {
     let golden: Golden = serde_json::from_str(include_str!("sharding_rules.json")).unwrap();
     assert_eq!(golden.cases.len(), 160);
     let mut errors = 0;

@@ -1,56 +1,57 @@
-//! What carries transfers between processes, as far as order is concerned: a [`Channel`].
+//! The order that a transport imposes on transfers between processes: a [`Channel`].
 
 use std::fmt;
 use std::str::FromStr;
 
-/// How what a process posts waits for what it has posted before, and when a send is done.
+/// Order constraints between posts of a process, and the time at which a send is done.
 ///
-/// Shown and read as `tags`, `tags:4`, `pair`, `direction`, `single`, each with `,eager` or
-/// `,eager:4` behind it.
+/// Displayed and parsed as `tags`, `tags:4`, `pair`, `direction`, `single`, each optionally
+/// followed by `,eager` or `,eager:4`.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Channel {
-    /// What waits for what was posted before it.
+    /// The queues of posts, which wait for earlier ones.
     pub queues: Queues,
-    /// When a send is done.
+    /// The time at which a send is done.
     pub protocol: Protocol,
 }
 
-/// Which of a process's ends of transfers go one after the other.
+/// The division of a process's ends of transfers into queues. Ends in one queue go one after the
+/// other.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Queues {
-    /// None: what belongs together finds itself, in any order. What this framework's own transports
-    /// do.
+    /// No queues: matching ends find each other, in any order. This framework's own transports work
+    /// so.
     Tags,
-    /// As tags, but of each process only so many ends that are not done at a time, in the order in
-    /// which it posts them. 0 counts as 1.
+    /// Like tags, but each process has at most this many open ends at a time, in the order of its
+    /// posts. 0 counts as 1.
     TagsBounded(u32),
-    /// Those with the same other process, in both directions.
+    /// One queue for each peer process, with both directions.
     PerPair,
-    /// Those with the same other process in the same direction.
+    /// One queue for each peer process and direction.
     PerDirection,
-    /// All of them.
+    /// A single queue for all.
     Single,
 }
 
-/// When a send is done.
+/// The time at which a send is done.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Protocol {
-    /// When it and its receive are both at the front and what is sent is there: both are done
-    /// together.
+    /// A send waits until it and its receive are at the front and the data exists. Both are then
+    /// done together.
     Rendezvous,
-    /// Also without its receive, where the receiver has room: for each sender so many messages that
-    /// it has not taken yet, given in the order in which the sender posts.
+    /// A send can also be done without its receive, if the receiver has room. Each sender has room
+    /// for this many messages that the receiver has not taken. The room is assigned in the order of
+    /// the sender's posts.
     ///
-    /// Room that several senders share would make it a matter of luck which of them gets it, and so
-    /// whether there is a deadlock; such a channel is as good as one with the room that is left to
-    /// each for certain.
+    /// If several senders shared room, chance would decide which sender gets it, and so whether
+    /// there is a deadlock. Model such a channel by the room that each sender has for certain.
     Eager(u32),
 }
 
 impl Channel {
-    /// What needs the least order: tags, rendezvous.
+    /// The channel that requires the least order: tags, rendezvous.
     pub const TAGS: Self = Self::rendezvous(Queues::Tags);
 
     /// The kinds of queues, from the richest channel to the poorest, each with rendezvous.
@@ -61,12 +62,12 @@ impl Channel {
         Self::rendezvous(Queues::Single),
     ];
 
-    /// With these queues, and sends that wait for their receives.
+    /// Creates a channel with these queues, and sends that wait for their receives.
     pub const fn rendezvous(queues: Queues) -> Self {
         Self { queues, protocol: Protocol::Rendezvous }
     }
 
-    /// With these queues, and room for so many messages from each sender.
+    /// Creates a channel with these queues, and room for this many messages from each sender.
     pub const fn eager(queues: Queues, messages: u32) -> Self {
         Self { queues, protocol: Protocol::Eager(messages) }
     }
@@ -88,7 +89,7 @@ impl fmt::Display for Channel {
     }
 }
 
-/// Not the name of a channel.
+/// An error in the name of a channel.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "{0:?} is no channel; there are tags, tags:K, pair, direction and single, each also with \
@@ -99,7 +100,7 @@ pub struct NoChannel(String);
 impl FromStr for Channel {
     type Err = NoChannel;
 
-    /// Reads what [`Display`](fmt::Display) shows; `eager` alone has room for one message.
+    /// Parses the output of [`Display`](fmt::Display). `eager` alone has room for one message.
     fn from_str(text: &str) -> Result<Self, NoChannel> {
         let wrong = || NoChannel(text.to_owned());
         let number = |text: &str| text.parse().ok().filter(|number| *number > 0).ok_or_else(wrong);
@@ -131,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shown_is_read() {
+    fn displayed_channels_are_parsed() {
         for text in ["tags", "tags:4", "pair", "direction,eager:3", "single,eager:1"] {
             assert_eq!(text.parse::<Channel>().unwrap().to_string(), text);
         }

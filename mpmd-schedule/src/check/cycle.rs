@@ -1,4 +1,4 @@
-//! Why a flow does not end: who waits for whom in a circle, or whose other side is missing.
+//! The cause of a deadlock: a cycle of waits, or transfers with a missing end.
 
 use std::collections::VecDeque;
 
@@ -8,78 +8,79 @@ use super::names::Names;
 use super::windows::NONE;
 use crate::flow::Flow;
 
-/// A flow over a channel that stops before its end.
+/// A flow that deadlocks over a channel.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Deadlock {
     /// The channel.
     pub channel: Channel,
-    /// Each waits for the next, the last for the first. Empty where something is missing.
+    /// Each item waits for the next, the last one for the first. Empty if a transfer's end is
+    /// missing.
     ///
-    /// Of the circles through what is at the front of its lane or queue it is a shortest one. Who
-    /// is behind something waits for what is at the front.
+    /// It is a shortest one among the cycles through a front of a lane or queue. An item behind a
+    /// front waits for the front.
     pub cycle: Vec<Wait>,
-    /// What can never happen, because its other side is not there.
+    /// Transfers that can never happen, because an end is missing.
     pub missing: Vec<Missing>,
-    /// How many nodes and transfers are left undone.
+    /// The numbers of unfinished nodes and transfers.
     pub undone: (usize, usize),
 }
 
-/// One that waits.
+/// A waiting item.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Wait {
-    /// What waits.
+    /// The waiting item.
     pub item: Item,
     /// Its process.
     pub process: u32,
     /// Its tag in the flow: the node's, or the transfer's.
     pub tag: u32,
-    /// Why it waits for the next one.
+    /// The reason why it waits for the next item.
     pub why: Why,
 }
 
-/// Something that a process does.
+/// An operation of a process.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Item {
-    /// It computes this node.
+    /// Computes this node.
     Node(u32),
-    /// It gives this transfer.
+    /// Sends this transfer.
     Send(u32),
-    /// It takes this transfer.
+    /// Receives this transfer.
     Receive(u32),
 }
 
-/// Why one waits for another.
+/// The reason why one item waits for another.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Why {
-    /// A node comes later in its lane.
+    /// The node comes later in its lane.
     Lane,
-    /// A node needs the other node.
+    /// The node needs the other node.
     Need,
-    /// A node takes what is received.
+    /// The node takes a received transfer.
     Take,
-    /// An end of a transfer was posted later in its queue.
+    /// The end of a transfer was posted later in its queue.
     Queue,
-    /// A node makes what is sent.
+    /// The send waits for the node that computes its data.
     Make,
     /// A send and its receive wait for each other.
     Peer,
 }
 
-/// A transfer of which an end is not posted.
+/// A transfer with an end that is not posted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Missing {
-    /// Which.
+    /// The number of the transfer.
     pub transfer: u32,
     /// Its tag in the flow.
     pub tag: u32,
-    /// Who gives, and whether it posts a send.
+    /// (sending process, true if it posts a send)
     pub from: (u32, bool),
-    /// Who takes, and whether it posts a receive.
+    /// (receiving process, true if it posts a receive)
     pub to: (u32, bool),
 }
 
 impl Deadlock {
-    /// For people: a line for each that waits, or that is missing.
+    /// Describes the deadlock: one line for each waiting item, or for each missing end.
     pub fn lines(&self, names: &dyn Names) -> Vec<String> {
         let missing = self.missing.iter().map(|missing| missing.line(names));
         let next = self.cycle.iter().skip(1).chain(self.cycle.first());
@@ -99,7 +100,7 @@ impl Deadlock {
 }
 
 impl Wait {
-    /// Who does what.
+    /// Describes the operation and its process.
     pub fn text(&self, names: &dyn Names) -> String {
         let process = names.process(self.process);
         match self.item {
@@ -111,7 +112,7 @@ impl Wait {
 }
 
 impl Missing {
-    /// For people.
+    /// Describes the missing end.
     pub fn line(&self, names: &dyn Names) -> String {
         let what = names.transfer(self.tag);
         let (from, to) = (names.process(self.from.0), names.process(self.to.0));
@@ -125,7 +126,7 @@ impl Missing {
     }
 }
 
-/// Transfers of which an end is missing.
+/// Returns the transfers with a missing end.
 pub(super) fn missing(engine: &Engine) -> Vec<Missing> {
     let transfers = engine.flow.transfers.iter().zip(0..);
     let lacking = transfers.filter_map(|(transfer, number)| {
@@ -140,17 +141,18 @@ pub(super) fn missing(engine: &Engine) -> Vec<Missing> {
     lacking.collect()
 }
 
-/// Steps of the search for the shortest circle after which the shortest so far will do.
+/// After this many steps the search stops with the shortest cycle so far.
 const SEARCH: usize = 50_000_000;
 
-/// The shortest circle of an execution in which nothing more can begin, and nothing is missing.
+/// Returns the shortest cycle of waits. Nothing more can begin in the execution, and no end is
+/// missing.
 ///
-/// What is at the front of its lane or queue waits for something, which is at a front or behind
-/// one: so from every front a way leads to a front again, and there is a circle through one.
+/// Each front of a lane or queue waits for an item, which is at a front or behind one. So a path
+/// leads from every front to a front again, and some cycle passes through a front.
 pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
     let graph = Graph::new(engine);
     let count = engine.flow.nodes.len() + engine.flow.transfers.len() * 2;
-    // In which search each item was last seen, and from where.
+    // The last search that saw each item; `from` is the item before it.
     let mut seen = vec![NONE; count];
     let mut from: Vec<(u32, Why)> = vec![(NONE, Why::Need); count];
     let mut best: Vec<(u32, Why)> = Vec::new();
@@ -191,11 +193,11 @@ pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
     best.into_iter().map(|(item, why)| graph.wait(item, why)).collect()
 }
 
-/// Who waits for whom. Items have numbers: nodes, then ends of transfers.
+/// The graph of waits. Items have numbers: nodes first, then ends of transfers.
 struct Graph<'e, 'f> {
     engine: &'e Engine<'f>,
     nodes: u32,
-    /// For each lane and each queue the first that is not done.
+    /// The first unfinished item of each lane and of each queue.
     lane_front: Vec<u32>,
     queue_front: Vec<u32>,
 }
@@ -225,7 +227,7 @@ impl<'e, 'f> Graph<'e, 'f> {
         nodes.chain(ends).filter(|item| *item != NONE).collect()
     }
 
-    /// What an item that is not done waits for.
+    /// Adds the items that an unfinished item waits for.
     fn edges(&self, item: u32, edges: &mut Vec<(u32, Why)>) {
         let (engine, flow): (_, &Flow) = (self.engine, self.engine.flow);
         let end = |transfer: u32, receive: u32| self.nodes + transfer * 2 + receive;

@@ -1,14 +1,17 @@
-//! What can happen next in a [`Flow`] over a [`Channel`]: shared by the proof and the simulation.
+//! The events that can happen next in a [`Flow`] over a [`Channel`]; shared by the proof and the
+//! simulation.
 //!
-//! Why one execution decides. An event is that a node begins or ends, or that a transfer begins,
-//! has gone or has been taken. What lets an event happen is that certain events have happened (a
-//! node's inputs, both ends at the front), or all but so many of certain events (a place in a
-//! window, room at the receiver); never that one has *not* happened. So an event that can happen
-//! still can after any other has, until it does. Let two executions have run until nothing more can
-//! happen, and let `e` be the first event of the one that the other has not: all that `e` rests on
-//! came before it, so the other has all that, and `e` could happen in it: a contradiction. So both
-//! have the same events. For the same reason an event's earliest time does not depend on the order
-//! in which events of the same time are looked at.
+//! One execution decides whether the flow ends. The events are: a node begins or ends; a transfer
+//! begins, has gone, or has been taken. Some events require that certain others have happened, for
+//! instance a node's inputs, or both ends at the front. Others require all but a fixed number of
+//! certain events, for instance a place in a window, or room at the receiver. No event requires
+//! that another has *not* happened. So an event that can happen stays possible until it happens.
+//!
+//! Suppose two executions run until nothing more can happen, and one has events that the other
+//! lacks. Let `e` be the first of these. All requirements of `e` came before it, so the other
+//! execution has them all. So `e` could happen there: a contradiction. Therefore both have the same
+//! events. For the same reason, the earliest time of an event does not depend on the order of
+//! events of the same time.
 
 use super::channel::{Channel, Protocol, Queues};
 use super::windows::{NONE, Windows};
@@ -17,75 +20,76 @@ use crate::flow::{Flow, Post};
 /// Bits of [`Engine::state`].
 const SEND_POSTED: u8 = 1;
 const RECEIVE_POSTED: u8 = 2;
-/// At the front of its queue.
+/// Bits for ends at the front of their queues.
 const SEND_FRONT: u8 = 4;
 const RECEIVE_FRONT: u8 = 8;
-/// What is sent has been made.
+/// The data to send has been computed.
 const MADE: u8 = 16;
-/// The receiver has room for it.
+/// The receiver has room for the message.
 const ROOM: u8 = 32;
 const BEGUN: u8 = 64;
 const SENT: u8 = 128;
 
-/// What can begin.
+/// A node or transfer that can begin.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Begin {
     Node(u32),
     Transfer(u32),
 }
 
-/// The state of an execution. Ends of transfers have numbers: twice the transfer's, one more for
-/// the receive.
+/// The state of an execution. The send of a transfer has twice the transfer's number, the receive
+/// one more.
 #[derive(Debug)]
 pub(crate) struct Engine<'a> {
     pub(super) flow: &'a Flow,
-    /// How many things each node still waits for.
+    /// The number of events that each node still waits for.
     waits: Vec<u32>,
     pub(super) ended: Vec<bool>,
-    /// The node after each in its lane.
+    /// The next node in the lane of each node.
     after: Vec<u32>,
-    /// By node what needs it; by transfer who takes it; by node which transfers it makes.
+    /// Nodes that need each node. The next lists are the nodes that take each transfer, and the
+    /// transfers that each node computes.
     needed_by: Lists,
     taken_by: Lists,
     makes: Lists,
     state: Vec<u8>,
     taken: Vec<bool>,
-    /// Ends in queues; nothing where all are at the front at once.
+    /// Queues of ends; `None` if all ends are at the front at once.
     pub(super) queues: Option<Windows>,
-    /// Transfers by pair of sender and receiver, in the order in which they are sent.
+    /// Transfers for each pair of sender and receiver, in the order of their sends.
     rooms: Option<Windows>,
-    /// Ends that have come to the front and are not looked at.
+    /// Ends that have come to the front and are not processed yet.
     fresh: Vec<u32>,
-    /// What can begin, to be taken away by who drives.
+    /// Items that can begin. The caller removes and runs them.
     pub(crate) begins: Vec<Begin>,
-    /// What has been taken since who drives has looked; kept for the simulation alone.
+    /// Transfers that were taken since the caller last looked. Only for the simulation.
     pub(crate) took: Vec<u32>,
-    /// Why things begin when they do; kept for the simulation alone.
+    /// The causes of all starts. Only for the simulation.
     pub(crate) causes: Option<Causes>,
     pub(crate) nodes_left: usize,
     pub(crate) transfers_left: usize,
 }
 
-/// The last cause of each node and transfer: the number of a node, or the count of nodes plus the
-/// number of a transfer. A node is caused by a transfer's receive, a transfer by another transfer's
-/// arrival.
+/// The last cause of each node and transfer: the number of a node, or the number of nodes plus the
+/// number of a transfer. For a node, the transfer was received; for a transfer, the other transfer
+/// arrived.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,
-    /// What let a transfer begin.
+    /// The item that let a transfer begin.
     pub(crate) transfer: Vec<u32>,
-    /// What let its receive come to the front, where it has come after what it is for.
+    /// The item that let its receive come to the front, if the receive came after the data.
     pub(crate) late: Vec<u32>,
-    /// What is ending now.
+    /// The item that ends now.
     now: u32,
 }
 
 impl<'a> Engine<'a> {
-    /// At the beginning, with what can begin in `begins`.
+    /// Creates the initial state, with all items that can begin in `begins`.
     ///
     /// # Panics
     ///
-    /// Where the flow's numbers are out of range, or an end of a transfer is posted twice.
+    /// If numbers in the flow are out of range, or an end of a transfer is posted twice.
     pub(crate) fn new(flow: &'a Flow, channel: Channel, with_causes: bool) -> Self {
         let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
         let mut last = vec![NONE; flow.lanes.len()];
@@ -174,7 +178,7 @@ impl<'a> Engine<'a> {
         self.settle();
     }
 
-    /// A node has ended.
+    /// Ends a node.
     pub(crate) fn end_node(&mut self, node: u32) {
         self.ended[node as usize] = true;
         self.nodes_left -= 1;
@@ -196,7 +200,7 @@ impl<'a> Engine<'a> {
         self.settle();
     }
 
-    /// A transfer has gone over the wire.
+    /// Records that a transfer has arrived.
     pub(crate) fn end_transfer(&mut self, transfer: u32) {
         if let Some(causes) = &mut self.causes {
             causes.now = self.flow.nodes.len() as u32 + transfer;
@@ -209,7 +213,7 @@ impl<'a> Engine<'a> {
         self.settle();
     }
 
-    /// A node has one thing less to wait for.
+    /// Removes one of the events that a node waits for.
     fn has(&mut self, node: u32, cause: u32) {
         let waits = &mut self.waits[node as usize];
         *waits -= 1;
@@ -233,7 +237,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Looks at all ends that have come to the front.
+    /// Processes all ends that have come to the front.
     fn settle(&mut self) {
         while let Some(end) = self.fresh.pop() {
             let transfer = end / 2;
@@ -304,7 +308,7 @@ impl<'a> Engine<'a> {
         self.state[transfer as usize] & MADE != 0
     }
 
-    /// Whether a send, or a receive, is posted.
+    /// Returns true if an end of a transfer is posted.
     pub(super) fn is_posted(&self, end: u32) -> bool {
         self.state[end as usize / 2]
             & if end.is_multiple_of(2) { SEND_POSTED } else { RECEIVE_POSTED }
@@ -318,7 +322,7 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// The number of an end of a transfer.
+/// Returns the number of an end of a transfer.
 pub(super) fn end_of(post: Post) -> u32 {
     match post {
         Post::Send(transfer) => transfer * 2,
@@ -326,7 +330,7 @@ pub(super) fn end_of(post: Post) -> u32 {
     }
 }
 
-/// The other process of each post, sorted, by process.
+/// Returns the process at the other side of a post.
 fn peer_of(flow: &Flow, post: Post) -> u32 {
     match post {
         Post::Send(transfer) => flow.transfers[transfer as usize].to,
@@ -340,7 +344,7 @@ fn queues(flow: &Flow, queues: Queues) -> Option<Windows> {
         Queues::TagsBounded(width) => width.max(1),
         _ => 1,
     };
-    // Within a process: one for all, one for each peer, or two.
+    // Within a process: one queue for all, one for each peer, or two for each peer.
     let key = |post: Post| match (queues, post) {
         (Queues::PerPair, _) => peer_of(flow, post) * 2,
         (Queues::PerDirection, Post::Send(_)) => peer_of(flow, post) * 2,
@@ -374,8 +378,8 @@ fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
         .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
 }
 
-/// For each process the keys that its posts have, sorted, with the number of the first; and how
-/// many there are.
+/// Numbers the keys of all posts. Returns, for each process, the number of its first key and its
+/// sorted keys; and the total number of keys.
 fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u32>)>, u32) {
     let mut first = 0;
     let of_process = |posts: &Vec<Post>| {
@@ -392,7 +396,7 @@ fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u3
     (keys, first)
 }
 
-/// A list for each of so many things.
+/// A list of items for each index.
 #[derive(Debug)]
 pub(super) struct Lists {
     bounds: Vec<u32>,
@@ -417,7 +421,7 @@ impl Lists {
         Self { bounds, items }
     }
 
-    /// The places of the items of one of them.
+    /// Returns the range of one index's list in `items`.
     fn range(&self, of: u32) -> std::ops::Range<usize> {
         self.bounds[of as usize] as usize..self.bounds[of as usize + 1] as usize
     }

@@ -1,7 +1,7 @@
-//! Whether a [`Flow`] comes to its end over a [`Channel`], proved before it runs.
+//! Proves, before anything runs, that a [`Flow`] has no deadlock over a [`Channel`].
 //!
-//! The proof is an execution in which whatever can happen does: why one decides is said in
-//! `engine.rs`.
+//! The proof executes every event that can happen. `engine.rs` explains why one execution is
+//! enough.
 
 mod channel;
 mod cycle;
@@ -24,31 +24,30 @@ pub use report::{Budget, Limits, Link, Problem, Report, check_lowered, check_sch
 
 use super::flow::Flow;
 
-/// That a flow comes to its end over a channel, in whatever order things happen, with whatever
-/// delays.
+/// The proof that a flow ends over a channel, for any order of events and any delays.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Proof {
     /// The channel.
     pub channel: Channel,
-    /// How many nodes are computed.
+    /// The number of computed nodes.
     pub nodes: usize,
-    /// How many transfers are made.
+    /// The number of transfers.
     pub transfers: usize,
 }
 
-/// Proves that a flow comes to its end over a channel.
+/// Proves that a flow ends over a channel.
 ///
-/// The model: processes post their ends of transfers in order and never wait for that; a lane
-/// computes its nodes in order; a send waits for the node that makes what it sends, a node for what
-/// it needs and takes; the channel decides what else ends wait for.
+/// The model: processes post their ends of transfers in order and never wait for that. A lane
+/// computes its nodes in order. A send waits for the node that computes its data. A node waits for
+/// its needs and for the transfers that it takes. The channel defines all other waits of the ends.
 ///
 /// # Errors
 ///
-/// Where it does not: who waits for whom, or what has no other side.
+/// If the flow deadlocks. The error has the cycle of waits, or the transfers without a peer.
 ///
 /// # Panics
 ///
-/// Where the flow's numbers are out of range, or an end of a transfer is posted twice.
+/// If numbers in the flow are out of range, or an end of a transfer is posted twice.
 pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
     let mut engine = Engine::new(flow, channel, false);
     while let Some(begin) = engine.begins.pop() {
@@ -60,7 +59,7 @@ pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
     verdict(&engine, channel)
 }
 
-/// What an execution in which nothing more can begin has shown.
+/// Returns the result of an execution in which nothing more can begin.
 pub(super) fn verdict(engine: &Engine, channel: Channel) -> Result<Proof, Deadlock> {
     let undone = (engine.nodes_left, engine.transfers_left);
     let missing = cycle::missing(engine);

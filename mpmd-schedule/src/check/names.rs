@@ -1,39 +1,40 @@
-//! What tags and processes of a flow are called.
+//! Names for the tags and processes of a flow.
 
 use crate::flow::StepNames;
 use crate::timeline::{Bar, Kind};
 use crate::{ActionKind, StepKind};
 
-/// What tags and processes are called: steps of a schedule, or operations and lines of a program.
+/// Names for tags and processes: steps of a schedule, or operations and lines of a program.
 pub trait Names {
-    /// A node, as `2F0`.
+    /// Returns the name of a node, as `2F0`.
     fn node(&self, tag: u32) -> String;
 
-    /// A transfer, as `2SEND_F0`.
+    /// Returns the name of a transfer, as `2SEND_F0`.
     fn transfer(&self, tag: u32) -> String;
 
-    /// A process.
+    /// Returns the name of a process.
     fn process(&self, process: u32) -> String {
         format!("process {process}")
     }
 
-    /// A lane, where it is not its process.
+    /// Returns the name of a lane. Default: the name of its process.
     fn lane(&self, lane: u32, process: u32) -> String {
         let _ = lane;
         self.process(process)
     }
 
-    /// A node in a picture: all but its times.
+    /// Returns the bar of a node in a timeline, without times.
     fn bar(&self, tag: u32) -> Bar {
         Bar { name: self.node(tag), ..Bar::default() }
     }
 
-    /// A transfer in a picture: all but its times and bytes.
+    /// Returns the bar of a transfer in a timeline, without times and bytes.
     fn moved(&self, tag: u32) -> Bar {
         Bar { kind: Kind::Move, name: self.transfer(tag), ..Bar::default() }
     }
 
-    /// Whether a node is the rest of the node before it in its lane: one thing for people.
+    /// Returns true if a node continues the node before it in its lane. Timelines show both as one
+    /// bar.
     fn is_rest(&self, tag: u32) -> bool {
         let _ = tag;
         false

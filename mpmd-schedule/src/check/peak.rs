@@ -1,32 +1,33 @@
-//! How much memory a rank needs for what lies between forward and backward passes.
+//! The peak memory of a rank between forward and backward passes.
 
 use crate::flow::{Flow, StepNames};
 use crate::{ActionKind, Costs, StepKind};
 
-/// The most that a rank keeps at a time.
+/// The peak memory of a rank.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Peak {
-    /// Forward passes that have begun and whose weight gradient has not ended.
+    /// The largest number of forward passes that have begun and wait for the end of their weight
+    /// gradient.
     pub activations: u64,
-    /// Bytes of activations and of what weight gradients need; 0 where costs do not say.
+    /// The largest number of bytes of activations and weight residuals; 0 if the costs have none.
     pub bytes: u64,
-    /// The tag of the node at which the most activations, and the most bytes, are there first.
+    /// The tags of the nodes that first reach the two peaks: activations, bytes.
     pub at: (u32, u32),
 }
 
-/// As a number that can go down.
+/// Converts to a signed number, which can decrease.
 fn bytes(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// What is counted.
+/// The unit of the memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Unit {
     Activations,
     Bytes,
 }
 
-/// What nodes of a schedule keep and give back.
+/// The memory that the nodes of a schedule allocate and free.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ledger<'a> {
     names: StepNames,
@@ -41,13 +42,13 @@ impl<'a> Ledger<'a> {
         Self { names, costs, has_backward }
     }
 
-    /// Bytes where the costs say any, else activations.
+    /// Returns bytes if the costs have any, else activations.
     pub(crate) fn unit(&self) -> Unit {
         let says = |costs: &Costs| costs.says_bytes();
         if self.costs.is_some_and(says) { Unit::Bytes } else { Unit::Activations }
     }
 
-    /// What is kept more when a node begins, and when it ends.
+    /// Returns the changes of memory at the start and at the end of a node.
     pub(crate) fn change(&self, tag: u32, unit: Unit) -> (i64, i64) {
         let step = self.names.step(tag);
         let stage = self.costs.and_then(|costs| costs.stage.get(step.stage as usize));
@@ -61,8 +62,8 @@ impl<'a> Ledger<'a> {
         match step.kind {
             StepKind::Compute(ActionKind::Forward) if self.has_backward => (activation, 0),
             StepKind::Compute(ActionKind::Forward) => (activation, -activation),
-            // An activation counts until the weight gradient has ended, its bytes until the input
-            // gradient has.
+            // An activation counts until the weight gradient has ended, but its bytes only until
+            // the input gradient has ended.
             _ if unit == Unit::Activations => match step.kind {
                 StepKind::Compute(ActionKind::BackwardWeight) => (0, -1),
                 _ if is_rest => (0, -1),
@@ -74,7 +75,7 @@ impl<'a> Ledger<'a> {
         }
     }
 
-    /// The most that each lane keeps.
+    /// Returns the peak of each lane.
     pub(crate) fn peaks(&self, flow: &Flow) -> Vec<Peak> {
         let mut peaks = vec![Peak::default(); flow.lanes.len()];
         let mut kept = vec![(0i64, 0i64); flow.lanes.len()];

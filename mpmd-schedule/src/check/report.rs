@@ -1,138 +1,138 @@
-//! All that is wrong with a schedule, and what it needs.
+//! Checks a schedule: reports all its faults, its memory and its transfers.
 
 use super::{Channel, Deadlock, Ledger, Names, Peak, Proof, check};
 use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::lower::{lower, lower_late};
 use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
 
-/// What a schedule is held against.
+/// The conditions that a schedule is checked against.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits<'a> {
-    /// What carries its moves.
+    /// The channel of its transfers.
     pub channel: Channel,
-    /// When what is computed leaves. Who is to run it in order needs [`Leaves::InOrder`], which
-    /// holds back more.
+    /// The time at which results are sent. A runtime that works in order needs [`Leaves::InOrder`],
+    /// which delays more.
     pub leaves: Leaves,
-    /// The bytes of its stages.
+    /// The costs of its stages, for their bytes.
     pub costs: Option<&'a Costs>,
-    /// The most that a rank may keep.
+    /// The maximum that a rank may keep.
     pub budget: Option<Budget>,
 }
 
-/// The most that a rank may keep at a time between forward and backward passes.
+/// The maximum that a rank may keep at a time between forward and backward passes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Budget {
-    /// In forward passes whose weight gradient has not ended.
+    /// Limit of forward passes that wait for the end of their weight gradient.
     Activations(u64),
-    /// In bytes, as the costs have them.
+    /// Limit in bytes, as counted by the costs.
     Bytes(u64),
 }
 
-/// What a schedule comes to.
+/// The result of checking a schedule.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Report {
-    /// All that is wrong with it; nothing where it is fit to run.
+    /// All faults; empty if the schedule is fit to run.
     pub problems: Vec<Problem>,
-    /// That it comes to its end.
+    /// The proof that it has no deadlock; `None` if there is none.
     pub proof: Option<Proof>,
-    /// What each rank keeps at most; empty where the rows are no schedule.
+    /// The peak memory of each rank; empty if the rows are not a schedule.
     pub peaks: Vec<Peak>,
-    /// What goes from rank to rank, by rank.
+    /// The transfers between ranks, sorted by sending and receiving rank.
     pub links: Vec<Link>,
 }
 
-/// What goes from one rank to another.
+/// The transfers from one rank to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Link {
-    /// Who gives.
+    /// The sending rank.
     pub from: u32,
-    /// Who takes.
+    /// The receiving rank.
     pub to: u32,
-    /// How many transfers.
+    /// The number of transfers.
     pub transfers: u64,
-    /// How many bytes.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
-/// Something that is wrong with a schedule. Places in rows are from 0.
+/// A fault in a schedule. Places in rows are from 0.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Problem {
     /// There are no actions at all.
     Empty,
-    /// An action is not there.
+    /// An action is missing.
     Missing {
-        /// Which.
+        /// The missing action.
         action: Action,
-        /// The rank that has other actions of the stage.
+        /// The rank of the stage; `None` if no rank has it.
         rank: Option<usize>,
     },
-    /// An action is there more than once.
+    /// An action appears more than once.
     Twice {
-        /// Which.
+        /// The action.
         action: Action,
-        /// Rank and place of the first.
+        /// (rank, place) of the first.
         first: (usize, usize),
-        /// Rank and place of the other.
+        /// (rank, place) of the other.
         other: (usize, usize),
     },
-    /// A rank has an action of a stage that is another's.
+    /// An action is on another rank than its stage.
     Elsewhere {
-        /// Which.
+        /// The action.
         action: Action,
-        /// Rank and place.
+        /// (rank, place) of the action.
         at: (usize, usize),
-        /// The rank that has the stage.
+        /// The rank of the stage.
         stage_on: usize,
     },
-    /// A gradient is computed by a `B` and by an `I` or a `W`.
+    /// A gradient is computed twice: by a `B`, and by an `I` or a `W`.
     Both {
         /// The `B`.
         both: Action,
-        /// The other.
+        /// The `I` or `W`.
         part: Action,
     },
-    /// On one rank an action comes before one that it needs.
+    /// On one rank, an action comes before an action that it needs.
     Order {
         /// The rank.
         rank: usize,
-        /// What comes too early, and its place.
+        /// The action that comes too early, and its place.
         action: (Action, usize),
-        /// What it needs, and its place.
+        /// The action that it needs, and its place.
         needs: (Action, usize),
     },
-    /// Moves that are written out are not those of the actions.
+    /// Explicit transfers do not match the actions.
     Moves(FlowError),
-    /// It does not come to its end.
+    /// The schedule deadlocks.
     Deadlock(Deadlock),
-    /// It is no schedule for another reason.
+    /// The schedule is invalid for another reason.
     Schedule(ScheduleError),
-    /// There are far fewer actions than the numbers of its stages and microbatches ask for.
+    /// There are far fewer actions than the numbers of stages and microbatches require.
     Numbers {
         /// The highest stage, plus one.
         stages: usize,
         /// The highest microbatch, plus one.
         microbatches: usize,
-        /// Actions that are there.
+        /// The number of actions.
         actions: usize,
     },
-    /// More is wrong.
+    /// The number of faults that are not listed.
     More(usize),
-    /// A rank keeps more than it may.
+    /// A rank exceeds the memory budget.
     Budget {
         /// The rank.
         rank: usize,
-        /// What it keeps.
+        /// The memory that it keeps, in the unit of the budget.
         peak: u64,
-        /// What it may keep.
+        /// The exceeded budget.
         budget: Budget,
-        /// When it keeps the most for the first time.
+        /// The action at which it first keeps the most.
         at: Action,
     },
 }
 
 impl Problem {
-    /// For people, a line or more.
+    /// Describes the fault in one or more lines.
     pub fn lines(&self, names: &dyn Names) -> Vec<String> {
         let place = |(rank, place): (usize, usize)| format!("rank {rank}, place {place}");
         let line = match self {
@@ -144,12 +144,12 @@ impl Problem {
                 format!("{action} is missing; stage {} is on no rank", action.stage)
             }
             Self::Twice { action, first, other } => {
-                format!("{action} is there twice: {} and {}", place(*first), place(*other))
+                format!("{action} appears twice: {} and {}", place(*first), place(*other))
             }
             Self::Elsewhere { action, at, stage_on } => {
                 format!("{action} is on {}, but its stage is on rank {stage_on}", place(*at))
             }
-            Self::Both { both, part } => format!("{both} computes what {part} computes, too"),
+            Self::Both { both, part } => format!("{both} already computes {part}"),
             Self::Order { rank, action, needs } => format!(
                 "rank {rank} has {} at place {}, before {} at place {}, which it needs",
                 action.0, action.1, needs.0, needs.1
@@ -174,19 +174,20 @@ impl Problem {
     }
 }
 
-/// What a schedule comes to. Its actions are whole and in order already.
+/// Checks a schedule. Its actions are known to be complete and in order.
 pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
     let mut report = Report::default();
     match lower(schedule) {
         Ok(rows) => report.prove(&rows, limits),
-        // Halves of a pair that overlaps may wait for each other; one after the other they cannot.
+        // The halves of an overlapped pair may wait for each other; one after the other they
+        // cannot.
         Err(_) => report.prove(&lower_late(schedule.rows()).into(), limits),
     }
     report
 }
 
-/// What the rows of ranks come to, where they are not known to be a schedule: with the moves
-/// written out, or without any, which are then those of [`lower`].
+/// Checks rows that may not be a valid schedule. If they have no transfers, those of [`lower`] are
+/// added.
 pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     let (actions, pairs) = rows.actions();
     let mut report = Report::default();
@@ -220,31 +221,31 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     }
 }
 
-/// How many faults of one kind of look are named.
+/// The number of missing or misplaced actions that a report lists.
 const NAMED: usize = 100;
 
-/// Whether numbers are so large for what is there that nothing can be right, and tables for them
-/// would not fit.
+/// Returns a fault if stage and microbatch numbers are far too large for the number of actions.
+/// Such a schedule cannot be right, and tables for it would not fit into memory.
 fn numbers(rows: &[Vec<Action>]) -> Option<Problem> {
     let actions = || rows.iter().flatten();
     let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
     let microbatches =
         actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
     let count: usize = rows.iter().map(Vec::len).sum();
-    // A whole schedule has at least one action for each.
+    // A complete schedule has at least one action for each.
     let most = count.saturating_mul(4).saturating_add(1 << 16);
     let fits = stages.checked_mul(microbatches).is_some_and(|needed| needed <= most);
     (!fits).then_some(Problem::Numbers { stages, microbatches, actions: count })
 }
 
 impl Report {
-    /// Whether nothing is wrong, and it is proved to come to its end.
+    /// Returns true if there are no faults and the schedule has a proof.
     pub fn is_fit(&self) -> bool {
         self.problems.is_empty() && self.proof.is_some()
     }
 
-    /// Whether every action is there once, on the rank of its stage, and after what it needs of its
-    /// rank.
+    /// Checks that every action appears once, on the rank of its stage, and after the actions of
+    /// its rank that it needs.
     fn whole(&mut self, rows: &[Vec<Action>]) {
         let places = Places::new(rows);
         if places.stages == 0 {
@@ -336,8 +337,8 @@ impl Report {
         }
     }
 
-    /// Ranks that wait for each other whatever carries the moves. Of actions that are there twice
-    /// the first counts; what is needed and not there is not waited for.
+    /// Finds ranks that wait for each other over any channel. If an action appears twice, the first
+    /// one counts. A missing action is not waited for.
     fn circle(&mut self, rows: &[Vec<Action>]) {
         let places = Places::new(rows);
         let first = |(rank, row): (usize, &Vec<Action>)| {
@@ -345,7 +346,7 @@ impl Report {
             row.filter(|(place, action)| places.of(**action) == Some((rank, *place)))
                 .map(|(_, action)| *action)
                 .filter(|action| {
-                    // Of a `B` beside its parts only the `B` counts.
+                    // If a `B` has its parts beside it, only the `B` counts.
                     let both = Action { kind: ActionKind::Backward, ..*action };
                     matches!(action.kind, ActionKind::Forward | ActionKind::Backward)
                         || places.of(both).is_none()
@@ -399,7 +400,7 @@ impl Report {
     }
 }
 
-/// What goes between each pair of processes, by giver and taker.
+/// Returns the transfers of each pair of processes, sorted by sender and receiver.
 fn links(flow: &Flow) -> Vec<Link> {
     let mut pairs: Vec<(u32, u32, u64)> = flow
         .transfers
@@ -427,13 +428,13 @@ const KINDS: [ActionKind; 4] = [
     ActionKind::Backward,
 ];
 
-/// Where each action is first.
+/// The first place of each action.
 struct Places {
     stages: usize,
     microbatches: usize,
-    /// The rank on which a stage comes first, in order of ranks.
+    /// The first rank, in order of ranks, that has the stage.
     rank_of_stage: Vec<Option<usize>>,
-    /// By stage, microbatch and kind.
+    /// Indexed by stage, microbatch and kind.
     first: Vec<Option<(u32, u32)>>,
 }
 
@@ -464,7 +465,7 @@ impl Places {
         (action.stage * self.microbatches + action.microbatch) * KINDS.len() + kind
     }
 
-    /// Rank and place.
+    /// Returns (rank, place).
     fn of(&self, action: Action) -> Option<(usize, usize)> {
         self.first[self.at(action)].map(|(rank, place)| (rank as usize, place as usize))
     }
@@ -492,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_that_cannot_begin_together_and_wild_numbers_are_refused() {
+    fn impossible_pairs_and_huge_numbers_are_refused() {
         let of = |text: &str| {
             let text = crate::Text::parse(text, None).unwrap();
             check_lowered(&Lowered::of_text(&text), LIMITS)
@@ -509,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sends_in_order_needs_more_than_who_sends_at_once() {
+    fn sends_in_order_deadlock_where_sends_at_once_do_not() {
         let text = "0F0,0B0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
         let rows = Lowered::of_text(&crate::Text::parse(text, None).unwrap());
         assert!(check_lowered(&rows, LIMITS).is_fit());
@@ -518,9 +519,9 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_wrong_is_named() {
+    fn all_faults_are_reported_with_places() {
         let mut rows = steps(&Schedule::gpipe(2, 3).unwrap());
-        // 0F0 0F1 0F2 0B0 0B1 0B2 and the same of stage 1.
+        // 0F0 0F1 0F2 0B0 0B1 0B2, and the same for stage 1.
         rows[0].swap(0, 3);
         rows[0].remove(4);
         let twice = rows[1][1];
@@ -532,13 +533,13 @@ mod tests {
         assert_eq!(
             lines(&report, 3)[..4],
             [
-                "1F1 is there twice: rank 1, place 1 and rank 1, place 6",
+                "1F1 appears twice: rank 1, place 1 and rank 1, place 6",
                 "0F2 is on rank 1, place 7, but its stage is on rank 0",
                 "rank 0 has 0B0 at place 0, before 0F0 at place 3, which it needs",
                 "0B1 is missing; stage 0 is on rank 0",
             ]
         );
-        // The order is also a circle: of one rank alone.
+        // The order is also a cycle within one rank.
         let Some(Problem::Deadlock(deadlock)) = report.problems.last() else {
             panic!("{report:?}")
         };
@@ -546,14 +547,14 @@ mod tests {
     }
 
     #[test]
-    fn parts_beside_a_whole_and_parts_alone_are_named() {
+    fn split_gradients_beside_b_or_incomplete_are_reported() {
         let step = |kind| Step { stage: 0, kind: StepKind::Compute(kind), microbatch: 0 };
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
         let report = check_lowered(
             &vec![vec![step(Forward), step(Backward), step(BackwardInput)]].into(),
             LIMITS,
         );
-        assert_eq!(lines(&report, 1), ["0B0 computes what 0I0 computes, too"]);
+        assert_eq!(lines(&report, 1), ["0B0 already computes 0I0"]);
         let report = check_lowered(&vec![vec![step(Forward), step(BackwardWeight)]].into(), LIMITS);
         assert_eq!(lines(&report, 1), ["0I0 is missing; stage 0 is on rank 0"]);
         assert_eq!(
@@ -564,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn peaks_are_those_that_are_known() {
+    fn builtin_schedules_have_known_peaks() {
         // Four ranks, eight microbatches: activations in chunks, by rank.
         for (builtin, peaks) in [
             (Builtin::GPipe, [8, 8, 8, 8]),
@@ -595,7 +596,8 @@ mod tests {
         }
         let limits = Limits { costs: Some(&costs), budget: Some(Budget::Bytes(250)), ..LIMITS };
         let report = check_schedule(&schedule, limits);
-        // Three forward passes, and at the first backward one what its weight gradient needs.
+        // Three forward passes, and at the first backward pass the residuals of its weight
+        // gradient.
         let bytes: Vec<u64> = report.peaks.iter().map(|peak| peak.bytes).collect();
         assert_eq!(bytes, [310, 210, 110]);
         assert_eq!(lines(&report, 6), ["rank 0 keeps 310 bytes at 0B0; it may keep 250"]);
@@ -607,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn a_circle_over_ranks_is_found_where_no_order_of_moves_is() {
+    fn cycle_over_ranks_is_found_without_transfers() {
         let mut rows = steps(&Schedule::gpipe(2, 2).unwrap());
         // 0F0 0B0 0F1 0B1 beside 1F0 1F1 1B0 1B1.
         rows[0].swap(1, 2);

@@ -1,5 +1,5 @@
-//! Proofs against what is known: planted faults, every interleaving of small flows, schedules over
-//! channels.
+//! Compares proofs with planted faults, with every interleaving of small flows, and with schedules
+//! over channels.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -23,7 +23,7 @@ fn channels() -> Vec<Channel> {
     all.collect()
 }
 
-/// Every built-in schedule for these numbers, where there is one.
+/// Returns every built-in schedule for these numbers that exists.
 fn schedules(ranks: &[usize], rounds: &[usize], chunks: &[usize]) -> Vec<Schedule> {
     let mut schedules = Vec::new();
     for builtin in Builtin::ALL {
@@ -39,7 +39,7 @@ fn schedules(ranks: &[usize], rounds: &[usize], chunks: &[usize]) -> Vec<Schedul
 }
 
 #[test]
-fn crossed_receives_are_a_circle_of_four() {
+fn crossed_receives_are_a_cycle_of_four() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let mut rows = lower(&schedule).unwrap().steps;
     let names = StepNames::of_lowered(&rows);
@@ -63,7 +63,7 @@ fn crossed_receives_are_a_circle_of_four() {
 }
 
 #[test]
-fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
+fn conflicting_orders_deadlock_over_every_channel() {
     use crate::Action;
     use crate::ActionKind::{Backward, Forward};
     let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
@@ -91,7 +91,7 @@ fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
 }
 
 #[test]
-fn what_has_no_other_side_is_named() {
+fn transfers_with_a_missing_end_are_reported() {
     let schedule = Schedule::gpipe(2, 1).unwrap();
     let rows = lower(&schedule).unwrap().steps;
     let names = StepNames::of_lowered(&rows);
@@ -119,7 +119,7 @@ fn what_has_no_other_side_is_named() {
 }
 
 #[test]
-fn lowered_schedules_come_to_their_end_over_every_channel() {
+fn lowered_schedules_end_over_every_channel() {
     let mut configurations = 0;
     for schedule in schedules(&[1, 2, 3, 4, 5, 8], &[1, 2, 3], &[1, 2, 3]) {
         let flow = Flow::of_schedule(&schedule).unwrap();
@@ -135,7 +135,7 @@ fn lowered_schedules_come_to_their_end_over_every_channel() {
 }
 
 #[test]
-fn late_receives_deadlock_the_more_the_poorer_the_channel() {
+fn late_receives_deadlock_more_over_poorer_channels() {
     let mut configurations = 0;
     let mut deadlocks = [0; 4];
     for schedule in schedules(&[2, 3, 4, 8], &[1, 2, 3, 4], &[1, 2, 3, 4]) {
@@ -151,13 +151,13 @@ fn late_receives_deadlock_the_more_the_poorer_the_channel() {
     let [tags, direction, pair, single] = deadlocks;
     let shares = (tags, direction, pair, single, configurations);
     assert_eq!(tags, 0);
-    // Of 451 configurations of a like choice it was 73, 343 and 421.
+    // Of 451 similar configurations, 73, 343 and 421 deadlocked.
     assert!(0 < direction && direction * 100 < configurations * 30, "{shares:?}");
     assert!(pair * 100 > configurations * 60 && pair < single, "{shares:?}");
     assert!(single * 100 > configurations * 80, "{shares:?}");
 }
 
-/// A small flow: nodes on lanes, transfers, posts in any order.
+/// Generates small flows: nodes on lanes, transfers, and posts in any order.
 fn flows() -> impl Strategy<Value = Flow> {
     let nodes = prop::collection::vec((0u32..3, any::<u16>()), 1..6);
     let transfers = prop::collection::vec((0u32..3, 1u32..3, any::<u16>(), any::<u16>()), 0..5);
@@ -172,7 +172,7 @@ fn flows() -> impl Strategy<Value = Flow> {
         };
         for (number, (from, step, makes, takes)) in transfers.iter().enumerate() {
             let to = (from + step) % 3;
-            // One in four is there from the beginning.
+            // One in four exists from the beginning.
             let made = on(*from).get(*makes as usize % 4).copied().unwrap_or(u32::MAX);
             let takers = on(to);
             if !takers.is_empty() {
@@ -215,8 +215,8 @@ fn flows() -> impl Strategy<Value = Flow> {
     })
 }
 
-/// What has happened, as the rules say it, without any of the engine: nodes done, sends done,
-/// receives done.
+/// The events so far, by the plain rules and without the engine: finished nodes, sends and
+/// receives.
 #[derive(Clone, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 struct Happened {
     nodes: BTreeSet<u32>,
@@ -251,7 +251,7 @@ impl Happened {
         before.filter(|other| together(**other) && !self.is_post_done(**other)).count() < width
     }
 
-    /// Everything that can happen next, each with what is then.
+    /// Returns the state after each event that can happen next.
     fn next(&self, flow: &Flow, channel: Channel) -> Vec<Self> {
         let mut all = Vec::new();
         for (number, node) in flow.nodes.iter().enumerate() {
@@ -307,7 +307,7 @@ impl Happened {
         all
     }
 
-    /// Where all orders in which things can happen end.
+    /// Returns the final states of all possible orders of events.
     fn ends(flow: &Flow, channel: Channel) -> BTreeSet<Self> {
         let mut ends = BTreeSet::new();
         let mut seen = HashSet::new();
@@ -329,7 +329,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn every_interleaving_ends_where_the_proof_says(flow in flows()) {
+    fn every_interleaving_ends_as_proved(flow in flows()) {
         for channel in channels() {
             let ends = Happened::ends(&flow, channel);
             prop_assert_eq!(ends.len(), 1, "{}", channel);
@@ -343,7 +343,7 @@ proptest! {
                 Err(deadlock) => {
                     prop_assert_eq!(deadlock.undone, undone, "{}", channel);
                     prop_assert!(undone != (0, 0));
-                    // Each of the circle is undone, and what each waits for is the next.
+                    // All items of the cycle are undone.
                     prop_assert!(!deadlock.cycle.is_empty());
                     for wait in &deadlock.cycle {
                         let done = match wait.item {

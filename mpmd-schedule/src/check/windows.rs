@@ -1,25 +1,26 @@
-//! Lists of which only so many are let in at a time.
+//! Lists of items with a limited window: only a fixed number of unfinished items is open at a time.
 
-/// Marks what is in no list.
+/// Marks an item that is in no list.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Lists of items. Of each list the first items that are not done are in, so many as the width
-/// says.
+/// Lists of items. In each list the first unfinished items are open, at most `width` of them.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     width: u32,
-    /// All lists, one after another, and where each begins; one more at the end.
+    /// All lists, concatenated. `bounds` has the start of each, and the total at the end.
     items: Vec<u32>,
     bounds: Vec<u32>,
     /// The list of each item.
     list_of: Vec<u32>,
-    /// For each list the place of the first that is not in, and how many are in and not done.
+    /// For each list the index of its first unopened item. `open` has the number of open unfinished
+    /// items.
     next: Vec<u32>,
     open: Vec<u32>,
 }
 
 impl Windows {
-    /// `list_of` says for each of `count` items that come in `order` the list, or [`NONE`].
+    /// Creates lists for `count` items. `order` yields (item, list) in the order of the items;
+    /// other items are in no list.
     pub(super) fn new(
         width: u32,
         lists: u32,
@@ -49,18 +50,18 @@ impl Windows {
         self.next.len()
     }
 
-    /// The items of a list, in order.
+    /// Returns the items of a list, in order.
     pub(super) fn list(&self, list: usize) -> &[u32] {
         &self.items[self.bounds[list] as usize..self.bounds[list + 1] as usize]
     }
 
-    /// The list of an item.
+    /// Returns the list of an item.
     pub(super) fn list_of(&self, item: u32) -> Option<usize> {
         self.list_of.get(item as usize).filter(|list| **list != NONE).map(|list| *list as usize)
     }
 
-    /// Lets in what there is room for: `enter` is called with each item, and says whether it is
-    /// already done.
+    /// Opens items while there is room. Calls `enter` for each; it returns true if the item is
+    /// already finished.
     pub(super) fn fill(&mut self, list: usize, mut enter: impl FnMut(u32) -> bool) {
         while self.open[list] < self.width && self.next[list] < self.bounds[list + 1] {
             let item = self.items[self.next[list] as usize];
@@ -69,7 +70,7 @@ impl Windows {
         }
     }
 
-    /// An item that is in has been done: its place is free. [`fill`](Self::fill) is next.
+    /// Frees the place of a finished item. The caller then calls [`fill`](Self::fill).
     pub(super) fn free(&mut self, list: usize) {
         self.open[list] -= 1;
     }

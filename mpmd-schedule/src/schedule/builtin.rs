@@ -1,52 +1,51 @@
 //! The built-in schedules, by name.
 //!
-//! The rules are those of the systems that they come from: GPipe (arXiv 1811.06965),
-//! PipeDream-Flush or 1F1B and its interleaved form (arXiv 2104.04473), eager 1F1B (arXiv
-//! 2211.05322), breadth-first or looped BFS (arXiv 2211.05953), zero bubble H1 and V (arXiv
-//! 2401.10241, 2405.15362), DualPipeV (DeepSeek, "cut in half"); orders are those that torch 2.11.0
-//! makes, to the cell.
+//! Their rules come from these systems: GPipe (arXiv 1811.06965), PipeDream-Flush or 1F1B and its
+//! interleaved form (arXiv 2104.04473), eager 1F1B (arXiv 2211.05322); breadth-first or looped BFS
+//! (arXiv 2211.05953), zero bubble H1 and V (arXiv 2401.10241, 2405.15362), DualPipeV (DeepSeek,
+//! "cut in half"). The orders equal those of torch 2.11.0, cell by cell.
 
 use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
 
 use super::error::ScheduleError;
 use super::{Action, ActionKind, Schedule};
 
-/// Actions that a built-in schedule may have: 3 GiB of them.
+/// Limit for the number of actions of a built-in schedule; they take 3 GiB of memory.
 const MOST_ACTIONS: usize = 1 << 27;
 
-/// A built-in schedule: a rule that gives an order for a number of ranks, microbatches and chunks.
-/// Chunks are the stages that a rank has.
+/// A built-in schedule: a rule that creates an order for a number of ranks, microbatches and
+/// chunks. Chunks are the stages on each rank.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Builtin {
     /// Every forward pass, then every backward pass, in ascending order of microbatches.
     GPipe,
-    /// GPipe whose backward passes run in descending order, as in its paper.
+    /// GPipe with backward passes in descending order, as in its paper.
     GPipeReversed,
     /// Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates forward
     /// and backward.
     OneFOneB,
-    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes before the first backward: outputs have
-    /// time to travel.
+    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes before the first backward, which gives
+    /// outputs time to travel.
     Eager1F1B,
     /// 1F1B with several stages on each rank, in rounds of microbatches.
     Interleaved1F1B,
     /// Several stages on each rank, each for all microbatches before the next.
     LoopedBfs,
-    /// Zero bubble H1: 1F1B whose weight gradients fill the pauses.
+    /// Zero bubble H1: 1F1B with weight gradients in its pauses.
     ZbH1,
-    /// The same with several stages on each rank.
+    /// Zero bubble H1 with several stages on each rank.
     InterleavedZeroBubble,
-    /// Zero bubble with two stages on each rank, there and back.
+    /// Zero bubble with two stages on each rank, placed as a V.
     ZbvZeroBubble,
-    /// There and back, a forward and a backward pass at the same time.
+    /// Stages placed as a V; a rank runs a forward and a backward pass at the same time.
     DualPipeV,
     /// Inference: forward passes only, one stage after another for each round of `p` microbatches.
     ForwardOnly,
 }
 
 impl Builtin {
-    /// All of them.
+    /// All built-in schedules.
     pub const ALL: [Self; 11] = [
         Self::GPipe,
         Self::GPipeReversed,
@@ -61,7 +60,8 @@ impl Builtin {
         Self::ForwardOnly,
     ];
 
-    /// Its name, which is also the name of its schedules: torch's where torch has it.
+    /// Returns its name, which is also the name of its schedules. It is torch's name if torch has
+    /// the schedule.
     pub fn name(self) -> &'static str {
         match self {
             Self::GPipe => "GPipe",
@@ -78,9 +78,8 @@ impl Builtin {
         }
     }
 
-    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and
-    /// spaces. Short names are known, too: `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and
-    /// `eager`.
+    /// Returns the built-in schedule of this name. Case, `-`, `_` and spaces do not matter. Accepts
+    /// the short names `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and `eager`, too.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |name: &str| -> String {
             name.chars()
@@ -101,13 +100,13 @@ impl Builtin {
         short.or_else(|| Self::ALL.into_iter().find(|builtin| plain(builtin.name()) == asked))
     }
 
-    /// All names, for people.
+    /// Returns all names as a list for messages.
     pub(super) fn names() -> String {
         Self::ALL.map(Self::name).join(", ")
     }
 
-    /// The number of stages on each rank where none is asked for: two where the rule is about
-    /// several, else one.
+    /// Returns the default number of stages on each rank: two for rules about several stages, else
+    /// one.
     pub fn default_chunks(self) -> usize {
         match self {
             Self::Interleaved1F1B
@@ -119,15 +118,15 @@ impl Builtin {
         }
     }
 
-    /// The schedule for `ranks` ranks with `chunks` stages each.
+    /// Creates the schedule for `ranks` ranks with `chunks` stages each.
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::Empty`] without ranks or microbatches. [`ScheduleError::Rule`] where the
-    /// rule does not allow these numbers: GPipe, 1F1B, eager 1F1B and ZB-H1 have one stage a rank,
-    /// ZBV and DualPipeV two; the interleaved ones need `max(1, m div p)` rounds of equally many
-    /// microbatches; DualPipeV needs at least two microbatches a rank. Fewer microbatches than
-    /// ranks work everywhere else.
+    /// - [`ScheduleError::Empty`] if `ranks` or `microbatches` is 0.
+    /// - [`ScheduleError::Rule`] if the rule does not allow these numbers. GPipe, 1F1B, eager 1F1B
+    ///   and ZB-H1 have one stage per rank, ZBV and DualPipeV two. The interleaved schedules need
+    ///   `max(1, m div p)` rounds of equally many microbatches. DualPipeV needs at least two
+    ///   microbatches per rank. All others allow fewer microbatches than ranks.
     pub fn schedule(
         self,
         ranks: usize,
@@ -205,7 +204,7 @@ impl Builtin {
     }
 }
 
-/// A row in the making.
+/// A row under construction.
 struct Row {
     actions: Vec<Action>,
     overlaps: Vec<usize>,
@@ -221,7 +220,7 @@ impl Row {
     }
 }
 
-/// What a rule is applied to.
+/// The numbers that a rule is applied to.
 #[derive(Clone, Copy)]
 struct Size {
     ranks: usize,
@@ -230,22 +229,22 @@ struct Size {
 }
 
 impl Size {
-    /// Microbatches of a round.
+    /// Returns the number of microbatches of a round.
     fn round(self) -> usize {
         self.microbatches / (self.microbatches / self.ranks).max(1)
     }
 
-    /// Forward passes of a rank until its last chunk begins.
+    /// Returns the number of forward passes of a rank before its last chunk begins.
     fn first_chunks(self) -> usize {
         (self.chunks - 1) * self.round()
     }
 
-    /// The stage and microbatch of the `n`-th pass of a rank, where chunks go round: of `n`-th
-    /// forward passes where `forward`, else of backward passes, whose chunks descend.
+    /// Returns the stage and microbatch of the `n`-th pass of a rank if chunks go round. It counts
+    /// forward passes if `forward`, else backward passes, with descending chunks.
     fn nth(self, rank: usize, n: usize, forward: bool) -> (usize, usize) {
         let Self { ranks, microbatches, chunks } = self;
         if chunks == 1 {
-            // Also where microbatches make no equal rounds.
+            // Also valid if microbatches do not divide into equal rounds.
             return (rank, n);
         }
         let round = self.round();
@@ -266,8 +265,8 @@ impl Size {
         }
     }
 
-    /// 1F1B in all its forms: `warm_up` forward passes, then one forward and one backward in turn,
-    /// then the backward passes that are left.
+    /// Builds 1F1B in all its forms: `warm_up` forward passes, then forward and backward in turn,
+    /// then the remaining backward passes.
     fn interleaved(self, rank: usize, warm_up: usize, row: &mut Row) {
         let passes = self.microbatches * self.chunks;
         let warm_up = warm_up.min(passes);
@@ -297,8 +296,8 @@ impl Size {
         }
     }
 
-    /// As 1F1B with input gradients; from the `rank`-th on each is followed by the oldest weight
-    /// gradient that waits, and the others come at the end.
+    /// Builds 1F1B with input gradients. From the `rank`-th on, each is followed by the oldest
+    /// waiting weight gradient. The remaining weight gradients come at the end.
     fn zero_bubble(self, rank: usize, row: &mut Row) {
         let passes = self.microbatches * self.chunks;
         let warm_up = (self.first_chunks() + self.ranks - 1 - rank).min(passes);
@@ -325,7 +324,8 @@ impl Size {
         }
     }
 
-    /// Rounds of `p` microbatches, the last perhaps of fewer; each through all chunks of the rank.
+    /// Builds rounds of `p` microbatches (the last may have fewer), each through all chunks of the
+    /// rank.
     fn forward_only(self, rank: usize, row: &mut Row) {
         for first in (0..self.microbatches).step_by(self.ranks) {
             for chunk in 0..self.chunks {
@@ -338,7 +338,8 @@ impl Size {
 
     fn zbv(self, rank: usize, row: &mut Row) {
         let Self { ranks, microbatches, .. } = self;
-        // The rule is for at least this many microbatches; those that are not there are left out.
+        // The rule assumes at least this many microbatches; passes of nonexistent ones are left
+        // out.
         let all = microbatches.max(2 * ranks - 1);
         let mut v = V::new(self, rank);
         for _ in 0..2 * (ranks - rank) - 1 {
@@ -421,14 +422,14 @@ enum Leg {
 }
 use Leg::{Back, There};
 
-/// How far a rank in a V has come.
+/// The progress of a rank in a V.
 struct V {
     stages: [usize; 2],
     microbatches: usize,
     /// Passes so far, by leg: forward, input gradient, weight gradient.
     counts: [[usize; 3]; 2],
-    /// Weight gradients whose input gradient was computed apart, the oldest first, and how many
-    /// have been taken.
+    /// Waiting weight gradients of separate input gradients, the oldest first; and the number of
+    /// them already taken.
     waiting: (Vec<(usize, usize)>, usize),
 }
 
@@ -454,7 +455,7 @@ impl V {
         self.counts[leg as usize][Self::column(kind)]
     }
 
-    /// The next pass of this kind, if its microbatch is there.
+    /// Adds the next pass of this kind if its microbatch exists.
     fn next(&mut self, leg: Leg, kind: ActionKind, row: &mut Row) {
         let count = &mut self.counts[leg as usize][Self::column(kind)];
         if *count < self.microbatches {
@@ -469,7 +470,7 @@ impl V {
         }
     }
 
-    /// An input gradient, whose weight gradient waits.
+    /// Adds an input gradient; its weight gradient waits.
     fn input(&mut self, leg: Leg, row: &mut Row) {
         self.waiting.0.push((self.stages[leg as usize], self.count(leg, BackwardInput)));
         self.next(leg, BackwardInput, row);
@@ -483,7 +484,7 @@ impl V {
         if input { self.input(leg, row) } else { self.both(leg, row) }
     }
 
-    /// The oldest weight gradient that waits; whether there was one.
+    /// Adds the oldest waiting weight gradient. Returns false if there is none.
     fn oldest(&mut self, row: &mut Row) -> bool {
         let (waiting, taken) = &mut self.waiting;
         let Some((stage, microbatch)) = waiting.get(*taken).copied() else { return false };
@@ -492,7 +493,8 @@ impl V {
         true
     }
 
-    /// A forward pass of one leg and a backward pass of the other, at the same time if so.
+    /// Adds a forward pass of one leg and a backward pass of the other. They run at the same time
+    /// if `overlapped`.
     fn pair(&mut self, forward: Leg, backward: Leg, overlapped: bool, row: &mut Row) {
         if overlapped {
             row.overlaps.push(row.actions.len());
@@ -511,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn small_ones_are_the_known_orders() {
+    fn small_schedules_have_the_known_orders() {
         let of = |name, ranks, microbatches| {
             text(&Schedule::named(name, ranks, microbatches, None).unwrap())
         };
@@ -550,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_bubble_h1_is_the_interleaved_one_with_one_stage_a_rank() {
+    fn zb_h1_equals_interleaved_zero_bubble_with_one_chunk() {
         for ranks in 1..6 {
             for microbatches in 1..12 {
                 let of = |builtin: Builtin| builtin.schedule(ranks, microbatches, 1).unwrap();
@@ -560,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_microbatches_than_ranks_work_where_the_rule_allows_it() {
+    fn few_microbatches_work_if_the_rule_allows_them() {
         for builtin in Builtin::ALL {
             for ranks in 1..7 {
                 for microbatches in 1..14_usize {

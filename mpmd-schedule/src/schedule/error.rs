@@ -1,8 +1,8 @@
-//! What can be wrong with a schedule.
+//! Errors of schedules.
 
 use super::builtin::Builtin;
 
-/// What is wrong with a schedule. The caller's fault.
+/// An error in a schedule. The caller is at fault.
 ///
 /// Positions are those in a rank's row, from 0.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -13,15 +13,15 @@ pub enum ScheduleError {
         "a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}"
     )]
     Empty {
-        /// Ranks asked for.
+        /// The requested number of ranks.
         ranks: usize,
-        /// Microbatches asked for.
+        /// The requested number of microbatches.
         microbatches: usize,
     },
     /// There is no built-in schedule of this name.
     #[error("there is no schedule {name:?}; there are {}", Builtin::names())]
     Unknown {
-        /// What was asked for.
+        /// The requested name.
         name: String,
     },
     /// A built-in schedule does not exist for these numbers.
@@ -32,41 +32,41 @@ pub enum ScheduleError {
     Rule {
         /// The schedule's name.
         schedule: &'static str,
-        /// Ranks asked for.
+        /// The requested number of ranks.
         ranks: usize,
-        /// Microbatches asked for.
+        /// The requested number of microbatches.
         microbatches: usize,
-        /// Stages on each rank asked for.
+        /// The requested number of stages on each rank.
         chunks: usize,
-        /// What is allowed.
+        /// The rule that the numbers violate.
         rule: String,
     },
-    /// Actions are missing, there twice, or on a rank that does not have the stage.
+    /// Actions are missing, appear twice, or are on a rank that does not have the stage.
     #[error("schedule {schedule}: {}{}", .problems.join("; "), and_more(.more))]
     Actions {
         /// The schedule's name.
         schedule: String,
-        /// The first problems: which action, where, and what is wrong with it.
+        /// The first problems: action, place, and fault.
         problems: Vec<String>,
-        /// How many more there are.
+        /// The number of further problems.
         more: usize,
     },
-    /// The orders of the ranks wait for each other in a circle.
+    /// The orders of the ranks wait for each other in a cycle.
     #[error("schedule {schedule} cannot proceed: {}", .cycle.join("; "))]
     Stuck {
         /// The schedule's name.
         schedule: String,
-        /// A shortest circle, one rank after another: where it is, and what for on the next one it
-        /// waits.
+        /// A shortest cycle: for each rank its position, and the action on the next rank that it
+        /// waits for.
         cycle: Vec<String>,
-        /// How many ranks cannot proceed; those that are not in the circle wait for it, or for
-        /// another.
+        /// The number of ranks that cannot proceed. Ranks outside the cycle wait for it, or for
+        /// another cycle.
         ranks: usize,
     },
-    /// No order could be looked for, or none was found.
+    /// The search for an order by cost had invalid input, or found nothing.
     #[error("no order by cost: {problem}")]
     Search {
-        /// Why.
+        /// The reason.
         problem: String,
     },
 }

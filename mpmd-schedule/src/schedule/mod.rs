@@ -1,4 +1,4 @@
-//! Schedules: in which order each rank computes what. Data, and pure functions of it.
+//! Schedules: the order of computations on each rank, as plain data with pure functions.
 
 mod builtin;
 mod error;
@@ -11,21 +11,21 @@ use std::sync::Arc;
 pub use builtin::Builtin;
 pub use error::ScheduleError;
 
-/// What an action computes for its stage and microbatch.
+/// The computation of an action for its stage and microbatch.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum ActionKind {
-    /// The outputs, and what the backward passes need.
+    /// The outputs, and the residuals for the backward passes.
     Forward,
     /// The gradient of the inputs.
     BackwardInput,
-    /// The gradient of the parameters, added to what there is.
+    /// The gradient of the parameters, added to the sum so far.
     BackwardWeight,
     /// Both gradients, one after the other.
     Backward,
 }
 
 impl ActionKind {
-    /// Its letter in torch's text format: `F`, `I`, `W` or `B`.
+    /// Returns its letter in torch's text format: `F`, `I`, `W` or `B`.
     pub fn letter(self) -> char {
         match self {
             Self::Forward => 'F',
@@ -36,15 +36,15 @@ impl ActionKind {
     }
 }
 
-/// One step of a rank: a stage computes something for a microbatch.
+/// One step of a rank: the computation of a stage for a microbatch.
 ///
-/// Shown as in torch's text format: stage, letter, microbatch; `2F0` is the forward pass of stage
-/// 2.
+/// Displayed as in torch's text format: stage, letter, microbatch. `2F0` is the forward pass of
+/// stage 2.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Action {
     /// The stage, from 0.
     pub stage: usize,
-    /// What is computed.
+    /// The kind of computation.
     pub kind: ActionKind,
     /// The microbatch, from 0.
     pub microbatch: usize,
@@ -56,20 +56,20 @@ impl fmt::Display for Action {
     }
 }
 
-/// How stages lie on ranks.
+/// The placement of stages on ranks.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Placement {
-    /// Stage `s` on rank `s mod p`: with more stages than ranks they go round.
+    /// Stage `s` is on rank `s mod p`: several stages per rank go round.
     Loop,
-    /// Two stages a rank, there and back: rank `r` of `p` has stages `r` and `2p - 1 - r`.
+    /// Two stages per rank, in the form of a V: rank `r` of `p` has stages `r` and `2p - 1 - r`.
     V,
-    /// Any other.
+    /// Any other placement.
     Custom,
 }
 
 impl Placement {
-    /// `loop`, `V` or `custom`.
+    /// Returns `loop`, `V` or `custom`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loop => "loop",
@@ -79,15 +79,15 @@ impl Placement {
     }
 }
 
-/// For each rank, the order of its actions; and which rank each stage is on.
+/// The order of actions on each rank, and the rank of each stage.
 ///
-/// Ranks are the pipeline's own: which processes and devices stand behind one is the mesh's affair.
+/// Ranks are those of the pipeline. The mesh maps them to processes and devices.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Schedule {
     name: String,
     microbatches: usize,
     rank_of_stage: Arc<Vec<usize>>,
-    /// Shared, so that a schedule is cheap to keep and to know again.
+    /// Shared, so that clones and comparisons are cheap.
     rows: Arc<Vec<Vec<Action>>>,
     /// For each rank, the positions of the first halves of overlapped pairs, ascending.
     overlaps: Arc<Vec<Vec<usize>>>,
@@ -95,30 +95,32 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A schedule of the user's own: one order for each rank.
+    /// Creates a schedule from one order for each rank.
     ///
-    /// Each stage has all its actions on one rank, which may have several stages. For each
-    /// microbatch each stage has a forward pass, and either `B` or both `I` and `W`; or no stage
-    /// has backward passes at all, as in inference.
+    /// Each stage has all its actions on one rank; a rank may have several stages. For each
+    /// microbatch, each stage has a forward pass, and either `B` or both `I` and `W`. For
+    /// inference, no stage has backward passes.
     ///
     /// # Errors
     ///
-    /// Where an action is missing or there twice, a stage is on two ranks, or the orders cannot
-    /// proceed.
+    /// If an action is missing or appears twice, if a stage is on two ranks, or if the orders
+    /// cannot proceed.
     pub fn new(name: impl Into<String>, rows: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
         let overlaps = vec![Vec::new(); rows.len()];
         Self::with_overlaps(name, rows, overlaps)
     }
 
-    /// As [`Schedule::new`], with pairs of neighbours that a rank computes at the same time where
-    /// it can: for each rank the positions of their first halves, ascending. Who does not overlap
-    /// them does one after the other.
+    /// Like [`Schedule::new`], with overlapped pairs: two neighbouring actions that a rank computes
+    /// at the same time if it can. `overlaps` has the positions of their first halves for each
+    /// rank, ascending. A runtime without overlap computes them one after the other.
     ///
     /// # Errors
     ///
-    /// As [`Schedule::new`], and where a pair is not a forward and a backward pass next to each
-    /// other in the row, two pairs share an action, or a pair cannot begin together: what one of
-    /// the two needs comes of the other.
+    /// As for [`Schedule::new`], and:
+    ///
+    /// - if a pair is not a forward and a backward pass next to each other in the row;
+    /// - if two pairs share an action;
+    /// - if one action of a pair needs a result of the other, so that they cannot begin together.
     pub fn with_overlaps(
         name: impl Into<String>,
         rows: Vec<Vec<Action>>,
@@ -141,13 +143,13 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and
-    /// spaces: see [`Builtin::named`]. `chunks` is the number of stages on each rank; `None` is
-    /// [`Builtin::default_chunks`].
+    /// Creates the built-in schedule of this name: see [`Builtin::named`]. Case, `-`, `_` and
+    /// spaces in the name do not matter. `chunks` is the number of stages on each rank; `None`
+    /// means [`Builtin::default_chunks`].
     ///
     /// # Errors
     ///
-    /// Where there is no such schedule, or it does not exist for these numbers: see
+    /// If there is no such schedule, or it does not exist for these numbers: see
     /// [`Builtin::schedule`].
     pub fn named(
         name: &str,
@@ -161,66 +163,69 @@ impl Schedule {
         builtin.schedule(ranks, microbatches, chunks.unwrap_or(builtin.default_chunks()))
     }
 
-    /// GPipe: every forward pass, then every backward pass, in ascending order of microbatches.
+    /// Creates a GPipe schedule: every forward pass, then every backward pass, in ascending order
+    /// of microbatches.
     ///
     /// # Errors
     ///
-    /// Without ranks or microbatches.
+    /// If `ranks` or `microbatches` is 0.
     pub fn gpipe(ranks: usize, microbatches: usize) -> Result<Self, ScheduleError> {
         Builtin::GPipe.schedule(ranks, microbatches, 1)
     }
 
-    /// 1F1B: rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates
-    /// forward and backward, then drains. Fewer microbatches than ranks work too.
+    /// Creates a 1F1B schedule. Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes,
+    /// then alternates forward and backward, then drains. Fewer microbatches than ranks are
+    /// allowed.
     ///
     /// # Errors
     ///
-    /// Without ranks or microbatches.
+    /// If `ranks` or `microbatches` is 0.
     pub fn one_f_one_b(ranks: usize, microbatches: usize) -> Result<Self, ScheduleError> {
         Builtin::OneFOneB.schedule(ranks, microbatches, 1)
     }
 
-    /// The schedule's name.
+    /// Returns the schedule's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The same schedule by another name.
+    /// Returns the same schedule with another name.
     pub fn renamed(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.rows.len()
     }
 
-    /// Number of stages.
+    /// Returns the number of stages.
     pub fn stages(&self) -> usize {
         self.rank_of_stage.len()
     }
 
-    /// Number of microbatches.
+    /// Returns the number of microbatches.
     pub fn microbatches(&self) -> usize {
         self.microbatches
     }
 
-    /// The rank that a stage is on.
+    /// Returns the rank of a stage.
     ///
     /// # Panics
     ///
-    /// Where there is no such stage.
+    /// If the stage does not exist.
     pub fn rank_of(&self, stage: usize) -> usize {
         self.rank_of_stage[stage]
     }
 
-    /// The rank of each stage.
+    /// Returns the rank of each stage.
     pub fn ranks_of_stages(&self) -> &[usize] {
         &self.rank_of_stage
     }
 
-    /// How the stages lie on the ranks. On a single rank it is [`Placement::Loop`].
+    /// Returns the placement of the stages on the ranks. On a single rank it is
+    /// [`Placement::Loop`].
     pub fn placement(&self) -> Placement {
         let (ranks, stages) = (self.ranks(), self.stages());
         let is =
@@ -234,31 +239,32 @@ impl Schedule {
         }
     }
 
-    /// Whether there are backward passes: all stages have them, or none, as in inference.
+    /// Returns true if there are backward passes. Either all stages have them, or none, as for
+    /// inference.
     pub fn has_backward(&self) -> bool {
         self.has_backward
     }
 
-    /// The order of each rank.
+    /// Returns the order of actions on each rank.
     pub fn rows(&self) -> &[Vec<Action>] {
         &self.rows
     }
 
-    /// The positions in a rank's row at which an overlapped pair begins, ascending: the action
-    /// there and the one after it are `(a;b)OVERLAP_F_B` in torch's text.
+    /// Returns the positions in a rank's row at which an overlapped pair begins, ascending. The
+    /// action there and the next one are `(a;b)OVERLAP_F_B` in torch's text.
     ///
     /// # Panics
     ///
-    /// Where there is no such rank.
+    /// If the rank does not exist.
     pub fn overlaps(&self, rank: usize) -> &[usize] {
         &self.overlaps[rank]
     }
 
-    /// A rank's row as torch's text has it: one string for each action or overlapped pair.
+    /// Returns a rank's row as in torch's text: one string for each action or overlapped pair.
     ///
     /// # Panics
     ///
-    /// Where there is no such rank.
+    /// If the rank does not exist.
     pub fn cells(&self, rank: usize) -> Vec<String> {
         let cell = |(one, other): (Action, Option<Action>)| match other {
             Some(other) => format!("({one};{other})OVERLAP_F_B"),
@@ -267,7 +273,7 @@ impl Schedule {
         self.paired(rank).map(cell).collect()
     }
 
-    /// A rank's actions, those that overlap with the one after them.
+    /// Returns a rank's actions. An overlapped action comes with its partner.
     pub(super) fn paired(&self, rank: usize) -> impl Iterator<Item = (Action, Option<Action>)> {
         let mut row = self.rows[rank].iter().copied().enumerate();
         let mut pairs = self.overlaps[rank].iter().copied().peekable();
@@ -278,8 +284,8 @@ impl Schedule {
         })
     }
 
-    /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes
-    /// it.
+    /// Returns the actions that an action needs. `I` stands for the input gradient, even if a `B`
+    /// computes it.
     pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
         let Action { stage, kind, microbatch } = action;
         let of = |stage, kind| Some(Action { stage, kind, microbatch });
@@ -309,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn placements_are_known() {
+    fn placement_of_each_schedule_is_detected() {
         let named = |name, chunks| {
             Schedule::named(name, 3, 6, Some(chunks)).map(|schedule| schedule.placement())
         };
@@ -323,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_cells_and_checked() {
+    fn overlapped_pairs_are_cells_and_checked() {
         let row = vec![a(0, Forward, 0), a(0, Forward, 1), a(0, Backward, 0), a(0, Backward, 1)];
         let with = |pairs: Vec<usize>| Schedule::with_overlaps("x", vec![row.clone()], vec![pairs]);
         let schedule = with(vec![1]).unwrap();
@@ -351,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn needs_are_those_of_the_chain() {
+    fn actions_need_their_neighbour_stages() {
         let schedule = Schedule::gpipe(2, 1).unwrap();
         let needs =
             |action| schedule.needs(action).map(|need| need.to_string()).collect::<Vec<_>>();

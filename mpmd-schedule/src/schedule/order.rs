@@ -1,4 +1,5 @@
-//! One order of all actions; and where there is none, who waits for whom.
+//! One global order of all actions. If there is none, an error with the ranks that wait for each
+//! other.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -7,21 +8,21 @@ use super::whole::place;
 use super::{Action, ActionKind, Schedule};
 
 impl Schedule {
-    /// All actions in one order whose part on each rank is that rank's order, and in which each
-    /// action comes after what it needs.
+    /// Returns all actions in one order that keeps each rank's order. Each action comes after the
+    /// actions that it needs.
     ///
-    /// Of the orders there are it is the one in which ranks take turns as they would with actions
-    /// of equal length: a program that issues in it lets no rank run dry.
+    /// Among the possible orders, this one lets ranks take turns as with actions of equal length. A
+    /// program that issues in this order lets no rank run dry.
     ///
     /// # Errors
     ///
-    /// Where the ranks' orders wait for each other in a circle.
+    /// If the ranks' orders wait for each other in a cycle.
     pub fn global_order(&self) -> Result<Vec<Action>, ScheduleError> {
         self.rounds(false)
     }
 
-    /// Whether the ranks also come to their end where both actions of an overlapped pair wait until
-    /// both can begin.
+    /// Checks that the ranks can proceed even if both actions of an overlapped pair wait until both
+    /// can begin.
     pub(super) fn check_pairs(&self) -> Result<(), ScheduleError> {
         if self.overlaps.iter().any(|pairs| !pairs.is_empty()) {
             self.rounds(true)?;
@@ -29,16 +30,16 @@ impl Schedule {
         Ok(())
     }
 
-    /// In each round each rank does its next action, or pair if these go together, if what it needs
-    /// was done in an earlier round.
+    /// Runs rounds. In each round, each rank does its next action if its needs were done in an
+    /// earlier round. If `together`, an overlapped pair counts as one action.
     fn rounds(&self, together: bool) -> Result<Vec<Action>, ScheduleError> {
         let total = self.rows.iter().map(Vec::len).sum();
         let mut next = vec![0; self.rows.len()];
         let mut pairs = vec![0; self.rows.len()];
         let mut done = Done::new(self);
         let mut order = Vec::with_capacity(total);
-        // What an action needs can only have come about on a rank that did something in the round
-        // before, or that waits for a rank which did.
+        // The next action of a rank can become ready only after one of two events in the last
+        // round. Either the rank itself did an action, or a rank that it waits for did.
         let mut asked: Vec<usize> = (0..self.rows.len()).collect();
         let mut is_asked = vec![false; self.rows.len()];
         while order.len() < total {
@@ -75,14 +76,15 @@ impl Schedule {
         Ok(order)
     }
 
-    /// What a rank does next: an action, a pair that is that number of its pairs, or nothing more.
+    /// Returns the next actions of a rank: one action, an overlapped pair if `pair` is its number,
+    /// or none at the end.
     fn head(&self, rank: usize, next: usize, pair: Option<usize>) -> &[Action] {
         let is_pair = pair.is_some_and(|pair| self.overlaps[rank].get(pair) == Some(&next));
         let row = &self.rows[rank];
         &row[next..row.len().min(next + if is_pair { 2 } else { 1 })]
     }
 
-    /// Names a shortest circle of ranks that wait for each other.
+    /// Returns the error with a shortest cycle of ranks that wait for each other.
     fn stuck(&self, heads: &[&[Action]], next: &[usize], done: &Done) -> ScheduleError {
         let missing = |head: &&[Action]| {
             let needs = head.iter().flat_map(|action| self.needs(*action));
@@ -116,7 +118,7 @@ impl Schedule {
         ScheduleError::Stuck { schedule: self.name.clone(), cycle: said.collect(), ranks: waiting }
     }
 
-    /// A shortest circle through a rank: its ranks and what each waits for.
+    /// Returns a shortest cycle through a rank: each rank, and the action that it waits for.
     fn circle(&self, start: usize, waits: &[Vec<Action>]) -> Option<Vec<(usize, Action)>> {
         let mut from: Vec<Option<(usize, Action)>> = vec![None; waits.len()];
         let mut queue = VecDeque::from([start]);
@@ -147,7 +149,7 @@ impl Schedule {
         None
     }
 
-    /// The action that makes what is needed: an input gradient may come of a `B`.
+    /// Returns the action that computes a needed result. A `B` may compute an input gradient.
     fn made_by(&self, need: Action) -> Action {
         let both = Action { kind: ActionKind::Backward, ..need };
         if need.kind == ActionKind::BackwardInput && place(&self.rows, need).is_none() {
@@ -158,7 +160,7 @@ impl Schedule {
     }
 }
 
-/// What is done, for each stage and microbatch.
+/// The passes done for each stage and microbatch.
 struct Done {
     microbatches: usize,
     /// Bit 0: the forward pass. Bit 1: the input gradient.
@@ -175,7 +177,7 @@ impl Done {
         match kind {
             ActionKind::Forward => 1,
             ActionKind::BackwardInput | ActionKind::Backward => 2,
-            // Nothing needs it.
+            // No action needs it.
             ActionKind::BackwardWeight => 0,
         }
     }
@@ -197,7 +199,7 @@ mod tests {
     use super::ActionKind::{Backward, Forward};
     use super::*;
 
-    /// Rounds as the rule says, every rank asked in every one.
+    /// Plain implementation of rounds that asks every rank in every round.
     fn slow(schedule: &Schedule) -> Vec<Action> {
         let mut next = vec![0; schedule.ranks()];
         let (mut done, mut order) = (HashSet::new(), Vec::new());
@@ -224,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_global_order_is_that_of_rounds() {
+    fn global_order_equals_that_of_plain_rounds() {
         for builtin in Builtin::ALL {
             for ranks in 1..6 {
                 for microbatches in 1..12 {
@@ -248,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_circle_is_named_and_it_is_the_shortest() {
+    fn shortest_cycle_is_reported() {
         let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
         let circle = vec![
             vec![a(0, Forward, 0), a(0, Backward, 0), a(0, Forward, 1), a(0, Backward, 1)],
@@ -267,9 +269,9 @@ mod tests {
     }
 
     #[test]
-    fn a_pair_that_cannot_begin_together_is_refused() {
+    fn pair_that_cannot_begin_together_is_refused() {
         let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
-        // One after the other it works: 0B0 needs 1B0, which comes after 1F1, which needs 0F1.
+        // One after the other it works: 0B0 needs 1B0, which comes after 1F1. And 1F1 needs 0F1.
         let rows = vec![
             vec![a(0, Forward, 0), a(0, Forward, 1), a(0, Backward, 0), a(0, Backward, 1)],
             vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],

@@ -1,21 +1,22 @@
-//! Whether each action is there, once, and where it should be.
+//! Checks that a schedule has each action once, on the right rank.
 
 use std::collections::BTreeMap;
 
 use super::error::ScheduleError;
 use super::{Action, ActionKind};
 
-/// Problems that an error names; the others are counted.
+/// The number of problems that an error lists; further ones are only counted.
 const NAMED: usize = 8;
 
-/// What the rows of a whole schedule say.
+/// Properties of a valid schedule, computed from its rows.
 pub(super) struct Whole {
     pub(super) microbatches: usize,
     pub(super) rank_of_stage: Vec<usize>,
     pub(super) has_backward: bool,
 }
 
-/// Whether the pairs are neighbours, one forward and one backward, and apart.
+/// Checks that each overlapped pair has a forward and a backward pass next to each other, and that
+/// pairs share no action.
 pub(super) fn check_overlaps(
     name: &str,
     rows: &[Vec<Action>],
@@ -53,7 +54,8 @@ pub(super) fn check_overlaps(
     problems.end(name)
 }
 
-/// What the rows say, where each action is there once and each stage on one rank.
+/// Checks that each action appears once and each stage is on one rank. Returns the properties of
+/// the rows.
 pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleError> {
     let actions = || rows.iter().flatten();
     let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
@@ -64,8 +66,8 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
     }
     let total: usize = rows.iter().map(Vec::len).sum();
     if stages.checked_mul(microbatches).is_none_or(|passes| passes > total) {
-        // Each pair needs a forward pass. Without this a single large number would cost that much
-        // memory.
+        // Each stage and microbatch needs a forward pass. Without this check, a single large number
+        // would cost that much memory.
         return Err(too_few(name, rows, stages, microbatches));
     }
     let mut problems = Problems::default();
@@ -88,7 +90,7 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
                 problems.add(|| {
                     let first = place(rows, *action).unwrap_or((rank, position));
                     format!(
-                        "{action} is there twice: on {}, and on {}",
+                        "{action} appears twice: on {}, and on {}",
                         at(first),
                         at((rank, position))
                     )
@@ -126,7 +128,7 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
                     if input { ActionKind::BackwardInput } else { ActionKind::BackwardWeight };
                 let (both, one) = (of(ActionKind::Backward), of(other));
                 format!(
-                    "{both} on {} computes what {one} on {} computes, too",
+                    "{both} on {} already computes {one} on {}",
                     on(ActionKind::Backward),
                     on(other)
                 )
@@ -151,8 +153,8 @@ fn bit(kind: ActionKind) -> u8 {
     }
 }
 
-/// The rank of each stage: where most of its actions are. A stage without any is on rank 0, and all
-/// its actions are missing.
+/// Returns the rank of each stage: the rank with most of its actions. A stage without actions is on
+/// rank 0, and all its actions are missing.
 fn homes(rows: &[Vec<Action>], stages: usize) -> Vec<usize> {
     let mut homes = vec![None; stages];
     let mut several = false;
@@ -178,7 +180,7 @@ fn homes(rows: &[Vec<Action>], stages: usize) -> Vec<usize> {
     homes.into_iter().map(Option::unwrap_or_default).collect()
 }
 
-/// The first place of an action: rank and position. A search, for errors only.
+/// Returns the first (rank, position) of an action. It is a linear search, for errors only.
 pub(super) fn place(rows: &[Vec<Action>], action: Action) -> Option<(usize, usize)> {
     let position = |row: &Vec<Action>| row.iter().position(|other| *other == action);
     rows.iter().enumerate().find_map(|(rank, row)| Some((rank, position(row)?)))
@@ -188,7 +190,8 @@ fn at((rank, position): (usize, usize)) -> String {
     format!("rank {rank}, position {position}")
 }
 
-/// The error where there are fewer actions than forward passes: found without a table of them all.
+/// Returns the error for fewer actions than forward passes, without allocating a table of all
+/// passes.
 fn too_few(name: &str, rows: &[Vec<Action>], stages: usize, microbatches: usize) -> ScheduleError {
     let forward = |action: &&Action| action.kind == ActionKind::Forward;
     let mut there: Vec<(usize, usize)> = rows
@@ -212,7 +215,7 @@ fn too_few(name: &str, rows: &[Vec<Action>], stages: usize, microbatches: usize)
     ScheduleError::Actions { schedule: name.to_owned(), problems, more }
 }
 
-/// Problems found so far.
+/// The problems found so far.
 #[derive(Default)]
 struct Problems {
     named: Vec<String>,
@@ -251,15 +254,14 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_is_named_with_its_place() {
+    fn each_fault_is_reported_with_its_place() {
         let twice = error(vec![vec![a(0, Forward, 0), a(0, Backward, 0), a(0, Forward, 0)]]);
         assert!(
-            twice.contains("0F0 is there twice: on rank 0, position 0, and on rank 0, position 2"),
+            twice.contains("0F0 appears twice: on rank 0, position 0, and on rank 0, position 2"),
             "{twice}"
         );
         let both = error(vec![vec![a(0, Forward, 0), a(0, BackwardInput, 0), a(0, Backward, 0)]]);
-        let expected =
-            "0B0 on rank 0, position 2 computes what 0I0 on rank 0, position 1 computes, too";
+        let expected = "0B0 on rank 0, position 2 already computes 0I0 on rank 0, position 1";
         assert!(both.contains(expected), "{both}");
         let half = error(vec![vec![a(0, Forward, 0), a(0, BackwardInput, 0)]]);
         assert!(half.contains("0W0 is missing beside 0I0 on rank 0, position 1"), "{half}");
@@ -277,8 +279,8 @@ mod tests {
     }
 
     #[test]
-    fn all_faults_are_counted_and_the_first_are_named() {
-        // The forward pass of stage 1 and its successors are there for microbatch 19 only.
+    fn all_faults_are_counted_and_the_first_are_listed() {
+        // Stage 1 has its forward and backward passes for microbatch 19 only.
         let mut rows: Vec<Vec<Action>> = vec![Vec::new(), Vec::new()];
         for microbatch in 0..20 {
             rows[0].extend([a(0, Forward, microbatch), a(0, Backward, microbatch)]);

@@ -1,9 +1,10 @@
-//! Improving an order by swaps on its critical path.
+//! Improves an order by swaps on its critical path.
 
 use super::shop::{Rows, Shop};
 
 impl Shop<'_> {
-    /// Improves an order by swaps on its critical path, at first also by such as make it longer.
+    /// Improves an order by swaps on its critical path. Early in the search it also accepts swaps
+    /// that make the order longer.
     pub(super) fn anneal(
         &self,
         (makespan, rows): (f64, Rows),
@@ -13,7 +14,7 @@ impl Shop<'_> {
         let Some(mut run) = self.run(&rows) else { return (makespan, rows) };
         let mut now = rows.clone();
         let mut best = (makespan, rows);
-        // A step up of this part of the makespan is taken once in e times, at the beginning.
+        // At the beginning, a step that adds this much to the makespan is accepted once in e times.
         let warm = 0.01 * makespan;
         for step in 0..tries {
             if run.critical.is_empty() {
@@ -21,7 +22,7 @@ impl Shop<'_> {
             }
             let (rank, place) = run.critical[random.below(run.critical.len())];
             let row = &mut now[rank];
-            // How far the first goes back, or the second comes forward.
+            // The number of places that the action moves.
             let far = 1 + random.below(4);
             let moved = if random.below(2) == 0 {
                 self.shift(row, place, far, true)
@@ -47,7 +48,7 @@ impl Shop<'_> {
         best
     }
 
-    /// Moves an action of a row by up to `far` places, as far as it may go; from where to where.
+    /// Moves one action by up to `far` places. Returns (old, new), or `None` if it cannot move.
     fn shift(
         &self,
         row: &mut [u32],
@@ -78,7 +79,7 @@ fn back(row: &mut [u32], from: usize, to: usize) {
     }
 }
 
-/// xorshift*, for choices that are the same everywhere.
+/// An xorshift* generator: the same random numbers on every machine.
 pub(super) struct Random(pub(super) u64);
 
 impl Random {
@@ -93,8 +94,8 @@ impl Random {
         (self.next() >> 33) as usize % end.max(1)
     }
 
-    /// Yes with about the probability of `e` to the power of this, which is not above 0: by the
-    /// four operations alone, which give the same bits everywhere.
+    /// Returns true with a probability of about e^`exponent`; `exponent` is at most 0. Uses only
+    /// the four basic operations, which give the same bits on every machine.
     fn chance(&mut self, exponent: f64) -> bool {
         let even = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         even * (1.0 - exponent + 0.5 * exponent * exponent) < 1.0

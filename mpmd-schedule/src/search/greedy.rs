@@ -1,16 +1,17 @@
-//! Orders in which every rank takes what it can begin first.
+//! Greedy orders: each step adds the action that can begin first on any rank.
 
 use super::shop::{FORWARD, INPUT, Rows, Shop, WEIGHT};
 
-/// What a greedy order goes by.
+/// The rules of a greedy order.
 #[derive(Clone, Copy)]
 pub(super) struct Rules {
-    /// A weight gradient is computed where nothing else can begin within this part of its cost.
+    /// A fraction of a weight gradient's cost. The gradient runs now if nothing else can begin
+    /// before that time has passed.
     fits: f64,
-    /// Whether an input gradient goes before a forward pass that can begin at the same time.
+    /// True if an input gradient goes before a forward pass that can begin at the same time.
     inputs_first: bool,
-    /// How many more forward passes than input gradients a stage may have begun, beside what 1F1B
-    /// needs.
+    /// The number of forward passes that a stage may run ahead of its input gradients, beyond
+    /// 1F1B's number.
     ahead: usize,
 }
 
@@ -30,7 +31,8 @@ impl Rules {
 }
 
 impl Shop<'_> {
-    /// An order in which every rank takes what it can begin first.
+    /// Builds a greedy order: each step adds the action that can begin first on any rank. Returns
+    /// `None` if no rank can proceed within the budget.
     pub(super) fn greedy(&self, rules: Rules) -> Option<Rows> {
         let stages = self.placement.len();
         let mut rows: Rows = vec![Vec::new(); self.ranks];
@@ -70,11 +72,11 @@ impl Shop<'_> {
         Some(rows)
     }
 
-    /// What a rank begins next, and when.
+    /// Returns a rank's next action and its start time.
     fn choose(&self, rules: Rules, at: &Greedy<'_>) -> Option<(f64, u32)> {
         let mut other: Option<(f64, bool, u32)> = None;
         let mut weight: Option<(f64, u32)> = None;
-        // Later stages first: what is nearest to its end gives memory back soonest.
+        // Later stages first: their microbatches end sooner, and so free memory sooner.
         for stage in at.stages.iter().rev() {
             let next = at.next[*stage];
             for kind in [INPUT, FORWARD, WEIGHT] {
@@ -120,9 +122,9 @@ impl Shop<'_> {
         }
     }
 
-    /// Whether a stage may begin one more forward pass: as far ahead as the rules have it, and with
-    /// room left for one microbatch in each later stage of the rank, without which nothing would
-    /// ever be given back.
+    /// Returns true if a stage may begin one more forward pass. The rules limit its lead. Memory
+    /// must also remain for one microbatch in each later stage of the rank; otherwise no memory
+    /// would ever be freed.
     fn may_begin(&self, rules: Rules, at: &Greedy<'_>, stage: usize) -> bool {
         let [forward, input, _] = at.next[stage];
         let depth = self.placement.len() - stage;
@@ -145,7 +147,7 @@ impl Shop<'_> {
     }
 }
 
-/// How far a rank is.
+/// The progress of a rank.
 struct Greedy<'a> {
     stages: &'a [usize],
     ends: &'a [f64],

@@ -1,14 +1,15 @@
-//! Finds an order of actions for costs that are not all equal.
+//! Searches an order of actions for stages with unequal costs.
 //!
-//! The fixed orders meet their closed forms where all passes cost the same. Where a stage is slower
-//! than another, or a weight gradient than an input gradient, others are better. What is looked for
-//! is a short makespan under a budget of memory, among orders in which microbatches advance in
-//! ascending order within each stage and kind: so whatever is found gives the same bits as 1F1B
-//! does. The problem is a job shop, for which there is no exact answer in useful time. So: orders
-//! made greedily under several rules, and the fixed ones, are starting points; the best are
-//! improved by swaps on the critical path (van Laarhoven, Aarts and Lenstra, "Job shop scheduling
-//! by simulated annealing", 1992), which never make a cycle. The same costs give the same order
-//! everywhere: no clock is read, and what is random follows from a seed.
+//! The fixed orders meet their closed forms if all passes cost the same. Other orders are better if
+//! stages, or input and weight gradients, differ in cost. The search minimises the makespan under a
+//! memory budget. Microbatches advance in ascending order within each stage and kind, so every
+//! result has the same bits as 1F1B.
+//!
+//! The problem is a job shop, with no exact solution in useful time. Starting points are greedy
+//! orders under several rules, and the fixed ones. The best are improved by swaps on the critical
+//! path, which never make a cycle. See van Laarhoven, Aarts and Lenstra, "Job shop scheduling by
+//! simulated annealing", 1992. The same costs give the same order everywhere: the search reads no
+//! clock, and a seed determines its random choices.
 
 mod anneal;
 mod greedy;
@@ -22,15 +23,15 @@ use super::check::Budget;
 use super::costs::{Costs, StageCosts};
 use super::schedule::{Schedule, ScheduleError};
 
-/// What is looked for, and how long.
+/// Budget and effort of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchOptions {
-    /// The most that a rank may hold at a time, over all its stages; anything where there is none.
+    /// The maximum that a rank may hold at a time, over all its stages; `None` means no limit.
     pub budget: Option<Budget>,
-    /// How many orders are tried, each in time proportional to its actions; fewer of very large
-    /// ones.
+    /// The number of orders to try, each in time proportional to its actions. Very large orders get
+    /// fewer tries.
     pub tries: usize,
-    /// Chooses among moves.
+    /// The seed of the random choices.
     pub seed: u64,
 }
 
@@ -40,32 +41,32 @@ impl Default for SearchOptions {
     }
 }
 
-/// What [`search`] finds.
+/// The result of [`search`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Found {
     /// The order.
     pub schedule: Schedule,
-    /// Its makespan, in the unit of the costs, where moves hold nothing up but who waits for them.
+    /// Its makespan in the unit of the costs. Transfers delay only the passes that wait for them.
     pub makespan: f64,
-    /// The makespans of the schedules that it was to be better than, by name; `None` for those
-    /// beyond the budget.
+    /// The makespan of each fixed schedule, by name; `None` if it exceeds the budget.
     pub fixed: Vec<(String, Option<f64>)>,
 }
 
-/// How many actions are put in their places at most, over all orders.
+/// Limit of the work: the number of placed actions, over all orders.
 const MOST_WORK: usize = 400_000_000;
 
-/// Looks for an order of forward passes, input gradients and weight gradients that takes as little
-/// time as can be.
+/// Searches an order of forward passes, input gradients and weight gradients with a short makespan.
 ///
-/// `fixed` are schedules of the same placement, which also say which rank each stage is on: there
-/// must be at least one. The result is never worse than any of them that is within the budget and
-/// advances microbatches in ascending order.
+/// `fixed` are schedules with the same ranks and microbatches, which also give the rank of each
+/// stage. At least one is needed. The result is never worse than any of them that is within the
+/// budget and advances microbatches in ascending order.
 ///
 /// # Errors
 ///
-/// Where `fixed` is empty or its placements differ, costs are for another number of stages,
-/// negative or not finite, and where no order was found within the budget.
+/// - If `fixed` is empty or its placements differ.
+/// - If costs are for another number of stages, negative or not finite.
+/// - If the budget is in bytes and the costs have none.
+/// - If no order was found within the budget.
 pub fn search(
     fixed: &[Schedule],
     costs: &Costs,
@@ -73,7 +74,9 @@ pub fn search(
 ) -> Result<Found, ScheduleError> {
     let wrong = |problem: String| ScheduleError::Search { problem };
     let Some(first) = fixed.first() else {
-        return Err(wrong("no schedule says which rank each stage is on".to_owned()));
+        return Err(wrong(
+            "no schedule is given: at least one must give the rank of each stage".to_owned(),
+        ));
     };
     let rank_of = |schedule: &Schedule| {
         (0..schedule.stages()).map(|s| schedule.rank_of(s)).collect::<Vec<_>>()
@@ -99,7 +102,7 @@ pub fn search(
     }
     if matches!(options.budget, Some(Budget::Bytes(_))) && !costs.says_bytes() {
         return Err(wrong(
-            "a budget in bytes, and costs that do not say how many bytes stages keep".to_owned(),
+            "the budget is in bytes, but the costs have no bytes that stages keep".to_owned(),
         ));
     }
     let bad = |cost: &f64| !cost.is_finite() || *cost < 0.0;
@@ -161,12 +164,12 @@ pub fn search(
             None => "none was found".to_owned(),
         }));
     }
-    /// How many starting points are improved.
+    /// The number of starting points that are improved.
     const IMPROVED: usize = 3;
     let chosen = starts.len().min(IMPROVED);
     let mut random = Random(options.seed ^ 0x9e37_79b9_7f4a_7c15);
     let improved = starts.into_iter().take(chosen);
-    // So that large ones end in seconds, too.
+    // Limits the tries so that large orders also end in seconds.
     let tries = options.tries.min(MOST_WORK / actions.max(1)) / chosen;
     let improved = improved.map(|start| shop.anneal(start, tries, &mut random));
     let Some((makespan, rows)) = improved.min_by(|a, b| a.0.total_cmp(&b.0)) else {
@@ -203,18 +206,18 @@ mod tests {
     }
 
     #[test]
-    fn equal_costs_and_the_memory_of_1f1b_give_what_zb_h1_gives() {
+    fn equal_costs_with_1f1b_memory_reach_zb_h1() {
         let found = best(&one_f_one_b(4, 8), &Costs::units(4), Budget::Activations(4));
-        // Where input gradients leave before the weight gradients, its bubble is (p - 1)(F + I).
+        // If input gradients leave before the weight gradients, its bubble is (p - 1)(F + I).
         assert_eq!(found.fixed, [("1F1B".to_owned(), Some(30.0))]);
         // (p - 1)(F + I - min(F, I, W)) beyond the ideal 24.
         assert!(found.makespan <= 27.0, "{}", found.makespan);
     }
 
     #[test]
-    fn with_memory_there_is_no_bubble_but_the_skew() {
+    fn unlimited_memory_leaves_only_the_skew() {
         let found = best(&one_f_one_b(4, 8), &Costs::units(4), None);
-        // No order is shorter than the work of the last rank and the way to it and back.
+        // No order is shorter than the work of the last rank plus the way to it and back.
         assert_eq!(found.makespan, 24.0 + 3.0);
     }
 
@@ -223,7 +226,7 @@ mod tests {
         let unequal = costs(&[[1.0, 1.0, 4.0], [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]]);
         let found = best(&one_f_one_b(4, 8), &unequal, Budget::Activations(8));
         let Some(fixed) = found.fixed[0].1 else { panic!("1F1B holds 4") };
-        // Stage 0 works for 48; with four forward passes ahead it would have to wait for the first
+        // Stage 0 works for 48. With only four forward passes ahead, it would wait for the first
         // gradient.
         assert!(
             found.makespan >= 48.0 && found.makespan < fixed - 3.0,
@@ -233,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_that_allow_nothing_and_costs_that_are_none_are_refused() {
+    fn empty_budgets_and_invalid_costs_are_refused() {
         let fixed = one_f_one_b(2, 4);
         let refused = |costs: &Costs, budget: Option<Budget>| {
             let options = SearchOptions { budget, ..SearchOptions::default() };
@@ -245,16 +248,16 @@ mod tests {
         let negative = costs(&[[1.0, -1.0, 1.0], [1.0; 3]]);
         assert!(refused(&negative, None).contains("stage 0 costs -1"));
         let nothing = search(&[], &negative, &SearchOptions::default()).unwrap_err().to_string();
-        assert!(nothing.contains("no schedule says"), "{nothing}");
+        assert!(nothing.contains("no schedule is given"), "{nothing}");
     }
 
     #[test]
-    fn bytes_are_counted_as_they_come_and_go() {
+    fn byte_budget_holds_at_every_action() {
         let mut heavy = Costs::units(2);
         heavy.stage.iter_mut().for_each(|stage| {
             (stage.activation_bytes, stage.weight_residual_bytes) = (100, 10);
         });
-        // One forward pass at a time, and its input gradient's residual beside it.
+        // One forward pass at a time, plus the residual of its input gradient.
         let found = best(&one_f_one_b(2, 4), &heavy, Budget::Bytes(110));
         for row in found.schedule.rows() {
             let mut held = 0;
@@ -288,7 +291,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
-        fn what_is_found_is_whole_within_the_budget_and_never_worse(
+        fn found_order_is_complete_within_budget_and_not_worse(
             stages in prop::collection::vec(prop::array::uniform3(1u8..6), 1..5),
             microbatches in 1usize..7,
             more in 0usize..3,

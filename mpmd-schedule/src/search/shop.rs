@@ -1,20 +1,21 @@
-//! What there is to order, when an order ends, and what makes it as long as it is.
+//! The scheduling problem of the search: its actions, the makespan of an order, and its critical
+//! path.
 
 use crate::check::Budget;
 use crate::costs::{Costs, StageCosts};
 use crate::schedule::{Action, ActionKind, Schedule};
 
-/// Kinds, as digits of an action's number.
+/// Kinds of actions, as digits of an action's number.
 pub(super) const FORWARD: u32 = 0;
 pub(super) const INPUT: u32 = 1;
 pub(super) const WEIGHT: u32 = 2;
 
-/// The orders of all ranks; actions as numbers.
+/// The orders of all ranks, with actions as numbers.
 pub(super) type Rows = Vec<Vec<u32>>;
 
-/// What there is to do, and what it costs.
+/// The scheduling problem: actions, costs and budget.
 pub(super) struct Shop<'a> {
-    /// By stage.
+    /// The rank of each stage.
     pub(super) placement: Vec<usize>,
     pub(super) ranks: usize,
     pub(super) microbatches: usize,
@@ -22,11 +23,11 @@ pub(super) struct Shop<'a> {
     pub(super) budget: Option<Budget>,
 }
 
-/// What came of an order.
+/// The result of running an order.
 pub(super) struct Run {
     pub(super) makespan: f64,
-    /// Neighbours in a rank's row, by rank and the place of the first, of which the second begins
-    /// when the first ends, on the way that makes it as long as it is.
+    /// Neighbors in a rank's row that follow each other without pause on the critical path: (rank,
+    /// index of the first).
     pub(super) critical: Vec<(usize, usize)>,
 }
 
@@ -63,7 +64,7 @@ impl Shop<'_> {
         schedule.rows().iter().map(|row| row.iter().flat_map(ids).collect()).collect()
     }
 
-    /// What an action takes.
+    /// Returns the time of an action.
     pub(super) fn cost(&self, id: u32) -> f64 {
         let (stage, kind, _) = self.parts(id);
         let StageCosts { forward, backward_input, backward_weight, .. } = self.costs.stage[stage];
@@ -74,7 +75,7 @@ impl Shop<'_> {
         }
     }
 
-    /// What an action needs that may be of another rank, and how long that is on its way.
+    /// Returns the action of another stage that an action needs, and the transfer time from there.
     pub(super) fn need(&self, id: u32) -> Option<(u32, f64)> {
         let (stage, kind, microbatch) = self.parts(id);
         let way = |from: usize, cost: f64| {
@@ -93,7 +94,7 @@ impl Shop<'_> {
         }
     }
 
-    /// Who on another rank, or later on this one, needs an action.
+    /// Returns the action of another stage that needs this action.
     pub(super) fn needed_by(&self, id: u32) -> Option<u32> {
         let (stage, kind, microbatch) = self.parts(id);
         match kind {
@@ -105,7 +106,8 @@ impl Shop<'_> {
         }
     }
 
-    /// What an action takes of the budget when it begins, and what it gives back when it ends.
+    /// Returns the memory that an action takes when it begins, and the memory that it frees when it
+    /// ends.
     pub(super) fn memory(&self, id: u32) -> (u64, u64) {
         let (stage, kind, _) = self.parts(id);
         let StageCosts { activation_bytes, weight_residual_bytes, .. } = self.costs.stage[stage];
@@ -126,7 +128,7 @@ impl Shop<'_> {
         }
     }
 
-    /// Whether a rank's order stays within the budget.
+    /// Returns true if a rank's order stays within the budget.
     pub(super) fn holds(&self, row: &[u32]) -> bool {
         let (limit, mut held) = (self.limit(), 0);
         row.iter().all(|id| {
@@ -138,7 +140,7 @@ impl Shop<'_> {
         })
     }
 
-    /// Whether microbatches come in ascending order within each stage and kind.
+    /// Returns true if microbatches come in ascending order within each stage and kind.
     pub(super) fn ascends(&self, rows: &Rows) -> bool {
         rows.iter().all(|row| {
             let mut next = vec![0; 3 * self.placement.len()];
@@ -151,8 +153,9 @@ impl Shop<'_> {
         })
     }
 
-    /// Whether two neighbours of a row may change places: neither needs the other, nor comes before
-    /// it by number.
+    /// Returns true if two neighbours of a row may be swapped. They may not if they have the same
+    /// stage and kind, or the same stage and microbatch. They also may not if the second needs the
+    /// first.
     pub(super) fn may_swap(&self, first: u32, second: u32) -> bool {
         let ((stage, kind, microbatch), (other, later, next)) =
             (self.parts(first), self.parts(second));
@@ -162,13 +165,11 @@ impl Shop<'_> {
         !same_queue && !of_one && self.need(second).is_none_or(|(need, _)| need != first)
     }
 
-    /// When everything ends where each action begins as soon as it can; `None` where the orders
-    /// wait in a circle.
+    /// Runs the orders, with each action as early as possible. Returns `None` if the orders wait in
+    /// a cycle.
     pub(super) fn run(&self, rows: &Rows) -> Option<Run> {
         let total: usize = rows.iter().map(Vec::len).sum();
         let mut ends = vec![f64::NAN; 3 * self.placement.len() * self.microbatches];
-        // Where an action begins when the one before it in its row ends, that one; else what it
-        // needs.
         let mut next = vec![0; self.ranks];
         let mut free = vec![0.0f64; self.ranks];
         let mut woken: Vec<usize> = (0..self.ranks).rev().collect();
@@ -202,7 +203,7 @@ impl Shop<'_> {
         Some(Run { makespan: free[last], critical: self.critical(rows, &ends, last) })
     }
 
-    /// Follows the longest way back from the last action of a rank.
+    /// Follows the critical path back from the last action of a rank.
     pub(super) fn critical(&self, rows: &Rows, ends: &[f64], last: usize) -> Vec<(usize, usize)> {
         let mut places = vec![0u32; ends.len()];
         for row in rows {

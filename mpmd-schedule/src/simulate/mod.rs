@@ -1,8 +1,8 @@
-//! When everything in a [`Flow`] happens, given what nodes and transfers take and over what
-//! [`Channel`].
+//! Simulates a [`Flow`]: computes the times of all its nodes and transfers over a [`Channel`].
 //!
-//! Everything happens as early as the rules of the [check](super::check) let it; lanes run one node
-//! at a time, transfers as many at a time as the channel lets through, and none slows another down.
+//! Everything happens as early as the rules of the [check](super::check) allow. Lanes run one node
+//! at a time. The channel limits the number of concurrent transfers, and these do not slow each
+//! other down.
 
 mod path;
 mod schedule;
@@ -20,68 +20,68 @@ pub use schedule::{SimulateError, SimulatedSchedule, simulate_lowered, simulate_
 use super::check::{Begin, Causes, Channel, Deadlock, Engine, Protocol, Queues, verdict};
 use super::flow::Flow;
 
-/// What nodes and transfers take, by number, in any one unit; finite and not negative.
+/// Durations of nodes and transfers, by number, in any common unit; finite and not negative.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Times {
-    /// To compute a node.
+    /// Compute time of each node.
     pub nodes: Vec<f64>,
-    /// To carry a transfer from one process to the other.
+    /// Time to carry each transfer from one process to the other.
     pub transfers: Vec<f64>,
 }
 
-/// From when until when.
+/// A time interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Span {
-    /// When it begins.
+    /// The start.
     pub start: f64,
-    /// When it ends; of a transfer, when it is taken.
+    /// The end; for a transfer, the time at which the receiver takes it.
     pub end: f64,
 }
 
-/// When what happens. Times begin at 0.
+/// The times of a simulated flow. They begin at 0.
 #[derive(Clone, Debug)]
 pub struct Simulated {
-    /// Over what.
+    /// The simulated channel.
     pub channel: Channel,
-    /// When each node is computed.
+    /// The interval of each node.
     pub nodes: Vec<Span>,
-    /// When each transfer is carried.
+    /// The interval of each transfer.
     pub transfers: Vec<Span>,
-    /// By lane.
+    /// Statistics of each lane.
     pub lanes: Vec<LaneTime>,
-    /// When the last node or transfer ends.
+    /// The end of the last node or transfer.
     pub makespan: f64,
     causes: Causes,
 }
 
-/// How a lane spends its time.
+/// The use of a lane's time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LaneTime {
-    /// When its first node begins.
+    /// The start of its first node.
     pub first: f64,
-    /// When its last node ends.
+    /// The end of its last node.
     pub last: f64,
-    /// How long it computes.
+    /// The total compute time.
     pub busy: f64,
 }
 
 impl LaneTime {
-    /// How long it computes nothing between its first and its last node.
+    /// Returns the time in which it computes nothing between its first and its last node.
     pub fn idle(&self) -> f64 {
         (self.last - self.first - self.busy).max(0.0)
     }
 }
 
-/// When everything happens.
+/// Simulates a flow over a channel.
 ///
 /// # Errors
 ///
-/// Where the flow does not come to its end over the channel.
+/// If the flow deadlocks over the channel.
 ///
 /// # Panics
 ///
-/// Where there are not as many times as nodes and transfers, and as [`check`](super::check::check)
-/// does.
+/// If the numbers of times, nodes and transfers differ, and in the cases of
+/// [`check`](super::check::check).
 pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulated, Deadlock> {
     assert_eq!(times.nodes.len(), flow.nodes.len(), "times of nodes");
     assert_eq!(times.transfers.len(), flow.transfers.len(), "times of transfers");
@@ -90,10 +90,10 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
     let mut transfers = vec![Span::default(); flow.transfers.len()];
     let mut lanes =
         vec![LaneTime { first: f64::INFINITY, ..LaneTime::default() }; flow.lanes.len()];
-    // What is under way, by when it ends. Of equal times the nodes go first, and each in the order
-    // of numbers.
+    // Running items, by their end. At equal times nodes go first, each kind in the order of
+    // numbers.
     let mut under_way = BinaryHeap::new();
-    // What takes no time need not be sorted.
+    // Items of zero duration need no sorting.
     let mut at_once = Vec::new();
     let count = flow.nodes.len() as u32;
     let mut now = 0.0;
@@ -147,13 +147,13 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
 }
 
 impl Simulated {
-    /// The time beyond what the busiest lane computes.
+    /// Returns the makespan minus the compute time of the busiest lane.
     pub fn bubble(&self) -> f64 {
         let busiest = self.lanes.iter().map(|lane| lane.busy).fold(0.0, f64::max);
         self.makespan - busiest
     }
 
-    /// The share of all lanes' time in which they compute nothing; 0 where there is no time.
+    /// Returns the share of all lanes' time in which they compute nothing; 0 if there is no time.
     pub fn bubble_share(&self) -> f64 {
         let busy: f64 = self.lanes.iter().map(|lane| lane.busy).sum();
         let whole = self.makespan * self.lanes.len() as f64;
@@ -161,7 +161,7 @@ impl Simulated {
     }
 }
 
-/// The channels of [`channel_costs`]: from the richest to the poorest.
+/// The channels of [`channel_costs`], from the richest to the poorest.
 pub const COMPARED: [Channel; 6] = [
     Channel::TAGS,
     Channel::rendezvous(Queues::PerDirection),
@@ -171,7 +171,7 @@ pub const COMPARED: [Channel; 6] = [
     Channel::rendezvous(Queues::Single),
 ];
 
-/// What a flow would take over each of [`COMPARED`].
+/// Simulates a flow over each channel of [`COMPARED`] and returns the makespans.
 pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, Deadlock>)> {
     COMPARED
         .map(|channel| {
@@ -180,7 +180,7 @@ pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, De
         .into()
 }
 
-/// A time that has an order.
+/// A time with a total order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Moment(f64);
 

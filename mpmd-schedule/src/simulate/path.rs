@@ -1,4 +1,4 @@
-//! Why things happen no earlier: the critical path, and what each pause of a lane waited for.
+//! Explains the times of a simulation: the critical path, and the cause of each pause of a lane.
 
 use super::Simulated;
 use crate::check::{Item, Names};
@@ -6,36 +6,37 @@ use crate::flow::Flow;
 
 const NONE: u32 = u32::MAX;
 
-/// A time in which a lane computes nothing, and what it waited for in the end.
+/// An interval in which a lane computes nothing, with its cause.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pause {
-    /// From when.
+    /// The start.
     pub start: f64,
-    /// Until when.
+    /// The end.
     pub end: f64,
-    /// The node that begins then; `None` after the last one.
+    /// The node that begins at the end of the pause; `None` after the last node.
     pub node: Option<u32>,
-    /// What came last of what it needs: a node, or a transfer that it [receives](Item::Receive).
+    /// The last of the node's needs: a node, or a transfer that it [receives](Item::Receive).
     pub waits_for: Option<Item>,
 }
 
 impl Simulated {
-    /// The items that make the whole take as long as it does, from the first to the last: each
-    /// begins when the one before it ends.
+    /// Returns the items that determine the makespan, from the first to the last. Each begins when
+    /// the one before it ends.
     ///
-    /// [`Item::Send`] is a transfer from its begin until it has arrived. [`Item::Receive`] is a
-    /// transfer that arrived before its receive came to the front: it takes no time.
+    /// [`Item::Send`] is a transfer from its start to its arrival. [`Item::Receive`] is a transfer
+    /// that arrived before its receive came to the front; it takes no time.
     pub fn critical_path(&self) -> Vec<Item> {
         let count = self.nodes.len() as u32;
         let ends = self.nodes.iter().chain(&self.transfers).map(|span| span.end);
-        // The first of those that end last, of nodes before transfers.
+        // The first item with the latest end; nodes come before transfers.
         let last = (0..).zip(ends).fold(None, |best: Option<(u32, f64)>, (item, end)| match best {
             Some((_, latest)) if latest >= end => best,
             _ => Some((item, end)),
         });
         let mut path = Vec::new();
         let mut at = last.map_or(NONE, |(item, _)| item);
-        // Nodes and the makespan wait for a transfer to be taken, other transfers for it to arrive.
+        // Nodes and the makespan wait until a transfer is taken; other transfers wait until it
+        // arrives.
         let mut is_taken = true;
         while at != NONE && path.len() <= self.nodes.len() + 2 * self.transfers.len() {
             if at < count {
@@ -59,7 +60,7 @@ impl Simulated {
         path
     }
 
-    /// When each lane computes nothing, from 0 until the end of all, in order.
+    /// Returns the pauses of each lane in order, from 0 until the makespan.
     pub fn pauses(&self, flow: &Flow) -> Vec<Vec<Pause>> {
         let mut until = vec![0.0; flow.lanes.len()];
         let mut pauses: Vec<Vec<Pause>> = vec![Vec::new(); flow.lanes.len()];
@@ -91,8 +92,8 @@ impl Simulated {
         pauses
     }
 
-    /// What a pause waited for, for people: the node that made what was received, and what held it
-    /// up.
+    /// Describes the cause of a pause: the node that computed the received data, or the operation
+    /// that delayed the transfer.
     pub fn waited_for(&self, flow: &Flow, pause: &Pause, names: &dyn Names) -> String {
         let count = flow.nodes.len() as u32;
         let item = |item: u32| {

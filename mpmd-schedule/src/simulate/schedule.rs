@@ -1,4 +1,4 @@
-//! The simulation of a schedule, with the costs of its stages.
+//! Simulates a schedule with the costs of its stages.
 
 use super::{Simulated, Times, channel_costs, simulate};
 use crate::check::{Channel, Deadlock, Ledger, Unit};
@@ -6,14 +6,14 @@ use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::timeline::{MemoryPoint, Timeline};
 use crate::{ActionKind, Costs, Lowered, Schedule, StepKind};
 
-/// Why a schedule is not simulated. The caller's fault.
+/// An error of a schedule's simulation. The caller is at fault.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SimulateError {
-    /// The schedule is no flow.
+    /// The schedule is not a valid flow.
     #[error(transparent)]
     Flow(#[from] FlowError),
-    /// Costs are of another number of stages.
+    /// The costs are for another number of stages.
     #[error("the costs are of {found} stages, the schedule has {expected}")]
     Stages {
         /// Stages of the schedule.
@@ -22,15 +22,15 @@ pub enum SimulateError {
         found: usize,
     },
     /// A cost is negative, infinite or not a number.
-    #[error("stage {stage} costs {cost}, which is no time")]
+    #[error("the cost {cost} of stage {stage} is not a finite, non-negative time")]
     Cost {
         /// The stage.
         stage: usize,
         /// Its cost.
         cost: f64,
     },
-    /// It does not come to its end.
-    #[error("it does not come to its end over {}: {}", .0.channel, lines(.0))]
+    /// The schedule deadlocks over the channel.
+    #[error("the schedule deadlocks over channel {}: {}", .0.channel, lines(.0))]
     Deadlock(Deadlock),
 }
 
@@ -38,32 +38,33 @@ fn lines(deadlock: &Deadlock) -> String {
     format!("{} wait for each other, {} are missing", deadlock.cycle.len(), deadlock.missing.len())
 }
 
-/// A simulated schedule, with what it was made of.
+/// A simulated schedule, with the flow and times that it was simulated from.
 #[derive(Clone, Debug)]
 pub struct SimulatedSchedule {
     /// The flow of the schedule.
     pub flow: Flow,
-    /// What its tags mean.
+    /// The decoder of the flow's tags.
     pub names: StepNames,
-    /// What its parts take.
+    /// The durations of the flow's nodes and transfers.
     pub times: Times,
-    /// When they happen.
+    /// The simulated times.
     pub simulated: Simulated,
-    /// For each rank what it keeps between forward and backward passes, each point until the next.
+    /// The memory that each rank keeps between forward and backward passes. Each point holds until
+    /// the next.
     pub memory: Vec<Vec<MemoryPoint>>,
-    /// Whether that is bytes; else activations.
+    /// True if memory is in bytes, false if it is in activations.
     pub memory_is_bytes: bool,
 }
 
-/// Simulates a schedule, its moves in the order of [`lower`](crate::lower).
+/// Simulates a schedule with its transfers in the order of [`lower`](crate::pipeline::lower).
 ///
-/// `B` is `I`, then `W`; `leaves` says when what is computed is sent. Moves take the costs of
-/// sending, and none where costs have none.
+/// `B` is `I`, then `W`. `leaves` is the time at which results are sent. Transfers take the costs
+/// of sending, or no time if the costs have none.
 ///
 /// # Errors
 ///
-/// Where the costs are of other stages or no times, or the schedule does not come to its end over
-/// the channel.
+/// If the costs are for another number of stages or invalid, or if the schedule deadlocks over the
+/// channel.
 pub fn simulate_schedule(
     schedule: &Schedule,
     costs: &Costs,
@@ -74,11 +75,11 @@ pub fn simulate_schedule(
     simulate_lowered(&rows, costs, leaves, channel)
 }
 
-/// As [`simulate_schedule`], of ranks that say themselves when they post what.
+/// Like [`simulate_schedule`], for rows that contain their own sends and receives.
 ///
 /// # Errors
 ///
-/// As there, and where the steps are no flow.
+/// As for [`simulate_schedule`], and if the steps are not a valid flow.
 pub fn simulate_lowered(
     rows: &Lowered,
     costs: &Costs,
@@ -114,12 +115,12 @@ pub fn simulate_lowered(
 }
 
 impl SimulatedSchedule {
-    /// What the same would take over other channels.
+    /// Simulates the same schedule over other channels and returns the makespans.
     pub fn channel_costs(&self) -> Vec<(Channel, Result<f64, Deadlock>)> {
         channel_costs(&self.flow, &self.times)
     }
 
-    /// As bars, moves, gaps and memory.
+    /// Converts the simulation to a timeline with bars, transfers, gaps and memory.
     pub fn timeline(&self, title: &str, unit: &str) -> Timeline {
         let mut timeline = self.simulated.timeline(&self.flow, &self.names, title, unit);
         timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
@@ -161,7 +162,7 @@ fn memory(flow: &Flow, ledger: &Ledger, simulated: &Simulated) -> Vec<Vec<Memory
         let (lane, change) = (node.lane as usize, ledger.change(node.tag, unit));
         for (at, change) in [(span.start, change.0), (span.end, change.1)] {
             if change != 0 {
-                // The costs may be a file's, and say what they like.
+                // The costs may come from a file and have any values.
                 kept[lane] = kept[lane].saturating_add(change);
                 curves[lane].push(MemoryPoint { at, used: kept[lane] as f64 });
             }

@@ -1,4 +1,4 @@
-//! A simulation as a [`Timeline`].
+//! Converts a simulation to a [`Timeline`].
 
 use super::Simulated;
 use crate::check::Names;
@@ -6,7 +6,8 @@ use crate::flow::Flow;
 use crate::timeline::{Bar, Gap, Row, Timeline};
 
 impl Simulated {
-    /// As bars, moves and gaps, a row for each lane; without memory, which the flow does not know.
+    /// Converts the simulation to a timeline with bars, transfers and gaps, one row for each lane.
+    /// It has no memory: a flow does not contain it.
     pub fn timeline(&self, flow: &Flow, names: &dyn Names, title: &str, unit: &str) -> Timeline {
         let row = |(lane, process): (usize, &u32)| Row {
             name: names.lane(lane as u32, *process),

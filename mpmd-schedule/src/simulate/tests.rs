@@ -1,4 +1,4 @@
-//! Simulations against the figures that are known, closed forms, and each other.
+//! Compares simulations with known figures, with closed forms, and with each other.
 
 use proptest::prelude::*;
 
@@ -35,7 +35,7 @@ fn equal(forward: f64, input: f64, weight: f64, stages: usize) -> Costs {
 }
 
 #[test]
-fn four_ranks_and_eight_microbatches_take_what_is_known() {
+fn four_ranks_with_eight_microbatches_take_known_times() {
     for (builtin, chunks, makespan, idle) in [
         (Builtin::GPipe, 1, 33.0, [9.0, 6.0, 3.0, 0.0]),
         (Builtin::OneFOneB, 1, 33.0, [9.0, 6.0, 3.0, 0.0]),
@@ -56,7 +56,7 @@ fn four_ranks_and_eight_microbatches_take_what_is_known() {
 }
 
 #[test]
-fn gradients_that_leave_before_the_weights_make_a_step_shorter() {
+fn sending_gradients_before_weights_shortens_steps() {
     for (builtin, after_both, after_input) in
         [(Builtin::GPipe, 33.0, 30.0), (Builtin::OneFOneB, 33.0, 30.0), (Builtin::ZbH1, 27.0, 27.0)]
     {
@@ -72,7 +72,7 @@ fn gradients_that_leave_before_the_weights_make_a_step_shorter() {
 }
 
 #[test]
-fn one_queue_in_order_stretches_a_step_as_is_known() {
+fn single_queue_lengthens_steps_by_known_factors() {
     let single = Channel::rendezvous(Queues::Single);
     let stretched = |builtin, ranks, microbatches, chunks| {
         let ideal = units(builtin, ranks, microbatches, chunks).simulated.makespan;
@@ -89,7 +89,7 @@ fn one_queue_in_order_stretches_a_step_as_is_known() {
 }
 
 #[test]
-fn queues_for_each_pair_or_direction_cost_nothing() {
+fn queues_per_pair_or_direction_cost_nothing() {
     for builtin in Builtin::ALL {
         for (ranks, microbatches) in [(2, 4), (3, 6), (4, 8), (5, 15), (8, 16)] {
             for chunks in 1..4 {
@@ -115,12 +115,13 @@ fn queues_for_each_pair_or_direction_cost_nothing() {
 }
 
 #[test]
-fn a_step_is_seen_as_it_is() {
+fn timeline_of_a_small_step_is_exact() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let mut costs = Costs::units(2);
     costs.stage[0].send_forward = 0.5;
     let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
-    // 0F0 1, move 1.5, 1F0 2.5, 1F1 3.5, 1I0 4.5, 1W0, 1I1 6.5, 0I1 7.5, 0W1 8.5.
+    // 0F0 ends at 1, its transfer at 1.5, 1F0 at 2.5, 1F1 at 3.5, 1I0 at 4.5. After 1W0, 1I1 ends
+    // at 6.5, 0I1 at 7.5, 0W1 at 8.5.
     assert_eq!(made.simulated.makespan, 8.5);
     let path: Vec<String> = made
         .simulated
@@ -165,7 +166,7 @@ fn a_step_is_seen_as_it_is() {
 }
 
 #[test]
-fn what_holds_up_a_message_is_named() {
+fn gaps_name_the_operation_that_delays_a_message() {
     let single = Channel::rendezvous(Queues::Single);
     let made = over(Builtin::LoopedBfs, 4, 8, 2, single);
     let timeline = made.timeline("bfs", "unit");
@@ -176,7 +177,7 @@ fn what_holds_up_a_message_is_named() {
 }
 
 #[test]
-fn what_cannot_be_simulated_is_named() {
+fn invalid_costs_and_deadlocks_are_reported() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let told = |costs: &Costs| {
         simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string()
@@ -184,7 +185,7 @@ fn what_cannot_be_simulated_is_named() {
     assert_eq!(told(&Costs::units(3)), "the costs are of 3 stages, the schedule has 2");
     let mut costs = Costs::units(2);
     costs.stage[1].forward = f64::NAN;
-    assert_eq!(told(&costs), "stage 1 costs NaN, which is no time");
+    assert_eq!(told(&costs), "the cost NaN of stage 1 is not a finite, non-negative time");
     let late = lower_late(Schedule::one_f_one_b(4, 8).unwrap().rows());
     let single = Channel::rendezvous(Queues::Single);
     let deadlock = simulate_lowered(&late.into(), &Costs::units(4), AtOnce, single).unwrap_err();
@@ -194,8 +195,8 @@ fn what_cannot_be_simulated_is_named() {
     );
 }
 
-/// A flow of these lanes by process, nodes by lane and taken transfers, and transfers by sender,
-/// receiver and node.
+/// Builds a flow. `lanes` are processes, `nodes` are (lane, taken transfers), and `transfers` are
+/// (sender, receiver, node).
 fn flow_of(
     lanes: &[u32],
     nodes: &[(u32, &[u32])],
@@ -233,13 +234,13 @@ impl Names for Nameless {
     }
 }
 
-/// Stands for a transfer that no node makes.
+/// Marks a transfer without a source node.
 const FROM_THE_BEGINNING: u32 = u32::MAX;
 
 #[test]
 fn critical_path_tells_arrived_from_taken() {
     use Post::{Receive, Send};
-    // Transfer 0 arrives at 1 and makes way for transfer 1; its receive waits for transfer 2 until
+    // Transfer 0 arrives at 1 and makes way for transfer 1. Its receive waits for transfer 2 until
     // 11.
     let flow = flow_of(
         &[0, 1, 2, 2],
@@ -271,7 +272,7 @@ fn last_transfer_counts_though_no_node_takes_it() {
     assert_eq!(queued.critical_path(), [Item::Node(0), Item::Send(0), Item::Send(1)]);
     let timeline = queued.timeline(&flow, &Nameless, "", "unit");
     assert_eq!((timeline.end, timeline.rows[0].moves[1].end), (10.0, 10.0));
-    // Over tags it goes at once, and still ends last.
+    // Over tags it leaves at once, and still ends last.
     let at_once = simulate(&flow, &times, Channel::TAGS).unwrap();
     assert_eq!((at_once.makespan, at_once.critical_path()), (7.0, vec![Item::Send(1)]));
 }
@@ -282,7 +283,7 @@ fn transfers_that_are_never_taken_are_a_deadlock() {
     let transfers = [(0, 1, FROM_THE_BEGINNING), (1, 0, FROM_THE_BEGINNING)];
     let receives_first = [[Receive(1), Send(0)], [Receive(0), Send(1)]];
     let sends_first = [[Send(0), Receive(1)], [Send(1), Receive(0)]];
-    // The node ends all the same: only the transfers are left.
+    // The node ends all the same: only the transfers remain.
     let undone = |posts: [[Post; 2]; 2], channel| {
         let flow = flow_of(&[0], &[(0, &[])], &transfers, &[&posts[0], &posts[1]]);
         let times = Times { nodes: vec![1.0], transfers: vec![1.0; 2] };
@@ -293,7 +294,7 @@ fn transfers_that_are_never_taken_are_a_deadlock() {
     assert_eq!(undone(sends_first, Channel::eager(Queues::Single, 1)), None);
 }
 
-/// The makespan by the rules alone, over tags: rounds until nothing changes.
+/// Computes the makespan over tags directly from the rules, in rounds until nothing changes.
 fn by_rounds(flow: &Flow, times: &Times) -> f64 {
     let mut ends = vec![f64::NAN; flow.nodes.len()];
     loop {
@@ -305,7 +306,7 @@ fn by_rounds(flow: &Flow, times: &Times) -> f64 {
                 let after = flow.transfers[*taken as usize].after;
                 ends[after as usize] + times.transfers[*taken as usize]
             });
-            // `max` would lose what is not a number yet.
+            // `max` would drop NaN, which marks unknown times.
             let start = needs.chain(takes).fold(lanes[node.lane as usize], |latest: f64, at| {
                 if latest.is_nan() || at.is_nan() { f64::NAN } else { latest.max(at) }
             });
@@ -320,7 +321,7 @@ fn by_rounds(flow: &Flow, times: &Times) -> f64 {
     }
 }
 
-/// Begin and length of an item of a critical path, by the spans and the times of transfers.
+/// Returns start and length of an item of a critical path, from the spans and the transfer times.
 fn span_on_path(made: &SimulatedSchedule, item: Item) -> (f64, f64) {
     match item {
         Item::Node(node) => {
@@ -364,7 +365,7 @@ proptest! {
     }
 
     #[test]
-    fn times_are_those_of_the_rules_and_the_critical_path_is_as_long(
+    fn makespan_follows_rules_and_equals_critical_path(
         which in 0usize..11,
         ranks in 1usize..5,
         rounds in 1usize..4,

@@ -1,8 +1,8 @@
-//! Torch's text of a schedule: one line of comma-separated cells for each rank, the format of
-//! `torch.distributed.pipelining` (as of torch 2.11.0), read and written.
+//! Reads and writes torch's text of a schedule: one line of comma-separated cells for each rank. It
+//! is the format of `torch.distributed.pipelining` (as of torch 2.11.0).
 //!
-//! A cell is an action, as `2F0`; a pair that overlaps, as `(2F3;5B1)OVERLAP_F_B`; or empty. There
-//! is no header, no version and no escape: what the text does not say goes into a
+//! A cell is an action, as `2F0`; an overlapped pair, as `(2F3;5B1)OVERLAP_F_B`; or empty. There is
+//! no header, no version and no escape. Further data of a schedule are in its metadata file, the
 //! [`Sidecar`](super::Sidecar).
 
 mod parse;
@@ -15,52 +15,51 @@ use super::lower::{LowerError, Step, StepKind};
 use super::lower_comms::lower_comms;
 use super::schedule::{Action, Schedule, ScheduleError};
 
-/// A schedule as text has it: for each rank its cells, in order.
+/// The text of a schedule: the cells of each rank, in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Text {
-    /// What the cells may be.
+    /// The dialect, which limits the kinds of cells.
     pub flavour: Flavour,
-    /// By rank.
+    /// The cells of each rank.
     pub rows: Vec<Vec<Cell>>,
 }
 
-/// Which of the two formats a text is in. Torch is told which when it loads one.
+/// The dialect of a text. Torch must be told the dialect when it loads a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Flavour {
-    /// What is computed; the moves follow from it. Cells may be empty: the rank waits, in a world
-    /// where every action takes the same time.
+    /// Computations only; the transfers follow from them. Cells may be empty: the rank waits, as if
+    /// every action took the same time.
     ComputeOnly,
-    /// Also sends, receives, and when weights are gathered and let go. No cell is empty.
+    /// Computations, sends, receives, and gathers and releases of weights. No cell is empty.
     ComputeComms,
 }
 
-/// One cell.
+/// One cell of a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Cell {
-    /// Nothing is done.
+    /// No operation.
     Empty,
-    /// One thing is done.
+    /// One operation.
     One(Entry),
-    /// A forward and a backward pass, at the same time where the runtime can.
+    /// A forward and a backward pass, at the same time if the runtime can.
     Overlapped(Action, Action),
 }
 
-/// What a cell says is done.
+/// The operation of a cell.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Entry {
-    /// Something is computed or moved.
+    /// A computation or a transfer.
     Step(Step),
-    /// The weights of the stage are gathered from where they are stored.
+    /// Gathers the sharded weights of the stage.
     Unshard(u32),
-    /// The gathered weights of the stage are let go.
+    /// Releases the gathered weights of the stage.
     Reshard(u32),
-    /// The gradients of the stage's weights, which are complete, are reduced to where they are
-    /// stored.
+    /// Reduces the complete gradients of the stage's weights to their stored shards.
     ReduceGrad(u32),
 }
 
 impl Flavour {
-    /// Torch's name of it: `compute_only` or `compute_comms`.
+    /// Returns torch's name of the dialect: `compute_only` or `compute_comms`.
     pub fn name(self) -> &'static str {
         match self {
             Self::ComputeOnly => "compute_only",
@@ -91,7 +90,7 @@ impl fmt::Display for Cell {
 }
 
 impl Cell {
-    /// What is computed in it: no, one or two actions.
+    /// Returns the computations of the cell: zero, one or two actions.
     pub fn actions(self) -> impl Iterator<Item = Action> {
         let actions = match self {
             Self::One(Entry::Step(step)) => [step.action(), None],
@@ -103,27 +102,26 @@ impl Cell {
 }
 
 impl Text {
-    /// Reads a text, of the flavour that is asked for or, with `None`, that it turns out to be:
-    /// `compute_comms` where anything is sent, received, gathered or let go, else `compute_only`.
+    /// Parses a text. With `None`, the dialect is detected: `compute_comms` if the text has a send,
+    /// receive, gather or release, else `compute_only`.
     ///
-    /// Lines end as Python's `csv` module has it: with `\r\n`, `\n` or `\r`. Spaces around cells
-    /// and quotes around a whole cell are read past, as torch does. Everything else that is not in
-    /// the format is an error, also where torch reads a part of the cell and drops the rest.
+    /// Lines end as in Python's `csv` module: with `\r\n`, `\n` or `\r`. Spaces around cells and
+    /// quotes around a whole cell are ignored, as in torch. Everything else outside the format is
+    /// an error. Torch, in contrast, sometimes reads a part of a cell and drops the rest.
     ///
     /// # Errors
     ///
-    /// Names the first cells that are not in the format, with line, column and byte, and what is
-    /// wrong with each.
+    /// Lists the first invalid cells, each with line, column, byte offset and problem.
     pub fn parse(text: &str, flavour: Option<Flavour>) -> Result<Self, TextError> {
         parse::parse(text, flavour)
     }
 
-    /// The text of a schedule. As `compute_only` it has no empty cells; as `compute_comms` it is,
-    /// to the byte, what torch makes of the same orders.
+    /// Converts a schedule to text. As `compute_only` it has no empty cells. As `compute_comms` it
+    /// equals, to the byte, torch's text of the same orders.
     ///
     /// # Errors
     ///
-    /// Where the moves cannot be put in order, which is not so for a schedule that exists.
+    /// If the transfers cannot be put in order. This does not happen for a valid schedule.
     pub fn of(schedule: &Schedule, flavour: Flavour) -> Result<Self, LowerError> {
         let rows = match flavour {
             Flavour::ComputeOnly => {
@@ -134,7 +132,7 @@ impl Text {
         Ok(Self { flavour, rows })
     }
 
-    /// As torch writes it: each line ends with `\r\n`.
+    /// Formats the text as torch does: each line ends with `\r\n`.
     pub fn to_csv(&self) -> String {
         let mut csv = String::new();
         for row in &self.rows {
@@ -144,7 +142,7 @@ impl Text {
         csv
     }
 
-    /// The lines for people and for pipes: without line ends.
+    /// Returns the lines without line ends, for display and pipes.
     pub fn lines(&self) -> Vec<String> {
         let one = |row: &Vec<Cell>| {
             let mut text = String::new();
@@ -154,8 +152,8 @@ impl Text {
         self.rows.iter().map(one).collect()
     }
 
-    /// A hash of what the ranks do and in which order: FNV-1a of 64 bits over the text as torch
-    /// writes it, without empty cells. The same on every machine and in every version.
+    /// Returns a hash of the operations of the ranks and their order: 64-bit FNV-1a over torch's
+    /// form of the text, without empty cells. It is the same on every machine and in every version.
     pub fn hash(&self) -> u64 {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         let mut add = |bytes: &[u8]| {
@@ -174,12 +172,12 @@ impl Text {
         hash
     }
 
-    /// The schedule in the text: what is computed, in order. Moves, and what is done about weights,
-    /// are left out: the runner has its own.
+    /// Converts the text to a schedule of its computations, in order. Leaves out transfers and
+    /// operations on weights: the runner makes its own.
     ///
     /// # Errors
     ///
-    /// As [`Schedule::new`].
+    /// As for [`Schedule::new`].
     pub fn schedule(&self, name: impl Into<String>) -> Result<Schedule, ScheduleError> {
         let mut rows = Vec::with_capacity(self.rows.len());
         let mut overlaps = Vec::with_capacity(self.rows.len());
@@ -197,8 +195,8 @@ impl Text {
         Schedule::with_overlaps(name, rows, overlaps)
     }
 
-    /// What each rank computes, sends and receives, in order: of a `compute_comms` text all its
-    /// moves.
+    /// Returns the computations, sends and receives of each rank, in order. Only a `compute_comms`
+    /// text has sends and receives.
     pub fn steps(&self) -> Vec<Vec<Step>> {
         let row = |row: &Vec<Cell>| {
             let steps = row.iter().flat_map(|cell| {
@@ -216,7 +214,7 @@ impl Text {
     }
 }
 
-/// A rank's row of a schedule as cells.
+/// Converts a rank's row of a schedule to cells.
 pub(super) fn cells(schedule: &Schedule, rank: usize) -> Vec<Cell> {
     let cell = |(one, other): (Action, Option<Action>)| match other {
         Some(other) => Cell::Overlapped(one, other),
@@ -227,7 +225,7 @@ pub(super) fn cells(schedule: &Schedule, rank: usize) -> Vec<Cell> {
 
 fn line(row: &[Cell], text: &mut String) {
     if row == [Cell::Empty] {
-        // As Python's `csv` module writes it: else it could not be told from a line without cells.
+        // Python's `csv` module does the same, to distinguish this row from a line without cells.
         text.push_str("\"\"");
     }
     for (column, cell) in row.iter().enumerate() {
@@ -256,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_as_pythons_csv_module_writes_them() {
+    fn lines_equal_those_of_pythons_csv_module() {
         let one = |text: &str| Text::parse(text, None).unwrap();
         assert_eq!(one("0F0,,0B0\n,1F0 , 1B0,\n").to_csv(), "0F0,,0B0\r\n,1F0,1B0,\r\n");
         assert_eq!(one("\"\"\r\n\"0F0\",0B0").to_csv(), "\"\"\r\n0F0,0B0\r\n");
@@ -264,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn moves_are_steps_and_the_schedule_is_without_them() {
+    fn transfers_are_steps_but_not_in_the_schedule() {
         let text = Text::parse(
             "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0",
             None,

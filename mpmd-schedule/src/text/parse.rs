@@ -1,37 +1,37 @@
-//! Reading torch's text of a schedule, cell by whole cell.
+//! Parses torch's text of a schedule, cell by cell.
 
 use std::fmt;
 
 use super::{Action, Cell, Entry, Flavour, Step, StepKind, Text};
 use crate::ActionKind;
 
-/// Faults that an error names; the others are counted.
+/// The number of faults that an error lists; further ones are only counted.
 const NAMED: usize = 8;
-/// Characters of a bad cell that are shown.
+/// The number of characters of a bad cell that are shown.
 const SHOWN: usize = 40;
 
-/// Why a text is not a schedule. The caller's fault.
+/// An error in the text of a schedule. The caller is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{}{}", .faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "), and_more(.more))]
 pub struct TextError {
     /// The first faults, in the order of the text.
     pub faults: Vec<CellFault>,
-    /// How many more there are.
+    /// The number of further faults.
     pub more: usize,
 }
 
-/// A cell, or a line, that is not in the format.
+/// A cell or a line that is not in the format.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct CellFault {
-    /// The line, from 1: the rank and one.
+    /// The line, from 1: the rank plus one.
     pub line: usize,
-    /// The cell in its line, from 1.
+    /// The index of the cell in its line, from 1.
     pub column: usize,
-    /// Where the cell begins, in bytes from the beginning of the text.
+    /// The offset of the cell in bytes from the beginning of the text.
     pub byte: usize,
-    /// The cell, if it is long its beginning.
+    /// The cell, or its beginning if it is long.
     pub cell: String,
-    /// What is wrong with it.
+    /// The problem.
     pub problem: String,
 }
 
@@ -114,7 +114,8 @@ pub(super) fn parse(text: &str, asked: Option<Flavour>) -> Result<Text, TextErro
     Ok(Text { flavour, rows })
 }
 
-/// The lines with where they begin, as Python's `csv` module sees them: the last needs no end.
+/// Returns (byte offset, line) for each line, as Python's `csv` module splits them. The last line
+/// needs no end.
 fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut start = 0;
     std::iter::from_fn(move || {
@@ -193,7 +194,9 @@ fn entry(text: &str) -> Result<Entry, String> {
                 return Err(format!("`{}` stands after the action", shown(rest)));
             }
             if !microbatch.is_empty() {
-                return Err(format!("{kind} is for all microbatches, and has the number of none"));
+                return Err(format!(
+                    "{kind} is for all microbatches and takes no microbatch number"
+                ));
             }
             return Ok(match kind {
                 "UNSHARD" => Entry::Unshard(stage_number),
@@ -243,7 +246,7 @@ const KINDS: [&str; 11] = [
     "REDUCE_GRAD",
 ];
 
-/// Splits off the leading characters that are so.
+/// Splits off the leading characters that satisfy `is`.
 fn leading(text: &str, is: impl Fn(char) -> bool) -> (&str, &str) {
     text.split_at(text.find(|c| !is(c)).unwrap_or(text.len()))
 }
@@ -297,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn each_trap_is_refused_by_name() {
+    fn each_malformed_cell_is_refused_with_its_problem() {
         for (cell, expected) in [
             ("2BW0", "today these are B and I: 2B0 here, and 2I for 2B elsewhere"),
             ("0F1junk", "`junk` stands after the action"),
@@ -336,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_say_where_they_are() {
+    fn faults_give_line_column_and_byte() {
         let error = Text::parse("0F0,0B0\r\n1F0, 1BW0,1X\r\n", None).unwrap_err();
         let places: Vec<_> =
             error.faults.iter().map(|f| (f.line, f.column, f.byte, f.cell.as_str())).collect();
@@ -352,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_cells_are_for_compute_only() {
+    fn only_compute_only_allows_empty_cells() {
         let padded = fault("0UNSHARD,0F0,0B0,,\n1F0,,1B0");
         assert!(padded.contains("line 1, column 4 (byte 17)"), "{padded}");
         assert!(padded.contains("this line ends with 2: a spreadsheet"), "{padded}");
@@ -370,9 +373,9 @@ mod tests {
         assert_eq!(reduced.flavour, Flavour::ComputeOnly);
     }
 
-    /// The format as an expression: what a cell may be, spaces around it aside.
+    /// Returns the grammar of a cell as a regular expression, including spaces around the cell.
     fn grammar() -> Regex {
-        // All numbers of 32 bits that the pieces below can make.
+        // All 32-bit numbers that the pieces below can form.
         let number = "0*([0-9]{1,9}|[1-3][0-9]{9})";
         let computed = |kinds: &str| format!("{number}{kinds}{number}");
         let (forward, backward) = (computed("F"), computed("[IWB]"));
@@ -384,7 +387,7 @@ mod tests {
         Regex::new(&format!(r"\A\s*({moved}|{other}|{pair})?\s*\z")).unwrap()
     }
 
-    /// Pieces that make up cells, right and wrong.
+    /// Generates valid and invalid cells from pieces.
     fn pieces() -> impl Strategy<Value = String> {
         let piece = prop::sample::select(vec![
             "0",
@@ -418,7 +421,7 @@ mod tests {
         prop::collection::vec(piece, 0..9).prop_map(|pieces| pieces.concat())
     }
 
-    /// Cells that are mostly right.
+    /// Generates mostly valid cells.
     fn cells() -> impl Strategy<Value = String> {
         let kind = prop::sample::select(KINDS.to_vec());
         let one = (0..30_u32, kind.clone(), prop::option::weighted(0.8, 0..30_u32)).prop_map(
@@ -433,9 +436,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_cell_is_read_where_it_is_in_the_grammar(cell in cells()) {
+        fn cell_is_read_if_it_matches_the_grammar(cell in cells()) {
             let expected = grammar().is_match(&cell).unwrap();
-            // One line, so that an empty cell is not an empty line.
+            // A second cell, so that an empty cell is not an empty line.
             let found = Text::parse(&format!("0F0,{cell}"), None);
             let empty = cell.trim().is_empty();
             prop_assert_eq!(found.is_ok(), expected, "{:?} {:?}", cell, found);
@@ -446,10 +449,10 @@ mod tests {
         }
 
         #[test]
-        fn a_text_is_read_where_each_cell_is_and_faults_are_where_they_are(
+        fn text_is_read_if_all_cells_are_and_faults_have_places(
             mut rows in prop::collection::vec(prop::collection::vec(cells(), 1..6), 1..5)
         ) {
-            // So that no line is empty.
+            // Makes sure that no line is empty.
             rows.iter_mut().for_each(|row| row.insert(0, "0F0".to_owned()));
             let text = rows.iter().map(|row| row.join(",")).collect::<Vec<_>>().join("\r\n");
             let grammar = grammar();
@@ -466,7 +469,8 @@ mod tests {
                         let cell = &rows[fault.line - 1][fault.column - 1];
                         prop_assert!(text[fault.byte..].starts_with(cell.as_str()));
                     }
-                    // Empty cells and empty lines are faults of their line, not of the cell alone.
+                    // Empty cells and empty lines are faults of the line, and cells alone do not
+                    // show them.
                     prop_assert!(error.faults.len() + error.more >= count);
                 }
             }

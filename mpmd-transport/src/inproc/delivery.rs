@@ -1,4 +1,4 @@
-//! The thread on which an endpoint's handler is called.
+//! The delivery thread of an endpoint, which calls its handler.
 
 use std::sync::Arc;
 
@@ -8,7 +8,8 @@ use crate::wire::{Header, Kind, ProcessId};
 
 use super::fabric::{Core, Event};
 
-/// Data up to this many bytes comes inline, as control payloads do; more waits to be fetched.
+/// Data up to this many bytes arrives inline, as control payloads do; larger data waits to be
+/// fetched.
 const INLINE_BYTES: u64 = 16 << 10;
 
 /// Starts a process's delivery thread.
@@ -63,7 +64,7 @@ impl Delivery {
             handler.arrived(from, header, Payload::Waiting(Box::new(waiting)));
             return;
         }
-        // An error means that the sender was killed in this moment: its message is lost.
+        // An error means that the sender was killed just now: its message is lost.
         let Ok(payload) = self.core.deliver(from, message) else { return };
         let payload =
             payload.filter(|bytes| !bytes.is_empty()).map_or(Payload::Empty, Payload::Inline);
@@ -74,7 +75,7 @@ impl Delivery {
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         let Ok(payload) = self.core.deliver(from, message) else { return };
         let is_empty = payload.as_ref().is_none_or(SharedBuffer::is_empty);
-        // What makes the bytes is known here as it is there: all are one process.
+        // The fences are shared with the sender, since all are in one process.
         let ready = payload.as_ref().map(|payload| payload.ready().clone()).unwrap_or_default();
         let verdict = payload.as_ref().and_then(SharedBuffer::verdict);
         let loan = Lent { core: self.core.clone(), from, message, payload };
@@ -83,7 +84,7 @@ impl Delivery {
             Some(verdict) => payload.with_verdict(verdict),
             None => payload,
         };
-        // Without bytes nothing is lent: the message ends here.
+        // An empty payload is not lent: the message ends here.
         handler.arrived(
             from,
             header,
@@ -96,21 +97,22 @@ impl Delivery {
 impl Drop for Delivery {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The handler failed: to the others this process has vanished.
+            // The handler panicked: for the others this process has vanished.
             self.core.kill(self.process);
         }
-        // First, so that nobody who saw the thread's end meets the handler alive.
+        // The handler is dropped first: a thread that sees this one end must find the handler
+        // dropped.
         self.handler = None;
         self.core.ended(self.process);
     }
 }
 
-/// A payload that stays with its sender; the message ends when this is dropped.
+/// A payload that stays with its sender. The message ends when this is dropped.
 struct Lent {
     core: Arc<Core>,
     from: ProcessId,
     message: u64,
-    /// Held by itself: the memory stays where it is even if the sender is gone.
+    /// Held here too: the memory stays valid even if the sender is gone.
     payload: Option<SharedBuffer>,
 }
 
@@ -129,13 +131,14 @@ impl Loan for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        // First: who hears that the message has ended may count on being the only holder.
+        // The payload is dropped first: a sender that hears of the end may rely on being the only
+        // holder.
         self.payload = None;
         self.core.end(self.from, self.message);
     }
 }
 
-/// A payload that still lies with its sender.
+/// A payload that has not been copied from its sender yet.
 struct Waiting {
     core: Arc<Core>,
     on: ProcessId,
@@ -159,7 +162,7 @@ impl Fetch for Waiting {
         let Some(message) = self.message.take() else { return };
         let event = Event::Copy { from: self.from, message, into, then };
         if let Err(Event::Copy { then, .. }) = self.core.copy_later(self.on, event) {
-            // No thread is left to say it on.
+            // The delivery thread has ended, so the callback runs here.
             self.core.end(self.from, message);
             then(Err(TransportError::Closed));
         }

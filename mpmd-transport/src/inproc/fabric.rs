@@ -1,8 +1,8 @@
-//! The fabric's state: who is alive, what is under way, which tickets are open.
+//! The fabric's state: the processes, the messages under way and the open tickets.
 //!
 //! A message's payload stays with its sender, in [`Node::open`], until the receiver has taken or
-//! discarded it; queues hold only its number. So a ticket ends exactly once: with the removal of
-//! its entry, whoever removes it.
+//! discarded it. Queues hold only its number. So a ticket ends exactly once: when its entry is
+//! removed.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
@@ -18,16 +18,16 @@ use crate::wire::{Header, Kind, ProcessId};
 
 use super::Faults;
 
-/// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
+/// Extra time of a shutdown, beyond its deadline, for a handler call that is under way.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// What all endpoints share. One lock: never held while a handler runs, or while anything is
-/// dropped that is not this module's own: a payload may be memory that another of these processes
-/// has lent.
+/// State shared by all endpoints, under one lock. The lock is never held while a handler runs or
+/// while foreign values are dropped: a payload may be memory that another of these processes has
+/// lent.
 pub(super) struct Core {
     faults: Faults,
     state: Mutex<State>,
-    /// One for each process: its queue, its open tickets or its thread changed.
+    /// One for each process, notified when its queue, its open tickets or its thread changes.
     changed: Vec<Condvar>,
 }
 
@@ -41,9 +41,9 @@ pub(super) struct State {
 pub(super) struct Node {
     life: Life,
     queue: BinaryHeap<Queued>,
-    /// What this process has posted and nobody has taken yet, by message number.
+    /// Messages that this process has posted and that have not been taken yet, by number.
     open: HashMap<u64, Open>,
-    /// Messages posted so far to each process.
+    /// Number of messages posted so far to each process.
     posted: Vec<u64>,
     thread: Thread,
 }
@@ -67,17 +67,17 @@ struct Open {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
-    /// Whether the payload is what processes hand over, or goes with the message.
+    /// True for data, which hosts share by zero-copy transfer. Other payloads go with the message.
     is_data: bool,
-    /// Whether the receiver's handler has it in this moment, or has kept it.
+    /// True once the receiver's handler has the payload.
     delivered: bool,
-    /// Whether the receiver has kept it on loan: for as long as it likes.
+    /// True once the receiver has kept the payload on loan, for any time.
     kept: bool,
-    /// Its payload is being dropped; then it is removed.
+    /// True while its payload is being dropped; then it is removed.
     ending: bool,
 }
 
-/// Something for a delivery thread to do.
+/// An event for a delivery thread.
 pub(super) enum Event {
     Arrival { from: ProcessId, message: u64, header: Header },
     Copy { from: ProcessId, message: u64, into: OwnedBuffer, then: FetchDone },
@@ -109,14 +109,14 @@ impl Core {
         self.changed.len()
     }
 
-    /// Whether two processes hand data over to each other.
+    /// True if two processes use zero-copy transfers.
     pub(super) fn hands_over(&self, one: ProcessId, other: ProcessId) -> bool {
         let host = |process: ProcessId| self.faults.hosts.get(process.index());
         one != other && host(one).is_some() && host(one) == host(other)
     }
 
-    /// Bytes that one process has handed over to another and does not have back, also those under
-    /// way; none where a process is not of the job.
+    /// Number of bytes that one process has lent to another and not got back, including messages
+    /// under way. 0 if a process is not in the job.
     pub(super) fn lent(&self, from: ProcessId, to: ProcessId) -> u64 {
         if !self.hands_over(from, to) {
             return 0;
@@ -175,7 +175,7 @@ impl Core {
         self.push(&mut state, to, due, Event::Arrival { from, message, header });
     }
 
-    /// The payload of a message that nobody has ended yet.
+    /// Returns the payload of a message that has not ended.
     pub(super) fn payload_of(
         &self,
         from: ProcessId,
@@ -188,7 +188,7 @@ impl Core {
         }
     }
 
-    /// As `payload_of`, for a message that its receiver's handler is about to have.
+    /// As `payload_of`, for a message that is about to be given to its receiver's handler.
     pub(super) fn deliver(
         &self,
         from: ProcessId,
@@ -200,17 +200,17 @@ impl Core {
         self.payload_of(from, message)
     }
 
-    /// The receiver's handler has returned and has kept what it was lent, where the message has not
+    /// Records that the receiver's handler has returned and kept its loan, if the message has not
     /// ended.
     pub(super) fn kept(&self, from: ProcessId, message: u64) {
         if let Some(open) = self.state.lock().node(from).open.get_mut(&message) {
             open.kept = true;
-            // Whoever shuts down does not wait for it.
+            // A shutdown does not wait for it.
             self.changed[from.index()].notify_all();
         }
     }
 
-    /// Ends a message; does nothing where something else has ended it before.
+    /// Ends a message. Does nothing if it has ended before.
     pub(super) fn end(&self, from: ProcessId, message: u64) {
         let payload = match self.state.lock().node(from).open.get_mut(&message) {
             Some(open) if !open.ending => {
@@ -219,12 +219,12 @@ impl Core {
             }
             _ => return,
         };
-        // Who hears that it is done may count on being the only holder.
+        // Dropped first: a sender that hears of the end may rely on being the only holder.
         drop(payload);
         self.remove(&mut self.state.lock(), from, message, Ok(()));
     }
 
-    /// Queues the copying of a payload on `on`'s thread; gives it back where that thread has ended.
+    /// Queues the copy of a payload on `on`'s thread. Returns the event if that thread has ended.
     pub(super) fn copy_later(&self, on: ProcessId, event: Event) -> Result<(), Event> {
         let mut state = self.state.lock();
         if state.node(on).thread == Thread::Ended {
@@ -265,13 +265,13 @@ impl Core {
         }
     }
 
-    /// The last handle of an endpoint is gone.
+    /// Handles the drop of an endpoint's last handle.
     pub(super) fn abandon(&self, process: ProcessId) {
         self.kill(process);
         self.stop(&mut self.state.lock(), process);
     }
 
-    /// Takes a process out of the job: its messages, everyone's tickets towards it, and its own.
+    /// Takes a process out of the job: ends its messages, all tickets towards it, and its own.
     fn retire(&self, mut state: MutexGuard<'_, State>, process: ProcessId, life: Life) {
         let before = state.node(process).life;
         if matches!(before, Life::Closed | Life::Killed) {
@@ -299,8 +299,8 @@ impl Core {
                 node.queue.retain(
                     |queued| !matches!(&queued.event, Event::Arrival { from, .. } if *from == process),
                 );
-                // In an orderly end, who has a message has it: its ticket ends as the handler
-                // returns.
+                // In an orderly end, delivered messages stay valid: their tickets end when the
+                // handler returns.
                 let keeps = life == Life::Closed;
                 let lost = node.open.iter_mut().filter(|(_, open)| {
                     open.to == process && !open.ending && !(keeps && open.delivered)
@@ -321,7 +321,7 @@ impl Core {
         }
     }
 
-    /// Forgets a message that has no payload any more, and ends its ticket.
+    /// Removes a message that has no payload any more, and ends its ticket.
     fn remove(
         &self,
         state: &mut State,
@@ -372,7 +372,7 @@ impl Core {
         self.changed[to.index()].notify_all();
     }
 
-    /// Marks a process's delivery thread as running; false where it ran before.
+    /// Marks a process's delivery thread as running. Returns false if it was started before.
     pub(super) fn begin(&self, process: ProcessId) -> bool {
         let mut state = self.state.lock();
         let node = state.node(process);
@@ -383,20 +383,20 @@ impl Core {
         first
     }
 
-    /// Called by a delivery thread before its first event, so that a shutdown from a handler is
-    /// known.
+    /// Called by a delivery thread before its first event, so that a shutdown from within a handler
+    /// is detected.
     pub(super) fn introduce(&self, process: ProcessId) {
         if let Thread::Running { id, .. } = &mut self.state.lock().node(process).thread {
             *id = Some(std::thread::current().id());
         }
     }
 
-    /// Called by a delivery thread as the last thing it does with the fabric.
+    /// Called by a delivery thread as its last access to the fabric.
     pub(super) fn ended(&self, process: ProcessId) {
         let mut state = self.state.lock();
         let node = state.node(process);
         node.thread = Thread::Ended;
-        // Copies asked for in the last moment: their owners hear of the end as they are dropped.
+        // Copies requested at the last moment: dropping them tells their owners of the end.
         let left = std::mem::take(&mut node.queue);
         self.changed[process.index()].notify_all();
         drop(state);
@@ -455,7 +455,7 @@ pub(super) fn gone(peer: ProcessId, why: &str) -> TransportError {
     TransportError::PeerGone { peer, why: why.to_owned() }
 }
 
-/// The heap gives its greatest first: that is the earliest, and the first posted among equals.
+/// The heap returns its greatest first: the earliest event, and of equals the first posted.
 impl Ord for Queued {
     fn cmp(&self, other: &Self) -> Ordering {
         (other.due, other.number).cmp(&(self.due, self.number))
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_follow_from_seed_pair_and_number_and_stay_in_range() {
+    fn delays_depend_on_seed_pair_and_number() {
         let delays = |seed, from, to| -> Vec<Duration> {
             (0..100).map(|n| faults(seed).delay_of(ProcessId(from), ProcessId(to), n)).collect()
         };
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn no_faults_is_no_delay() {
+    fn default_faults_add_no_delay() {
         assert_eq!(Faults::default().delay_of(ProcessId(0), ProcessId(1), 9), Duration::ZERO);
     }
 }

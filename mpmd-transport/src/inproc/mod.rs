@@ -1,12 +1,12 @@
 //! Processes of one job inside one OS process, for tests and simulation.
 //!
 //! A [`Fabric`] connects a number of [`Inproc`] endpoints. Each endpoint has one delivery thread,
-//! on which its handler is called; the fabric can [kill](Fabric::kill) an endpoint and, by
-//! [`Faults`], delay messages by a seed so that they overtake each other.
+//! which calls its handler. The fabric can [kill](Fabric::kill) an endpoint. With [`Faults`] it
+//! also delays messages, by a seed, so that they overtake each other.
 //!
-//! Control payloads, and data of up to 16 KiB, arrive [inline](crate::Payload::Inline): as the very
+//! Control payloads, and data of up to 16 KiB, arrive [inline](crate::Payload::Inline), as the very
 //! buffer that was posted. Larger data [waits](crate::Payload::Waiting) with its sender and is
-//! copied when it is fetched. Between processes that [hand over](Faults::hosts) all data is
+//! copied when it is fetched. Between processes of one [host](Faults::hosts) all data is
 //! [lent](crate::Payload::Lent) instead, as over shared memory.
 
 mod delivery;
@@ -25,7 +25,7 @@ use fabric::Core;
 
 /// Connects the endpoints of a job within one OS process. Clones are the same fabric.
 ///
-/// Endpoints live as long as the fabric or a handle of their own; what is dropped without
+/// Endpoints live as long as the fabric or a handle of their own. An endpoint dropped without
 /// [`Transport::shutdown`] vanishes as if [killed](Fabric::kill).
 #[derive(Clone)]
 pub struct Fabric {
@@ -33,11 +33,11 @@ pub struct Fabric {
 }
 
 impl Fabric {
-    /// A fabric of `processes` endpoints, all alive.
+    /// Creates a fabric of `processes` endpoints, all alive.
     ///
     /// # Panics
     ///
-    /// Where `processes` does not fit a [`ProcessId`].
+    /// If `processes` does not fit a [`ProcessId`].
     pub fn new(processes: usize, faults: Faults) -> Self {
         let count = u32::try_from(processes).expect("the number of processes fits a process id");
         let core = Arc::new(Core::new(processes, faults));
@@ -50,20 +50,20 @@ impl Fabric {
     ///
     /// # Panics
     ///
-    /// Where the job has no such process.
+    /// If the job has no such process.
     pub fn endpoint(&self, process: ProcessId) -> Arc<Inproc> {
         self.endpoints[process.index()].clone()
     }
 
     /// Makes a process vanish without a goodbye. A second call does nothing.
     ///
-    /// What is still under way from it is lost. Every open ticket towards it, and every ticket of
-    /// its own, ends with [`PeerGone`](crate::TransportError::PeerGone); every other handler hears
-    /// [`Handler::peer_down`] once. Its own handler hears of nothing but its tickets from then on.
+    /// Messages under way from it are lost. Every open ticket towards it, and every ticket of its
+    /// own, ends with [`PeerGone`](crate::TransportError::PeerGone). Every other handler gets
+    /// [`Handler::peer_down`] once. Its own handler gets only the ends of its tickets from then on.
     ///
     /// # Panics
     ///
-    /// Where the job has no such process.
+    /// If the job has no such process.
     pub fn kill(&self, process: ProcessId) {
         assert!(process.index() < self.endpoints.len(), "no process {process} to kill");
         if let Some(endpoint) = self.endpoints.first() {
@@ -78,17 +78,17 @@ impl fmt::Debug for Fabric {
     }
 }
 
-/// What a [`Fabric`] does to messages. By default nothing: no delay, and messages of one sender to
+/// The faults that a [`Fabric`] injects. By default none: no delay, and messages of one sender to
 /// one receiver keep their order.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Chooses the delays.
+    /// Seed of the delays.
     pub seed: u64,
-    /// Each message waits for a time from this range before it arrives; chosen by seed, sender,
-    /// receiver and the number of the message between the two, and by nothing else.
+    /// Range of the time that each message is delayed. The delay depends only on seed, sender,
+    /// receiver and the number of the message between the two.
     pub delay: Option<RangeInclusive<Duration>>,
-    /// Processes with the same number hand data over to each other, by process; those beyond its
-    /// end do not.
+    /// Host number of each process. Processes with the same number use zero-copy transfers;
+    /// processes beyond the end of the list never do.
     pub hosts: Vec<usize>,
 }
 
@@ -115,7 +115,7 @@ impl Transport for Inproc {
         self.core.hands_over(self.process, peer)
     }
 
-    /// These processes have one address space, and one of each device.
+    /// These processes share one address space and the same devices.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         self.hands_over(peer)
     }
@@ -130,7 +130,7 @@ impl Transport for Inproc {
 
     /// # Panics
     ///
-    /// Where it was called before, or after [`Transport::shutdown`], and where the system gives no
+    /// If it was called before, or after [`Transport::shutdown`], or if the system cannot start a
     /// thread.
     fn start(&self, handler: Arc<dyn Handler>) {
         delivery::start(&self.core, self.process, handler);
@@ -138,13 +138,13 @@ impl Transport for Inproc {
 
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
         check_post(self, to, &header, payload.as_ref());
-        // The wire format is exercised here too, although nothing is encoded.
+        // Tests the wire format too, although no header is sent in encoded form.
         debug_assert_eq!(Header::decode(&header.encode()), Ok(header));
         self.core.post(self.process, to, header, payload, ticket);
     }
 
-    /// Waits until receivers have taken what was posted; what they have been lent they may keep.
-    /// Where the deadline comes first, what they have not taken is lost.
+    /// Waits until receivers have taken the posted messages; they may keep lent payloads. Messages
+    /// that they have not taken by the deadline are lost.
     fn shutdown(&self, deadline: Duration) {
         self.core.shutdown(self.process, deadline);
     }

@@ -1,4 +1,4 @@
-//! Arenas: where the segments of a process come from, and who else may see them.
+//! Arenas: the sources of a process's segments, which decide if other processes can map them.
 
 use std::any::Any;
 use std::fmt;
@@ -11,13 +11,14 @@ use parking_lot::Mutex;
 use super::segment::{Segment, check_file_limit};
 use super::{DeviceAllocator, DeviceMemory};
 
-/// A process that may not have files so long does not share memory: most programs would find no
-/// room in it.
+/// A process that may not create files of this size does not share memory: most programs would not
+/// fit.
 const LEAST_FILE: u64 = 1 << 30;
 
-/// What segments are made of, for all pools of a process. Clones are the same arena.
+/// The source of segments for all pools of a process. Clones are the same arena.
 ///
-/// Of a *shared* arena other processes can map segments, for reading, where they are given them.
+/// Other processes can map segments of a *shared* arena for reading, once they have been given
+/// them.
 #[derive(Clone)]
 pub struct Arena {
     inner: Arc<Inner>,
@@ -26,16 +27,16 @@ pub struct Arena {
 pub(super) struct Inner {
     kind: Kind,
     next: AtomicU32,
-    /// Numbers of segments that are no more, until their readers are told.
+    /// Numbers of freed segments that the peers have not been told about yet.
     retired: Mutex<Vec<Retired>>,
     reclaim: Arc<OnceLock<Reclaim>>,
-    /// How many segments of devices are no more, and still have their memory: others may have it
+    /// Number of freed device segments that still have their memory, because peers may have it
     /// open.
     leaving: Arc<AtomicUsize>,
     pin: OnceLock<Pin>,
 }
 
-/// What segments are.
+/// The kind of memory of an arena's segments.
 enum Kind {
     Private,
     /// Files in memory.
@@ -43,14 +44,14 @@ enum Kind {
     Device(Arc<dyn DeviceAllocator>),
 }
 
-/// A segment that is no more, of which others may still have to be told.
+/// A freed segment that peers may not have been told about yet.
 pub(crate) struct Retired {
     pub(crate) number: u32,
-    /// What it was made of, where that is a device's: others may have it open.
+    /// Its device memory, if it had any: peers may still have it open.
     pub(crate) memory: Option<Leaving>,
 }
 
-/// Memory of a device's segment that is no more. It is freed with this.
+/// The memory of a freed device segment. Dropping this frees it.
 pub(crate) struct Leaving {
     /// `None` once it is freed.
     memory: Option<Box<dyn DeviceMemory>>,
@@ -66,23 +67,23 @@ impl Drop for Leaving {
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
 
-/// Keeps the pages of a new mapping, by its address and length, in their place for devices, until
-/// what it returns is dropped; `None` where they are not to be, or cannot.
+/// Pins the pages of a new mapping for devices, given its address and length in bytes. They stay
+/// pinned until the result is dropped. Returns `None` if they are not to be pinned, or cannot be.
 pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
 
 impl Arena {
-    /// An arena for this process alone.
+    /// Creates an arena for this process alone.
     pub fn private() -> Self {
         Self::new(Kind::Private)
     }
 
-    /// An arena in the memory of a device.
+    /// Creates an arena in the memory of a device.
     pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
         Self::new(Kind::Device(allocator))
     }
 
-    /// An arena in the memory of a device, from which blocks may be lent beside those of this one:
-    /// where they are short, what others are done with comes back as it does here.
+    /// Creates an arena in the memory of a device, to be used beside this one. If either is short
+    /// of memory, it reclaims the blocks that peers have finished with in the same way.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
         let (next, retired, pin) = Default::default();
         let Inner { reclaim, leaving, .. } = &*self.inner;
@@ -90,11 +91,11 @@ impl Arena {
         Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
     }
 
-    /// An arena whose segments other processes can map.
+    /// Creates an arena of segments that other processes can map.
     ///
     /// # Errors
     ///
-    /// Where the system has no such memory: tried here, with a small segment.
+    /// If the system does not support such memory, which this tests with a small segment.
     pub fn shared() -> io::Result<Self> {
         check_file_limit(LEAST_FILE)?;
         Segment::shared(4096)?;
@@ -106,7 +107,7 @@ impl Arena {
         Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
     }
 
-    /// Maps a new segment of `bytes`.
+    /// Maps a new segment of `bytes` bytes.
     pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let segment = match &self.inner.kind {
             Kind::Private => Segment::private(bytes),
@@ -123,13 +124,13 @@ impl Arena {
         Ok(Arc::new(segment))
     }
 
-    /// Sets what keeps the pages of segments in their place for devices: those mapped from now on.
-    /// The first counts.
+    /// Sets the function that pins the pages of segments for devices. It applies to segments mapped
+    /// from now on. Only the first call counts.
     pub fn on_map(&self, pin: Pin) {
         let _ = self.inner.pin.set(pin);
     }
 
-    /// A number that no segment has had that this process gives to others.
+    /// Returns a new segment number, unique among those that this process gives to peers.
     pub(super) fn next_number(&self) -> u32 {
         self.inner.next.fetch_add(1, Ordering::Relaxed)
     }
@@ -138,34 +139,34 @@ impl Arena {
         Arc::downgrade(&self.inner)
     }
 
-    /// Sets what is called where a pool has no block left, before it asks the system for more: it
-    /// may bring blocks back that were lent. Called on any thread, with any locks held but the
-    /// pools'; the first counts.
+    /// Sets the function that a pool calls before it asks the system for more memory. It may bring
+    /// back blocks that were lent. It may run on any thread, while any locks except the pools' are
+    /// held. Only the first call counts.
     pub(crate) fn on_shortage(&self, reclaim: impl Fn() + Send + Sync + 'static) {
         // A second transport over one arena has nothing lent yet.
         let _ = self.inner.reclaim.set(Box::new(reclaim));
     }
 
-    /// Has blocks that others are done with brought back.
+    /// Brings back the blocks that peers have finished with.
     pub(super) fn reclaim(&self) {
         if let Some(reclaim) = self.inner.reclaim.get() {
             reclaim();
         }
     }
 
-    /// Whether memory of devices is about to be freed, as soon as others have closed it.
+    /// True if device memory will be freed as soon as peers have closed it.
     pub(super) fn has_leaving(&self) -> bool {
         self.inner.leaving.load(Ordering::Acquire) > 0
     }
 
-    /// Segments that are no more, each told once.
+    /// Takes the freed segments; each is returned once.
     pub(crate) fn take_retired(&self) -> Vec<Retired> {
         std::mem::take(&mut self.inner.retired.lock())
     }
 }
 
 impl Inner {
-    /// A segment is no more, nor is its memory, where it was a device's, once nobody has it open.
+    /// Records that a segment was freed. A device's memory is freed once no peer has it open.
     pub(super) fn retire(&self, number: u32, memory: Option<Box<dyn DeviceMemory>>) {
         let memory = memory.map(|memory| {
             self.leaving.fetch_add(1, Ordering::Relaxed);
@@ -177,8 +178,8 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Nobody is left who could hear that others have closed it. The process is about to end,
-        // which frees it.
+        // No transport is left that could hear that peers have closed it. The process is about to
+        // end, which frees it.
         self.retired.get_mut().drain(..).for_each(|segment| std::mem::forget(segment.memory));
     }
 }

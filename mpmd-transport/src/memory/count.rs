@@ -1,40 +1,41 @@
-//! Counting allocations of the process: for benchmarks that show what a call costs.
+//! Counts the allocations of the process, for benchmarks that show the cost of a call.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Whether anybody counts. Written at the start and the end of a count, read by every allocation.
+/// True while a count runs. Written at its start and end, read by every allocation.
 static COUNTING: AtomicBool = AtomicBool::new(false);
-/// Allocations of all threads while somebody counted.
+/// Allocations of all threads during counts.
 static ALL: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Allocations of this thread while somebody counted. Needs no set-up and no destructor, so
-    /// that it may be used by an allocator at any time.
+    /// Allocations of this thread during counts. Needs no initialisation and no destructor, so that
+    /// an allocator may use it at any time.
     static OWN: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The system's allocator, which counts while [`CountingAllocator::count`] runs. Else it costs a
-/// look at a word that nobody writes.
+/// The system's allocator, which counts while [`CountingAllocator::count`] runs. Otherwise each
+/// allocation costs one extra read of an atomic that is never written.
 ///
-/// To be a binary's `#[global_allocator]`.
+/// To be set as a binary's `#[global_allocator]`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CountingAllocator;
 
-/// Allocations during [`CountingAllocator::count`]; growing one in its place counts too.
+/// Number of allocations during [`CountingAllocator::count`]. A reallocation counts too, even in
+/// place.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Allocations {
-    /// By the thread that counted.
+    /// By the counting thread.
     pub own: u64,
-    /// By all other threads of the process meanwhile.
+    /// By all other threads of the process.
     pub others: u64,
 }
 
 impl CountingAllocator {
-    /// Runs `run` and counts the allocations meanwhile: none where this is not the process's
-    /// allocator. One count at a time: where two overlap, the first to end ends both.
+    /// Runs `run` and counts the allocations meanwhile. Zero if this is not the process's global
+    /// allocator. Counts must not overlap: the first to end ends both.
     pub fn count<R>(run: impl FnOnce() -> R) -> (R, Allocations) {
         let before = (ALL.load(Ordering::SeqCst), OWN.get());
         COUNTING.store(true, Ordering::SeqCst);
@@ -54,36 +55,36 @@ impl CountingAllocator {
     }
 }
 
-// SAFETY: every call goes to the system's allocator as it came, so all that `GlobalAlloc` promises
-// and asks for is what `System` promises and asks for. Counting touches an atomic and a thread's
-// cell that has no destructor and is initialised at compile time: it neither allocates nor unwinds.
+// SAFETY: every call is passed to the system's allocator unchanged, so `System` keeps the promises
+// of `GlobalAlloc` and has the same requirements. Counting touches an atomic and a thread's cell
+// that has no destructor and is initialised at compile time. It neither allocates nor unwinds.
 unsafe impl GlobalAlloc for CountingAllocator {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::one_more();
-        // SAFETY: the caller keeps what `GlobalAlloc::alloc` asks for.
+        // SAFETY: the caller meets the requirements of `GlobalAlloc::alloc`.
         unsafe { System.alloc(layout) }
     }
 
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         Self::one_more();
-        // SAFETY: the caller keeps what `GlobalAlloc::alloc_zeroed` asks for.
+        // SAFETY: the caller meets the requirements of `GlobalAlloc::alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     #[inline]
     unsafe fn realloc(&self, place: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         Self::one_more();
-        // SAFETY: `place` came from `System`, as all places of this allocator do; the rest is the
-        // caller's.
+        // SAFETY: `place` came from `System`, as all memory of this allocator does. The caller
+        // meets the other requirements.
         unsafe { System.realloc(place, layout, size) }
     }
 
     #[inline]
     unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
-        // SAFETY: `place` came from `System`, as all places of this allocator do; the rest is the
-        // caller's.
+        // SAFETY: `place` came from `System`, as all memory of this allocator does. The caller
+        // meets the other requirements.
         unsafe { System.dealloc(place, layout) }
     }
 }
@@ -93,12 +94,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn allocations_of_this_thread_and_of_others_are_told_apart_while_somebody_counts() {
-        // Not this test's allocator: asked by hand.
+    fn allocations_are_counted_per_thread() {
+        // The test process uses another allocator, so this one is called directly.
         let allocate = || {
             let layout = Layout::new::<[u64; 4]>();
-            // SAFETY: the layout is not empty, and what comes is grown and given back as it was
-            // taken.
+            // SAFETY: the layout is not empty. The memory is grown and freed with the layout that
+            // it was allocated with.
             unsafe {
                 let place = CountingAllocator.alloc(layout);
                 let place = CountingAllocator.realloc(place, layout, 64);

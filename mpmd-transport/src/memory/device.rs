@@ -1,8 +1,8 @@
-//! Memory that is not the host's: the processors of this machine cannot reach it.
+//! Device memory, which the processors of this machine cannot reach.
 //!
-//! Processes of one host can give it to each other all the same: its owner has words for it
-//! ([`DeviceMemory::export`]) by which another process opens it ([`DeviceSharing::open`]). What the
-//! words mean is known to who made both; whoever carries them sees bytes.
+//! Processes of one host can still share it. Its owner exports it as a short byte string
+//! ([`DeviceMemory::export`]), by which another process opens it ([`DeviceSharing::open`]). Only
+//! the two implementations understand these bytes; the transport just carries them.
 
 use std::any::Any;
 use std::io;
@@ -10,113 +10,113 @@ use std::sync::Arc;
 
 use super::Fence;
 
-/// The most bytes of what is told of memory, or of a fence, of a device's.
+/// The largest description of device memory or of a device's fence, in bytes.
 pub const MOST_WORDS: usize = 96;
 
-/// Where a device's segments come from.
+/// Allocates a device's segments.
 pub trait DeviceAllocator: Send + Sync {
-    /// New memory of `bytes` (more than 0), aligned to 256 bytes at least; what it holds means
-    /// nothing.
+    /// Allocates `bytes` bytes (more than 0), aligned to at least 256 bytes. Their content is
+    /// undefined.
     ///
     /// # Errors
     ///
-    /// Where the device has no more.
+    /// If the device has no more memory.
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
 }
 
 /// Memory of a device; freed when dropped.
 ///
-/// Whoever drops it has seen that no work of the device uses it any more, and that nobody else has
-/// it open.
+/// The caller drops it only when no work of the device uses it any more and no other process has it
+/// open.
 pub trait DeviceMemory: Any + Send + Sync {
     /// The device's own address of its first byte. Never 0.
     fn address(&self) -> u64;
 
-    /// Its length.
+    /// Its length in bytes.
     fn bytes(&self) -> usize;
 
-    /// Which of this process's devices has it, by a number that the allocator gave it.
+    /// Index of its device among this process's devices, as the allocator numbers them.
     fn device(&self) -> u32;
 
-    /// Prepares the calling thread for libraries that are given such memory and take the device to
-    /// be the thread's own.
+    /// Prepares the calling thread for libraries that use this memory and expect the device to be
+    /// the thread's current one.
     ///
     /// # Errors
     ///
-    /// Where the device cannot be used any more.
+    /// If the device cannot be used any more.
     fn bind(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// By what other processes of this host open it: at most [`MOST_WORDS`] bytes, and the same at
-    /// every call. `None` where they cannot.
+    /// The description by which other processes of this host open it: at most [`MOST_WORDS`] bytes,
+    /// the same at every call. `None` if they cannot open it.
     fn export(&self) -> Option<&[u8]> {
         None
     }
 
-    /// Whether it is in another device than [`device`](Self::device), which reaches it from afar:
-    /// to be copied, rather than used where it is.
+    /// True if it lies in another device than [`device`](Self::device), which can only access it
+    /// remotely. It should be copied rather than used in place.
     fn is_far(&self) -> bool {
         false
     }
 }
 
-/// How this process opens memory of others' devices, and shows them its own.
+/// Opens memory of other processes' devices, and describes this process's own to them.
 pub trait DeviceSharing: Send + Sync {
-    /// What peers try to open before anything is lent, each at most [`MOST_WORDS`] bytes; what they
-    /// are of stays for as long as this does.
+    /// Descriptions of sample memory, each at most [`MOST_WORDS`] bytes. Peers try to open them
+    /// before memory is lent. The sample memory lives as long as this object.
     ///
     /// # Errors
     ///
-    /// Why this process's devices cannot show any, for people.
+    /// A message for users, if this process's devices cannot share memory.
     fn samples(&self) -> Result<Vec<Vec<u8>>, String>;
 
-    /// Tries a sample of a peer's.
+    /// Tries to open a peer's sample.
     ///
     /// # Errors
     ///
-    /// Why what the peer lends could not be opened here, for people.
+    /// A message for users, if the memory that the peer lends could not be opened here.
     fn try_sample(&self, sample: &[u8]) -> Result<(), String>;
 
-    /// Opens memory by the [words](DeviceMemory::export) of its owner, who says that there are so
-    /// many bytes. Closed when what is returned is dropped. Its own
-    /// [`export`](DeviceMemory::export) is not asked.
+    /// Opens a peer's memory of `bytes` bytes by its [description](DeviceMemory::export). It is
+    /// closed when the result is dropped. [`export`](DeviceMemory::export) is never called on the
+    /// result.
     ///
     /// # Errors
     ///
-    /// Where the words mean nothing here, or no longer.
+    /// If the description is invalid here, or no longer valid.
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
 
-    /// By what a peer has work of its devices come after `fence`: at most [`MOST_WORDS`] bytes.
-    /// They mean that for as long as the fence is held here. `None` where the peer cannot.
+    /// Describes `fence`, in at most [`MOST_WORDS`] bytes, so that a peer's device can wait for it.
+    /// The description is valid while the fence is held here. `None` if a peer cannot wait for it.
     fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>>;
 
-    /// Fences of a peer's, by what it told of them, as one. Its devices may have passed them
-    /// already; that the peer has seen it is said later, once.
+    /// Combines a peer's fences, given by their descriptions, into one. This process's devices may
+    /// pass it before the peer reports that it has seen the end; that report comes later, once.
     ///
     /// # Errors
     ///
-    /// Where the words mean nothing here.
+    /// If a description is invalid here.
     fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>>;
 }
 
 /// A fence in the work of another process.
 pub trait Arriving: Fence {
-    /// The other process has seen that its work is over, or that it failed; or is no more, so that
-    /// nobody will.
+    /// Called when the other process has seen the end of its work, well or not. Also called when
+    /// that process is gone and will never see it.
     fn pass(&self, result: Result<(), String>);
 
-    /// The same object, as what memory carries.
+    /// This object as a plain fence.
     fn fence(self: Arc<Self>) -> Arc<dyn Fence>;
 }
 
-/// Where bytes are on which device of this process.
+/// A range of memory of one of this process's devices.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct DevicePlace {
     /// The device, by [`DeviceMemory::device`].
     pub device: u32,
     /// The device's own address of the first byte.
     pub address: u64,
-    /// How many there are.
+    /// Its length in bytes.
     pub bytes: usize,
 }

@@ -1,36 +1,37 @@
-//! Work of a device that uses memory and may not be over yet.
+//! Fences: device work that uses memory and may not have finished.
 //!
-//! A device does what it is told later, in its own order. So memory that it reads or writes carries
-//! [fences](Fence): what was last issued that uses it. Whoever issues more waits for them *on the
-//! device*; whoever frees it waits until they are over, without blocking. Memory of the host that
-//! no device uses has none, which costs nothing.
+//! A device runs its work later, in its own order. So memory that it reads or writes carries
+//! [fences](Fence): the last work issued that uses it. New work waits for them *on the device*;
+//! memory is freed when they are over, without blocking a thread. Host memory that no device uses
+//! has no fences, which costs nothing.
 
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// A point in a device's work. Passed once all work before it is over, well or not.
+/// A point in a device's work. It is passed once all work before it has finished, well or not.
 pub trait Fence: Any + Send + Sync {
-    /// Whether it has been passed. Costs a look at one word.
+    /// True if it has been passed. Reads one atomic.
     fn is_over(&self) -> bool;
 
-    /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be
+    /// Calls `then` once the fence is passed: now, or on the thread that notices it. `then` must be
     /// short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
 
-    /// What went wrong with the work, for people, where that is known once it is passed.
+    /// The work's error, as a message for users, if one is known once the fence is passed.
     fn failure(&self) -> Option<String> {
         None
     }
 
-    /// Whether it was passed though the work before it was not over, and may never be: nobody waits
-    /// for that any more, and the memory that it uses is nobody else's ever again.
+    /// True if the fence was passed though its work was not over and may never be. Nothing waits
+    /// for that work any more, and its memory is never reused.
     fn is_lost(&self) -> bool {
         false
     }
 
-    /// Whether `earlier` is over whenever this is: one of the same queue that was issued before.
-    /// Then only this one need be kept, and a buffer that a thousand calls read has one fence.
+    /// True if `earlier` is always over when this is: a fence of the same queue that was issued
+    /// before. Then only this one must be kept, and a buffer that a thousand calls read has one
+    /// fence.
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let _ = earlier;
         false
@@ -42,18 +43,18 @@ pub trait Fence: Any + Send + Sync {
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds one, and forgets those that are over or that it [covers](Fence::covers). Keeps those
-    /// that are [lost](Fence::is_lost): what they use is never free again.
+    /// Adds a fence. Drops those that are over or that it [covers](Fence::covers), but keeps
+    /// [lost](Fence::is_lost) ones: their memory must never be reused.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
         self.0.retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
-        // Two threads may add theirs in another order than they issued them in.
+        // Two threads may add their fences in another order than they issued them.
         let is_open = !fence.is_over() && !self.0.iter().any(|known| known.covers(&*fence));
         if is_open || fence.is_lost() {
             self.0.push(fence);
         }
     }
 
-    /// Forgets all but those that are [lost](Fence::is_lost).
+    /// Drops all fences except [lost](Fence::is_lost) ones.
     pub(super) fn clear(&mut self) {
         self.0.retain(|fence| fence.is_lost());
     }
@@ -63,7 +64,7 @@ impl Fences {
         self.0.iter().any(|fence| fence.is_lost())
     }
 
-    /// These, whether they are over or not: for those that know of failures.
+    /// Collects these fences, even those that are over, since they may hold an error.
     pub fn of(fences: impl IntoIterator<Item = Arc<dyn Fence>>) -> Self {
         Self(fences.into_iter().collect())
     }
@@ -73,27 +74,27 @@ impl Fences {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
     }
 
-    /// Those that were not over when they were last looked at, and those that are lost.
+    /// The fences that were not over when they were last checked, and the lost ones.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Fence>> {
         self.0.iter()
     }
 
-    /// Whether all are over.
+    /// True if all are over.
     pub fn are_over(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over())
     }
 
-    /// Whether the memory may be used by others: all are over, and none is [lost](Fence::is_lost).
+    /// True if the memory may be reused: all are over, and none is [lost](Fence::is_lost).
     pub(super) fn are_done(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over() && !fence.is_lost())
     }
 
-    /// What went wrong with the work of the first that failed, if any has.
+    /// The error of the first fence that failed, if any has.
     pub fn failure(&self) -> Option<String> {
         self.0.iter().find_map(|fence| fence.failure())
     }
 
-    /// Calls `then` once all are over: now, or on the thread that finds the last of them so.
+    /// Calls `then` once all are over: now, or on the thread that notices the last of them.
     pub fn on_over(mut self, then: Box<dyn FnOnce() + Send>) {
         while let Some(fence) = self.0.pop() {
             if !fence.is_over() {
@@ -103,7 +104,7 @@ impl Fences {
         then();
     }
 
-    /// Keeps `memory` until all are over; for ever where one of them is [lost](Fence::is_lost).
+    /// Keeps `memory` until all are over, or for ever if one of them is [lost](Fence::is_lost).
     pub(super) fn keep<T: Send + 'static>(self, memory: T) {
         let all = self.clone();
         self.on_over(Box::new(move || {
@@ -130,7 +131,7 @@ pub(super) mod tests {
     use super::*;
     use crate::memory::Latch;
 
-    /// A fence that is passed when a test says so.
+    /// A fence that a test passes by hand.
     #[derive(Default)]
     pub(in crate::memory) struct ByHand {
         over: Latch,
@@ -163,7 +164,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn memory_of_work_that_may_never_end_is_nobodys_again() {
+    fn memory_of_lost_work_is_kept_for_ever() {
         for is_lost in [false, true] {
             let fence = Arc::new(ByHand::default());
             let mut fences = Fences::default();
@@ -180,12 +181,16 @@ pub(super) mod tests {
             assert_eq!((Arc::strong_count(&memory), fences.are_over()), (1 + held, true));
             assert_eq!(fences.are_done(), !is_lost);
             fences.keep(memory.clone());
-            assert_eq!(Arc::strong_count(&memory), 1 + 2 * held, "also of what is let go of later");
+            assert_eq!(
+                Arc::strong_count(&memory),
+                1 + 2 * held,
+                "also memory that is released later"
+            );
         }
     }
 
     #[test]
-    fn lost_fences_stay_whatever_is_added_later() {
+    fn lost_fences_stay_when_others_are_added() {
         let (early, late) = (Arc::new(ByHand::default()), Arc::new(ByHand::default()));
         let (mut fences, mut copy) = (Fences::default(), Fences::default());
         fences.add(early.clone());
@@ -206,7 +211,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_waits_for_several_is_called_once_after_the_last_whatever_their_order() {
+    fn callback_runs_once_after_the_last_fence() {
         for order in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
             let fences = [(); 3].map(|()| Arc::new(ByHand::default()));
             let mut all = Fences::default();
@@ -225,7 +230,7 @@ pub(super) mod tests {
         Fences::default().on_over(Box::new(|| ()));
     }
 
-    /// One of a queue's, by its place in it.
+    /// A fence with its position in a queue.
     struct InQueue(u32);
 
     impl Fence for InQueue {
@@ -241,7 +246,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn of_a_queue_the_last_is_kept_in_whatever_order_they_are_added() {
+    fn only_the_last_fence_of_a_queue_is_kept() {
         let mut fences = Fences::default();
         fences.add(Arc::new(ByHand::default()));
         (0..100).for_each(|number| fences.add(Arc::new(InQueue(number))));
@@ -252,7 +257,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn those_that_are_over_are_forgotten() {
+    fn finished_fences_are_dropped() {
         let (first, second) = (Arc::new(ByHand::default()), Arc::new(ByHand::default()));
         let mut fences = Fences::default();
         fences.add(first.clone());

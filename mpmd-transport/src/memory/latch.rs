@@ -1,15 +1,16 @@
-//! Something that happens once, and who is to hear of it.
+//! A one-time event with callbacks.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-/// Called once, and soon over.
+/// Called once; must be short.
 type Then = Box<dyn FnOnce() + Send>;
 
-/// What [fences](super::Fence) are made of: passed once, which costs a look at one word to see;
-/// whoever wants to hear of it is called, by who passes it or, where that has been, by who asks.
+/// The building block of [fences](super::Fence): an event that happens once. Checking it reads one
+/// atomic. Callbacks run on the thread that passes it or, if it has been passed, on the thread that
+/// registers them.
 #[derive(Default)]
 pub struct Latch {
     is_passed: AtomicBool,
@@ -17,13 +18,13 @@ pub struct Latch {
 }
 
 impl Latch {
-    /// Whether it was passed. What was written before that is seen.
+    /// True if it has been passed. Writes from before that are visible.
     pub fn is_passed(&self) -> bool {
         self.is_passed.load(Ordering::Acquire)
     }
 
-    /// Calls `then` once it is passed: now, or on the thread that calls those whom [`Latch::pass`]
-    /// returns.
+    /// Calls `then` once the latch is passed: now, or on the thread that runs the callbacks
+    /// returned by [`Latch::pass`].
     pub fn on_pass(&self, then: Box<dyn FnOnce() + Send>) {
         let mut waiting = self.waiting.lock();
         if self.is_passed() {
@@ -33,9 +34,9 @@ impl Latch {
         waiting.push(then);
     }
 
-    /// Passes it. Returns who waits, to be called by the caller, in order, without any lock of its
-    /// own; nobody the second time.
-    #[must_use = "who waits is to be called"]
+    /// Passes the latch and returns the callbacks. The caller must call them in order, without
+    /// holding a lock. A second call returns none.
+    #[must_use = "the callbacks must be called"]
     pub fn pass(&self) -> Vec<Box<dyn FnOnce() + Send>> {
         let mut waiting = self.waiting.lock();
         self.is_passed.store(true, Ordering::Release);
@@ -56,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_is_called_once_in_order_before_or_after() {
+    fn callbacks_run_once_before_or_after_pass() {
         let latch = Latch::default();
         let called = Arc::new(Mutex::new(Vec::new()));
         let call = |number: u32| -> Then {
@@ -67,7 +68,7 @@ mod tests {
         latch.on_pass(call(2));
         assert!(!latch.is_passed() && called.lock().is_empty());
         let waiting = latch.pass();
-        assert!(latch.is_passed() && called.lock().is_empty(), "it is for the caller to tell them");
+        assert!(latch.is_passed() && called.lock().is_empty(), "the caller runs the callbacks");
         latch.on_pass(call(3));
         waiting.into_iter().for_each(|then| then());
         assert_eq!(*called.lock(), [3, 1, 2]);
@@ -75,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_forgotten_who_asks_while_it_is_passed() {
+    fn callback_added_during_pass_is_called() {
         for _ in 0..200 {
             let (latch, called) = (Arc::new(Latch::default()), Arc::new(Mutex::new(0)));
             let (there, count) = (latch.clone(), called.clone());

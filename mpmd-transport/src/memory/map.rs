@@ -1,10 +1,10 @@
 //! Maps and unmaps memory by the C library's own functions.
 //!
-//! UCX keeps registrations of memory with the network card, and drops one when its memory is
+//! UCX registers memory with the network card, and drops a registration when the memory is
 //! unmapped. UCX learns of that from hooks that it puts into the C library's `mmap` and `munmap`. A
-//! system call made by other means passes by the hooks: the next mapping at the same address would
-//! be read and written through the old registration. So `mmap` and `munmap` of `rustix`, which make
-//! the system call themselves, are not to be used in this crate.
+//! direct system call bypasses the hooks. The next mapping at the same address would then be read
+//! and written through the old registration. So this crate must not use `mmap` and `munmap` of
+//! `rustix`, which make the system call themselves.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -12,10 +12,10 @@ use std::ptr::NonNull;
 
 use rustix::mm::ProtFlags;
 
-/// Maps `bytes` bytes of `file`, shared with all who map it, at an address that the system picks.
-/// Without a file maps zeroes for this process alone.
+/// Maps `bytes` bytes of `file`, shared with all processes that map it, at an address that the
+/// system picks. Without a file, maps zeroes for this process alone.
 ///
-/// Bytes beyond the file's end are mapped too: to touch them ends the process by a signal.
+/// Bytes beyond the file's end are mapped too: an access to them kills the process by a signal.
 pub(crate) fn map(
     bytes: usize,
     access: ProtFlags,
@@ -39,7 +39,7 @@ pub(crate) fn map(
 ///
 /// # Safety
 ///
-/// `start` and `bytes` are those of one mapping. Nothing uses its memory any more.
+/// `start` and `bytes` must be those of one mapping. Nothing may use its memory any more.
 pub(crate) unsafe fn unmap(start: NonNull<u8>, bytes: usize) {
     // SAFETY: the caller answers for the range.
     let result = unsafe { libc::munmap(start.as_ptr().cast(), bytes) };

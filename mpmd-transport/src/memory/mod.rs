@@ -1,15 +1,17 @@
-//! Buffers, and the pools they come from.
+//! Buffers, and the pools that they come from.
 //!
-//! A [`Pool`] carves 64-byte aligned blocks from *segments*: the unit that gets lent to other
-//! processes, registered with a network card or pinned, once. What segments are made of is its
-//! [`Arena`]'s matter. A block that is given back is kept for the next allocation of its size
-//! class, because fresh pages cost tens of times more than reused ones. An [`OwnedBuffer`] has one
-//! owner who may write; [frozen](OwnedBuffer::freeze) it becomes a [`SharedBuffer`], which never
-//! changes again and goes back to its pool when the last holder drops it.
+//! A [`Pool`] carves 64-byte aligned blocks from *segments*. A segment is the unit that is lent to
+//! other processes, registered with a network card or pinned, once. An [`Arena`] decides the kind
+//! of memory of its segments. A freed block is kept for the next allocation of its size class,
+//! because new pages cost tens of times more than reused ones.
 //!
-//! Blocks may be in the memory of a [device](DeviceMemory): nobody but its own work reaches their
-//! bytes. What of that is still to come is in their [`Fences`], and memory goes back only when
-//! those are over.
+//! An [`OwnedBuffer`] has one owner, which may write it. When [frozen](OwnedBuffer::freeze) it
+//! becomes a [`SharedBuffer`], which never changes and goes back to its pool when the last holder
+//! drops it.
+//!
+//! Blocks may be in [device memory](DeviceMemory): only the device's own work accesses their bytes.
+//! Their [`Fences`] stand for the work that has not finished, and memory goes back to its pool only
+//! when they are over.
 
 mod arena;
 mod count;
@@ -43,7 +45,7 @@ pub(crate) use segment::{File, memory_file, take_pages};
 use parts::Part;
 use pool::Block;
 
-/// Alignment of every pool allocation, in bytes: a cache line, and enough for any vector load.
+/// Alignment of every pool allocation in bytes: a cache line, and enough for any vector load.
 pub const ALIGNMENT: usize = 64;
 
 enum Backing {
@@ -52,25 +54,24 @@ enum Backing {
     Vec(Vec<u8>),
 }
 
-/// Bytes with one owner, who may write them.
+/// Bytes with one owner, which may write them.
 ///
-/// Where they are a [device's](OwnedBuffer::device), they cannot be looked at as the host's: to do
-/// so panics.
+/// Access to the bytes panics if they are in [device memory](OwnedBuffer::device).
 pub struct OwnedBuffer {
     backing: Backing,
     len: usize,
-    /// Of work that uses the bytes: who writes them waits for it first.
+    /// Fences of work that uses the bytes. A writer waits for them first.
     fences: Fences,
 }
 
 impl OwnedBuffer {
-    /// The same bytes, from now on immutable and shareable.
+    /// Makes the bytes immutable and shareable, without a copy.
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
         SharedBuffer { whole: Arc::new(Whole::new(Memory::Owned(self))), range, verdict: None }
     }
 
-    /// Where the bytes are, where that is a device's memory.
+    /// Their place in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         match &self.backing {
             Backing::Block(block) => {
@@ -80,8 +81,8 @@ impl OwnedBuffer {
         }
     }
 
-    /// Prepares this thread for libraries that are given these bytes, where they are a
-    /// [device's](DeviceMemory::bind).
+    /// Binds this thread to the bytes' device, if they are device memory. See
+    /// [`DeviceMemory::bind`].
     #[cfg(feature = "ucx")]
     pub(crate) fn bind(&self) -> std::io::Result<()> {
         match &self.backing {
@@ -90,7 +91,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// Whether devices can copy from and to these bytes, of the host's, by themselves.
+    /// True if these are host bytes that devices can copy from and to directly.
     pub fn is_pinned(&self) -> bool {
         match &self.backing {
             Backing::Block(block) => block.is_pinned(),
@@ -99,19 +100,19 @@ impl OwnedBuffer {
         }
     }
 
-    /// What is still to come of work that uses these bytes, before which they must not be written.
+    /// Fences of unfinished work that uses these bytes. They must not be written before it is over.
     pub fn fences(&self) -> &Fences {
         &self.fences
     }
 
-    /// Work was issued that writes these bytes. Once they are [frozen](Self::freeze) it is what
-    /// makes them.
+    /// Adds the fence of issued work that writes these bytes. After [`freeze`](Self::freeze),
+    /// readers wait for it.
     pub fn add_fence(&mut self, fence: Arc<dyn Fence>) {
         self.fences.add(fence);
     }
 
-    /// Forgets the fences: the caller has seen that work which it issued comes after them, and adds
-    /// its own. Nothing comes after work that is [lost](Fence::is_lost): its fences stay.
+    /// Drops the fences: the caller has issued work that runs after them, and adds its own fence.
+    /// [Lost](Fence::is_lost) fences stay, since no work can run after them.
     pub fn clear_fences(&mut self) {
         self.fences.clear();
     }
@@ -139,7 +140,7 @@ impl Drop for OwnedBuffer {
     }
 }
 
-/// A buffer outside any pool, for control payloads and host values. Not necessarily aligned.
+/// Wraps bytes outside any pool, for control payloads and host values. Not necessarily aligned.
 impl From<Vec<u8>> for OwnedBuffer {
     fn from(bytes: Vec<u8>) -> Self {
         let len = bytes.len();
@@ -175,43 +176,44 @@ impl fmt::Debug for OwnedBuffer {
     }
 }
 
-/// Memory that somebody else owns, and that may be read until this is dropped.
+/// Memory that belongs to another owner and may be read until this is dropped.
 ///
-/// What drops it gives it back; dropping must not block.
+/// Dropping it gives the memory back, and must not block.
 pub trait Loan: Send + Sync {
-    /// The bytes: the same place and the same values at every call. None where they are a
-    /// [device's](Self::device).
+    /// The bytes: the same place and the same values at every call. Empty if they are in [device
+    /// memory](Self::device).
     fn bytes(&self) -> &[u8];
 
-    /// Where they are, where that is a device of this process.
+    /// Their place in memory of a device of this process, if they are device memory.
     fn device(&self) -> Option<DevicePlace> {
         None
     }
 
-    /// Whether that device reaches them from afar, in the memory of another: they are to be copied.
+    /// True if the device accesses them remotely, in another device's memory. They should then be
+    /// copied.
     fn is_far(&self) -> bool {
         false
     }
 
-    /// Whether their owner may be short of them later: they are to be copied and given back.
+    /// True if their owner has a memory limit. They should then be copied and given back soon.
     fn is_limited(&self) -> bool {
         false
     }
 
-    /// Where they are, if that can be lent on.
+    /// Their place in a segment, if they can be re-lent to another process.
     fn place(&self) -> Option<Place> {
         None
     }
 
-    /// Called before they are lent on: their owner hears that others than this process may read
-    /// them, also where this process is no more. False where it cannot be told now: then they are
-    /// not lent on.
+    /// Called before they are re-lent. Tells the owner that other processes than this one may read
+    /// them, even after this process is gone. Returns false if the owner cannot be told now: then
+    /// they are not re-lent.
     fn pass_on(&self) -> bool {
         true
     }
 }
 
-/// Where in which segment bytes begin.
+/// A position in a segment.
 #[derive(Clone)]
 pub struct Place {
     pub(crate) segment: Arc<Segment>,
@@ -230,22 +232,22 @@ impl Place {
 pub struct SharedBuffer {
     whole: Arc<Whole>,
     range: Range<usize>,
-    /// Of this holder and its clones.
+    /// The final check of the bytes, for this holder and its clones. See `with_verdict`.
     verdict: Option<Arc<dyn Fence>>,
 }
 
 struct Whole {
     memory: Memory,
-    /// Of work that reads the bytes, besides that which makes them.
+    /// Fences of work that reads the bytes.
     reads: Mutex<Fences>,
-    /// Of work that makes them.
+    /// Fences of work that writes them.
     ready: Fences,
 }
 
 enum Memory {
     Owned(OwnedBuffer),
     Lent(Box<dyn Loan>),
-    /// While it is dropped.
+    /// The state during a drop.
     Gone,
 }
 
@@ -258,7 +260,7 @@ impl Whole {
         Self { memory, reads: Mutex::default(), ready }
     }
 
-    /// The memory, with all that is still to come of work on it.
+    /// Takes the memory out, with the fences of all unfinished work on it.
     fn take(&mut self) -> (Memory, Fences) {
         let mut fences = take(&mut self.ready);
         fences.add_all(self.reads.get_mut());
@@ -270,10 +272,7 @@ impl Whole {
         match &self.memory {
             Memory::Owned(buffer) => buffer,
             Memory::Lent(loan) => {
-                assert!(
-                    loan.device().is_none(),
-                    "bytes in the memory of a device are asked for as the host's"
-                );
+                assert!(loan.device().is_none(), "device memory cannot be accessed as host memory");
                 loan.bytes()
             }
             Memory::Gone => &[],
@@ -291,35 +290,35 @@ impl Drop for Whole {
 }
 
 impl SharedBuffer {
-    /// Memory of somebody else's, which goes back when the last holder drops it. Nobody gets it as
-    /// [its own](Self::into_owned).
+    /// Wraps memory of another owner, which goes back when the last holder drops it.
+    /// [`into_owned`](Self::into_owned) always fails on it.
     pub fn lent(loan: Box<dyn Loan>) -> Self {
         Self::lent_later(loan, Fences::default())
     }
 
-    /// As [`SharedBuffer::lent`], of bytes that are there once `ready` are over.
+    /// As [`SharedBuffer::lent`], for bytes that are valid once all fences in `ready` are over.
     pub fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
         let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
         let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
         Self { whole: Arc::new(whole), range: 0..bytes, verdict: None }
     }
 
-    /// Whether these bytes are somebody else's.
+    /// True if these bytes belong to another owner.
     pub fn is_lent(&self) -> bool {
         matches!(self.whole.memory, Memory::Lent(_))
     }
 
-    /// How many bytes there are; wherever they are.
+    /// The number of bytes, in host or device memory.
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// Whether there are none.
+    /// True if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
-    /// Where the bytes are, where that is a device's memory.
+    /// Their place in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         let place = match &self.whole.memory {
             Memory::Owned(buffer) => buffer.device(),
@@ -343,7 +342,7 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether devices can copy from these bytes, of the host's, by themselves.
+    /// True if these are host bytes that devices can copy from directly.
     pub fn is_pinned(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(buffer) => buffer.is_pinned(),
@@ -351,29 +350,30 @@ impl SharedBuffer {
         }
     }
 
-    /// What makes the bytes and is not over yet: who reads them on a device comes after it, who
-    /// reads them otherwise waits for it. Where it [has failed](Fences::failure), or where they
-    /// were lent by a process that is no more, they mean nothing, and who would give them to a
-    /// device fails.
+    /// Fences of the work that writes the bytes. Device work that reads them must run after it;
+    /// other readers wait for it.
+    ///
+    /// If it [has failed](Fences::failure), or if the process that lent the bytes is gone, their
+    /// values are undefined. Code that would then use them on a device fails.
     pub fn ready(&self) -> &Fences {
         &self.whole.ready
     }
 
-    /// The same bytes, of which `verdict` says whether they are what they are to be: it is over
-    /// when that is known.
+    /// Returns the same bytes with a fence that ends when their validity is known; its failure says
+    /// why they are invalid.
     ///
-    /// What is [ready](Self::ready) may have been made of what never was: a device that adds to
-    /// garbage does so well. Who is lent the bytes before they are made hears of that too.
+    /// [`ready`](Self::ready) alone is not enough: the work may have succeeded on invalid input. A
+    /// peer that is lent the bytes before they are written gets this result too.
     pub fn with_verdict(self, verdict: Arc<dyn Fence>) -> Self {
         Self { verdict: Some(verdict), ..self }
     }
 
-    /// As it was [given](Self::with_verdict).
+    /// The fence given by [`with_verdict`](Self::with_verdict).
     pub(crate) fn verdict(&self) -> Option<Arc<dyn Fence>> {
         self.verdict.clone()
     }
 
-    /// Whether it is known that the bytes are there, and are what they are to be.
+    /// True if the bytes are known to be written and valid.
     pub fn is_made(&self) -> bool {
         let is_well = |verdict: &Arc<dyn Fence>| verdict.is_over() && verdict.failure().is_none();
         self.ready().are_over()
@@ -381,8 +381,8 @@ impl SharedBuffer {
             && self.verdict.as_ref().is_none_or(is_well)
     }
 
-    /// Calls `then` once it is known whether the bytes are what they are to be, with why not: now,
-    /// or on the thread that finds it out. `then` must be short.
+    /// Calls `then` once it is known if the bytes are valid, with the failure if they are not. It
+    /// is called now, or on the thread that notices the last fence. `then` must be short.
     pub fn on_made(&self, then: Box<dyn FnOnce(Option<String>) + Send>) {
         let (ready, verdict) = (self.ready().clone(), self.verdict.clone());
         self.ready().clone().on_over(Box::new(move || {
@@ -392,16 +392,16 @@ impl SharedBuffer {
         }));
     }
 
-    /// Work was issued that reads these bytes: they stay until it is over.
+    /// Adds the fence of issued work that reads these bytes: the memory stays until it is over.
     pub fn add_read(&self, fence: Arc<dyn Fence>) {
         self.whole.reads.lock().add(fence);
     }
 
-    /// A part of these bytes; moves nothing.
+    /// Returns a part of these bytes without a copy.
     ///
     /// # Panics
     ///
-    /// Where `range` runs past the end.
+    /// If `range` runs past the end.
     pub fn slice(&self, range: Range<usize>) -> Self {
         assert!(
             range.start <= range.end && range.end <= self.range.len(),
@@ -413,13 +413,14 @@ impl SharedBuffer {
         Self { whole: self.whole.clone(), range: start..start + range.len(), verdict }
     }
 
-    /// The buffer back for writing, where this is its only holder and covers all of it. Work of
-    /// devices that still reads it is in its [fences](OwnedBuffer::fences).
+    /// Turns the bytes back into a writable buffer, if this is their only holder and covers all of
+    /// them. Unfinished device work that reads them is in the buffer's
+    /// [fences](OwnedBuffer::fences).
     ///
     /// # Errors
     ///
-    /// Returns itself where somebody else holds these bytes or has lent them, where it is only a
-    /// part, or where work that is [lost](Fence::is_lost) may still use them.
+    /// Returns `self` if there are other holders, if the bytes are borrowed, or if this is only a
+    /// part. Also if [lost](Fence::is_lost) work may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
         let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
         let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();
@@ -442,8 +443,8 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether they count against a limit of their pool. Who lends such bytes may be short of them
-    /// later, so who gets them copies them and gives them back.
+    /// True if they count against a limit of their pool. The owner may run short of memory, so a
+    /// borrower copies them and gives them back.
     pub fn is_limited(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
@@ -452,13 +453,13 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether these bytes are in the memory of a device that is none of this process's, though
-    /// [one that is](Self::device) reaches them: they are to be copied.
+    /// True if these bytes are in the memory of a foreign device, which [one of this
+    /// process's](Self::device) accesses remotely. They should be copied.
     pub fn is_far(&self) -> bool {
         matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
     }
 
-    /// Where these bytes are, if other processes can map it.
+    /// Their place in a segment, if other processes can map it.
     pub(crate) fn place(&self) -> Option<Place> {
         let place = match &self.whole.memory {
             Memory::Owned(buffer) => buffer.place(),
@@ -468,7 +469,7 @@ impl SharedBuffer {
         place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
     }
 
-    /// To be called before these bytes are lent; false where they cannot be now. See
+    /// Must be called before these bytes are lent. Returns false if they cannot be lent now. See
     /// [`Loan::pass_on`].
     pub(crate) fn pass_on(&self) -> bool {
         match &self.whole.memory {
@@ -477,7 +478,7 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether both are the same bytes in the same place.
+    /// True if both are the same bytes at the same place.
     pub fn same_place(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.whole, &other.whole) && self.range == other.range
     }
@@ -511,7 +512,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frozen_buffer_comes_back_only_to_its_last_whole_holder() {
+    fn into_owned_needs_the_last_whole_holder() {
         let pool = Pool::new("test", None);
         let mut buffer = pool.allocate(100).unwrap();
         buffer[99] = 7;
@@ -535,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn lent_memory_is_read_in_place_never_owned_and_goes_back_with_its_last_holder() {
+    fn lent_memory_goes_back_with_its_last_holder() {
         struct Borrowed(Vec<u8>, Arc<AtomicUsize>);
         impl Loan for Borrowed {
             fn bytes(&self) -> &[u8] {
@@ -559,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_devices_use_goes_back_when_they_are_done_and_may_be_taken_over_before() {
+    fn device_memory_goes_back_when_its_fences_are_over() {
         let pool = Pool::new("test", None);
         let live = || pool.stats().live / Pool::rounded(1);
         let [writes, reads] = [(); 2].map(|()| Arc::new(ByHand::default()));
@@ -628,7 +629,7 @@ mod tests {
         let shared = shared.into_owned().unwrap_err();
         drop(shared);
         assert_eq!(live(), 1, "it may still be read");
-        // Its owner has issued work behind the lost one, it believes.
+        // The owner believes that its new work runs after the lost work.
         let lost = Arc::new(ByHand::default());
         let mut owned = pool.allocate(1).unwrap();
         owned.add_fence(lost.clone());
@@ -664,7 +665,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_a_device_have_addresses_of_its_own_and_no_bytes_here() {
+    fn device_blocks_have_places_but_no_host_bytes() {
         let pool = Pool::in_arena("test", Some(1 << 20), &Arena::device(Arc::new(Nowhere)));
         let [first, second] = [(); 2].map(|()| pool.allocate(1000).unwrap());
         let (first_place, second_place) = (first.device().unwrap(), second.device().unwrap());
@@ -714,12 +715,12 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_others_are_about_to_close_is_waited_for_where_there_is_no_other() {
+    fn allocation_waits_for_peers_to_close_memory() {
         let base = Arena::private();
         let pool =
             Pool::in_arena("test", None, &base.device_beside(Arc::new(OneAtATime(Arc::default()))));
         let first = pool.allocate(1 << 20).unwrap().freeze();
-        // Somebody knows it from here on.
+        // From here on a peer knows the segment.
         let Memory::Owned(buffer) = &first.whole.memory else { panic!("it is owned") };
         buffer.place().unwrap().segment.number(&base);
         assert!(pool.allocate(2 << 20).is_err(), "it is in use");
@@ -740,7 +741,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_are_pinned_as_they_are_mapped_and_let_go_before_they_go() {
+    fn segments_are_pinned_from_map_to_unmap() {
         let arena = Arena::private();
         let pinned = Arc::new(AtomicUsize::new(0));
         struct Unpin(Arc<AtomicUsize>);
@@ -765,7 +766,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "runs past")]
-    fn a_slice_past_the_end_is_the_callers_bug() {
+    fn slice_past_the_end_panics() {
         let _ = SharedBuffer::from(vec![0; 4]).slice(2..5);
     }
 }

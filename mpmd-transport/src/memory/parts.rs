@@ -1,4 +1,4 @@
-//! A buffer that several write at once, each a part of its own.
+//! Divides a buffer into parts that are written concurrently.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,17 +7,18 @@ use std::sync::Arc;
 
 use super::{Backing, Fences, OwnedBuffer, Place};
 
-/// A buffer that is given out in parts which never overlap, and is whole again when all of them
-/// have been dropped.
+/// A buffer that is handed out in parts which never overlap. It is whole again when all parts have
+/// been dropped.
 ///
-/// A part is an [`OwnedBuffer`] of its own: a transport reads into it while others write the rest.
+/// A part is an [`OwnedBuffer`] of its own: a transport reads into it while other threads write the
+/// rest.
 pub struct Divided {
     whole: Arc<Whole>,
-    /// What was given out, ascending.
+    /// The ranges handed out, ascending.
     given: Vec<Range<usize>>,
 }
 
-/// The buffer under its parts. Nobody looks at it while there are any.
+/// The buffer under its parts. It is not accessed while there are parts.
 struct Whole {
     buffer: OwnedBuffer,
     start: NonNull<u8>,
@@ -26,8 +27,8 @@ struct Whole {
 // SAFETY: the buffer is `Send`, and `start` points into memory that it owns. Through `start` only
 // parts reach that memory, each its own range.
 unsafe impl Send for Whole {}
-// SAFETY: sharing a `Whole` gives nobody access to its bytes: `buffer` is private to this module,
-// which uses it only once it is the last holder, and parts reach disjoint ranges.
+// SAFETY: sharing a `Whole` gives no access to its bytes. `buffer` is private to this module, which
+// uses it only as its last holder, and parts reach disjoint ranges.
 unsafe impl Sync for Whole {}
 
 /// A range of a divided buffer that no other part shares.
@@ -37,14 +38,15 @@ pub(super) struct Part {
 }
 
 impl Divided {
-    /// A buffer of which nothing has been given out yet.
+    /// Divides `buffer`; no part has been handed out yet.
     pub fn new(mut buffer: OwnedBuffer) -> Self {
         let start = NonNull::from(&mut buffer[..]).cast();
         Self { whole: Arc::new(Whole { buffer, start }), given: Vec::new() }
     }
 
-    /// The part at `range`, with whatever the buffer holds there; `None` where some of it was given
-    /// out before, or it runs past the end.
+    /// Hands out the part at `range`, with the buffer's present content. Returns `None` if it
+    /// overlaps an earlier part or runs past the end. A range stays taken even after its part is
+    /// dropped.
     pub fn part(&mut self, range: Range<usize>) -> Option<OwnedBuffer> {
         if range.start > range.end || range.end > self.whole.buffer.len {
             return None;
@@ -64,11 +66,11 @@ impl Divided {
         })
     }
 
-    /// The whole buffer.
+    /// Returns the whole buffer.
     ///
     /// # Errors
     ///
-    /// Returns itself while there are parts of it.
+    /// Returns `self` while there are parts.
     pub fn join(self) -> Result<OwnedBuffer, Self> {
         let Self { whole, given } = self;
         Arc::try_unwrap(whole).map(|whole| whole.buffer).map_err(|whole| Self { whole, given })
@@ -85,16 +87,16 @@ impl Part {
     }
 
     pub(super) fn bytes(&self, len: usize) -> &[u8] {
-        // SAFETY: `Divided::part` checked that `start + len` is within the buffer, whose memory
-        // `whole` keeps where it is: the buffer is neither moved out nor looked at while this part
-        // holds it. The bytes are initialised, as those of every buffer, and no other part has
-        // them: `Divided` gives each out once.
+        // SAFETY: `Divided::part` checked that `start + len` is within the buffer. `whole` keeps
+        // its memory in place: the buffer is neither moved out nor accessed while this part holds
+        // it. The bytes are initialised, as those of every buffer. No other part has them:
+        // `Divided` hands each out once.
         unsafe { std::slice::from_raw_parts(self.whole.start.as_ptr().add(self.start), len) }
     }
 
     pub(super) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
-        // SAFETY: as in `bytes`; `start` comes from a mutable borrow of the buffer, and `&mut self`
-        // keeps every other access to this part away.
+        // SAFETY: as in `bytes`. `start` comes from a mutable borrow of the buffer, and `&mut self`
+        // excludes every other access to this part.
         unsafe { std::slice::from_raw_parts_mut(self.whole.start.as_ptr().add(self.start), len) }
     }
 }
@@ -129,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_given_twice_or_from_beyond() {
+    fn overlapping_and_out_of_range_parts_are_refused() {
         let mut divided = Divided::new(vec![0; 100].into());
         let first = divided.part(20..40).unwrap();
         for range in [20..40, 0..21, 39..41, 25..30, 10..50, 0..100, 90..101, 101..101] {
@@ -142,11 +144,11 @@ mod tests {
         ];
         assert_eq!(beside.each_ref().map(|part| part.len()), [20, 60, 0]);
         drop(first);
-        assert!(divided.part(20..40).is_none(), "what was written stays");
+        assert!(divided.part(20..40).is_none(), "a range is handed out once");
     }
 
     #[test]
-    fn it_is_whole_only_without_parts_and_outlives_its_own_end() {
+    fn join_fails_with_parts_which_may_outlive_it() {
         let pool = Pool::new("test", None);
         let mut divided = Divided::new(pool.allocate(256).unwrap());
         let part = divided.part(0..64).unwrap();

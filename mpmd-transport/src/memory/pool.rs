@@ -1,4 +1,4 @@
-//! Pools: blocks by size class, carved from segments, kept for reuse, counted, limited.
+//! Pools: blocks by size class, carved from segments, kept for reuse, counted and limited.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,21 +13,21 @@ use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, Place};
 
 /// Blocks up to this size share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
-/// The first segment that is shared. The more a pool has, the larger is the next: each is a
+/// Size of the first shared segment. Later ones are larger, in proportion to the pool: each costs a
 /// mapping, and a descriptor in every process that it is lent to.
 const FIRST_SEGMENT: usize = 4 << 20;
 const LARGEST_SEGMENT: usize = 32 << 20;
-/// Blocks with a segment of their own are kept until they and those in use are twice what was ever
-/// in use, and so much more: less would bring pages that come and go with every step.
+/// Blocks with a segment of their own are kept until all blocks exceed twice the peak use plus this
+/// many bytes. With a smaller bound, pages would come and go with every step.
 const KEPT_BESIDE: u64 = 64 << 20;
-/// How long others may take to close a device's memory, where that is short, and how often it is
-/// looked at.
+/// The longest wait until peers have closed a device's memory when it is short, and the polling
+/// interval.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
 const FREED_LOOK: Duration = Duration::from_millis(5);
-/// The most bytes that all buffers of a pool can have together: no address space has more.
+/// The largest total size of a pool's buffers in bytes: the address space has no more.
 const MOST: u64 = isize::MAX as u64;
 
-/// A source of buffers with a limit and a memory of what it gave. Clones are the same pool.
+/// A source of buffers with a limit, which counts its buffers. Clones are the same pool.
 #[derive(Clone)]
 pub struct Pool {
     inner: Arc<Inner>,
@@ -42,30 +42,30 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// Blocks nobody uses, by size class.
+    /// Unused blocks, by size class.
     free: BTreeMap<usize, Vec<Carved>>,
-    /// The segment that small blocks are carved from, and how much of it is taken.
+    /// The segment that small blocks are carved from, and the number of its bytes already used.
     open: Option<(Arc<Segment>, usize)>,
     stats: PoolStats,
 }
 
-/// A pool's figures, in bytes. Blocks count with the size of their class.
+/// A pool's statistics, in bytes. A block counts with the size of its class.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// In buffers that somebody holds.
+    /// In buffers in use.
     pub live: u64,
-    /// Promised to reservations that have no buffer yet.
+    /// In reservations that have no buffer yet.
     pub reserved: u64,
     /// In blocks kept for reuse.
     pub cached: u64,
     /// Largest sum of live and reserved so far.
     pub peak: u64,
-    /// Largest live so far: what programs really used, however far ahead they set memory aside.
+    /// Largest live so far: the memory really used, without reservations.
     pub peak_live: u64,
     /// Largest live since [`Pool::forget_peak`].
     pub recent_peak: u64,
-    /// Mapped from the system so far, never falling: flat once a program has warmed up.
+    /// Mapped from the system so far; never falls. It stays constant once a program has warmed up.
     pub mapped: u64,
 }
 
@@ -78,7 +78,7 @@ impl PoolStats {
     }
 }
 
-/// A pool that has less left than was asked for. The environment's fault, or the program's.
+/// The pool has fewer bytes left than were requested. The environment's fault, or the program's.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "{pool}: {asked} bytes asked for, {live} in use and {reserved} reserved of {}{}",
@@ -95,14 +95,14 @@ pub struct OutOfMemory {
     pub live: u64,
     /// Bytes reserved.
     pub reserved: u64,
-    /// The pool's limit; `None` where the system refused.
+    /// The pool's limit; `None` if the system refused.
     pub limit: Option<u64>,
-    /// What the system, or the device's driver, said when it did.
+    /// The error of the system, or of the device's driver, if it refused.
     pub refusal: Option<String>,
 }
 
 fn limit_text(limit: &Option<u64>) -> String {
-    limit.map_or_else(|| "what the system gives".to_owned(), |bytes| format!("a limit of {bytes}"))
+    limit.map_or_else(|| "the system's memory".to_owned(), |bytes| format!("a limit of {bytes}"))
 }
 
 fn refusal_text(refusal: &Option<String>) -> String {
@@ -110,7 +110,8 @@ fn refusal_text(refusal: &Option<String>) -> String {
 }
 
 impl Pool {
-    /// An empty pool that gives at most `limit` bytes at a time; `name` is for messages.
+    /// Creates an empty pool that gives out at most `limit` bytes at a time. `name` is for
+    /// messages.
     pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
         Self::in_arena(name, limit, &Arena::private())
     }
@@ -121,30 +122,30 @@ impl Pool {
         Self { inner: Arc::new(Inner { name, limit, arena, state: Mutex::default() }) }
     }
 
-    /// A buffer of `bytes`; its content is whatever the block last held.
+    /// Allocates a buffer of `bytes` bytes. Its content is undefined: the old content of the block.
     ///
     /// # Errors
     ///
-    /// Fails where the limit, or the system, does not allow it.
+    /// If the limit or the system does not allow it.
     pub fn allocate(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
         self.reserve(bytes)?.allocate()
     }
 
-    /// Sets `bytes` aside without taking pages yet.
+    /// Reserves `bytes` bytes without allocating pages.
     ///
     /// # Errors
     ///
-    /// Fails where the limit does not allow it.
+    /// If the limit does not allow it.
     pub fn reserve(&self, bytes: usize) -> Result<Reservation, OutOfMemory> {
         self.set_aside(bytes, size_class(bytes).map(|class| class as u64))
     }
 
-    /// Sets room for several buffers aside, all or none: `sizes` are their bytes. For
+    /// Reserves several buffers, all or none. `sizes` are their lengths in bytes. For
     /// [`Reservation::allocate_all`].
     ///
     /// # Errors
     ///
-    /// Fails where the limit does not allow them together.
+    /// If the limit does not allow them together.
     pub fn reserve_all(
         &self,
         sizes: impl Iterator<Item = usize>,
@@ -179,23 +180,24 @@ impl Pool {
         Ok(Reservation { pool: self.clone(), bytes, counted: class })
     }
 
-    /// The pool's figures at this moment.
+    /// The pool's present statistics.
     pub fn stats(&self) -> PoolStats {
         self.inner.state.lock().stats
     }
 
-    /// Has [`PoolStats::recent_peak`] start anew, from what is live now.
+    /// Restarts [`PoolStats::recent_peak`] from the bytes that are live now.
     pub fn forget_peak(&self) {
         let mut state = self.inner.state.lock();
         state.stats.recent_peak = state.stats.live;
     }
 
-    /// The most bytes the pool gives at a time.
+    /// The most bytes that the pool gives out at a time.
     pub fn limit(&self) -> Option<u64> {
         self.inner.limit
     }
 
-    /// Bytes an allocation of `bytes` counts with; `u64::MAX` where no pool can have so many.
+    /// The number of bytes that an allocation of `bytes` counts with: its size class. `u64::MAX` if
+    /// no pool can have so many.
     pub fn rounded(bytes: usize) -> u64 {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
@@ -218,8 +220,8 @@ impl Inner {
         }
     }
 
-    /// The state, to take so many bytes. Before they make a new peak, what others are done with
-    /// comes back: it is in use only as long as nobody looks.
+    /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the
+    /// blocks that peers have finished with, which would otherwise still count as live.
     fn settled(&self, bytes: u64) -> MutexGuard<'_, State> {
         let state = self.state.lock();
         if state.stats.live + bytes <= state.stats.recent_peak {
@@ -230,8 +232,9 @@ impl Inner {
         self.state.lock()
     }
 
-    /// A block of `class` bytes that was reserved before, where there is none: what others are done
-    /// with comes back, or there is a new segment, mapped without the lock.
+    /// Takes a block of `class` bytes that was reserved before, when no cached block is left.
+    /// Brings back blocks that peers have finished with, or else maps a new segment without the
+    /// lock.
     fn grow(&self, class: usize) -> io::Result<Carved> {
         self.arena.reclaim();
         let (bytes, is_plenty) = {
@@ -259,7 +262,8 @@ impl Inner {
         if class <= LARGEST_SHARED_CLASS
             && let Some(block) = state.take(class)
         {
-            // Another thread was first. Its segment stays open: two would be one too many.
+            // Another thread mapped a segment first, and that one stays open: two would be one too
+            // many.
             drop(state);
             return Ok(block);
         }
@@ -268,13 +272,13 @@ impl Inner {
             state.stats.make_live(class);
             return Ok(Carved { start: segment.start(), capacity: class, segment });
         }
-        // What is left of the one before is never more than such a block.
+        // The rest of the previous segment is smaller than such a block, and is given up.
         state.open = Some((segment, 0));
         state.take(class).ok_or_else(|| io::Error::other("a new segment is too small for a block"))
     }
 
-    /// A new segment. Where there is no memory for it, what was just freed may have to be closed by
-    /// others first.
+    /// Maps a new segment. If there is no memory for it, waits until peers have closed device
+    /// memory that was just freed.
     fn map_when_freed(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let until = Instant::now() + FREED_WITHIN;
         loop {
@@ -302,9 +306,9 @@ impl Inner {
 }
 
 impl State {
-    /// A block of `class` bytes that was reserved before, counted as live from now on: in one step,
-    /// so that nobody sees the bytes counted twice and is refused for it. `None` where that takes a
-    /// new segment.
+    /// Takes a block of `class` bytes that was reserved before, and counts it as live. This is one
+    /// step under the lock, so that no other thread sees the bytes counted twice and is refused.
+    /// `None` if a new segment is needed.
     fn take(&mut self, class: usize) -> Option<Carved> {
         let block = match self.free.get_mut(&class).and_then(Vec::pop) {
             Some(block) => {
@@ -321,20 +325,20 @@ impl State {
     fn carve(&mut self, class: usize) -> Option<Carved> {
         let (segment, used) =
             self.open.as_mut().filter(|(segment, used)| used + class <= segment.bytes())?;
-        // Within the segment, as was just seen; plain arithmetic, as a device's addresses are no
-        // pointers here.
+        // Within the segment, as checked above. Plain arithmetic, since a device's addresses are
+        // not valid pointers here.
         let start = NonNull::new(segment.start().as_ptr().wrapping_add(*used))?;
         *used += class;
         Some(Carved { start, capacity: class, segment: segment.clone() })
     }
 }
 
-/// Bytes set aside in a pool; dropping it gives them up.
+/// Bytes reserved in a pool; dropping it gives them up.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
     bytes: usize,
-    /// What the pool still counts as reserved for it.
+    /// Bytes that the pool still counts as reserved for it.
     counted: u64,
 }
 
@@ -343,7 +347,7 @@ impl Reservation {
     ///
     /// # Errors
     ///
-    /// Fails where the system has no memory left.
+    /// If the system has no memory left.
     pub fn allocate(mut self) -> Result<OwnedBuffer, OutOfMemory> {
         let inner = &self.pool.inner;
         let class = self.counted as usize;
@@ -357,12 +361,12 @@ impl Reservation {
         Ok(OwnedBuffer::of_block(block, self.bytes))
     }
 
-    /// Turns a reservation for several buffers into them; `sizes` are those that it was made for,
-    /// or the first of them. Costs one lock where the blocks are small or there already.
+    /// Turns a reservation for several buffers into buffers. `sizes` are the lengths that it was
+    /// made for, or the first of them. Locks the pool once if the blocks are small or cached.
     ///
     /// # Errors
     ///
-    /// Fails where the system has no memory left, and where more is asked for than was set aside.
+    /// If the system has no memory left, or if more is requested than was reserved.
     pub fn allocate_all(
         mut self,
         sizes: impl Iterator<Item = usize>,
@@ -400,7 +404,7 @@ impl Reservation {
         Ok(buffers)
     }
 
-    /// How many bytes were asked for.
+    /// The number of bytes requested.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -432,24 +436,23 @@ struct Carved {
 
 // SAFETY: a carved range is used by one owner at a time, and nothing in it belongs to a thread.
 unsafe impl Send for Carved {}
-// SAFETY: shared access reads the bytes only; writing needs exclusive access (`Block::bytes_mut`).
+// SAFETY: shared access only reads the bytes; writing needs exclusive access (`Block::bytes_mut`).
 unsafe impl Sync for Carved {}
 
 impl Carved {
+    /// Checks that the range is host memory.
+    ///
     /// # Panics
     ///
-    /// Where it is in a device's memory.
+    /// If it is device memory.
     fn check_host(&self) {
-        assert!(
-            self.segment.device().is_none(),
-            "bytes in the memory of a device are asked for as the host's"
-        );
+        assert!(self.segment.device().is_none(), "device memory cannot be accessed as host memory");
     }
 }
 
 /// A carved range in use; goes back to its pool when dropped.
 pub(super) struct Block {
-    /// `None` only while being dropped.
+    /// `None` only while it is dropped.
     carved: Option<Carved>,
     pool: Pool,
 }
@@ -462,16 +465,16 @@ impl Block {
     pub(super) fn bytes(&self) -> &[u8] {
         let carved = self.carved();
         carved.check_host();
-        // SAFETY: the range lies in a live mapping (kept by `segment`) that was zero-filled when
-        // made, so every byte is initialised; this block is its only owner, and writing needs `&mut
-        // self`.
+        // SAFETY: the range lies in a live mapping, kept by `segment`. The mapping was zero-filled
+        // when created, so every byte is initialised. This block is its only owner, and writing
+        // needs `&mut self`.
         unsafe { std::slice::from_raw_parts(carved.start.as_ptr(), carved.capacity) }
     }
 
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let carved = self.carved();
         carved.check_host();
-        // SAFETY: as in `bytes`, and `&mut self` keeps every other access away.
+        // SAFETY: as in `bytes`, and `&mut self` excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
     }
 
@@ -483,13 +486,13 @@ impl Block {
         self.carved().segment.is_pinned()
     }
 
-    /// Prepares this thread for libraries that are given it, where it is a device's.
+    /// Binds this thread to the block's device, if it is device memory. See `DeviceMemory::bind`.
     #[cfg(feature = "ucx")]
     pub(super) fn bind(&self) -> io::Result<()> {
         self.carved().segment.device().map_or(Ok(()), |memory| memory.bind())
     }
 
-    /// Where it is, where that is a device.
+    /// Its place in device memory, or `None` if it is host memory.
     pub(super) fn device(&self) -> Option<DevicePlace> {
         let Carved { start, segment, capacity } = self.carved();
         let device = segment.device()?.device();
@@ -518,7 +521,7 @@ impl Drop for Block {
 }
 
 /// Returns the size class of an allocation: a multiple of the alignment with at most a quarter of
-/// waste. `None` where it would be more than [`MOST`].
+/// waste. `None` if it would exceed [`MOST`].
 fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(ALIGNMENT);
     let step = (bytes.checked_next_power_of_two()? / 8).max(ALIGNMENT);
@@ -539,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_no_memory_has_are_refused_and_cost_nothing() {
+    fn impossible_lengths_are_refused_and_not_counted() {
         for limit in [None, Some(u64::MAX), Some(1000)] {
             let pool = Pool::new("test", limit);
             let before = pool.allocate(1).unwrap();
@@ -584,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_holds_for_live_and_reserved_together() {
+    fn limit_covers_live_plus_reserved() {
         let pool = Pool::new("test", Some(1000));
         let reserved = pool.reserve(512).unwrap();
         let error = pool.allocate(512).unwrap_err();
@@ -599,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_an_arena_know_their_place_and_those_lent_come_back_before_more_is_mapped() {
+    fn lent_blocks_come_back_before_more_is_mapped() {
         let arena = Arena::shared().unwrap();
         let pool = Pool::in_arena("test", Some(6 << 20), &arena);
         assert!(Pool::new("private", None).allocate(100).unwrap().freeze().place().is_none());
@@ -617,13 +620,13 @@ mod tests {
         }
         let mapped = pool.stats().mapped;
         let again = pool.allocate(3 << 20).unwrap();
-        assert_eq!(pool.stats().mapped, mapped, "it was taken back");
+        assert_eq!(pool.stats().mapped, mapped, "the lent block was brought back");
         lent.lock().push(again.freeze());
         drop(pool.reserve(4 << 20).unwrap());
         assert_eq!(
             (pool.stats().live, lent.lock().len()),
             (0, 0),
-            "the limit is no reason to fail either"
+            "lent blocks come back at the limit too"
         );
         assert!(arena.take_retired().is_empty());
         pool.trim();
@@ -633,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_does_not_grow_with_every_new_size() {
+    fn cache_is_bounded_over_many_sizes() {
         let pool = Pool::new("test", None);
         for i in 0..100 {
             drop(pool.allocate((1 << 20) + i * (256 << 10)).unwrap());
@@ -643,7 +646,7 @@ mod tests {
     }
 
     #[test]
-    fn room_for_several_buffers_is_set_aside_and_taken_together() {
+    fn several_buffers_are_reserved_all_or_none() {
         let pool = Pool::new("test", Some(4 << 20));
         let sizes = [512, 1 << 20, 1, 0];
         let error = pool.reserve_all([4 << 20, 1].into_iter()).unwrap_err();
@@ -659,7 +662,7 @@ mod tests {
     }
 
     #[test]
-    fn more_buffers_than_were_reserved_are_refused_and_fewer_leave_nothing_behind() {
+    fn excess_buffers_are_refused_and_rest_is_released() {
         let pool = Pool::new("test", None);
         let reserved = pool.reserve_all([64, 64].into_iter()).unwrap();
         assert_eq!(reserved.allocate_all([64, 64, 1].into_iter()).unwrap_err().asked, 1);

@@ -1,5 +1,5 @@
-//! Segments: the page-aligned mappings that blocks are carved from, and those that other processes
-//! lend.
+//! Segments: the page-aligned mappings that blocks are carved from, and the mappings of segments
+//! that other processes lend.
 
 use std::any::Any;
 use std::io;
@@ -20,73 +20,73 @@ use super::arena::Inner;
 use super::map::{map, unmap};
 use super::{Arena, DeviceMemory};
 
-/// From this size on pages of 2 MiB are worth asking for.
+/// Segments of at least this size ask for pages of 2 MiB.
 const HUGE: usize = 2 << 20;
 
-/// What a segment that others map must be sealed with. Without GROW and SHRINK its owner could take
-/// pages away from under a reader, which would kill it; without FUTURE_WRITE a reader could open
-/// the descriptor again for writing; without SEAL more seals could be added, such as one that makes
-/// the owner's own writes impossible.
+/// The seals of a segment that other processes map. Without GROW and SHRINK its owner could remove
+/// pages under a reader, which would kill it. Without FUTURE_WRITE a reader could reopen the
+/// descriptor for writing. Without SEAL more seals could be added, such as one that forbids the
+/// owner's own writes.
 const SEALS: SealFlags =
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
-/// Which file a segment is.
+/// The identity of a segment's file.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) struct File {
     device: u64,
     number: u64,
 }
 
-/// One mapping, or one allocation of a device's; given back when dropped.
+/// One mapping, or one allocation of a device. Given back when dropped.
 pub struct Segment {
-    /// On a device an address of its own: never to be read through.
+    /// An address of the device's own if this is device memory: never to be dereferenced.
     start: NonNull<u8>,
     bytes: usize,
-    /// What keeps the pages in their place for devices, if anything does. Goes before the mapping
-    /// does.
+    /// The guard that pins the pages for devices, if any. Dropped before the mapping goes.
     pin: OnceLock<Box<dyn Any + Send + Sync>>,
-    /// Where the memory is not the host's.
+    /// The device memory, if this is not host memory.
     device: Option<Box<dyn DeviceMemory>>,
-    /// Where other processes can map it too.
+    /// The file, if other processes can map the segment.
     descriptor: Option<OwnedFd>,
-    /// What others know it by, once they do, and whom to tell that it is no more.
+    /// The number by which peers know the segment, once they do, and the arena to tell when it is
+    /// freed.
     known: OnceLock<(u32, Weak<Inner>)>,
 }
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
 unsafe impl Send for Segment {}
-// SAFETY: shared access to a segment hands out its address and length, and reads of ranges that
-// nobody writes (the contract of `Segment::lent`).
+// SAFETY: shared access to a segment gives its address and length, and reads of ranges that are not
+// written meanwhile (the contract of `Segment::lent`).
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// Maps `bytes` (more than 0) of zeroes for this process alone. Pages are taken when they are
-    /// first touched.
+    /// Maps `bytes` (more than 0) zeroes for this process alone. Pages are allocated at the first
+    /// access.
     pub(super) fn private(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, None)?;
         Ok(Self::at(start, bytes, None))
     }
 
-    /// Maps `bytes` (more than 0) of zeroes that other processes can map for reading, with all
-    /// their pages.
+    /// Maps `bytes` (more than 0) zeroes that other processes can map for reading, and allocates
+    /// all their pages.
     ///
-    /// The pages are taken here because later nobody could be told that there are none: a write to
-    /// a page that the system does not have kills the process.
+    /// The pages are allocated here because a later failure could not be reported: a write to a
+    /// page that the system cannot provide kills the process.
     pub(super) fn shared(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let descriptor = memory_file("mpmd", bytes)?;
-        // The file is this function's own and has `bytes` bytes, which nobody can take from it once
-        // it is sealed below.
+        // The file belongs to this function and has `bytes` bytes, and it is sealed below: no
+        // process can shorten it then.
         let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, Some(descriptor.as_fd()))?;
         let segment = Self::at(start, bytes, Some(descriptor));
         if bytes >= HUGE {
-            // Where they are not allowed the kernel says so, and small ones do.
+            // If the kernel does not allow huge pages it returns an error, and small pages will do.
             segment.advise(Advice::LinuxHugepage).ok();
         }
         match segment.advise(Advice::LinuxPopulateWrite) {
-            // Kernels before 5.14: the file gets its pages, which this process then finds at first
-            // touch.
+            // Kernels before 5.14: allocates the file's pages, which this process then maps at the
+            // first access.
             Err(Errno::INVAL) => {
                 take_pages(segment.fd()?, bytes)?;
             }
@@ -96,12 +96,12 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Maps a segment of another process, for reading, whose owner says that it has `bytes` bytes.
+    /// Maps another process's segment for reading. The owner says that it has `bytes` bytes.
     ///
     /// # Errors
     ///
-    /// Where it has not, or is not sealed: its owner could take pages away, which would kill this
-    /// process.
+    /// If the length is wrong, or if the file is not sealed: its owner could then remove pages,
+    /// which would kill this process.
     pub(crate) fn foreign(descriptor: OwnedFd, bytes: u64) -> io::Result<Self> {
         let found = fstat(&descriptor)?;
         let length = u64::try_from(found.st_size).unwrap_or(0);
@@ -109,26 +109,27 @@ impl Segment {
             usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && length == *bytes as u64);
         let Some(bytes) = bytes else {
             return Err(io::Error::other(format!(
-                "a segment of {length} bytes is announced with others"
+                "a segment has {length} bytes, but another length was announced"
             )));
         };
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("a segment is not sealed"));
         }
-        // The file cannot become shorter: its seal was seen above.
+        // The file cannot become shorter: its seal was checked above.
         let start = map(bytes, ProtFlags::READ, Some(descriptor.as_fd()))?;
         let has_pages =
             u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= bytes as u64;
         let segment = Self::at(start, bytes, Some(descriptor));
         if has_pages {
-            // One call instead of a fault for every few pages; older kernels do without. Where
-            // there are none it would take new ones, as many as somebody says.
+            // One call instead of a fault for every few pages; older kernels lack it. On a file
+            // without pages it would allocate as many as the peer claims.
             segment.advise(Advice::LinuxPopulateRead).ok();
         }
         Ok(segment)
     }
 
-    /// What tells the file of a descriptor from others, as long as somebody has it open or mapped.
+    /// Returns the identity of a descriptor's file. It is unique as long as the file is open or
+    /// mapped somewhere.
     pub(crate) fn file(descriptor: BorrowedFd<'_>) -> io::Result<File> {
         let found = fstat(descriptor)?;
         Ok(File { device: found.st_dev, number: found.st_ino })
@@ -145,7 +146,7 @@ impl Segment {
         }
     }
 
-    /// Memory of a device.
+    /// Wraps memory of a device.
     pub(crate) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
         let start = usize::try_from(memory.address()).unwrap_or(0);
         let start = NonNull::new(std::ptr::without_provenance_mut(start))
@@ -160,18 +161,18 @@ impl Segment {
         })
     }
 
-    /// The device's memory that this is, where it is not the host's.
+    /// The device memory, if this is not host memory.
     pub(crate) fn device(&self) -> Option<&dyn DeviceMemory> {
         self.device.as_deref()
     }
 
-    /// Has `pin` dropped before the mapping goes.
+    /// Keeps `pin` until just before the mapping goes.
     pub(super) fn keep_pin(&self, pin: Box<dyn Any + Send + Sync>) {
-        // A second one has nothing to keep.
+        // A second pin is not needed.
         let _ = self.pin.set(pin);
     }
 
-    /// Whether its pages stay in their place for devices.
+    /// True if its pages are pinned for devices.
     pub(super) fn is_pinned(&self) -> bool {
         self.pin.get().is_some()
     }
@@ -181,46 +182,45 @@ impl Segment {
         self.start
     }
 
-    /// The segment's length.
+    /// The segment's length in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes of a segment that another process owns and has lent; `None` where it has no such
-    /// range.
+    /// Returns bytes of a segment that another process owns and has lent, or `None` if the segment
+    /// has no such range.
     ///
-    /// The owner promises that they do not change while they are lent. One that breaks its promise,
-    /// by a bug, makes readers see other values; it cannot make them touch memory that is not
-    /// there.
+    /// The owner promises not to change them while they are lent. If it breaks the promise, by a
+    /// bug, readers see other values; they never access unmapped memory.
     pub(crate) fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
         if !self.has(&range) || self.device.is_some() {
             return None;
         }
-        // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it
-        // is initialised, as the pages of files are. Nobody in this process can write it: it is
-        // mapped for reading only; and its owner does not while it is lent, see above.
+        // SAFETY: the check above shows that the range lies within the mapping, which `self` keeps.
+        // All of it is initialised, as the pages of files are. This process cannot write it, since
+        // it is mapped for reading only. Its owner does not write it while it is lent, see above.
         Some(unsafe {
             std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len())
         })
     }
 
-    /// What other processes map it by; `None` where they cannot.
+    /// The descriptor by which other processes map it; `None` if they cannot.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
-    /// Whether other processes can map it, or open it.
+    /// True if other processes can map it, or open it.
     pub(crate) fn is_shareable(&self) -> bool {
         self.descriptor.is_some() || self.device().is_some_and(|memory| memory.export().is_some())
     }
 
-    /// Whether there is such a range in it.
+    /// True if `range` lies within the segment.
     pub(crate) fn has(&self, range: &Range<usize>) -> bool {
         range.start <= range.end && range.end <= self.bytes
     }
 
-    /// The number by which others know it, a new one of `arena` where nobody does yet. Never used
-    /// for another segment of this process.
+    /// Returns the number by which peers know it; takes a new one of `arena` at the first call. The
+    /// number is never used for another segment of this process.
     pub(crate) fn number(&self, arena: &Arena) -> u32 {
         self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
     }
@@ -230,18 +230,18 @@ impl Segment {
     }
 
     fn advise(&self, advice: Advice) -> Result<(), Errno> {
-        // SAFETY: the range is this segment's own mapping. None of the advice given here changes
-        // what it holds.
+        // SAFETY: the range is this segment's own mapping. No advice used in this file changes its
+        // content.
         unsafe { madvise(self.start.as_ptr().cast(), self.bytes, advice) }
     }
 }
 
-/// A new file in memory, of so many zeroes, to be sealed.
+/// Creates a file in memory, of `bytes` zeroes, that can be sealed.
 ///
 /// # Errors
 ///
-/// Where the system has no such thing, or where this process may not have files so long: to make
-/// one all the same would end it by a signal (SIGXFSZ).
+/// If the system does not support such files, or if the process's file size limit is lower. To
+/// exceed the limit would kill the process by a signal (SIGXFSZ).
 pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     check_file_limit(bytes as u64)?;
     let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -249,15 +249,15 @@ pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     Ok(descriptor)
 }
 
-/// Has the system give all pages of a file in memory now.
+/// Makes the system allocate all pages of a file in memory now.
 pub(crate) fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
     in_pieces(bytes as u64, |at, bytes| fallocate(file, FallocateFlags::empty(), at, bytes))
 }
 
-/// Calls `take` with offsets and lengths that together are `bytes` bytes.
+/// Calls `take` with offsets and lengths that together cover `bytes` bytes.
 ///
-/// A call that a signal interrupts has done nothing, and the next is for half as much: signals that
-/// keep coming do not interrupt the same work for ever.
+/// A call that a signal interrupts has done nothing, and the next one is half as long. So repeated
+/// signals cannot interrupt the same work for ever.
 fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) -> io::Result<()> {
     let (mut at, mut piece) = (0, bytes);
     while at < bytes {
@@ -271,7 +271,7 @@ fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) ->
     Ok(())
 }
 
-/// Whether this process may have files of so many bytes.
+/// Checks that this process may have files of `bytes` bytes.
 pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes => Err(io::Error::other(format!(
@@ -287,15 +287,15 @@ impl Drop for Segment {
     fn drop(&mut self) {
         drop(self.pin.take());
         if self.device.is_none() {
-            // SAFETY: the range was mapped by a constructor with this length, is unmapped only
-            // here, and every block inside it and every loan of it holds an `Arc` of the segment,
-            // so none is left.
+            // SAFETY: a constructor mapped the range with this length, and it is unmapped only
+            // here. Every block inside it and every loan of it holds an `Arc` of the segment, so
+            // none is left.
             unsafe { unmap(self.start, self.bytes) };
         }
         if let Some((number, arena)) = self.known.get()
             && let Some(arena) = arena.upgrade()
         {
-            // Others may have a device's memory open: it stays until they have closed it.
+            // Peers may have a device's memory open: it stays until they have closed it.
             arena.retire(*number, self.device.take());
         }
     }
@@ -308,9 +308,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shared_segment_can_be_read_by_who_has_its_descriptor_and_changed_by_nobody_else() {
+    fn shared_segment_is_readable_by_all_writable_by_owner() {
         let segment = Segment::shared(8192).unwrap();
-        // SAFETY: nobody else has the segment yet.
+        // SAFETY: no other code has the segment yet.
         unsafe { segment.start().as_ptr().add(5000).write(7) };
         let descriptor = segment.fd().unwrap().try_clone_to_owned().unwrap();
         let foreign = Segment::foreign(descriptor, 8192).unwrap();
@@ -318,8 +318,8 @@ mod tests {
         for range in [0..8193, 8193..8193, usize::MAX - 1..usize::MAX, Range { start: 2, end: 1 }] {
             assert!(foreign.lent(range).is_none());
         }
-        // By no way: not through the descriptor, nor opened again, nor shorter, nor mapped for
-        // writing.
+        // Writing fails in every way: by the descriptor, by reopening it, by truncation, and by a
+        // writable mapping.
         let fd = segment.fd().unwrap();
         assert!(ftruncate(fd, 4096).is_err() && ftruncate(fd, 16384).is_err());
         assert!(fcntl_add_seals(fd, SealFlags::WRITE).is_err());
@@ -328,8 +328,8 @@ mod tests {
         assert!(again.is_err() || again.unwrap().write(&[1]).is_err());
         let writable = map(8192, ProtFlags::WRITE, Some(fd));
         assert_eq!(writable.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
-        // The owner goes on writing, and readers see it.
-        // SAFETY: `lent` gave out no slice that is still alive.
+        // The owner continues to write, and readers see it. SAFETY: `lent` returned no slice that
+        // is still alive.
         unsafe { segment.start().as_ptr().write(9) };
         assert_eq!(foreign.lent(0..1).unwrap(), [9]);
         drop(segment);
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_sealed_segment_of_that_size_is_refused() {
+    fn foreign_segment_needs_seals_and_exact_length() {
         let segment = Segment::shared(4096).unwrap();
         let fd = || segment.fd().unwrap().try_clone_to_owned().unwrap();
         assert!(Segment::foreign(fd(), 4096).is_ok());

@@ -1,4 +1,4 @@
-//! A process's side of the rendezvous.
+//! A process's side of the rendezvous: its connection to the server.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -16,10 +16,11 @@ use super::server::clock;
 use super::{Down, Member, RendezvousError, Report, Token};
 use crate::wire::ProcessId;
 
-/// This process's connection to the job's [`Server`](super::Server). All methods block, all for a
-/// bounded time, and can be called from any thread.
+/// This process's connection to the job's [`Server`](super::Server). Any thread may call its
+/// methods. All of them block, for a bounded time.
 ///
-/// Dropped without [`leave`](Self::leave), it counts as died: the others are told.
+/// If it is dropped without [`leave`](Self::leave), the process counts as died, and the others are
+/// told.
 pub struct Rendezvous {
     link: Arc<Connection>,
     config: JoinConfig,
@@ -27,40 +28,40 @@ pub struct Rendezvous {
     clock_offset: i64,
 }
 
-/// How a process's clock compares with the server's.
+/// The difference between a process's clock and the server's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct ClockOffset {
     /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
     pub offset: i64,
-    /// By how many nanoseconds that may be wrong: half of the round trip.
+    /// The largest possible error of `offset` in nanoseconds: half of the round trip.
     pub bound: u64,
 }
 
-/// Where to meet, and as whom.
+/// The server to join, and this process's identity in the job.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
     /// The server, as `host:port`.
     pub server: String,
-    /// Which process of the job this is.
+    /// This process's id in the job.
     pub process: ProcessId,
-    /// How many processes this one believes the job has.
+    /// Number of processes in the job, as far as this process knows.
     pub processes: usize,
     /// The job's secret.
     pub token: Token,
-    /// How long to wait for the server, for the other processes, and for a sign of life.
+    /// The peer timeout: the longest wait for the server, for the other processes, and for a sign
+    /// of life.
     pub patience: Duration,
 }
 
 impl Rendezvous {
-    /// Connects to the server, which may come up later, and compares clocks with it.
+    /// Connects to the server, which may start later, and compares clocks with it.
     ///
     /// # Errors
     ///
-    /// [`Unreachable`](RendezvousError::Unreachable) after `patience`; at once
-    /// [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
-    /// [`Stranger`](RendezvousError::Stranger) by what the server says to this process's preamble,
-    /// and [`NoSuchProcess`](RendezvousError::NoSuchProcess) where `process` is not below
-    /// `processes`.
+    /// - [`Unreachable`](RendezvousError::Unreachable) after `patience`.
+    /// - [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
+    ///   [`Stranger`](RendezvousError::Stranger) at once, by the server's answer to the preamble.
+    /// - [`NoSuchProcess`](RendezvousError::NoSuchProcess) if `process` is not below `processes`.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
         if config.process.index() >= config.processes {
             let JoinConfig { process, processes, .. } = config;
@@ -72,11 +73,11 @@ impl Rendezvous {
             why: e.to_string(),
         };
         let local = stream.local_addr().map_err(|e| environment("asking for the address of", e))?;
-        // The server's own patience decides how often it pings; a shorter one here must not outrun
-        // it.
+        // The server pings at an interval that follows its own peer timeout. A shorter one here
+        // must not expire between two pings.
         let silence = config.patience.max(ping.saturating_mul(4));
-        // Short reads, so that the thread notices silence; the whole of a write may take the
-        // patience.
+        // Reads are short, so that the thread notices silence. A whole write may take the full
+        // timeout.
         stream
             .set_read_timeout(Some(
                 (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1)),
@@ -101,27 +102,29 @@ impl Rendezvous {
         Ok(this)
     }
 
-    /// The address of this end of the connection: an interface by which the job's other hosts, or
-    /// at least the server's, can be expected to reach this process.
+    /// The address of this end of the connection. It is an interface by which at least the server,
+    /// and most likely the job's other hosts, can reach this process.
     pub fn local_ip(&self) -> IpAddr {
         self.local.ip()
     }
 
     /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
     ///
-    /// Measured when connecting, from the quickest of a few round trips.
+    /// Measured by [`connect`](Self::connect), from the quickest of a few round trips.
     pub fn clock_offset(&self) -> i64 {
         self.clock_offset
     }
 
-    /// Joins the job and waits for all others; returns what each has told, by process number.
+    /// Joins the job and waits for all others. Returns the descriptions of all processes, by
+    /// process number.
     ///
     /// # Errors
     ///
-    /// [`Missing`](RendezvousError::Missing) where others do not come,
+    /// [`Missing`](RendezvousError::Missing) if other processes do not join in time.
     /// [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
-    /// [`Complete`](RendezvousError::Complete), [`Program`](RendezvousError::Program), each naming
-    /// who; [`ServerGone`](RendezvousError::ServerGone).
+    /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
+    /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
+    /// ended.
     pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
         let JoinConfig { process, processes, patience, .. } = self.config;
         let processes = processes as u64;
@@ -134,12 +137,12 @@ impl Rendezvous {
         }
     }
 
-    /// Sets a value that all processes can [`get`](Self::get), in place of an earlier one.
+    /// Sets a value that all processes can [`get`](Self::get). It replaces an earlier one.
     ///
     /// # Errors
     ///
     /// [`TooLong`](RendezvousError::TooLong) above [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES);
-    /// [`ServerGone`](RendezvousError::ServerGone).
+    /// [`ServerGone`](RendezvousError::ServerGone) if the connection has ended.
     pub fn set(&self, key: impl Into<String>, value: Vec<u8>) -> Result<(), RendezvousError> {
         let key = key.into();
         if value.len() > protocol::MAX_VALUE_BYTES {
@@ -149,7 +152,7 @@ impl Rendezvous {
         self.link.ask(self.config.patience, |ask| Request::Set { ask, key, value }).map(drop)
     }
 
-    /// The value under `key`; waits until somebody sets one, at most `patience`.
+    /// Returns the value under `key`. Waits at most `patience` until a process sets one.
     ///
     /// # Errors
     ///
@@ -167,15 +170,14 @@ impl Rendezvous {
         }
     }
 
-    /// Waits until all processes of the job wait here, at most `patience`. A name can be used
-    /// again.
+    /// Waits at most `patience` until all processes of the job wait here. A name can be used again.
     ///
     /// # Errors
     ///
-    /// [`Barrier`](RendezvousError::Barrier), naming who did not come in time;
-    /// [`BarrierBroken`](RendezvousError::BarrierBroken) as soon as one can no longer come;
-    /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
-    /// [`ServerGone`](RendezvousError::ServerGone).
+    /// - [`Barrier`](RendezvousError::Barrier), with the processes that did not come in time.
+    /// - [`BarrierBroken`](RendezvousError::BarrierBroken) as soon as a process can no longer come.
+    /// - [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join).
+    /// - [`ServerGone`](RendezvousError::ServerGone) if the connection has ended.
     pub fn barrier(
         &self,
         name: impl Into<String>,
@@ -185,9 +187,10 @@ impl Rendezvous {
         self.link.ask(patience, |ask| Request::Barrier { ask, name, patience }).map(drop)
     }
 
-    /// From now on calls `tell` for everybody who goes without leave, also for those already gone.
+    /// Calls `tell` for every process, and the server, that goes without leaving in order. Events
+    /// from before this call are reported at once.
     ///
-    /// It is called on a thread that also answers the server's pings, so it must not block.
+    /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_down(&self, tell: Box<dyn Fn(Down) + Send + Sync>) {
         let tell: Arc<dyn Fn(Down) + Send + Sync> = Arc::from(tell);
         let mut state = self.link.state.lock();
@@ -199,11 +202,11 @@ impl Rendezvous {
         }
     }
 
-    /// Tells the server's owner of the failure that this process ends with; the first report
-    /// counts.
+    /// Reports the failure that this process ends with to the server's owner. Only the first report
+    /// of a process counts.
     ///
-    /// Waits for the answer, at most four seconds. From then on the owner knows, however this
-    /// process ends.
+    /// Blocks until the answer comes, at most four seconds. After that the owner knows the failure,
+    /// however this process ends.
     ///
     /// # Errors
     ///
@@ -213,27 +216,28 @@ impl Rendezvous {
         self.link.ask(REPORT_WITHIN, |ask| Request::Report { ask, report }).map(drop)
     }
 
-    /// Leaves the job in an orderly way: nobody will be told that this process is down. Waits for
-    /// the server's answer for a few seconds at most, and not at all where the server is known to
-    /// be silent.
+    /// Leaves the job in order: the others will not be told that this process is down. Blocks for
+    /// the server's answer, at most a few seconds, and not at all if the server is known to be
+    /// silent.
     ///
     /// # Errors
     ///
-    /// [`ServerGone`](RendezvousError::ServerGone), or [`Left`](RendezvousError::Left) where it has
+    /// [`ServerGone`](RendezvousError::ServerGone), or [`Left`](RendezvousError::Left) if it has
     /// left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let patience = self.config.patience.min(LEAVE_WITHIN);
         let left = self.link.ask(patience, |ask| Request::Leave { ask }).map(drop);
         if left.is_ok() {
-            // The server closes once it has answered, and that may have been noticed before.
+            // The server closes after its answer, and the listening thread may already have
+            // recorded that.
             self.link.state.lock().ended = Some(RendezvousError::Left);
         }
         self.link.end(RendezvousError::Left);
         left
     }
 
-    /// Compares clocks with the server, by the quickest of a few round trips.
+    /// Compares clocks with the server: makes a few round trips and uses the quickest.
     ///
     /// # Errors
     ///
@@ -252,10 +256,10 @@ impl Rendezvous {
     }
 }
 
-/// By round trips: when asked, what the server's clock said, when answered. In the quickest the
-/// answer was under way for the least time, so it says most.
+/// Returns the offset by the quickest of some round trips. Each is (time asked, server's clock,
+/// time answered), in nanoseconds. The quickest has the smallest error.
 fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
-    // A clock that was set back meanwhile says nothing.
+    // A clock that was set back meanwhile makes the trip useless.
     let found = trips.iter().filter(|(asked, _, answered)| answered >= asked).map(
         |(asked, server, answered)| {
             let trip = answered.saturating_sub(*asked);
@@ -268,7 +272,8 @@ fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
 
 impl Drop for Rendezvous {
     fn drop(&mut self) {
-        // Its own thread sees the end of the connection and ends too; nothing to wait for.
+        // The listening thread sees the end of the connection and ends too. There is nothing to
+        // wait for.
         self.link.end(RendezvousError::Left);
     }
 }
@@ -282,10 +287,10 @@ impl fmt::Debug for Rendezvous {
 
 struct Connection {
     server: String,
-    /// Number of processes in the job, as this one believes.
+    /// Number of processes in the job, as far as this process knows.
     processes: usize,
     stream: TcpStream,
-    /// Held for the whole of a message; not needed to close the connection.
+    /// Held while a whole message is written. Closing the connection does not need it.
     writing: Mutex<()>,
     state: Mutex<State>,
 }
@@ -294,37 +299,38 @@ struct Connection {
 struct State {
     asked: u64,
     asks: HashMap<u64, mpsc::Sender<Answered>>,
-    /// Of the answer to `join`, which may come in parts.
+    /// The members received so far: the answer to `join` may come in parts.
     members: Vec<Member>,
-    /// Why nothing can be asked any more.
+    /// The reason why no more requests can be made.
     ended: Option<RendezvousError>,
-    /// The job is complete: from now on this process can do without the server.
+    /// True once the job is complete. From then on this process can do without the server.
     joined: bool,
-    /// Why no answer can be expected at the moment: the server of a running job is silent.
+    /// The reason why no answer is expected at the moment: the server of a running job is silent.
     silent: Option<RendezvousError>,
-    /// The loss of the server has been told, which is done once.
+    /// True once the loss of the server has been reported, which is done once.
     loss_told: bool,
     leaving: bool,
     tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     untold: Vec<Down>,
 }
 
-/// When an answer came, by this process's clock, and what it was.
+/// The time an answer came, by this process's clock in nanoseconds since 1970, and the answer.
 type Answered = (i64, Result<Answer, RendezvousError>);
 
-/// How much longer than the server an answer is waited for here: the server knows who is late.
+/// Extra time to wait for an answer: the server's error, which names the late processes, should
+/// come first.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// How long the server has to take a report, without the slack: nobody may depend on it.
+/// Time that the server has to take a report, without the slack. Short, as a failing process must
+/// not hang here.
 const REPORT_WITHIN: Duration = Duration::from_secs(2);
 
-/// The longest time that leaving waits for the server: what it has sent is on its way, answered or
-/// not.
+/// The longest time that leaving waits for the server. The request has been sent in any case.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 
 impl Connection {
-    /// Sends a request and waits for its answer. Returns when the answer came, and the answer.
-    /// Where the server is silent the request is still sent, and is an error at once.
+    /// Sends a request and blocks until its answer comes. Returns the time of the answer, and the
+    /// answer. If the server is silent, the request is still sent, but fails at once.
     fn ask(
         &self,
         patience: Duration,
@@ -360,7 +366,7 @@ impl Connection {
         }
     }
 
-    /// Withdraws request `ask` and returns an error where the server is silent.
+    /// If the server is silent, withdraws request `ask` and returns the error.
     fn silence_of(&self, ask: u64) -> Option<RendezvousError> {
         let mut state = self.state.lock();
         let silent = state.silent.clone()?;
@@ -371,15 +377,15 @@ impl Connection {
     fn write(&self, frame: &[u8]) -> Result<(), RendezvousError> {
         let _writing = self.writing.lock();
         (&self.stream).write_all(frame).map_err(|e| {
-            // Half a message may have left: nothing sensible can follow it.
+            // Part of a message may have been sent: no other message can follow it.
             let _ = self.stream.shutdown(Shutdown::Both);
             let ended = self.state.lock().ended.clone();
             ended.unwrap_or_else(|| self.gone(e.to_string()))
         })
     }
 
-    /// Reads until the connection ends, answering pings. A silent server ends the connection of a
-    /// process that has not joined yet; later it may be stopped, and come back.
+    /// Reads until the connection ends, and answers pings. If the server is silent, the connection
+    /// ends unless this process has joined. A running job goes on, as the server may come back.
     fn listen(&self, mut stream: TcpStream, silence: Duration) {
         let mut frames = Frames::default();
         let mut bytes = vec![0; 16 * 1024];
@@ -387,7 +393,7 @@ impl Connection {
         let why = 'connected: loop {
             let read = stream.read(&mut bytes);
             let now = Instant::now();
-            // A process that was stopped itself has no right to call the server silent.
+            // If this process itself was stopped, it cannot call the server silent.
             if now.duration_since(looked) > silence / 2 {
                 heard = now;
             }
@@ -429,8 +435,8 @@ impl Connection {
         }
     }
 
-    /// Notes that the server is silent, where this process has joined: nobody waits for answers
-    /// then.
+    /// If this process has joined: records that the server is silent, fails all pending requests
+    /// and returns true.
     fn goes_on_without(&self, why: &str) -> bool {
         let mut state = self.state.lock();
         if !state.joined {
@@ -446,7 +452,7 @@ impl Connection {
         true
     }
 
-    /// Says, once, that the server is lost to this process.
+    /// Reports, once, that the server is lost to this process.
     fn tell_loss(&self, why: String) {
         let mut state = self.state.lock();
         if state.leaving || std::mem::replace(&mut state.loss_told, true) {
@@ -481,7 +487,7 @@ impl Connection {
                 let asker = state.asks.remove(&ask);
                 drop(state);
                 if let Some(asker) = asker {
-                    // Who no longer waits has had its time-out.
+                    // A request that has timed out has no receiver any more.
                     let _ = asker.send((clock(), result));
                 }
             }
@@ -504,13 +510,14 @@ impl Connection {
                 drop(state);
                 tell(down);
             }
-            // Each goes once; who says it again has more to say than there is to hear.
+            // Each process goes down once. A server that reports more than that is faulty.
             None if state.untold.len() > self.processes => {}
             None => state.untold.push(down),
         }
     }
 
-    /// Closes the connection; everybody who waits hears `why`, unless it had ended before.
+    /// Closes the connection. All pending requests fail with `why`, or with the earlier reason if
+    /// it had ended before.
     fn end(&self, why: RendezvousError) {
         let mut state = self.state.lock();
         let why = state.ended.get_or_insert(why).clone();
@@ -537,8 +544,8 @@ impl Connection {
     }
 }
 
-/// Waits for an answer for `patience`, of which only the time counts in which this process runs: a
-/// stop may have been the whole job's.
+/// Waits at most `patience` for an answer. Time in which this process was stopped hardly counts:
+/// the whole job may have been stopped.
 fn wait_awake(
     answer: &mpsc::Receiver<Answered>,
     patience: Duration,

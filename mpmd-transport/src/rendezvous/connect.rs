@@ -1,4 +1,4 @@
-//! How a process gets to the rendezvous service: connects, again and again, and shows the token.
+//! Connects a process to the rendezvous service, with retries, and shows the token.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -8,11 +8,11 @@ use super::job::after;
 use super::protocol::{self, ANSWER_BYTES, Greeting, VERSION};
 use super::{JoinConfig, RendezvousError};
 
-/// How often a token is shown to a server that closes the connection without a word.
+/// Number of times a token is shown to a server that closes the connection unanswered.
 const TRIES: usize = 3;
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
-/// Connects and shows the token. Returns how often the server pings, too.
+/// Connects and shows the token. Also returns the interval of the server's pings.
 pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), RendezvousError> {
     let until = after(Instant::now(), config.patience);
     let mut tries = 0;
@@ -20,7 +20,8 @@ pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), Rendezv
         let mut stream = reach(&config.server, config.patience, until)?;
         tries += 1;
         match greet(&mut stream, config, until) {
-            // The server may also have made room among strangers, or have found this process slow.
+            // The server may also have closed its oldest stranger, or have found this process too
+            // slow.
             Err(RendezvousError::Token { .. }) if tries < TRIES => {
                 std::thread::sleep(BETWEEN_TRIES)
             }
@@ -29,7 +30,7 @@ pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), Rendezv
     }
 }
 
-/// Connects, again and again until `until`.
+/// Connects, with retries until `until`.
 fn reach(server: &str, patience: Duration, until: Instant) -> Result<TcpStream, RendezvousError> {
     let mut pause = Duration::from_millis(10);
     loop {
@@ -53,7 +54,7 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
         let left = until.saturating_duration_since(Instant::now());
         let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(5));
         match TcpStream::connect_timeout(&address, wait) {
-            // Nobody listening on a port of the dynamic range: a socket can then connect to itself.
+            // If no process listens on a port of the dynamic range, a socket can connect to itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
                 last = ErrorKind::ConnectionRefused.into();
             }
@@ -67,7 +68,7 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     Err(last)
 }
 
-/// Shows the token; returns how often the server pings.
+/// Shows the token; returns the interval of the server's pings.
 fn greet(
     stream: &mut TcpStream,
     config: &JoinConfig,
@@ -82,7 +83,7 @@ fn greet(
         ErrorKind::WouldBlock | ErrorKind::TimedOut => RendezvousError::Unreachable {
             server: config.server.clone(),
             patience: config.patience,
-            why: "somebody accepts connections there, but does not answer".into(),
+            why: "a program accepts connections there, but does not answer".into(),
         },
         _ => RendezvousError::ServerGone { server: config.server.clone(), why: e.to_string() },
     };

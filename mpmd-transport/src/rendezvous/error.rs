@@ -1,4 +1,4 @@
-//! What can go wrong when processes meet.
+//! The errors of the rendezvous.
 
 use std::time::Duration;
 
@@ -6,36 +6,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-/// Why processes did not meet. Some of these travel from the server to its clients.
+/// The reason why a rendezvous failed. Some of these travel from the server to its clients.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// The address for the server is taken, or not this host's. The environment's fault.
+    /// The server's address is taken, or is not an address of this host. The environment's fault.
     #[error("the rendezvous service cannot listen at {address}: {why}")]
     Bind {
         /// The address asked for.
         address: String,
-        /// The system's word on it.
+        /// The system's error.
         why: String,
     },
-    /// Nobody answers at the server's address. The environment's fault.
+    /// The server's address does not answer. The environment's fault.
     #[error("the rendezvous service at {server} could not be reached within {patience:?}: {why}")]
     Unreachable {
         /// The address tried.
         server: String,
-        /// For how long.
+        /// The peer timeout.
         patience: Duration,
-        /// How the last attempt ended.
+        /// The error of the last attempt.
         why: String,
     },
-    /// The server closed the connection unanswered. The caller's fault, most likely.
+    /// The server closed the connection unanswered. Most likely the caller's fault.
     #[error("the server at {server} refused the connection: the job token is probably wrong")]
     Token {
         /// The server.
         server: String,
     },
-    /// Whoever listens there is no rendezvous server. The caller's fault.
-    #[error("what listens at {server} is not a rendezvous service of mpmd")]
+    /// The program that listens there is not a rendezvous server. The caller's fault.
+    #[error("the program that listens at {server} is not a rendezvous service of mpmd")]
     Stranger {
         /// The address.
         server: String,
@@ -53,24 +53,25 @@ pub enum RendezvousError {
         /// The version of this process.
         ours: u16,
     },
-    /// Some processes of the job did not come. Said to all that did. A peer's fault.
+    /// Some processes of the job did not join in time. All that did join get this error. A peer's
+    /// fault.
     #[error("{} not joined after {patience:?}", have(missing, *processes))]
     Missing {
-        /// Who did not come, ascending.
+        /// The missing processes, ascending.
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// How long the others waited.
+        /// The time that the others waited.
         patience: Duration,
     },
-    /// Another living process has this number; it keeps it. The caller's fault.
+    /// Another living process has this number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
     Duplicate {
         /// The number.
         process: ProcessId,
         /// The holder's host.
         host: String,
-        /// The holder's number in its operating system.
+        /// The holder's process id in its operating system.
         pid: u32,
     },
     /// This process and the server disagree on the size of the job. The caller's fault.
@@ -78,11 +79,11 @@ pub enum RendezvousError {
         "process {process} was started for a job of {believes} processes, but this job has {job}"
     )]
     Count {
-        /// Who asked to join.
+        /// The process that asked to join.
         process: ProcessId,
-        /// What it was told.
+        /// The number of processes that this process was started with.
         believes: usize,
-        /// What the server was told.
+        /// The number of processes that the server was started with.
         job: usize,
     },
     /// The number is not one of the job's. The caller's fault.
@@ -93,19 +94,19 @@ pub enum RendezvousError {
         /// Number of processes in the job.
         processes: usize,
     },
-    /// The job has begun, nobody can join any more. The caller's fault.
+    /// The job is complete: no process can join any more. The caller's fault.
     #[error(
         "process {process} comes too late: all {processes} processes have joined before, and the \
          one with \
          this number has ended"
     )]
     Complete {
-        /// Who asked to join.
+        /// The process that asked to join.
         process: ProcessId,
         /// Number of processes in the job.
         processes: usize,
     },
-    /// Two processes run different programs. Said to all. The caller's fault.
+    /// Two processes run different programs. All processes get this error. The caller's fault.
     #[error(
         "process {process} on host {host} runs another program than process {other} on host \
          {other_host} \
@@ -113,65 +114,65 @@ pub enum RendezvousError {
          arguments everywhere"
     )]
     Program {
-        /// The one that came later.
+        /// The process that joined later.
         process: ProcessId,
         /// Its host.
         host: String,
         /// Its fingerprint.
         program: String,
-        /// One that came before.
+        /// A process that joined before.
         other: ProcessId,
         /// Its host.
         other_host: String,
         /// Its fingerprint.
         other_program: String,
     },
-    /// Asked for something that only a joined process can do, or joined twice. The caller's fault.
+    /// A request that only a joined process may make, or a second join. The caller's fault.
     #[error("{what} is possible only {when}")]
     OutOfTurn {
-        /// What was asked for.
+        /// The request.
         what: String,
-        /// When it would be possible.
+        /// The condition under which it would be allowed.
         when: String,
     },
-    /// Nobody set the value in time. A peer's fault.
-    #[error("nobody has set {key:?} after {patience:?}")]
+    /// No process set the value in time. A peer's fault.
+    #[error("no process has set {key:?} after {patience:?}")]
     Unset {
         /// The key.
         key: String,
-        /// How long it was waited for.
+        /// The time waited.
         patience: Duration,
     },
-    /// Some processes did not come to the barrier in time. A peer's fault.
+    /// Some processes did not reach the barrier in time. A peer's fault.
     #[error("barrier {name:?}: {} not arrived after {patience:?}", have(missing, *processes))]
     Barrier {
         /// The barrier.
         name: String,
-        /// Who did not come, ascending.
+        /// The missing processes, ascending.
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// How long the others waited.
+        /// The time that the others waited.
         patience: Duration,
     },
-    /// A process that a barrier needs will never come. A peer's fault.
+    /// A process that a barrier needs will never reach it. A peer's fault.
     #[error("barrier {name:?}: process {process} will not come: {why}")]
     BarrierBroken {
         /// The barrier.
         name: String,
-        /// Who will not come.
+        /// The process that will not reach it.
         process: ProcessId,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// A key, a value, a name or a description of a process is too long. The caller's fault.
     #[error("{what} has {bytes} bytes; at most {limit} are allowed")]
     TooLong {
-        /// What is too long.
+        /// The text or value that is too long.
         what: String,
-        /// Its length.
+        /// Its length in bytes.
         bytes: usize,
-        /// The most allowed.
+        /// The largest allowed length in bytes.
         limit: usize,
     },
     /// The connection to the server has ended. The environment's fault, or the server's.
@@ -179,7 +180,7 @@ pub enum RendezvousError {
     ServerGone {
         /// The server.
         server: String,
-        /// What the connection said.
+        /// The connection's error.
         why: String,
     },
     /// This process has left the job. The caller's fault.
@@ -191,14 +192,14 @@ pub enum RendezvousError {
     /// This process could not do its part. The environment's fault.
     #[error("{doing} failed: {why}")]
     Environment {
-        /// What was being done.
+        /// The failed operation.
         doing: String,
-        /// The system's word on it.
+        /// The system's error.
         why: String,
     },
 }
 
-/// "processes 2 and 5 of 8 have": readable also for large jobs.
+/// Formats missing processes as "processes 2 and 5 of 8 have". Long lists are cut.
 fn have(missing: &[ProcessId], of: usize) -> String {
     const SHOWN: usize = 16;
     let mut names: Vec<String> = missing.iter().take(SHOWN).map(ToString::to_string).collect();
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_missing_reads_like_a_sentence() {
+    fn missing_processes_read_like_a_sentence() {
         assert_eq!(missing([2], 8), "process 2 of 8 has not joined after 60s");
         assert_eq!(missing([2, 5], 8), "processes 2 and 5 of 8 have not joined after 60s");
         assert_eq!(missing([1, 2, 5], 8), "processes 1, 2 and 5 of 8 have not joined after 60s");

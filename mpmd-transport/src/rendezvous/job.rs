@@ -1,6 +1,6 @@
-//! Who is in the job, and who waits for what: the server without its sockets.
+//! The state of a job, with its members and pending requests: the server without its sockets.
 //!
-//! Pure: it is told what clients said and what time it is, and answers with [`Action`]s.
+//! Pure: it is given the clients' requests and the time, and answers with [`Action`]s.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,15 +12,15 @@ pub(super) use crate::deadline::after;
 pub(super) use crate::strangers::Link;
 use crate::wire::ProcessId;
 
-/// What the server's owner should do.
+/// An action that the server must carry out.
 #[derive(Debug, PartialEq)]
 pub(super) enum Action {
     Say(Link, Reply),
-    /// Close once everything has been said.
+    /// Close the connection once all replies are sent.
     Close(Link),
 }
 
-/// How far the job is.
+/// The phase of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Phase {
     Gathering,
@@ -38,18 +38,18 @@ pub(super) struct Job {
     values: HashMap<String, Vec<u8>>,
     gets: Vec<Get>,
     barriers: BTreeMap<String, Vec<Arrival>>,
-    /// In the order in which they came, one from each process at most.
+    /// In order of arrival, at most one from each process.
     reports: Vec<(ProcessId, Report)>,
     ticked: Instant,
     actions: Vec<Action>,
 }
 
-/// A process that joined.
+/// A process that has joined.
 struct Seat {
     link: Link,
     member: Member,
     waits: Wait,
-    /// Why it is no longer there.
+    /// The reason why it is no longer in the job.
     ended: Option<String>,
 }
 
@@ -60,7 +60,7 @@ struct Client {
     join_by: Instant,
 }
 
-/// Who wants an answer until when.
+/// A pending request and its deadline.
 #[derive(Clone, Copy)]
 struct Wait {
     ask: u64,
@@ -107,17 +107,17 @@ impl Job {
         self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
     }
 
-    /// The failures that processes of the job have reported, in the order in which they did.
+    /// The failures that processes of the job have reported, in order of arrival.
     pub(super) fn reports(&self) -> &[(ProcessId, Report)] {
         &self.reports
     }
 
-    /// What is to be done since the last call.
+    /// Takes the actions since the last call.
     pub(super) fn actions(&mut self) -> Vec<Action> {
         std::mem::take(&mut self.actions)
     }
 
-    /// A client has shown the right token.
+    /// Adds a client that has shown the right token.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
         let join_by = after(now, self.patience);
         self.links.insert(
@@ -126,7 +126,7 @@ impl Job {
         );
     }
 
-    /// A client's connection ended.
+    /// Handles the end of a client's connection.
     pub(super) fn closed(&mut self, link: Link, why: &str) {
         if let Some(process) = self.forget(link) {
             self.end(process, why, true);
@@ -138,7 +138,7 @@ impl Job {
         client.heard = now;
         let process = client.process;
         match request {
-            // The connection answers for the clock itself, without waiting its turn here.
+            // The connection answers clock requests itself, without the delay of this queue.
             Request::Pong | Request::Clock { .. } => {}
             Request::Join { ask, process, processes, patience, member } => {
                 let wait = Wait { ask, until: after(now, patience), patience };
@@ -153,7 +153,8 @@ impl Job {
             Request::Get { ask, key, patience } => {
                 let wait = Wait { ask, until: after(now, patience), patience };
                 match (check_name("a key", &key), self.values.get(&key)) {
-                    // Nobody can set it, and no answer that names it would fit a message.
+                    // No process can set such a key, and an answer that contains it would not fit a
+                    // message.
                     (Err(refusal), _) => self.answer(link, ask, Err(refusal)),
                     (Ok(()), Some(value)) => {
                         let value = value.clone();
@@ -183,7 +184,7 @@ impl Job {
         }
     }
 
-    /// Sees to pings and to waits that have run out. Returns when it wants to be called again.
+    /// Sends pings and fails expired requests. Returns the time at which it must be called again.
     pub(super) fn tick(&mut self, now: Instant) -> Instant {
         self.watch(now);
         if self.phase == Phase::Gathering && now >= self.gather_until {
@@ -200,11 +201,12 @@ impl Job {
             .map(|seat| seat.waits.until)
             .chain([self.gather_until])
             .filter(|_| self.phase == Phase::Gathering);
-        // Often enough for pings even where nothing else is due, and to notice having been stopped.
+        // Often enough for pings even if nothing else is due, and to notice that the server was
+        // stopped.
         waits.chain(arrivals).chain(joins).fold(after(now, self.ping), Instant::min)
     }
 
-    /// Pings, and gives up on clients that no longer answer.
+    /// Sends pings, and drops clients that no longer answer.
     fn watch(&mut self, now: Instant) {
         let passed = now.saturating_duration_since(self.ticked);
         self.ticked = now;
@@ -229,8 +231,8 @@ impl Job {
         }
     }
 
-    /// Puts all deadlines off by a time in which the server was stopped itself (a suspended
-    /// machine, Ctrl-Z), most likely with its clients: it has no right to call anybody silent or
+    /// Extends all deadlines by the time in which the server itself was stopped (a suspended
+    /// machine, Ctrl-Z). Most likely its clients were stopped too, so none of them is silent or
     /// late.
     fn put_off(&mut self, stopped: Duration, now: Instant) {
         self.gather_until = after(self.gather_until, stopped);
@@ -255,8 +257,8 @@ impl Job {
                 .filter(|seat| now >= seat.waits.until)
                 .map(|seat| (seat.link, seat.waits))
                 .collect();
-            // Found before any of them goes: who gives up at the same moment is not missing to the
-            // others.
+            // Computed before any of them is removed: a process that times out at the same moment
+            // is not missing to the others.
             let errors: Vec<_> = late.iter().map(|(_, wait)| self.missing(wait.patience)).collect();
             for ((link, wait), error) in late.into_iter().zip(errors) {
                 self.answer(link, wait.ask, Err(error));
@@ -313,7 +315,7 @@ impl Job {
         member: Member,
         waits: Wait,
     ) -> Result<(), RendezvousError> {
-        // Others are told of them, two at a time.
+        // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
         let processes = self.seats.len();
@@ -332,8 +334,8 @@ impl Job {
             if !is_same || self.phase != Phase::Gathering {
                 return Err(RendezvousError::Duplicate { process, host, pid });
             }
-            // Its connection was cut, it tries again, and the end of the first has not been seen
-            // yet.
+            // Its connection was cut and it tries again. The end of its first connection has not
+            // been seen yet.
             before = Some(held.link);
         }
         match &self.phase {
@@ -363,7 +365,7 @@ impl Job {
         });
         self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
         if let Some(error) = differs {
-            // Neither can be replaced by hoping; better all hear of it now than of a missing
+            // Waiting cannot help. All processes had better hear of it now than of a missing
             // process later.
             self.fail(error);
         } else if self.seats.iter().all(Option::is_some) {
@@ -453,7 +455,7 @@ impl Job {
         Ok(Answer::Done)
     }
 
-    /// Drops what a client waits for, and returns who it was.
+    /// Removes a client and its pending requests. Returns its process, if it had joined.
     fn forget(&mut self, link: Link) -> Option<ProcessId> {
         self.gets.retain(|get| get.link != link);
         for arrivals in self.barriers.values_mut() {
@@ -463,10 +465,10 @@ impl Job {
         self.links.remove(&link)?.process
     }
 
-    /// A process is no longer there; `died` where it took no leave.
+    /// Marks a process as ended. `died` is true if it did not leave in order.
     fn end(&mut self, process: ProcessId, why: &str, died: bool) {
         if self.phase != Phase::Running {
-            // Nobody has heard of it yet: another may take the place.
+            // The others do not know it yet: another process may take its number.
             self.seats[process.index()] = None;
             return;
         }
@@ -496,7 +498,7 @@ impl Job {
         }
     }
 
-    /// Ends a job that can never be complete, and tells everybody who joined.
+    /// Fails a job that can never be complete, and tells all processes that joined.
     fn fail(&mut self, error: RendezvousError) {
         let told: Vec<_> =
             self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
@@ -525,7 +527,7 @@ impl Job {
     }
 }
 
-/// How often clients are pinged: several times within `patience`, and at least once a second.
+/// Interval of pings to clients: several within `patience`, and at least one a second.
 pub(super) fn ping_interval(patience: Duration) -> Duration {
     (patience / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
 }

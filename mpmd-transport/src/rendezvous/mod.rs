@@ -1,11 +1,10 @@
-//! How the processes of a job meet before there is a transport.
+//! The rendezvous: the processes of a job meet here before there is a transport.
 //!
-//! One small service at one address, a [`Server`], runs in process 0 or in the launcher; every
+//! One small service at one address, a [`Server`], runs in process 0 or in the launcher. Every
 //! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
-//! addresses ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks and hear
-//! at once when one of them dies. A process that fails tells the server's owner why
-//! ([`Rendezvous::report`]). Nothing large and nothing frequent goes this way: that is the
-//! transports' work.
+//! addresses ([`Rendezvous::join`]), share small values, meet at barriers and compare clocks. They
+//! also hear at once when one of them dies. A process that fails reports the reason to the server's
+//! owner ([`Rendezvous::report`]). Large or frequent data goes over the transports instead.
 //!
 //! The wire, all little-endian. A client opens with a fixed preamble:
 //!
@@ -16,7 +15,8 @@
 //! | 10 | 32 | the job's [`Token`] |
 //!
 //! A stranger gets no answer: with another magic or token the connection is closed before anything
-//! else is read. A known client, and one of another version whatever its token, is answered with
+//! else is read. A client with the right token is answered with the bytes below. So is a client of
+//! another version, with any token.
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -27,12 +27,17 @@
 //!
 //! and then both sides send frames: a 4-byte length, at most
 //! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control)
-//! payload. The list of members goes in as many frames as it takes: what one process tells of
-//! itself must fit a frame, what all tell together has no limit.
+//! payload. The list of members is split over several frames if it must be. The description of one
+//! process must fit a frame; the whole list has no limit.
 //!
-//! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure,
-//! reads no clock and does no I/O), `server` (carries it over sockets), `client`, `connect` (how a
-//! client gets there).
+//! The parts:
+//!
+//! - `protocol`: these bytes.
+//! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
+//!   does no I/O.
+//! - `server`: runs `job` over sockets.
+//! - `client`: a process's connection to the server.
+//! - `connect`: how a client connects to the server.
 
 mod client;
 mod connect;
@@ -54,40 +59,44 @@ pub use server::{Server, ServerConfig};
 pub(crate) use token::are_equal;
 pub use token::{Token, TokenError};
 
-/// What a process tells the others when it joins.
+/// A process's description of itself, sent to the others when it joins.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Member {
-    /// The name of its host, for people and for "same host or not".
+    /// The name of its host, for messages and to tell if two processes share a host.
     pub host: String,
-    /// Its number in the operating system.
+    /// Its process id in the operating system.
     pub pid: u32,
-    /// How many devices it owns.
+    /// Number of devices that it owns.
     pub devices: u32,
-    /// Where its transports listen: the transport's name and an address in that transport's words.
+    /// Its transports' addresses: pairs of the transport's name and an address in that transport's
+    /// format.
     pub addresses: Vec<(String, String)>,
-    /// A fingerprint of the program, which must be equal in all processes. May be empty, in all.
+    /// A fingerprint of the program, which must be equal in all processes. May be empty, but then
+    /// in all.
     pub program: String,
-    /// Why it cannot take part after all, so that the others hear it instead of missing it.
+    /// The reason why it cannot take part, if there is one: the others then hear it instead of
+    /// missing the process.
     pub trouble: Option<String>,
 }
 
-/// The failure that a process ends with, as it tells the server's owner.
+/// The failure that a process ends with, as reported to the server's owner.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Report {
-    /// The failure at its root. Its process need not be the one that reports.
+    /// The failure that caused the others. Its process need not be the reporting process.
     pub failure: Failure,
-    /// The rolling hash of the reporting process at the failure's operation: 0 where its program
-    /// had ended before that operation, `None` where it had not got there or no longer knows.
+    /// The rolling hash of the reporting process at the failure's operation. 0 if its program had
+    /// ended before that operation; `None` if it had not reached the operation or no longer knows
+    /// the hash.
     pub hash: Option<u128>,
 }
 
-/// Somebody is gone who had not taken leave.
+/// A process or the server has gone without leaving in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Down {
     /// A process of the job, and how the server noticed.
     Process(ProcessId, String),
-    /// The server itself, which has ended, cannot be reached, or is silent. Said once: of a process
-    /// that has joined this is no more than a warning. Ends of processes may not be heard of this
-    /// way from now on.
+    /// The server itself: it has ended, cannot be reached, or is silent. Reported once. For a
+    /// process that has joined this is only a warning; ends of processes may not be reported from
+    /// now on.
     Server(String),
 }

@@ -1,4 +1,4 @@
-//! The bytes between a rendezvous server and its clients.
+//! The encoding of messages between a rendezvous server and its clients.
 
 use std::iter;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use super::{Member, RendezvousError, Report, Token};
 use crate::control;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
-/// The version of the rendezvous protocol this crate speaks. Server and clients must speak the
+/// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
 pub const VERSION: u16 = 3;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
-/// A little less than what fits a message, so that whatever was set can also be answered.
+/// A little less than a message, so that every value that was set also fits an answer.
 pub const MAX_VALUE_BYTES: usize = MAX_CONTROL_BYTES as usize - 4096;
 
 /// The longest key, and the longest name of a barrier, in bytes.
@@ -33,7 +33,7 @@ const WELCOME: u16 = 0;
 const OTHER_VERSION: u16 = 1;
 const MAX_FRAME_BYTES: usize = MAX_CONTROL_BYTES as usize;
 
-/// What a client opens with.
+/// Encodes the bytes that a client opens with.
 pub(super) fn preamble(token: &Token) -> [u8; PREAMBLE_BYTES] {
     let mut bytes = [0; PREAMBLE_BYTES];
     bytes[..8].copy_from_slice(&MAGIC);
@@ -42,15 +42,15 @@ pub(super) fn preamble(token: &Token) -> [u8; PREAMBLE_BYTES] {
     bytes
 }
 
-/// The version in the start of a preamble; `None` where it is no preamble of ours.
+/// Returns the version in the start of a preamble, or `None` if the magic is wrong.
 pub(super) fn preamble_version(head: &[u8; HEAD_BYTES]) -> Option<u16> {
     (head[..8] == MAGIC).then(|| u16::from_le_bytes([head[8], head[9]]))
 }
 
-/// What the server says to a preamble.
+/// The server's answer to a preamble.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Greeting {
-    /// The token is right; a ping comes at least so often.
+    /// The token is right. A ping comes at least this often.
     Welcome { ping: Duration },
     /// The server speaks this version.
     OtherVersion { server: u16 },
@@ -72,7 +72,7 @@ impl Greeting {
         bytes
     }
 
-    /// `None` where this is no answer of a rendezvous server.
+    /// Returns `None` if the bytes are not an answer of a rendezvous server.
     pub(super) fn decode(bytes: &[u8; ANSWER_BYTES]) -> Option<Self> {
         let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         if bytes[..8] != MAGIC {
@@ -89,7 +89,7 @@ impl Greeting {
     }
 }
 
-/// What a client says. `ask` names the answer.
+/// A client's message. `ask` identifies the answer.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Request {
     Join { ask: u64, process: ProcessId, processes: u64, patience: Duration, member: Member },
@@ -102,7 +102,7 @@ pub(super) enum Request {
     Report { ask: u64, report: Report },
 }
 
-/// What the server says.
+/// A server's message.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Reply {
     Answer {
@@ -114,17 +114,17 @@ pub(super) enum Reply {
         process: ProcessId,
         why: String,
     },
-    /// The server has given this client up, and closes.
+    /// The server drops this client and closes the connection.
     Dropped {
         why: String,
     },
 }
 
-/// What a request is answered with where it went well.
+/// The answer to a successful request.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Answer {
     Done,
-    /// All members by process; where there is `more`, only the next of them.
+    /// All members by process number. If `more` is true, only a part, which others follow.
     Members {
         members: Arc<[Member]>,
         more: bool,
@@ -134,8 +134,7 @@ pub(super) enum Answer {
     Clock(i64),
 }
 
-/// The messages that a reply goes in, made when they are asked for: all members of a large job do
-/// not fit one.
+/// Splits a reply into messages, lazily: all members of a large job do not fit one message.
 pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     let Reply::Answer { ask, result: Ok(Answer::Members { members, more: false }) } = reply else {
         return Box::new(iter::once(reply));
@@ -145,7 +144,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let first = next?;
         let mut bytes = 0;
         let fits = members[first..].iter().take_while(|member| {
-            // One that fits nothing is for `frame` to refuse.
+            // `frame` refuses a single member that is too long.
             bytes += control::encode(member).map_or(MAX_FRAME_BYTES, |encoded| encoded.len());
             bytes <= MAX_VALUE_BYTES
         });
@@ -159,7 +158,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     }))
 }
 
-/// A message as it goes over the wire.
+/// Encodes a message as it goes over the wire.
 pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousError> {
     let too_long = |bytes| RendezvousError::TooLong {
         what: "a rendezvous message".into(),
@@ -177,7 +176,7 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
     Ok(bytes)
 }
 
-/// Finds the messages in what arrives, however it was cut. Holds at most one message and one read.
+/// Splits a byte stream into messages, wherever it was cut. Holds at most one message and one read.
 #[derive(Default)]
 pub(super) struct Frames {
     bytes: Vec<u8>,
@@ -191,7 +190,8 @@ impl Frames {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next whole message; an error, saying why, where the bytes are none.
+    /// Decodes the next whole message, if there is one. Returns a description of the fault if the
+    /// bytes are invalid.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
         let rest = &self.bytes[self.taken..];
         let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_found_however_they_were_cut() {
+    fn messages_are_decoded_from_any_chunks() {
         let sent: Vec<Reply> = (0..5)
             .map(|ask| Reply::Answer { ask, result: Ok(Answer::Value(vec![ask as u8; 100])) })
             .chain([Reply::Ping])
@@ -251,8 +251,8 @@ mod tests {
     }
 
     #[test]
-    fn members_go_in_as_many_messages_as_it_takes() {
-        // As many as a large cluster has, with addresses of many devices.
+    fn long_member_list_is_split_into_messages() {
+        // A large cluster, with addresses of many devices.
         let member = |process: u32| Member {
             pid: process,
             addresses: vec![("ucx".into(), "f".repeat(1500))],
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!(parts(Reply::Ping).collect::<Vec<_>>(), [Reply::Ping]);
     }
 
-    /// Reads the messages in `bytes`, which come in pieces of `size`, up to the first that is none.
+    /// Decodes the messages in `bytes`, in pieces of `size` bytes, up to the first invalid one.
     fn heard<T: DeserializeOwned>(bytes: &[u8], size: usize) -> (Vec<T>, Option<String>) {
         let (mut frames, mut heard) = (Frames::default(), Vec::new());
         for piece in bytes.chunks(size) {
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn long_and_senseless_messages_are_refused() {
+    fn too_long_and_invalid_messages_are_refused() {
         let mut frames = Frames::default();
         frames.push(&(MAX_FRAME_BYTES as u32 + 1).to_le_bytes());
         assert!(frames.next::<Reply>().unwrap_err().contains("announces"));

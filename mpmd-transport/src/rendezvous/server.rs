@@ -1,4 +1,4 @@
-//! The rendezvous service: [`Job`] over sockets, on a thread of its own.
+//! The rendezvous service: runs a [`Job`] over sockets, on a thread of its own.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -36,24 +36,24 @@ pub struct Server {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a [`Server`] needs to know.
+/// Configuration of a [`Server`].
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Number of processes in the job.
     pub processes: usize,
     /// The job's secret.
     pub token: Token,
-    /// How long processes have to join, counted from [`Server::bind`], and how long one may be
-    /// silent.
+    /// The peer timeout: the time for all processes to join, counted from [`Server::bind`], and the
+    /// longest silence of a process.
     pub patience: Duration,
 }
 
 impl Server {
-    /// Starts the service at `address`; port 0 takes a free one, see [`address`](Self::address).
+    /// Starts the service at `address`. Port 0 takes a free port, see [`address`](Self::address).
     ///
     /// # Errors
     ///
-    /// [`RendezvousError::Bind`] where the address is taken or not this host's.
+    /// [`RendezvousError::Bind`] if the address is taken or is not an address of this host.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
         let failed = |e: std::io::Error| RendezvousError::Bind {
             address: address.to_string(),
@@ -80,18 +80,18 @@ impl Server {
         Ok(Self { address, stage, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Waits until all processes have joined, at most `patience`.
+    /// Waits at most `patience` until all processes have joined.
     ///
     /// # Errors
     ///
-    /// Why the job can never be complete: [`Missing`](RendezvousError::Missing) or
-    /// [`Program`](RendezvousError::Program), the same that the processes are told; or
-    /// [`OutOfTurn`](RendezvousError::OutOfTurn) where `patience` ended first.
+    /// [`Missing`](RendezvousError::Missing) or [`Program`](RendezvousError::Program) if the job
+    /// can never be complete; the processes get the same error.
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) if `patience` ended first.
     pub fn wait_complete(&self, patience: Duration) -> Result<(), RendezvousError> {
         let until = after(Instant::now(), patience);
         let mut state = self.stage.state.lock();
@@ -111,20 +111,19 @@ impl Server {
         }
     }
 
-    /// Why the job can never be complete, if that is already certain.
+    /// Returns the reason why the job can never be complete, if that is already certain.
     pub fn failure(&self) -> Option<RendezvousError> {
         self.stage.state.lock().failed.clone()
     }
 
-    /// The failures that processes have [reported](super::Rendezvous::report), in the order of
-    /// reports.
+    /// The failures that processes have [reported](super::Rendezvous::report), in order of arrival.
     pub fn reports(&self) -> Vec<(ProcessId, Report)> {
         self.stage.state.lock().reports.clone()
     }
 
-    /// Waits until no process is left in the job, at most `patience`; true where that is so.
+    /// Waits at most `patience` until no process is left in the job. Returns true if none is left.
     ///
-    /// For the process that owns the server and wants to end: the others still need it.
+    /// For the process that owns the server and wants to end while others still need the server.
     pub fn wait_empty(&self, patience: Duration) -> bool {
         let until = after(Instant::now(), patience);
         let mut state = self.stage.state.lock();
@@ -138,7 +137,7 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// Says what was still to be said, then closes; takes at most about a second.
+    /// Sends the replies that are still queued, then closes. Blocks for about a second at most.
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()
@@ -155,7 +154,7 @@ pub(super) fn clock() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// Where the server's owner looks on.
+/// State shared with the server's owner.
 #[derive(Debug, Default)]
 struct Stage {
     state: Mutex<StageState>,
@@ -170,17 +169,17 @@ struct StageState {
     reports: Vec<(ProcessId, Report)>,
 }
 
-/// What connections tell the hub.
+/// An event of a connection, sent to the hub.
 enum Event {
     Opened(Link, mpsc::UnboundedSender<Reply>),
     Said(Link, Request),
     Closed(Link, String),
 }
 
-/// How long a client may take from connecting to having shown its token.
+/// Time between a client's connection and its token.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long the last words may take when the server stops.
+/// Time for the last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 struct Hub {
@@ -198,7 +197,7 @@ impl Hub {
     }
 
     async fn run(mut self, listener: TcpListener, mut stopped: oneshot::Receiver<()>) {
-        // Bounded: a client that says much waits for its turn instead of filling memory.
+        // Bounded: a client that sends much waits instead of filling memory.
         let (events, mut happened) = mpsc::channel(256);
         let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
         let mut next_link: Link = 0;
@@ -224,7 +223,7 @@ impl Hub {
                         strangers.add(link, task);
                     }
                     Err(error) => {
-                        // Out of descriptors, most likely; whoever holds them may give some back.
+                        // Most likely out of file descriptors; some may be closed soon.
                         tracing::warn!("the rendezvous service cannot accept: {error}");
                         tokio::time::sleep(Duration::from_millis(50)).await;
                     }
@@ -235,7 +234,7 @@ impl Hub {
         }
         strangers.clear();
         drop(listener);
-        // Without its sender a connection says what is left and ends.
+        // Without its sender a connection sends its queued replies and ends.
         self.says.clear();
         drop(happened);
         let farewell = async { while self.tasks.join_next().await.is_some() {} };
@@ -265,7 +264,7 @@ impl Hub {
             match action {
                 Action::Say(link, reply) => {
                     if let Some(says) = self.says.get(&link) {
-                        // A connection that has just ended says so itself.
+                        // A connection that has just ended reports that itself.
                         let _ = says.send(reply);
                     }
                 }
@@ -295,7 +294,7 @@ impl Hub {
     }
 }
 
-/// Lets a client in that shows the token; `None` for all others, who learn nothing.
+/// Lets a client in that shows the token. Returns `None` for all others, which get no information.
 async fn greet(
     mut stream: TcpStream,
     token: &Token,
@@ -314,13 +313,13 @@ async fn greet(
         None => None,
     };
     if !is_known {
-        // A stranger until its connection is closed, also where it is told the version.
+        // It counts as a stranger until its connection is closed, even if it is told the version.
         strangers.remove(link);
     }
     welcomed
 }
 
-/// Says a greeting; returns the connection of a client that is let in.
+/// Sends a greeting. Returns the connection if the client is let in.
 async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> {
     let said = timeout(PREAMBLE_PATIENCE, stream.write_all(&greeting.encode())).await;
     if !matches!(said, Ok(Ok(()))) {
@@ -332,7 +331,7 @@ async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> 
             Some(stream)
         }
         Greeting::OtherVersion { .. } => {
-            // Read what is left of its preamble: closing on unread bytes could destroy the answer.
+            // Reads the rest of its preamble: closing with unread bytes could destroy the answer.
             let _ = stream.shutdown().await;
             let mut rest = [0; 64];
             let _ = timeout(FAREWELL, async {
@@ -358,8 +357,8 @@ async fn examine(stream: &mut TcpStream, token: &Token, ping: Duration) -> Optio
 /// Carries messages between a client and the hub until either ends it.
 async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
     let (says, mut to_say) = mpsc::unbounded_channel();
-    // The clock is answered here; weak, so that the hub alone decides how long the connection
-    // lasts.
+    // Clock requests are answered here. The sender is weak, so that the hub alone decides how long
+    // the connection lasts.
     let clock_says = says.downgrade();
     if events.send(Event::Opened(link, says)).await.is_err() {
         return;
@@ -389,7 +388,7 @@ async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
     let _ = events.send(Event::Closed(link, why)).await;
 }
 
-/// Reads what a client says until its connection ends; returns why it did.
+/// Reads a client's requests until its connection ends. Returns the reason for the end.
 async fn listen(
     read: &mut OwnedReadHalf,
     link: Link,
@@ -429,7 +428,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_version_is_a_stranger_until_it_is_gone() {
+    fn other_version_stays_a_stranger_until_closed() {
         let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -444,7 +443,8 @@ mod tests {
             let mut head = b"MPMDMEET".to_vec();
             head.extend((VERSION + 1).to_le_bytes());
             client.write_all(&head).await.unwrap();
-            // The end of what the server says: it lingers, and reads.
+            // Reads to the end of the server's output. The server then waits for the client to
+            // close.
             client.read_to_end(&mut Vec::new()).await.unwrap();
             assert!(strangers.remove(7), "it is still counted");
             drop(client);

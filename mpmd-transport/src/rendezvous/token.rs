@@ -9,21 +9,22 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
-/// Tells the processes of a job from strangers. Its `Debug` output shows nothing of it.
+/// A job's secret, which tells its processes from strangers. Its `Debug` output does not show the
+/// secret.
 #[derive(Clone)]
 pub struct Token([u8; 32]);
 
 impl Token {
-    /// The token with these bytes.
+    /// Creates a token of these bytes.
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// A fresh token from the operating system's random numbers.
+    /// Creates a token from the operating system's random numbers.
     ///
     /// # Errors
     ///
-    /// Where the operating system gives none.
+    /// If the operating system gives no random numbers.
     pub fn random() -> Result<Self, TokenError> {
         let mut bytes = [0; 32];
         File::open("/dev/urandom")
@@ -32,27 +33,28 @@ impl Token {
         Ok(Self(bytes))
     }
 
-    /// A token that every process of a job can work out from something they all know, such as a
-    /// cluster's job number.
+    /// Derives a token from a text that every process of a job knows, such as a cluster's job
+    /// number.
     ///
-    /// It keeps two jobs apart that meet at one address by accident. It keeps out nobody who can
-    /// guess `known`: for that, give all processes one [random](Self::random) token, or a
-    /// [secret](Self::of_secret).
+    /// It keeps apart two jobs that meet at one address by accident. It does not keep out an
+    /// attacker that can guess `known`. For that, give all processes one [random](Self::random)
+    /// token, or a [secret](Self::of_secret).
     pub fn derived(known: &str) -> Self {
         Self::of_secret(b"", known)
     }
 
-    /// The token of the job that is `known` by its number or the like, for processes that share a
-    /// secret.
+    /// Derives a job's token from a secret that its processes share. `known` identifies the job,
+    /// for example its number.
     ///
-    /// Whoever learns it learns neither the secret nor the token of any other job: it is the
-    /// HMAC-SHA-256 (RFC 2104) of `known` under the secret.
+    /// The token is the HMAC-SHA-256 (RFC 2104) of `known` under the secret. It reveals neither the
+    /// secret nor the token of any other job.
     pub fn of_secret(secret: &[u8], known: &str) -> Self {
         let mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes keys of any length");
         Self(mac.chain_update(known).finalize().into_bytes().into())
     }
 
-    /// The token as 64 hexadecimal digits, which [`str::parse`] reads: the secret itself.
+    /// Returns the token as 64 hexadecimal digits, which [`str::parse`] reads. This is the secret
+    /// itself.
     pub fn to_hex(&self) -> String {
         self.0.iter().fold(String::with_capacity(64), |mut text, byte| {
             // Writing to a string cannot fail.
@@ -61,18 +63,19 @@ impl Token {
         })
     }
 
-    /// The bytes: the secret itself, for the preambles of transports.
+    /// Returns the token's bytes, for the preambles of transports. This is the secret itself.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// Whether `other` is this token, in a time that does not depend on where they differ.
+    /// Returns true if `other` is this token, in a time that does not depend on the differing
+    /// bytes.
     pub(crate) fn matches(&self, other: &[u8; 32]) -> bool {
         are_equal(&self.0, other)
     }
 }
 
-/// Compares secrets in a time that does not depend on where they differ.
+/// Compares secrets in a time that does not depend on the differing bytes.
 pub(crate) fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
     one.ct_eq(other).into()
 }
@@ -109,11 +112,11 @@ impl fmt::Debug for Token {
     }
 }
 
-/// Why there is no token.
+/// The reason why a token could not be parsed or created.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenError {
-    /// The text is none: the caller's fault. Shows nothing of it.
+    /// The text is not a token: the caller's fault. The error does not show the text.
     #[error(
         "a job token is 64 hexadecimal digits; this is something else, {digits} characters long"
     )]
@@ -124,7 +127,7 @@ pub enum TokenError {
     /// The operating system's fault.
     #[error("the operating system gives no random numbers for a job token: {why}")]
     NoRandomness {
-        /// The system's word on it.
+        /// The system's error.
         why: String,
     },
 }
@@ -134,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_survive_text_and_show_nothing() {
+    fn tokens_round_trip_as_text_and_debug_hides_them() {
         let token = Token::random().unwrap();
         assert_eq!(token.to_hex().parse::<Token>().unwrap(), token);
         assert_ne!(token, Token::random().unwrap());
@@ -142,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_tokens_are_errors_that_do_not_repeat_them() {
+    fn malformed_token_error_hides_the_text() {
         let short = "c0ffee".parse::<Token>().unwrap_err();
         assert_eq!(short, TokenError::Malformed { digits: 6 });
         assert!("g".repeat(64).parse::<Token>().is_err());
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_of_a_secret_are_those_of_the_standard() {
+    fn of_secret_matches_rfc_4231() {
         // RFC 4231, case 2.
         let token = Token::of_secret(b"Jefe", "what do ya want for nothing?");
         assert_eq!(

@@ -1,18 +1,18 @@
-//! Limits on the messages of a peer. A peer beyond them has broken the protocol and is lost.
+//! Limits on the messages of a peer. A peer that exceeds them has broken the protocol and is lost.
 //!
-//! A correct process stays within the limits whatever its program does. They bound the memory that
-//! a faulty peer can take here.
+//! A correct process stays within the limits, with any program. They bound the memory that a faulty
+//! peer can take here.
 
 use super::peer::PieceKey;
 use super::{Action, Cargo, EAGER_BYTES, EAGER_CREDIT, EAGER_OVERHEAD, Early, Router};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Cost of a message that is kept, beyond its text: its header and its place in a list.
+/// Cost of a kept message in addition to its text: its header and its place in a list.
 pub(super) const KEPT_OVERHEAD: u64 = 128;
 
-/// Bytes of one peer's messages that are kept until this process asks for them, without eager
-/// payloads. Each such message of a correct process stands for memory of its own, of which it has
-/// less.
+/// Most bytes of one peer's messages that are kept until this process needs them, without eager
+/// payloads. In a correct process, each such message stands for memory of its own, and it has less
+/// memory than that.
 pub(super) const MOST_KEPT: u64 = 128 << 20;
 
 impl<C: Cargo> Early<C> {
@@ -25,8 +25,8 @@ impl<C: Cargo> Early<C> {
 }
 
 impl<C: Cargo> Router<C> {
-    /// Loses a peer that broke the protocol. Drops its messages, those that came and those still to
-    /// come.
+    /// Treats a peer as lost because it broke the protocol. Drops its messages, both kept ones and
+    /// later ones.
     pub fn broken(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()).filter(|peer| !peer.broken) else {
             return;
@@ -43,13 +43,14 @@ impl<C: Cargo> Router<C> {
         peer.kept = 0;
     }
 
-    /// Counts a peer as gone though its connections may stand.
+    /// Treats a peer as gone although its connections may stand.
     pub(super) fn lose(&mut self, process: ProcessId, why: String) {
         self.peer_down(process, &why);
         self.actions.push(Action::GiveUp { peer: process, why });
     }
 
-    /// Returns true if its sender may send this message about a piece. Else loses the sender.
+    /// Returns true if the sender may send this message about a piece. Otherwise treats the sender
+    /// as lost.
     pub(super) fn is_allowed(&mut self, from: ProcessId, header: &Header) -> bool {
         let peer = &mut self.peers[from.index()];
         let Header { bytes, op, piece, .. } = *header;
@@ -66,7 +67,7 @@ impl<C: Cargo> Router<C> {
                 let unclaimed = peer.unclaimed;
                 if unclaimed > EAGER_CREDIT {
                     let why = format!(
-                        "small pieces of it are {unclaimed} bytes, beyond its credit of \
+                        "its unclaimed small pieces take {unclaimed} bytes, beyond its credit of \
                          {EAGER_CREDIT}"
                     );
                     self.broken(from, &why);
@@ -82,8 +83,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Loses a peer that sent a piece without a grant. One that has left already is left alone:
-    /// what waited for it has been told, and a piece that was granted before may still come.
+    /// Treats a peer as lost because it sent a piece without a grant. A peer that has left already
+    /// is ignored: its waiters have been told, and a piece granted before may still come.
     pub(super) fn not_granted(&mut self, from: ProcessId, header: &Header) {
         if self.peers[from.index()].has_left() {
             return;
@@ -93,8 +94,8 @@ impl<C: Cargo> Router<C> {
         self.broken(from, &why);
     }
 
-    /// Keeps what came for a piece until this process expects it. Of two messages the later one
-    /// stays.
+    /// Keeps a message about a piece until this process expects the piece. A second message
+    /// replaces the first.
     pub(super) fn keep_early(&mut self, from: ProcessId, key: PieceKey, early: Early<C>) {
         let cost = early.cost();
         if let Some(before) = self.early.insert((from, key), early) {
@@ -103,7 +104,7 @@ impl<C: Cargo> Router<C> {
         self.count_kept(from, cost);
     }
 
-    /// Takes what came for a piece before it was expected.
+    /// Takes the message about a piece that arrived before the piece was expected.
     pub(super) fn take_early(&mut self, from: ProcessId, key: PieceKey) -> Option<Early<C>> {
         let early = self.early.remove(&(from, key))?;
         self.peers[from.index()].kept -= early.cost();
@@ -117,7 +118,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Counts `bytes` of messages that are kept; a peer with more than [`MOST_KEPT`] is lost.
+    /// Counts `bytes` of kept messages. A peer with more than [`MOST_KEPT`] is lost.
     pub(super) fn count_kept(&mut self, from: ProcessId, bytes: u64) {
         let peer = &mut self.peers[from.index()];
         peer.kept += bytes;

@@ -1,7 +1,8 @@
-//! What happens when two processes find that they run different programs.
+//! Disputes: two processes have found that they run different programs.
 //!
-//! Whoever notices shows its recent operations to the other; who is shown some, shows its own. With
-//! both at hand each finds the first difference, and the job fails with it on every process.
+//! The process that notices it sends its recent operations to the other, which sends its own in
+//! return. With both lists, each process finds the first difference. The job then fails with it on
+//! every process.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,11 +12,11 @@ use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
-/// How long the other side has to show its operations before the failure is told without them.
+/// Time that the other side has to send its operations. Then the failure is reported without them.
 const SHOW_WITHIN: Duration = Duration::from_secs(2);
 
 impl<C: Cargo> Router<C> {
-    /// Compares a peer's hash at `count` with this process's, now or once it gets there.
+    /// Compares a peer's hash at `count` with this process's, now or once this process gets there.
     pub(super) fn compare(&mut self, from: ProcessId, count: u64, hash: u128, now: Duration) {
         if count > self.history.count() {
             let peer = &mut self.peers[from.index()];
@@ -23,8 +24,7 @@ impl<C: Cargo> Router<C> {
                 // This process will never get there.
                 self.dispute(from, count, now);
             } else if peer.check.is_none_or(|(known, _)| count < known) {
-                // The lowest: a count that this process never gets to must not stand before true
-                // ones.
+                // Keep the lowest count: one that this process never reaches must not hide others.
                 peer.check = Some((count, hash));
                 self.next_check = self.next_check.min(count);
             }
@@ -33,7 +33,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// This process and `with` disagree on operation `op` or one before it.
+    /// Opens a dispute: this process and `with` disagree at operation `op` or at one before it.
     pub(super) fn dispute(&mut self, with: ProcessId, op: u64, now: Duration) {
         if self.failed.is_some() || self.peers[with.index()].disputed.is_some() {
             return;
@@ -49,14 +49,14 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A peer that disagrees shows its operations.
+    /// Handles the operations that a peer in a dispute has sent.
     pub(super) fn shown(&mut self, from: ProcessId, control: &[u8], now: Duration) {
         if self.failed.is_some() {
             return;
         }
         let shown = match control::decode::<Shown>(control) {
             Ok(shown) if shown.is_sound() => shown,
-            _ => return self.broken(from, "its list of operations is none"),
+            _ => return self.broken(from, "its list of operations is not valid"),
         };
         let last = shown.records.last().map_or(shown.count, |record| record.op);
         self.peers[from.index()].shown = Some(shown);
@@ -66,8 +66,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Opens a dispute with a peer that has left after fewer operations than this process has
-    /// issued, or after more than it ever will.
+    /// Opens a dispute with a peer that has left after a number of operations that this process
+    /// does not end with: fewer than issued here, or more than it ever will.
     pub(super) fn compare_end(&mut self, with: ProcessId, now: Duration) {
         let count = self.history.count();
         let Some(goodbye) = &self.peers[with.index()].goodbye else { return };
@@ -77,7 +77,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Ends disputes whose other side has not shown its operations in time.
+    /// Ends disputes in which the other side has not sent its operations in time.
     pub(super) fn expire_disputes(&mut self, now: Duration) {
         for process in self.others() {
             if let Some((since, op)) = self.peers[process.index()].disputed

@@ -1,4 +1,4 @@
-//! How processes leave, in order or not, and what becomes of what waits for them.
+//! Departures of processes, in order or not, and the failure of operations that wait for them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
 impl<C: Cargo> Router<C> {
-    /// The rendezvous has lost a peer, whose process may have died, or only its connection there.
-    /// It counts as lost unless more comes from it within a few heartbeats.
+    /// Notes that the rendezvous has lost a peer: its process may have died, or only its connection
+    /// there. The peer counts as lost unless messages still come from it within a few heartbeats.
     pub fn suspect(&mut self, process: ProcessId, why: &str, now: Duration) {
         let Some(peer) = self.peers.get_mut(process.index()) else { return };
-        // It sends nothing more after its goodbye.
+        // A peer sends nothing more after its goodbye.
         if peer.has_left() {
             self.lose(process, why.to_owned());
         } else {
@@ -22,7 +22,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A peer's connection ended, so it is gone.
+    /// Handles the end of a peer's connection: the peer is gone.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()) else { return };
         if peer.down.is_some() {
@@ -44,8 +44,8 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
         }
         if !in_order {
-            // Seen by a program none of whose waits was for it: what it was at says more than
-            // nothing.
+            // No wait was for the peer, so the message says at least which operation the program
+            // was at.
             let op = first_ready.unwrap_or(self.history.count());
             let at = match first_ready {
                 Some(op) => format!("; {} waited for it to take its part", self.name(op)),
@@ -60,7 +60,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// The job has failed here: tells every wait and every peer.
+    /// Fails the job: tells every waiter and every peer.
     pub fn fail(&mut self, failure: Arc<Failure>) {
         if self.failed.is_some() {
             return;
@@ -78,7 +78,8 @@ impl<C: Cargo> Router<C> {
         self.fail_quietly(failure);
     }
 
-    /// This process issues nothing more; `failure` says why, where that is not the program's end.
+    /// Says goodbye: this process issues no more operations. `failure` is the reason, unless it is
+    /// the program's end.
     pub fn goodbye(&mut self, failure: Option<&Failure>, now: Duration) {
         if std::mem::replace(&mut self.left, true) {
             return;
@@ -94,7 +95,7 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Post { to: process, header, body });
         }
         if let Some(failure) = failure {
-            // From here on this process compares nothing: it is known to have ended elsewhere.
+            // From here on this process compares nothing: its peers know that it failed.
             self.fail_quietly(Arc::new(failure.clone()));
             return;
         }
@@ -108,8 +109,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// The peers that have neither said goodbye nor gone, or with whom it is not settled yet
-    /// whether they ran the same program.
+    /// Returns the peers that have neither said goodbye nor gone. A peer with an open dispute
+    /// counts as still here.
     pub fn still_here(&self) -> Vec<ProcessId> {
         let is_open = |process: &ProcessId| {
             let peer = &self.peers[process.index()];
@@ -118,11 +119,11 @@ impl<C: Cargo> Router<C> {
         self.others().filter(is_open).collect()
     }
 
-    /// Why the job cannot end well, where that is known: it has failed, or a peer left otherwise
-    /// than in order.
+    /// Returns the reason why the job cannot end well, if it is known: the job has failed, or a
+    /// peer has not left in order.
     ///
-    /// What [`Action::Failed`] and [`Action::PeerLost`] say, from the moment on at which they are
-    /// collected.
+    /// It is the failure of [`Action::Failed`] or [`Action::PeerLost`], from the moment at which
+    /// the action is collected.
     pub fn trouble(&self) -> Option<Arc<Failure>> {
         let of_peer = |process: ProcessId| match &self.peers[process.index()] {
             Peer { goodbye: Some(goodbye), .. } => goodbye.failure.clone(),
@@ -132,7 +133,7 @@ impl<C: Cargo> Router<C> {
         self.failed.clone().or_else(|| self.others().find_map(of_peer))
     }
 
-    /// The failure of an operation whose piece broke off because its sender went away.
+    /// Returns the failure of an operation for which a piece broke off because its sender is gone.
     pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let what = self.name(op);
         let message = format!("process {process} is gone ({why}); {what} waited for it");
@@ -149,12 +150,12 @@ impl<C: Cargo> Router<C> {
         let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
         let peer = &mut self.peers[from.index()];
         if peer.goodbye.is_some() {
-            // It is said once: the first is what has been told.
+            // Only the first goodbye counts: it has been reported.
             return;
         }
         peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
         if peer.hands_over {
-            // Whoever has left in order has taken everything.
+            // A peer that has left in order has taken everything.
             self.actions.push(Action::Taken { by: from, op: u64::MAX });
         }
         if let Some(failure) = failure {
@@ -164,19 +165,19 @@ impl<C: Cargo> Router<C> {
                     result: Err(failure.clone()),
                 });
             }
-            // It grants nothing any more, however long its connection stays.
+            // It sends no more grants, however long its connection stays.
             let ready: Vec<_> = peer.ready.drain().collect();
             self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
             self.actions.push(Action::PeerLost(failure));
             return;
         }
         self.compare(from, header.count, header.hash, now);
-        // Expected pieces belong to operations issued here, so the counts also show a peer that
+        // Expected pieces belong to operations issued here. So the counts also reveal a peer that
         // sends none.
         self.compare_end(from, now);
     }
 
-    /// Why a piece of `op` will never come from `from`, where that is known already.
+    /// Returns the reason why a piece of `op` will never come from `from`, if there is one already.
     pub(super) fn why_never(&self, from: ProcessId, op: u64) -> Option<Arc<Failure>> {
         if let Some(failure) = &self.failed {
             return Some(failure.clone());

@@ -1,4 +1,4 @@
-//! Why an operation cannot complete, in a form that travels between processes.
+//! The reason why an operation cannot complete, in a form that can be sent to other processes.
 
 use std::fmt;
 
@@ -6,38 +6,38 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-/// What went wrong, at its root. Shared by everything that fails because of it.
+/// The root cause of an error. All operations that fail because of it share it.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Failure {
-    /// Whose fault it is, and what kind.
+    /// The kind of failure, which also says if the environment or the program is at fault.
     pub kind: FailureKind,
-    /// The process where it began.
+    /// The process where the failure began.
     pub process: ProcessId,
-    /// The operation that failed or that waited; 0 where it was none in particular.
+    /// The operation that failed or that waited; 0 if it was none in particular.
     pub op: u64,
-    /// What happened, for people.
+    /// A message for people.
     pub message: String,
-    /// The second process of a divergence, which `process` found to have issued other operations.
+    /// For a divergence: the second process. `process` found that it had issued other operations.
     pub other: Option<ProcessId>,
 }
 
-/// The longest message that travels, in bytes.
+/// The longest message that is sent, in bytes.
 const MOST_MESSAGE_BYTES: usize = 16 << 10;
 
 /// Kinds of [`Failure`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[non_exhaustive]
 pub enum FailureKind {
-    /// A process is gone, or has gone silent. The environment's fault.
+    /// A process has died, or has gone silent. The environment is at fault.
     PeerLost,
-    /// Two processes issued different operations. The program's fault.
+    /// Two processes issued different operations. The program is at fault.
     Diverged,
     /// A kernel or a closure of the program failed or panicked.
     Kernel,
     /// Memory ran out.
     Memory,
-    /// A process left before the program's end; its own error says why.
+    /// A process left before the program's end; its own error gives the reason.
     Left,
     /// An array's memory had been donated.
     Donated,
@@ -46,19 +46,19 @@ pub enum FailureKind {
 }
 
 impl Failure {
-    /// A failure that began on `process` in operation `op`.
+    /// Creates a failure that began on `process` in operation `op`.
     pub fn new(kind: FailureKind, process: ProcessId, op: u64, message: impl Into<String>) -> Self {
         Self { kind, process, op, message: message.into(), other: None }
     }
 
-    /// Cuts the message to a length that fits a control message beside other things: an error text
-    /// without end must not keep the failure from arriving.
+    /// Cuts the message to 16 KiB, so that it fits into a control message beside other fields.
+    /// Otherwise a very long error text could keep the failure from arriving.
     pub fn shortened(mut self) -> Self {
         cut(&mut self.message, MOST_MESSAGE_BYTES);
         self
     }
 
-    /// Whether a process other than the one asking is at fault by having disappeared.
+    /// Returns true if the cause is a peer that is gone, or a broken connection.
     pub fn is_peer_failure(&self) -> bool {
         matches!(self.kind, FailureKind::PeerLost | FailureKind::Left | FailureKind::Transport)
     }
@@ -72,7 +72,7 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// Shortens a text to at most `most` bytes.
+/// Cuts a text to at most `most` bytes, at a character boundary.
 pub(super) fn cut(text: &mut String, most: usize) {
     if text.len() > most {
         text.truncate((0..=most).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0));

@@ -1,5 +1,5 @@
-//! What this process has issued lately: enough to compare with a peer and to find where two
-//! programs parted.
+//! The operations that this process has issued lately: enough to compare with a peer and to find
+//! the first difference.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-/// How many operations are remembered.
+/// Number of operations that are remembered.
 const REMEMBERED: usize = 8192;
 
-/// How many of them are shown to a peer that disagrees. They must fit a control message.
+/// Most operations that are sent to a peer that disagrees. They must fit into a control message.
 const SHOWN: usize = 512;
 
 /// One issued operation.
@@ -23,17 +23,17 @@ pub struct OpRecord {
     pub op: u64,
     /// The rolling hash of operations 1 to `op`.
     pub hash: u128,
-    /// What it is, made into text only when somebody asks.
+    /// The operation's description, formatted only when needed.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
-    /// Hashes of the host values that it takes, where they are compared.
+    /// Hashes of the host values that it takes, if those are compared.
     pub values: Option<Values>,
-    /// What it is for, where its issuer says so.
+    /// The operation's purpose, if its issuer gives one.
     pub note: Option<Note>,
     /// The line of the program that issued it.
     pub at: &'static Location<'static>,
 }
 
-/// Hashes that tell a difference in host values from any other.
+/// Hashes that tell a difference in host values from any other difference.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Values {
     /// Hash of everything else about the operation, and of all operations before it.
@@ -42,10 +42,10 @@ pub struct Values {
     pub hash: u64,
 }
 
-/// What an operation is for: a word of its issuer's, and how it is shown.
+/// The purpose of an operation: a number from its issuer, and a function that shows it.
 #[derive(Clone, Copy)]
 pub struct Note {
-    /// Means something to `show` alone.
+    /// A number that only `show` understands.
     pub word: u64,
     /// Writes it for people.
     pub show: fn(u64, &mut fmt::Formatter<'_>) -> fmt::Result,
@@ -73,31 +73,33 @@ impl fmt::Debug for OpRecord {
     }
 }
 
-/// Operations that are issued as one, as those of a step are that is replayed: what each of them is
-/// follows from the whole, so that those which do not concern a process cost it nothing.
+/// Operations that are issued together, such as those of a replayed step. Each operation's
+/// properties are derived from the whole on demand. So operations that do not concern a process
+/// cost it nothing.
 pub trait Span: Send + Sync {
-    /// The rolling hash of all operations up to `op`, which is one of the span's.
+    /// Returns the rolling hash of all operations up to `op`, which is part of the span.
     fn hash_at(&self, op: u64) -> u128;
 
-    /// Operation `op` for people: what it is, and the lines of the program that it comes from.
+    /// Describes operation `op` for people: the operation, and the lines of the program that it
+    /// comes from.
     fn describe(&self, op: u64) -> String;
 
-    /// Returns the hashes of the host values that the whole span takes, where they are compared.
+    /// Returns the hashes of the host values that the whole span takes, if those are compared.
     fn values(&self) -> Option<Values>;
 }
 
-/// An [`OpRecord`] as a peer sees it.
+/// An [`OpRecord`] as it is sent to a peer.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct ShownRecord {
     pub(super) op: u64,
     pub(super) hash: u128,
     pub(super) what: String,
     pub(super) values: Option<Values>,
-    /// How many steps had ended before it.
+    /// Number of steps that had ended before it.
     pub(super) steps: u64,
 }
 
-/// The recent operations of one process, as shown to a peer.
+/// The recent operations of one process, as sent to a peer.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct Shown {
     pub(super) count: u64,
@@ -105,7 +107,7 @@ pub(super) struct Shown {
 }
 
 impl Shown {
-    /// Returns true if a correct process can have shown this.
+    /// Returns true if a correct process can have sent this.
     pub(super) fn is_sound(&self) -> bool {
         self.records.len() <= SHOWN
             && self.records.is_sorted_by(|one, next| one.op < next.op)
@@ -118,12 +120,12 @@ impl Shown {
 #[derive(Default)]
 pub(super) struct History {
     count: u64,
-    /// With the number of steps that had ended before.
+    /// Each with the number of steps that had ended before it.
     entries: VecDeque<(Entry, u64)>,
     steps: u64,
 }
 
-/// One operation, or those of a span that were issued so far.
+/// One operation, or the operations of a span that were issued so far.
 enum Entry {
     One(OpRecord),
     Span { first: u64, last: u64, span: Arc<dyn Span> },
@@ -177,7 +179,7 @@ impl History {
         self.keep(Entry::One(record));
     }
 
-    /// All operations up to `op` are issued, as parts of `span`.
+    /// Issues all operations up to `op`, as parts of `span`.
     pub(super) fn extend(&mut self, op: u64, span: &Arc<dyn Span>) {
         debug_assert!(op > self.count, "a span goes on");
         let first = self.count + 1;
@@ -197,29 +199,29 @@ impl History {
         self.entries.push_back((entry, self.steps));
     }
 
-    /// How many operations were issued.
+    /// Returns the number of operations issued.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
 
-    /// The hash at the last operation; 0 before the first.
+    /// Returns the hash at the last operation; 0 before the first.
     pub(super) fn hash(&self) -> u128 {
         self.entries.back().map_or(0, |(entry, _)| entry.hash_at(self.count))
     }
 
-    /// The hash at `op`, where that is remembered.
+    /// Returns the hash at `op`, if it is remembered.
     pub(super) fn hash_at(&self, op: u64) -> Option<u128> {
         if op == 0 { Some(0) } else { self.entry(op).map(|(entry, _)| entry.hash_at(op)) }
     }
 
-    /// What an operation is, with its number, where that is remembered.
+    /// Describes an operation, with its number, if it is remembered.
     pub(super) fn describe(&self, op: u64) -> Option<String> {
         self.entry(op).map(|(entry, _)| entry.describe(op))
     }
 
     fn entry(&self, op: u64) -> Option<&(Entry, u64)> {
         let behind = usize::try_from(self.count.checked_sub(op)?).ok()?;
-        // Its place where no span was issued since.
+        // The entry's place if no span was issued since.
         let place = self.entries.len().checked_sub(behind + 1);
         if let Some(found) = place.and_then(|place| self.entries.get(place))
             && found.0.first() == op
@@ -230,7 +232,8 @@ impl History {
         self.entries.get(place).filter(|(entry, _)| entry.first() <= op)
     }
 
-    /// What to show to a peer that disagrees at `op`: the last operations up to some way past it.
+    /// Returns the records for a peer that disagrees at `op`: the last operations up to some way
+    /// past it.
     pub(super) fn show(&self, op: u64) -> Shown {
         let last = self.count.min(op.saturating_add(SHOWN as u64 / 4));
         let first = (last + 1).saturating_sub(SHOWN as u64).max(1);
@@ -253,7 +256,8 @@ impl History {
     }
 }
 
-/// Says where two processes parted: the first operation at which their hashes differ.
+/// Finds the first operation at which the hashes of two processes differ. Returns its number and a
+/// text about the difference.
 pub(super) fn first_difference(
     me: ProcessId,
     mine: &Shown,
@@ -270,19 +274,19 @@ pub(super) fn first_difference(
         .map(|r| r.op)
         .max()
         .unwrap_or(1);
-    // Only operations that one of them has shown: a peer's count may be any number.
+    // Only operations that one of them has sent: a peer's count may be any number.
     let records = mine.records.iter().chain(&theirs.records);
     let mut known: Vec<u64> = records.map(|record| record.op).filter(|op| *op >= oldest).collect();
     known.sort_unstable();
     let differing = known.into_iter().find(|op| hash(mine, *op) != hash(theirs, *op));
-    // If all that were shown are equal: the first operation that one of the two has not issued.
+    // If all records are equal: the first operation that one of the two has not issued.
     let first = differing.unwrap_or_else(|| match mine.count.min(theirs.count) {
         fewer if mine.count == theirs.count => fewer,
         fewer => fewer + 1,
     });
     let before = first.saturating_sub(1);
     let agreed_before = hash(mine, before).is_some() && hash(mine, before) == hash(theirs, before);
-    // What was issued may well be the same, a step earlier or later.
+    // Both may have issued the same operation, but one of them a step earlier or later.
     let steps = |shown: &Shown| find(shown, first).map(|record| record.steps);
     let differ = steps(mine).zip(steps(theirs)).is_some_and(|(mine, theirs)| mine != theirs);
     let side = |process: ProcessId, shown: &Shown| match find(shown, first) {
@@ -295,7 +299,7 @@ pub(super) fn first_difference(
         }
         None => format!("process {process} no longer remembers its operation {first}"),
     };
-    // The lower process first, so that every process says the same.
+    // The lower process comes first, so that every process gives the same text.
     let (a, b) =
         if me <= peer { ((me, mine), (peer, theirs)) } else { ((peer, theirs), (me, mine)) };
     let same = find(a.1, first).zip(find(b.1, first)).filter(|_| !differ);
@@ -305,8 +309,7 @@ pub(super) fn first_difference(
     (first, format!("the programs diverged: they {since} at operation {first}: {a}; {b}"))
 }
 
-/// Says how the second of two processes differs where both issued the same call; `None` where they
-/// did not.
+/// Describes how the second process differs if both issued the same call; otherwise returns `None`.
 fn same_call(
     (first, a): (ProcessId, &ShownRecord),
     (second, b): (ProcessId, &ShownRecord),
@@ -343,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_difference_shows_both_sides_and_is_the_same_for_both() {
+    fn first_difference_gives_the_same_text_on_both_sides() {
         let (a, b) = (history(&[1, 2, 3, 4]).show(4), history(&[1, 2, 33, 44, 55]).show(5));
         let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
@@ -353,8 +356,8 @@ mod tests {
         assert_eq!(first_difference(ProcessId(1), &b, ProcessId(0), &a).1, text);
     }
 
-    /// Returns the text of the difference between two histories that part at operation 2, with one
-    /// text and these values.
+    /// Returns the text of the difference between two histories that differ at operation 2. They
+    /// have the same description there, and these values.
     fn parted(values: [Option<Values>; 2]) -> String {
         let shown = [0, 1].map(|process: usize| {
             let mut history = History::default();
@@ -375,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_differ_are_told_from_all_else_with_both_hashes() {
+    fn differing_values_are_reported_with_both_hashes() {
         let values = |call, hash| Some(Values { call, hash });
         let text = parted([values(7, 0xab), values(7, 0xcd)]);
         let hashes =
@@ -383,7 +386,7 @@ mod tests {
         assert!(text.contains("process 1 issued the same call, but the values differ:"), "{text}");
         assert!(text.contains(hashes) && text.contains("`agree`"), "{text}");
         let other = "process 1 issued the same call, but with other arrays or other options";
-        // Something else differs, with or without the values.
+        // Something other than the values differs.
         for values in [[values(7, 1), values(8, 1)], [values(7, 1), values(8, 2)], [None, None]] {
             let text = parted(values);
             assert!(text.ends_with(other), "{text}");
@@ -391,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_stopped_early_is_said_to_have_issued_less() {
+    fn early_stop_is_reported_with_its_operation_count() {
         let (a, b) = (history(&[1, 2]).show(2), history(&[1, 2, 3]).show(3));
         let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
@@ -413,14 +416,14 @@ mod tests {
             assert_eq!(op, first);
             assert!(text.contains(says), "{text}");
         }
-        // Far apart, as no correct process shows them.
+        // With operation numbers far apart, as no correct process sends them.
         let far = ShownRecord { op: u64::MAX, ..records[2].clone() };
         let theirs = Shown { count: u64::MAX, records: [&records[..2], &[far]].concat() };
         assert_eq!(first_difference(ProcessId(0), &mine, ProcessId(1), &theirs).0, 3);
     }
 
     #[test]
-    fn records_that_no_process_shows_are_not_sound() {
+    fn impossible_records_are_not_sound() {
         let shown = history(&[1, 2, 3]).show(3);
         assert!(shown.is_sound() && Shown::default().is_sound());
         let mut twice = shown.clone();
@@ -445,7 +448,7 @@ mod tests {
         assert_eq!(history.hash(), REMEMBERED as u128 + 10);
     }
 
-    /// Hashes are a base and the number.
+    /// A span with hashes that are a base plus the operation's number.
     struct Counted(u128);
 
     impl Span for Counted {
@@ -469,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_of_a_span_has_its_hash_and_its_name() {
+    fn every_operation_of_a_span_has_hash_and_description() {
         let mut history = history(&[1, 2]);
         let spans: [Arc<dyn Span>; 2] = [Arc::new(Counted(100)), Arc::new(Counted(200))];
         history.extend(5, &spans[0]);
@@ -502,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_issued_before_many_spans_is_forgotten() {
+    fn operations_before_many_spans_are_forgotten() {
         let mut history = history(&[1, 2]);
         for i in 0..REMEMBERED as u64 {
             let span: Arc<dyn Span> = Arc::new(Counted(0));

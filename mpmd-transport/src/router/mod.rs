@@ -1,33 +1,34 @@
 //! The pure state machine between operations and messages.
 //!
-//! Every process issues the same operations in the same order, so a *piece* of data that moves is
+//! Every process issues the same operations in the same order. So a *piece* of data that moves is
 //! named by its operation's number and its own number within the operation, never by arrival order.
-//! The [`Router`] of a process matches the pieces its operations expect with the messages that
-//! arrive, lets large payloads move only after the receiver's grant, compares rolling hashes so
-//! that diverged programs get an error instead of each other's data, asks a sender what it is doing
-//! when a piece is long in coming, and turns failures and departures of peers into errors of what
-//! waits for them.
+//! The [`Router`] of a process:
+//!
+//! - matches the pieces that its operations expect with the messages that arrive;
+//! - lets large payloads move only after the receiver's grant;
+//! - compares rolling hashes, so that diverged programs get an error instead of each other's data;
+//! - probes a sender when a piece is late;
+//! - fails the operations that wait for a peer that has failed or left.
 //!
 //! It does no I/O, starts no thread and reads no clock. Its driver calls it with events and the
-//! time, and carries out the [`Action`]s it collects. It relies on no ordering of messages.
+//! time, and carries out the [`Action`]s that it collects. It relies on no ordering of messages.
 //!
-//! How a piece moves from S to R as operation `k`:
+//! A piece moves from S to R as operation `k` like this:
 //!
 //! | size | S, when the data is ready | R, when it issues `k` |
 //! |---|---|---|
 //! | up to [`EAGER_BYTES`], within credit | `Eager` with payload | delivered; credit returned |
 //! | up to [`EAGER_BYTES`], no credit left | `Offer` | `Grant`; then `Data` |
 //! | more | waits for the grant | `Grant`; then `Data` |
-//! | any, where memory is [handed over](Config::hands_over) | `Data` | delivered |
+//! | any, with [zero-copy transfer](Config::hands_over) | `Data` | delivered |
 //!
-//! A peer that sends what no correct process sends has broken the protocol: it is lost with a
-//! message that says so ([`Router::broken`]).
+//! A peer that sends a message that no correct process sends has broken the protocol. It counts as
+//! lost, with a message that says so ([`Router::broken`]).
 //!
-//! A grant is sent only by a process that has issued the operation and reserved its memory, so
-//! nothing a lower operation needs is ever held by a higher one. A piece that is handed over costs
-//! its receiver nothing, so it needs no grant; it stays the sender's memory. The receiver says from
-//! time to time up to which operation it has taken what it was handed, so that a sender knows how
-//! far it is ahead.
+//! A process sends a grant only after it has issued the operation and reserved its memory. So a
+//! higher operation never holds memory that a lower one needs. A zero-copy piece costs its receiver
+//! no memory, so it needs no grant; the memory stays the sender's. From time to time the receiver
+//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead.
 
 mod breach;
 mod dispute;
@@ -55,22 +56,23 @@ use peer::{Expected, Peer, PieceKey, Ready};
 /// Pieces up to this size may travel without a grant, in bytes.
 pub const EAGER_BYTES: u64 = 16 << 10;
 
-/// Bytes of eager pieces that a sender may have unclaimed at one receiver.
+/// Most bytes of eager pieces that one sender may have unclaimed at one receiver.
 pub const EAGER_CREDIT: u64 = 1 << 20;
 
-/// So many pieces that were handed over and taken are told of at once, fewer when time passes.
+/// Number of taken zero-copy pieces after which the sender is told. When time passes, it is told
+/// earlier.
 const TOLD_AT_ONCE: u32 = 16;
 
-/// What an eager piece costs beyond its bytes.
+/// Cost of an eager piece in addition to its bytes.
 const EAGER_OVERHEAD: u64 = 64;
 
 /// The driver's types that pass through a router.
 pub trait Cargo {
-    /// What is sent: bytes, and whatever must live until they have left.
+    /// The bytes of a piece to send, with everything that must live until they have left.
     type Outgoing;
-    /// What arrived.
+    /// The payload of a message that arrived.
     type Incoming;
-    /// What is told when a piece arrives or never will.
+    /// The receiver of a piece, or of the error if the piece never arrives.
     type Waiter;
 }
 
@@ -83,70 +85,68 @@ pub struct Config {
     pub processes: usize,
     /// The incarnation of the job; messages of another are ignored.
     pub epoch: u64,
-    /// How long a peer may be silent before it counts as lost, and a wait may last before it is
-    /// reported.
+    /// The peer timeout: a peer that is silent for longer counts as lost. A wait that lasts longer
+    /// is reported.
     pub patience: Duration,
     /// Time between heartbeats.
     pub heartbeat: Duration,
-    /// By process, whether pieces go to it and come from it as memory that stays where it is
-    /// ([`Transport::hands_over`](crate::Transport::hands_over)). To those beyond the end they do
-    /// not.
+    /// By process: true if pieces go to and from it by zero-copy transfer
+    /// ([`Transport::hands_over`](crate::Transport::hands_over)). Missing entries count as false.
     pub hands_over: Vec<bool>,
-    /// True if the peers are a stand-in's, whose pieces have no hashes to compare
+    /// True if the peers are simulated by a stand-in. Its pieces have no hashes to compare
     /// ([`Transport::is_stand_in`](crate::Transport::is_stand_in)).
     pub is_stand_in: bool,
 }
 
-/// What the driver has to do.
+/// A task for the driver.
 pub enum Action<C: Cargo> {
     /// Send a message.
     Post {
-        /// To whom.
+        /// The receiver.
         to: ProcessId,
-        /// Its header, complete.
+        /// The complete header.
         header: Header,
-        /// Its payload.
+        /// The payload.
         body: Body<C::Outgoing>,
     },
-    /// Tell a waiter that its piece is here, or why it will never be.
+    /// Give a waiter its piece, or the reason why it will never come.
     Deliver {
-        /// Whom to tell.
+        /// The waiter.
         waiter: C::Waiter,
-        /// The piece.
+        /// The piece, or the failure.
         result: Result<C::Incoming, Arc<Failure>>,
     },
-    /// Call [`Router::answer`] with what this process is doing.
+    /// Call [`Router::answer`] with a description of this process's activity.
     Answer {
-        /// Who asked.
+        /// The process that asked.
         to: ProcessId,
-        /// About which operation.
+        /// The operation it waits for.
         op: u64,
-        /// About which piece of it.
+        /// The piece of the operation.
         piece: u64,
     },
-    /// A peer has taken all that it was handed over up to this operation, or never will take any of
-    /// it.
+    /// A peer has taken all zero-copy pieces up to this operation, or will never take any.
     Taken {
         /// The peer.
         by: ProcessId,
         /// The last of the operations.
         op: u64,
     },
-    /// Drop what was to be sent: nobody is there to receive it.
+    /// Drop this cargo: no process will receive it.
     Discard(C::Outgoing),
-    /// A wait has outlasted the patience; show this to the user.
+    /// A wait has lasted longer than the peer timeout; show this text to the user.
     HangReport(String),
     /// A peer is gone; later operations that need it will fail with this.
     PeerLost(Arc<Failure>),
-    /// A peer gives no sign of life, or has broken the protocol: what the transport moves to it or
-    /// from it will not end by itself, for its connections may well stand.
+    /// A peer is silent for too long, or has broken the protocol. Its connections may still stand,
+    /// so transfers with it do not end by themselves: make the transport give it up.
     GiveUp {
         /// The peer.
         peer: ProcessId,
-        /// What is known of it.
+        /// The reason.
         why: String,
     },
-    /// The job as a whole has failed; every wait has been told.
+    /// The job as a whole has failed; every waiter has been told.
     Failed(Arc<Failure>),
 }
 
@@ -160,7 +160,7 @@ pub enum Body<O> {
     Cargo(O),
 }
 
-/// Something that arrived before this process asked for it. Its hash was compared where the
+/// A message that arrived before this process expected its piece. Its hash was compared if the
 /// operation was remembered.
 enum Early<C: Cargo> {
     Cargo(Header, C::Incoming),
@@ -179,17 +179,17 @@ pub struct Router<C: Cargo> {
     early: HashMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
     next_heartbeat: Duration,
-    /// When time was last told to pass.
+    /// The time of the last [`Router::tick`].
     ticked: Duration,
     /// The lowest operation at which a peer's hash is to be compared; `u64::MAX` for none.
     next_check: u64,
-    /// This process's own goodbye, once said.
+    /// True once this process has said goodbye.
     left: bool,
     actions: Vec<Action<C>>,
 }
 
 impl<C: Cargo> Router<C> {
-    /// A router that has issued nothing.
+    /// Creates a router that has issued no operations.
     pub fn new(config: Config) -> Self {
         Self {
             peers: (0..config.processes)
@@ -211,47 +211,47 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// What the driver has to do, in order. Call it after every other call.
+    /// Returns and removes the driver's tasks, in order. Call it after every other call.
     pub fn take_actions(&mut self) -> Vec<Action<C>> {
         std::mem::take(&mut self.actions)
     }
 
-    /// Whether [`Router::take_actions`] would return anything.
+    /// Returns true if [`Router::take_actions`] would return anything.
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 
-    /// How many operations this process has issued.
+    /// Returns the number of operations that this process has issued.
     pub fn count(&self) -> u64 {
         self.history.count()
     }
 
-    /// The rolling hash of the operations issued so far.
+    /// Returns the rolling hash of the operations issued so far.
     pub fn hash(&self) -> u128 {
         self.history.hash()
     }
 
-    /// The rolling hash at operation `op`; `None` where this process has not issued it or has
-    /// forgotten it.
+    /// Returns the rolling hash at operation `op`, or `None` if this process has not issued it or
+    /// has forgotten it.
     pub fn hash_at(&self, op: u64) -> Option<u128> {
         self.history.hash_at(op)
     }
 
-    /// The failure of the whole job, if it has failed.
+    /// Returns the failure of the whole job, if it has failed.
     pub fn failed(&self) -> Option<&Arc<Failure>> {
         self.failed.as_ref()
     }
 
-    /// This process issues an operation: the next number. The clock is read only where it is
-    /// needed: most operations of a large job concern other processes.
+    /// Issues an operation, which has the next number. Calls `clock` only if needed: most
+    /// operations of a large job concern other processes.
     pub fn issue(&mut self, record: OpRecord, clock: impl Fn() -> Duration) {
         let op = record.op;
         self.history.push(record);
         self.issued(op, clock);
     }
 
-    /// This process issues all operations up to `op`, as parts of `span`: those of them in which it
-    /// takes part one after another, and with each those before it.
+    /// Issues all operations up to `op`, as parts of `span`. The driver calls it once for each
+    /// operation in which this process takes part; that includes all operations before it.
     pub fn issue_span(&mut self, op: u64, span: &Arc<dyn Span>, clock: impl Fn() -> Duration) {
         self.history.extend(op, span);
         self.issued(op, clock);
@@ -284,10 +284,11 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// An issued operation waits for a piece of `bytes` from `from`. `hash` is the rolling hash at
-    /// the operation, which may be forgotten here.
+    /// Waits for a piece of `bytes` bytes from `from` in an issued operation. `hash` is the rolling
+    /// hash at the operation, which this router may have forgotten.
     ///
-    /// The memory for it must be reserved: the grant goes out now, unless it is handed over.
+    /// The memory for it must be reserved: a large piece is granted now, unless it comes by
+    /// zero-copy transfer.
     pub fn expect(
         &mut self,
         from: ProcessId,
@@ -311,7 +312,7 @@ impl<C: Cargo> Router<C> {
     ) {
         debug_assert!(op <= self.history.count(), "operation {op} was not issued");
         let key = (op, piece);
-        // What has come is taken, also from a peer that has gone since.
+        // A piece that has arrived is taken, even if its sender has gone since.
         let here =
             matches!(self.early.get(&(from, key)), Some(Early::Cargo(..) | Early::Poison(_)));
         let never = if here { self.failed.clone() } else { self.why_never(from, op) };
@@ -351,10 +352,10 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// As [`Router::expect`], for a piece whose size only its sender knows and
-    /// [announces](Self::announce): at most `most` bytes. A sender of more has broken the protocol.
+    /// Like [`Router::expect`], for a piece of which only the sender knows the size. The sender
+    /// [announces](Self::announce) it: at most `most` bytes. More bytes break the protocol.
     ///
-    /// Where it is `likely` to be large it is granted at once, which saves the announcement's way.
+    /// If the `likely` size is large, the piece is granted at once, which saves a round trip.
     pub fn expect_any_size(
         &mut self,
         from: ProcessId,
@@ -374,8 +375,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// An issued operation takes a piece that it has no use for any more, of whatever size, so that
-    /// its sender is rid of it.
+    /// Accepts a piece of any size that an issued operation no longer needs, so that its sender can
+    /// finish.
     pub fn decline(
         &mut self,
         from: ProcessId,
@@ -384,12 +385,11 @@ impl<C: Cargo> Router<C> {
         waiter: C::Waiter,
         now: Duration,
     ) {
-        // A sender that knows no better waits for a grant where the piece is large. No memory is
-        // taken.
+        // If the piece is large, its sender may wait for a grant. Granting takes no memory here.
         self.expect_any_size(from, key, hash, (u64::MAX, u64::MAX), waiter, now);
     }
 
-    /// A piece of an issued operation is ready to go to `to`, which does not know its size.
+    /// Offers a piece of an issued operation to `to`, which does not know its size.
     pub fn announce(
         &mut self,
         to: ProcessId,
@@ -404,8 +404,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A piece of an issued operation is ready to go to `to`. `hash` is the rolling hash at the
-    /// operation, which may be forgotten here.
+    /// Offers a piece of an issued operation to `to`. `hash` is the rolling hash at the operation,
+    /// which this router may have forgotten.
     pub fn offer(
         &mut self,
         to: ProcessId,
@@ -442,18 +442,18 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A piece that `to` waits for will never come.
+    /// Tells `to` that a piece for which it waits will never come.
     pub fn poison(&mut self, to: ProcessId, (op, piece): (u64, u64), failure: &Failure) {
         let body = encode_failure(failure);
         let bytes = body.len() as u64;
         if self.failed.is_none() && self.peers[to.index()].is_reachable() {
-            // Taken at its word, whatever the hash.
+            // The receiver believes a poison with any hash.
             let hash = self.history.hash_at(op).unwrap_or_default();
             self.post_piece(Kind::Poison, to, (op, piece), hash, bytes, Body::Control(body));
         }
     }
 
-    /// A message arrived. `control` is its payload as bytes where the kind carries a control
+    /// Handles a message that arrived. `control` holds its payload if the kind carries a control
     /// payload.
     pub fn arrived(
         &mut self,
@@ -480,8 +480,8 @@ impl<C: Cargo> Router<C> {
                     self.piece_message(from, header, incoming, now);
                 }
             }
-            // A poison is taken at its word, also ahead of time: a process that failed stops
-            // comparing.
+            // A poison is believed without a comparison of hashes, even ahead of time: a process
+            // that failed stops comparing.
             Kind::Poison => {
                 let failure = Arc::new(decode_failure(from, header.op, control));
                 self.poisoned(from, (header.op, header.piece), failure);
@@ -510,9 +510,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// This process ends a step: its neighbour compares.
+    /// Ends a step: sends the rolling hash to the next process, which compares it.
     ///
-    /// Each process tells the next one, so that together they compare all of them.
+    /// All processes together so compare all of them.
     pub fn step_end(&mut self, step: u64) {
         self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
@@ -525,7 +525,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Forgets what arrived for an operation that has ended here.
+    /// Forgets messages that arrived for an operation that has ended here.
     pub fn forget(&mut self, op: u64) {
         for ((from, _), early) in self.early.extract_if(|(_, key), _| key.0 == op) {
             self.peers[from.index()].kept -= early.cost();
@@ -605,13 +605,12 @@ impl<C: Cargo> Router<C> {
             let message = format!("process {from} sent {piece}, which has {most}");
             let failure = Arc::new(Failure::new(FailureKind::Transport, from, header.op, message));
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
-            // Equal hashes, which were compared before, mean equal shapes.
+            // The hashes were equal, which means equal shapes: so the peer is at fault.
             self.broken(from, &format!("it sent {piece}, which has {most}"));
         }
     }
 
-    /// Tells a peer up to which operation all that it has handed over was taken, where that is
-    /// news.
+    /// Tells a peer up to which operation all its zero-copy pieces were taken, if that has changed.
     pub(super) fn tell_taken(&mut self, to: ProcessId) {
         let peer = &self.peers[to.index()];
         if peer.last_taken <= peer.told || !peer.is_reachable() {
@@ -648,7 +647,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// What an operation is called in messages.
+    /// Returns the name of an operation for messages.
     fn name(&self, op: u64) -> String {
         self.history.describe(op).unwrap_or_else(|| format!("operation {op}"))
     }
@@ -660,7 +659,7 @@ impl<C: Cargo> Router<C> {
         self.post_piece(Kind::Grant, to, key, hash, bytes, Body::Empty);
     }
 
-    /// Returns the rolling hash at a piece's operation. One that is forgotten is known as long as
+    /// Returns the rolling hash at a piece's operation. A forgotten operation still has one while
     /// the piece waits here.
     pub(super) fn hash_of(&self, peer: ProcessId, key: PieceKey) -> Option<u128> {
         let peer = &self.peers[peer.index()];

@@ -1,4 +1,4 @@
-//! What the router knows of one peer.
+//! The router's state for one peer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -16,14 +16,14 @@ pub(super) struct Expected<C: Cargo> {
     pub(super) waiter: C::Waiter,
     /// The rolling hash at the operation.
     pub(super) hash: u128,
-    /// Lengths that the piece may have.
+    /// Lengths that the piece may have, in bytes.
     pub(super) bytes: RangeInclusive<u64>,
     pub(super) since: Duration,
-    /// When the sender is asked next.
+    /// Time of the next probe of the sender.
     pub(super) probe_at: Duration,
-    /// When the next hang report is due.
+    /// Time of the next hang report.
     pub(super) report_at: Duration,
-    /// Whether the sender was told to send it.
+    /// True if a grant was sent.
     pub(super) granted: bool,
 }
 
@@ -34,34 +34,34 @@ pub(super) struct Ready<C: Cargo> {
     pub(super) bytes: u64,
 }
 
-/// How a peer said goodbye.
+/// The content of a peer's goodbye.
 pub(super) struct Goodbye {
     pub(super) count: u64,
     pub(super) failure: Option<Arc<Failure>>,
 }
 
 pub(super) struct Peer<C: Cargo> {
-    /// Why it is gone, where it is.
+    /// The reason, once the peer is gone.
     pub(super) down: Option<String>,
-    /// Whether it broke the protocol. Nothing of it is read any more.
+    /// True if the peer broke the protocol. Its later messages are ignored.
     pub(super) broken: bool,
     pub(super) goodbye: Option<Goodbye>,
-    /// Whether pieces go to it, and come from it, as memory that stays where it is.
+    /// True if pieces go to and from it by zero-copy transfer: the memory stays in place.
     pub(super) hands_over: bool,
-    /// The last operation of which a piece that it handed over was taken here.
+    /// The last operation of which this process took a zero-copy piece from the peer.
     pub(super) last_taken: u64,
-    /// The operation up to which it knows that all was taken.
+    /// The last operation up to which the peer knows that all its pieces were taken.
     pub(super) told: u64,
-    /// Pieces taken since it was told last.
+    /// Pieces taken since the last report to the peer.
     pub(super) untold: u32,
     pub(super) heard: Duration,
-    /// When the rendezvous lost it, and the reason given, until it is clear whether it is gone.
+    /// Time and reason of its loss at the rendezvous, until it is clear if the peer is gone.
     pub(super) suspected: Option<(Duration, String)>,
     /// Eager bytes that may still be sent to it.
     pub(super) credit: u64,
-    /// Eager bytes taken out here that it was not yet told of.
+    /// Credit for eager bytes consumed here that has not been returned to it yet.
     pub(super) owed: u64,
-    /// Cost of the eager pieces that came and for which no credit went back: at most
+    /// Cost of eager pieces that arrived and for which no credit was returned: at most
     /// [`EAGER_CREDIT`].
     pub(super) unclaimed: u64,
     /// Bytes of its messages that are kept for later: at most
@@ -71,13 +71,13 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) expected: BTreeMap<PieceKey, Expected<C>>,
     pub(super) ready: HashMap<PieceKey, Ready<C>>,
     pub(super) granted: HashMap<PieceKey, u128>,
-    /// Its latest word on what it is doing.
+    /// Its latest answer to a probe.
     pub(super) answer: Option<Answer>,
-    /// Its operations, where it disagreed and has shown them.
+    /// Its recent operations, if it disagreed and has sent them.
     pub(super) shown: Option<Shown>,
-    /// Since when, and from which operation, we know that we disagree.
+    /// Time and operation of the dispute with it, if there is one.
     pub(super) disputed: Option<(Duration, u64)>,
-    /// An operation count of its to be compared when this process gets there.
+    /// An operation count and hash of the peer, to compare when this process gets there.
     pub(super) check: Option<(u64, u128)>,
 }
 
@@ -109,17 +109,17 @@ impl<C: Cargo> Default for Peer<C> {
 }
 
 impl<C: Cargo> Peer<C> {
-    /// Whether messages to it make sense.
+    /// Returns true if messages can be sent to it.
     pub(super) fn is_reachable(&self) -> bool {
         self.down.is_none()
     }
 
-    /// Whether it may still ask for pieces.
+    /// Returns true if it may still ask for pieces.
     pub(super) fn takes_pieces(&self) -> bool {
         self.is_reachable() && self.goodbye.as_ref().is_none_or(|goodbye| goodbye.failure.is_none())
     }
 
-    /// Whether it has left the job, in order or not.
+    /// Returns true if it has left the job, in order or not.
     pub(super) fn has_left(&self) -> bool {
         self.down.is_some() || self.goodbye.is_some()
     }

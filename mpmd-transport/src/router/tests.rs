@@ -1,4 +1,5 @@
-//! Routers of several processes in one thread, on a network that delays and reorders by seed.
+//! Routers of several processes in one thread, on a network that delays and reorders messages by
+//! seed.
 
 mod credit;
 mod fuzz;
@@ -18,7 +19,7 @@ impl Cargo for Bytes {
     type Waiter = PieceKey;
 }
 
-/// A small generator of our own: the tests must not depend on the version of a library.
+/// A small generator of random numbers: the tests must not depend on the version of a library.
 struct Seeded(u64);
 
 impl Seeded {
@@ -37,7 +38,7 @@ struct Message {
     body: Vec<u8>,
 }
 
-/// What became of a wait.
+/// The result of a wait.
 type Outcome = Result<Vec<u8>, Arc<Failure>>;
 
 struct Job {
@@ -47,18 +48,19 @@ struct Job {
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
-    /// Peers that were given up: the process that did so, then the peer.
+    /// Pairs of a process and the peer that it gave up.
     silent: Vec<(usize, usize)>,
     /// The rolling hash at each operation that a process has issued by itself.
     hashes: HashMap<(usize, u64), u128>,
-    /// Losses of peers, by the process that lost them.
+    /// Losses of peers, each with the process that lost the peer.
     lost: Vec<(usize, Arc<Failure>)>,
-    /// The process that may say anything.
+    /// The faulty process, which may send any message.
     liar: Option<usize>,
-    /// Up to which operation a process has taken what another has handed over: giver first.
+    /// The last operation up to which pieces were taken, by (sender, receiver) of zero-copy
+    /// transfers.
     taken: HashMap<(usize, usize), u64>,
     seeded: Seeded,
-    /// Milliseconds.
+    /// Time in milliseconds.
     now: u64,
     max_delay: u64,
 }
@@ -81,7 +83,7 @@ impl Job {
         Self::handing_over(processes, seed, max_delay, |_, _| false)
     }
 
-    /// A job in which some pairs hand memory over.
+    /// Creates a job in which the pairs for which `pairs` is true use zero-copy transfer.
     fn handing_over(
         processes: usize,
         seed: u64,
@@ -182,8 +184,8 @@ impl Job {
                 Action::HangReport(text) => self.reports.push(text),
                 Action::Taken { by, op } => {
                     let before = self.taken.insert((process, by.index()), op);
-                    // Of a job that has failed nothing more is awaited: what is said later is no
-                    // news.
+                    // Once a job has failed it waits for nothing, so later reports may be out of
+                    // order.
                     let is_free = self.liar == Some(by.index()) || before == Some(u64::MAX);
                     assert!(
                         is_free || before.is_none_or(|before| before <= op),
@@ -198,7 +200,7 @@ impl Job {
         }
     }
 
-    /// Hands a message to a process at once, whether its sender could have sent it or not.
+    /// Delivers a message to a process at once, even one that its sender could not have sent.
     fn say(&mut self, from: usize, to: usize, header: Header, body: &[u8]) {
         let header = Header { epoch: 1, ..header };
         self.routers[to].arrived(ProcessId(from as u32), header, body.to_vec(), body, at(self.now));
@@ -245,10 +247,10 @@ impl Job {
     }
 }
 
-/// One piece of an operation: from, to, bytes.
+/// One piece of an operation: sender, receiver, bytes.
 type Move = (usize, usize, u64);
 
-/// A program of `ops` operations, some of which nobody takes part in.
+/// Returns a program of `ops` operations, some of them without pieces.
 fn program(processes: usize, ops: usize, seeded: &mut Seeded) -> Vec<Vec<Move>> {
     let sizes = [0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 70_000];
     (0..ops)
@@ -265,17 +267,17 @@ fn program(processes: usize, ops: usize, seeded: &mut Seeded) -> Vec<Vec<Move>> 
 }
 
 #[test]
-fn every_piece_arrives_whatever_the_delays_and_the_pace() {
+fn every_piece_arrives_at_any_delay_and_pace() {
     for seed in 0..150 {
         let mut seeded = Seeded(seed);
         let processes = 2 + seeded.next(7) as usize;
         let program = program(processes, 40, &mut seeded);
-        // No pair hands over, some do, or all.
+        // Zero-copy transfer between no pairs, some pairs, or all pairs.
         let among = [0, 2, 8][seed as usize % 3];
         let pairs =
             |a: usize, b: usize| a.max(b) < among || (among == 2 && (a + b).is_multiple_of(2));
         let mut job = Job::handing_over(processes, seed, seeded.next(40), pairs);
-        // Data gets ready in any order after its operation was issued.
+        // Data becomes ready in any order after its operation was issued.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];
         while next.iter().any(|next| *next < program.len()) || !unready.is_empty() {
@@ -309,7 +311,7 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
                 assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
             }
         }
-        // Everybody knows that all it has handed over was taken.
+        // Every sender knows that all its zero-copy pieces were taken.
         for (index, moves) in program.iter().enumerate() {
             for (from, to, _) in moves.iter().filter(|(from, to, _)| pairs(*from, *to)) {
                 let taken = job.taken.get(&(*from, *to)).copied().unwrap_or(0);
@@ -325,7 +327,7 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
 }
 
 #[test]
-fn large_pieces_wait_for_the_receiver_and_small_ones_for_credit() {
+fn large_pieces_wait_for_grant_and_small_ones_for_credit() {
     let mut job = Job::new(2, 1, 0);
     let sent = 3 * EAGER_CREDIT / EAGER_BYTES;
     for _ in 0..sent {
@@ -353,7 +355,7 @@ fn large_pieces_wait_for_the_receiver_and_small_ones_for_credit() {
 }
 
 #[test]
-fn a_dead_process_ends_every_wait_for_it_and_names_itself_and_the_operation() {
+fn dead_process_fails_every_wait_and_is_named() {
     let mut job = Job::new(3, 2, 3);
     for process in 0..3 {
         job.issue(process, 9, "device_put");
@@ -377,7 +379,7 @@ fn a_dead_process_ends_every_wait_for_it_and_names_itself_and_the_operation() {
 }
 
 #[test]
-fn a_stopped_process_counts_as_lost_after_the_patience() {
+fn stopped_process_is_lost_after_peer_timeout() {
     let mut job = Job::new(2, 3, 2);
     job.issue(0, 9, "device_put");
     job.expect(0, 1, (1, 0), 100);
@@ -387,7 +389,7 @@ fn a_stopped_process_counts_as_lost_after_the_patience() {
     job.run(62_000);
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
     assert!(failure.message.contains("no sign of life for 60 s"), "{failure}");
-    assert_eq!(job.silent, [(0, 1)], "said once, so that what is under way can be given up");
+    assert_eq!(job.silent, [(0, 1)], "reported once, so that transfers in flight can be given up");
 }
 
 #[test]
@@ -409,13 +411,13 @@ fn peer_that_the_rendezvous_lost_is_gone_if_silent() {
     job.run(2000);
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
     assert!(failure.message.contains("process 1 is gone (its connection was closed)"), "{failure}");
-    assert_eq!(job.silent, [(0, 1)], "so that what is under way can be given up");
+    assert_eq!(job.silent, [(0, 1)], "so that transfers in flight can be given up");
     job.run(10_000);
     assert!(!job.outcomes.contains_key(&(0, (1, 1))), "the other is well");
 }
 
 #[test]
-fn job_stopped_beyond_the_patience_goes_on() {
+fn job_stopped_beyond_peer_timeout_goes_on() {
     let mut job = Job::new(2, 3, 2);
     job.issue(0, 9, "device_put");
     job.expect(0, 1, (1, 0), 100);
@@ -470,7 +472,7 @@ fn diverged(mut job: Job) -> String {
 }
 
 #[test]
-fn an_extra_operation_that_meets_anothers_message_is_found_and_shown() {
+fn extra_operation_is_found_by_the_next_message() {
     for seed in 0..20 {
         let mut job = Job::new(2, seed, 30);
         for (process, ops) in [(0, [11, 50, 60]), (1, [11, 61, 70])] {
@@ -491,7 +493,7 @@ fn an_extra_operation_that_meets_anothers_message_is_found_and_shown() {
 }
 
 #[test]
-fn an_operation_that_nobody_else_takes_part_in_is_found_at_the_end_of_the_step() {
+fn extra_operation_without_messages_is_found_at_step_end() {
     let mut job = Job::new(4, 7, 10);
     for process in 0..4 {
         for op in 1..=3 {
@@ -524,7 +526,7 @@ fn a_skipped_operation_is_found_at_goodbye() {
 }
 
 #[test]
-fn a_last_operation_that_one_process_alone_issued_is_found_by_both() {
+fn extra_last_operation_is_found_by_both() {
     for first in [0, 1] {
         let mut job = Job::new(2, 8, 10);
         job.issue(0, 1, "both");
@@ -545,7 +547,7 @@ fn a_last_operation_that_one_process_alone_issued_is_found_by_both() {
 }
 
 #[test]
-fn nobody_is_done_before_it_is_settled_whether_the_programs_were_the_same() {
+fn peer_is_still_here_until_dispute_ends() {
     let mut job = Job::new(2, 8, 10);
     job.issue(0, 1, "one way");
     job.issue(1, 2, "another way");
@@ -563,12 +565,12 @@ fn nobody_is_done_before_it_is_settled_whether_the_programs_were_the_same() {
 }
 
 #[test]
-fn a_step_that_ends_elsewhere_is_a_difference_that_is_named() {
+fn step_end_at_another_operation_is_named() {
     let mut job = Job::new(2, 13, 5);
     for process in 0..2 {
         job.issue(process, 1, "op");
     }
-    // The hash that comes with operations has the ends of steps in it.
+    // The hash that comes with operations includes the ends of steps.
     job.routers[0].step_end(1);
     job.act(0);
     job.issue(0, 22, "op");
@@ -580,7 +582,7 @@ fn a_step_that_ends_elsewhere_is_a_difference_that_is_named() {
 }
 
 #[test]
-fn what_has_come_is_taken_also_from_a_peer_that_has_gone_since() {
+fn arrived_piece_is_taken_after_its_sender_is_gone() {
     for in_order in [true, false] {
         let mut job = Job::new(2, 15, 0);
         job.issue(0, 1, "op");
@@ -599,12 +601,12 @@ fn what_has_come_is_taken_also_from_a_peer_that_has_gone_since() {
             &body((1, 0), 10),
             "in order: {in_order}"
         );
-        assert!(job.outcomes[&(1, (1, 1))].is_err(), "and what has not come never will");
+        assert!(job.outcomes[&(1, (1, 1))].is_err(), "and a piece that has not arrived never will");
     }
 }
 
 #[test]
-fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
+fn loss_without_waits_names_the_latest_operation() {
     let lost = |job: &mut Job| {
         job.routers[0].peer_down(ProcessId(1), "connection reset");
         let failure = job.routers[0].take_actions().into_iter().find_map(|action| match action {
@@ -632,7 +634,7 @@ fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
 }
 
 #[test]
-fn a_long_wait_is_reported_with_the_chain_to_the_root() {
+fn long_wait_is_reported_with_the_chain_to_the_root() {
     let mut job = Job::new(3, 9, 5);
     for process in 0..3 {
         job.issue(process, 1, "op a");
@@ -648,7 +650,7 @@ fn a_long_wait_is_reported_with_the_chain_to_the_root() {
     assert!(report.contains("process 1 waits in operation 1 (op a)"), "{report}");
     assert!(report.contains("process 2 computes"), "{report}");
     assert!(job.outcomes.is_empty(), "a slow peer is no error");
-    // Process 1 is itself the root where it is at something lower than what it waits for.
+    // Process 1 is the root itself if an operation lower than its wait is running there.
     let waits = "process 1 waits in operation 1 (op a)";
     let chain = job.routers[1].chain(Some(1));
     assert!(
@@ -657,7 +659,7 @@ fn a_long_wait_is_reported_with_the_chain_to_the_root() {
     );
     assert!(job.routers[1].chain(Some(0)).is_empty());
     assert_eq!(job.routers[0].describe(3), None);
-    // Who waits for nobody knows what it has been told when it asks.
+    // A process that waits for nobody knows its peers' activity once it has asked.
     job.routers[2].ask_all();
     job.act(2);
     job.run(50);
@@ -666,7 +668,7 @@ fn a_long_wait_is_reported_with_the_chain_to_the_root() {
 }
 
 #[test]
-fn an_early_end_with_an_error_reaches_the_peers_as_that_error() {
+fn early_end_with_an_error_reaches_peers_as_that_error() {
     let mut job = Job::new(2, 10, 5);
     for process in 0..2 {
         job.issue(process, 1, "op");
@@ -694,14 +696,14 @@ fn messages_of_another_incarnation_are_ignored() {
 }
 
 #[test]
-fn an_operation_too_old_to_be_remembered_by_one_side_is_no_difference() {
+fn operation_forgotten_by_one_side_is_no_difference() {
     let mut job = Job::new(2, 12, 3);
     for process in 0..2 {
         job.issue(process, 7, "device_put");
         job.issue(process, 8, "device_put");
     }
-    // Process 0 goes on with operations of others; its pieces of the first two, to and fro, take
-    // their time.
+    // Process 0 goes on with operations of others. Its pieces of the first two operations, one each
+    // way, are slow.
     for op in 3..10_000 {
         job.issue(0, op, "elsewhere");
     }
@@ -716,8 +718,8 @@ fn an_operation_too_old_to_be_remembered_by_one_side_is_no_difference() {
 }
 
 #[test]
-fn an_operation_that_one_side_has_forgotten_is_compared() {
-    // Each case: the sender; whether the receiver expects first; the process that issues more.
+fn operation_forgotten_by_one_side_is_compared() {
+    // Each case: the sender; true if the receiver expects first; the process that issues more.
     for case in 0..8 {
         let (from, asks_first, ahead) = (case & 1, case & 2 == 0, case >> 2);
         for bytes in [10, 100_000] {
@@ -732,7 +734,7 @@ fn an_operation_that_one_side_has_forgotten_is_compared() {
                     true => job.expect(1 - from, from, (1, 0), bytes),
                     false => job.offer(from, 1 - from, (1, 0), bytes),
                 }
-                // No heartbeat yet.
+                // Too early for a heartbeat.
                 job.run(5);
             }
             assert!(
@@ -749,7 +751,7 @@ fn an_operation_that_one_side_has_forgotten_is_compared() {
 }
 
 #[test]
-fn a_piece_nobody_wants_any_more_leaves_its_sender_whatever_its_size() {
+fn declined_piece_of_any_size_leaves_its_sender() {
     for (seed, bytes) in [(1, 10), (2, EAGER_BYTES + 1), (3, 70_000)] {
         let mut job = Job::new(2, seed, 10);
         job.issue(0, 1, "collective");
@@ -770,7 +772,7 @@ fn a_piece_nobody_wants_any_more_leaves_its_sender_whatever_its_size() {
 }
 
 #[test]
-fn a_piece_for_a_peer_that_left_with_an_error_is_let_go() {
+fn piece_for_a_peer_that_left_with_an_error_is_dropped() {
     let mut job = Job::new(2, 13, 0);
     job.issue(0, 1, "device_put");
     job.issue(0, 2, "device_put");

@@ -1,4 +1,4 @@
-//! Time: heartbeats, probes of slow senders, reports of waits past their patience.
+//! Everything that depends on time: heartbeats, probes of slow senders, and reports of long waits.
 
 use std::time::Duration;
 
@@ -9,31 +9,31 @@ use super::{Action, Body, Cargo, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
-/// A wait this long asks its sender what it is doing.
+/// Time after which a wait probes its sender.
 pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
 
 /// The longest time between two probes of one wait.
 const PROBE_AT_MOST: Duration = Duration::from_secs(5);
 
-/// The longest chain of waits that is passed on.
+/// The longest chain of waits that is passed on, in lines.
 const CHAIN: usize = 16;
 
 /// The longest line of a peer's answer that is kept, in bytes.
 const LONGEST_LINE: usize = 4 << 10;
 
-/// What a process says of itself when a peer waits for it.
+/// The description that a process gives of itself when a peer waits for it.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Answer {
-    /// Operations it has issued.
+    /// Number of operations it has issued.
     pub count: u64,
-    /// What its program and its devices are doing.
+    /// The activity of its program and its devices.
     pub doing: String,
-    /// What it waits for itself, and what that process said, and so on to the root.
+    /// Its own wait, then the answer of the process it waits for, and so on to the root cause.
     pub chain: Vec<String>,
 }
 
 impl<C: Cargo> Router<C> {
-    /// Time has passed. Call it a few times a second.
+    /// Tells the router that time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
         if now.saturating_sub(self.ticked) > self.config.patience / 2 {
             self.forget_stop(now - self.ticked, now);
@@ -55,9 +55,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Sends to `to` what this process is `doing`, as asked for by [`Action::Answer`]; `running` is
-    /// the lowest operation that is under way on this process itself, waiting for nothing of lower
-    /// ones.
+    /// Answers a probe of `to`, as [`Action::Answer`] demands. `doing` describes this process's
+    /// activity. `running` is the lowest operation in progress on this process itself that waits
+    /// for no lower one.
     pub fn answer(
         &mut self,
         to: ProcessId,
@@ -75,25 +75,25 @@ impl<C: Cargo> Router<C> {
         self.actions.push(Action::Post { to, header, body: Body::Control(body) });
     }
 
-    /// An operation for people, as far back as this process remembers.
+    /// Describes an operation for people, if this process still remembers it.
     pub fn describe(&self, op: u64) -> Option<String> {
         self.history.describe(op)
     }
 
-    /// Asks every peer that is still there what it is doing, for [`Router::last_words`].
+    /// Probes every peer that is still there, for [`Router::last_words`].
     pub fn ask_all(&mut self) {
         let op = self.history.count();
         let hash = self.history.hash();
         for to in self.still_here() {
-            // What it said before may be long over.
+            // Its earlier answer may be long outdated.
             self.peers[to.index()].answer = None;
             let header = Header { op, hash, ..self.header(Kind::Probe) };
             self.actions.push(Action::Post { to, header, body: Body::Empty });
         }
     }
 
-    /// What peers that are still there have said last of what they are doing, and of whom they wait
-    /// for, or that they have not answered.
+    /// Returns the latest answers of the peers that are still there: their activity and their own
+    /// waits. A line says so if a peer has not answered.
     pub fn last_words(&self) -> Vec<String> {
         let said = |process: ProcessId| {
             let answer = self.peers[process.index()].answer.as_ref();
@@ -121,7 +121,7 @@ impl<C: Cargo> Router<C> {
                 return;
             }
         } else if self.left {
-            // The peer waits for an operation that this process ended without.
+            // The peer waits for an operation that this process never issued before its end.
             self.dispute(from, header.op, now);
             return;
         }
@@ -151,8 +151,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// This process was stopped, and its peers perhaps with it: what they sent meanwhile is still
-    /// to be read, and nobody has waited all that time.
+    /// Forgets the time for which this process was stopped, perhaps with its peers. Messages from
+    /// that time are still unread, so it does not count as waiting.
     fn forget_stop(&mut self, stopped: Duration, now: Duration) {
         for peer in &mut self.peers {
             peer.heard = now;
@@ -166,14 +166,14 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Declares the peers lost that the rendezvous has lost and that have sent nothing since.
+    /// Treats peers as lost that the rendezvous has lost and that have sent nothing since.
     fn judge_suspects(&mut self, now: Duration) {
         let heartbeat = self.config.heartbeat;
         for process in self.others() {
             let peer = &mut self.peers[process.index()];
             let is_due = |(since, _): &mut (Duration, String)| now >= *since + 3 * heartbeat;
             let Some((since, why)) = peer.suspected.take_if(is_due) else { continue };
-            // Messages that it sent before its death may arrive shortly after the word of it.
+            // Messages that it sent before its death may arrive shortly after the news of it.
             if peer.heard <= since + heartbeat {
                 self.lose(process, why);
             }
@@ -229,10 +229,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// The lowest operation for which this process waits for another, and what is known behind
-    /// that, to the root: a line for each link. Nothing where an operation below that is `running`
-    /// here: since nothing waits for what comes after it, the root is that one then, or where
-    /// others have nothing to give.
+    /// Returns the chain of waits from the lowest operation for which this process waits, to the
+    /// root cause: one line for each link. Empty if no wait is open here, or if an operation below
+    /// it is `running` here: that operation is then the root cause, or the peers have their own.
     pub fn chain(&self, running: Option<u64>) -> Vec<String> {
         let oldest = self
             .others()

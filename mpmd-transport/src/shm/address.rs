@@ -1,5 +1,5 @@
-//! What a process tells of itself, from which any two find whether they can share memory, and if
-//! not, why.
+//! The address that a process publishes. From two addresses it follows if the processes can share
+//! memory, and if not, why.
 
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
@@ -7,29 +7,28 @@ use std::str::FromStr;
 
 use super::NAME;
 
-/// The version of what processes say to each other over shared memory. Both must speak the same.
+/// The version of the shared memory protocol. Both processes must speak the same.
 pub(super) const VERSION: u32 = 1;
 
 /// Bytes of the name under which a process listens.
 const NAME_BYTES: usize = 16;
 
-/// Where and as whom a process runs, as far as it matters to others that would share memory with
-/// it.
+/// The properties of a process that decide if another can share memory with it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Address {
     pub(super) version: u32,
-    /// The running system's own number: another one is another machine.
+    /// The running system's boot id: another id is another machine.
     boot: String,
-    /// Names of sockets are known within a network namespace.
+    /// The network namespace, within which socket names are known.
     network: u64,
-    /// Numbers of processes are known within a namespace of theirs.
+    /// The process namespace, within which process ids are known.
     processes: u64,
     user: u32,
     name: [u8; NAME_BYTES],
 }
 
 impl Address {
-    /// This process's, with a name of its own.
+    /// This process's address, with a new name.
     pub(super) fn of_this_process() -> std::io::Result<Self> {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
         let mut name = [0; NAME_BYTES];
@@ -52,7 +51,7 @@ impl Address {
         format!("mpmd-{}", hex(&self.name)).into_bytes()
     }
 
-    /// Why the two cannot share memory; `None` where they can. The same seen from both sides.
+    /// The reason why the two cannot share memory; `None` if they can. Symmetric.
     fn apart_from(&self, other: &Self) -> Option<&'static str> {
         if self.version != other.version {
             Some("they run different builds")
@@ -76,7 +75,8 @@ impl Address {
     }
 }
 
-/// Why two processes that have told `a` and `b` cannot share memory; `None` where they can.
+/// Returns the reason why two processes with the addresses `a` and `b` cannot share memory, or
+/// `None` if they can.
 pub fn why_apart(a: &str, b: &str) -> Option<String> {
     let read = |text: &str| text.parse::<Address>();
     match (read(a), read(b)) {
@@ -85,7 +85,7 @@ pub fn why_apart(a: &str, b: &str) -> Option<String> {
     }
 }
 
-/// What is told in place of an address by who has none, and why.
+/// Returns the text that a process publishes if it has no address. `why` is the reason.
 pub fn no_address(why: &str) -> String {
     format!("!{why}")
 }
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_as_written_and_no_two_are_the_same() {
+    fn addresses_parse_and_are_unique() {
         let (one, other) =
             (Address::of_this_process().unwrap(), Address::of_this_process().unwrap());
         assert_eq!(one.to_string().parse(), Ok(one.clone()));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn who_cannot_share_memory_hears_why_and_both_hear_the_same() {
+    fn why_apart_is_symmetric_and_names_the_reason() {
         let here = Address::of_this_process().unwrap();
         for (other, why) in [
             (Address { version: 2, ..here.clone() }, "different builds"),

@@ -1,10 +1,10 @@
-//! How processes that have devices find out, before the first message, which of them can lend each
-//! other their memory.
+//! Processes with devices find out here, before the first message, which pairs can lend each other
+//! device memory.
 //!
-//! Each shows all others samples of its own, tries theirs, and says what came of it; two lend each
-//! other memory where both could open what the other showed. All of it goes through the sockets by
-//! which they met, and nobody waits for who waits for others: everything is said before anything is
-//! heard.
+//! Each process sends samples of its own to all others, tries theirs, and reports the result. Two
+//! processes lend each other device memory if both could open the other's samples. All packets go
+//! through the sockets of the meeting. No process waits in a cycle: each sends everything before it
+//! receives.
 
 use std::io;
 use std::sync::Arc;
@@ -17,19 +17,19 @@ use crate::memory::{DeviceSharing, MOST_WORDS};
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
-/// What packets begin with: a sample; the end of the samples; that there are none, and why.
+/// Packet kinds: a sample; the end of the samples; no samples, with the reason.
 const SAMPLE: [u8; 4] = *b"SAMP";
 const NO_MORE: [u8; 4] = *b"OVER";
 const NONE: [u8; 4] = *b"NONE";
-/// All samples could be opened; or one could not, and why.
+/// All samples could be opened; or one could not, with the reason.
 const GOOD: [u8; 4] = *b"GOOD";
 const BAD: [u8; 4] = *b"BAD!";
 
-/// Samples of one process, more than it has devices.
+/// The most samples of one process: more than it has devices.
 const MOST_SAMPLES: usize = 1024;
 
 impl Shared {
-    /// Finds out with which of the peers `with` devices memory of theirs can be shared; see
+    /// Finds out with which peers in `with` device memory can be shared. See
     /// [`Transport::share_devices`](crate::Transport::share_devices).
     pub(super) fn share_devices(
         &self,
@@ -56,8 +56,8 @@ impl Shared {
                     patience,
                 })
             }
-            // Whether it is no more, or talks nonsense: that it does not share devices is all that
-            // matters here.
+            // The peer is gone or sent an invalid packet. Here it only matters that it does not
+            // share devices.
             Err(error) => Ok(Some(format!("process {peer} could not be asked: {error}"))),
         };
         for (at, (index, peer)) in peers.iter().enumerate() {
@@ -84,13 +84,13 @@ impl Shared {
                 ),
             }
         }
-        // A second call has nothing to say.
+        // A second call changes nothing.
         let _ = self.devices.sharing.set(sharing);
         Ok(())
     }
 }
 
-/// The first reason counts.
+/// Keeps the first reason.
 fn note(known: &mut Option<String>, found: Option<String>) {
     if known.is_none() {
         *known = found;
@@ -109,7 +109,8 @@ fn show(peer: &Peer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) ->
     }
 }
 
-/// Tries what a peer shows and says how that went; why it cannot be shared, if it cannot.
+/// Tries a peer's samples and sends the result. Returns the reason why its memory cannot be shared,
+/// if so.
 fn try_all(
     peer: &Peer,
     sharing: &dyn DeviceSharing,
@@ -139,8 +140,8 @@ fn try_all(
     Err(nonsense())
 }
 
-/// What a peer made of the samples that it was shown: why it cannot open what it is lent, if it
-/// cannot.
+/// Receives a peer's result for this process's samples. Returns the reason why it cannot open them,
+/// if so.
 fn hear_verdict(peer: &Peer, deadline: Instant) -> io::Result<Option<String>> {
     let packet = peer.socket.receive_until(deadline)?.bytes;
     match packet.split_first_chunk::<4>() {
@@ -156,11 +157,11 @@ fn say(peer: &Peer, kind: [u8; 4], rest: &[u8], deadline: Instant) -> io::Result
     peer.socket.send_until(&packet, &[], deadline)
 }
 
-/// As much of a reason as a packet takes.
+/// Cuts a reason to the size of a packet.
 fn cut(why: &str) -> &[u8] {
     &why.as_bytes()[..why.len().min(MOST_WORDS)]
 }
 
 fn nonsense() -> io::Error {
-    io::Error::other("it says what nobody understands about its devices")
+    io::Error::other("it sent an invalid packet about its devices")
 }

@@ -1,12 +1,14 @@
-//! Memory of devices, lent between processes of one host.
+//! Device memory, lent between processes of one host.
 //!
-//! It is lent as the host's is: a segment is given once, by the words by which another process
-//! opens it, and a message says where in it the payload is. Three things differ. Whether two
-//! processes can do so at all, is tried before the first message ([`Shared::share_devices`]). What
-//! a device makes may be lent before it is made: the message says what of the lender's the taker's
-//! devices come after, and the lender says when it has seen that ([`LANDED`]). And nobody may free
-//! what others have open: a segment that is no more stays until all who were given it have closed
-//! it ([`CLOSED`]).
+//! It is lent as host memory is: a segment is given once, as the description by which another
+//! process opens it. A message then names the payload's place in it. Three things differ:
+//!
+//! - Two processes test before the first message if they can lend each other device memory
+//!   ([`Shared::share_devices`]).
+//! - Memory may be lent before the device has written it. The message describes the fences that the
+//!   borrower's devices must wait for. The lender reports when the work has ended ([`LANDED`]).
+//! - Memory must not be freed while others have it open. A freed segment stays until all processes
+//!   that were given it have closed it ([`CLOSED`]).
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,23 +31,23 @@ use crate::memory::{
 use crate::transport::{Fetch, FetchDone, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
-/// Bytes of what is told of a failure.
+/// The longest failure text sent to a peer, in bytes.
 const MOST_TEXT: usize = 400;
 
-/// What a process keeps for memory of devices.
+/// A process's state for device memory.
 pub(super) struct Devices {
     pub(super) sharing: OnceLock<Arc<dyn DeviceSharing>>,
-    /// By process, whether it is proved to be no more.
+    /// By process: true once it has provably exited.
     gone: Arc<[AtomicBool]>,
-    /// Messages that cannot be told of yet.
+    /// Messages that cannot be sent yet.
     held: Mutex<Vec<Held>>,
-    /// Segments that are no more, as long as others have them open.
+    /// Freed segments that others still have open.
     partings: Mutex<Vec<Parting>>,
     pub(super) reaper: Arc<Reaper>,
     shared: Weak<Shared>,
 }
 
-/// A message that waits for a fence which its taker's devices cannot wait for, or for room.
+/// A message that waits for a fence which the receiver's devices cannot wait for, or for room.
 struct Held {
     to: ProcessId,
     header: Header,
@@ -53,10 +55,10 @@ struct Held {
     ticket: Ticket,
 }
 
-/// Memory that is freed when nobody has it open any more.
+/// Freed memory that some processes still have open.
 struct Parting {
     number: u32,
-    /// Taken by who frees it.
+    /// Taken out to be freed.
     memory: Option<Leaving>,
     /// The processes that may have it open.
     awaited: Vec<usize>,
@@ -69,24 +71,23 @@ impl Devices {
         Self { sharing, gone, held, partings, reaper: Reaper::new(), shared }
     }
 
-    /// A process is proved to be no more: what its devices held is lost.
+    /// Records that a process has provably exited: the memory of its devices is lost.
     pub(super) fn note_exit(&self, process: ProcessId) {
         self.gone[process.index()].store(true, Ordering::Release);
     }
 
-    /// Whether no message is held back.
+    /// True if no message is held back.
     pub(super) fn is_flushed(&self) -> bool {
         self.held.lock().is_empty()
     }
 
-    /// What those wait for that are held back: they never leave.
+    /// Drops the messages that are held back and returns their tickets: they will never be sent.
     pub(super) fn take_tickets(&self) -> Vec<Ticket> {
         let held = std::mem::take(&mut *self.held.lock());
         held.into_iter().map(|held| held.ticket).collect()
     }
 
-    /// Keeps what a segment was made of until those of the `awaited` processes that live have
-    /// closed it.
+    /// Keeps a freed segment's memory until all living processes in `awaited` have closed it.
     pub(super) fn part(&self, segment: Retired, awaited: Vec<usize>) {
         let Retired { number, memory } = segment;
         if memory.is_some() {
@@ -94,7 +95,7 @@ impl Devices {
         }
     }
 
-    /// A process has closed segments that it was given.
+    /// Records that a process has closed segments that it was given.
     pub(super) fn note_closed(&self, process: usize, numbers: &[u32]) {
         for parting in
             self.partings.lock().iter_mut().filter(|parting| numbers.contains(&parting.number))
@@ -103,7 +104,7 @@ impl Devices {
         }
     }
 
-    /// Frees what nobody has open any more.
+    /// Frees the memory that no process has open any more.
     pub(super) fn free(&self) {
         let over = {
             let mut partings = self.partings.lock();
@@ -121,14 +122,15 @@ impl Devices {
 
 impl Drop for Parting {
     fn drop(&mut self) {
-        // Somebody may have it open, and nobody hears when that is over: the end of this process
-        // frees it.
+        // Another process may have it open, and this process will not hear when it is closed. The
+        // end of this process frees it.
         std::mem::forget(self.memory.take());
     }
 }
 
 impl Shared {
-    /// Lends bytes that are in the memory of a device of this process, or that one has open.
+    /// Lends bytes in the memory of a device of this process, or of a foreign device that it has
+    /// open.
     pub(super) fn lend_device(
         &self,
         to: ProcessId,
@@ -153,7 +155,7 @@ impl Shared {
             }
         };
         let ready = bytes.ready().clone();
-        // Where the owner cannot be told now that a third reads it, it is told later.
+        // If the owner cannot be told now that a third process reads it, the message is sent later.
         let Some(tokens) = self.tokens(&ready).filter(|_| bytes.pass_on()) else {
             self.hold_back(Held { to, header: *header, bytes, ticket }, ready);
             return Ok(IsLent(true));
@@ -191,8 +193,8 @@ impl Shared {
         Ok(IsLent(true))
     }
 
-    /// What a peer is told of fences that are not over; `None` where it cannot be told of one of
-    /// them.
+    /// Encodes the fences that are not over for a peer. `None` if one of them cannot be encoded, or
+    /// if there are too many.
     fn tokens(&self, ready: &Fences) -> Option<Vec<Vec<u8>>> {
         let open: Vec<_> = ready.iter().filter(|fence| !fence.is_over()).collect();
         let sharing = self.devices.sharing.get()?;
@@ -205,7 +207,7 @@ impl Shared {
     fn hold_back(&self, held: Held, until: Fences) {
         self.devices.held.lock().push(held);
         if until.are_over() {
-            // What it waits for is told by nobody: it is tried again from time to time.
+            // No event tells when to send it, so it is retried regularly.
             return;
         }
         let shared = self.devices.shared.clone();
@@ -216,7 +218,7 @@ impl Shared {
         }));
     }
 
-    /// Posts what was held back and need not be any more.
+    /// Posts the messages that no longer need to be held back.
     pub(super) fn post_held(&self) {
         let is_due = |held: &mut Held| held.bytes.ready().are_over();
         let due: Vec<_> = self.devices.held.lock().extract_if(.., is_due).collect();
@@ -225,7 +227,7 @@ impl Shared {
         }
     }
 
-    /// Tells a peer that what it was lent is there now, or never will be.
+    /// Tells a peer that borrowed memory is written now, or that its work has failed.
     fn say_landed(&self, to: ProcessId, loan: u64, failure: Option<String>) {
         let Some(Some(peer)) = self.peers.get(to.index()) else { return };
         let mut out = peer.outbound.lock();
@@ -247,7 +249,7 @@ impl Shared {
         peer.door.ring(&SystemFutex);
     }
 
-    /// By what process `from` said, a fence for a loan.
+    /// Decodes the tokens of a loan into a fence.
     pub(super) fn hear(&self, tokens: &[Vec<u8>]) -> Result<Arc<dyn Arriving>, String> {
         let sharing =
             self.devices.sharing.get().ok_or("this process has no devices that share memory")?;
@@ -256,21 +258,21 @@ impl Shared {
     }
 }
 
-/// A segment of a device's memory that a peer has given.
+/// A segment of device memory that a peer has given.
 pub(super) struct DeviceGiven {
     pub(super) words: Vec<u8>,
     pub(super) bytes: u64,
-    /// Whose memory it is: the peer may have it open itself.
+    /// The process that owns the memory: the peer may have opened it itself.
     pub(super) owner: ProcessId,
     open: Open,
 }
 
 enum Open {
     No,
-    /// It came by this way when nobody here had it open: it stays so until the peer says that it is
-    /// no more.
+    /// It was not open here when this peer gave it. It stays open until the peer says that it is
+    /// freed.
     First(Arc<Segment>),
-    /// It came by other ways before; see [`Given`](super::mappings::Given).
+    /// Another peer had given it before; see [`Given`](super::mappings::Given).
     Again(Weak<Segment>),
 }
 
@@ -279,8 +281,8 @@ impl DeviceGiven {
         Self { words, bytes, owner, open: Open::No }
     }
 
-    /// The segment, opened, which its giver knows by `number`; or why it cannot be opened, for
-    /// people.
+    /// Returns the opened segment, which its giver knows by `number`. The error is a message for
+    /// users.
     pub(super) fn segment(
         &mut self,
         number: u32,
@@ -331,41 +333,42 @@ impl DeviceGiven {
         Ok(segment)
     }
 
-    /// The peer says that it is no more: it hears when it is closed here.
+    /// Handles the peer's notice that the segment is freed. The peer is told when it is closed
+    /// here.
     pub(super) fn retire(self, number: u32, returns: &Arc<Returns>) {
         let again = match self.open {
-            // Said when it is closed, which is when the last loan of it has gone back.
+            // The peer is told once it is closed, which is when the last loan of it has gone back.
             Open::First(segment) => return drop(segment),
             Open::Again(segment) => segment.upgrade(),
             Open::No => None,
         };
         match again.as_deref().and_then(Foreign::of) {
-            // Who gave it first may be no more by then: each hears of it for itself.
+            // The first giver may be gone by then, so each giver is told separately.
             Some(foreign) => foreign.givers.lock().push((returns.clone(), number)),
             None => returns.say_closed(number),
         }
     }
 }
 
-/// Memory of another process's device that is open here. Who gave it hears when it is closed.
+/// Open memory of another process's device. Its givers are told when it is closed.
 pub(super) struct Foreign {
     /// `None` while it is dropped.
     memory: Option<Box<dyn DeviceMemory>>,
     words: Vec<u8>,
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
-    /// Who is to hear of it, and by which number they know it.
+    /// The peers to tell, each with its number of the segment.
     givers: Mutex<Vec<(Arc<Returns>, u32)>>,
     reaper: Arc<Reaper>,
 }
 
 impl Foreign {
-    /// The process whose memory a segment is, where that is another than this one.
+    /// The process that owns a segment, if that is another than this one.
     pub(super) fn owner(segment: &Segment) -> Option<ProcessId> {
         Self::of(segment).map(|foreign| foreign.owner)
     }
 
-    /// What says later that what a segment holds means nothing any more, if that comes to pass.
+    /// A fence that fails once the segment's content is lost, for foreign device memory.
     pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
         let Self { owner, gone, .. } = Self::of(segment)?;
         Some(Arc::new(Life { owner: *owner, gone: gone.clone() }))
@@ -376,8 +379,8 @@ impl Foreign {
     }
 }
 
-/// Nothing to wait for, but what fails once the process is no more: memory of a device does not
-/// outlive its owner.
+/// A fence that is always over, but fails once the owner is gone: device memory does not outlive
+/// its process.
 struct Life {
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
@@ -416,7 +419,7 @@ impl DeviceMemory for Foreign {
     }
 
     fn export(&self) -> Option<&[u8]> {
-        // A third opens it by the owner's own words.
+        // A third process opens it by the owner's own description.
         Some(&self.words)
     }
 
@@ -439,14 +442,14 @@ impl Drop for Foreign {
     }
 }
 
-/// A payload that cannot be had.
+/// A payload that cannot be read.
 pub(super) struct Unreadable {
     pub(super) bytes: u64,
     pub(super) why: TransportError,
 }
 
 impl Unreadable {
-    /// Of a message of `from`, because of `why`.
+    /// Returns the unreadable payload of a message from `from`, with the reason `why`.
     pub(super) fn payload(from: ProcessId, header: &Header, why: String) -> Payload {
         let doing = format!("taking memory of a device of process {from}");
         let why = TransportError::Environment { doing, why };
@@ -465,7 +468,7 @@ impl Fetch for Unreadable {
     }
 }
 
-/// As much of a text as is told.
+/// Cuts a text to the length that is sent.
 fn cut(text: &str) -> &str {
     let end = (0..=text.len().min(MOST_TEXT)).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]

@@ -1,21 +1,20 @@
-//! A process's door: where its peers ring when they have published something for it.
+//! A process's doorbell: peers ring it when they have published something for the process.
 //!
-//! Ringing costs a system call only where nobody in the process is awake to look. Who may be awake:
+//! Ringing costs a system call only if no thread of the process is awake to look at the rings.
+//! These threads look:
 //!
-//! - *drivers*: threads that look at the rings, and look once more after they have said that they
-//!   leave;
-//! - *parked* threads, which wait for something that a message may bring, and sleep meanwhile;
-//! - the *engine*, the thread that looks where nobody else does. Awake, it looks again before it
-//!   sleeps.
+//! - *drivers*: they look at the rings, and once more after they have announced that they leave;
+//! - *parked* threads: they wait for an event that a message may bring, and sleep meanwhile;
+//! - the *engine*: the thread that looks if no other does. Awake, it looks again before it sleeps.
 //!
-//! Why no message is slept through: whoever stops looking (leaves, parks, sleeps) first says so in
-//! `state`, then passes a fence, then looks once more; whoever publishes passes a fence, then reads
-//! `state`. Of two such fences one comes first. Either the last look sees what was published, or
-//! the publisher sees who sleeps and wakes it. *Published* is all that the last look sees: records,
-//! and room that was waited for.
+//! No message is missed. A thread that stops looking (leaves, parks, sleeps) first writes that to
+//! `state`, then passes a fence, then looks once more. A publisher passes a fence, then reads
+//! `state`. One of the two fences comes first. Either the last look sees the published data, or the
+//! publisher sees the sleeping thread and wakes it. *Published* is all that the last look sees:
+//! records, and free room that a producer waits for.
 //!
-//! What a peer's nonsense in these words can do: a wake-up for nothing, or none where one was due.
-//! So every wait has a time-out, and looks afterwards.
+//! A peer that writes invalid values to these words can cause a needless wake-up, or suppress a
+//! needed one. So every wait has a timeout, and looks afterwards.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ use std::time::Duration;
 use super::sync::{AtomicU32, Ordering, fence};
 use super::words::Words;
 
-/// In `state`: the engine sleeps, or is about to look once more before it does.
+/// In `state`: the engine sleeps, or is about to take its last look before it sleeps.
 const ENGINE_ASLEEP: u32 = 1;
 /// In `state`: one parked thread; 8 bits.
 const PARKED: u32 = 1 << 8;
@@ -32,120 +31,121 @@ const MOST_PARKED: u32 = 255;
 /// In `state`: one driver; 16 bits.
 const DRIVER: u32 = 1 << 16;
 
-/// Places of the words. The last is on a cache line of its own: threads of this process write it,
+/// Indices of the words. The last is on a cache line of its own: threads of this process write it,
 /// peers read the others.
 const STATE: usize = 0;
 const ENGINE: usize = 1;
 const WAITERS: usize = 16;
 const WORDS: usize = 32;
 
-/// How long a thread sleeps that finds [`MOST_PARKED`] others parked, as nobody would wake it.
+/// Sleep of a thread that finds [`MOST_PARKED`] others parked, as no peer would wake it.
 const UNCOUNTED: Duration = Duration::from_millis(1);
 
 /// Sleeps on a word of memory until another thread or process wakes it.
 pub(super) trait Futex {
-    /// Sleeps until `word` is woken, or `timeout` is over; not at all where the word is not
-    /// `expected`. Looking at the word and going to sleep are one step, as seen by
-    /// [`wake`](Self::wake). May return early.
+    /// Sleeps until `word` is woken, or `timeout` is over. Returns at once if the word is not
+    /// `expected`. This check and going to sleep are one step with respect to [`wake`](Self::wake).
+    /// May return early.
     fn wait(&self, word: &AtomicU32, expected: u32, timeout: Option<Duration>);
 
-    /// Wakes one, or all, who sleep on `word`.
+    /// Wakes one sleeper on `word`, or all.
     fn wake(&self, word: &AtomicU32, all: bool);
 }
 
-/// The door of one process, in memory that its peers map too.
+/// The doorbell of one process, in memory that its peers map too.
 ///
-/// Peers may [`ring`](Self::ring); the rest is for the process whose door it is.
+/// Peers may [`ring`](Self::ring) it; the other methods are for its own process.
 #[derive(Clone)]
 pub(super) struct Door {
     words: Words<AtomicU32>,
 }
 
 impl Door {
-    /// How many bytes of memory a door takes.
+    /// Bytes of memory that a doorbell takes.
     pub(super) const BYTES: usize = WORDS * size_of::<u32>();
 
-    /// A door in the [`BYTES`](Self::BYTES) from `first` on, which are zero before its first use.
+    /// Wraps the [`BYTES`](Self::BYTES) bytes at `first`, which are zero before their first use.
     ///
     /// # Safety
     ///
-    /// Those bytes are mapped for reading and writing until `keep` is dropped. Meanwhile whoever
-    /// accesses them, in whichever process, does so by atomic operations on whole aligned words of
-    /// 4 bytes.
+    /// Those bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
+    /// processes must access them only by atomic operations on whole aligned words of 4 bytes.
     ///
     /// # Panics
     ///
-    /// Where `first` is not aligned to 4 bytes.
+    /// If `first` is not aligned to 4 bytes.
     pub(super) unsafe fn at(first: NonNull<u8>, keep: Arc<dyn Send + Sync>) -> Self {
         // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
         Self { words: unsafe { Words::at(first, WORDS, keep) } }
     }
 
-    /// A door in memory of its own.
+    /// Creates a doorbell in memory of its own.
     #[cfg(test)]
     pub(super) fn alone() -> Self {
         Self { words: Words::alone(WORDS) }
     }
 
-    /// Called after something was published for the process whose door this is: wakes somebody who
-    /// looks, where nobody is awake who does.
+    /// Called after publishing something for the doorbell's process. Wakes a thread that looks, if
+    /// none is awake.
     pub(super) fn ring(&self, futex: &impl Futex) {
         fence(Ordering::SeqCst);
         let state = self.words[STATE].load(Ordering::Relaxed);
         if state >= DRIVER {
-            // Looks once more after it has left.
+            // A driver looks once more after it has left.
         } else if parked(state) > 0 {
-            // One would do, as it drives and then wakes whoever the message is for. But that is a
-            // hop more, and only they know which of them that is.
+            // One would do, as it drives and then wakes the receiver of the message. But that adds
+            // a hop, and the publisher cannot tell which thread is the receiver.
             self.bump(WAITERS, futex, true);
         } else if state & ENGINE_ASLEEP != 0 {
             self.bump(ENGINE, futex, false);
         }
     }
 
-    /// Ends every [`park`](Self::park) of this process whose [`parking`](Self::parking) came
-    /// before: something happened here that a parked thread may wait for.
+    /// Ends every [`park`](Self::park) of this process for which [`parking`](Self::parking) was
+    /// called before. Called when an event happened that a parked thread may wait for.
     pub(super) fn wake(&self, futex: &impl Futex) {
-        // Also where nobody is parked yet: who took `parking` and then looked in vain must not
-        // sleep.
+        // Counts even if no thread is parked yet: a thread that took `parking` and then looked in
+        // vain must not sleep.
         self.words[WAITERS].fetch_add(1, Ordering::Release);
-        // Either this sees who is parked, or who parks sees the new value when going to sleep.
+        // Either this sees the parked thread, or that thread sees the new value when it goes to
+        // sleep.
         fence(Ordering::SeqCst);
         if parked(self.words[STATE].load(Ordering::Relaxed)) > 0 {
             futex.wake(&self.words[WAITERS], true);
         }
     }
 
-    /// Wakes everybody in this process who sleeps at the door, the engine too, or is about to. For
-    /// what a last look does not see in the rings: that the process shuts down, say.
+    /// Wakes all threads of this process that sleep at the doorbell or are about to, including the
+    /// engine. For events that a last look does not see in the rings, such as a shutdown.
     pub(super) fn rouse(&self, futex: &impl Futex) {
         self.bump(WAITERS, futex, true);
         self.bump(ENGINE, futex, true);
     }
 
-    /// Starts driving: until the [`Driver`] leaves, peers wake nobody, as it looks at what they
-    /// publish.
+    /// Starts driving. Until the [`Driver`] leaves, peers wake no thread, as it looks at everything
+    /// they publish.
     pub(super) fn enter(&self) -> Driver<'_> {
-        // No ordering: what peers leave undone because of this is made good when it leaves.
+        // Needs no ordering: peers that skip a wake-up because of this are seen by the look after
+        // it leaves.
         self.words[STATE].fetch_add(DRIVER, Ordering::Relaxed);
         Driver { door: self }
     }
 
-    /// What to give to [`park`](Self::park); to be taken before the last look at what is waited
-    /// for.
+    /// Returns the value to pass to [`park`](Self::park). The caller takes it before it checks its
+    /// condition for the last time.
     pub(super) fn parking(&self) -> u32 {
-        // Who sees the value of a `wake` sees what happened before it.
+        // A thread that sees the value of a `wake` sees everything that happened before it.
         self.words[WAITERS].load(Ordering::Acquire)
     }
 
-    /// Sleeps until a peer rings, [`wake`](Self::wake) is called, or `timeout` is over; at once it
-    /// returns where there was a `wake` since `parking` was taken, or where `look` is true. May
-    /// return early.
+    /// Sleeps until a peer rings, [`wake`](Self::wake) is called, or `timeout` is over. Returns at
+    /// once if there was a `wake` since `parking` was taken, or if `look` returns true. May return
+    /// early.
     ///
-    /// `look` is the last look: whether there is anything in the rings to do, or room that
-    /// something waits for. It must see what every peer has published; where another thread has
-    /// hold of the rings, it waits for them rather than go without. The caller comes back as a
-    /// driver: it drives, then leaves.
+    /// `look` is the last look: true if the rings hold work, or room that a record waits for. It
+    /// must see everything that every peer has published. If another thread holds the rings, it
+    /// must wait for them rather than skip them. The caller comes back as a driver: it drives, then
+    /// leaves.
     pub(super) fn park(
         &self,
         futex: &impl Futex,
@@ -165,11 +165,11 @@ impl Door {
         parked.into_driver()
     }
 
-    /// The engine's sleep: until a peer rings and nobody else is there, or `timeout` is over; not
-    /// at all where `look` is true. May return early. Afterwards the engine is awake, and looks
-    /// again before it next sleeps.
+    /// Puts the engine to sleep until a peer rings while no other thread looks, or `timeout` is
+    /// over. Does not sleep if `look` returns true. May return early. Afterwards the engine is
+    /// awake, and looks again before its next sleep.
     ///
-    /// `look` is the last look, as for [`park`](Self::park). One thread of the process is the
+    /// `look` is the last look, as for [`park`](Self::park). Only one thread of a process is the
     /// engine.
     pub(super) fn sleep(
         &self,
@@ -191,24 +191,24 @@ impl Door {
         futex.wake(&self.words[word], all);
     }
 
-    /// The memory itself, for tests that write nonsense.
+    /// The memory itself, for tests that write invalid values.
     #[cfg(test)]
     pub(super) fn words(&self) -> &[AtomicU32] {
         &self.words
     }
 }
 
-/// A thread that looks at the rings. Leaves when dropped, but [`leave`](Self::leave) is the way.
+/// A thread that looks at the rings. Leaves when dropped, but call [`leave`](Self::leave) instead.
 #[must_use]
 pub(super) struct Driver<'a> {
     door: &'a Door,
 }
 
 impl Driver<'_> {
-    /// Says that this thread no longer looks, then looks once more: `look` must take everything
-    /// that the peers have published, as they woke nobody because of this driver. Where another
-    /// thread has hold of the rings, it waits for them: the other may have had its own last look at
-    /// them already.
+    /// Announces that this thread no longer looks, then looks once more. `look` must take
+    /// everything that the peers have published, as they woke no thread because of this driver. If
+    /// another thread holds the rings, it must wait for them: that thread may already have had its
+    /// own last look.
     pub(super) fn leave<R>(self, look: impl FnOnce() -> R) -> R {
         drop(self);
         fence(Ordering::SeqCst);
@@ -228,15 +228,15 @@ struct Parked<'a> {
 }
 
 impl<'a> Parked<'a> {
-    /// None where too many are parked.
+    /// Returns `None` if too many threads are parked.
     fn new(door: &'a Door) -> Option<Self> {
         let more = |state| (parked(state) < MOST_PARKED).then(|| state + PARKED);
         let counted = door.words[STATE].fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
         counted.ok().map(|_| Self { door })
     }
 
-    /// In one step, so that no peer finds this thread neither parked nor driving, and wakes the
-    /// engine.
+    /// Turns the parked thread into a driver in one step. Otherwise a peer could find it neither
+    /// parked nor driving, and wake the engine.
     fn into_driver(self) -> Driver<'a> {
         let door = self.door;
         std::mem::forget(self);

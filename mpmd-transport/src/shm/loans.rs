@@ -1,4 +1,4 @@
-//! Who has what of whose memory.
+//! Tracks memory lent to and borrowed from each peer.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,30 +15,31 @@ use super::ring::{Consumer, Corrupt, Producer};
 use crate::memory::{DevicePlace, Fence, Loan, Place, Segment, SharedBuffer};
 use crate::transport::Ticket;
 
-/// What this process has lent to one peer.
+/// The memory that this process has lent to one peer.
 ///
-/// Numbers of loans are never used twice: a peer that gives something back twice by a bug ends no
-/// other loan.
+/// Numbers of loans are never reused: a peer that gives a loan back twice, by a bug, ends no other
+/// loan.
 pub(super) struct Book {
     open: HashMap<u64, Open>,
     next: u64,
     bytes: u64,
-    /// Loans that end as soon as they are copied, which the lender waits for.
+    /// Number of loans with the copy flag: the borrower copies them and returns them, and the
+    /// lender waits for that.
     copied: usize,
-    /// Segments of devices' memory that the peer has closed.
+    /// Segments of device memory that the peer has closed.
     closed: Vec<u32>,
-    /// Numbers of loans that the peer is done with.
+    /// The peer's ring of returns.
     returns: Consumer,
-    /// What is wrong with that ring, if anything.
+    /// The fault in that ring, if any.
     corrupt: Option<Corrupt>,
 }
 
 struct Open {
     buffer: SharedBuffer,
-    /// What ends when this comes back, if anything.
+    /// The ticket that ends when this comes back, or `Ticket::NONE`.
     ticket: Ticket,
     is_copied: bool,
-    /// Whether the peer has lent it to others, who read it also when the peer is no more.
+    /// True if the peer has re-lent it to others, which may read it even after the peer is gone.
     is_passed_on: bool,
 }
 
@@ -55,7 +56,7 @@ impl Book {
         }
     }
 
-    /// Keeps `bytes` until they come back; returns the number of the loan.
+    /// Keeps `bytes` until they come back. Returns the number of the loan.
     pub(super) fn lend(&mut self, bytes: SharedBuffer, ticket: Ticket, is_copied: bool) -> u64 {
         let loan = self.next;
         self.next += 1;
@@ -65,8 +66,8 @@ impl Book {
         loan
     }
 
-    /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its
-    /// own owner.
+    /// Takes the loans that have come back. The caller drops them while it holds no lock: they may
+    /// go back to a pool, or to their own owner.
     pub(super) fn collect(&mut self) -> Vec<(SharedBuffer, Ticket)> {
         let mut back = Vec::new();
         let Self { open, returns, bytes, copied, closed, corrupt, .. } = self;
@@ -74,7 +75,7 @@ impl Book {
             for number in
                 numbers.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number))
             {
-                // Anything else in this ring means nothing.
+                // Any other record in this ring is ignored.
                 if kind == PASSED_ON
                     && let Some(open) = open.get_mut(&number)
                 {
@@ -105,18 +106,18 @@ impl Book {
         back
     }
 
-    /// Segments that the peer has said to have closed, each told once.
+    /// Takes the segments that the peer says it has closed; each is returned once.
     pub(super) fn take_closed(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.closed)
     }
 
-    /// Everything that is lent comes back but what others than the peer read too: only where the
-    /// peer is proved to be no more.
+    /// Ends all loans except those that the peer has re-lent. Only allowed once the peer's process
+    /// has provably exited.
     pub(super) fn end_all(&mut self) -> Vec<SharedBuffer> {
-        // What the peer said last counts.
+        // The peer's last returns and notes of re-lending count.
         let mut back: Vec<SharedBuffer> =
             self.collect().into_iter().map(|(buffer, _)| buffer).collect();
-        // Nobody can tell whether it has said all: what it wrote last is not to be read.
+        // With a corrupt ring, the peer's last notes of re-lending may be lost.
         if self.corrupt.is_none() {
             back.extend(
                 self.open.extract_if(|_, open| !open.is_passed_on).map(|(_, open)| open.buffer),
@@ -127,20 +128,20 @@ impl Book {
         back
     }
 
-    /// What is lent is never used again, as nobody will hear of its return: its reader finds it as
-    /// it is.
+    /// Leaks all lent memory, so that it is never reused while it may be read: its return would not
+    /// be noticed.
     pub(super) fn keep_for_ever(&mut self) {
         self.open.drain().for_each(|(_, open)| std::mem::forget(open.buffer));
         (self.bytes, self.copied) = (0, 0);
     }
 
-    /// What is wrong with what the peer says of loans, if anything: nothing it says later is
-    /// understood.
+    /// The fault in the peer's ring of returns, if any. Nothing in it is read after that.
     pub(super) fn corrupt(&self) -> Option<&Corrupt> {
         self.corrupt.as_ref()
     }
 
-    /// Whoever waits for the end of a loan waits no longer: what is lent stays so.
+    /// Takes the tickets of all loans, so that nothing waits for their end any more. The memory
+    /// stays lent.
     pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
         self.copied = 0;
         self.open.values_mut().for_each(|open| open.is_copied = false);
@@ -149,28 +150,28 @@ impl Book {
         tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
-    /// Whether something is lent only until it is copied.
+    /// True if the peer must still copy and return some loans.
     pub(super) fn is_awaited(&self) -> bool {
         self.copied > 0
     }
 
-    /// Whether something of that may have come back.
+    /// True if one of those may have come back.
     pub(super) fn has_news(&self) -> bool {
         self.copied > 0 && self.corrupt.is_none() && !self.returns.is_empty()
     }
 
-    /// Bytes lent.
+    /// Number of bytes lent.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// What goes back to one peer. Outlives the transport: arrays do.
+/// The loans that go back to one peer. Outlives the transport, as arrays do.
 pub(super) struct Returns {
     state: Mutex<State>,
-    /// The peer's.
+    /// The peer's doorbell.
     door: Door,
-    /// Bytes of the peer's that are held here.
+    /// Bytes of the peer's memory that are held here.
     borrowed: AtomicU64,
 }
 
@@ -186,8 +187,8 @@ impl Returns {
         Arc::new(Self { state, door, borrowed: AtomicU64::new(0) })
     }
 
-    /// A loan is over. Where the owner does not wait for it, it is not woken: it looks when it
-    /// needs memory.
+    /// Gives a loan back. Rings the owner only if it waits for this loan; otherwise the owner looks
+    /// when it needs memory.
     pub(super) fn give_back(&self, loan: u64, is_awaited: bool) {
         let mut state = self.state.lock();
         state.late.push((RETURNED, loan));
@@ -198,35 +199,34 @@ impl Returns {
         }
     }
 
-    /// Tells the peer that a segment of a device's memory, of which it said that it is no more, is
-    /// closed here.
+    /// Tells the peer that a device segment which it has freed is closed here.
     pub(super) fn say_closed(&self, segment: u32) {
         let mut state = self.state.lock();
         state.late.push((CLOSED, u64::from(segment)));
         state.flush();
     }
 
-    /// Tells the owner that others read a loan too; false where there is no room to.
+    /// Tells the owner that other processes read a loan too. Returns false if the ring has no room.
     fn pass_on(&self, loan: u64) -> bool {
         self.state.lock().ring.push(PASSED_ON, &[&loan.to_le_bytes()])
     }
 
-    /// Gives back what there was no room for before.
+    /// Sends the returns that there was no room for before.
     pub(super) fn flush(&self) {
         if self.state.lock().flush() {
-            // The owner may have been waiting for one of them.
+            // The owner may be waiting for one of them.
             self.door.ring(&SystemFutex);
         }
     }
 
-    /// Bytes of the peer's that are held here.
+    /// Bytes of the peer's memory that are held here.
     pub(super) fn borrowed(&self) -> u64 {
         self.borrowed.load(Ordering::Relaxed)
     }
 }
 
 impl State {
-    /// True where any of it went.
+    /// Returns true if at least one was sent.
     fn flush(&mut self) -> bool {
         let Self { ring, late } = self;
         let fits = |(kind, number): &&(u32, u64)| ring.push(*kind, &[&number.to_le_bytes()]);
@@ -236,7 +236,7 @@ impl State {
     }
 }
 
-/// Memory of a peer's; goes back to it when dropped.
+/// Borrowed memory of a peer; given back when dropped.
 pub(super) struct Borrowed {
     segment: Arc<Segment>,
     range: Range<usize>,
@@ -247,7 +247,7 @@ pub(super) struct Borrowed {
 }
 
 impl Borrowed {
-    /// `None` where the segment has no such range; then nothing is borrowed.
+    /// Returns `None`, and borrows nothing, if the segment has no such range.
     pub(super) fn new(
         segment: Arc<Segment>,
         offset: u64,
@@ -268,7 +268,7 @@ impl Borrowed {
 }
 
 impl Borrowed {
-    /// What says later that it is no more where it is, if that comes to pass; of memory of devices.
+    /// For device memory: a fence that fails once the owner, and so the memory, is gone.
     pub(super) fn life(&self) -> Option<Arc<dyn Fence>> {
         Foreign::life(&self.segment)
     }
@@ -276,7 +276,7 @@ impl Borrowed {
 
 impl Loan for Borrowed {
     fn bytes(&self) -> &[u8] {
-        // It was there when this was made, and segments do not shrink.
+        // The range was checked by `new`, and segments do not shrink.
         self.segment.lent(self.range.clone()).unwrap_or_default()
     }
 
@@ -300,7 +300,7 @@ impl Loan for Borrowed {
 
     fn pass_on(&self) -> bool {
         if !self.is_passed_on.load(Ordering::Relaxed) && self.returns.pass_on(self.loan) {
-            // Twice does no harm.
+            // Sending it twice does no harm.
             self.is_passed_on.store(true, Ordering::Relaxed);
         }
         self.is_passed_on.load(Ordering::Relaxed)
@@ -325,7 +325,7 @@ mod tests {
         (Book::new(ring.consumer()), Returns::new(ring.producer(), Door::alone()))
     }
 
-    /// What a receiver makes of the place of `buffer`.
+    /// Borrows `buffer`'s place as a receiver does.
     fn borrow(buffer: &SharedBuffer, loan: u64, returns: &Arc<Returns>) -> SharedBuffer {
         let Place { segment, offset } = buffer.place().unwrap();
         let fd = segment.descriptor().unwrap().try_clone_to_owned().unwrap();
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_used_again_only_when_its_last_reader_has_let_go() {
+    fn block_is_reused_after_its_last_reader() {
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
         let (mut book, returns) = lender();
         let mut buffer = pool.allocate(1000).unwrap();
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_borrowed_can_be_lent_on_and_stays_until_the_third_has_let_go() {
+    fn borrowed_memory_can_be_re_lent() {
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
         let (mut first, to_first) = lender();
         let (mut second, to_second) = lender();
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_has_passed_on_does_not_come_back_with_its_end() {
+    fn re_lent_memory_stays_lent_when_the_peer_ends() {
         let (mut book, returns) = lender();
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
         let [passed_on, kept, given_back] = [1000, 2000, 3000].map(|bytes| {
@@ -391,14 +391,14 @@ mod tests {
         drop(given_back);
         let back: Vec<usize> = book.end_all().iter().map(|buffer| buffer.len()).collect();
         assert_eq!((back, book.bytes()), (vec![3000, 2000], 1000));
-        assert_eq!(pool.stats().live, 1024, "somebody may read it");
+        assert_eq!(pool.stats().live, 1024, "a third process may read it");
         book.keep_for_ever();
         assert_eq!((book.bytes(), pool.stats().live), (0, 1024));
         drop((passed_on, kept));
     }
 
     #[test]
-    fn where_the_owner_cannot_hear_of_it_nothing_is_passed_on() {
+    fn re_lending_needs_room_to_tell_the_owner() {
         let (mut book, returns) = lender();
         let own =
             Pool::in_arena("test", None, &Arena::shared().unwrap()).allocate(64).unwrap().freeze();
@@ -414,7 +414,7 @@ mod tests {
         mpmd_fuzz::cases("shm-returns", |rng| {
             let ring = Ring::alone(1024);
             let (mut book, mut peer) = (Book::new(ring.consumer()), ring.producer());
-            // By loan, its bytes and whether it is to be copied.
+            // By loan: its bytes, and whether it must be copied.
             let mut open: HashMap<u64, (u64, bool)> = HashMap::new();
             for step in 0..rng.u64(..40) {
                 match rng.u8(..8) {
@@ -459,23 +459,23 @@ mod tests {
     }
 
     #[test]
-    fn what_came_back_before_nonsense_has_come_back() {
+    fn returns_before_a_corrupt_record_count() {
         let ring = Ring::alone(1024);
         let (mut book, mut peer) = (Book::new(ring.consumer()), ring.producer());
         let loan = book.lend(vec![1; 10].into(), Ticket(3), true);
         book.lend(vec![1; 20].into(), Ticket(4), true);
         assert!(peer.push(RETURNED, &[&loan.to_le_bytes()]) && peer.push(9, &[&[1, 2, 3]]));
-        // The second record's length, behind three lines of counts and the first record.
+        // The second record's length, after three lines of counts and the first record.
         ring.words()[4 * 8].store(u64::MAX, Ordering::Relaxed);
         let back: Vec<Ticket> = book.collect().into_iter().map(|(_, ticket)| ticket).collect();
         assert_eq!((back, book.corrupt().is_some()), (vec![Ticket(3)], true));
         assert!(!book.has_news() && book.is_awaited());
-        assert!(book.end_all().is_empty(), "nobody knows what the peer meant to say");
+        assert!(book.end_all().is_empty(), "the peer's last records are lost");
         assert_eq!((book.bytes(), book.take_tickets()), (20, vec![Ticket(4)]));
     }
 
     #[test]
-    fn returns_that_find_no_room_come_later_and_nonsense_ends_no_loan() {
+    fn late_returns_arrive_and_bad_numbers_end_no_loan() {
         let (mut book, returns) = lender();
         let loans: Vec<u64> =
             (0..100).map(|i| book.lend(vec![i as u8; 10].into(), Ticket(i), true)).collect();
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn places_that_are_not_there_are_not_borrowed() {
+    fn ranges_outside_the_segment_are_not_borrowed() {
         let (_, returns) = lender();
         let arena = Arena::shared().unwrap();
         let buffer = Pool::in_arena("test", None, &arena).allocate(64).unwrap().freeze();

@@ -1,4 +1,4 @@
-//! Memory that two processes write: rings and doors live in it.
+//! Memory that two processes write: it holds their rings and doorbells.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,33 +9,33 @@ use rustix::mm::ProtFlags;
 
 use crate::memory::{map, memory_file, take_pages, unmap};
 
-/// Nobody can make it shorter under who reads it.
+/// Seals that keep the length: no process can shorten it under a reader.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// A mapping that other processes may write at any time: whoever uses it does so by atomics.
+/// A mapping that other processes may write at any time. All access must be by atomics.
 pub(super) struct Mapped {
     start: NonNull<u8>,
     bytes: usize,
     descriptor: OwnedFd,
 }
 
-// SAFETY: it is an address range that it owns and that it only gives the address of; nothing in it
+// SAFETY: it is an address range that it owns, and it gives out only the address. Nothing in it
 // belongs to a thread.
 unsafe impl Send for Mapped {}
 // SAFETY: as above; shared access gives out the address and the length.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// New memory of `bytes` zeroes.
+    /// Allocates `bytes` zeroes of shared memory.
     pub(super) fn new(bytes: usize) -> io::Result<Self> {
         let descriptor = memory_file("mpmd-rings", bytes)?;
-        // Its pages are taken now: later nobody could be told that there are none.
+        // The pages are allocated now: a later failure could not be reported.
         take_pages(descriptor.as_fd(), bytes)?;
         fcntl_add_seals(&descriptor, SEALS)?;
         Self::map(descriptor, bytes)
     }
 
-    /// What another process has made, which must have exactly these bytes.
+    /// Maps memory that another process has created, which must have exactly `bytes` bytes.
     pub(super) fn of(descriptor: OwnedFd, bytes: usize) -> io::Result<Self> {
         let found = fstat(&descriptor)?.st_size;
         if u64::try_from(found).ok() != Some(bytes as u64) {
@@ -51,19 +51,19 @@ impl Mapped {
 
     fn map(descriptor: OwnedFd, bytes: usize) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // The file has `bytes` bytes, and is sealed so that it keeps them.
+        // The file has `bytes` bytes, and its seal keeps them.
         let start = map(bytes, access, Some(descriptor.as_fd()))?;
         Ok(Self { start, bytes, descriptor })
     }
 
-    /// The address of `bytes` bytes at `offset`.
+    /// Returns the address of `bytes` bytes at `offset`.
     ///
     /// # Panics
     ///
-    /// Where they are not within it.
+    /// If they are not within the mapping.
     pub(super) fn at(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes));
-        // SAFETY: it was just seen to be within the mapping.
+        // SAFETY: the assertion shows that it is within the mapping.
         unsafe { self.start.add(offset) }
     }
 }
@@ -76,8 +76,8 @@ impl AsFd for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `map` with this length and is unmapped only here; who
-        // uses an address in it keeps this alive.
+        // SAFETY: the range was mapped by `map` with this length and is unmapped only here. Users
+        // of an address in it keep this object alive.
         unsafe { unmap(self.start, self.bytes) };
     }
 }
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_the_same_on_both_sides_and_of_the_size_it_should_have() {
+    fn mapped_memory_is_shared_and_its_length_fixed() {
         let here = Mapped::new(4096).unwrap();
         let there = Mapped::of(here.as_fd().try_clone_to_owned().unwrap(), 4096).unwrap();
         // SAFETY: both addresses are within their mappings, and no other thread knows them.

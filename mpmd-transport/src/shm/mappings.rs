@@ -1,4 +1,4 @@
-//! What this process has mapped of others.
+//! The segments of other processes that this process has mapped.
 
 use std::collections::HashMap;
 use std::io;
@@ -10,32 +10,32 @@ use parking_lot::Mutex;
 use super::devices::DeviceGiven;
 use crate::memory::{File, Segment};
 
-/// What this process has mapped of others. One segment may come by several ways, where others pass
-/// on what they have borrowed, and come again and again: it is mapped once.
+/// The segments of other processes that this process has mapped, each once. The same segment may
+/// come from several peers, since they re-lend memory, and many times.
 #[derive(Default)]
 pub(super) struct Mappings {
     files: Mutex<HashMap<File, Weak<Segment>>>,
-    /// Memory of devices, by the words that open it.
+    /// Device memory, by its description.
     devices: Mutex<HashMap<Vec<u8>, Weak<Segment>>>,
 }
 
 /// A segment that a peer has given.
 pub(super) enum Given {
-    /// It came by this way when it was not mapped: it stays so until the peer says that it is no
-    /// more.
+    /// It was not mapped when this peer gave it. It stays mapped until the peer says that it is
+    /// freed.
     First(Arc<Segment>),
-    /// It came by other ways before. It is no reason to keep it mapped: two processes that have a
-    /// segment of each other would both wait for the other to let go of it.
+    /// Another peer had given it before. This entry does not keep it mapped: otherwise two
+    /// processes that have given each other a segment would both wait for the other to release it.
     Again { descriptor: OwnedFd, bytes: u64, segment: Weak<Segment> },
-    /// Memory of a device.
+    /// Device memory.
     Device(DeviceGiven),
 }
 
 impl Mappings {
-    /// Notes what a peer has given, which must be a segment of so many bytes.
+    /// Records a segment of `bytes` bytes that a peer has given. Maps it unless it is mapped.
     pub(super) fn given(&self, descriptor: OwnedFd, bytes: u64) -> io::Result<Given> {
         let mut mapped = self.files.lock();
-        // One that is mapped keeps its file, so that no other is taken for it.
+        // A mapped segment keeps its file, so its identity is not reused.
         let file = Segment::file(descriptor.as_fd())?;
         let found = mapped.get(&file).and_then(Weak::upgrade);
         if let Some(segment) = found.filter(|segment| segment.bytes() as u64 == bytes) {
@@ -47,8 +47,7 @@ impl Mappings {
         Ok(Given::First(segment))
     }
 
-    /// The memory of a device that these words open: as it is open already, or opened by `make`;
-    /// whether it is new.
+    /// Returns the device memory of this description, and true if it was newly opened by `make`.
     pub(super) fn opened(
         &self,
         words: &[u8],
@@ -66,7 +65,7 @@ impl Mappings {
 }
 
 impl Given {
-    /// The segment, mapped; where it is the host's.
+    /// Returns the mapped segment. An error for device memory.
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
             Self::First(segment) => Ok(segment.clone()),
@@ -81,7 +80,7 @@ impl Given {
                         Self::Again { segment, .. } => segment.upgrade(),
                         Self::Device(_) => None,
                     };
-                    // None where its last holder let go of it just now.
+                    // `None` if its last holder dropped it just now.
                     if let Some(found) = found {
                         *segment = Arc::downgrade(&found);
                         return Ok(found);
@@ -98,7 +97,7 @@ mod tests {
     use crate::memory::{Arena, Pool};
 
     #[test]
-    fn a_segment_is_mapped_once_and_only_the_first_way_keeps_it() {
+    fn segment_is_mapped_once_and_kept_by_first_giver() {
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
         let owner = pool.allocate(100).unwrap().freeze().place().unwrap().segment;
         let give =
@@ -111,7 +110,7 @@ mod tests {
         assert!(Arc::ptr_eq(&segment, &again.segment(&mappings).unwrap()));
         assert!(mappings.given(give().0, 64).is_err(), "it is longer");
         drop(first);
-        assert_eq!(Arc::strong_count(&segment), 1, "who reads it");
+        assert_eq!(Arc::strong_count(&segment), 1, "only the reader holds it");
         drop(segment);
         let segment = again.segment(&mappings).unwrap();
         assert!(

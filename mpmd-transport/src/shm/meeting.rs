@@ -1,5 +1,5 @@
-//! How two processes get to share memory: the higher knocks at the lower's socket, both show that
-//! they belong to the job, and exchange the memory of their doors and rings.
+//! Connects two processes. The higher one connects to the lower one's socket. Both show that they
+//! belong to the job, and exchange the memory of their doorbells and rings.
 
 use std::io;
 #[cfg(test)]
@@ -30,22 +30,21 @@ use crate::wire::ProcessId;
 mod fuzz;
 
 const MAGIC: [u8; 8] = *b"mpmd-shm";
-/// How many who knock may take their time to say who they are; with more of them, the first is sent
-/// away.
+/// The most connections that have not said hello yet. With more of them, the oldest is closed.
 const MOST_SILENT: usize = 1024;
-/// How long nobody is accepted where the system has refused to accept one.
+/// Pause before the next accept after the system has refused one.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 
-/// Bytes of a ring of messages, and of one of returns.
+/// Bytes of a ring of messages, and of a ring of returns.
 const MESSAGES: usize = 64 << 10;
 const RETURNS: usize = 16 << 10;
 /// The rings of a pair: messages from the lower and from the higher, then returns from both.
 pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
-/// A peer that was met, and what comes from it.
+/// A connected peer, and its receiving half.
 type Met = (Peer, Inbound);
 
-/// What both say first. Secret.
+/// The first packet of both sides. Secret.
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct Hello {
@@ -57,7 +56,7 @@ pub(super) struct Hello {
     pub(super) token: [u8; 32],
 }
 
-/// The memory of this process's door, which all peers map.
+/// The memory of this process's doorbell, which all peers map.
 pub(super) struct OwnDoor {
     memory: Arc<Mapped>,
     pub(super) door: Door,
@@ -69,14 +68,14 @@ impl OwnDoor {
         Ok(Self { door: door(&memory), memory })
     }
 
-    /// What a peer is given to map it.
+    /// The descriptor by which a peer maps it.
     #[cfg(test)]
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
 }
 
-/// Meets all that the configuration names; by process.
+/// Connects to all peers in the configuration. Returns them by process.
 pub(super) fn meet(
     listener: &Listener,
     own: &OwnDoor,
@@ -85,7 +84,7 @@ pub(super) fn meet(
     let deadline = after(Instant::now(), config.patience);
     let me = config.process.index();
     let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
-    // Knocked at all lower ones first: nobody waits here for who waits for others.
+    // Connects to all lower ones first: no process waits here for one that waits for others.
     let mut knocked = Vec::new();
     for (index, address) in config.peers.iter().enumerate().take(me) {
         let Some(address) = address else { continue };
@@ -93,7 +92,7 @@ pub(super) fn meet(
         let with = |error: io::Error| not_met(peer, "meeting", &error);
         let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
         let socket = Socket::connect(&address.socket_name(), deadline).map_err(with)?;
-        // Before it is told the token: whoever was first may have taken the name.
+        // Checked before the token is sent: another program may have taken the name.
         let user = socket.peer().map_err(with)?;
         if user.uid != getuid() {
             return Err(protocol(peer, format!("it belongs to user {}", user.uid.as_raw())));
@@ -111,7 +110,7 @@ pub(super) fn meet(
     let with = |error: io::Error| {
         environment("waiting for the job's processes over shared memory".to_owned(), &error)
     };
-    // Have knocked and said nothing yet: strangers perhaps, for whom nobody else waits.
+    // Connections that have sent nothing yet. They may be strangers, and nothing waits for them.
     let mut silent: Vec<Socket> = Vec::new();
     let mut most_silent = MOST_SILENT;
     let mut refused: Option<io::Error> = None;
@@ -126,8 +125,8 @@ pub(super) fn meet(
         for socket in std::mem::take(&mut silent) {
             match socket.receive() {
                 Ok(None) => silent.push(socket),
-                // Strangers are sent away without a word; who belongs here and says nonsense is
-                // missed at the end.
+                // Strangers are closed without an answer. A faulty process of the job is reported
+                // as missing at the end.
                 Ok(Some(packet)) => {
                     if let Some((index, peer)) =
                         welcome(socket, packet, own, config, &awaited(&peers), deadline)?
@@ -169,15 +168,15 @@ pub(super) fn meet(
     Ok(peers)
 }
 
-/// Accepts all connections that wait. Those of other users are closed at once; more `silent` ones
-/// than `most` push out the oldest.
+/// Accepts all connections that wait. Those of other users are closed at once. If there are more
+/// than `most` silent ones, the oldest is closed.
 ///
-/// Where the system refuses to accept, half of the silent ones are closed, and from then on no more
-/// than are left are kept: a peer needs descriptors for more than its connection.
+/// If the system refuses to accept, half of the silent ones are closed, and `most` is lowered to
+/// the rest: a peer needs descriptors for more than its connection.
 ///
 /// # Errors
 ///
-/// The system refuses, and no silent one is left to be closed.
+/// If the system refuses and no silent connection is left to close.
 fn accept_all(listener: &Listener, silent: &mut Vec<Socket>, most: &mut usize) -> io::Result<()> {
     loop {
         match listener.accept() {
@@ -198,7 +197,7 @@ fn accept_all(listener: &Listener, silent: &mut Vec<Socket>, most: &mut usize) -
     }
 }
 
-/// Lets one of the awaited in; `None` where it is somebody else.
+/// Lets an awaited process in; `None` for all others.
 fn welcome(
     socket: Socket,
     packet: Packet,
@@ -221,7 +220,7 @@ fn welcome(
     Ok(Some((index, peer)))
 }
 
-/// Hears what a lower one says to who knocked.
+/// Receives the answer of a lower process that this one connected to.
 fn answered(
     id: ProcessId,
     socket: Socket,
@@ -249,8 +248,8 @@ fn answered(
     pair(config.process, socket, door, &memory, false).map_err(with)
 }
 
-/// Who says hello, and the descriptors that came with it, which must be so many; `None` for a
-/// stranger.
+/// Checks a hello packet. Returns the sender's process number and the descriptors, which must be as
+/// many as `descriptors`; `None` for a stranger.
 fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usize, Vec<OwnedFd>)> {
     let hello = Hello::ref_from_bytes(&packet.bytes).ok()?;
     let Hello { magic, version, process, processes, epoch, token } = hello;
@@ -274,7 +273,7 @@ pub(super) fn hello(config: &ShmConfig) -> Hello {
     }
 }
 
-/// The two ends of everything between this process and a peer.
+/// Builds the connection to a peer: its sending and receiving halves.
 fn pair(
     own: ProcessId,
     socket: Socket,
@@ -289,10 +288,10 @@ fn pair(
     let [from_lower, from_higher, back_from_lower, back_from_higher] = CAPACITIES.map(|capacity| {
         let first = rings.at(offset, Ring::bytes(capacity));
         offset += Ring::bytes(capacity);
-        // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading
-        // and writing and which the ring keeps. Both processes reach them through rings alone,
-        // which use atomic words of 8 bytes; and each ring has bytes of its own, at a multiple of
-        // 64.
+        // SAFETY: `Mapped::at` has checked that the bytes are within the mapping, which is for
+        // reading and writing and which the ring keeps. Both processes access them only through
+        // rings, which use atomic words of 8 bytes. Each ring has bytes of its own, at a multiple
+        // of 64.
         unsafe { Ring::at(first, capacity, rings.clone()) }
     });
     let (here, there, back_here, back_there) = if is_lower {
@@ -316,14 +315,13 @@ fn pair(
 
 fn door(memory: &Arc<Mapped>) -> Door {
     let first = memory.at(0, Door::BYTES);
-    // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading and
-    // writing and which the door keeps. All processes that have it reach it through doors alone,
-    // which use atomic words of 4 bytes.
+    // SAFETY: `Mapped::at` has checked that the bytes are within the mapping, which is for reading
+    // and writing and which the doorbell keeps. All processes that have it access it only through
+    // doorbells, which use atomic words of 4 bytes.
     unsafe { Door::at(first, memory.clone()) }
 }
 
-/// Returns the error of a meeting that failed: of the peer where that is gone, else of this
-/// process.
+/// Returns the error of a failed meeting: the peer's if it is gone, else this process's.
 fn not_met(peer: ProcessId, doing: &str, error: &io::Error) -> TransportError {
     let why = match error.kind() {
         _ if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => {

@@ -1,29 +1,29 @@
-//! Shared memory between processes of one host: payloads stay where they are.
+//! Zero-copy transfer through shared memory, between processes of one host.
 //!
-//! Every process's buffers lie in segments that others can map for reading
-//! ([`Arena`](crate::memory::Arena)). A message with a payload says where that is; its receiver
-//! maps the segment once and reads it in place, and gives it back when its last holder has let go.
-//! So a message costs the same whatever its size.
+//! Every process's buffers lie in segments that peers can map for reading
+//! ([`Arena`](crate::memory::Arena)). A message with a payload names the payload's place. The
+//! receiver maps the segment once, reads the payload in place, and gives it back when the last
+//! holder drops it. So the cost of a message does not depend on its size.
 //!
-//! What is trusted: processes of the same user that know the job's secret, not to be bad. What is
-//! not: that they are without bugs. None can write another's buffers or read segments that it was
-//! not given; a wrong number, place or size ends the connection and does nothing else. Values that
-//! an owner changes while they are lent are seen by who reads them.
+//! Processes of the same user that know the job's secret are trusted not to be malicious. They are
+//! not trusted to be free of bugs. None can write another's buffers or read segments that it was
+//! not given. A wrong number, place or size ends the connection and has no other effect. If an
+//! owner changes values while they are lent, their readers see the change.
 //!
 //! # Where things are
 //!
 //! Each pair has four rings (`ring.rs`) in memory that both write: messages and returned loans,
-//! each way. Each process has a door (`door.rs`) at which peers ring where nobody in it is awake.
-//! Whoever of a process's threads waits for a message may look at the rings itself; where nobody
-//! does, the transport's thread is woken.
+//! each way. Each process has a doorbell (`door.rs`) that peers ring if no thread of it is awake. A
+//! thread that waits for a message may poll the rings itself. If none does, the transport's thread
+//! is woken.
 //!
 //! # The end of a peer
 //!
-//! A peer is down when it has said goodbye or its socket has closed; what it has sent before is
-//! delivered first. What it has been lent comes back only when its process is proved to be no more:
-//! one that stands still may wake up and read. Even then what it had passed on to others does not,
-//! as they may read it: it tells the owner before it passes anything on. What it has lent stays
-//! readable until the last reader lets go, whatever became of it.
+//! A peer is down when it has said goodbye or its socket has closed; everything that it sent before
+//! is delivered first. Memory lent to it comes back only when its process has provably exited,
+//! since a stopped process may wake up and read. Even then, memory that it re-lent to others does
+//! not come back, as they may read it. So it tells the owner before it re-lends. Memory that the
+//! peer has lent stays readable until the last reader drops it, however the peer ended.
 
 mod address;
 mod agreeing;
@@ -58,19 +58,19 @@ use crate::wire::ProcessId;
 /// The transport's name as the user writes it.
 pub const NAME: &str = "shm";
 
-/// What [`Opened::connect`] needs to know of the job.
+/// The job's configuration for [`Opened::connect`].
 #[derive(Clone)]
 pub struct ShmConfig {
-    /// Who this process is.
+    /// This process's id.
     pub process: ProcessId,
-    /// What each process's [`Opened::address`] said, by process; `None` for those that this
-    /// transport does not go to. This process's own entry is not looked at.
+    /// Each process's [`Opened::address`], by process; `None` for processes that this transport
+    /// does not reach. This process's own entry is ignored.
     pub peers: Vec<Option<String>>,
-    /// The job's secret: who does not know it is no peer.
+    /// The job's secret. Processes that do not know it are refused.
     pub token: [u8; 32],
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,
-    /// How long all peers together may take to connect.
+    /// The peer timeout: the time for all peers together to connect.
     pub patience: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! One peer: what goes to it, and what comes from it.
+//! One peer: the records sent to it and received from it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -18,50 +18,52 @@ use crate::memory::{Arriving, MOST_WORDS, Segment};
 use crate::transport::{Ticket, TransportError};
 use crate::wire::ProcessId;
 
-/// Starts a packet that gives a segment: this, its number and its length, with the descriptor.
+/// First bytes of a packet that gives a segment: this, the segment's number and its length, with
+/// the descriptor.
 const GIVE: [u8; 4] = *b"GIVE";
 const GIVE_BYTES: usize = 16;
-/// Starts a packet that gives a segment of a device's memory: this, its number, its length, the
-/// number of the process whose memory it is, and the words that open it. No descriptor.
+/// First bytes of a packet that gives a segment of device memory. This is followed by the segment's
+/// number, its length, the id of the owner process, and the description that opens it. No
+/// descriptor.
 const GIVE_DEVICE: [u8; 4] = *b"GIVD";
 const GIVE_DEVICE_BYTES: usize = 20;
 
-/// A peer as all threads see it.
+/// A peer, with the state that all threads use.
 pub(super) struct Peer {
     pub(super) outbound: Mutex<Outbound>,
     pub(super) book: Mutex<Book>,
     pub(super) returns: Arc<Returns>,
     pub(super) door: Door,
     pub(super) socket: Socket,
-    /// Tells when the process is no more.
+    /// The peer's pidfd, which shows when its process has exited.
     pub(super) exit: OwnedFd,
-    /// This process, to whom it is a peer.
+    /// This process.
     pub(super) own: ProcessId,
-    /// Whether something waits in the outbox.
+    /// True if records wait in the outbox.
     pub(super) is_waiting: AtomicBool,
-    /// Whether both lend each other memory of their devices.
+    /// True if both processes lend each other device memory.
     pub(super) shares_devices: AtomicBool,
 }
 
-/// What goes to a peer.
+/// The sending half of the connection to a peer.
 pub(super) struct Outbound {
     ring: Producer,
-    /// What the ring had no room for, in order.
+    /// Records that the ring had no room for, in order.
     outbox: VecDeque<Late>,
     /// Numbers of segments that the peer has the descriptors of.
     given: HashSet<u32>,
-    /// What the first in the outbox waits for.
+    /// The obstacle of the first record in the outbox.
     obstacle: Option<Obstacle>,
-    /// Why nothing goes there any more.
+    /// The reason why nothing more is sent, if so.
     pub(super) closed: Option<TransportError>,
 }
 
-/// What is in a record's way.
+/// The reason why a record cannot be sent now.
 #[derive(Clone, Copy)]
 enum Obstacle {
     /// The ring is full.
     Ring,
-    /// The descriptor of its segment does not go through the socket now.
+    /// The socket does not take the descriptor of its segment now.
     Socket,
 }
 
@@ -72,25 +74,25 @@ struct Late {
 }
 
 impl Outbound {
-    /// What goes to a peer through `ring`.
+    /// Creates the sending half over `ring`.
     pub(super) fn new(ring: Producer) -> Self {
         Self { ring, outbox: VecDeque::new(), given: HashSet::new(), obstacle: None, closed: None }
     }
 }
 
 impl Peer {
-    /// Both have found that they can lend each other memory of their devices.
+    /// Records that both processes can lend each other device memory.
     pub(super) fn share_devices(&self) {
         self.shares_devices.store(true, Ordering::Release);
     }
 
-    /// Whether they lend each other memory of their devices.
+    /// True if both processes lend each other device memory.
     pub(super) fn shares_devices(&self) -> bool {
         self.shares_devices.load(Ordering::Acquire)
     }
 
-    /// Sends a record, or keeps it until there is room; never blocks. Where it speaks of a segment,
-    /// the peer is given that before.
+    /// Sends a record, or keeps it until there is room. Never blocks. If the record names a
+    /// segment, the peer is given the segment first.
     pub(super) fn send(
         &self,
         out: &mut Outbound,
@@ -109,7 +111,7 @@ impl Peer {
         self.is_waiting.store(true, Ordering::Release);
     }
 
-    /// Sends what was kept; true where any of it went.
+    /// Sends records that were kept. Returns true if at least one was sent.
     pub(super) fn flush(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -132,7 +134,7 @@ impl Peer {
         any
     }
 
-    /// Sends a record, or says what is in its way.
+    /// Sends a record, or returns the obstacle.
     fn try_send(
         &self,
         ring: &mut Producer,
@@ -144,7 +146,8 @@ impl Peer {
         if !segment.is_none_or(|(number, segment)| self.give(given, number, segment)) {
             return Some(Obstacle::Socket);
         }
-        // Whoever makes room has to know that it is waited for, also where nobody here looks again.
+        // The consumer must know that its room is waited for, even if this process does not look
+        // again.
         while !ring.push(kind, parts) {
             if ring.wants_room() {
                 return Some(Obstacle::Ring);
@@ -153,8 +156,8 @@ impl Peer {
         None
     }
 
-    /// Whether what was kept has to wait on: the peer will tell of room in the ring, and the socket
-    /// is tried again from time to time.
+    /// True if kept records must go on waiting. The peer rings when the ring has room; the socket
+    /// is retried regularly.
     pub(super) fn waits_for_room(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -166,7 +169,7 @@ impl Peer {
         }
     }
 
-    /// Nothing goes there any more, and nothing that was kept.
+    /// Stops sending and drops the records that were kept.
     pub(super) fn close(&self, why: &TransportError) {
         let mut out = self.outbound.lock();
         out.closed.get_or_insert_with(|| why.clone());
@@ -174,7 +177,7 @@ impl Peer {
         self.is_waiting.store(false, Ordering::Release);
     }
 
-    /// Takes what the peer is done with back; returns the tickets that end with that.
+    /// Takes back memory that the peer has returned. Returns the tickets that end with that.
     pub(super) fn collect(&self) -> Vec<Ticket> {
         let back = self.book.lock().collect();
         back.into_iter()
@@ -200,7 +203,7 @@ impl Peer {
             }
             (None, None) => return false,
         };
-        // A socket that is broken is noticed by who watches it.
+        // The thread that watches the socket notices if it is broken.
         let sent = sent.unwrap_or(false);
         if sent {
             given.insert(number);
@@ -210,28 +213,28 @@ impl Peer {
 }
 
 impl Outbound {
-    /// Segments that are no more need not be remembered; which of them the peer knows.
+    /// Forgets freed segments. Returns those that the peer knows.
     pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
         numbers.iter().copied().filter(|number| self.given.remove(number)).collect()
     }
 }
 
-/// What comes from a peer, for the thread that looks.
+/// The receiving half of the connection to a peer, for the thread that looks.
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
     segments: HashMap<u32, Given>,
-    /// Loans of a device's memory that are not there yet, by number; with nothing where nobody
-    /// waits for one.
+    /// Loans of device memory that is not written yet, by number. `None` if no buffer waits for
+    /// one.
     landing: HashMap<u64, Option<Arc<dyn Arriving>>>,
-    /// Nothing comes any more.
+    /// True if nothing more is received.
     pub(super) has_ended: bool,
 }
 
-/// Why there is no segment.
+/// The reason why a segment cannot be used.
 pub(super) enum NoSegment {
-    /// What the peer said of it means nothing, or this process lacks what it takes.
+    /// The peer's packet was invalid, or this process lacks resources.
     Fault(io::Error),
-    /// It is a device's, and cannot be opened, for this reason.
+    /// It is device memory that cannot be opened, with the reason.
     Closed(String),
 }
 
@@ -240,7 +243,7 @@ impl Inbound {
         Self { ring, segments: HashMap::new(), landing: HashMap::new(), has_ended: false }
     }
 
-    /// The segment of a number, which the peer has given before it speaks of it; mapped at its
+    /// Returns the segment `number`, which the peer must have given before. It is opened at its
     /// first use.
     pub(super) fn segment(
         &mut self,
@@ -261,7 +264,7 @@ impl Inbound {
         }
     }
 
-    /// Takes one segment that the peer has given, on the way to that of a number.
+    /// Receives one given segment while looking for the segment `wanted`.
     fn hear_of_one(&mut self, wanted: u32, peer: &Peer, mappings: &Mappings) -> io::Result<()> {
         let Some(packet) = peer.socket.receive()? else {
             return Err(io::Error::other(format!("segment {wanted} was never given")));
@@ -293,7 +296,7 @@ impl Inbound {
         };
         if !peer.shares_devices() {
             return Err(io::Error::other(
-                "a packet that gives memory of a device, which nobody has agreed on",
+                "a packet gives memory of a device, but device sharing was not agreed",
             ));
         }
         let word = |at: usize| {
@@ -311,17 +314,18 @@ impl Inbound {
         Ok(())
     }
 
-    /// Returns true if a loan of this number is on its way.
+    /// Returns true if loan `loan` has not been written yet.
     pub(super) fn is_landing(&self, loan: u64) -> bool {
         self.landing.contains_key(&loan)
     }
 
-    /// Notes a loan that is not there yet, and its fence.
+    /// Records a loan that is not written yet, and its fence.
     pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) {
         self.landing.insert(loan, arriving);
     }
 
-    /// A loan is there, or never will be; false where it was not awaited.
+    /// Handles the news that a loan is written, or has failed. Returns false if it was not
+    /// expected.
     pub(super) fn land(&mut self, loan: u64, failure: Option<String>) -> bool {
         let Some(arriving) = self.landing.remove(&loan) else { return false };
         if let Some(arriving) = arriving {
@@ -330,15 +334,15 @@ impl Inbound {
         true
     }
 
-    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes
-    /// back. Returns what was not there yet, and never will be.
+    /// Ends receiving and forgets the peer's segments; borrowed memory stays until it is given
+    /// back. Returns the fences of loans that will never be written.
     pub(super) fn end(&mut self) -> Vec<Arc<dyn Arriving>> {
         self.has_ended = true;
         self.segments.clear();
         std::mem::take(&mut self.landing).into_values().flatten().collect()
     }
 
-    /// Segments that are no more; what is borrowed of them stays until it goes back.
+    /// Forgets freed segments; borrowed memory stays until it is given back.
     pub(super) fn retire(&mut self, numbers: &[u32], peer: &Peer) {
         for number in numbers {
             if let Some(Given::Device(given)) = self.segments.remove(number) {
@@ -356,7 +360,7 @@ impl Drop for Peer {
         if exited {
             drop(book.end_all());
         }
-        // Its pool may give the rest out again.
+        // The other loans may still be read, so their pool must not reuse them.
         book.keep_for_ever();
     }
 }

@@ -1,4 +1,4 @@
-//! The transport as the rest of the program sees it, and its thread.
+//! The public transport over shared memory, and its thread.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,14 +20,14 @@ use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
 
-/// How often the thread looks for peers that are no more, and for loans that are over.
+/// Interval at which the thread looks for dead peers and finished loans.
 const ROUND: Duration = Duration::from_millis(50);
-/// How long a shutdown sleeps between two looks at what has not left yet.
+/// Pause of a shutdown between two checks of messages that have not been sent.
 const FLUSH_LOOK: Duration = Duration::from_micros(200);
-/// How long what others have lent of their devices may take to be closed, when all else is over.
+/// The longest wait of a shutdown until borrowed device memory is closed, once all else is done.
 const MOST_CLOSING: Duration = Duration::from_secs(1);
 
-/// Shared memory, tried but not connected: it has an address for others.
+/// Shared memory that was tested but is not connected yet. It has an address for peers.
 #[derive(Debug)]
 pub struct Opened {
     address: Address,
@@ -37,14 +37,15 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Finds out whether this process can share memory, by sharing some with itself.
+    /// Tests if this process can share memory, by sharing some with itself.
     ///
-    /// Raises this process's limit of open descriptors as far as it may: each segment has one, here
-    /// and in every process that it is lent to.
+    /// Raises this process's limit of open descriptors as far as allowed. Each segment takes one,
+    /// here and in every process that it is lent to.
     ///
     /// # Errors
     ///
-    /// [`TransportError::Unavailable`] with what the system does not have or allow.
+    /// [`TransportError::Unavailable`] with the operation that the system does not support or
+    /// allow.
     pub fn open() -> Result<Self, TransportError> {
         let tried = |what: &str| {
             let what = what.to_owned();
@@ -66,27 +67,27 @@ impl Opened {
         let mut limit = getrlimit(Resource::Nofile);
         if limit.current.is_some() && limit.current != limit.maximum {
             limit.current = limit.maximum;
-            // Where it fails there is room for fewer segments.
+            // If it fails, there is room for fewer segments.
             let _ = setrlimit(Resource::Nofile, limit);
         }
         Ok(Self { address, listener, door, arena })
     }
 
-    /// What peers need to know to reach this process.
+    /// The address that peers need to reach this process.
     pub fn address(&self) -> String {
         self.address.to_string()
     }
 
-    /// Meets all peers that the configuration names.
+    /// Connects to all peers in the configuration. Blocks for at most its `patience`.
     ///
     /// # Errors
     ///
-    /// Where one does not come within the patience, or belongs to another job, user or build;
-    /// which, is said.
+    /// If a peer does not come in time, or belongs to another job, user or build. The error names
+    /// the peer.
     ///
     /// # Panics
     ///
-    /// Where `config.peers` has no place for `config.process`.
+    /// If `config.peers` has no entry for `config.process`.
     pub fn connect(self, config: &ShmConfig) -> Result<Arc<Shm>, TransportError> {
         assert!(config.process.index() < config.peers.len(), "no process {}", config.process);
         let peers = meet(&self.listener, &self.door, config)?;
@@ -107,7 +108,7 @@ impl Opened {
     }
 }
 
-/// What the transport's thread does: looks where nobody else does.
+/// Runs the transport's thread (the engine), which looks at the rings if no other thread does.
 fn run(shared: &Shared, stop: &AtomicBool) {
     let stopped = || stop.load(Ordering::Acquire);
     let mut next_round = Instant::now() + ROUND;
@@ -126,20 +127,20 @@ fn run(shared: &Shared, stop: &AtomicBool) {
     shared.finish();
 }
 
-/// The transport over shared memory; made by [`Opened::connect`].
+/// The transport over shared memory, created by [`Opened::connect`].
 ///
-/// Dropped without [`Transport::shutdown`] it closes at once, which peers see as its death; open
-/// tickets end on the transport's thread.
+/// If it is dropped without [`Transport::shutdown`], it closes at once, which peers see as its
+/// death. Open tickets end on the transport's thread.
 pub struct Shm {
     shared: Arc<Shared>,
     arena: Arena,
     stop: Arc<AtomicBool>,
-    /// Taken by who ends it.
+    /// Taken out by the thread that shuts down.
     engine: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Shm {
-    /// Bytes of this process's memory that a peer holds, as far as is known here.
+    /// Bytes of this process's memory that a peer holds, as far as known here.
     pub fn lent_to(&self, peer: ProcessId) -> u64 {
         let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
         peer.map_or(0, |peer| {
@@ -224,7 +225,7 @@ impl Transport for Shm {
     }
 
     fn park(&self, parking: Parking, deadline: Instant) {
-        // A peer that writes nonsense may lose a wake-up.
+        // A faulty peer may suppress a wake-up, so the wait is bounded.
         let timeout = deadline.saturating_duration_since(Instant::now()).min(2 * ROUND);
         let driver = self
             .shared
@@ -247,7 +248,7 @@ impl Transport for Shm {
         }
         self.stop.store(true, Ordering::Release);
         self.shared.door.rouse(&SystemFutex);
-        // It ends as soon as a handler call that is under way has.
+        // The thread ends as soon as a handler call that is under way returns.
         let _ = engine.join();
         self.shared
             .devices

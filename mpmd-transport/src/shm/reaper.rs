@@ -1,9 +1,8 @@
-//! A thread for what a device's driver may take its time over.
+//! A thread for calls into a device's driver that may block for long.
 //!
-//! To free memory of a device, or to close another process's, may wait until the device has nothing
-//! more to do; and that may be never, where it waits for a process which is no more. So who lets go
-//! of such memory leaves it to this thread: whoever tells of the death of processes must not wait
-//! for it.
+//! Freeing device memory, or closing another process's, may wait until the device is idle. That may
+//! never happen, if the device waits for a process that is gone. So such memory is released on this
+//! thread: the code that reports dead processes must not wait for it.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -13,8 +12,8 @@ use parking_lot::Mutex;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Does what it is given, in order, on a thread that begins with the first and ends after the last.
-/// Nobody waits for that thread.
+/// Runs jobs in order, on a thread that starts with the first job and ends when this is dropped and
+/// all jobs are done. Nothing joins that thread.
 #[derive(Default)]
 pub(super) struct Reaper(Mutex<Option<Sender<Job>>>);
 
@@ -23,7 +22,7 @@ impl Reaper {
         Arc::default()
     }
 
-    /// Has `job` done on the thread; here where there can be none.
+    /// Runs `job` on the thread, or here if the thread cannot be started.
     pub(super) fn later(&self, job: impl FnOnce() + Send + 'static) {
         let mut queue = self.0.lock();
         if queue.is_none() {
@@ -44,14 +43,14 @@ impl Reaper {
         }
     }
 
-    /// Waits until what it was given so far is done, but no longer than `most`.
+    /// Waits until all jobs given so far are done, but at most `most`.
     pub(super) fn settle(&self, most: Duration) {
         if self.0.lock().is_none() {
             return;
         }
         let (done, wait) = channel::<()>();
         self.later(move || drop(done));
-        // Nothing is ever sent: either the sender goes, or time is over.
+        // Nothing is ever sent: either the sender is dropped, or the time is over.
         let _ = wait.recv_timeout(most);
     }
 }
@@ -63,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_waits_for_what_takes_its_time_and_all_is_done_in_order() {
+    fn slow_jobs_block_nobody_and_run_in_order() {
         let reaper = Reaper::new();
         reaper.settle(Duration::from_secs(10));
         let (go, gate) = channel::<()>();

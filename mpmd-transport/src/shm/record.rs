@@ -1,4 +1,4 @@
-//! What processes say to each other in rings.
+//! The records that processes exchange in rings.
 
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -6,48 +6,49 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::memory::MOST_WORDS;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
-/// A message whose payload follows its header.
+/// A message with its payload after the header.
 pub(super) const INLINE: u32 = 1;
-/// A message whose payload is the sender's memory: the header, then a [`Lent`].
+/// A message with a payload in the sender's memory: the header, then a [`Lent`].
 pub(super) const LENT: u32 = 2;
-/// Segments that are no more: four bytes each.
+/// Freed segments: four bytes each.
 pub(super) const RETIRED: u32 = 3;
-/// Nothing more will come.
+/// The sender's last record.
 pub(super) const GOODBYE: u32 = 4;
-/// In the ring of returns: loans that are over, eight bytes each.
+/// In the ring of returns: finished loans, eight bytes each.
 pub(super) const RETURNED: u32 = 5;
 
-/// In the ring of returns: a loan that others than who it was lent to read too, eight bytes.
+/// In the ring of returns: a loan that the borrower re-lent to other processes, eight bytes.
 pub(super) const PASSED_ON: u32 = 6;
-/// A loan of a device's memory is there now: eight bytes of its number; then, where it never will
-/// be, why.
+/// A loan of device memory is written now: eight bytes of its number. If it failed, the reason
+/// follows.
 pub(super) const LANDED: u32 = 7;
-/// A message whose payload cannot be had: the header, then why.
+/// A message with an unavailable payload: the header, then the reason.
 pub(super) const BROKEN: u32 = 8;
-/// In the ring of returns: segments of devices' memory that are no more and that are closed now,
-/// eight bytes each.
+/// In the ring of returns: freed segments of device memory that the borrower has closed now, eight
+/// bytes each.
 pub(super) const CLOSED: u32 = 9;
 
-/// Payloads up to this size go with their header: to copy them costs less than to lend them.
+/// Payloads up to this many bytes are sent with their header: copying them costs less than lending
+/// them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 
-/// Set in [`Lent::flags`] where the lender has limited memory: who gets it copies it and gives it
-/// back, which the lender waits for.
+/// Set in [`Lent::flags`] if the lender's memory is limited: the borrower copies it and gives it
+/// back, and the lender waits for that.
 pub(super) const COPY: u32 = 1;
-/// Set in [`Lent::flags`] where what a device makes is lent before it is made: after the [`Lent`]
-/// follow tokens of what the taker's devices come after, each its length in a byte and then itself,
-/// and [`LANDED`] is said later.
+/// Set in [`Lent::flags`] if device memory is lent before it is written. After the [`Lent`] follow
+/// tokens of the fences that the borrower's devices must wait for, each its length in a byte and
+/// then itself. [`LANDED`] is sent later.
 pub(super) const LATER: u32 = 2;
-/// Tokens of one loan.
+/// The most tokens of one loan.
 pub(super) const MOST_TOKENS: usize = 4;
 
-/// Memory of the sender's.
+/// A loan of the sender's memory.
 #[derive(
     Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
 )]
 #[repr(C)]
 pub(super) struct Lent {
-    /// What it is given back by.
+    /// The number by which it is given back.
     pub(super) loan: U64,
     pub(super) offset: U64,
     pub(super) bytes: U64,
@@ -55,19 +56,19 @@ pub(super) struct Lent {
     pub(super) flags: U32,
 }
 
-/// A record that was understood.
+/// A decoded record.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Record<'a> {
     Inline(Header, &'a [u8]),
     Lent(Header, Lent, Vec<Vec<u8>>),
     Retired(Vec<u32>),
-    /// With why it is not, where it never will be.
+    /// With the reason if it failed.
     Landed(u64, Option<String>),
     Broken(Header, String),
     Goodbye,
 }
 
-/// Reads a record of the ring of messages; an error is the peer's fault.
+/// Decodes a record of the ring of messages. An error is the peer's fault.
 pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
     let header = || {
         let (header, rest) = bytes
@@ -128,7 +129,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
     }
 }
 
-/// Tokens as a record has them.
+/// Encodes tokens for a record.
 pub(super) fn put_tokens(tokens: &[Vec<u8>]) -> Vec<u8> {
     tokens
         .iter()
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_contradicts_itself_is_refused() {
+    fn inconsistent_records_are_refused() {
         let header = Header { bytes: 3, ..Header::new(Kind::Data) };
         let with = |rest: &[u8]| [&header.encode()[..], rest].concat();
         assert!(read(INLINE, &with(&[1, 2])).unwrap_err().contains("2 bytes of payload where 3"));
@@ -212,7 +213,7 @@ mod tests {
             read(LENT, &with(&[lent.as_bytes(), tokens].concat())).map(drop)
         };
         assert_eq!(later(LATER, &[1, 5]), Ok(()));
-        assert!(later(0, &[1, 5]).is_err(), "tokens of what is there");
+        assert!(later(0, &[1, 5]).is_err(), "tokens without LATER");
         for tokens in [&[2, 5][..], &[0], &[1, 5, 200], &[1, 5].repeat(MOST_TOKENS + 1), &[97; 98]]
         {
             assert!(later(LATER, tokens).unwrap_err().contains("told apart"));

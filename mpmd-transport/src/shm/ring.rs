@@ -1,19 +1,19 @@
 //! A ring of bytes in shared memory: one process pushes records, one pops them.
 //!
 //! ```text
-//! byte 0    tail: bytes pushed since the start; the producer's
-//!      64   head: bytes popped since the start; the consumer's
-//!     128   wanted: not zero where the producer waits for room
+//! byte 0    tail: bytes pushed since the start; written by the producer
+//!      64   head: bytes popped since the start; written by the consumer
+//!     128   wanted: not zero if the producer waits for room
 //!     192   records: `capacity` bytes
 //! ```
 //!
 //! Records start at multiples of 64 bytes: a word with length (low half) and kind (high half), then
-//! the payload. A record lies in one piece; where it would cross the end, a record of the kind
-//! [`PADDING`] fills the rest, and both are published at once.
+//! the payload. A record is contiguous. If it would cross the end, a record of the kind [`PADDING`]
+//! fills the rest, and both are published at once.
 //!
-//! The other process may write what it likes whenever it likes. So every access is atomic, each end
-//! goes by its own count and never reads it back, a length is read once and then checked, and
-//! payloads are handed out as private copies.
+//! The other process may write any value at any time. So every access is atomic, and each end uses
+//! its own count and never reads it back. A length is read once and then checked. Payloads are
+//! returned as private copies.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -23,29 +23,29 @@ use zerocopy::IntoBytes;
 use super::sync::{AtomicU64, Ordering, fence};
 use super::words::Words;
 
-/// What records are aligned to, in bytes: a cache line.
+/// Alignment of records in bytes: a cache line.
 const LINE_BYTES: usize = 64;
-/// What precedes the payload of a record, in bytes.
+/// Bytes before the payload of a record.
 const PREFIX_BYTES: usize = 8;
-/// What precedes the records, in bytes.
+/// Bytes before the records.
 const HEADER_BYTES: usize = 3 * LINE_BYTES;
 const WORD_BYTES: usize = size_of::<u64>();
-/// The kind of a record that means nothing.
+/// The kind of a record that only fills space.
 const PADDING: u32 = u32::MAX;
 
-/// Places of the three counts, in words.
+/// Indices of the three counts, in words.
 const TAIL: usize = 0;
 const HEAD: usize = LINE_BYTES / WORD_BYTES;
 const WANTED: usize = 2 * LINE_BYTES / WORD_BYTES;
 
-/// The memory of a ring. Each of its two ends is to be made once, in one process or in two.
+/// The memory of a ring. Each of its two ends is created once, in one process or in two.
 pub(super) struct Ring {
     words: Words<AtomicU64>,
     capacity: usize,
 }
 
 impl Ring {
-    /// How many bytes of memory a ring with `capacity` bytes of records takes.
+    /// Bytes of memory that a ring with `capacity` bytes of records takes.
     pub(super) const fn bytes(capacity: usize) -> usize {
         HEADER_BYTES + capacity
     }
@@ -55,18 +55,17 @@ impl Ring {
         capacity / 4 - PREFIX_BYTES
     }
 
-    /// A ring in the [`bytes`](Self::bytes) from `first` on, which are zero where neither end has
-    /// been used.
+    /// Wraps the [`bytes`](Self::bytes) bytes at `first`, which are zero before either end is used.
     ///
     /// # Safety
     ///
-    /// Those bytes are mapped for reading and writing until `keep` is dropped. Meanwhile whoever
-    /// accesses them, in whichever process, does so by atomic operations on whole aligned words of
-    /// 8 bytes.
+    /// Those bytes must be mapped for reading and writing until `keep` is dropped. Until then, all
+    /// processes must access them only by atomic operations on whole aligned words of 8 bytes.
     ///
     /// # Panics
     ///
-    /// Where `first` is not aligned to 8 bytes, or `capacity` is no power of two or below 256.
+    /// If `first` is not aligned to 8 bytes, or if `capacity` is less than 256 or not a power of
+    /// two.
     pub(super) unsafe fn at(
         first: NonNull<u8>,
         capacity: usize,
@@ -76,11 +75,11 @@ impl Ring {
         Self::of(unsafe { Words::at(first, Self::bytes(capacity) / WORD_BYTES, keep) }, capacity)
     }
 
-    /// A fresh ring in memory of its own.
+    /// Creates a ring in memory of its own.
     ///
     /// # Panics
     ///
-    /// Where `capacity` is no power of two or below 256.
+    /// If `capacity` is less than 256 or not a power of two.
     #[cfg(test)]
     pub(super) fn alone(capacity: usize) -> Self {
         Self::of(Words::alone(Self::bytes(capacity) / WORD_BYTES), capacity)
@@ -94,7 +93,7 @@ impl Ring {
         Self { words, capacity }
     }
 
-    /// The end that pushes. Nothing has been pushed before.
+    /// The end that pushes. Nothing must have been pushed before.
     pub(super) fn producer(&self) -> Producer {
         Producer {
             words: self.words.clone(),
@@ -105,13 +104,13 @@ impl Ring {
         }
     }
 
-    /// The end that pops. Nothing has been popped before.
+    /// The end that pops. Nothing must have been popped before.
     pub(super) fn consumer(&self) -> Consumer {
         let (words, copy) = (self.words.clone(), Vec::new());
         Consumer { words, capacity: self.capacity, head: 0, tail: 0, copy }
     }
 
-    /// The memory itself, for tests that write nonsense.
+    /// The memory itself, for tests that write invalid values.
     #[cfg(test)]
     pub(super) fn words(&self) -> &[AtomicU64] {
         &self.words
@@ -124,22 +123,22 @@ pub(super) struct Producer {
     capacity: usize,
     /// Bytes pushed since the start.
     tail: u64,
-    /// Bytes popped since the start, when last looked at.
+    /// Bytes popped since the start, when last read.
     head: u64,
-    /// What the last record needed that was refused, in bytes; else 0.
+    /// Bytes that the last record needed, if it was refused; else 0.
     refused: usize,
 }
 
 impl Producer {
-    /// Pushes a record with the parts one behind the other; false, and nothing is written, where
-    /// there is no room. Whether the consumer is to be woken is its
-    /// [door's](super::door::Door::ring) business.
+    /// Pushes a record of the concatenated parts. Returns false, and writes nothing, if there is no
+    /// room. The caller decides whether to ring the consumer's [doorbell](super::door::Door::ring).
     ///
-    /// A consumer that writes nonsense where it counts has popped nothing: the ring stays full.
+    /// If the consumer writes invalid counts, it counts as having popped nothing: the ring stays
+    /// full.
     ///
     /// # Panics
     ///
-    /// Where the parts are more than [`Ring::largest`], or the kind is `u32::MAX`.
+    /// If the parts are longer than [`Ring::largest`], or if the kind is `u32::MAX`.
     pub(super) fn push(&mut self, kind: u32, parts: &[&[u8]]) -> bool {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         let largest = Ring::largest(self.capacity);
@@ -173,25 +172,24 @@ impl Producer {
         true
     }
 
-    /// How many bytes are free. A record takes its payload and 8 bytes, rounded up to 64, and at
-    /// the end of the memory up to as much again.
+    /// Number of free bytes. A record takes its payload plus 8 bytes, rounded up to 64. At the end
+    /// of the memory it may take up to as much again.
     #[cfg(test)]
     pub(super) fn free(&mut self) -> usize {
         self.look();
         self.capacity - self.used()
     }
 
-    /// Says that the producer waits for room, then looks again; whether it must wait.
+    /// Announces that the producer waits for room, then checks again. Returns true if it must wait:
+    /// there is no room for the record refused last, and a consumer that makes room finds [it
+    /// wanted](Consumer::take_wanted). Returns false if there is room, or if the last record was
+    /// not refused.
     ///
-    /// True: there is no room for the record that was refused last, and a consumer that makes some
-    /// finds [it wanted](Consumer::take_wanted). False: there is room, or the last record was not
-    /// refused.
-    ///
-    /// Where something waits for room, this belongs to every last look before the process sleeps.
+    /// If a record waits for room, this must be part of every last look before the process sleeps.
     pub(super) fn wants_room(&mut self) -> bool {
         self.words[WANTED].store(1, Ordering::Relaxed);
-        // Either the consumer, which pops and then looks at the word, sees it, or this sees what it
-        // popped.
+        // Either the consumer, which pops and then reads this word, sees it, or this sees the room
+        // that it made.
         fence(Ordering::SeqCst);
         if self.has_room(self.refused) {
             self.words[WANTED].store(0, Ordering::Relaxed);
@@ -208,7 +206,7 @@ impl Producer {
     }
 
     fn used(&self) -> usize {
-        // Within the capacity: `look` accepts nothing else.
+        // Within the capacity: `look` accepts no other value.
         self.tail.wrapping_sub(self.head) as usize
     }
 
@@ -227,21 +225,21 @@ pub(super) struct Consumer {
     capacity: usize,
     /// Bytes popped since the start.
     head: u64,
-    /// Bytes pushed since the start, when last looked at.
+    /// Bytes pushed since the start, when last read.
     tail: u64,
-    /// Where records are copied to.
+    /// Private copy of the last record.
     copy: Vec<u64>,
 }
 
 impl Consumer {
-    /// Takes the next record out and gives its kind and payload to `f`; none where the ring is
-    /// empty. The payload is a copy, aligned to 8 bytes. The record's room is free before `f` is
+    /// Takes the next record out and passes its kind and payload to `f`. Returns `None` if the ring
+    /// is empty. The payload is a copy, aligned to 8 bytes. The record's room is free before `f` is
     /// called.
     ///
     /// # Errors
     ///
-    /// Where the memory does not have the form that a producer gives it. Nothing is popped then,
-    /// and the ring is of no more use.
+    /// If the memory does not have the form that a producer gives it. Then nothing is popped, and
+    /// the ring cannot be used any more.
     pub(super) fn pop<R>(&mut self, f: impl FnOnce(u32, &[u8]) -> R) -> Result<Option<R>, Corrupt> {
         if self.head == self.tail {
             let tail = self.words[TAIL].load(Ordering::Acquire);
@@ -299,22 +297,22 @@ impl Consumer {
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
     }
 
-    /// How many records there can be at one time. Who takes more at once may be kept at it for ever
-    /// by a producer that never stops.
+    /// The largest number of records in the ring. A caller that takes more at once may be kept busy
+    /// for ever by a producer that never stops.
     pub(super) fn most(&self) -> usize {
         self.capacity / LINE_BYTES
     }
 
-    /// Whether there is nothing to pop. Cheap.
+    /// True if there is nothing to pop. Cheap.
     pub(super) fn is_empty(&self) -> bool {
         self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head
     }
 
-    /// Whether the producer [waits for room](Producer::wants_room); it is told once. To be asked
-    /// after popping; where this is true the producer's [door](super::door::Door::ring) is to be
-    /// rung.
+    /// Returns true, once, if the producer [waits for room](Producer::wants_room). Must be called
+    /// after popping; on true the caller must ring the producer's
+    /// [doorbell](super::door::Door::ring).
     pub(super) fn take_wanted(&mut self) -> bool {
-        // Either this sees the producer's word, or the producer, which then looks for room, sees
+        // Either this sees the producer's word, or the producer, which then checks for room, sees
         // the new head.
         fence(Ordering::SeqCst);
         let wanted = &self.words[WANTED];
@@ -327,12 +325,12 @@ impl Consumer {
 #[error("a ring in shared memory holds nonsense: {0}")]
 pub(super) struct Corrupt(String);
 
-/// Where in a ring's records a count of bytes is.
+/// Returns the offset in a ring's records at a count of bytes.
 fn place(count: u64, capacity: usize) -> usize {
     count as usize & (capacity - 1)
 }
 
-/// What a record with a payload of `len` bytes takes.
+/// Bytes that a record with a payload of `len` bytes takes.
 fn record_bytes(len: usize) -> usize {
     (PREFIX_BYTES + len).next_multiple_of(LINE_BYTES)
 }
@@ -345,10 +343,10 @@ fn split(prefix: u64) -> (usize, u32) {
     (prefix as u32 as usize, (prefix >> 32) as u32)
 }
 
-/// Copies the parts one behind the other, word by word.
+/// Concatenates the parts, word by word.
 fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
     let mut words = words.iter();
-    // The bytes of the word that the last part ended within.
+    // The bytes of the word in which the last part ended.
     let (mut begun, mut filled) = ([0; WORD_BYTES], 0);
     for mut part in parts.iter().copied() {
         if filled > 0 {

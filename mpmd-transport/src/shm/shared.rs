@@ -1,4 +1,4 @@
-//! What all threads of a process share of the transport: posting, and looking at what has come.
+//! The state that all threads share: posts messages, and takes those that have come.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -22,33 +22,33 @@ use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Records taken from one peer before the next has its turn.
+/// Records taken from one peer in a row.
 const IN_A_ROW: usize = 64;
-/// Looks of a thread that leaves, more than a full ring takes.
+/// Rounds of a thread that leaves: more than a full ring takes.
 const MOST_LOOKS: usize = 32;
-/// Numbers of segments in one record.
+/// Segment numbers in one record.
 const MOST_NUMBERS: usize = 256;
 
 /// The transport of one process.
 pub(super) struct Shared {
     pub(super) process: ProcessId,
-    /// By process; none where this transport does not go there.
+    /// By process; `None` if this transport does not reach it.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) door: Door,
     pub(super) arena: Arena,
     pub(super) devices: Devices,
-    /// For payloads that come with their header, and those whose memory cannot be lent.
+    /// For inline payloads, and for copies of payloads that cannot be lent.
     pool: Pool,
-    /// Of the thread that looks at what has come.
+    /// The receiving halves, held by the thread that looks.
     duty: Mutex<Vec<Option<Inbound>>>,
     mappings: Mappings,
     handler: OnceLock<Arc<dyn Handler>>,
-    /// Ends of messages that their handler has not heard of.
+    /// Finished tickets that the handler has not been told yet.
     done: Mutex<Vec<(Ticket, Result<(), TransportError>)>>,
     has_done: AtomicBool,
-    /// Nothing is posted any more.
+    /// True once nothing more is posted.
     pub(super) is_closing: AtomicBool,
-    /// The handler hears nothing more.
+    /// True once the handler is not called any more.
     is_over: AtomicBool,
 }
 
@@ -77,7 +77,7 @@ impl Shared {
         })
     }
 
-    /// Deliveries go to `handler` from now on.
+    /// Starts deliveries to `handler`.
     pub(super) fn start(&self, handler: Arc<dyn Handler>) {
         assert!(self.handler.set(handler).is_ok(), "start is called once");
         self.door.rouse(&SystemFutex);
@@ -97,7 +97,8 @@ impl Shared {
         }
     }
 
-    /// Has the handler told, by who looks next: nobody is woken for it.
+    /// Queues finished tickets for the handler. The next thread that looks reports them; none is
+    /// woken.
     fn note_done(&self, ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>) {
         let mut ended = ended.into_iter().filter(|(ticket, _)| *ticket != Ticket::NONE).peekable();
         if ended.peek().is_none() {
@@ -126,8 +127,8 @@ impl Shared {
             Some(bytes) if bytes.device().is_some() => {
                 return self.lend_device(to, peer, header, bytes, ticket);
             }
-            // A peer that has gone is told nothing: then it is a copy in vain, as nothing goes
-            // there.
+            // If the peer is gone, the record of re-lending is lost. The copy is then made in vain,
+            // but does no harm.
             Some(bytes)
                 if bytes.len() > LARGEST_INLINE
                     && (bytes.place().is_none() || !bytes.pass_on()) =>
@@ -155,7 +156,7 @@ impl Shared {
                     bytes: (bytes.len() as u64).into(),
                     segment: number.into(),
                     flags: flags.into(),
-                    // In the book before anybody can give it back.
+                    // Entered in the book before the peer can give it back.
                     loan: peer.book.lock().lend(bytes, ticket, is_copied).into(),
                 };
                 let parts = [&header.encode()[..], lent.as_bytes()];
@@ -171,7 +172,7 @@ impl Shared {
         Ok(IsLent(is_lent))
     }
 
-    /// A copy of bytes that are in no segment, such as those of a `Vec`.
+    /// Copies bytes that are in no segment, such as those of a `Vec`.
     fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
         let mut copy =
             self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
@@ -182,25 +183,25 @@ impl Shared {
         Ok(copy.freeze())
     }
 
-    /// Looks at what has come, unless another thread does so; true where there was anything.
+    /// Takes records that have come, unless another thread does so. Returns true if there were any.
     pub(super) fn progress(&self) -> bool {
         self.duty.try_lock().is_some_and(|duty| self.look(duty))
     }
 
-    /// Takes all that has come, after any other thread that looks: for who looked, and looks no
-    /// more.
+    /// Takes everything that has come, and waits for any other thread that looks. For a thread that
+    /// looked and stops looking.
     pub(super) fn progress_to_the_end(&self) {
         for _ in 0..MOST_LOOKS {
             if !self.look(self.duty.lock()) {
                 return;
             }
         }
-        // Peers that send faster than this takes keep nobody here for ever.
+        // A peer that sends faster than this takes must not keep this thread here for ever.
         self.door.rouse(&SystemFutex);
     }
 
-    /// Whether a look would find anything. Also sees to it that a peer which makes room that is
-    /// waited for rings.
+    /// True if a look would find work. Also makes sure that peers ring when they make room that is
+    /// waited for.
     pub(super) fn has_work(&self) -> bool {
         let duty = self.duty.lock();
         if self.handler.get().is_none() || self.is_over.load(Ordering::Acquire) {
@@ -237,7 +238,7 @@ impl Shared {
         self.tell_done(handler) || any
     }
 
-    /// Takes records of a peer, at most so many.
+    /// Takes at most `most` records of a peer.
     fn take(
         &self,
         from: ProcessId,
@@ -250,7 +251,7 @@ impl Shared {
             if inbound.has_ended {
                 return;
             }
-            // What is inline is copied to its place here, the rest is only named.
+            // Inline payloads are copied to their buffer here; other payloads are only named.
             let mut record = None;
             let popped =
                 inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
@@ -331,7 +332,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The payload of a message that is the memory of a peer, or that this one has of others.
+    /// Returns the payload of a message that lends memory, of the peer or of a third process.
     fn borrow(
         &self,
         from: ProcessId,
@@ -401,7 +402,7 @@ impl Shared {
         )))
     }
 
-    /// Nothing comes from a peer any more, and nothing goes there.
+    /// Ends the connection to a peer, in both directions.
     fn end(
         &self,
         why: TransportError,
@@ -412,7 +413,7 @@ impl Shared {
     ) {
         let landing = inbound.end();
         peer.close(&why);
-        // What it gave back before it ended has come to a good end.
+        // Loans that it returned before its end have ended well.
         self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
         let tickets = peer.book.lock().take_tickets();
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
@@ -422,11 +423,11 @@ impl Shared {
             other => other.to_string(),
         };
         handler.peer_down(from, why);
-        // Whoever waits for these may ask whether the peer is no more.
+        // Their waiters may ask if the peer is gone, so this comes after `peer_down`.
         landing.into_iter().for_each(|arriving| arriving.pass(Err(failure.clone())));
     }
 
-    /// A peer writes what nobody should: it is told no more but that it is over.
+    /// Ends the connection of a peer that sent an invalid record. The peer only sees the end.
     fn end_by_nonsense(
         &self,
         why: String,
@@ -450,8 +451,8 @@ impl Shared {
         true
     }
 
-    /// Takes back what peers are done with, gives back what found no room, and says which segments
-    /// are no more.
+    /// Takes back returned loans, sends returns that found no room, and tells peers which segments
+    /// are freed.
     pub(super) fn tidy(&self) {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
@@ -477,26 +478,26 @@ impl Shared {
                     peer.send(&mut out, RETIRED, &[numbers.as_bytes()], None);
                 }
             }
-            // Nobody waits for it.
+            // Not rung: no peer waits for it.
         }
         retired
             .into_iter()
             .zip(knowing)
             .for_each(|(segment, knowing)| self.devices.part(segment, knowing));
         self.devices.free();
-        // Where the owner of what is passed on could not be told of it, it may be now.
+        // Retries messages for which the owner could not be told of re-lending.
         self.post_held();
     }
 
-    /// Takes back what peers are done with. Called where memory is short, with any locks held but a
-    /// pool's.
+    /// Takes back returned loans. Called when memory is short, while any locks except a pool's are
+    /// held.
     pub(super) fn reclaim(&self) {
         for peer in self.peers.iter().flatten() {
             self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
         }
     }
 
-    /// Finds peers whose connection has ended, and processes that are no more.
+    /// Finds closed connections and exited processes.
     pub(super) fn watch(&self) {
         let Some(handler) = self.handler.get() else { return };
         let mut duty = self.duty.lock();
@@ -515,13 +516,12 @@ impl Shared {
         for ((index, peer), closed) in watched.into_iter().zip(closed) {
             let Some(Some(inbound)) = duty.get_mut(index) else { continue };
             let from = ProcessId(index as u32);
-            // Looked at before the ring: what it has sent by then, it has sent.
+            // Checked before the ring: everything that it sent before its exit is then in the ring.
             let exited = has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
-            // A child of it may still have the connection.
+            // A child of the process may still have the connection open.
             let closed = closed || exited;
             if closed && !inbound.has_ended {
-                // What it has sent by then, and no more: one that has closed may go on all the
-                // same.
+                // Takes one ring's worth at most: a process that has closed may still write.
                 let most = inbound.ring.most();
                 self.take(from, inbound, peer, handler, most);
             }
@@ -545,11 +545,11 @@ impl Shared {
         }
     }
 
-    /// Says goodbye to all; nothing is posted after it.
+    /// Says goodbye to all peers. Nothing is posted after it.
     pub(super) fn say_goodbye(&self) {
         self.is_closing.store(true, Ordering::Release);
-        // What the handler has just been given, and has let go of when it returns, goes back before
-        // the goodbye: else its owner hears that it was lost.
+        // Waits for a handler call that is under way. Loans that it drops go back before the
+        // goodbye; otherwise their owner would report them as lost.
         drop(self.duty.lock());
         for peer in self.peers.iter().flatten() {
             let mut out = peer.outbound.lock();
@@ -562,7 +562,7 @@ impl Shared {
         }
     }
 
-    /// Whether everything that was posted has left.
+    /// True if everything that was posted has been sent.
     pub(super) fn is_flushed(&self) -> bool {
         let has_left = |peer: &Peer| {
             !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited()
@@ -570,9 +570,9 @@ impl Shared {
         self.devices.is_flushed() && self.peers.iter().flatten().all(has_left)
     }
 
-    /// The last word to the handler, which hears nothing more after it.
+    /// Reports the last tickets to the handler, which is not called after that.
     pub(super) fn finish(&self) {
-        // In order, what was lent has left; its memory is there for whoever still reads it.
+        // In an orderly end, loans have been sent; their memory stays valid for readers.
         let in_order = self.is_closing.swap(true, Ordering::AcqRel);
         let end = if in_order { Ok(()) } else { Err(TransportError::Closed) };
         let _duty = self.duty.lock();
@@ -593,22 +593,20 @@ impl Shared {
         }
     }
 
-    /// Sleeps where nobody else of this process does until there is something to look at, or time
-    /// is over.
+    /// Puts the engine to sleep until there is work that no other thread takes, or until `timeout`.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
         self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
     }
 }
 
-/// Why a record could not be taken, by whose fault.
+/// The reason why a record could not be taken, and the process at fault.
 enum Fault {
     Theirs(String),
     Ours(String),
 }
 
 impl Fault {
-    /// What this process has not enough of is its own matter; all else was found wrong with what
-    /// came.
+    /// Lacking resources are this process's fault; every other error is the peer's.
     fn of(error: std::io::Error) -> Self {
         let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
         if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {
@@ -623,10 +621,10 @@ fn twice(loan: u64) -> Fault {
     Fault::Theirs(format!("loan {loan} is on its way already"))
 }
 
-/// Whether a message ends when its payload comes back.
+/// True if the message ends when its payload comes back.
 pub(super) struct IsLent(pub(super) bool);
 
-/// A record that was understood and copied.
+/// A decoded record, with its payload copied.
 enum Event {
     Message(Header, Payload),
     Lent(Header, Lent, Vec<Vec<u8>>),
@@ -636,7 +634,7 @@ enum Event {
     Goodbye,
 }
 
-/// Memory of a lender that may be short of it: copied by whoever gets it, and given back at once.
+/// A loan from a lender with limited memory: copied when it is fetched, and given back at once.
 struct CopyOut(SharedBuffer);
 
 impl Fetch for CopyOut {

@@ -1,5 +1,5 @@
-//! Sockets by which processes of one host meet and give each other descriptors: in packets, each
-//! with at most a few descriptors.
+//! Sockets by which processes of one host connect and exchange descriptors. They carry packets,
+//! each with a few descriptors at most.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,24 +15,24 @@ use rustix::net::{
     sockopt,
 };
 
-/// Descriptors in one packet.
+/// The most descriptors in one packet.
 const MOST_DESCRIPTORS: usize = 2;
-/// Bytes of one packet.
+/// The most bytes in one packet.
 pub(super) const MOST_BYTES: usize = 128;
 /// Connections that may wait to be accepted: more than there are processes on any host.
 const BACKLOG: i32 = 4096;
-/// Until it is tried again where the system lets fewer wait.
+/// Pause between attempts to connect to a listener with a full queue.
 const FULL: Duration = Duration::from_millis(1);
 
-/// One end of a connection. Nothing here blocks but what has a deadline.
+/// One end of a connection. Only methods with a deadline block.
 #[derive(Debug)]
 pub(super) struct Socket(OwnedFd);
 
-/// Listens under a name that ends with it: nothing is left in any folder.
+/// A listener under an abstract name, which ends with it and leaves no file behind.
 #[derive(Debug)]
 pub(super) struct Listener(OwnedFd);
 
-/// What a packet brought.
+/// A received packet.
 pub(super) struct Packet {
     pub(super) bytes: Vec<u8>,
     pub(super) descriptors: Vec<OwnedFd>,
@@ -46,13 +46,13 @@ impl Listener {
         Ok(Self(socket))
     }
 
-    /// The next connection, where one is here.
+    /// Returns the next connection, if one waits.
     pub(super) fn accept(&self) -> io::Result<Option<Socket>> {
         loop {
             match accept_with(&self.0, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => return Ok(Some(Socket(socket))),
                 Err(Errno::AGAIN) => return Ok(None),
-                // The other end gave up between the two.
+                // The other end gave up meanwhile.
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -67,21 +67,21 @@ impl AsFd for Listener {
 }
 
 impl Socket {
-    /// Connects to who listens; where too many others wait there, again until `deadline`.
+    /// Connects to a listener. If its queue is full, retries until `deadline`.
     pub(super) fn connect(name: &[u8], deadline: Instant) -> io::Result<Self> {
         let (socket, name) = (new_socket()?, SocketAddrUnix::new_abstract_name(name)?);
         loop {
             match connect(&socket, &name) {
                 Ok(()) => return Ok(Self(socket)),
                 Err(Errno::INTR) => {}
-                // Nothing tells when there is room.
+                // No event tells when the queue has room.
                 Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(FULL),
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// Two that are connected.
+    /// Creates two connected sockets.
     #[cfg(test)]
     pub(super) fn pair() -> io::Result<[Self; 2]> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -95,7 +95,7 @@ impl Socket {
         Ok(sockopt::socket_peercred(&self.0)?)
     }
 
-    /// Sends a packet; false where there is no room for it now.
+    /// Sends a packet. Returns false if there is no room for it now.
     pub(super) fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -113,8 +113,8 @@ impl Socket {
         }
     }
 
-    /// The next packet, where one is here; an error of kind `UnexpectedEof` where the other end has
-    /// closed.
+    /// Returns the next packet, if one has arrived. An error of kind `UnexpectedEof` if the other
+    /// end has closed.
     pub(super) fn receive(&self) -> io::Result<Option<Packet>> {
         let mut bytes = [0; MOST_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
@@ -130,8 +130,8 @@ impl Socket {
                 Ok(received) => break received,
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
-                // Told once, where the other end closed before it had read all. What it has sent is
-                // still here.
+                // Reported once if the other end closed before it had read everything. Its own
+                // packets are still here.
                 Err(Errno::CONNRESET) if !was_reset => was_reset = true,
                 Err(error) => return Err(error.into()),
             }
@@ -158,7 +158,7 @@ impl Socket {
         Ok(Some(Packet { bytes: bytes[..received.bytes].to_vec(), descriptors }))
     }
 
-    /// As [`receive`](Self::receive), but waits until `deadline`; then it is an error.
+    /// As [`receive`](Self::receive), but blocks until `deadline`, then fails with `TimedOut`.
     pub(super) fn receive_until(&self, deadline: Instant) -> io::Result<Packet> {
         loop {
             if let Some(packet) = self.receive()? {
@@ -170,7 +170,7 @@ impl Socket {
         }
     }
 
-    /// As [`send`](Self::send), but waits until `deadline`; then it is an error.
+    /// As [`send`](Self::send), but blocks until `deadline`, then fails with `TimedOut`.
     pub(super) fn send_until(
         &self,
         bytes: &[u8],
@@ -185,9 +185,9 @@ impl Socket {
         Ok(())
     }
 
-    /// The other end sees that this one has closed; what is on its way still arrives.
+    /// Closes the connection for both ends. Packets on their way still arrive.
     pub(super) fn close(&self) {
-        // Fails where the other end was first.
+        // Fails if the other end closed first.
         let _ = shutdown(&self.0, Shutdown::Both);
     }
 }
@@ -202,7 +202,8 @@ impl Socket {
         let (socket, name) = (new_socket()?, SocketAddrUnix::new_abstract_name(name)?);
         let inherited = socket.try_clone()?;
         let mut process = Command::new("true");
-        // SAFETY: between fork and exec the closure makes one system call, on values made before.
+        // SAFETY: between fork and exec the closure makes one system call, on values created
+        // before.
         unsafe { process.pre_exec(move || Ok(connect(&inherited, &name)?)) };
         process.status()?;
         Ok(Self(socket))
@@ -220,12 +221,13 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// Whether something came to one of them before `deadline`.
+/// Waits until one of them can be read, and returns true; false if `deadline` comes first.
 pub(super) fn something_comes(fds: &[BorrowedFd<'_>], deadline: Instant) -> io::Result<bool> {
     wait(fds, PollFlags::IN, deadline)
 }
 
-/// Whether it came to that with one of them before `deadline`.
+/// Waits until one of them has one of the given events, and returns true; false if `deadline` comes
+/// first.
 fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Result<bool> {
     let mut looks: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, what)).collect();
     loop {
@@ -239,7 +241,7 @@ fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Resul
     }
 }
 
-/// Which of the descriptors have ended: a connection that was closed, a process that is no more.
+/// Returns for each descriptor if it has ended: a closed connection, or an exited process.
 pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
     let mut looks: Vec<_> = descriptors
         .iter()
@@ -254,7 +256,7 @@ pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
     Ok(looks.iter().map(|look| look.revents().intersects(over)).collect())
 }
 
-/// Whether the process of a pidfd is no more: the only proof that it reads nothing.
+/// True if the process of a pidfd has exited. Only this proves that it reads no memory any more.
 pub(super) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
     let mut look = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
     matches!(poll(&mut look, Some(&timespec(Duration::ZERO))), Ok(count) if count > 0)
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_arrives_also_where_the_sender_ended_before_it_had_read_all() {
+    fn packets_arrive_after_sender_closed_with_unread_data() {
         let name = format!("mpmd-test-reset-{}", std::process::id());
         let listener = Listener::bind(name.as_bytes()).unwrap();
         let here = Socket::connect(name.as_bytes(), soon()).unwrap();
@@ -314,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn full_sockets_say_so_and_nobody_waits_beyond_a_deadline() {
+    fn full_socket_and_deadlines_are_reported() {
         let name = format!("mpmd-test-full-{}", std::process::id());
         let listener = Listener::bind(name.as_bytes()).unwrap();
         let here = Socket::connect(name.as_bytes(), soon()).unwrap();
@@ -328,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_process_that_is_no_more_has_exited() {
+    fn has_exited_is_true_only_after_exit() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = Pid::from_raw(child.id() as i32).unwrap();
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();

@@ -1,6 +1,6 @@
-//! The atomics that the ring, the door and their words are made of.
+//! The atomics used by the ring, the doorbell and their words.
 //!
-//! A module of its own so that the proof (`tests/interleavings`) puts others in their place, which
-//! try every order of what happens.
+//! A module of its own, so that the model checker (`tests/interleavings`) can replace them by
+//! atomics that try every interleaving.
 
 pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

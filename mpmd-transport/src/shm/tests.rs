@@ -1,6 +1,6 @@
-//! Tests of whole transports, and of the ring and the door with the system's atomics and futex.
-//! That no interleaving loses anything is for `tests/interleavings` to show, which is why these are
-//! not at the bottom of the files it takes in.
+//! Tests of whole transports, and of the ring and the doorbell with the system's atomics and futex.
+//! `tests/interleavings` shows that no interleaving loses anything. It includes the source files,
+//! so these tests are not at their bottom.
 
 mod devices;
 mod door;

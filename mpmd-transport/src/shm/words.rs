@@ -1,4 +1,4 @@
-//! Words of memory that several processes read and write at any time.
+//! Arrays of atomics in memory that several processes read and write at any time.
 
 use std::ops::Deref;
 use std::ptr::NonNull;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::sync::{AtomicU32, AtomicU64};
 
-/// A word that others may change at any time.
+/// An atomic that other processes may change at any time.
 pub(super) trait Word: Send + Sync + 'static {
     /// A zero.
     #[cfg(test)]
@@ -27,7 +27,7 @@ impl Word for AtomicU64 {
     }
 }
 
-/// Words in memory that somebody else keeps alive: a slice of atomics.
+/// A slice of atomics in memory that another object keeps alive.
 pub(super) struct Words<W> {
     first: NonNull<W>,
     count: usize,
@@ -35,37 +35,37 @@ pub(super) struct Words<W> {
 }
 
 // SAFETY: This is a shared slice of `W`, which may go to other threads as `W` is `Sync`, and a
-// holder that may too. Nothing in here depends on the thread.
+// holder that may too. Nothing in it depends on the thread.
 unsafe impl<W: Sync> Send for Words<W> {}
 
-// SAFETY: See above; through a reference to it one gets at nothing but a `&[W]`.
+// SAFETY: See above; a reference to it gives access only to a `&[W]`.
 unsafe impl<W: Sync> Sync for Words<W> {}
 
 impl<W: Word> Words<W> {
-    /// The `count` words from `first` on.
+    /// Wraps the `count` words that start at `first`.
     ///
     /// # Safety
     ///
-    /// From `first` on there are `count` valid `W`, for reading and writing, until `keep` is
-    /// dropped (mapped memory has them, whatever its bytes are). Meanwhile whoever accesses them
-    /// does so by atomic operations of the same size.
+    /// There must be `count` valid `W` at `first`, for reading and writing, until `keep` is
+    /// dropped. (Any bytes of mapped memory are valid.) Until then, all code must access them only
+    /// by atomic operations of the same size.
     ///
     /// # Panics
     ///
-    /// Where `first` is not aligned for `W`.
+    /// If `first` is not aligned for `W`.
     pub(super) unsafe fn at(first: NonNull<u8>, count: usize, keep: Arc<dyn Send + Sync>) -> Self {
         let first = first.cast::<W>();
         assert!(first.is_aligned(), "words at {first:?}");
         Self { first, count, keep }
     }
 
-    /// `count` words of zero that nobody else has.
+    /// Allocates `count` zero words of its own.
     #[cfg(test)]
     pub(super) fn alone(count: usize) -> Self {
         let words: Arc<Vec<W>> = Arc::new((0..count).map(|_| W::zero()).collect());
         let first = NonNull::from(words.as_slice()).cast::<u8>();
-        // SAFETY: The vector has `count` words, never changes its place as it never grows, and
-        // lives until the `Arc` is dropped. Nobody else knows of it.
+        // SAFETY: The vector has `count` words, never moves them as it never grows, and lives until
+        // the `Arc` is dropped. No other code knows of it.
         unsafe { Self::at(first, count, words) }
     }
 }
@@ -74,9 +74,9 @@ impl<W> Deref for Words<W> {
     type Target = [W];
 
     fn deref(&self) -> &[W] {
-        // SAFETY: Whoever made this promised `count` valid words from `first` on until `keep` is
-        // dropped, which outlives the reference. They are atomics, so others may change them
-        // meanwhile.
+        // SAFETY: The caller of `at` promised `count` valid words at `first` until `keep` is
+        // dropped, which outlives the reference. They are atomics, so other processes may change
+        // them meanwhile.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
 }

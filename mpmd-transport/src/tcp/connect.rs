@@ -1,8 +1,8 @@
-//! How the sockets between all pairs are made.
+//! Connects the sockets between all pairs of processes.
 //!
-//! The higher process of a pair connects to the lower's listener, once for each channel. Both say a
-//! [preamble](super::preamble); the one who connects says it first, and a stranger hears nothing
-//! back.
+//! In each pair, the process with the higher id connects to the other's listener, once for each
+//! channel. Both send a [preamble](super::preamble), the connecting side first. A stranger, which
+//! does not know the job's token, gets no answer.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -26,17 +26,17 @@ use super::drive::{Drive, Pair};
 use super::preamble::{Channel, Job, PREAMBLE_BYTES, Refusal};
 use super::{Tcp, TcpConfig};
 
-/// The longest time from a connection to its preamble. No test lasts as long as the time for tests.
+/// Time limit from a connection to its preamble. In tests it is longer than any test.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
-/// The most connections without a preamble, beside those of peers. One more closes the oldest.
+/// Most connections without a preamble, in addition to those of peers. One more closes the oldest.
 const MOST_STRANGERS: usize = 256;
-/// Connections that may wait to be accepted, where the system allows as many. One more would be
-/// dropped, and tried again only after a second or more.
+/// Connections that may wait to be accepted, if the system allows as many. The system drops more;
+/// their senders try again only after a second or more.
 const BACKLOG: i32 = 4096;
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
-/// A socket that waits for the peers of a transport that is still to be made.
+/// A listening socket for the peers of a transport that is not connected yet.
 #[derive(Debug)]
 pub struct Listener {
     socket: std::net::TcpListener,
@@ -48,7 +48,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// Fails where the system has no such address or no free port.
+    /// If the system has no such address or no free port.
     pub fn bind(ip: IpAddr) -> Result<Self, TransportError> {
         let doing = || format!("listening on {ip}");
         let socket = std::net::TcpListener::bind((ip, 0)).map_err(|e| environment(doing(), &e))?;
@@ -58,25 +58,26 @@ impl Listener {
         Ok(Self { socket, address })
     }
 
-    /// Where peers connect to.
+    /// Returns the address that peers connect to.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connects to all peers; blocks until all are there, at most for [`TcpConfig::patience`].
+    /// Connects to all peers. Blocks until all are connected, at most for [`TcpConfig::patience`].
     ///
     /// May be called from any thread, also from one that runs an async runtime of its own (which it
     /// blocks).
     ///
     /// # Errors
     ///
-    /// [`TransportError::TimedOut`] names the peers that did not come;
-    /// [`TransportError::Protocol`] names one of another version, epoch or list of addresses;
-    /// [`TransportError::Environment`] where the system gives no thread or sockets.
+    /// - [`TransportError::TimedOut`] names the peers that did not connect in time.
+    /// - [`TransportError::Protocol`] names a peer with another version, epoch or list of
+    ///   addresses.
+    /// - [`TransportError::Environment`]: the system gave no thread or no sockets.
     ///
     /// # Panics
     ///
-    /// Where `config.peers` has no entry for `config.process`.
+    /// If `config.peers` has no entry for `config.process`.
     pub fn connect(self, config: TcpConfig) -> Result<Arc<Tcp>, TransportError> {
         assert!(
             config.process.index() < config.peers.len(),
@@ -93,7 +94,7 @@ impl Listener {
     }
 }
 
-/// What the transport's thread does: connects, then moves messages until the end.
+/// The body of the transport's thread: connects, then moves messages until the end.
 fn drive(
     listener: Listener,
     config: TcpConfig,
@@ -125,16 +126,17 @@ fn drive(
             start: Mutex::new(Some(start)),
             close: Mutex::new(Some(close)),
         };
-        // Where nobody takes it, it is dropped, which ends the drive below at once.
+        // If the caller no longer waits, the transport is dropped, which ends the loop below at
+        // once.
         let _ = connected.send(Ok(Arc::new(tcp)));
         drive.run(started, closed).await;
     });
 }
 
-/// How one attempt at one connection ended.
+/// The result of one attempt at one connection.
 enum Met {
     Peer(ProcessId, Channel, TcpStream),
-    /// Whoever it was does not belong here.
+    /// The other end does not belong to the job.
     Stranger,
     Misfit(TransportError),
 }
@@ -153,7 +155,7 @@ async fn connect_all(
     let mut meetings = JoinSet::new();
     let strangers = Arc::new(Strangers::new(MOST_STRANGERS + 2 * peers.len()));
     let mut next_link: Link = 0;
-    // The last word on each lower process that has not answered yet.
+    // The last error with each lower process that has not answered yet.
     let words = Arc::new(Mutex::new(vec![String::new(); peers.len()]));
     for (&address, lower) in peers.iter().zip((0..process.0).map(ProcessId)) {
         for channel in Channel::BOTH {
@@ -179,7 +181,8 @@ async fn connect_all(
                     strangers.add(next_link, task);
                 }
                 Err(error) => {
-                    // A connection that was gone already, or no descriptor left for a moment.
+                    // The connection was gone already, or there was no free descriptor for a
+                    // moment.
                     tracing::warn!(%error, "a connection could not be accepted");
                     sleep(FIRST_RETRY).await;
                 }
@@ -187,15 +190,16 @@ async fn connect_all(
             Some(met) = meetings.join_next() => match met {
                 Ok(Met::Peer(peer, channel, stream)) => {
                     let place = &mut found[peer.index()][channel as usize];
-                    // A peer that lost the answer calls again, and has closed its first connection.
+                    // A peer that lost the answer connects again, and has closed its first
+                    // connection.
                     if place.replace(stream).is_some_and(|before| is_open(&before)) {
                         let why = "two processes claim this number".to_owned();
                         return Err(TransportError::Protocol { peer, why });
                     }
                 }
-                Ok(Met::Stranger) => tracing::warn!("a stranger was turned away at {own}"),
+                Ok(Met::Stranger) => tracing::warn!("a connection from outside the job was refused at {own}"),
                 Ok(Met::Misfit(error)) => return Err(error),
-                Err(error) if error.is_cancelled() => tracing::warn!("a silent stranger had to go \
+                Err(error) if error.is_cancelled() => tracing::warn!("a connection without a preamble was closed \
                     at {own}"),
                 Err(error) => return Err(environment("meeting the peers".to_owned(), &error)),
             },
@@ -205,8 +209,8 @@ async fn connect_all(
     Ok(pairs.collect())
 }
 
-/// Connects to a lower process, again and again until it answers or misfits; the caller has the
-/// deadline.
+/// Connects to a process with a lower id. Tries again until it answers or does not fit; the caller
+/// sets the deadline.
 async fn call(
     job: Job,
     peer: ProcessId,
@@ -219,7 +223,9 @@ async fn call(
         let word = match call_once(&job, peer, address, channel).await {
             Ok(Ok(stream)) => return Met::Peer(peer, channel, stream),
             Ok(Err(Refusal::Misfit(error))) => return Met::Misfit(error),
-            Ok(Err(Refusal::Stranger)) => "who listens there is not of this job".to_owned(),
+            Ok(Err(Refusal::Stranger)) => {
+                "the process that listens there is not of this job".to_owned()
+            }
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
                 "it closed the connection without an answer, as it does where the job token is \
                  wrong"
@@ -253,7 +259,7 @@ async fn call_once(
     }))
 }
 
-/// Hears who a connection is, and answers if it belongs to the job.
+/// Reads the preamble of an accepted connection, and answers if it belongs to the job.
 async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Strangers>) -> Met {
     let mut preamble = [0; PREAMBLE_BYTES];
     let until = Instant::now() + PREAMBLE_PATIENCE;
@@ -274,7 +280,7 @@ async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Stran
             _ => return Met::Stranger,
         },
     };
-    // Who misfits is answered too: the answer says to it what does not fit.
+    // A process that does not fit is answered too: from the answer it learns the reason.
     let answer = job.preamble(from, channel);
     let answered = async {
         stream.set_nodelay(true)?;
@@ -283,12 +289,12 @@ async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Stran
     match (misfit, timeout(PREAMBLE_PATIENCE, answered).await) {
         (Some(error), _) => Met::Misfit(error),
         (None, Ok(Ok(()))) => Met::Peer(from, channel, stream),
-        // It went away again; it will call again, or be missed.
+        // The peer has gone away again. It connects again, or is reported as missing.
         (None, _) => Met::Stranger,
     }
 }
 
-/// Returns whether the other end has not closed the connection. Reads nothing.
+/// Returns true if the other end has not closed the connection. Consumes nothing.
 fn is_open(stream: &TcpStream) -> bool {
     let looked = recv(stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
     matches!(looked, Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR))
@@ -300,7 +306,7 @@ fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
     pairs.map(|(id, _)| id).collect()
 }
 
-/// "waiting for process 2 (why) and process 5 of 8 to connect".
+/// Returns a text such as "waiting for process 2 (why) and process 5 of 8 to connect".
 fn name_missing(missing: &[ProcessId], processes: usize, words: &[String]) -> String {
     let names: Vec<_> = missing
         .iter()
@@ -326,7 +332,7 @@ mod tests {
     use crate::transport::Transport;
 
     #[test]
-    fn the_missing_are_named_with_the_last_word_on_them() {
+    fn timeout_names_missing_peers_with_their_last_error() {
         let words = vec![String::new(), "refused".to_owned(), String::new(), String::new()];
         let named = |missing: &[u32]| {
             let missing: Vec<_> = missing.iter().map(|id| ProcessId(*id)).collect();
@@ -338,7 +344,7 @@ mod tests {
             "waiting for process 1 (refused), process 2 and process 3 of 4 to connect"
         );
     }
-    /// Two processes that meet while so many strangers are connected to the first.
+    /// Connects two processes while `strangers` silent connections to the first are open.
     fn pair(patience: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
         let bind = || Listener::bind(IpAddr::from([127, 0, 0, 1])).unwrap();
         let listeners = [bind(), bind()];
@@ -368,7 +374,7 @@ mod tests {
     #[test]
     fn endless_patience_is_no_panic() {
         let (zero, one) = pair(Duration::MAX, 0);
-        // Each waits for what the other may still send.
+        // Each waits for messages that the other may still send.
         let other = std::thread::spawn(move || one.shutdown(Duration::MAX));
         zero.shutdown(Duration::MAX);
         other.join().unwrap();

@@ -1,4 +1,4 @@
-//! The transport's thread: starts the tasks of all peers, says what ended, closes.
+//! The transport's thread: starts the tasks of all peers, reports ends to the handler, and closes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +17,10 @@ use crate::wire::{Header, Kind, ProcessId};
 use super::line::{Ending, Endings, Line};
 use super::read::{self, End, LINGER};
 
-/// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
+/// Extra time, beyond its deadline, that a shutdown waits for a handler call in progress.
 pub(super) const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// What posters and the transport's thread share.
+/// State shared by posting threads and the transport's thread.
 pub(super) struct Shared {
     pub(super) process: ProcessId,
     pub(super) pool: Pool,
@@ -38,10 +38,10 @@ struct Peer {
 /// A pair's connections, by channel.
 pub(super) type Pair = [TcpStream; 2];
 
-/// Asks the thread to close.
+/// A request to close.
 pub(super) struct Close {
     pub(super) deadline: Duration,
-    /// Told once the handler hears of nothing more.
+    /// Notified once nothing more reaches the handler.
     pub(super) closed: std::sync::mpsc::Sender<()>,
 }
 
@@ -63,7 +63,7 @@ impl Shared {
         line.post(&header, payload, ticket, !data, &self.endings);
     }
 
-    /// Why something of a peer will not come.
+    /// Returns the error for a message or payload of a peer that will not come.
     pub(super) fn lost(&self, peer: ProcessId, why: &str) -> TransportError {
         if self.closing.load(Ordering::Acquire) {
             TransportError::Closed
@@ -83,7 +83,7 @@ impl Shared {
     }
 }
 
-/// What the thread is made of.
+/// The state of the transport's thread.
 pub(super) struct Drive {
     shared: Arc<Shared>,
     halves: Vec<(ProcessId, [OwnedReadHalf; 2])>,
@@ -114,15 +114,14 @@ impl Drive {
         self.shared.clone()
     }
 
-    /// Runs until `close` is said or dropped.
+    /// Runs until `close` is sent or dropped.
     pub(super) async fn run(
         self,
         mut start: oneshot::Receiver<Arc<dyn Handler>>,
         mut close: oneshot::Receiver<Close>,
     ) {
         let Self { shared, halves } = self;
-        // Dropped with this future, whatever ends it: no ticket stays open, and nobody posts into
-        // nothing.
+        // Dropped with this future, for any reason: no ticket stays open, and later posts fail.
         let _last = FailAll(&shared);
         let mut tasks = JoinSet::new();
         for (peer, _) in &halves {
@@ -131,9 +130,9 @@ impl Drive {
             }
         }
         let (handler, asked) = tokio::select! {
-            // A handler that was given before the end hears of what ends.
+            // Prefer `start`: a handler that was given before the end is told about all ends.
             biased;
-            // An error means that the transport was dropped: `close` was too.
+            // An error means that the transport was dropped, and `close` with it.
             Ok(handler) = &mut start => (handler, None),
             asked = &mut close => (Arc::new(Deaf) as Arc<dyn Handler>, Some(asked)),
         };
@@ -169,7 +168,8 @@ impl Drive {
         }
         tasks.shutdown().await;
         shared.fail_all();
-        // The tasks are gone, but a poster may be in the middle of a write, which never waits.
+        // The tasks are gone, but a posting thread may be in the middle of a write, which never
+        // waits.
         while shared.lines().any(Line::is_in_use) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -243,7 +243,8 @@ fn say(endings: Vec<Ending>, handler: &Arc<dyn Handler>) {
     }
 }
 
-/// A task only fails where the handler panicked: then the transport ends, and the peers see it.
+/// Resumes the panic of a task. Only a panic of the handler makes a task fail. The transport then
+/// ends, and the peers notice.
 fn rethrow(task: Result<(), tokio::task::JoinError>) {
     if let Err(error) = task
         && error.is_panic()
@@ -252,7 +253,7 @@ fn rethrow(task: Result<(), tokio::task::JoinError>) {
     }
 }
 
-/// Stands in for the handler of a transport that is closed before it was started.
+/// Replaces the handler of a transport that is closed before it was started.
 struct Deaf;
 
 impl Handler for Deaf {

@@ -1,8 +1,10 @@
-//! The sending half of a connection: a queue, and whoever's turn it is to write.
+//! The sending half of a connection: a queue, and a turn to write that one task or thread has at a
+//! time.
 //!
-//! The socket's write half lies in the line's state. Whoever takes it, the connection's writer task
-//! or a poster with a small message, has the [`Turn`]: it also takes the queue, and puts back what
-//! it did not write. So bytes never mix and nobody waits for the lock while somebody writes.
+//! The socket's write half lies in the line's state. The connection's writer task, or a thread that
+//! posts a small message, takes it and so has the [`Turn`]. With it, it takes the queue, and it
+//! puts back the messages that it did not write. So bytes never mix, and no thread waits for the
+//! lock during a write.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -17,27 +19,27 @@ use crate::memory::SharedBuffer;
 use crate::transport::{FetchDone, Ticket, TransportError};
 use crate::wire::{HEADER_BYTES, Header};
 
-/// Messages up to this many bytes are written by the poster, where the socket takes them.
+/// Messages up to this many bytes are written by the posting thread, if the socket takes them.
 const DIRECT_BYTES: usize = 16 << 10;
-/// At most this much is given to the system at a time: on the transport's one thread, everything
-/// else waits for that copy.
+/// Most bytes given to the system at a time: on the transport's one thread, everything else waits
+/// for that copy.
 const WRITE_BYTES: usize = 512 << 10;
-/// At most this many pieces of memory are given to the system at a time.
+/// Most pieces of memory given to the system at a time.
 const WRITE_PIECES: usize = 64;
 
 /// The sending half of one connection.
 pub(super) struct Line {
     state: Mutex<State>,
-    /// Something changed that the writer task has to look at.
+    /// Notified about changes that the writer task must handle.
     wake: Notify,
-    /// Counts writes that moved something.
+    /// Number of completed writes.
     progress: AtomicU64,
 }
 
 struct State {
-    /// Away while somebody has the turn; gone after the end.
+    /// `None` while a turn has it, and after the end.
     half: Option<OwnedWriteHalf>,
-    /// Whether somebody has the turn.
+    /// True while a turn is taken.
     turn: bool,
     queue: VecDeque<Message>,
     end: End,
@@ -51,7 +53,7 @@ enum End {
     Now(TransportError),
 }
 
-/// One message with how much of it is written.
+/// A message, and the number of its bytes that are written.
 struct Message {
     header: [u8; HEADER_BYTES],
     payload: Option<SharedBuffer>,
@@ -65,7 +67,8 @@ impl Line {
         Self { state: Mutex::new(state), wake: Notify::new(), progress: AtomicU64::new(0) }
     }
 
-    /// Queues a message, or writes it at once where that is allowed and possible.
+    /// Queues a message. Writes it at once if `direct` is true, the message is small, and nothing
+    /// is ahead of it.
     pub(super) fn post(
         &self,
         header: &Header,
@@ -90,12 +93,11 @@ impl Line {
                 let queue = std::mem::take(&mut state.queue);
                 state.turn = true;
                 drop(state);
-                // What is left, for whatever reason, is the writer task's, which the end of the
-                // turn wakes.
+                // Anything left over is for the writer task, which the end of the turn wakes.
                 let _ = Turn { line: self, half: Some(half), queue, endings }.write();
             }
             half => {
-                // Where somebody has the turn, its end sees the message.
+                // If a turn is taken, its end sees the message.
                 let idle = half.is_some();
                 state.half = half;
                 drop(state);
@@ -106,8 +108,7 @@ impl Line {
         }
     }
 
-    /// Takes no more messages, refusing them with `error`; sends those queued, then says so to the
-    /// peer.
+    /// Refuses later messages with `error`. Sends those queued, then closes the write side.
     pub(super) fn finish(&self, error: TransportError) {
         let mut state = self.state.lock();
         if matches!(state.end, End::Open) {
@@ -117,7 +118,7 @@ impl Line {
         self.wake.notify_one();
     }
 
-    /// Ends every message with `error` and closes the sending side.
+    /// Ends every message with `error` and closes the write side at once.
     pub(super) fn fail(&self, error: TransportError, endings: &Endings) {
         let mut state = self.state.lock();
         let queue = std::mem::take(&mut state.queue);
@@ -133,17 +134,17 @@ impl Line {
         self.wake.notify_one();
     }
 
-    /// Whether somebody is writing, and may still have tickets to end.
+    /// Returns true if a turn is taken, so that tickets may still end.
     pub(super) fn is_in_use(&self) -> bool {
         self.state.lock().turn
     }
 
-    /// Whether everything is sent that will be.
+    /// Returns true if nothing more will be sent.
     fn is_ended(&self) -> bool {
         matches!(self.state.lock().end, End::Now(_))
     }
 
-    /// Returns once the line has sent its last message or has stood still for `patience`.
+    /// Waits until the line has sent its last message, or has stood still for `patience`.
     pub(super) async fn drained(&self, patience: Duration) {
         let mut seen = self.progress.load(Ordering::Relaxed);
         let mut still = Duration::ZERO;
@@ -156,8 +157,8 @@ impl Line {
         }
     }
 
-    /// The writer task: writes what is queued until the line ends. An error of the socket fails the
-    /// line with what `gone` makes of it.
+    /// Writes queued messages until the line ends: the writer task. An error of the socket fails
+    /// the line; `gone` converts the error.
     pub(super) async fn write(
         &self,
         endings: &Endings,
@@ -204,7 +205,7 @@ enum Next<'a> {
     End,
 }
 
-/// The right to write, with the messages to be written first.
+/// The right to write, with the messages to write first.
 struct Turn<'a> {
     line: &'a Line,
     /// `None` only at the end.
@@ -214,7 +215,7 @@ struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// Writes everything of this turn; stops early where the line is ended meanwhile.
+    /// Writes all messages of this turn. Stops early if the line is failed meanwhile.
     async fn write_all(mut self) -> io::Result<()> {
         while !self.queue.is_empty() {
             match self.write() {
@@ -236,7 +237,8 @@ impl Turn<'_> {
         Ok(())
     }
 
-    /// Gives the system as much as it takes now, and ends the messages that are written with it.
+    /// Writes as many bytes as the system takes without waiting, and ends the messages that are
+    /// complete. Returns the number of bytes.
     fn write(&mut self) -> io::Result<usize> {
         let Some(half) = &self.half else { return Ok(0) };
         let mut pieces = [IoSlice::new(&[]); WRITE_PIECES];
@@ -284,7 +286,8 @@ impl Drop for Turn<'_> {
             for message in self.queue.drain(..) {
                 message.end(Err(error.clone()), self.endings);
             }
-            // Only now: who waits for the turn counts on the tickets.
+            // Reset last: a thread that waits for the end of the turn relies on the tickets being
+            // ended.
             self.line.state.lock().turn = false;
             return;
         }
@@ -305,7 +308,7 @@ impl Message {
         HEADER_BYTES + self.payload.as_ref().map_or(0, |payload| payload.len())
     }
 
-    /// What is not written yet, of header and payload.
+    /// Returns the unwritten parts of header and payload.
     fn left(&self) -> [&[u8]; 2] {
         let payload = self.payload.as_deref().unwrap_or(&[]);
         match self.written.checked_sub(HEADER_BYTES) {
@@ -314,16 +317,17 @@ impl Message {
         }
     }
 
-    /// Lets go of the payload, then says so.
+    /// Drops the payload, then reports the end of the ticket.
     fn end(self, result: Result<(), TransportError>, endings: &Endings) {
         drop(self.payload);
         endings.ticket(self.ticket, result);
     }
 }
 
-/// What the transport's thread has to say to handlers, collected from all threads.
+/// Ends of tickets and fetches, collected from all threads until the transport's thread reports
+/// them.
 pub(super) struct Endings {
-    /// `None` once nobody says anything any more.
+    /// `None` once nothing is reported any more.
     waiting: Mutex<Option<Vec<Ending>>>,
     wake: Notify,
 }
@@ -340,12 +344,13 @@ impl Endings {
 
     pub(super) fn ticket(&self, ticket: Ticket, result: Result<(), TransportError>) {
         if ticket != Ticket::NONE {
-            // After the end nobody listens to tickets.
+            // After the end no ticket is waited for.
             let _ = self.push(Ending::Ticket(ticket, result));
         }
     }
 
-    /// A fetch that cannot be done. After the end of the thread it is told on this one.
+    /// Reports a failed fetch. After the end of the transport's thread, calls `then` on this
+    /// thread.
     pub(super) fn fetch(&self, then: FetchDone, error: TransportError) {
         if let Err(Ending::Fetch(then, error)) = self.push(Ending::Fetch(then, error)) {
             then(Err(error));
@@ -364,12 +369,12 @@ impl Endings {
         Ok(())
     }
 
-    /// Returns when there is, or may be, something to take.
+    /// Waits until there may be ends to take.
     pub(super) async fn some(&self) {
         self.wake.notified().await;
     }
 
-    /// All that waits, in order; with `last`, refuses everything from then on if nothing waits.
+    /// Returns all ends so far, in order. With `last`, refuses later ones if there were none.
     pub(super) fn take(&self, last: bool) -> Vec<Ending> {
         let mut waiting = self.waiting.lock();
         let list = waiting.as_mut().map(std::mem::take).unwrap_or_default();
@@ -386,7 +391,7 @@ mod tests {
     use crate::wire::Kind;
 
     #[test]
-    fn what_is_left_of_a_message_is_cut_anywhere() {
+    fn unwritten_parts_are_right_at_every_offset() {
         let payload = SharedBuffer::from(vec![5; 10]);
         let header = Header { bytes: 10, ..Header::new(Kind::Eager) }.encode();
         let whole: Vec<u8> = header.iter().chain(payload.iter()).copied().collect();
@@ -399,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn endings_are_refused_after_the_last_ones_are_taken() {
+    fn ends_are_refused_after_the_last_are_taken() {
         let endings = Endings::new();
         endings.ticket(Ticket::NONE, Ok(()));
         endings.ticket(Ticket(1), Ok(()));

@@ -1,21 +1,20 @@
-//! Sockets between every pair of processes.
+//! The transport over TCP sockets between every pair of processes.
 //!
 //! Each pair has two connections, *control* and *bulk*: [`Kind::Data`](crate::Kind::Data) goes over
-//! bulk and everything else over control, so that a grant or a heartbeat never queues behind
-//! payload. Bulk payloads are read from the socket straight into the buffer they are fetched into;
-//! while nobody fetches one, it waits in the sockets and holds up nothing but later data of the
-//! same peer.
+//! bulk and everything else over control. So a grant or a heartbeat never queues behind payload.
+//! Bulk payloads are read from the socket straight into the buffer they are fetched into. While
+//! nobody fetches a payload, it waits in the sockets and delays only later data of the same peer.
 //!
-//! One named thread drives all sockets and calls the handler; its tokio runtime is nobody else's
-//! business. The exception is a small control message: [`Transport::post`] writes it at once, where
-//! the socket takes it without waiting, which saves a wake-up of that thread.
+//! One named thread drives all sockets and calls the handler, with a tokio runtime of its own.
+//! There is one exception: [`Transport::post`] writes a small control message itself if the socket
+//! takes it without waiting. That saves a wake-up of the thread.
 //!
 //! # The end of a connection
 //!
-//! A peer is down when one of its connections has ended and the other has ended too or stands still
-//! for a second: what a dying or closing peer has sent before is thus still delivered. A payload
-//! that nobody fetches in that second is lost. What was queued to a peer that closed in order is
-//! still sent as long as the peer takes it.
+//! A peer is down when one of its connections has ended and the other has ended too, or stands
+//! still for a second. So everything that a dying or closing peer has sent before is still
+//! delivered. A payload that nobody fetches in that second is lost. Messages queued to a peer that
+//! closed in order are still sent as long as the peer takes them.
 
 mod connect;
 mod drive;
@@ -38,26 +37,26 @@ use crate::wire::{Header, ProcessId};
 pub use connect::Listener;
 use drive::{Close, Shared};
 
-/// What [`Listener::connect`] needs to know of the job.
+/// The parameters of [`Listener::connect`].
 #[derive(Clone)]
 pub struct TcpConfig {
-    /// Who this process is.
+    /// The id of this process.
     pub process: ProcessId,
-    /// Where each process listens, by process; this process's own entry is not looked at.
+    /// The address at which each process listens, by process. This process's own entry is ignored.
     pub peers: Vec<SocketAddr>,
-    /// The job's secret: who does not know it is no peer.
+    /// The job's secret. A connection without it is not from a peer.
     pub token: [u8; 32],
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,
-    /// How long all peers together may take to connect.
+    /// The peer timeout: all peers together must connect within it.
     pub patience: Duration,
-    /// Where control payloads are read into.
+    /// The pool for control payloads.
     pub pool: Pool,
 }
 
 impl fmt::Debug for TcpConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The token stays secret.
+        // The token is secret.
         f.debug_struct("TcpConfig")
             .field("process", &self.process)
             .field("peers", &self.peers)
@@ -67,16 +66,16 @@ impl fmt::Debug for TcpConfig {
     }
 }
 
-/// The transport over sockets; made by [`Listener::connect`].
+/// The transport over sockets; created by [`Listener::connect`].
 ///
-/// Dropped without [`Transport::shutdown`] it closes its sockets at once, which peers see as its
-/// death; open tickets end with [`Closed`](crate::TransportError::Closed), on the transport's
-/// thread.
+/// If dropped without [`Transport::shutdown`], it closes its sockets at once, which peers see as
+/// its death. Open tickets then end with [`Closed`](crate::TransportError::Closed), on the
+/// transport's thread.
 pub struct Tcp {
     shared: Arc<Shared>,
     /// Taken by `start`.
     start: Mutex<Option<oneshot::Sender<Arc<dyn Handler>>>>,
-    /// Taken by `shutdown`; dropped unused, the thread closes everything at once.
+    /// Taken by `shutdown`. If it is dropped unused, the thread closes everything at once.
     close: Mutex<Option<oneshot::Sender<Close>>>,
 }
 
@@ -109,8 +108,8 @@ impl Transport for Tcp {
         let Some(close) = self.close.lock().take() else { return };
         let (closed, wait) = std::sync::mpsc::channel();
         if close.send(Close { deadline, closed }).is_ok() {
-            // The thread keeps the deadline itself; the rest is for a handler call that is under
-            // way.
+            // The thread keeps the deadline itself; the extra time is for a handler call in
+            // progress.
             let _ = wait.recv_timeout(deadline.saturating_add(drive::LAST_CALL));
         }
     }

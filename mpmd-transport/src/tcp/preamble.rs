@@ -1,6 +1,6 @@
-//! The fixed bytes that both ends of a connection say first.
+//! The preamble: the fixed bytes that both ends of a connection send first.
 //!
-//! Sixty-four bytes, little-endian; magic, version and token lie the same in every version:
+//! Sixty-four bytes, little-endian. Magic, version and token have the same place in every version:
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -10,8 +10,8 @@
 //! | 11 | 1 | zero |
 //! | 12 | 32 | the job's token |
 //! | 44 | 8 | epoch |
-//! | 52 | 4 | from: the process that speaks |
-//! | 56 | 4 | to: the process it wants to speak to |
+//! | 52 | 4 | from: the sending process |
+//! | 56 | 4 | to: the intended receiving process |
 //! | 60 | 4 | zero |
 
 use crate::rendezvous::are_equal;
@@ -22,7 +22,7 @@ pub(super) const PREAMBLE_BYTES: usize = 64;
 
 const MAGIC: [u8; 8] = *b"MPMDTCP\0";
 
-/// Which of a pair's two connections one is.
+/// One of a pair's two connections.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Channel {
     Control = 0,
@@ -33,7 +33,7 @@ impl Channel {
     pub(super) const BOTH: [Self; 2] = [Self::Control, Self::Bulk];
 }
 
-/// What is the same in all preambles of a process.
+/// The fields that are equal in all preambles of a process.
 #[derive(Clone)]
 pub(super) struct Job {
     pub(super) process: ProcessId,
@@ -42,17 +42,17 @@ pub(super) struct Job {
     pub(super) epoch: u64,
 }
 
-/// Why a preamble is not that of a peer.
+/// The reason why a preamble is refused.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Refusal {
-    /// No magic or no token: whoever it is gets no answer.
+    /// Magic or token is wrong. The sender gets no answer.
     Stranger,
     /// It belongs to this job, but cannot work with this process.
     Misfit(TransportError),
 }
 
 impl Job {
-    /// What this process says to `to`.
+    /// Returns the preamble of this process for `to`.
     pub(super) fn preamble(&self, to: ProcessId, channel: Channel) -> [u8; PREAMBLE_BYTES] {
         let mut bytes = [0; PREAMBLE_BYTES];
         bytes[0..8].copy_from_slice(&MAGIC);
@@ -65,7 +65,7 @@ impl Job {
         bytes
     }
 
-    /// Who speaks, on which channel. Looks at nothing before magic and token are right.
+    /// Returns the sender and the channel. Magic and token are checked before all other fields.
     pub(super) fn check(
         &self,
         bytes: &[u8; PREAMBLE_BYTES],
@@ -128,13 +128,13 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_is_recognised() {
+    fn preamble_of_a_peer_is_accepted() {
         let bytes = job(3).preamble(ProcessId(0), Channel::Bulk);
         assert_eq!(job(0).check(&bytes), Ok((ProcessId(3), Channel::Bulk)));
     }
 
     #[test]
-    fn without_the_token_nothing_else_is_looked_at() {
+    fn wrong_token_is_refused_before_the_version() {
         let mut bytes = job(3).preamble(ProcessId(0), Channel::Control);
         bytes[8] = 99;
         bytes[43] ^= 1;
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn misfits_are_told_what_does_not_fit() {
+    fn misfit_error_names_the_difference() {
         let fine = job(3).preamble(ProcessId(0), Channel::Control);
         let with = |at: usize, byte: u8| {
             let mut bytes = fine;

@@ -14,19 +14,19 @@ use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
 use super::drive::Shared;
 
-/// How long the second connection of a peer may stand still once the first has ended.
+/// Time that the second connection of a peer may stand still once the first has ended.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 
-/// At most this much is taken from the system at a time, as for writing.
+/// Most bytes read at a time, as for writing.
 const READ_BYTES: usize = 512 << 10;
-/// What is read ahead of small control messages, to spare calls to the system.
+/// Bytes of small control messages that are read ahead, to save system calls.
 const AHEAD_BYTES: usize = 16 << 10;
-/// Control messages handed on before others get a turn on the thread.
+/// Control messages delivered before other tasks get a turn on the thread.
 const MESSAGES_AT_A_TIME: u64 = 64;
-/// A discarded payload is read in pieces of this size.
+/// A discarded payload is read in pieces of this many bytes.
 const DISCARD_BYTES: usize = 64 << 10;
 
-/// Why nothing more is read from a connection.
+/// The reason why nothing more is read from a connection.
 #[derive(Debug)]
 pub(super) enum End {
     Closed(String),
@@ -39,7 +39,7 @@ impl From<io::Error> for End {
     }
 }
 
-/// Reads both connections of a peer until the peer is down; returns why.
+/// Reads both connections of a peer until the peer is down; returns the reason.
 pub(super) async fn read(
     shared: &Arc<Shared>,
     peer: ProcessId,
@@ -77,10 +77,11 @@ pub(super) async fn read(
 
 /// The receiving half of a connection.
 trait Half {
-    /// Reads what is there; an error of kind `WouldBlock` where nothing is, 0 at the end.
+    /// Reads available bytes; 0 at the end of the stream. Never waits: without bytes, fails with
+    /// `WouldBlock`.
     fn try_read(&self, into: &mut [u8]) -> io::Result<usize>;
 
-    /// Returns when there may be something to read.
+    /// Waits until there may be bytes to read.
     async fn readable(&self) -> io::Result<()>;
 }
 
@@ -98,7 +99,7 @@ struct Reader<'a> {
     shared: &'a Arc<Shared>,
     peer: ProcessId,
     handler: &'a Arc<dyn Handler>,
-    /// Counts reads that moved something.
+    /// Number of completed reads.
     progress: AtomicU64,
 }
 
@@ -194,7 +195,8 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a payload into the place that was found for it. However this ends, `then` is called.
+    /// Reads a payload into its buffer. Calls `then` in every case, also if it fails or is
+    /// cancelled.
     async fn fill(
         &self,
         half: &impl Half,
@@ -247,14 +249,14 @@ impl Reader<'_> {
             }
             into = &mut into[read..];
             if read >= READ_BYTES / 2 {
-                // There is more where that came from; let control messages in.
+                // More bytes are likely to follow at once; let control messages in.
                 tokio::task::yield_now().await;
             }
         }
         Ok(())
     }
 
-    /// Reads what is there, waiting for at least one byte; 0 at the end.
+    /// Reads available bytes, waiting for at least one; returns 0 at the end of the stream.
     async fn some(&self, half: &impl Half, into: &mut [u8]) -> io::Result<usize> {
         let room = into.len().min(READ_BYTES);
         loop {
@@ -278,13 +280,14 @@ fn ended(within: usize) -> End {
     End::Closed(why.to_owned())
 }
 
-/// A buffer for a control payload: from outside the pool where that has none, because it is control
-/// messages that say so to the others. There is one at a time for each peer.
+/// Allocates a buffer for a control payload. If the pool is exhausted, the buffer comes from
+/// outside the pool: control messages tell the peers about that exhaustion. There is one at a time
+/// for each peer.
 fn control_buffer(pool: &Pool, bytes: usize) -> OwnedBuffer {
     pool.allocate(bytes).unwrap_or_else(|_| OwnedBuffer::from(vec![0; bytes]))
 }
 
-/// Bytes read before they were asked for.
+/// Bytes that were read ahead of the current message.
 struct Ahead {
     bytes: Vec<u8>,
     start: usize,
@@ -310,7 +313,7 @@ impl Ahead {
     }
 }
 
-/// A payload that lies in the sockets.
+/// A bulk payload that still lies in the sockets.
 struct Waiting {
     shared: Arc<Shared>,
     peer: ProcessId,
@@ -331,7 +334,7 @@ impl Fetch for Waiting {
             "a payload is fetched into a buffer of its length"
         );
         let Some(asks) = self.asks.take() else { return };
-        // Where nobody reads any more it comes back, and says so as it goes.
+        // If the reading task has ended, the place is dropped, and its `drop` reports the error.
         let _ = asks.send(Place {
             shared: self.shared.clone(),
             peer: self.peer,
@@ -340,8 +343,8 @@ impl Fetch for Waiting {
     }
 }
 
-/// Where a payload is to go, on its way to the task that reads. That task may end just before it
-/// takes the place, which then goes with it: what comes after the payload is told all the same.
+/// The destination of a payload, on its way to the reading task. That task may end before it takes
+/// the place. The place is then dropped, and its `drop` fails the fetch.
 struct Place {
     shared: Arc<Shared>,
     peer: ProcessId,
@@ -360,7 +363,7 @@ impl Drop for Place {
     }
 }
 
-/// Says that a payload will not come, where nothing else was said of it.
+/// Fails a fetch on drop, unless it has been completed.
 struct Filling<'a> {
     shared: &'a Shared,
     peer: ProcessId,

@@ -1,4 +1,4 @@
-//! What is here where UCX is not compiled in.
+//! Replaces the transport in builds without the feature `ucx`: opening it returns an error.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -9,43 +9,43 @@ use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError};
 use crate::wire::{Header, ProcessId};
 
-/// UCX, opened but not connected. There is none without the feature `ucx`.
+/// UCX, opened but not connected. Has no values without the feature `ucx`.
 #[derive(Debug)]
 pub struct Opened(Infallible);
 
-/// The transport over UCX. There is none without the feature `ucx`.
+/// The transport over UCX. Has no values without the feature `ucx`.
 #[derive(Debug)]
 pub struct Ucx(Infallible);
 
-/// What UCX finds on this machine.
+/// Always fails: UCX is not compiled in.
 ///
 /// # Errors
 ///
-/// Says that it is not compiled in.
+/// Always [`TransportError::Unavailable`].
 pub fn examine(_: Duration) -> Result<Report, TransportError> {
     Err(not_compiled_in())
 }
 
 impl Opened {
-    /// Opens UCX on this machine for a job of so many processes.
+    /// Always fails: UCX is not compiled in.
     ///
     /// # Errors
     ///
-    /// Says that it is not compiled in.
+    /// Always [`TransportError::Unavailable`].
     pub fn open(_: usize) -> Result<Self, TransportError> {
         Err(not_compiled_in())
     }
 
-    /// What peers need to know to reach this process.
+    /// Returns the address by which peers reach this process. Cannot be called.
     pub fn address(&self) -> &str {
         match self.0 {}
     }
 
-    /// Connects to all peers.
+    /// Connects to all peers. Cannot be called.
     ///
     /// # Errors
     ///
-    /// Cannot be called.
+    /// None, because it cannot be called.
     pub fn connect(self, _: UcxConfig) -> Result<Arc<Ucx>, TransportError> {
         match self.0 {}
     }
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_asks_hears_how_to_get_it() {
+    fn error_names_the_missing_cargo_feature() {
         let said = Opened::open(2).unwrap_err().to_string();
         assert_eq!(said, examine(Duration::ZERO).unwrap_err().to_string());
         assert!(said.contains("ucx is not available") && said.contains("--features ucx"), "{said}");

@@ -1,9 +1,10 @@
-//! The thread that owns every object of UCX's: takes commands, lets UCX work, sleeps.
+//! The engine: the thread that owns every object of UCX. It carries out commands, lets UCX work,
+//! and sleeps.
 //!
-//! A turn of the engine carries out what was asked, lets UCX progress once, and says what came of
-//! it. A handler that posts from within a call finds its message sent in the next turn. Where a
-//! turn finds nothing, [`Rest`] decides whether to look again or to sleep on the worker's
-//! descriptor; a command wakes it.
+//! One turn of the loop lets UCX progress, reports the events, and carries out the commands. If a
+//! handler posts a message during a call, the message is sent in the next turn. After a turn
+//! without work, [`Rest`] decides whether to poll again or to sleep on the worker's descriptor. A
+//! command wakes the engine.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -25,82 +26,86 @@ use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::{Handler, TransportError};
 use crate::wire::ProcessId;
 
-/// Numbers of messages.
+/// Ids of the kinds of messages.
 pub(super) mod id {
-    /// A [`Hello`](super::Hello) for a header.
+    /// The header is a [`Hello`](super::Hello).
     pub(in super::super) const HELLO: u32 = 1;
-    /// Sender, pass and a header of ours; the payload is that header's.
+    /// The header is the sender's id, the pass and a `Header` of this library; the payload is that
+    /// header's.
     pub(in super::super) const MESSAGE: u32 = 2;
-    /// Sender and pass: takes nothing more, sends nothing more.
+    /// Goodbye: the sender neither receives nor sends messages any more. The header is its id and
+    /// the pass.
     pub(in super::super) const BYE: u32 = 3;
-    /// The same, in answer to a goodbye: nothing of the leaver's memory is read any more.
+    /// Answer to a goodbye: the sender no longer reads the memory of the leaving process. Header as
+    /// for `BYE`.
     pub(in super::super) const HEARD: u32 = 4;
-    /// The same: asks for an answer.
+    /// Asks for an answer. Header as for `BYE`.
     pub(in super::super) const PING: u32 = 5;
-    /// The same, in answer.
+    /// Answer to a ping. Header as for `BYE`.
     pub(in super::super) const PONG: u32 = 6;
     pub(in super::super) const ALL: [u32; 6] = [HELLO, MESSAGE, BYE, HEARD, PING, PONG];
 }
 
-/// UCX wakes a sleeping engine; this is for where it does not.
+/// Limit of a sleep, in case UCX does not wake the engine.
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
-/// Sleep while something has a deadline.
+/// Limit of a sleep while a deadline is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
-/// Greetings that are kept for a meeting that is still to come.
+/// Most hellos that are kept until this process starts to connect.
 const HELLOS_KEPT: usize = 1 << 16;
-/// How long a meeting that has failed goes on, so that the peers hear who this is.
+/// Time for which connecting goes on after a failure, so that the peers still receive this
+/// process's hello.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// Who a peer is, and how it stands with it.
+/// A peer and the state of its connection.
 pub(super) struct Peer {
     pub(super) endpoint: Option<EndpointId>,
-    /// Whether its UCX moves memory of CUDA devices.
+    /// True if UCX of the peer can move memory of CUDA devices.
     moves_cuda: bool,
-    /// What it has to say with each message.
+    /// The pass that the peer must send with each message.
     pub(super) expected: u32,
-    /// What it wants to hear with each message; known from its hello.
+    /// The pass that the peer expects with each message; known from its hello.
     pub(super) pass: Option<u32>,
-    /// Why it is gone, once it is.
+    /// The reason, once the peer is gone.
     pub(super) down: Option<TransportError>,
-    /// Messages under way to it, and payloads being fetched from it.
+    /// Number of messages in flight to the peer; below, number of payloads being fetched from it.
     pub(super) sending: usize,
     pub(super) fetching: usize,
     pub(super) heard_bye: bool,
-    /// Its goodbye was answered.
+    /// True once its goodbye was answered.
     pub(super) answered: bool,
-    /// It has answered ours.
+    /// True once it has answered this process's goodbye.
     pub(super) has_heard: bool,
-    /// It has answered since somebody died.
+    /// True if it has answered since the last death of a peer.
     pub(super) in_reach: bool,
 }
 
 pub(super) struct Engine {
     pub(super) worker: Worker,
-    /// Whether its UCX moves memory of CUDA devices.
+    /// True if UCX of this process can move memory of CUDA devices.
     moves_cuda: bool,
     pub(super) queue: Arc<Queue>,
     pub(super) me: ProcessId,
-    /// By process; this process's own entry stands still.
+    /// By process. This process's own entry is not used.
     pub(super) peers: Vec<Peer>,
-    /// By endpoint.
+    /// The peer process of each endpoint.
     pub(super) processes: HashMap<EndpointId, ProcessId>,
-    /// By number of operation; what UCX has not ended yet.
+    /// Operations that UCX has not ended yet, by id.
     pub(super) operations: Vec<Option<Operation>>,
-    /// Payloads that wait to be fetched.
+    /// Payloads that have not been fetched yet.
     pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
-    /// Said before there was a handler.
+    /// Calls for the handler from before there was one.
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
     pub(super) roll_call: Option<RollCall>,
     meeting: Option<Meeting>,
-    /// Greetings that came before this process was told of its peers.
+    /// Hellos that arrived before this process started to connect.
     hellos: Vec<Vec<u8>>,
     rest: Rest,
 }
 
-/// Until every peer was heard.
+/// The state of connecting, until a hello of every peer has arrived.
 struct Meeting {
     config: UcxConfig,
     reply: Sender<Result<Met, TransportError>>,
@@ -108,7 +113,7 @@ struct Meeting {
     failed: Option<TransportError>,
 }
 
-/// Starts the engine's thread; what others need to reach it, and what reaches it from here.
+/// Starts the engine's thread. Returns the address for peers, and the queue for commands.
 pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportError> {
     let (tell, told) = mpsc::channel();
     let run = move || match Engine::open(processes) {
@@ -131,7 +136,7 @@ pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportE
     told.recv().unwrap_or(Err(TransportError::Closed))
 }
 
-/// The worker that the engine, and who examines this machine, use; for a job of so many processes.
+/// Creates the worker for a job of so many processes. The engine and `examine` use it.
 pub(super) fn worker(processes: usize) -> Result<Worker, TransportError> {
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
@@ -173,8 +178,8 @@ impl Engine {
     fn run(mut self) {
         let (mut commands, mut events) = (Vec::new(), Vec::new());
         loop {
-            // Before commands: a goodbye that has come is heard before anything more is fetched
-            // from who left.
+            // Events come before commands: so a goodbye that has arrived is handled before anything
+            // more is fetched from the leaving peer.
             let mut worked = self.worker.progress();
             self.worker.collect(&mut events);
             worked |= !events.is_empty();
@@ -222,11 +227,11 @@ impl Engine {
                     self.meeting.is_some() || self.leaving.is_some() || self.roll_call.is_some();
                 let sleep = if hurry { SHORT_SLEEP } else { LONGEST_SLEEP };
                 let sleep = Timespec { tv_sec: 0, tv_nsec: i64::from(sleep.subsec_nanos()) };
-                // Interrupted or not: the next turn looks.
+                // Interrupted or not, the next turn polls.
                 let _ = poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&sleep));
             }
             _ => {
-                // Without the descriptor it can only look now and then.
+                // Without the descriptor, the engine can only poll now and then.
                 tracing::debug!(?armed, "UCX cannot wake this thread");
                 std::thread::sleep(Duration::from_micros(200));
             }
@@ -301,7 +306,8 @@ impl Engine {
     fn greet_all(&mut self, config: &UcxConfig) -> Result<(), TransportError> {
         let peers =
             (0..).map(ProcessId).zip(&config.peers).filter(|(peer, _)| *peer != config.process);
-        // All are read before any is used: who differs is named by everybody.
+        // All addresses are parsed before any is used, so that every process reports a peer with
+        // another version.
         let addresses: Vec<_> = peers
             .map(|(peer, text)| Address::parse(text, peer).map(|address| (peer, address)))
             .collect::<Result<_, _>>()?;
@@ -326,10 +332,10 @@ impl Engine {
         Ok(())
     }
 
-    /// A greeting came.
+    /// Handles a hello.
     fn greeted(&mut self, hello: &[u8]) {
         let Some(meeting) = &mut self.meeting else {
-            // Kept for the meeting, where that is still to come.
+            // Kept if this process has not started to connect yet.
             if self.peers.is_empty() && self.hellos.len() < HELLOS_KEPT {
                 self.hellos.push(hello.to_vec());
             }
@@ -338,16 +344,18 @@ impl Engine {
         let config = &meeting.config;
         match Hello::decode(hello, self.me, self.peers.len(), &config.token, config.epoch) {
             Ok(hello) => self.peers[hello.from.index()].pass = Some(hello.pass),
-            Err(Refusal::Stranger) => tracing::warn!("a stranger was turned away by UCX's engine"),
+            Err(Refusal::Stranger) => {
+                tracing::warn!("UCX's engine refused a hello of an unknown sender")
+            }
             Err(Refusal::Misfit(error)) => fail(meeting, error),
         }
     }
 
-    /// Looks whether all peers were heard.
+    /// Ends the connecting if all peers have been heard, if it has failed, or if the time is over.
     fn meet(&mut self) {
         let Some(mut meeting) = self.meeting.take() else { return };
         let others = || self.peers.iter().zip(0..).filter(|(_, id)| ProcessId(*id) != self.me);
-        // Who has greeted and said goodbye since has been met: it was only quicker.
+        // A peer that has sent both hello and goodbye counts as met: it was only faster.
         let lost = |peer: &&Peer| !(peer.heard_bye && peer.pass.is_some());
         let lost = others().map(|(peer, _)| peer).filter(lost).find_map(|peer| peer.down.clone());
         let waits = |peer: &Peer| peer.pass.is_none() || (peer.sending > 0 && peer.down.is_none());
@@ -375,7 +383,7 @@ impl Engine {
                 return;
             }
         };
-        // Who does not wait any more has dropped what would have been connected.
+        // A caller that no longer waits has dropped the transport.
         let _ = meeting.reply.send(outcome);
     }
 
@@ -384,7 +392,7 @@ impl Engine {
         Met { lanes: self.lanes(), moves_cuda: moves_cuda.collect() }
     }
 
-    /// What carries messages to each peer.
+    /// Returns UCX's description of the lanes to each peer.
     fn lanes(&self) -> Vec<String> {
         let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
             let lanes =
@@ -397,7 +405,7 @@ impl Engine {
         lanes.collect()
     }
 
-    /// Notes what an operation is for.
+    /// Records the purpose of an operation.
     pub(super) fn note(&mut self, op: OpId, operation: Operation) {
         let number = op.index();
         if self.operations.len() <= number {
@@ -414,7 +422,7 @@ pub(super) fn after(time: Duration) -> Instant {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // A handler's panic ends the engine; who waits is told all the same.
+        // A handler's panic ends the engine. Callers that wait for a fetch still get an error.
         if std::thread::panicking() {
             for command in self.queue.end() {
                 if let Command::Fetch { then, .. } = command {

@@ -1,4 +1,4 @@
-//! What UCX is and finds here, for who wants to know before a job does.
+//! Reports which UCX library and which of its transports this machine has, for checks before a job.
 
 use std::time::{Duration, Instant};
 
@@ -7,11 +7,13 @@ use crate::memory::Pool;
 use crate::transport::{Transport, TransportError};
 use crate::wire::ProcessId;
 
-/// What UCX finds on this machine; connects two ends in this process to see what they use.
+/// Reports UCX's version and the resources that it finds on this machine. Opens two ends in this
+/// process and connects them, to see the lanes that they use. Blocks for `limit` at most, and for
+/// the closing of the two ends.
 ///
 /// # Errors
 ///
-/// Where there is no library, or it finds nothing that it can use, or the two ends do not meet
+/// If there is no library, if UCX finds nothing that it can use, or if the two ends do not connect
 /// within `limit`.
 pub fn examine(limit: Duration) -> Result<Report, TransportError> {
     let until = engine::after(limit);
@@ -48,7 +50,7 @@ pub fn examine(limit: Duration) -> Result<Report, TransportError> {
     Ok(Report { version: library.version(), library: library.path.clone(), resources, lanes })
 }
 
-/// The pairs of transport and device in UCX's words on a context.
+/// Parses the pairs of transport and device from UCX's description of a context.
 ///
 /// A line is `#  resource 3  :  md 4  dev 3  flags -- posix/memory`.
 fn resources(words: &str) -> Vec<(String, String)> {
@@ -57,7 +59,7 @@ fn resources(words: &str) -> Vec<(String, String)> {
     pairs.map(|(transport, device)| (transport.to_owned(), device.to_owned())).collect()
 }
 
-/// The lines on lanes in UCX's words on an endpoint.
+/// Returns the lines about lanes in UCX's description of an endpoint.
 pub(super) fn lanes(words: &str) -> Vec<String> {
     let lines = words.lines().filter(|line| line.contains("lane["));
     lines.map(|line| line.trim_start_matches(['#', ' ']).trim_end().to_owned()).collect()
@@ -68,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ucx_tells_what_it_would_use() {
+    fn examine_reports_version_resources_and_lanes() {
         let report = examine(Duration::from_secs(20)).expect("UCX is built with this program");
         assert!(report.version.starts_with("1."), "{report:?}");
         assert!(report.library.is_file(), "{report:?}");

@@ -1,9 +1,10 @@
-//! The end of a transport.
+//! The shutdown of a transport.
 //!
-//! Who leaves first lets end what it has under way, then says *bye* to every peer: it takes nothing
-//! more and sends nothing more. A peer that hears it reports the leaver as down and answers *heard*
-//! once it reads nothing of the leaver's memory any more. With all answers, or other goodbyes, the
-//! leaver can go: nobody reaches into memory that it gives up. Each wait has a deadline.
+//! A leaving process first lets its pending operations end, then sends *bye* to every peer: from
+//! then on it neither receives nor sends messages. A peer that receives *bye* reports the process
+//! as down. It answers *heard* once it no longer reads the memory of the leaving process. The
+//! process can end once it has all answers, or goodbyes instead: no peer reads memory that it
+//! frees. Each wait has a deadline.
 
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -15,34 +16,34 @@ use super::traffic::prefix;
 use crate::transport::{Ticket, TransportError};
 use crate::wire::ProcessId;
 
-/// How long a leaver waits, beyond its deadline, for peers to hear its goodbye.
+/// Extra time, beyond its deadline, that a leaving process gives the peers to hear its goodbye.
 pub(super) const LAST_CALL: Duration = Duration::from_millis(500);
-/// How long endpoints may take to close in order.
+/// Time limit for closing the endpoints in order.
 const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 
-/// How often, after the end, what is asked for is refused, before it is not heard any more.
+/// Number of rounds after the end in which new commands are refused. Later commands are dropped.
 const LAST_ROUNDS: usize = 1000;
 
-/// How far the leaving is.
+/// The progress of a shutdown.
 pub(super) struct Leaving {
-    /// When what is under way is given up.
+    /// Deadline for pending operations.
     until: Instant,
-    /// When peers are no more waited for; known once goodbye was said.
+    /// Deadline for the answers of peers; set once goodbye was sent.
     goodbye: Option<Instant>,
-    /// When endpoints are no more waited for; known once they are being closed.
+    /// Deadline for closing the endpoints; set once they are being closed.
     closing: Option<Instant>,
     closed: Option<Sender<()>>,
 }
 
 impl Leaving {
-    /// Whether messages are no more delivered.
+    /// Returns true if messages are no longer delivered.
     pub(super) fn is_deaf(&self) -> bool {
         self.goodbye.is_some()
     }
 }
 
 impl Engine {
-    /// Takes no more messages; `closed` is told when nothing more reaches the handler.
+    /// Stops accepting messages. Notifies `closed` when nothing more reaches the handler.
     pub(super) fn begin_to_leave(&mut self, within: Duration, closed: Option<Sender<()>>) {
         match &mut self.leaving {
             // Dropped after a shutdown: nothing to add.
@@ -54,7 +55,7 @@ impl Engine {
         }
     }
 
-    /// A peer has said that it leaves.
+    /// Handles the goodbye of a peer.
     pub(super) fn goodbye(&mut self, from: ProcessId) {
         let peer = &mut self.peers[from.index()];
         peer.heard_bye = true;
@@ -66,21 +67,21 @@ impl Engine {
         self.answer_goodbye(from);
     }
 
-    /// Answers a goodbye, where nothing is read from the leaver any more.
+    /// Answers a goodbye once nothing is being fetched from that peer.
     pub(super) fn answer_goodbye(&mut self, to: ProcessId) {
         let peer = &mut self.peers[to.index()];
         if peer.heard_bye && !peer.answered && peer.fetching == 0 {
             peer.answered = true;
             let header = prefix(self.me, peer.pass);
             self.send(to, id::HEARD, &header, None, Way::Eager, None);
-            // Closed once that has left.
+            // Closes the endpoint after the answer was sent.
             if let Some(endpoint) = self.peers[to.index()].endpoint {
                 self.worker.close(endpoint, false);
             }
         }
     }
 
-    /// Goes on with leaving; true once it is done.
+    /// Continues the shutdown; returns true once it is done.
     pub(super) fn leave(&mut self) -> bool {
         let now = Instant::now();
         let Some(mut leaving) = self.leaving.take() else { return false };
@@ -117,7 +118,7 @@ impl Engine {
     }
 
     fn say_goodbye(&mut self) {
-        // What is still under way has had its time.
+        // The deadline for pending operations is over.
         self.end_operations(|_| true, &TransportError::Closed);
         for to in (0..self.peers.len() as u32).map(ProcessId) {
             let peer = &self.peers[to.index()];
@@ -126,13 +127,13 @@ impl Engine {
                 self.send(to, id::BYE, &header, None, Way::Eager, None);
             }
         }
-        // After it: to senders a discarded payload looks like one that was taken.
+        // Discards after the goodbyes: to its sender, a discarded payload looks like a fetched one.
         for payload in self.payloads.keys().copied().collect::<Vec<_>>() {
             self.discard(payload);
         }
     }
 
-    /// Ends what is left, and says so.
+    /// Fails everything that is left, destroys the worker and notifies the callers of `shutdown`.
     pub(super) fn end(mut self) {
         self.end_operations(|_| true, &TransportError::Closed);
         for payload in self.payloads.keys().copied().collect::<Vec<_>>() {
@@ -140,11 +141,11 @@ impl Engine {
         }
         let closed = self.leaving.take().and_then(|leaving| leaving.closed);
         let (queue, handler) = (self.queue.clone(), self.handler.take());
-        // The worker goes first, while what is asked meanwhile is still heard: once the end is said
-        // nobody touches memory any more, and nothing was lost.
+        // Drops the worker first, while commands are still answered. Once the end is reported,
+        // nothing touches memory any more, and no command is lost.
         drop(self);
         let mut all_closed = Vec::from_iter(closed);
-        // Bounded, for a handler may go on asking.
+        // Bounded, because a handler may keep sending commands.
         for _ in 0..LAST_ROUNDS {
             let Some(commands) = queue.take_or_end() else { break };
             for command in commands {
@@ -168,7 +169,7 @@ impl Engine {
         queue.end();
         drop(handler);
         for closed in all_closed {
-            // Who shuts down may have stopped waiting.
+            // The caller of `shutdown` may have stopped waiting.
             let _ = closed.send(());
         }
     }

@@ -1,4 +1,5 @@
-//! How two ends make sure of each other: addresses, and the first message each sends.
+//! The formats by which two ends verify each other: addresses, and the hello, each side's first
+//! message.
 
 use std::fmt::Write as _;
 
@@ -7,9 +8,9 @@ use crate::rendezvous::are_equal;
 use crate::transport::TransportError;
 use crate::wire::{ProcessId, VERSION};
 
-/// How a worker's address is written among the addresses of a process: `wire version/UCX
-/// version/checksum/hex`, with `/cuda` behind it where its UCX moves the memory of CUDA devices.
-/// UCX reads addresses without looking at their length, so a damaged one must not get there.
+/// A worker's address as a process publishes it: `wire version/UCX version/checksum/hex`. `/cuda`
+/// follows if its UCX moves memory of CUDA devices. UCX reads addresses without checking their
+/// length, so a damaged one must not reach it.
 pub(super) struct Address {
     pub(super) worker: Vec<u8>,
     pub(super) moves_cuda: bool,
@@ -18,7 +19,7 @@ pub(super) struct Address {
 const CUDA: &str = "cuda";
 
 impl Address {
-    /// The text for a worker's address.
+    /// Returns the text for a worker's address.
     pub(super) fn format(worker: &[u8], ucx: &str, moves_cuda: bool) -> String {
         let mut text = format!("{VERSION}/{ucx}/{:016x}/", checksum(worker));
         for byte in worker {
@@ -32,9 +33,9 @@ impl Address {
         text
     }
 
-    /// Reads what `peer` has told, which has to speak our versions.
+    /// Parses the address of `peer`, which must have the same wire version and UCX version.
     ///
-    /// UCX asks for one version on both sides: addresses and protocols change between them.
+    /// UCX needs one version on both sides: addresses and protocols change between versions.
     pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
         let wrong = |why: String| TransportError::Protocol { peer, why };
         let parts: Vec<_> = text.split('/').collect();
@@ -64,7 +65,7 @@ impl Address {
     }
 }
 
-/// FNV-1a of 64 bits (Fowler, Noll, Vo).
+/// Returns the 64-bit FNV-1a hash (Fowler, Noll, Vo).
 fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
@@ -81,7 +82,7 @@ fn bytes(hex: &str) -> Option<Vec<u8>> {
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).ok()).collect()
 }
 
-/// Bytes of a [`Hello`].
+/// Length of a [`Hello`] in bytes.
 pub(super) const HELLO_BYTES: usize = 64;
 
 const MAGIC: [u8; 8] = *b"MPMDUCX\0";
@@ -95,7 +96,7 @@ const MAGIC: [u8; 8] = *b"MPMDUCX\0";
 /// | 10 | 2 | zero |
 /// | 12 | 4 | the sender |
 /// | 16 | 4 | the receiver |
-/// | 20 | 4 | pass: what the receiver has to say with each of its messages |
+/// | 20 | 4 | pass: the receiver repeats it in each of its messages |
 /// | 24 | 8 | epoch |
 /// | 32 | 32 | job token |
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -107,12 +108,12 @@ pub(super) struct Hello {
     pub(super) token: [u8; 32],
 }
 
-/// Why a greeting is none of ours.
+/// The reason why a hello is refused.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Refusal {
-    /// Not of this job: not worth an answer.
+    /// Not from this job; gets no answer.
     Stranger,
-    /// Of this job, but not as it has to be.
+    /// From this job, but with another version, epoch or receiver.
     Misfit(TransportError),
 }
 
@@ -129,7 +130,7 @@ impl Hello {
         bytes
     }
 
-    /// Reads a greeting that came to `me`, which knows the token and belongs to the epoch.
+    /// Decodes a hello to the process `me` and checks its token and epoch.
     pub(super) fn decode(
         bytes: &[u8],
         me: ProcessId,
@@ -173,7 +174,7 @@ impl Hello {
     }
 }
 
-/// "waiting for process 2 and process 5 of 8 to connect".
+/// Returns a text such as "waiting for process 2 and process 5 of 8 to connect over UCX".
 pub(super) fn name_missing(missing: &[ProcessId], processes: usize) -> String {
     let names: Vec<_> = missing.iter().map(|peer| format!("process {peer}")).collect();
     let names = match names.as_slice() {
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_greeting_survives_and_strangers_get_no_word() {
+    fn hello_of_another_job_is_refused_as_stranger() {
         assert_eq!(decode(&hello().encode()), Ok(hello()));
         assert_eq!(decode(&hello().encode()[..63]), Err(Refusal::Stranger));
         let other = Hello { token: [6; 32], ..hello() };
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn misfits_hear_what_does_not_fit() {
+    fn misfit_error_names_the_difference() {
         let says = |hello: Hello| match decode(&hello.encode()) {
             Err(Refusal::Misfit(error)) => error.to_string(),
             other => panic!("{other:?}"),
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_says_which_ucx_it_is_of() {
+    fn address_with_another_version_or_damage_is_refused() {
         let own = sys::library().map(sys::Library::version).unwrap_or_default();
         let text = Address::format(&[0, 255, 16], &own, false);
         let with_cuda = Address::format(&[0, 255, 16], &own, true);
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn the_missing_are_named() {
+    fn name_missing_lists_silent_peers() {
         let ids = [ProcessId(1), ProcessId(2), ProcessId(5)];
         assert_eq!(
             name_missing(&ids, 8),

@@ -1,15 +1,16 @@
-//! UCX between processes: RDMA, shared memory or TCP, whatever both sides have and UCX thinks best.
+//! The transport over UCX: RDMA, shared memory or TCP, as UCX chooses from the transports of both
+//! sides.
 //!
-//! Control messages go with their bytes, large payloads stay with their sender until they are
-//! fetched. Where UCX has nothing but TCP both share one connection, so that what follows a payload
-//! under way waits for it: slow networks want a patience beyond the time that the largest piece
-//! takes, or the transport [`tcp`](crate::tcp).
+//! Control messages carry their bytes with them. Large payloads stay with their sender until they
+//! are fetched. If UCX has only TCP, both kinds share one connection, so messages behind a large
+//! payload wait for it. On slow networks, use a peer timeout longer than the transfer of the
+//! largest payload, or the transport [`tcp`](crate::tcp).
 //!
-//! Messages are told from strangers' by a secret that peers exchange; UCX itself, below, asks
-//! nobody who they are: use it on networks you trust.
+//! Peers exchange a secret, which tells their messages from others. UCX itself, below,
+//! authenticates nobody: use it on trusted networks only.
 //!
-//! Needs the cargo feature `ucx`. Without it everything here is still there, and says
-//! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with how to get it.
+//! Needs the cargo feature `ucx`. Without it the same items exist and return
+//! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with a hint how to get it.
 
 #[cfg(not(feature = "ucx"))]
 mod absent;
@@ -59,31 +60,30 @@ pub use mpmd_ids::block::Spin;
 /// The transport's name as the user writes it.
 pub const NAME: &str = "ucx";
 
-/// What [`Opened::connect`] needs to know of the job.
+/// The parameters of [`Opened::connect`].
 #[derive(Clone)]
 pub struct UcxConfig {
-    /// Who this process is.
+    /// The id of this process.
     pub process: ProcessId,
-    /// What each process's [`Opened::address`] said, by process; this process's own entry is not
-    /// looked at.
+    /// The [`Opened::address`] of each process, by process. This process's own entry is ignored.
     pub peers: Vec<String>,
-    /// The job's secret: who does not know it is no peer.
+    /// The job's secret. A message without it is not from a peer.
     pub token: [u8; 32],
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,
-    /// How long all peers together may take to connect.
+    /// The peer timeout: all peers together must connect within it.
     pub patience: Duration,
-    /// Where payloads that are not waited for are copied into.
+    /// The pool for copies of payloads that arrive with their message.
     pub pool: Pool,
-    /// How long the engine looks for work before it sleeps.
+    /// The time for which the engine polls for work before it sleeps.
     pub spin: Spin,
-    /// Processes of the job on this host, itself included; what [`Spin::Auto`] goes by.
+    /// Number of the job's processes on this host, this one included. [`Spin::Auto`] needs it.
     pub neighbours: usize,
 }
 
 impl fmt::Debug for UcxConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The token stays secret, and addresses are hundreds of bytes.
+        // The token is secret, and addresses are hundreds of bytes long.
         f.debug_struct("UcxConfig")
             .field("process", &self.process)
             .field("processes", &self.peers.len())
@@ -95,16 +95,16 @@ impl fmt::Debug for UcxConfig {
     }
 }
 
-/// What UCX finds on this machine.
+/// The UCX library of this machine and its transports.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Report {
     /// The version of the library in use, such as `1.12.1`.
     pub version: String,
-    /// The file it was loaded from.
+    /// The file that the library was loaded from.
     pub library: PathBuf,
-    /// What it can use: pairs of a transport and a device, such as `posix` and `memory`.
+    /// Pairs of a transport and a device that UCX can use, such as `posix` and `memory`.
     pub resources: Vec<(String, String)>,
-    /// What two processes on this host would use between them, a line of UCX's own words for each
-    /// lane.
+    /// The lanes that two processes on this host would use between them: one line in UCX's own
+    /// words per lane.
     pub lanes: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! The transport as the rest of the program sees it: hands to the engine what is asked.
+//! The public face of the transport: passes requests to the engine.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,47 +13,47 @@ use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
 
-/// How long a shutdown waits, beyond its deadline and the engine's own last wait, for a handler
-/// call that is under way.
+/// Extra time that a shutdown waits for a handler call in progress, beyond its deadline and the
+/// engine's own last wait.
 const HANDLER_CALL: Duration = Duration::from_secs(1);
 
-/// UCX, opened but not connected: it has an address for others.
+/// UCX, opened but not connected: it has an address for peers.
 ///
-/// Dropped without [`Opened::connect`] it closes at once.
+/// If dropped without [`Opened::connect`], it closes at once.
 pub struct Opened {
     address: String,
-    /// Taken by `connect`.
+    /// `None` after `connect`.
     queue: Option<Arc<Queue>>,
 }
 
 impl Opened {
-    /// Opens UCX on this machine for a job of so many processes, and starts its thread. UCX goes by
-    /// their number where a network has ways that suit few peers and others that suit many.
+    /// Opens UCX on this machine for a job of so many processes, and starts its thread. UCX needs
+    /// the number for networks that offer one method for few peers and another for many.
     ///
     /// # Errors
     ///
-    /// Where there is no library, or an old one, or UCX finds nothing that it can use.
+    /// If there is no library, if it is too old, or if UCX finds nothing that it can use.
     pub fn open(processes: usize) -> Result<Self, TransportError> {
         let (address, queue) = engine::start(processes)?;
         Ok(Self { address, queue: Some(queue) })
     }
 
-    /// What peers need to know to reach this process: some hundred characters.
+    /// Returns the address by which peers reach this process: some hundred characters.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Connects to all peers, and hears from each over its connection.
+    /// Connects to all peers, and waits for a message from each over its connection.
     ///
     /// # Errors
     ///
-    /// Where a peer runs another version of UCX or of this library, belongs to another epoch,
-    /// cannot be reached, or is not heard of within the patience; which, is said.
+    /// If a peer has another version of UCX or of this library, or another epoch. If it cannot be
+    /// reached, or is silent for the peer timeout. The error names the peer.
     pub fn connect(mut self, config: UcxConfig) -> Result<Arc<Ucx>, TransportError> {
         let Some(queue) = self.queue.take() else { return Err(TransportError::Closed) };
         let (process, processes) = (config.process, config.peers.len());
         let (reply, outcome) = mpsc::channel();
-        // Dropped where this fails, which ends the engine.
+        // If this fails, the drop ends the engine.
         let started = AtomicBool::new(false);
         let mut ucx =
             Ucx { queue, process, processes, lanes: Vec::new(), moves_cuda: Vec::new(), started };
@@ -66,7 +66,8 @@ impl Opened {
                 Ok(Arc::new(ucx))
             }
             Err(error) => {
-                // The engine says goodbye, and is better gone when the program ends for this error.
+                // The engine says goodbye. Wait for its end: the program may end because of this
+                // error.
                 ucx.shutdown(Duration::ZERO);
                 Err(error)
             }
@@ -88,10 +89,10 @@ impl fmt::Debug for Opened {
     }
 }
 
-/// The transport over UCX; made by [`Opened::connect`].
+/// The transport over UCX; created by [`Opened::connect`].
 ///
-/// Dropped without [`Transport::shutdown`] it says goodbye at once, which peers see as its death;
-/// open tickets end with [`Closed`](TransportError::Closed), on the engine's thread.
+/// If dropped without [`Transport::shutdown`], it says goodbye at once, which peers see as its
+/// death. Open tickets then end with [`Closed`](TransportError::Closed), on the engine's thread.
 pub struct Ucx {
     queue: Arc<Queue>,
     process: ProcessId,
@@ -103,21 +104,21 @@ pub struct Ucx {
 }
 
 impl Ucx {
-    /// What carries messages to `peer`, in UCX's own words; nothing for this process itself.
+    /// Returns UCX's own description of the lanes to `peer`; empty for this process itself.
     ///
     /// # Panics
     ///
-    /// Where the job has no such process.
+    /// If the job has no such process.
     pub fn lanes(&self, peer: ProcessId) -> &str {
         &self.lanes[peer.index()]
     }
 
-    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is: where UCX has
-    /// CUDA on both sides.
+    /// Returns true if memory of CUDA devices goes to and from `peer` without a copy through the
+    /// host: UCX supports CUDA on both sides.
     ///
     /// # Panics
     ///
-    /// Where the job has no such process.
+    /// If the job has no such process.
     pub fn moves_cuda(&self, peer: ProcessId) -> bool {
         self.moves_cuda[peer.index()]
     }
@@ -138,13 +139,13 @@ impl Transport for Ucx {
 
     fn start(&self, handler: Arc<dyn Handler>) {
         assert!(!self.started.swap(true, Ordering::Relaxed), "start is called once");
-        // After the end nothing arrives.
+        // After the engine's end nothing arrives.
         let _ = self.queue.push(Command::Start(handler));
     }
 
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
         check_post(self, to, &header, payload.as_ref());
-        // After the end nobody listens to tickets.
+        // After the engine's end no ticket is waited for.
         let _ = self.queue.push(Command::Post { to, header, payload, ticket });
     }
 

@@ -1,4 +1,4 @@
-//! What other threads ask of the engine.
+//! The queue of commands from other threads to the engine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,15 +13,15 @@ use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
-/// What came of meeting the peers, by process.
+/// The result of connecting to all peers. Both lists are indexed by process.
 pub(super) struct Met {
-    /// What carries messages to it, in UCX's own words.
+    /// UCX's own description of the lanes to each peer.
     pub(super) lanes: Vec<String>,
-    /// Whether memory of CUDA devices goes there as it is: where both ends' UCX move it.
+    /// True if memory of CUDA devices can be sent without a copy: UCX on both ends supports it.
     pub(super) moves_cuda: Vec<bool>,
 }
 
-/// Asked of the engine.
+/// A request to the engine.
 pub(super) enum Command {
     Connect(Box<UcxConfig>, mpsc::Sender<Result<Met, TransportError>>),
     Start(Arc<dyn Handler>),
@@ -40,30 +40,30 @@ pub(super) enum Command {
     Discard {
         payload: u64,
     },
-    /// Somebody knows that the peer is gone.
+    /// Shuts out the peer, because another part of the program knows that it is gone.
     GiveUp {
         peer: ProcessId,
         why: String,
     },
-    /// Close in order within this time, then say so.
+    /// Closes in order within this time, then reports the end.
     Close(Duration, mpsc::Sender<()>),
-    /// The transport was dropped.
+    /// Closes at once: the transport was dropped.
     Abandon,
 }
 
 /// Commands on their way to the engine.
 pub(super) struct Queue {
     list: Mutex<List>,
-    /// Whether there may be commands.
+    /// True if there may be commands.
     some: AtomicBool,
-    /// Whether the engine sleeps, or is about to.
+    /// True if the engine sleeps, or is about to.
     asleep: AtomicBool,
     signal: Signal,
 }
 
 struct List {
     commands: Vec<Command>,
-    /// Nobody takes commands any more.
+    /// True once the engine takes no more commands.
     ended: bool,
 }
 
@@ -73,7 +73,8 @@ impl Queue {
         Self { list, some: AtomicBool::new(false), asleep: AtomicBool::new(false), signal }
     }
 
-    /// Asks; gives the command back after the engine's end.
+    /// Queues a command and wakes the engine. After the engine's end, returns the command as an
+    /// error.
     pub(super) fn push(&self, command: Command) -> Result<(), Command> {
         let mut list = self.list.lock();
         if list.ended {
@@ -81,8 +82,8 @@ impl Queue {
         }
         list.commands.push(command);
         drop(list);
-        // In one order with `rest`: either the engine sees the command before it sleeps, or this
-        // sees it asleep.
+        // Sequentially consistent with the accesses in `rest`: either the engine sees the command
+        // before it sleeps, or this thread sees that it is asleep.
         self.some.store(true, Ordering::SeqCst);
         if self.asleep.swap(false, Ordering::SeqCst) {
             self.signal.wake();
@@ -97,7 +98,8 @@ impl Queue {
         }
     }
 
-    /// Says that the engine is about to sleep; false where there are commands.
+    /// Announces that the engine is about to sleep. Returns false, and announces nothing, if there
+    /// are commands.
     pub(super) fn rest(&self) -> bool {
         self.asleep.store(true, Ordering::SeqCst);
         if self.some.load(Ordering::SeqCst) {
@@ -107,19 +109,19 @@ impl Queue {
         true
     }
 
-    /// The engine is awake.
+    /// Announces that the engine is awake.
     pub(super) fn rise(&self) {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// All commands; where there are none, there will be no more, and this is `None`.
+    /// Returns all commands. If there are none, ends the queue and returns `None`.
     pub(super) fn take_or_end(&self) -> Option<Vec<Command>> {
         let mut list = self.list.lock();
         list.ended = list.commands.is_empty();
         (!list.ended).then(|| std::mem::take(&mut list.commands))
     }
 
-    /// No more commands; those that nobody took.
+    /// Ends the queue; returns the commands that were not carried out.
     pub(super) fn end(&self) -> Vec<Command> {
         let mut list = self.list.lock();
         list.ended = true;
@@ -127,13 +129,13 @@ impl Queue {
     }
 }
 
-/// The bytes of a message that lie with their sender.
+/// The payload of a message that still lies with its sender.
 pub(super) struct Waiting {
     pub(super) queue: Arc<Queue>,
     pub(super) payload: u64,
     pub(super) from: ProcessId,
     pub(super) bytes: u64,
-    /// Fetched, so that dropping it gives up nothing.
+    /// True once it was fetched; then `drop` discards nothing.
     pub(super) taken: bool,
 }
 

@@ -1,61 +1,61 @@
-//! How long the engine looks for work before it sleeps.
+//! Decides how long the engine polls for work before it sleeps.
 //!
-//! A look costs a fraction of a microsecond, falling asleep and waking some tens; but who looks
-//! takes a core from whoever has work. So looking has to pay: it goes on as long as gaps between
-//! works have lately been shorter than it, and stops where they were not.
+//! A poll costs a fraction of a microsecond; falling asleep and waking cost some tens of
+//! microseconds. But polling takes a core from threads that have work. So polling goes on while
+//! recent gaps between works were short, and the time for it is halved after every long gap.
 
 use std::time::{Duration, Instant};
 
 use super::Spin;
 
-/// The longest that [`Spin::Auto`] looks.
+/// The longest time for which [`Spin::Auto`] polls.
 const LONGEST: Duration = Duration::from_micros(50);
-/// A gap that ended this soon would have been worth looking through, also where it was slept
-/// through.
+/// A gap up to this length counts as short, even if the engine slept through part of it.
 const WORTH: Duration = Duration::from_micros(100);
-/// Looks between two offers of the core to others.
+/// Number of polls between two calls that yield the core.
 const LOOKS: u32 = 16;
 
-/// What to do without work.
+/// The next action of an engine without work.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Idle {
-    /// Look again.
+    /// Poll again.
     Look,
-    /// Let others have the core, then look again.
+    /// Yield the core to other threads, then poll again.
     Yield,
     Sleep,
 }
 
-/// Decides how the engine spends gaps between works.
+/// The policy that decides how the engine spends gaps between works.
 #[derive(Debug)]
 pub(super) struct Rest {
     spin: Spin,
-    /// What `Auto` looks at present.
+    /// Time for which `Auto` polls at present.
     window: Duration,
-    /// When the last work ended, and looks since.
+    /// The end of the last work, and the number of polls since.
     gap: Option<(Instant, u32)>,
 }
 
 impl Rest {
-    /// With so many processes of the job on this host, and so many cores.
+    /// Creates a `Rest` for `neighbours` processes of the job on this host, which has `cores`
+    /// cores.
     pub(super) fn new(spin: Spin, neighbours: usize, cores: usize) -> Self {
         let spin = if spin == Spin::Auto && neighbours > cores { Spin::Never } else { spin };
         Self { spin, window: LONGEST, gap: None }
     }
 
-    /// Whether the last look found nothing.
+    /// Returns true if the last poll found nothing.
     pub(super) fn is_idle(&self) -> bool {
         self.gap.is_some()
     }
 
-    /// There is work again.
+    /// Notes that there was work at `now`, and adapts the time for polling.
     pub(super) fn worked(&mut self, now: Instant) {
         let Some((since, _)) = self.gap.take() else { return };
         let gap = now.saturating_duration_since(since);
         self.window = if gap <= WORTH { LONGEST } else { self.window / 2 };
     }
 
-    /// There was nothing to do.
+    /// Notes that a poll found nothing; returns the next action.
     pub(super) fn idle(&mut self, now: Instant) -> Idle {
         let window = match self.spin {
             Spin::Auto => self.window,
@@ -80,13 +80,14 @@ mod tests {
 
     const MICRO: Duration = Duration::from_micros(1);
 
-    /// How long it looks, in microseconds, in a gap that begins at `now`; at most 1000.
+    /// Returns the number of polls, one per microsecond, in a gap that begins at `now`; at most
+    /// 1000.
     fn looks(rest: &mut Rest, now: Instant) -> u32 {
         (0..1000).find(|i| rest.idle(now + *i * MICRO) == Idle::Sleep).unwrap_or(1000)
     }
 
     #[test]
-    fn looking_goes_on_while_it_pays_and_fades_where_it_does_not() {
+    fn auto_polling_time_halves_after_each_long_gap() {
         let mut rest = Rest::new(Spin::Auto, 2, 2);
         let now = Instant::now();
         assert_eq!(looks(&mut rest, now), 50);
@@ -101,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn where_processes_outnumber_cores_nobody_looks_unless_told_to() {
+    fn auto_never_polls_with_more_processes_than_cores() {
         let now = Instant::now();
         assert_eq!(looks(&mut Rest::new(Spin::Auto, 3, 2), now), 0);
         assert_eq!(looks(&mut Rest::new(Spin::Never, 1, 64), now), 0);
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_core_is_offered_now_and_then() {
+    fn core_is_yielded_every_16_polls() {
         let mut rest = Rest::new(Spin::For(Duration::MAX), 1, 1);
         let now = Instant::now();
         let offers = (0..160).filter(|_| rest.idle(now) == Idle::Yield).count();

@@ -1,6 +1,7 @@
-//! UCX's functions, each with a [`Result`]: no status is looked at twice, none is forgotten.
+//! UCX's functions with a [`Result`] instead of a status.
 //!
-//! As unsafe as the functions themselves: who calls answers for pointers and threads.
+//! They are as unsafe as the functions themselves: the caller is responsible for pointers and
+//! threads.
 
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::fmt;
@@ -10,7 +11,7 @@ use std::ptr::{NonNull, null, null_mut};
 use super::sys::{self, Functions, Status};
 use crate::transport::TransportError;
 
-/// A call of UCX's that failed.
+/// An error of a UCX function.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct UcxError {
     call: &'static str,
@@ -24,12 +25,12 @@ impl fmt::Display for UcxError {
 }
 
 impl UcxError {
-    /// `call` has failed with this status.
+    /// Creates the error of the UCX function `call`, which has returned `status`.
     pub(super) fn new(call: &'static str, status: Status) -> Self {
         Self { call, status }
     }
 
-    /// As a fault of this process, which was `doing` something.
+    /// Converts the error into a fault of this process during the action `doing`.
     pub(super) fn environment(&self, doing: impl Into<String>) -> TransportError {
         TransportError::Environment { doing: doing.into(), why: self.to_string() }
     }
@@ -37,14 +38,14 @@ impl UcxError {
 
 type Result<T> = std::result::Result<T, UcxError>;
 
-/// UCX's words for a status, with its number.
+/// Returns UCX's text for a status, with its number.
 pub(super) fn describe(status: Status) -> String {
     let Ok(library) = sys::library() else { return format!("status {}", status.0) };
-    // Unknown ones are written into one place for all threads.
+    // UCX writes texts of unknown values into one static buffer.
     static ONE_AT_A_TIME: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock();
-    // SAFETY: the function takes any number and returns a string that lives as long as the library,
-    // or, for unknown ones, until it is called again, which the lock prevents. It is copied here.
+    // SAFETY: the function takes any number. It returns a string that lives as long as the library;
+    // for unknown numbers, until the next call, which the lock prevents. The string is copied here.
     let words = unsafe {
         let words = (library.functions.ucs_status_string)(status);
         (!words.is_null()).then(|| CStr::from_ptr(words).to_string_lossy().into_owned())
@@ -55,7 +56,7 @@ pub(super) fn describe(status: Status) -> String {
 fn functions() -> &'static Functions {
     match sys::library() {
         Ok(library) => &library.functions,
-        // Every object of UCX's is made after the library was found.
+        // Every object of UCX is created after the library was loaded.
         Err(why) => unreachable!("UCX is used before it was loaded: {why}"),
     }
 }
@@ -64,11 +65,11 @@ fn check(call: &'static str, status: Status) -> Result<()> {
     if status == Status::OK { Ok(()) } else { Err(UcxError { call, status }) }
 }
 
-/// What became of an operation that was started.
+/// The state of an operation after its start.
 pub(super) enum Started {
-    /// Its callback will be told.
+    /// It is in progress; its callback will be called.
     UnderWay(NonNull<c_void>),
-    /// It is over, and its callback is not called.
+    /// It is over; its callback is not called.
     Over(Status),
 }
 
@@ -79,21 +80,21 @@ fn started(pointer: *mut c_void) -> Started {
     }
 }
 
-/// A context with active messages and wake-up, and these settings beside those of the user's
+/// Creates a context with active messages and wake-up, and these settings in addition to the user's
 /// variables.
 ///
 /// # Safety
 ///
-/// The library has been loaded. The context ends with [`cleanup`].
+/// The library has been loaded. The caller ends the context with [`cleanup`].
 pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result<NonNull<Context>> {
     let ucx = functions();
     let mut config = null_mut();
-    // SAFETY: with neither prefix nor file the variables `UCX_*` are read; `config` is this
-    // frame's.
+    // SAFETY: with neither prefix nor file, UCX reads the variables `UCX_*`. `config` is a local
+    // variable.
     check("ucp_config_read", unsafe { (ucx.ucp_config_read)(null(), null(), &mut config) })?;
     for (name, value) in settings {
         if let (Ok(name), Ok(value)) = (CString::new(*name), CString::new(*value)) {
-            // SAFETY: `config` was read above, and both are strings that outlive the call.
+            // SAFETY: `config` was read above, and both strings outlive the call.
             let status = unsafe { (ucx.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) };
             if status != Status::OK {
                 tracing::debug!(
@@ -105,7 +106,7 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
             }
         }
     }
-    // SAFETY: a structure of numbers and optional callbacks, for all of which zero is a value.
+    // SAFETY: the structure has numbers and optional callbacks; zero is valid for all of them.
     let mut params: sys::ucp_params = unsafe { zeroed() };
     params.field_mask = u64::from(sys::ucp_params_field::UCP_PARAM_FIELD_FEATURES.0)
         | u64::from(sys::ucp_params_field::UCP_PARAM_FIELD_ESTIMATED_NUM_EPS.0);
@@ -114,144 +115,153 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     params.estimated_num_eps = processes as ucx1_sys::size_t;
     let mut context = null_mut();
     let (major, minor) = sys::API;
-    // SAFETY: the fields named in the mask are set, and the structure is that of the version given.
+    // SAFETY: the fields in the mask are set, and the structure belongs to the version given.
     let status = unsafe { (ucx.ucp_init_version)(major, minor, &params, config, &mut context) };
-    // SAFETY: read above and not used any more.
+    // SAFETY: it was read above and is not used any more.
     unsafe { (ucx.ucp_config_release)(config) };
     check("ucp_init", status)?;
     made("ucp_init", context)
 }
 
-/// Whether UCX moves the memory of CUDA devices, as well as the host's.
+/// Returns true if UCX can move memory of CUDA devices, in addition to host memory.
 ///
 /// # Safety
 ///
 /// The context is alive.
 pub(super) unsafe fn context_moves_cuda(context: NonNull<Context>) -> Result<bool> {
-    // SAFETY: numbers and a text, for all of which zero is a value.
+    // SAFETY: the structure has numbers and a text; zero is valid for all of them.
     let mut found: sys::ucp_context_attr = unsafe { zeroed() };
     found.field_mask = u64::from(sys::ucp_context_attr_field::UCP_ATTR_FIELD_MEMORY_TYPES.0);
-    // SAFETY: the context lives by the caller's word; the field in the mask is one of the
-    // structure's.
+    // SAFETY: the caller guarantees that the context is alive; the field in the mask belongs to the
+    // structure.
     check("ucp_context_query", unsafe {
         (functions().ucp_context_query)(context.as_ptr(), &mut found)
     })?;
     Ok(found.memory_types & (1 << sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA as u32) != 0)
 }
 
-/// A context of UCX's; only pointers to it exist.
+/// UCX's context; used through pointers only.
 pub(super) type Context = ucx1_sys::ucp_context;
-/// A worker of UCX's; only pointers to it exist.
+/// UCX's worker; used through pointers only.
 pub(super) type Worker = ucx1_sys::ucp_worker;
-/// An endpoint of UCX's; only pointers to it exist.
+/// UCX's endpoint; used through pointers only.
 pub(super) type Endpoint = ucx1_sys::ucp_ep;
 
 fn made<T>(call: &'static str, pointer: *mut T) -> Result<NonNull<T>> {
     NonNull::new(pointer).ok_or(UcxError { call, status: Status(-3) })
 }
 
+/// Destroys a context.
+///
 /// # Safety
 ///
 /// All workers of the context are destroyed; it is not used again.
 pub(super) unsafe fn cleanup(context: NonNull<Context>) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_cleanup)(context.as_ptr()) }
 }
 
-/// A worker that one thread at a time uses, woken by all events.
+/// Creates a worker for use by one thread. All events wake it.
 ///
 /// # Safety
 ///
-/// The context is alive, and outlives the worker, which ends with [`worker_destroy`].
+/// The context is alive and outlives the worker. The caller ends the worker with
+/// [`worker_destroy`].
 pub(super) unsafe fn worker_create(context: NonNull<Context>) -> Result<NonNull<Worker>> {
-    // SAFETY: numbers, a mask of processors and an enumeration whose first value is zero.
+    // SAFETY: the structure has numbers, a mask of processors and an enumeration; zero is valid for
+    // all of them.
     let mut params: sys::ucp_worker_params = unsafe { zeroed() };
     params.field_mask =
         u64::from(sys::ucp_worker_params_field::UCP_WORKER_PARAM_FIELD_THREAD_MODE.0);
     params.thread_mode = sys::ucs_thread_mode_t::UCS_THREAD_MODE_SINGLE;
     let mut worker = null_mut();
-    // SAFETY: the context lives by the caller's word, and the field in the mask is set.
+    // SAFETY: the caller guarantees that the context is alive, and the field in the mask is set.
     let status = unsafe { (functions().ucp_worker_create)(context.as_ptr(), &params, &mut worker) };
     check("ucp_worker_create", status)?;
     made("ucp_worker_create", worker)
 }
 
+/// Destroys a worker.
+///
 /// # Safety
 ///
-/// The worker is not used again, by nobody.
+/// The worker is alive, and no thread uses it again.
 pub(super) unsafe fn worker_destroy(worker: NonNull<Worker>) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_worker_destroy)(worker.as_ptr()) }
 }
 
+/// Returns a copy of the worker's address.
+///
 /// # Safety
 ///
 /// The worker is alive.
 pub(super) unsafe fn worker_address(worker: NonNull<Worker>) -> Result<Vec<u8>> {
     let ucx = functions();
     let (mut address, mut bytes) = (null_mut(), 0);
-    // SAFETY: the worker lives by the caller's word, the results are this frame's.
+    // SAFETY: the caller guarantees that the worker is alive; the results go to local variables.
     let status = unsafe { (ucx.ucp_worker_get_address)(worker.as_ptr(), &mut address, &mut bytes) };
     check("ucp_worker_get_address", status)?;
-    // SAFETY: UCX has put so many bytes there, and keeps them until they are released.
+    // SAFETY: UCX has put `bytes` bytes there and keeps them until they are released.
     let copy = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), bytes) }.to_vec();
-    // SAFETY: it came from this worker, and is released once.
+    // SAFETY: the address came from this worker, and is released once.
     unsafe { (ucx.ucp_worker_release_address)(worker.as_ptr(), address) };
     Ok(copy)
 }
 
-/// The descriptor that becomes readable when an armed worker has something to do.
+/// Returns the descriptor that becomes readable when an armed worker has work.
 ///
 /// # Safety
 ///
-/// The worker is alive; the descriptor is its own, and ends with it.
+/// The worker is alive. The descriptor belongs to the worker and is closed with it.
 pub(super) unsafe fn worker_descriptor(worker: NonNull<Worker>) -> Result<c_int> {
     let mut descriptor = -1;
-    // SAFETY: the worker lives by the caller's word.
+    // SAFETY: the caller guarantees that the worker is alive.
     let status = unsafe { (functions().ucp_worker_get_efd)(worker.as_ptr(), &mut descriptor) };
     check("ucp_worker_get_efd", status).map(|()| descriptor)
 }
 
-/// Whether the worker is armed; where not, it has something to do first.
+/// Arms the worker. Returns false if it is not armed because it has work to do first.
 ///
 /// # Safety
 ///
 /// The worker is alive, and this is its thread.
 pub(super) unsafe fn worker_arm(worker: NonNull<Worker>) -> Result<bool> {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     match unsafe { (functions().ucp_worker_arm)(worker.as_ptr()) } {
         Status::BUSY => Ok(false),
         status => check("ucp_worker_arm", status).map(|()| true),
     }
 }
 
-/// Wakes whoever waits for the worker; from any thread.
+/// Wakes the thread that sleeps on the worker's descriptor. Any thread may call it.
 ///
 /// # Safety
 ///
 /// The worker is alive.
 pub(super) unsafe fn worker_signal(worker: NonNull<Worker>) -> Result<()> {
-    // SAFETY: the worker lives by the caller's word; UCX documents the call as safe from any
-    // thread.
+    // SAFETY: the caller guarantees that the worker is alive; UCX documents the call as safe from
+    // any thread.
     check("ucp_worker_signal", unsafe { (functions().ucp_worker_signal)(worker.as_ptr()) })
 }
 
-/// Whether that did anything.
+/// Lets UCX work once. Returns true if it did anything.
 ///
 /// # Safety
 ///
-/// The worker is alive, this is its thread, and no callback of UCX's is on the stack.
+/// The worker is alive, this is its thread, and no callback of UCX is on the stack.
 pub(super) unsafe fn worker_progress(worker: NonNull<Worker>) -> bool {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_worker_progress)(worker.as_ptr()) != 0 }
 }
 
-/// Messages of this number go to `callback`, whole, with the number as its argument.
+/// Registers `callback` for messages with this id. It gets whole messages, with the id as its
+/// argument.
 ///
 /// # Safety
 ///
-/// The worker is alive, and this is its thread. `callback` can be called whenever the worker is
-/// used.
+/// The worker is alive, and this is its thread. `callback` may be called during every call that
+/// uses the worker.
 pub(super) unsafe fn worker_on_message(
     worker: NonNull<Worker>,
     number: c_uint,
@@ -260,7 +270,8 @@ pub(super) unsafe fn worker_on_message(
     use sys::ucp_am_handler_param_field as field;
     /// `UCP_AM_FLAG_WHOLE_MSG`: no callback for parts of a message.
     const WHOLE: u32 = 1;
-    // SAFETY: numbers, pointers and an optional callback, for which zero is a value.
+    // SAFETY: the structure has numbers, pointers and an optional callback; zero is valid for all
+    // of them.
     let mut params: sys::ucp_am_handler_param = unsafe { zeroed() };
     params.field_mask = u64::from(
         field::UCP_AM_HANDLER_PARAM_FIELD_ID.0
@@ -271,11 +282,12 @@ pub(super) unsafe fn worker_on_message(
     params.id = number;
     params.flags = WHOLE;
     params.arg = number as usize as *mut c_void;
-    // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
+    // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
+    // length type.
     params.cb = Some(unsafe {
         std::mem::transmute::<sys::MessageCallback, MessageCallbackOfBindings>(callback)
     });
-    // SAFETY: the worker lives by the caller's word, the fields in the mask are set.
+    // SAFETY: the caller guarantees that the worker is alive; the fields in the mask are set.
     let status = unsafe { (functions().ucp_worker_set_am_recv_handler)(worker.as_ptr(), &params) };
     check("ucp_worker_set_am_recv_handler", status)
 }
@@ -295,13 +307,13 @@ type ReceiveCallbackOfBindings =
 type ErrorCallbackOfBindings =
     unsafe extern "C" fn(*mut c_void, sys::ucp_ep_h, ucx1_sys::ucs_status_t);
 
-/// An endpoint to the worker of that address, which ends every send when the peer fails and then
-/// calls `callback` with `argument`.
+/// Connects to the worker with this address. When the peer fails, UCX ends every send, then calls
+/// `callback` with `argument`.
 ///
 /// # Safety
 ///
-/// The worker is alive, and this is its thread; `address` is one that [`worker_address`] has given
-/// somewhere. `callback` can be called whenever the worker is used.
+/// The worker is alive, and this is its thread. `address` is a result of [`worker_address`] in some
+/// process. `callback` may be called during every call that uses the worker.
 pub(super) unsafe fn endpoint_create(
     worker: NonNull<Worker>,
     address: &[u8],
@@ -309,7 +321,8 @@ pub(super) unsafe fn endpoint_create(
     argument: usize,
 ) -> Result<NonNull<Endpoint>> {
     use sys::ucp_ep_params_field as field;
-    // SAFETY: numbers, pointers, optional callbacks and an enumeration whose first value is zero.
+    // SAFETY: the structure has numbers, pointers, optional callbacks and an enumeration; zero is
+    // valid for all of them.
     let mut params: sys::ucp_ep_params = unsafe { zeroed() };
     params.field_mask = u64::from(
         field::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS.0
@@ -318,25 +331,26 @@ pub(super) unsafe fn endpoint_create(
     );
     params.address = address.as_ptr().cast();
     params.err_mode = sys::ucp_err_handling_mode_t::UCP_ERR_HANDLING_MODE_PEER;
-    // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
+    // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
+    // length type.
     params.err_handler.cb = Some(unsafe {
         std::mem::transmute::<sys::ErrorCallback, ErrorCallbackOfBindings>(callback)
     });
     params.err_handler.arg = argument as *mut c_void;
     let mut endpoint = null_mut();
-    // SAFETY: the worker lives by the caller's word, the address outlives the call, the fields in
-    // the mask are set.
+    // SAFETY: the caller guarantees that the worker is alive. The address outlives the call, and
+    // the fields in the mask are set.
     let status = unsafe { (functions().ucp_ep_create)(worker.as_ptr(), &params, &mut endpoint) };
     check("ucp_ep_create", status)?;
     made("ucp_ep_create", endpoint)
 }
 
-/// Closes an endpoint, at once or after what was sent has left.
+/// Closes an endpoint: at once, or after everything sent has left. A request that it returns is to
+/// be freed with [`request_free`].
 ///
 /// # Safety
 ///
-/// The endpoint is alive, and this is its worker's thread. It is not used again. A request is freed
-/// with [`request_free`].
+/// The endpoint is alive and is not used again. This is its worker's thread.
 pub(super) unsafe fn endpoint_close(endpoint: NonNull<Endpoint>, at_once: bool) -> Started {
     /// `UCP_EP_CLOSE_FLAG_FORCE`.
     const FORCE: u32 = 1;
@@ -344,37 +358,38 @@ pub(super) unsafe fn endpoint_close(endpoint: NonNull<Endpoint>, at_once: bool) 
     let mut params: sys::ucp_request_param_t = unsafe { zeroed() };
     params.op_attr_mask = sys::ucp_op_attr_t::UCP_OP_ATTR_FIELD_FLAGS as u32;
     params.flags = if at_once { FORCE } else { 0 };
-    // SAFETY: the caller's word; the field in the mask is set.
+    // SAFETY: guaranteed by the caller; the field in the mask is set.
     started(unsafe { (functions().ucp_ep_close_nbx)(endpoint.as_ptr(), &params) })
 }
 
-/// How a message is sent.
+/// The protocol for a message.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Way {
-    /// With its bytes, which the receiver has to copy.
+    /// The bytes go with the message; the receiver copies them.
     Eager,
-    /// The receiver fetches the bytes from where they lie, when it has a place for them.
+    /// The receiver fetches the bytes from the sender's memory, once it has a buffer for them.
     Rendezvous,
 }
 
-/// Where the bytes of an operation are.
+/// The memory of an operation.
 #[derive(Clone, Copy)]
 pub(super) struct Bytes {
     pub(super) start: *mut c_void,
     pub(super) bytes: usize,
-    /// Whether in the memory of a CUDA device; else in the host's.
+    /// True for memory of a CUDA device, false for host memory.
     pub(super) cuda: bool,
 }
 
 fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
     use sys::ucp_op_attr_t as field;
-    // SAFETY: numbers, pointers, unions of pointers and an enumeration whose first value is zero.
+    // SAFETY: the structure has numbers, pointers, unions of pointers and an enumeration; zero is
+    // valid for all of them.
     let mut params: sys::ucp_request_param_t = unsafe { zeroed() };
     params.op_attr_mask = field::UCP_OP_ATTR_FIELD_CALLBACK as u32
         | field::UCP_OP_ATTR_FIELD_USER_DATA as u32
         | field::UCP_OP_ATTR_FIELD_MEMORY_TYPE as u32;
     params.user_data = number as *mut c_void;
-    // Said, as UCX's own guess can be wrong.
+    // Set explicitly, because UCX's own guess can be wrong.
     params.memory_type = match bytes.cuda {
         false => sys::ucs_memory_type::UCS_MEMORY_TYPE_HOST,
         true => sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA,
@@ -382,12 +397,12 @@ fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
     params
 }
 
-/// Sends a message; `callback` hears of its end with `number`.
+/// Sends a message. At its end UCX calls `callback` with `number`.
 ///
 /// # Safety
 ///
-/// The endpoint is alive, and this is its worker's thread. Header and payload are where they are
-/// said to be, and stay there, unchanged, until the callback was called or this has returned
+/// The endpoint is alive, and this is its worker's thread. `payload` describes valid memory. Header
+/// and payload stay in place, unchanged, until the callback was called or this has returned
 /// [`Started::Over`].
 pub(super) unsafe fn message_send(
     endpoint: NonNull<Endpoint>,
@@ -404,11 +419,12 @@ pub(super) unsafe fn message_send(
         Way::Eager => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_EAGER.0,
         Way::Rendezvous => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_RNDV.0,
     };
-    // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
+    // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
+    // length type.
     params.cb.send =
         Some(unsafe { std::mem::transmute::<sys::SendCallback, SendCallbackOfBindings>(callback) });
-    // SAFETY: the caller's word; the fields in the mask are set, and without a data type bytes are
-    // counted.
+    // SAFETY: guaranteed by the caller; the fields in the mask are set. Without a data type, the
+    // length is in bytes.
     started(unsafe {
         (functions().ucp_am_send_nbx)(
             endpoint.as_ptr(),
@@ -422,14 +438,14 @@ pub(super) unsafe fn message_send(
     })
 }
 
-/// Fetches the bytes that a descriptor speaks of; `callback` hears of the end with `number`.
+/// Fetches the bytes that a descriptor stands for. At the end UCX calls `callback` with `number`.
 ///
 /// # Safety
 ///
-/// The worker is alive, and this is its thread. The descriptor came with a message of this
-/// worker's, was kept, and is not used again. `into` is where it is said to be and stays there,
-/// used by nobody, until the callback was called or this has returned [`Started::Over`]; it is as
-/// long as the message said.
+/// The worker is alive, and this is its thread. The descriptor came with a message of this worker,
+/// was kept, and is not used again. `into` describes valid memory of the length of the message. It
+/// stays in place, used by nobody else, until the callback was called or this has returned
+/// [`Started::Over`].
 pub(super) unsafe fn message_fetch(
     worker: NonNull<Worker>,
     descriptor: NonNull<c_void>,
@@ -438,11 +454,12 @@ pub(super) unsafe fn message_fetch(
     number: usize,
 ) -> Started {
     let mut params = operation(number, into);
-    // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
+    // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
+    // length type.
     params.cb.recv_am = Some(unsafe {
         std::mem::transmute::<sys::ReceiveCallback, ReceiveCallbackOfBindings>(callback)
     });
-    // SAFETY: the caller's word; the fields in the mask are set.
+    // SAFETY: guaranteed by the caller; the fields in the mask are set.
     started(unsafe {
         (functions().ucp_am_recv_data_nbx)(
             worker.as_ptr(),
@@ -454,73 +471,75 @@ pub(super) unsafe fn message_fetch(
     })
 }
 
-/// Gives up the bytes that a descriptor speaks of.
+/// Discards the bytes that a descriptor stands for.
 ///
 /// # Safety
 ///
-/// As for [`message_fetch`].
+/// For worker and descriptor, the conditions of [`message_fetch`] hold.
 pub(super) unsafe fn message_discard(worker: NonNull<Worker>, descriptor: NonNull<c_void>) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_am_data_release)(worker.as_ptr(), descriptor.as_ptr()) }
 }
 
-/// How a request stands.
+/// Returns the status of a request.
 ///
 /// # Safety
 ///
-/// The request is UCX's, and was not freed.
+/// The request came from UCX and has not been freed.
 pub(super) unsafe fn request_status(request: NonNull<c_void>) -> Status {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_request_check_status)(request.as_ptr()) }
 }
 
+/// Frees a request. Its callback may still be called.
+///
 /// # Safety
 ///
-/// The request is UCX's, and is not used again. Its callback may still be called.
+/// The request came from UCX and is not used again.
 pub(super) unsafe fn request_free(request: NonNull<c_void>) {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_request_free)(request.as_ptr()) }
 }
 
-/// What UCX says of a context.
+/// Returns UCX's description of a context.
 ///
 /// # Safety
 ///
-/// The context is alive, and used by no other thread meanwhile.
+/// The context is alive, and no other thread uses it during the call.
 pub(super) unsafe fn context_info(context: NonNull<Context>) -> String {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     printed(|file| unsafe { (functions().ucp_context_print_info)(context.as_ptr(), file) })
 }
 
-/// What UCX says of an endpoint: which transports carry what.
+/// Returns UCX's description of an endpoint, with its transports.
 ///
 /// # Safety
 ///
 /// The endpoint is alive, and this is its worker's thread.
 pub(super) unsafe fn endpoint_info(endpoint: NonNull<Endpoint>) -> String {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     printed(|file| unsafe { (functions().ucp_ep_print_info)(endpoint.as_ptr(), file) })
 }
 
-/// What is printed to a stream of C's.
+/// Returns the text that `print` writes to a C stream; empty if no stream can be opened.
 fn printed(print: impl FnOnce(*mut libc::FILE)) -> String {
     let (mut text, mut bytes) = (null_mut(), 0);
-    // SAFETY: both are this frame's and outlive the stream, which is closed below.
+    // SAFETY: both are local variables and outlive the stream, which is closed below.
     let file = unsafe { libc::open_memstream(&mut text, &mut bytes) };
     if file.is_null() {
         return String::new();
     }
     print(file);
-    // SAFETY: the stream is open, and not used again. Closing it puts what was printed, and its
-    // length, into the two variables.
+    // SAFETY: the stream is open and not used again. Closing it stores the text and its length in
+    // the two variables.
     unsafe { libc::fclose(file) };
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: the stream has left a buffer of so many bytes there.
+    // SAFETY: the stream has left a buffer of `bytes` bytes there.
     let words = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), bytes) };
     let words = String::from_utf8_lossy(words).into_owned();
-    // SAFETY: the buffer is the caller's to free, with C's allocator.
+    // SAFETY: the caller must free the buffer, with C's allocator.
     unsafe { libc::free(text.cast()) };
     words
 }

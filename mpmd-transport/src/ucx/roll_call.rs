@@ -1,10 +1,10 @@
-//! Who is still in reach once a peer has died.
+//! Checks after the death of a peer that all other peers can still be heard.
 //!
-//! Processes of one host write into one queue of the receiver's memory, each into the next free
-//! place. Who is killed after it has taken a place and before it has said that the place is filled
-//! leaves a gap that the receiver never gets beyond: from then on it hears of nobody. UCX does not
-//! notice. So after a death everybody is asked for an answer, and who does not give one in time is
-//! out of reach, which is said like a death.
+//! Processes of one host write into one queue in the receiver's memory, each into the next free
+//! place. A process can be killed after it has taken a place and before it has marked the place as
+//! filled. The receiver never gets past that gap: from then on it hears nobody. UCX does not notice
+//! this. So after a death the engine sends a ping to every peer. A peer that does not answer in
+//! time is treated as dead.
 
 use std::time::{Duration, Instant};
 
@@ -14,17 +14,17 @@ use super::traffic::prefix;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
-/// How long a peer may take to answer: an engine that gets a core now and then is far quicker.
+/// Time that a peer has to answer. Even an engine that seldom gets a core answers far sooner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// Answers are awaited.
+/// A roll call in progress.
 pub(super) struct RollCall {
     dead: ProcessId,
     until: Instant,
 }
 
 impl Engine {
-    /// Asks everybody for an answer, because this peer has died.
+    /// Sends a ping to every connected peer, because the peer `dead` has died.
     pub(super) fn begin_roll_call(&mut self, dead: ProcessId) {
         for to in (0..self.peers.len() as u32).map(ProcessId) {
             let peer = &mut self.peers[to.index()];
@@ -37,7 +37,7 @@ impl Engine {
         self.roll_call = Some(RollCall { dead, until: Instant::now() + ANSWER_WITHIN });
     }
 
-    /// A peer asks for an answer.
+    /// Answers a ping of the peer `to`.
     pub(super) fn answer_roll_call(&mut self, to: ProcessId) {
         let peer = &self.peers[to.index()];
         if peer.down.is_none() {
@@ -46,7 +46,8 @@ impl Engine {
         }
     }
 
-    /// Looks whether all have answered, or had their time.
+    /// Ends the roll call once all peers have answered or the time is over. Shuts out the silent
+    /// peers.
     pub(super) fn call_the_roll(&mut self) {
         let Some(RollCall { dead, until }) = &self.roll_call else { return };
         let (dead, until) = (*dead, *until);

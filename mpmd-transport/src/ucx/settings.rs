@@ -1,40 +1,41 @@
-//! Settings of UCX's that this transport needs other than they are by default.
+//! Settings of UCX for which this transport needs other values than the defaults.
 //!
-//! Each is set only where the user has not set it: variables `UCX_*` go before.
+//! A setting that the user has made, by a variable `UCX_*`, is never changed.
 
-/// A setting, by the name that the library's configuration has for it.
+/// A setting, by its name in the library's configuration.
 struct Setting {
     key: &'static str,
     value: &'static str,
-    /// The variables by which a user would set it.
+    /// The variables by which a user would make this setting.
     variables: &'static [&'static str],
 }
 
-/// A dead peer is noticed in seconds and not in minutes.
+/// UCX notices a dead peer in seconds instead of minutes.
 const KEEPALIVE: Setting =
     Setting { key: "KEEPALIVE_INTERVAL", value: "2s", variables: &["UCX_KEEPALIVE_INTERVAL"] };
 
-/// Shared memory by default says that it cannot detect failures, and is then left out without a
-/// word.
+/// By default UCX's shared memory says that it cannot detect failures. UCX then leaves it out
+/// silently.
 const POSIX: Setting =
     Setting { key: "POSIX_ERROR_HANDLING", value: "y", variables: &["UCX_POSIX_ERROR_HANDLING"] };
 const SYSV: Setting =
     Setting { key: "SYSV_ERROR_HANDLING", value: "y", variables: &["UCX_SYSV_ERROR_HANDLING"] };
-/// Before 1.17 settings of transports go by the prefix of their common table, so that this is for
-/// both.
+/// Before UCX 1.17, the settings of both shared memory transports go by the prefix of their common
+/// table. This one setting is for both.
 const SHARED_MEMORY: Setting = Setting {
     key: "MM_ERROR_HANDLING",
     value: "y",
     variables: &["UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"],
 };
 
-/// What to set for a library of this version, with the variables that are set.
+/// Returns the settings to make for a library of this version. `variable` looks up an environment
+/// variable.
 pub(super) fn unless_set(
     version: (u32, u32, u32),
     variable: impl Fn(&str) -> Option<String>,
 ) -> Vec<(&'static str, &'static str)> {
     let shared_memory: &[Setting] = match variable("UCX_TLS") {
-        // UCX warns of settings that nothing uses.
+        // UCX warns about settings that nothing uses.
         Some(transports) if !names_shared_memory(&transports) => &[],
         _ if version < (1, 17, 0) => &[SHARED_MEMORY],
         _ => &[POSIX, SYSV],
@@ -45,8 +46,8 @@ pub(super) fn unless_set(
     free.map(|setting| (setting.key, setting.value)).collect()
 }
 
-/// Whether a value of `UCX_TLS` lets shared memory in: by one of its names, or by naming what is
-/// left out.
+/// Returns true if a value of `UCX_TLS` allows shared memory: by one of its names, or by a list of
+/// excluded transports.
 fn names_shared_memory(transports: &str) -> bool {
     const NAMES: [&str; 6] = ["all", "mm", "posix", "shm", "sm", "sysv"];
     transports.starts_with('^') || transports.split(',').any(|name| NAMES.contains(&name.trim()))
@@ -57,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_user_goes_before() {
+    fn settings_of_the_user_are_not_changed() {
         let names = |version, set: &[&str]| {
             let settings =
                 unless_set(version, |variable| set.contains(&variable).then(|| "all".to_owned()));
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn where_shared_memory_is_left_out_nothing_is_set_for_it() {
+    fn excluded_shared_memory_gets_no_settings() {
         let count = |transports: &str| {
             unless_set((1, 22, 0), |variable| {
                 (variable == "UCX_TLS").then(|| transports.to_owned())

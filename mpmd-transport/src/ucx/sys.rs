@@ -1,11 +1,11 @@
-//! What UCX's library offers, as it is in C: its types, the functions used here, and where it is
-//! found.
+//! The C interface of UCX's library: types, the functions used here, and the search for the
+//! library.
 //!
 //! The types come from `ucx1-sys`, with one exception. In C `ucs_status_t` is an enumeration in a
-//! byte, and libraries newer than those bindings may return values that they do not know; as a Rust
-//! enumeration that would be undefined behaviour. So it is a number here, [`Status`], and the
+//! byte, and libraries newer than those bindings may return values that they do not know. As a Rust
+//! enumeration that would be undefined behaviour. So here it is a number, [`Status`], and the
 //! functions are declared anew with it. They are looked up at run time: a program built with UCX
-//! runs where there is none.
+//! also runs on machines without it.
 
 use std::env;
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -22,15 +22,15 @@ pub(super) use ucx1_sys::{
     ucp_worker_h, ucp_worker_params, ucp_worker_params_field, ucs_memory_type, ucs_thread_mode_t,
 };
 
-/// The version of UCX's interface that the types above are of. A library with another first number,
-/// or an older one, is refused.
+/// The version of UCX's interface that the types above belong to. An older library, or one with
+/// another major version, is refused.
 pub(super) const API: (c_uint, c_uint) = (1, 12);
 
-/// A variable that names the library's file, for where none of the usual places has the right one.
+/// Variable for the path of the library's file, if the usual places do not have the right one.
 const LIBRARY_VARIABLE: &str = "MPMD_UCX_LIBRARY";
 const LIBRARY: &str = "libucp.so.0";
 
-/// What UCX says of a call: 0 for done, 1 for under way, below 0 for an error.
+/// A status of UCX: 0 for done, 1 for in progress, below 0 for an error.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(transparent)]
 pub(super) struct Status(pub(super) i8);
@@ -41,9 +41,9 @@ impl Status {
     pub(super) const BUSY: Self = Self(-15);
     pub(super) const CANCELLED: Self = Self(-16);
 
-    /// The status that a pointer from UCX stands for; `None` for a request.
+    /// Returns the status that a pointer from UCX encodes, or `None` for a pointer to a request.
     ///
-    /// Null is success, the last 100 addresses are errors (`UCS_PTR_IS_ERR` in
+    /// Null is success, and the last 100 addresses are errors (`UCS_PTR_IS_ERR` in
     /// `ucs/type/status.h`).
     pub(super) fn of_pointer(pointer: *mut c_void) -> Option<Self> {
         let value = pointer as isize;
@@ -55,12 +55,12 @@ impl Status {
     }
 }
 
-/// Told of the end of a send.
+/// Called at the end of a send.
 pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, Status, *mut c_void);
-/// Told of the end of a fetch, with the bytes fetched.
+/// Called at the end of a fetch, with the number of bytes fetched.
 pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, Status, usize, *mut c_void);
-/// Told of a message: argument, header and its length, data or descriptor and its length,
-/// parameters.
+/// Called when a message arrives. Arguments: user argument, header and its length, data or
+/// descriptor and its length, parameters.
 pub(super) type MessageCallback = unsafe extern "C" fn(
     *mut c_void,
     *const c_void,
@@ -69,12 +69,12 @@ pub(super) type MessageCallback = unsafe extern "C" fn(
     usize,
     *const ucp_am_recv_param_t,
 ) -> Status;
-/// Told of the failure of an endpoint.
+/// Called when an endpoint has failed.
 pub(super) type ErrorCallback = unsafe extern "C" fn(*mut c_void, ucp_ep_h, Status);
 
 macro_rules! functions {
     ($(fn $name:ident($($argument:ty),* $(,)?) $(-> $result:ty)?;)*) => {
-        /// UCX's functions, each as its header declares it.
+        /// UCX's functions, as its header declares them.
         #[allow(missing_docs, reason = "UCX's own documentation has them")]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
@@ -129,24 +129,24 @@ functions! {
     fn ucp_request_free(*mut c_void);
 }
 
-/// The library, loaded once and for good.
+/// The loaded library, which is never unloaded.
 pub(super) struct Library {
     pub(super) functions: Functions,
     pub(super) version: (c_uint, c_uint, c_uint),
     pub(super) path: PathBuf,
-    // Never unloaded: UCX leaves handlers and threads behind that live in it.
+    // Never unloaded: UCX leaves handlers and threads behind that use its code.
     _library: libloading::Library,
 }
 
-/// The library of this process, or why there is none.
+/// Returns the library, which the first call loads, or the reason why there is none.
 pub(super) fn library() -> Result<&'static Library, &'static str> {
     static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
     LOADED.get_or_init(Library::load).as_ref().map_err(String::as_str)
 }
 
 impl Library {
-    /// Looks where the variable says, where the system's loader looks, and beside the program,
-    /// where the build has left its own copy.
+    /// Loads the library from the path in the variable. Without the variable, asks the system's
+    /// loader, then looks at the build's own copies beside the program.
     fn load() -> Result<Self, String> {
         let mut tried = Vec::new();
         let named =
@@ -161,7 +161,7 @@ impl Library {
             }
         };
         for place in places {
-            // SAFETY: loading runs the initialisers of UCX's libraries, which read variables and
+            // SAFETY: loading runs the initialisers of UCX's libraries. They read variables and
             // install handlers, and touch nothing of this program.
             match unsafe { libloading::Library::new(&place) } {
                 Ok(library) => return Self::of(library, &place),
@@ -179,7 +179,8 @@ impl Library {
         let functions =
             Functions::of(&library).map_err(|error| format!("{}: {error}", place.display()))?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
-        // SAFETY: the function writes three numbers to the places given, which are this frame's.
+        // SAFETY: the function writes three numbers through the pointers, which point to local
+        // variables.
         unsafe { (functions.ucp_get_version)(&mut major, &mut minor, &mut patch) };
         let path = mapped(LIBRARY).unwrap_or_else(|| place.to_owned());
         if major != API.0 || minor < API.1 {
@@ -204,15 +205,16 @@ impl Library {
         Ok(Self { functions, version: (major, minor, patch), path, _library: library })
     }
 
-    /// The version as `1.12.1`.
+    /// Returns the version in the form `1.12.1`.
     pub(super) fn version(&self) -> String {
         let (major, minor, patch) = self.version;
         format!("{major}.{minor}.{patch}")
     }
 }
 
-/// Returns the copies that builds of this program have left, where cargo puts them; the newest
-/// first. Those that others can have put there are refused, and the second list says why.
+/// Returns the copies that cargo builds of this program have left, the newest first. The second
+/// list gives the refused copies: those that another user could have put there, each with the
+/// reason.
 fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
     let folders = program.ancestors().skip(1).take(2).map(|folder| folder.join("build"));
     let mut found: Vec<_> = folders
@@ -237,8 +239,8 @@ fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
     (trusted, refused)
 }
 
-/// Resolves the links in a file's path. Returns an error where another user could have put the
-/// file, one that it loads from its folder, or a folder above it in place.
+/// Resolves the links in a file's path. Returns an error if another user could have replaced the
+/// file, a file that it loads from its folder, or a folder above it.
 fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
     let file = file.canonicalize().map_err(|error| error.to_string())?;
     let own = geteuid().as_raw();
@@ -248,7 +250,7 @@ fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
         if data.uid() != 0 && data.uid() != own {
             return Err(format!("{} belongs to user {}", path.display(), data.uid()));
         }
-        // In a folder like /tmp only the owner of an entry can put another in its place.
+        // In a sticky folder such as /tmp, only the owner of an entry can replace it.
         let keeps_entries = height > 1 && data.mode() & STICKY != 0;
         if data.mode() & WRITABLE_BY_OTHERS != 0 && !keeps_entries {
             return Err(format!("{} can be written by others than its owner", path.display()));
@@ -257,11 +259,11 @@ fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
     Ok(file)
 }
 
-/// The mode's bits by which the group and all others may write.
+/// The mode bits for writing by the group and by all others.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// The file of this name that is mapped into this process.
+/// Returns the path of the file with this name that is mapped into this process.
 fn mapped(name: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let stem = name.split(".so").next()?.to_owned() + ".so";
@@ -276,10 +278,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pointers_are_told_apart_from_statuses() {
+    fn status_of_pointer_is_none_for_requests_only() {
         assert_eq!(Status::of_pointer(std::ptr::null_mut()), Some(Status::OK));
         assert_eq!(Status::of_pointer(-25isize as *mut c_void), Some(Status(-25)));
-        // One that no binding knows is an error like others.
+        // A value that the bindings do not know is an error like the others.
         assert_eq!(Status::of_pointer(-99isize as *mut c_void), Some(Status(-99)));
         assert_eq!(Status::of_pointer(-101isize as *mut c_void), None);
         assert_eq!(Status::of_pointer(0x1000 as *mut c_void), None);
@@ -290,7 +292,7 @@ mod tests {
         use std::fs::{Permissions, create_dir_all, set_permissions, write};
         use std::os::unix::fs::{PermissionsExt, chown};
 
-        // Under the system's folder for all, which is sticky.
+        // In the system's temporary folder, which is sticky.
         let name = format!("mpmd-ucx-{}", std::process::id());
         let home = env::temp_dir().join(name);
         let folder = home.join("build/ucx1-sys-1/out/lib");
@@ -313,7 +315,7 @@ mod tests {
                 mode(path, 0o755);
             }
         }
-        // A library that this one loads could be added there.
+        // Another user could add a library there that this one loads.
         mode(&folder, 0o1777);
         wrong.push((folder.clone(), "can be written by others", found()));
         mode(&folder, 0o755);

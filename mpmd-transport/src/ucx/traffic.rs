@@ -1,4 +1,4 @@
-//! Messages to and from peers, and what becomes of them when a peer goes.
+//! Sends and receives messages, and ends the operations with a peer that is gone.
 
 use std::sync::Arc;
 
@@ -10,21 +10,21 @@ use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
-/// Data from this size up waits with its sender until the receiver has a place for it. Less is
-/// worth no round trip.
+/// Data payloads of at least this many bytes stay with the sender until the receiver fetches them.
+/// For smaller ones a round trip does not pay.
 const RENDEZVOUS_BYTES: usize = 8 << 10;
 
-/// Sender and pass, before the header.
+/// Bytes of the sender's id and the pass, in front of the header.
 pub(super) const PREFIX_BYTES: usize = 8;
 
-/// What an operation of UCX's is for.
+/// The purpose of an operation of UCX.
 pub(super) enum Operation {
     Send { to: ProcessId, ticket: Option<Ticket> },
     Fetch { from: ProcessId, then: Option<FetchDone> },
 }
 
 impl Operation {
-    /// Who waits for this fetch, if it is one and somebody does.
+    /// Takes the callback of a fetch; `None` for a send, or if it was taken before.
     pub(super) fn take_fetch(&mut self) -> Option<FetchDone> {
         match self {
             Self::Fetch { then, .. } => then.take(),
@@ -33,7 +33,7 @@ impl Operation {
     }
 }
 
-/// Something for the handler.
+/// A call to the handler.
 pub(super) enum Said {
     Arrived(ProcessId, Header, Payload),
     Done(Ticket, Result<(), TransportError>),
@@ -92,7 +92,7 @@ impl Engine {
         self.send(to, id::MESSAGE, &bytes, payload, way, Some(ticket));
     }
 
-    /// Sends something to a peer that is not known to be gone.
+    /// Sends a message. The caller has checked that the peer is not known to be gone.
     pub(super) fn send(
         &mut self,
         to: ProcessId,
@@ -116,7 +116,7 @@ impl Engine {
         }
     }
 
-    /// A message came, by whatever number but a hello's.
+    /// Handles a message with any id but a hello's.
     pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: Body) {
         let from = self.sender(header);
         if let (Some(from), id::MESSAGE) = (from, id) {
@@ -134,11 +134,11 @@ impl Engine {
                     self.worker.is_done_with(endpoint);
                 }
             }
-            _ => tracing::warn!("a message of a stranger was thrown away by UCX's engine"),
+            _ => tracing::warn!("UCX's engine discarded a message of an unknown sender"),
         }
     }
 
-    /// Whose message it is, if of one of ours.
+    /// Returns the sender of a message, or `None` if it is not from a connected peer with its pass.
     fn sender(&self, header: &[u8]) -> Option<ProcessId> {
         let from = u32::from_le_bytes(header.get(..4)?.try_into().ok()?);
         let pass = u32::from_le_bytes(header.get(4..PREFIX_BYTES)?.try_into().ok()?);
@@ -228,7 +228,7 @@ impl Engine {
         }
     }
 
-    /// UCX is done with an operation.
+    /// Handles the end of an operation that UCX has reported.
     pub(super) fn ended(&mut self, op: OpId, result: Result<(), UcxError>, held: Held) {
         let Some(operation) = self.operations.get_mut(op.index()).and_then(Option::take) else {
             return;
@@ -236,7 +236,7 @@ impl Engine {
         match operation {
             Operation::Send { to, ticket } => {
                 self.peers[to.index()].sending -= 1;
-                // The payload is let go before that is said.
+                // The payload is dropped before the handler hears of the end.
                 drop(held);
                 if let Err(error) = &result {
                     self.lost(to, &error.to_string());
@@ -257,7 +257,7 @@ impl Engine {
                         then(Err(gone));
                         self.lost(from, &error.to_string());
                     }
-                    // A fetch that ended well has its buffer.
+                    // Cannot happen: a successful fetch returns its buffer.
                     (Ok(()), _) => then(Err(TransportError::Closed)),
                 }
             }
@@ -271,8 +271,8 @@ impl Engine {
         }
     }
 
-    /// Has no more to do with a peer that may well live, and tells it so as far as that is possible
-    /// at once.
+    /// Treats a peer as gone that may be alive. Sends it a goodbye without waiting for it to
+    /// arrive.
     pub(super) fn shut_out(&mut self, peer: ProcessId, why: TransportError) {
         if self.peers[peer.index()].down.is_none() {
             let header = prefix(self.me, self.peers[peer.index()].pass);
@@ -281,7 +281,7 @@ impl Engine {
         self.down(peer, why, true);
     }
 
-    /// UCX has lost a peer: it is dead, or out of reach.
+    /// Handles a peer that UCX has lost: it is dead, or cannot be reached.
     pub(super) fn lost(&mut self, peer: ProcessId, why: &str) {
         if let Some(endpoint) = self.peers[peer.index()].endpoint {
             self.worker.is_done_with(endpoint);
@@ -289,7 +289,7 @@ impl Engine {
         self.down(peer, TransportError::PeerGone { peer, why: format!("UCX says {why}") }, true);
     }
 
-    /// A peer is gone: ends everything with it, then says so.
+    /// Marks a peer as gone: fails all operations with it, then tells the handler.
     pub(super) fn down(&mut self, peer: ProcessId, why: TransportError, by_force: bool) {
         let state = &mut self.peers[peer.index()];
         let endpoint = state.endpoint;
@@ -315,8 +315,8 @@ impl Engine {
         }
     }
 
-    /// Tells everybody who waits for operations with such peers that they have failed. Their memory
-    /// stays with UCX until it has ended them too.
+    /// Fails all operations with the peers for which `of` is true. UCX keeps their memory until it
+    /// has ended them too.
     pub(super) fn end_operations(
         &mut self,
         of: impl Fn(ProcessId) -> bool,
@@ -339,7 +339,7 @@ impl Engine {
     }
 }
 
-/// Sender and pass, with which every message but a hello begins.
+/// Returns the sender's id and the pass: the first bytes of every message but a hello.
 pub(super) fn prefix(me: ProcessId, pass: Option<u32>) -> [u8; PREFIX_BYTES] {
     let mut bytes = [0; PREFIX_BYTES];
     bytes[..4].copy_from_slice(&me.0.to_le_bytes());
@@ -347,7 +347,7 @@ pub(super) fn prefix(me: ProcessId, pass: Option<u32>) -> [u8; PREFIX_BYTES] {
     bytes
 }
 
-/// `peer` is gone, for this reason.
+/// Returns the error for an operation with `peer`, which is gone for the reason `why`.
 fn gone(peer: ProcessId, why: &TransportError) -> TransportError {
     match why {
         TransportError::PeerGone { .. } => why.clone(),

@@ -8,7 +8,7 @@ use crate::cluster::{Cluster, Kind, id, is_gone};
 use crate::recorder::Manner;
 
 const MIB: usize = 1 << 20;
-/// More than any socket takes by itself.
+/// More bytes than any socket buffers by itself.
 const LARGE: usize = 64 * MIB;
 
 pub(crate) fn payloads_of_every_size_arrive_intact(kind: Kind) {
@@ -21,7 +21,7 @@ pub(crate) fn payloads_of_every_size_arrive_intact(kind: Kind) {
     for bytes in bulk {
         cluster.post(1, 0, MessageKind::Data, bytes);
     }
-    // A grant speaks of bytes that it does not carry.
+    // A grant announces bytes that it does not carry.
     cluster.post(0, 1, MessageKind::Grant, LARGE);
     let arrived = cluster.recorders[1].wait_complete(control.len() + 1);
     assert!(arrived.iter().all(|message| message.from == id(0)));
@@ -35,7 +35,7 @@ pub(crate) fn payloads_of_every_size_arrive_intact(kind: Kind) {
 pub(crate) fn payloads_above_four_gib_are_announced_without_taking_memory(kind: Kind) {
     const BYTES: u64 = 5 << 30;
     let mut cluster = Cluster::new(kind, 2, Manner::Hold);
-    // Pages nobody writes are not there: this costs address space alone.
+    // Pages that are never written are not committed: this costs address space only.
     let pool = Pool::new("huge", None);
     let payload = match pool.allocate(BYTES as usize) {
         Ok(payload) => payload.freeze(),
@@ -136,7 +136,7 @@ pub(crate) fn a_dead_sender_ends_its_payloads(kind: Kind) {
     cluster.recorders[1].release();
     let saved = usize::from(kind.lends());
     if kind.lends() {
-        // The memory is where it was.
+        // The lent memory stays readable.
         cluster.recorders[1].wait_complete(saved);
     } else {
         let lost =
@@ -222,10 +222,10 @@ pub(crate) fn what_is_posted_before_peers_start_is_kept(kind: Kind) {
     cluster.post(0, 1, MessageKind::Eager, 100);
     cluster.post(0, 1, MessageKind::Data, 100);
     let large = cluster.post(0, 1, MessageKind::Data, LARGE);
-    // Nobody listens at either end of this one yet.
+    // Neither end has a handler for this one yet.
     cluster.post(1, 0, MessageKind::Eager, 7);
     cluster.recorders[0].wait_complete(1);
-    // What is handed over has left once it is said where it is.
+    // A zero-copy payload counts as sent once its place was announced.
     let has_left = cluster.transport(0).hands_over(id(1));
     assert!(has_left || cluster.recorders[0].read(|seen| !seen.done.contains_key(&large)));
     assert!(cluster.recorders[1].read(|seen| seen.log.is_empty()), "heard before it was started");
@@ -261,21 +261,21 @@ pub(crate) fn shutdown_sends_what_was_posted(kind: Kind) {
     let payload = SharedBuffer::from(vec![1]);
     let header = Header { bytes: 1, ..Header::new(MessageKind::Eager) };
     cluster.transport(0).post(id(1), header, Some(payload.clone()), Ticket(u64::MAX));
-    assert!(payload.into_owned().is_ok(), "what is posted after shutdown is dropped");
+    assert!(payload.into_owned().is_ok(), "a payload posted after shutdown is dropped");
     cluster.finish();
 }
 
 pub(crate) fn shutdown_keeps_its_deadline_and_ends_every_ticket(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Hold);
     let tickets: Vec<_> = (0..3).map(|_| cluster.post(0, 1, MessageKind::Data, LARGE)).collect();
-    // What is lent has left; nothing more is on its way.
+    // Lent payloads count as sent; nothing more is in flight.
     cluster.recorders[1].wait_held(if kind.lends() { tickets.len() } else { 1 });
     let began = Instant::now();
     cluster.transport(0).shutdown(Duration::from_millis(50));
     assert!(began.elapsed() < Duration::from_secs(20), "took {:?}", began.elapsed());
     cluster.recorders[0].read(|seen| {
         for ticket in &tickets {
-            // What is lent has left, though it has not come back.
+            // A lent payload counts as sent, though it has not come back.
             let has_left = kind.lends() && seen.done[ticket] == [Ok(())];
             assert!(
                 has_left || seen.done[ticket] == [Err(TransportError::Closed)],
@@ -299,7 +299,7 @@ pub(crate) fn shutdown_keeps_its_deadline_and_ends_every_ticket(kind: Kind) {
 pub(crate) fn a_transport_that_was_never_started_shuts_down(kind: Kind) {
     let cluster = Cluster::not_started(kind, 3, Manner::Fetch);
     cluster.start(0);
-    // Process 2 does not listen yet, so 1 may have to wait for all of the deadline.
+    // Process 2 does not listen yet, so process 1 may have to wait for the whole deadline.
     cluster.transport(1).shutdown(Duration::from_millis(200));
     cluster.recorders[0].wait_down(id(1));
     assert!(cluster.recorders[1].read(|seen| seen.log.is_empty()));

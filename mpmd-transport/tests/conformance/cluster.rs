@@ -21,7 +21,7 @@ pub(crate) const EPOCH: u64 = 3;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Inproc,
-    /// Which hands over what it can.
+    /// With zero-copy transfer between all processes.
     InprocLends,
     Shm,
     Tcp,
@@ -30,7 +30,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Whether data comes as its sender's memory, which outlives the sender.
+    /// Returns true if data arrives as its sender's memory, which outlives the sender.
     pub(crate) fn lends(self) -> bool {
         matches!(self, Self::InprocLends | Self::Shm)
     }
@@ -46,7 +46,7 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Connected and started.
+    /// Creates a cluster that is connected and started.
     pub(crate) fn new(kind: Kind, processes: usize, manner: Manner) -> Self {
         let cluster = Self::not_started(kind, processes, manner);
         for process in 0..processes {
@@ -105,7 +105,7 @@ impl Cluster {
         ticket
     }
 
-    /// Posts what is given.
+    /// Posts a message with this header and payload.
     pub(crate) fn post_payload(
         &mut self,
         from: usize,
@@ -125,7 +125,7 @@ impl Cluster {
         ticket
     }
 
-    /// A process vanishes.
+    /// Lets a process vanish.
     pub(crate) fn kill(&mut self, process: usize) {
         if let Some(fabric) = &self.fabric {
             fabric.kill(id(process));
@@ -133,8 +133,8 @@ impl Cluster {
         self.transports[process] = None;
     }
 
-    /// Shuts all down that are alive, at the same time, and checks that every ticket has ended
-    /// once.
+    /// Shuts down all processes that are alive, at the same time. Checks that every ticket has
+    /// ended once.
     pub(crate) fn finish(mut self) {
         self.shut_down();
         for (process, (posted, recorder)) in self.posted.iter().zip(&self.recorders).enumerate() {
@@ -164,7 +164,7 @@ impl Cluster {
         }
     }
 
-    /// As `finish`, where every message must have been sent.
+    /// Like `finish`, and checks that every message was sent.
     pub(crate) fn finish_fine(self) {
         let recorders = self.recorders.clone();
         self.finish();
@@ -188,17 +188,17 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // Also where a check failed: nothing is left running.
+        // Also if a check failed: nothing is left running.
         self.shut_down();
     }
 }
 
-/// No faults, and everybody on one host.
+/// Returns a configuration without faults, and with all processes on one host.
 fn lending(processes: usize) -> Faults {
     Faults { hosts: vec![0; processes], ..Faults::default() }
 }
 
-/// `processes` connected transports of a kind, not started.
+/// Returns `processes` connected transports of a kind, not started.
 pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>> {
     match kind {
         Kind::Inproc | Kind::InprocLends => {
@@ -213,7 +213,7 @@ pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>>
     }
 }
 
-/// `processes` connected transports over UCX, not started.
+/// Returns `processes` connected transports over UCX, not started.
 #[cfg(feature = "ucx")]
 fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
     let opened: Vec<_> = (0..processes).map(|_| Opened::open(processes).unwrap()).collect();
@@ -235,7 +235,7 @@ fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
     connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
 }
 
-/// `processes` transports over shared memory, not started.
+/// Returns `processes` connected transports over shared memory, not started.
 pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
     let opened: Vec<_> = (0..processes).map(|_| shm::Opened::open().unwrap()).collect();
     let peers: Vec<_> = opened.iter().map(|opened| Some(opened.address())).collect();
@@ -253,7 +253,7 @@ pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
     connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
 }
 
-/// `processes` connected TCP transports, not started.
+/// Returns `processes` connected TCP transports, not started.
 pub(crate) fn connect(processes: usize) -> Vec<Arc<Tcp>> {
     let listeners: Vec<_> = (0..processes).map(|_| listen()).collect();
     let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
@@ -288,7 +288,7 @@ pub(crate) fn is_gone(error: &TransportError, peer: usize) -> bool {
     matches!(error, TransportError::PeerGone { peer: gone, .. } if *gone == id(peer))
 }
 
-/// A payload that no other message has, and whose every part differs.
+/// Returns a payload that differs from that of every other message, and in each of its parts.
 pub(crate) fn pattern(from: ProcessId, header: &Header) -> Vec<u8> {
     let bytes = usize::try_from(header.payload_bytes()).unwrap();
     let mut pattern: Vec<u8> =

@@ -1,4 +1,4 @@
-//! What only `inproc` can do: delay by seed, and kill.
+//! Checks that only `inproc` allows: delays by seed, and killed processes.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -17,13 +17,13 @@ use crate::within;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Delays far enough apart that the order on the way decides, not the machine.
+/// Delays far enough apart that they decide the order, not the machine's speed.
 fn faults(seed: u64) -> Faults {
     let delay = Some(Duration::from_millis(100)..=Duration::from_secs(1));
     Faults { seed, delay, ..Faults::default() }
 }
 
-/// Three messages in the order in which they arrive.
+/// Returns the order in which three messages arrive.
 fn order(seed: u64) -> Vec<usize> {
     let mut cluster = Cluster::inproc(2, faults(seed), Manner::Fetch);
     let posted: Vec<_> = (0..3).map(|_| cluster.post(0, 1, MessageKind::Eager, 3)).collect();
@@ -48,7 +48,7 @@ fn delayed_messages_overtake_each_other_by_seed() {
 }
 
 #[test]
-fn a_killed_process_loses_what_is_under_way() {
+fn killed_process_loses_messages_in_flight() {
     within(LIMIT, || {
         let delay = Some(Duration::from_secs(20)..=Duration::from_secs(20));
         let faults = Faults { seed: 1, delay, ..Faults::default() };
@@ -89,9 +89,9 @@ fn handlers_are_never_called_on_the_posters_thread() {
     });
 }
 
-/// A process passes on what it was lent: the first has it back once both others have dropped it.
+/// A process lends borrowed memory on: the owner has it back once both borrowers have dropped it.
 #[test]
-fn what_is_passed_on_goes_back_when_the_last_borrower_drops_it() {
+fn relent_memory_returns_after_the_last_borrowers_drop() {
     within(LIMIT, || {
         for order in [[1, 2], [2, 1]] {
             let fabric = Fabric::new(3, Faults { hosts: vec![0; 3], ..Faults::default() });
@@ -125,7 +125,7 @@ fn what_is_passed_on_goes_back_when_the_last_borrower_drops_it() {
     });
 }
 
-/// Keeps what it is lent, and notes what has ended.
+/// Keeps lent payloads, and records the tickets that have ended.
 #[derive(Default)]
 struct Borrower {
     lent: Mutex<Vec<SharedBuffer>>,
@@ -169,7 +169,7 @@ impl Handler for Borrower {
     fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }
 
-/// Tells the name of the thread it is called on.
+/// Reports the name of the thread it is called on.
 struct Names {
     told: std::sync::mpsc::Sender<String>,
 }

@@ -1,4 +1,4 @@
-//! What every transport must do, checked in the same words over each of them.
+//! The rules for all transports, checked by the same code over each of them.
 
 mod checks;
 mod cluster;
@@ -13,14 +13,14 @@ mod ucx;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// How long a check may take. Few take a second, but under valgrind one takes long.
+/// Time limit for a check. Few take a second, but under valgrind one takes long.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Runs a test on a thread of its own and fails it where it takes longer than `limit`.
+/// Runs a test on a thread of its own. Panics if it takes longer than `limit`.
 pub(crate) fn within(limit: Duration, test: impl FnOnce() + Send + 'static) {
     let (alive, ended) = channel::<()>();
     let thread = std::thread::spawn(move || {
-        // Dropped when the test ends, however it does.
+        // Dropped when the test ends, also by a panic.
         let _alive = alive;
         test();
     });
@@ -41,7 +41,7 @@ macro_rules! over_each_transport {
             @elsewhere over_inproc over_inproc_that_lends over_tcp over_ucx; $($module::$check)*
         }
     };
-    // Not over shared memory.
+    // Transports other than shared memory.
     (@elsewhere $inproc:ident $lends:ident $tcp:ident $ucx:ident; $($module:ident::$check:ident)*) => {
         over_each_transport! { @over $inproc Inproc $($module::$check)* }
         over_each_transport! { @over $lends InprocLends $($module::$check)* }
@@ -78,7 +78,8 @@ over_each_transport! {
     soak::payloads_are_dropped_at_any_time
 }
 
-// What is handed over has its pages: 5 GiB are more than every machine that runs this has.
+// Shared memory is left out: memory for zero-copy transfers is committed, and 5 GiB are more than
+// some test machines have.
 over_each_transport! {
     @elsewhere huge_over_inproc huge_over_inproc_that_lends huge_over_tcp huge_over_ucx;
     checks::payloads_above_four_gib_are_announced_without_taking_memory

@@ -1,4 +1,4 @@
-//! A handler that writes down what it hears.
+//! A handler that records all calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::pattern_is_intact;
 
-/// How long a test waits for something that has to come.
+/// Time limit for an event that has to come.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What to do with payloads that wait.
+/// The treatment of payloads that can be fetched.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Manner {
     Fetch,
@@ -34,19 +34,19 @@ pub(crate) struct Recorder {
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) manner: Option<Manner>,
-    /// Messages whose payload is complete, in order of completion.
+    /// Messages with a complete payload, in order of completion.
     pub(crate) complete: Vec<Arrived>,
-    /// Payloads that wait, by the manner [`Manner::Hold`].
+    /// Payloads that are held, under [`Manner::Hold`].
     pub(crate) held: Vec<(ProcessId, Header, Held)>,
     pub(crate) discarded: usize,
     pub(crate) lost: Vec<TransportError>,
     pub(crate) done: BTreeMap<Ticket, Vec<Result<(), TransportError>>>,
     pub(crate) down: Vec<(ProcessId, TransportError)>,
-    /// All of the above in the order it was heard.
+    /// The names of all events, in order.
     pub(crate) log: Vec<&'static str>,
 }
 
-/// A payload that nobody has looked at yet.
+/// A payload that has not been read yet.
 pub(crate) enum Held {
     Waiting(Box<dyn Fetch>),
     Lent(SharedBuffer),
@@ -65,7 +65,7 @@ impl Held {
 pub(crate) struct Arrived {
     pub(crate) from: ProcessId,
     pub(crate) header: Header,
-    /// Whether the payload is that of [`pattern`](crate::cluster::pattern) for this message.
+    /// True if the payload equals the [`pattern`](crate::cluster::pattern) for this message.
     pub(crate) intact: bool,
 }
 
@@ -83,7 +83,7 @@ impl Recorder {
         self.seen.lock().manner = Some(manner);
     }
 
-    /// Waits until `enough` of what was seen; fails the test where that does not come.
+    /// Waits until `enough` returns a value; fails the test if that takes too long.
     pub(crate) fn wait<T>(&self, what: &str, enough: impl Fn(&Seen) -> Option<T>) -> T {
         let until = Instant::now() + PATIENCE;
         let mut seen = self.seen.lock();
@@ -130,7 +130,7 @@ impl Recorder {
         look(&self.seen.lock())
     }
 
-    /// Reads all that is held.
+    /// Reads all held payloads.
     pub(crate) fn release(&self) {
         let held = std::mem::take(&mut self.seen.lock().held);
         for (from, header, payload) in held {
@@ -138,7 +138,7 @@ impl Recorder {
         }
     }
 
-    /// Discards all that is held.
+    /// Discards all held payloads.
     pub(crate) fn discard(&self) {
         let held = std::mem::take(&mut self.seen.lock().held);
         drop(held);
@@ -172,7 +172,7 @@ impl Recorder {
         self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
     }
 
-    /// A payload that need not be looked at yet.
+    /// Treats a payload that can be fetched later, as the manner says.
     fn waits(&self, from: ProcessId, header: Header, payload: Held) {
         assert_eq!(payload.bytes(), header.bytes);
         let manner = self.seen.lock().manner;

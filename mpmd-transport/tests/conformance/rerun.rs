@@ -1,23 +1,23 @@
-//! This test program once more, as a process of its own: where each access to memory is looked at,
-//! or where the environment says which ways to take.
+//! Runs this test program again in a process of its own: under valgrind, or with other UCX
+//! transports.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long such a process may take.
+/// Time limit for such a process.
 const LIMIT: Duration = Duration::from_secs(240);
 
-/// What valgrind ends with where it has found something, and nothing else does.
+/// Exit code of valgrind if it has found an error; nothing else ends with it.
 const FOUND: i32 = 99;
 
-/// How a process has ended, and all that it said.
+/// The exit code and the output of a process that has ended.
 struct Ended {
     code: Option<i32>,
     said: String,
 }
 
-/// Ends its process where a test fails.
+/// Kills its process on drop, also if a test fails.
 struct Ending(Child);
 
 impl Drop for Ending {
@@ -27,7 +27,7 @@ impl Drop for Ending {
     }
 }
 
-/// Runs a command to its end.
+/// Runs a command to its end, or kills it after the limit.
 fn run(mut command: Command) -> Ended {
     let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = Ending(piped.spawn().expect("this program can be started again"));
@@ -50,7 +50,7 @@ fn run(mut command: Command) -> Ended {
         }
         std::thread::sleep(Duration::from_millis(20));
     };
-    // Ended for certain, so that its output has an end too.
+    // The process has certainly ended, so its output has an end too.
     drop(child);
     let said = [out, errors].into_iter().flatten().map(|said| said.join().unwrap_or_default());
     Ended { code, said: said.collect::<Vec<_>>().join("\n") }
@@ -60,7 +60,7 @@ fn this_program() -> std::path::PathBuf {
     std::env::current_exe().expect("a test knows its own file")
 }
 
-/// Runs one test of this program under valgrind; `None` where there is none.
+/// Runs one test of this program under valgrind; `None` if valgrind is not installed.
 fn under_valgrind(test: &[&str], environment: &[(&str, &str)]) -> Option<Ended> {
     let version = Command::new("valgrind").arg("--version").stdin(Stdio::null()).output();
     if !version.is_ok_and(|version| version.status.success()) {
@@ -73,8 +73,7 @@ fn under_valgrind(test: &[&str], environment: &[(&str, &str)]) -> Option<Ended> 
         "--errors-for-leak-kinds=definite",
         "--show-leak-kinds=definite",
     ]);
-    // Threads take turns: else one that looks again and again may keep the others from ever
-    // running.
+    // Fair scheduling: otherwise a thread that polls may keep the others from ever running.
     command.args([&format!("--error-exitcode={FOUND}"), "--fair-sched=yes"]);
     command.arg(this_program()).args(["--exact", "--test-threads=1", "--nocapture"]).args(test);
     command.envs(environment.iter().copied());
@@ -101,8 +100,7 @@ fn valgrind_finds_nothing_over_tcp() {
 #[cfg(feature = "ucx")]
 #[test]
 fn valgrind_finds_nothing_over_ucx() {
-    // UCX replaces functions of the C library by writing into their code, which valgrind does not
-    // see.
+    // UCX hooks functions of the C library by writing into their code, which valgrind does not see.
     has_no_errors("over_ucx::payloads_are_dropped_at_any_time", &[("UCX_MEM_EVENTS", "no")]);
 }
 
@@ -120,8 +118,8 @@ fn leaks() {
     std::mem::forget(std::hint::black_box(vec![1u8; 1000]));
 }
 
-/// All checks over UCX by no other ways than these. UCX reads the variable when it is first opened,
-/// so each needs a process of its own.
+/// Runs all checks over UCX with these transports only. UCX reads the variable when it is first
+/// opened, so each run needs a process of its own.
 #[cfg(feature = "ucx")]
 fn passes_over_ucx_by(ways: &str) {
     let mut command = Command::new(this_program());

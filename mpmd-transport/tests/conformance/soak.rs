@@ -1,6 +1,6 @@
-//! A thousand messages of random sizes whose payloads are read, dropped or kept for a while, at
-//! random; then the end, in order and not. It is small enough to run where each access to memory is
-//! looked at.
+//! A thousand messages of random sizes. At random, their payloads are read, dropped or kept for a
+//! while. Then the transports end, one in order and one not. The test is small enough to run under
+//! valgrind.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,18 +17,18 @@ use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};
 
 const MESSAGES: u64 = 1000;
 
-/// Of most messages, at most; the largest are beyond what any transport sends at once.
+/// Most bytes of a common message; the rare large ones exceed all that a transport sends at once.
 const BYTES: usize = 32 << 10;
 const LARGE_BYTES: usize = 1 << 20;
 const RARE: u64 = 50;
 
-/// Posted and not ended, at most.
+/// Most messages that are posted and not ended.
 const LEAD: usize = 40;
 
-/// How long a test waits for something that has to come, on a machine that is looked at.
+/// Time limit for an event that has to come, under valgrind.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// Buffers that are kept for a while, at most.
+/// Most buffers that are kept for a while.
 const HELD: usize = 8;
 
 pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
@@ -45,7 +45,7 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         let bytes = match random.below(RARE) {
             0 => LARGE_BYTES - random.below(100) as usize,
             _ => {
-                // Small ones as often as large ones.
+                // Small sizes are as frequent as large ones.
                 let order = 1 + random.below(BYTES.ilog2().into());
                 1 + random.below(1 << order) as usize
             }
@@ -56,7 +56,7 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         payload.copy_from_slice(&pattern(id(from), &header));
         let payload = payload.freeze();
         ends[from].posted();
-        // The poster's own hold on it ends now, or once the transport's has.
+        // The poster's own reference is dropped now, or after the transport's.
         if random.below(2) == 0 {
             ends[from].keep(payload.clone());
         }
@@ -98,7 +98,7 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         end.read(|seen| {
             assert!(seen.done.values().all(|ended| ended.len() == 1), "{:?}", seen.done)
         });
-        // Fetched or dropped: nobody is there to bring them.
+        // Fetched or dropped: the sender is gone, so no payload can arrive.
         end.seen.lock().holds_all = false;
     }
     for (to, end) in ends.iter().enumerate() {
@@ -106,20 +106,20 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         end.read(|seen| assert_eq!(seen.wrong, 0));
         end.forget();
     }
-    // What a transport holds goes when its thread does.
+    // The transport drops its buffers when its thread ends.
     let until = Instant::now() + PATIENCE;
     while pools.iter().any(|pool| pool.stats().live > 0) {
         assert!(Instant::now() < until, "still in use: {pools:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
-    // Nobody waits for the thread of one that was only dropped: where this process ended before it,
-    // what it has would be taken for lost.
+    // Nothing joins the thread of a dropped transport. If this process ended before it, valgrind
+    // would report its memory as lost.
     while engines() > before && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Threads of transports in this process; other tests may have some.
+/// Returns the number of transports' threads in this process; other tests may have some.
 fn engines() -> usize {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let names =
@@ -127,8 +127,7 @@ fn engines() -> usize {
     names.filter(|name| name.starts_with("mpmd-")).count()
 }
 
-/// Waits until one of the ends has seen `enough`, and decides meanwhile what becomes of payloads
-/// that wait.
+/// Waits until one of the ends has seen `enough`. Meanwhile reads or drops held payloads at random.
 fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -> bool) {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -140,7 +139,7 @@ fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -
         let (posted, done, open) = (seen.posted, seen.done.len(), seen.open);
         let state = || format!("{done} of {posted} have ended, {open} fetches are open");
         assert!(Instant::now() < until, "{what} has not come: {}", state());
-        // A payload that is held may hold up those behind it, of which nothing is heard.
+        // A held payload may delay those behind it, without any event.
         ends[which].changed.wait_for(&mut seen, Duration::from_millis(2));
     }
 }
@@ -160,13 +159,13 @@ struct Seen {
     /// Payloads of this end's own messages, dropped at random.
     kept: Vec<SharedBuffer>,
     arrived: usize,
-    /// Whether no payload is to be decided on any more.
+    /// True if payloads stay held.
     holds_all: bool,
-    /// Payloads that wait for their fate.
+    /// Payloads that are neither read nor dropped yet.
     held: Vec<(ProcessId, Header, Box<dyn Fetch>)>,
     /// Buffers that were read into and not dropped yet.
     read: Vec<OwnedBuffer>,
-    /// Fetches that have not ended.
+    /// Number of fetches that have not ended.
     open: usize,
     right: usize,
     wrong: usize,
@@ -201,7 +200,7 @@ impl End {
         self.seen.lock().posted += 1;
     }
 
-    /// Holds on to a payload for a while.
+    /// Keeps a reference to a payload for a while.
     fn keep(&self, payload: SharedBuffer) {
         let mut seen = self.seen.lock();
         seen.kept.push(payload);
@@ -215,7 +214,7 @@ impl End {
         drop(dropped);
     }
 
-    /// Reads or drops all that is held, unless it is to be held on to.
+    /// Reads or drops all held payloads, unless all are to stay held.
     fn decide(&self) {
         let mut seen = self.seen.lock();
         if seen.holds_all || seen.held.is_empty() {
@@ -232,7 +231,7 @@ impl End {
         }
     }
 
-    /// Drops all that was read, and all that was kept of its own.
+    /// Drops all buffers that were read, and all kept payloads.
     fn forget(&self) {
         let mut seen = self.seen.lock();
         let kept = (std::mem::take(&mut seen.kept), std::mem::take(&mut seen.read));
@@ -251,7 +250,7 @@ impl End {
             match result {
                 Ok(buffer) => {
                     seen.note(pattern_is_intact(from, &header, &buffer) || header.op > MESSAGES);
-                    // Dropped now, or when something else has been read.
+                    // Dropped now, or after other payloads were read.
                     seen.read.push(buffer);
                     if seen.read.len() > HELD {
                         let chosen = seen.random.below(HELD as u64) as usize;
@@ -309,7 +308,7 @@ impl Handler for End {
     fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }
 
-/// Lent bytes that are kept for a while, and copied or dropped like those that wait.
+/// A lent payload that is held, then copied or dropped like one that waits to be fetched.
 struct OnLoan(SharedBuffer);
 
 impl Fetch for OnLoan {

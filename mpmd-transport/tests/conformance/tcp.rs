@@ -1,4 +1,4 @@
-//! What can only go wrong over sockets: strangers, misfits, garbage, broken connections.
+//! Failures that only sockets have: strangers, misfits, garbage, broken connections.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -22,7 +22,7 @@ fn connecting(listener: Listener, config: TcpConfig) -> Connecting {
     std::thread::spawn(move || listener.connect(config))
 }
 
-/// What a connection says first; a test bends it.
+/// The first bytes of a connection; a test changes some fields.
 #[derive(Clone, Copy)]
 struct Preamble {
     version: u16,
@@ -50,19 +50,19 @@ impl Preamble {
         bytes
     }
 
-    /// Connects and says it.
+    /// Connects and sends it.
     fn say(self, address: SocketAddr) -> TcpStream {
         let mut stream = dial(address);
         stream.write_all(&self.bytes()).unwrap();
         stream
     }
 
-    /// Says it and hears that it is accepted.
+    /// Sends it and checks that it is accepted.
     fn meet(self, address: SocketAddr) -> TcpStream {
         let mut stream = self.say(address);
         let mut answer = [0; 64];
         stream.read_exact(&mut answer).unwrap();
-        assert_eq!(answer[52..56], self.to.to_le_bytes(), "the answer says who is here");
+        assert_eq!(answer[52..56], self.to.to_le_bytes(), "the answer has the id of this process");
         stream
     }
 }
@@ -73,20 +73,20 @@ fn dial(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Whether the other side has closed without a word.
+/// Returns true if the other side has closed without an answer.
 fn is_turned_away(mut stream: TcpStream) -> bool {
-    // Bytes that were never read make a reset of the close.
+    // Closing with unread bytes gives a reset.
     !matches!(stream.read(&mut [0; 1]), Ok(1))
 }
 
-/// Process 0 with its recorder, whose peer 1 is a pair of bare sockets: control, bulk.
+/// Returns a started process 0 and two bare sockets in place of its peer 1: control, bulk.
 fn against_bare_sockets(manner: Manner) -> (Cluster, [TcpStream; 2]) {
     let listener = listen();
     let address = listener.address();
     let zero = connecting(listener, config(0, vec![address; 2]));
     let sockets = [0, 1].map(|channel| Preamble { channel, ..PREAMBLE }.meet(address));
     let zero = zero.join().unwrap().unwrap();
-    // The recorder of a second process is never started: it stands for nobody.
+    // There is no recorder for process 1: bare sockets stand for it.
     let cluster = Cluster::of(None, [zero as Arc<dyn Transport>], manner);
     cluster.start(0);
     (cluster, sockets)
@@ -104,7 +104,7 @@ fn assert_protocol(error: &TransportError, peer: usize, says: &str) {
     assert!(error.to_string().contains(says), "{error}");
 }
 
-/// A bad header from process 2 of three ends 2 and leaves 1 alone.
+/// Sends a bad header from process 2 of three: only process 2 is lost.
 fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
     within(LIMIT, move || {
         let listeners = [listen(), listen()];
@@ -160,7 +160,7 @@ fn a_header_of_another_version_ends_its_sender_alone() {
 }
 
 #[test]
-fn a_control_message_that_announces_too_much_ends_its_sender_alone() {
+fn oversized_control_message_ends_its_sender_alone() {
     let long = Header { bytes: 1 << 40, ..Header::new(MessageKind::Eager) };
     a_bad_header(0, long.encode(), "announces 1099511627776 bytes");
 }
@@ -190,7 +190,7 @@ fn complete_control_messages_before_the_end_are_delivered() {
 }
 
 #[test]
-fn one_broken_connection_is_the_end_of_the_peer() {
+fn one_broken_connection_ends_the_peer() {
     within(LIMIT, || {
         for broken in [0, 1] {
             let (cluster, sockets) = against_bare_sockets(Manner::Fetch);
@@ -210,7 +210,7 @@ fn a_fetch_that_is_cut_off_ends_before_its_peer_does() {
         let header = Header { bytes: 1 << 20, ..Header::new(MessageKind::Data) };
         bulk.write_all(&header.encode()).unwrap();
         bulk.write_all(&[7; 1000]).unwrap();
-        // The payload is being read once there is a place for it.
+        // The payload is being read once it has a buffer.
         while cluster.recorders[0].pool.stats().live == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -226,7 +226,7 @@ fn a_fetch_that_is_cut_off_ends_before_its_peer_does() {
 }
 
 #[test]
-fn strangers_neither_get_an_answer_nor_disturb_the_wait_for_peers() {
+fn strangers_get_no_answer_and_do_not_delay_peers() {
     within(LIMIT, || {
         let listeners = [listen(), listen()];
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
@@ -254,7 +254,7 @@ fn strangers_neither_get_an_answer_nor_disturb_the_wait_for_peers() {
     });
 }
 
-/// Both sides of a pair that does not fit hear why.
+/// Connects a pair that does not fit: both sides get the reason.
 fn misfits(bend: impl FnOnce(&mut TcpConfig), zero_hears: [&str; 2], one_hears: &str) {
     let listeners = [listen(), listen()];
     let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
@@ -270,7 +270,7 @@ fn misfits(bend: impl FnOnce(&mut TcpConfig), zero_hears: [&str; 2], one_hears: 
 }
 
 #[test]
-fn another_epoch_is_said_to_both() {
+fn another_epoch_is_reported_on_both_sides() {
     within(LIMIT, || {
         misfits(
             |config| config.epoch = 9,
@@ -281,7 +281,7 @@ fn another_epoch_is_said_to_both() {
 }
 
 #[test]
-fn another_version_is_said_to_both() {
+fn another_version_is_reported_on_both_sides() {
     within(LIMIT, || {
         let listener = listen();
         let address = listener.address();
@@ -293,7 +293,7 @@ fn another_version_is_said_to_both() {
 }
 
 #[test]
-fn another_list_of_addresses_is_said() {
+fn another_list_of_addresses_is_reported() {
     within(LIMIT, || {
         let listener = listen();
         let address = listener.address();
@@ -304,7 +304,7 @@ fn another_list_of_addresses_is_said() {
 }
 
 #[test]
-fn two_that_claim_one_number_are_noticed() {
+fn two_processes_with_one_id_are_reported() {
     within(LIMIT, || {
         let listener = listen();
         let address = listener.address();
@@ -316,7 +316,7 @@ fn two_that_claim_one_number_are_noticed() {
 }
 
 #[test]
-fn caller_whose_connection_broke_may_call_again() {
+fn peer_with_a_broken_connection_may_connect_again() {
     within(LIMIT, || {
         let (listener, other) = (listen(), listen());
         let peers = vec![listener.address(), other.address()];
@@ -330,14 +330,14 @@ fn caller_whose_connection_broke_may_call_again() {
 }
 
 #[test]
-fn missing_processes_are_named_after_patience() {
+fn missing_processes_are_named_after_peer_timeout() {
     within(LIMIT, || {
         let listener = listen();
         let gone = listen().address();
         let peers = vec![gone, listener.address(), listener.address(), listener.address()];
         let waits = TcpConfig { patience: Duration::from_secs(1), ..config(1, peers.clone()) };
         let waits = connecting(listener, waits);
-        // Process 2 comes, but only half.
+        // Process 2 opens only one of its two connections.
         let _half = Preamble { from: 2, to: 1, ..PREAMBLE }.meet(peers[1]);
         let error = waits.join().unwrap().unwrap_err();
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
@@ -351,14 +351,14 @@ fn missing_processes_are_named_after_patience() {
 }
 
 #[test]
-fn a_wrong_token_is_told_as_a_guess_to_who_has_it() {
+fn wrong_token_is_suggested_as_the_cause() {
     within(LIMIT, || {
         let listeners = [listen(), listen()];
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
         let [zero, one] = listeners;
         let patience = Duration::from_secs(2);
         let zero = connecting(zero, TcpConfig { patience, ..config(0, peers.clone()) });
-        // Gives up first, while process 0 still turns it away.
+        // Gives up first, while process 0 still refuses its connections.
         let wrong = TcpConfig { token: [9; 32], patience: patience / 2, ..config(1, peers) };
         let error = one.connect(wrong).unwrap_err().to_string();
         assert!(error.contains("process 0") && error.contains("token"), "{error}");
@@ -388,7 +388,7 @@ fn a_dropped_transport_closes_without_blocking() {
 }
 
 #[test]
-fn a_job_of_one_needs_nobody() {
+fn job_of_one_process_connects_to_no_peer() {
     within(LIMIT, || {
         let listener = listen();
         let address = listener.address();

@@ -1,5 +1,5 @@
-//! What can only go wrong over UCX: other versions, other jobs, silent peers, and the wrong way
-//! between two processes.
+//! Failures that only UCX has: other versions, other jobs, silent peers, and a slow transport
+//! between two processes of a host.
 
 use std::ffi::{c_int, c_void};
 use std::io::{BufRead, BufReader, Write};
@@ -35,7 +35,7 @@ fn config(process: usize, peers: Vec<String>) -> UcxConfig {
     }
 }
 
-/// What became of a pair of which the second has another configuration.
+/// Connects a pair in which the second process has another configuration; returns both results.
 fn pair(bend: impl FnOnce(&mut UcxConfig)) -> [Result<Arc<Ucx>, TransportError>; 2] {
     let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
     let peers = vec![zero.address().to_owned(), one.address().to_owned()];
@@ -69,7 +69,7 @@ fn another_epoch_is_said_to_both() {
 }
 
 #[test]
-fn who_does_not_know_the_token_is_a_stranger_and_missed() {
+fn process_with_a_wrong_token_is_reported_missing() {
     within(LIMIT, || {
         let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
         let peers = vec![zero.address().to_owned(), one.address().to_owned()];
@@ -88,7 +88,7 @@ fn who_does_not_know_the_token_is_a_stranger_and_missed() {
 }
 
 #[test]
-fn another_version_of_ucx_is_refused_before_anything_is_tried() {
+fn another_ucx_version_is_refused_before_connecting() {
     within(LIMIT, || {
         let opened = Opened::open(2).unwrap();
         let own = opened.address().to_owned();
@@ -130,7 +130,7 @@ fn a_job_of_one_needs_nobody() {
 }
 
 #[test]
-fn a_peer_that_others_know_to_be_gone_is_not_waited_for() {
+fn given_up_peer_fails_its_operations_at_once() {
     within(LIMIT, || {
         let mut cluster = Cluster::new(Kind::Ucx, 3, Manner::Hold);
         let open = cluster.post(0, 1, MessageKind::Data, 1 << 20);
@@ -151,7 +151,7 @@ fn a_peer_that_others_know_to_be_gone_is_not_waited_for() {
     });
 }
 
-/// Stands still at the first message, as if nothing came through.
+/// Sleeps at the first message, as if no message came through.
 struct StandsStill(Duration);
 
 impl Handler for StandsStill {
@@ -165,7 +165,7 @@ impl Handler for StandsStill {
 }
 
 #[test]
-fn after_a_death_who_does_not_answer_is_out_of_reach() {
+fn silent_peer_is_lost_after_another_peers_death() {
     within(LIMIT, || {
         let mut cluster = Cluster::not_started(Kind::Ucx, 4, Manner::Hold);
         for process in [0, 1, 2] {
@@ -177,7 +177,7 @@ fn after_a_death_who_does_not_answer_is_out_of_reach() {
         cluster.transport(0).give_up(id(1), "the rendezvous says so");
         let why = cluster.recorders[0].wait_down(id(3)).to_string();
         assert!(why.contains("process 1 is gone") && why.contains("process 3"), "{why}");
-        // Who answers is in reach.
+        // A process that answers is still connected.
         cluster.post(0, 2, MessageKind::Eager, 10);
         cluster.recorders[2].wait_complete(1);
         cluster.recorders[0].read(|seen| assert!(seen.down.iter().all(|(peer, _)| *peer != id(2))));
@@ -199,7 +199,7 @@ fn a_dropped_transport_ends_its_tickets_without_blocking() {
     });
 }
 
-/// Ends its process where a test fails.
+/// Kills its process on drop, also if a test fails.
 struct Ending(Child);
 
 impl Drop for Ending {
@@ -213,7 +213,7 @@ impl Drop for Ending {
 const PARENT: &str = "MPMD_TEST_PARENT";
 const MARK: &str = "address of the other process: ";
 
-/// The lanes between this process and another of this host, with what the variable says.
+/// Returns the lanes between this process and another on this host, with this value of `UCX_TLS`.
 fn lanes_between_processes(ways: Option<&str>) -> String {
     let opened = Opened::open(2).unwrap();
     let own = opened.address().to_owned();
@@ -250,7 +250,7 @@ fn the_other_process() {
 }
 
 #[test]
-fn two_processes_of_one_host_do_not_talk_over_tcp() {
+fn processes_of_one_host_do_not_use_tcp() {
     within(LIMIT, || {
         let lanes = lanes_between_processes(None);
         let used: Vec<_> = lanes.lines().filter(|line| line.contains("lane[")).collect();
@@ -258,21 +258,21 @@ fn two_processes_of_one_host_do_not_talk_over_tcp() {
             used.iter().any(|lane| lane.contains("posix/") || lane.contains("sysv/")),
             "{lanes}"
         );
-        // Failure detection may watch over a socket; messages do not go there.
+        // Failure detection may use a socket; messages may not.
         for lane in used.iter().filter(|lane| lane.contains("am ") || lane.contains("rma_bw")) {
             assert!(!lane.contains("tcp/"), "{lanes}");
         }
     });
 }
 
-/// An address, and how often memory around it was unmapped as far as UCX has noticed.
+/// An address, and the number of unmappings around it that UCX has noticed.
 #[derive(Default)]
 struct Watched {
     address: AtomicUsize,
     unmaps: AtomicUsize,
 }
 
-/// UCX's memory event: for an unmapping the address and the length.
+/// UCX's memory event: for an unmapping, the address and the length in bytes.
 type MemoryEvent = [usize; 2];
 type MemoryCallback = unsafe extern "C" fn(c_int, *const MemoryEvent, *mut c_void);
 
@@ -280,16 +280,16 @@ type MemoryCallback = unsafe extern "C" fn(c_int, *const MemoryEvent, *mut c_voi
 const VM_UNMAPPED: c_int = 1 << 17;
 
 unsafe extern "C" fn note_unmapping(_: c_int, event: *const MemoryEvent, watched: *mut c_void) {
-    // SAFETY: UCX gives an event of the kind that was asked for, and what came with the callback,
-    // which outlives it.
+    // SAFETY: UCX passes an event of the kind that was asked for. The argument is the one given
+    // with the callback, which outlives the callback.
     let ([start, bytes], watched) = unsafe { (&*event, &*watched.cast::<Watched>()) };
     if (*start..start + bytes).contains(&watched.address.load(Ordering::Relaxed)) {
         watched.unmaps.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// UCX's cache of registered memory rests on these events: one that is missed leaves a registration
-/// of memory that is another's by now.
+/// UCX's cache of registered memory relies on these events. A missed event leaves a registration of
+/// memory that may belong to another buffer by now.
 #[test]
 fn ucx_notices_the_unmapping_of_segments() {
     within(LIMIT, || {
@@ -298,8 +298,8 @@ fn ucx_notices_the_unmapping_of_segments() {
         let ucm = unsafe { libloading::Library::new("libucm.so.0") }.unwrap();
         let watched = Watched::default();
         let argument = std::ptr::from_ref(&watched).cast_mut().cast::<c_void>();
-        // SAFETY: the types are those of `ucm/api/ucm.h`, the status a byte. The callback allocates
-        // nothing.
+        // SAFETY: the types are those of `ucm/api/ucm.h`, with the status as a byte. The callback
+        // allocates nothing.
         let status = unsafe {
             let set = ucm
                 .get::<unsafe extern "C" fn(c_int, c_int, MemoryCallback, *mut c_void) -> i8>(
@@ -319,7 +319,8 @@ fn ucx_notices_the_unmapping_of_segments() {
             assert_eq!(pool.stats().cached, 0);
             unmaps.push(watched.unmaps.load(Ordering::Relaxed));
         }
-        // SAFETY: as above. After it nobody calls back.
+        // SAFETY: the types are those of `ucm/api/ucm.h`. After this call UCX no longer uses the
+        // callback.
         unsafe {
             let unset = ucm.get::<unsafe extern "C" fn(c_int, MemoryCallback, *mut c_void)>(
                 b"ucm_unset_event_handler",

@@ -1,4 +1,4 @@
-//! A futex made of a lock.
+//! A model of a futex, made of a lock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,9 +9,9 @@ use loom::sync::{Condvar, Mutex};
 use crate::door::Futex;
 use crate::sync::{AtomicU32, Ordering};
 
-/// What the system's futex promises and no more; without time-outs.
+/// Has the guarantees of the system's futex and no more; has no timeouts.
 pub(crate) struct ModelFutex {
-    /// Who sleeps on which word.
+    /// One condition variable for each word that threads sleep on.
     sleepers: Mutex<BTreeMap<usize, Arc<Condvar>>>,
 }
 

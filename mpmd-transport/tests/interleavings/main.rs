@@ -1,14 +1,13 @@
-//! Every order in which the ends of a ring, and the threads at a door, can get in each other's way.
+//! Model checks of the ring and the doorbell: all orders in which their threads can interleave.
 //!
-//! The source of the ring and the door is taken in here with loom's atomics in place of the
+//! The sources of the ring and the doorbell are included here with loom's atomics in place of the
 //! system's. Loom runs a model once for each order of its threads' steps and each value that a load
-//! may see (up to a number of times that a thread is interrupted, below which bugs of this kind
-//! lie). Waits have no time-out here: a wake-up that is lost is a deadlock, which loom reports. It
-//! may end in an abort, as guards of the threads that it gives up run outside the model; then the
-//! first panic is the one to read.
+//! may see. The number of preemptions of a thread is bounded; bugs of this kind need few. Waits
+//! have no timeout here: a lost wake-up is a deadlock, which loom reports. Such a report may end in
+//! an abort, because guards of abandoned threads run outside the model. Then read the first panic.
 //!
-//! What loom does not try is a store that takes place before a load in front of it, which the
-//! ordering of the ring's head forbids.
+//! Loom does not try to reorder a store before an earlier load. The ordering of the ring's head
+//! forbids that.
 
 #[expect(dead_code, reason = "models do not need all of it")]
 #[path = "../../src/shm/door.rs"]
@@ -33,13 +32,13 @@ use futex::ModelFutex;
 use process::{Process, Slot};
 use ring::Ring;
 
-/// A small ring: four records of a line.
+/// A small ring: four records of one line each.
 const SMALL: usize = 256;
-/// A ring that takes records of two lines, eight lines in all.
+/// A ring for records of two lines; eight lines in all.
 const LARGER: usize = 512;
 
-/// Runs `f` in every order; with `interruptions`, in every order in which no more than so many
-/// times a thread that could go on does not.
+/// Runs `f` in every order of its threads. With `interruptions`, only orders with at most that many
+/// preemptions.
 fn model(interruptions: impl Into<Option<usize>>, f: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = interruptions.into();
@@ -56,7 +55,7 @@ fn records_pushed_while_popped_arrive_whole_around_the_end() {
             assert!(producer.push(0, &[]));
             assert_eq!(consumer.pop(|kind, _| kind), Ok(Some(0)));
         }
-        // The first does not fit in the last line.
+        // The first record does not fit into the last line.
         let sent: [Vec<u8>; 2] = [(1..=58).collect(), vec![60, 61, 62]];
         let records = sent.clone();
         let pushing = thread::spawn(move || {
@@ -108,7 +107,7 @@ fn a_record_is_not_written_over_before_it_is_popped() {
 }
 
 #[test]
-fn who_waits_for_room_hears_of_it() {
+fn producer_waiting_for_room_is_woken() {
     model(5, || {
         let ring = Ring::alone(LARGER);
         let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
@@ -117,7 +116,8 @@ fn who_waits_for_room_hears_of_it() {
         }
         let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
         let (bell, bell_futex) = (door.clone(), futex.clone());
-        // What is pushed needs both lines that are popped: the first ring may come too early.
+        // The new record needs both lines that are popped: the first ring of the doorbell may come
+        // too early.
         let popping = thread::spawn(move || {
             for _ in 0..2 {
                 assert_eq!(consumer.pop(|kind, _| kind), Ok(Some(0)));
@@ -134,7 +134,7 @@ fn who_waits_for_room_hears_of_it() {
 }
 
 #[test]
-fn a_driver_that_waits_for_room_hears_of_it() {
+fn driver_waiting_for_room_is_woken() {
     model(None, || {
         let ring = Ring::alone(SMALL);
         let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
@@ -153,7 +153,7 @@ fn a_driver_that_waits_for_room_hears_of_it() {
         while !pushed {
             let driver = door.park(&*futex, door.parking(), None, || !producer.wants_room());
             pushed = producer.push(1, &[]);
-            // A driver that has left tries again, as somebody may have made room and woken nobody.
+            // A driver that has left tries again: a consumer may have made room and woken nobody.
             pushed = driver.leave(|| pushed || !producer.wants_room() && producer.push(1, &[]));
         }
         popping.join().unwrap();
@@ -161,7 +161,7 @@ fn a_driver_that_waits_for_room_hears_of_it() {
 }
 
 #[test]
-fn the_engine_sleeps_through_nothing() {
+fn engine_misses_no_message() {
     model(5, || {
         let (process, mut peer) = Process::with_peer();
         let pushing = thread::spawn(move || {
@@ -174,7 +174,7 @@ fn the_engine_sleeps_through_nothing() {
 }
 
 #[test]
-fn a_parked_thread_sleeps_through_neither_a_message_nor_an_end_in_its_own_process() {
+fn parked_thread_misses_no_message_and_no_local_event() {
     model(3, || {
         let (process, mut peer) = Process::with_peer();
         let pushing = thread::spawn(move || peer.send(0));
@@ -188,7 +188,7 @@ fn a_parked_thread_sleeps_through_neither_a_message_nor_an_end_in_its_own_proces
 }
 
 #[test]
-fn what_comes_while_a_driver_leaves_is_found_though_the_engine_sleeps() {
+fn message_during_a_drivers_exit_is_found() {
     model(3, || {
         let (process, mut peer) = Process::with_peer();
         let engine = process.engine();
@@ -197,7 +197,7 @@ fn what_comes_while_a_driver_leaves_is_found_though_the_engine_sleeps() {
             thread::spawn(move || process.drive())
         };
         peer.send(0);
-        // Nobody comes to look any more who was not woken.
+        // From here on only a thread that was woken takes messages.
         process.block_until_arrived(1);
         driving.join().unwrap();
         process.stop();
@@ -206,7 +206,7 @@ fn what_comes_while_a_driver_leaves_is_found_though_the_engine_sleeps() {
 }
 
 #[test]
-fn what_comes_while_a_woken_thread_leaves_is_found_though_the_engine_sleeps() {
+fn message_during_a_woken_threads_exit_is_found() {
     model(2, || {
         let (process, mut peer) = Process::with_peer();
         let engine = process.engine();
@@ -224,7 +224,7 @@ fn what_comes_while_a_woken_thread_leaves_is_found_though_the_engine_sleeps() {
 }
 
 #[test]
-fn of_two_parked_threads_each_hears_of_what_it_waits_for() {
+fn two_parked_threads_are_each_woken() {
     model(2, || {
         let (process, mut peer) = Process::with_peer();
         let waiting = [Slot::Message, Slot::End].map(|slot| {

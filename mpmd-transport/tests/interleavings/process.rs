@@ -1,4 +1,4 @@
-//! A process with one peer, reduced to what the door is about.
+//! A process with one peer, reduced to the parts that use the doorbell.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use crate::door::Door;
 use crate::futex::ModelFutex;
 use crate::ring::{Consumer, Producer, Ring};
 
-/// What a thread waits for.
+/// An event that a thread waits for.
 #[derive(Clone, Copy)]
 pub(crate) enum Slot {
     /// The first message of the peer.
     Message,
-    /// Something that another thread of the process ends.
+    /// An event that another thread of the process causes.
     End,
 }
 
@@ -26,7 +26,8 @@ pub(crate) struct Process {
     futex: Arc<ModelFutex>,
     inbox: Mutex<Inbox>,
     more: Condvar,
-    /// Whether each [`Slot`] has its content. No ordering on purpose: the door's must do.
+    /// True for each [`Slot`] that is filled. Relaxed on purpose: the doorbell's ordering must
+    /// suffice.
     slots: [AtomicBool; 2],
     stop: AtomicBool,
 }
@@ -67,8 +68,8 @@ impl Process {
         (Arc::new(process), peer)
     }
 
-    /// Takes everything that the peer has published; where that was anything, threads that wait are
-    /// told.
+    /// Takes all messages that the peer has published. If there were any, wakes the waiting
+    /// threads.
     fn drain(&self) {
         let mut inbox = self.inbox.lock().unwrap();
         let before = inbox.arrived;
@@ -88,12 +89,12 @@ impl Process {
         !self.inbox.lock().unwrap().ring.is_empty()
     }
 
-    /// How many messages have arrived.
+    /// Returns the number of messages that have arrived.
     pub(crate) fn arrived(&self) -> u32 {
         self.inbox.lock().unwrap().arrived
     }
 
-    /// Waits without ever looking itself.
+    /// Waits without taking messages itself.
     pub(crate) fn block_until_arrived(&self, count: u32) {
         let mut inbox = self.inbox.lock().unwrap();
         while inbox.arrived < count {
@@ -101,13 +102,13 @@ impl Process {
         }
     }
 
-    /// A thread of the process ends what others wait for.
+    /// Fills [`Slot::End`], as a thread of the process.
     pub(crate) fn end(&self) {
         self.slots[Slot::End as usize].store(true, Ordering::Relaxed);
         self.door.wake(&*self.futex);
     }
 
-    /// The way a thread waits.
+    /// Waits for a slot as a thread of the process does: it parks, and drives while it waits.
     pub(crate) fn wait_for(&self, slot: Slot) {
         loop {
             let parking = self.door.parking();
@@ -120,14 +121,14 @@ impl Process {
         }
     }
 
-    /// A thread that looks without waiting.
+    /// Takes messages once, without waiting.
     pub(crate) fn drive(&self) {
         let driver = self.door.enter();
         self.drain();
         driver.leave(|| self.drain());
     }
 
-    /// What the engine does until `done`.
+    /// Runs the engine's loop until `done`.
     pub(crate) fn run_engine(&self, done: impl Fn() -> bool) {
         loop {
             self.drain();
@@ -139,13 +140,13 @@ impl Process {
         }
     }
 
-    /// A thread that is the engine until [`stop`](Self::stop).
+    /// Starts a thread that runs the engine's loop until [`stop`](Self::stop).
     pub(crate) fn engine(self: &Arc<Self>) -> JoinHandle<()> {
         let process = self.clone();
         thread::spawn(move || process.run_engine(|| process.stop.load(Ordering::Relaxed)))
     }
 
-    /// Ends the engine, which may sleep.
+    /// Ends the engine, even if it sleeps.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
         self.door.rouse(&*self.futex);

@@ -29,10 +29,10 @@ fn run(name: &str, args: &[&str]) -> Result<()> {
         builder = builder.devices(named.devices);
     }
     builder.run(|p| {
-        // Straight away, so that a test can wait for a line.
+        // Flushed at once, so that a test can wait for a line.
         let mut out = std::io::stdout();
         (named.run)(p, args, &mut |line| {
-            // Where nobody reads any more the exit code still tells.
+            // If the output is no longer read, the exit code still tells the result.
             let _ = writeln!(out, "{line}").and_then(|()| out.flush());
         })
     })

@@ -11,7 +11,7 @@ type AnyError = Box<dyn std::error::Error>;
 /// Time that the kernel takes: longer than a process that does not wait for it.
 const WORK: Duration = Duration::from_millis(300);
 
-/// Takes its time, then fails or not.
+/// A slow kernel that fails if `fails` is true.
 struct Slow {
     fails: bool,
 }
@@ -35,7 +35,7 @@ impl Kernel for Slow {
 
 fn main() -> Result<(), AnyError> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let [how, who] = args.as_slice() else { return Err("unfinished HOW WHO".into()) };
+    let [how, who] = args.as_slice() else { return Err("unfinished HOW PROCESS".into()) };
     let who = ProcessId(who.parse()?);
     match how.as_str() {
         "error" => Program::run(|p| -> Result<(), AnyError> {
@@ -46,7 +46,7 @@ fn main() -> Result<(), AnyError> {
             if p.process() == who {
                 work(p, who, false)?;
             }
-            // Waits for nothing: all processes get to the end before they hear of the difference.
+            // Waits for nothing: all processes reach the end before they learn of the difference.
             Ok(work(p, who, false)?)
         }),
         _ => {
@@ -60,7 +60,7 @@ fn main() -> Result<(), AnyError> {
     }
 }
 
-/// Issues work for `who`, and prints how it ends.
+/// Issues work on one process, which prints how it ends.
 fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let mesh = p.mesh_of(&[("one", 1)], &p.topology().devices_of(who)[..1])?;
     let slow = p.jit(Slow { fails }).on(&mesh).outputs(mesh.replicated()).build()?;

@@ -1,4 +1,4 @@
-//! A pipeline of which one process runs another program, in one of several ways.
+//! A pipeline in which one process runs another program, in one of several ways.
 
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -10,11 +10,11 @@ use super::parts::Each;
 const STEPS: usize = 3;
 const MICROBATCHES: usize = 4;
 
-/// Where the programs part.
+/// Step and microbatch at which the programs diverge.
 const AT: (usize, usize) = (1, 1);
 
-/// `pipeline HOW WHO ELEMENTS`: process `WHO` departs from the program in the way `HOW`, once, in
-/// the middle; the arrays have `ELEMENTS` elements.
+/// `diverging HOW PROCESS ELEMENTS`: this process departs from the program in the way `HOW`, once,
+/// in the middle. The arrays have `ELEMENTS` elements.
 pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let [how, who, elements] = args else {
         return Err(Error::kernel("three arguments are needed"));
@@ -43,7 +43,7 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
             let mut x = p.make(f32s(shape), &whole[0], move |_, mut view| Ok(view.fill(value)?))?;
             for stage in 0..stages.len() {
                 if stage == 3 && !(now && *how == "skip-aside") {
-                    // Used by nothing, and nobody but process 3 takes part.
+                    // Used by nothing; only process 3 takes part.
                     aside[stage].call(p, x.clone())?.block_until_ready()?;
                 }
                 x = run[stage].call(p, x)?;

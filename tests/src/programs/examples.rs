@@ -1,4 +1,4 @@
-//! Three small programs over two meshes, each one half of eight devices.
+//! Three small programs over two meshes; each mesh is one half of eight devices.
 
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -23,7 +23,8 @@ fn ones() -> Result<MpmdArray> {
     MpmdArray::from_slice(&SHAPE, &[1.0f32; 256])
 }
 
-/// Says what its owners see of an array: the values are all `value`. Nothing elsewhere.
+/// Prints for each shard here if all its values are `value`. Prints `remote` on processes without
+/// shards.
 fn say_all_are(value: f32, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
     x.block_until_ready()?;
     if x.is_fully_remote() {
@@ -42,14 +43,14 @@ fn say_all_are(value: f32, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Host values to devices.
+/// Moves host values to devices.
 pub(super) fn uncommitted(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, _) = halves(p)?;
     let x = p.device_put(&ones()?, rows(&front))?;
     say_all_are(1.0, &x, say)
 }
 
-/// From one mesh to another.
+/// Moves an array from one mesh to another.
 pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
     let x = p.device_put(&ones()?, rows(&front))?;
@@ -57,7 +58,7 @@ pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> R
     say_all_are(1.0, &x, say)
 }
 
-/// A kernel on one mesh, a move, a kernel on the other.
+/// Runs a kernel on one mesh, moves the result, and runs a kernel on the other mesh.
 pub(super) fn jit_and_transfer(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
     let first =

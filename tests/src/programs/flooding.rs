@@ -1,4 +1,4 @@
-//! Large transfers from one process to all others, or from all others to one, until somebody ends
+//! Large transfers from one process to all others, or from all others to one, until the test ends
 //! it.
 
 use std::sync::Arc;
@@ -11,22 +11,23 @@ use mpmd_core::topology::DeviceId;
 use super::Say;
 use crate::random::Random;
 
-/// More than a test lasts.
+/// More rounds than a test lasts.
 const ROUNDS: usize = 1_000_000;
 
-/// Of each transfer. No transport takes so much in one go.
+/// Size of each transfer. No transport takes so many bytes at once.
 const BYTES: usize = 64 << 20;
 
-/// So that something is always under way, but never more than a machine has memory for.
+/// Limits the lead: some transfers are always in flight, but never more than fit into a machine's
+/// memory.
 pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(6, 1 << 30)
 }
 
-/// `flooding sends WHO`: process `WHO` sends 64 MiB to each other one, again and again. `flooding
-/// receives WHO`: each other process sends them to `WHO`. What comes is compared to the bit, while
-/// the next is under way.
+/// `flooding sends PROCESS`: this process sends 64 MiB to each other process, again and again.
+/// `flooding receives PROCESS`: each other process sends them to this one. Received bytes are
+/// compared while the next transfer is in flight.
 pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let wrong = || Error::kernel("flooding sends|receives WHO");
+    let wrong = || Error::kernel("flooding sends|receives PROCESS");
     let [how, who] = args else { return Err(wrong()) };
     let who: usize = who.parse().map_err(|_| wrong())?;
     let others = (0..p.processes()).filter(|other| *other != who);
@@ -36,7 +37,7 @@ pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result
         _ => return Err(wrong()),
     };
     let on = |process: usize| Sharding::single_device(DeviceId(process as u32));
-    // Each process sends other bytes than the rest: this pattern from another place on.
+    // Each process sends different bytes: the pattern from its own offset on.
     let pattern = Arc::new(Random::new(64).bytes(BYTES + p.processes()));
     let mut sources = Vec::new();
     for process in 0..p.processes() {

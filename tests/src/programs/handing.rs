@@ -1,5 +1,4 @@
-//! Arrays in the memory of CUDA devices, handed from process to process. On CPU devices it does the
-//! same.
+//! Arrays in the memory of CUDA devices, sent from process to process. Also runs on CPU devices.
 
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::prelude::*;
@@ -8,13 +7,13 @@ use mpmd_core::{Jit, ProcessId};
 
 use super::Say;
 
-/// Elements of an array: more than any message takes along.
+/// Elements of an array: more than fit into an eager message.
 const ELEMENTS: usize = 64 << 10;
 
 /// Rows and columns of arrays that are moved in parts.
 const ROWS: usize = 96;
 
-/// Arrays that are handed over before any of them is looked at.
+/// Arrays that are sent before any of them is checked.
 const AT_ONCE: usize = 200;
 
 static ADD: Source = Source::cuda(
@@ -27,7 +26,7 @@ static ADD: Source = Source::cuda(
     "#,
 );
 
-/// Adds a number to all elements.
+/// A kernel that adds a number to all elements.
 struct Add(f32);
 
 impl Kernel for Add {
@@ -57,19 +56,19 @@ impl Kernel for Add {
 
 /// `handing MODE`, where `MODE` is one of
 ///
-/// - `whole ROUNDS`: arrays go round all processes, each of which adds 1; what comes home is looked
-///   at;
-/// - `parts`: an array in rows becomes one in columns, and one of other rows, and back;
+/// - `whole ROUNDS`: arrays go around all processes, each of which adds 1; the results at home are
+///   checked;
+/// - `parts`: an array in rows becomes one in columns, then one in other rows, and back;
 /// - `at-once`: many arrays are held by the next process, and by the one behind it, before any is
-///   looked at;
-/// - `steps`: as `whole`, until somebody ends it; says each step. Every process holds some arrays
-///   of all others.
+///   checked;
+/// - `steps`: like `whole`, until the test ends it; prints each step. Every process holds some
+///   arrays of all others.
 ///
-/// At the end each process says how often it opened memory and events of others, and what its
-/// device copied.
+/// At the end each process prints how often it opened memory and events of others, and the bytes
+/// that its device copied.
 pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let mut hand = Hand::new(p)?;
-    // Whatever is made once is made now.
+    // The first round causes everything that is done only once.
     hand.round(p, 0)?;
     let before = counted();
     match args {
@@ -100,7 +99,7 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         }
         _ => return Err(Error::kernel("handing MODE")),
     }
-    // Nobody says anything before all have what they want of it.
+    // No process prints before all have received their arrays.
     for process in 0..p.processes() as u32 {
         p.agree(ProcessId(process), 0u8, || Ok(0))?;
     }
@@ -116,8 +115,8 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     Ok(())
 }
 
-/// Openings of memory and of events, and bytes that devices have copied among themselves; zeros
-/// without the driver in software.
+/// Returns the number of openings of memory and of events, and the bytes that devices have copied
+/// among themselves. All are 0 without the software driver.
 fn counted() -> [u64; 3] {
     let [memory, event] = ["cuIpcOpenMemHandle_v2", "cuIpcOpenEventHandle"]
         .map(|name| softcuda::calls(name).unwrap_or(0));
@@ -139,7 +138,8 @@ impl Hand {
         Ok(Self { on: meshes.iter().map(|mesh| mesh.replicated()).collect(), add })
     }
 
-    /// An array goes round: what each process got, and at last what came home.
+    /// Sends an array around all processes; returns the array at each process, the one at home
+    /// last.
     fn around(&mut self, p: &mut Program, number: usize) -> Result<Vec<MpmdArray>> {
         let mut x = p.make(f32s([ELEMENTS]), &self.on[0], move |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
@@ -148,7 +148,7 @@ impl Hand {
         })?;
         let mut seen = Vec::new();
         for at in 0..self.on.len() {
-            // Handed on before it is made.
+            // Sent on before it is computed.
             x = self.add[at].call(p, x)?;
             x = p.device_put(&x, &self.on[(at + 1) % self.on.len()])?;
             seen.push(x.clone());
@@ -181,7 +181,7 @@ impl Hand {
         }
     }
 
-    /// All are handed on, and passed on by who got them, before anybody looks.
+    /// Sends all arrays on, and on again by their receivers, before any is checked.
     fn at_once(&mut self, p: &mut Program) -> Result<()> {
         let n = p.processes();
         let mut all = Vec::new();
@@ -206,7 +206,7 @@ impl Hand {
     }
 }
 
-/// From rows to columns, to a chunk of other rows, and back.
+/// Moves an array from rows to columns, to other rows, and back.
 fn parts(p: &mut Program) -> Result<()> {
     let n = p.processes();
     let mesh = p.mesh(&[("x", n)])?;

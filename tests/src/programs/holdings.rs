@@ -1,4 +1,4 @@
-//! Who holds what of whose memory, step by step.
+//! A program that prints the lent and borrowed memory of each process, step by step.
 
 use std::time::{Duration, Instant};
 
@@ -13,12 +13,12 @@ use super::parts::numbered;
 /// 1 MiB.
 const ELEMENTS: usize = 256 << 10;
 
-/// How long the last message of a meeting may be on its way back.
+/// Time limit for the last message of a meeting to come back.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Process 0 gives an array to both others and 1 gives one to 2; then all let go. Says the line
-/// about this process's memory, once the sums are as they must be with memory that is handed over,
-/// or after a while.
+/// Process 0 sends an array to both others, and process 1 sends one to process 2; then all drop the
+/// arrays. Before and after the drop, prints the line about this process's memory. It waits until
+/// the sums are right for zero-copy transfers, but not for ever.
 pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let me = p.process().index();

@@ -1,5 +1,5 @@
-//! Devices of several processes that work together inside kernels, by NCCL where that was asked
-//! for.
+//! Devices of several processes that compute together inside kernels, by NCCL if the job asks for
+//! it.
 
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::prelude::*;
@@ -10,7 +10,7 @@ use super::Say;
 /// Elements of each device.
 const EACH: usize = 20_000;
 
-/// Turns of a device that takes its time: a good part of a second.
+/// Loop turns of the slow kernel: a good part of a second.
 const TURNS: u64 = 100_000_000;
 
 static SLOW: Source = Source::cuda(
@@ -24,7 +24,7 @@ static SLOW: Source = Source::cuda(
     "#,
 );
 
-/// Sums over all devices, in place; on one of them only after a while.
+/// A kernel that sums over all devices, in place; the device `slow` starts late.
 struct Sum {
     slow: Option<usize>,
 }
@@ -52,12 +52,10 @@ impl Kernel for Sum {
 
 /// `joining MODE`, where `MODE` is one of
 ///
-/// - `sums ROUNDS`: sums over all devices, and looks at them;
-/// - `steps SLOW`: the same until somebody ends it, with a device that takes its time; says each
-///   step.
+/// - `sums ROUNDS`: sums over all devices, and checks the sums;
+/// - `steps SLOW`: the same until the test ends it, with the slow device `SLOW`; prints each step.
 ///
-/// At the end each process says how often it called NCCL, and with how many others it was in a
-/// group.
+/// At the end each process prints how often it called NCCL, and how many NCCL groups it joined.
 pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let devices = p.topology().devices().len();
     let mesh = p.mesh(&[("x", devices)])?;
@@ -97,7 +95,7 @@ pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         }
         _ => return Err(Error::kernel("joining MODE")),
     }
-    // Nobody says anything before all are done.
+    // No process prints before all are done.
     for process in 0..p.processes() as u32 {
         p.agree(ProcessId(process), 0u8, || Ok(0))?;
     }

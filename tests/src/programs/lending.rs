@@ -1,4 +1,5 @@
-//! Arrays that are handed to others, held, passed on, changed in place and dropped, all at random.
+//! Arrays that are transferred without copies, held, lent on, changed in place and dropped, all at
+//! random.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,38 +14,38 @@ use super::Say;
 use super::soak::resident_bytes;
 use crate::random::Random;
 
-/// Of an array, at least and at most.
+/// Size limits of an array.
 const LEAST_BYTES: usize = 8;
 const MOST_BYTES: usize = 4 << 20;
 
-/// Different sizes in one run.
+/// Number of different sizes in one run.
 const SIZES: usize = 64;
 
-/// One array of so many is of any size, one of [`MIDDLE`] at most [`MIDDLE_BYTES`], the others
-/// [`SMALL_BYTES`].
+/// One array in `LARGE` has any size, one in [`MIDDLE`] at most [`MIDDLE_BYTES`], the others at
+/// most [`SMALL_BYTES`].
 const LARGE: usize = 400;
 const MIDDLE: usize = 8;
 const MIDDLE_BYTES: usize = 64 << 10;
 const SMALL_BYTES: usize = 8 << 10;
 
-/// Arrays are parts of one pattern, from so many places.
+/// Arrays are parts of one pattern, from this many offsets.
 const PLACES: usize = 1 << 16;
 
-/// Arrays that are held.
+/// Number of arrays that are held.
 const KEPT: usize = 48;
 
-/// Arrays that are made from one point at which nothing is held to the next.
+/// Arrays that are made between two points at which nothing is held.
 const PERIOD: usize = 2000;
 
-/// So that every drop can meet an operation in any state.
+/// Allows a long lead, so that every drop can meet an operation in any state.
 pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `lending HAND-OVERS SEED PATIENCE`: so many arrays go from one process to another. What is
-/// looked at is compared to the bit. Says after each fifth of them what is in use, and at the end
-/// how many arrays were looked at, here and by all processes. Whatever is wrong is said to be
-/// `WRONG`, also where the program ends with another error.
+/// `lending HAND-OVERS SEED PATIENCE`: moves this many arrays from one process to another. Arrays
+/// that are checked are compared to the bit. After each fifth of them, prints the memory in use. At
+/// the end, prints the number of arrays checked here and by all processes. Wrong data is printed as
+/// `WRONG`, even if the program ends with another error.
 pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
@@ -55,8 +56,8 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let mut lending = Lending::new(p, seed as u64, Duration::from_secs(patience as u64))?;
     let end = lending.run(p, hand_overs, say);
     if end.is_err() {
-        // What somebody has is right also after an end that nobody wanted. Meanwhile others may
-        // have died and memory come back.
+        // Held arrays are right even after an unwanted end. Meanwhile other processes may have died
+        // and memory come back.
         std::thread::sleep(Duration::from_millis(200));
         for kept in &lending.kept {
             if let Ok(Some(values)) = kept.x.to_host() {
@@ -69,21 +70,21 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
 
 struct Lending {
     random: Random,
-    /// How long it may take until what nobody holds is not in use either.
+    /// Time limit until memory that nobody holds is no longer in use.
     patience: Duration,
     sizes: [Vec<usize>; 3],
     pattern: Arc<Vec<u8>>,
-    /// Each process.
+    /// One sharding for each process.
     on: Vec<Sharding>,
-    /// On each process.
+    /// One kernel for each process.
     flip: Vec<Jit<Flip>>,
     kept: Vec<Kept>,
     handed_over: usize,
-    /// Arrays that this process has compared. Callbacks count too.
+    /// Number of arrays that this process has compared, in callbacks too.
     looked_at: Arc<AtomicUsize>,
-    /// Arrays that were to be compared where they are.
+    /// Number of arrays to compare on the process that owns them.
     awaited: usize,
-    /// Those of them that are here.
+    /// Number of those that this process owns.
     awaited_here: usize,
 }
 
@@ -92,14 +93,14 @@ struct Kept {
     expected: Expected,
 }
 
-/// What an array should hold.
+/// The contents that an array should have.
 #[derive(Clone)]
 struct Expected {
     pattern: Arc<Vec<u8>>,
-    /// From which place of the pattern on.
+    /// Offset in the pattern.
     place: usize,
     bytes: usize,
-    /// How often it was changed.
+    /// Number of times it was changed.
     flips: usize,
 }
 
@@ -158,7 +159,8 @@ impl Lending {
         Ok(())
     }
 
-    /// Draws the same on every process: what is issued follows from it.
+    /// Makes one array and moves it. All processes draw the same random numbers, so that they issue
+    /// the same operations.
     fn one(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
         let from = self.random.below(processes);
@@ -173,8 +175,8 @@ impl Lending {
                 Ok(())
             },
         )?;
-        // Most go to one other, some to a third and a fourth: from where they may not have arrived
-        // yet.
+        // Most arrays go to one other process, some on to a third and a fourth, perhaps before they
+        // have arrived.
         let hops = [1, 1, 1, 2, 2, 3][self.random.below(6)];
         for _ in 0..hops {
             at = (at + 1 + self.random.below(processes - 1)) % processes;
@@ -189,7 +191,7 @@ impl Lending {
         }
         let mut here = Kept { x, expected };
         if self.random.below(4) == 0 {
-            // Its owner may still have it, and so may others: none of them sees the change.
+            // Its owner and others may still have it: none of them sees the change.
             let Kept { x, mut expected } = here;
             expected.flips += 1;
             here = Kept { x: self.flip[at].call(p, x)?, expected };
@@ -241,15 +243,15 @@ impl Lending {
         self.awaited_here += usize::from(!kept.x.is_fully_remote());
         let (expected, looked_at) = (kept.expected.clone(), self.looked_at.clone());
         kept.x.then(move |values| {
-            // What is wrong here is missing in the count, and waited for in vain.
+            // A wrong array is missing in the count, and `settle` waits for it in vain.
             if values.as_ref().is_ok_and(|values| expected.check(values.bytes()).is_ok()) {
                 looked_at.fetch_add(1, Ordering::Relaxed);
             }
         });
     }
 
-    /// Looks at all that is held, and waits until nothing is in use and everything lent is back. It
-    /// is the same point of the program everywhere.
+    /// Checks all held arrays, and waits until no memory is in use or lent. All processes call it
+    /// at the same point of the program.
     fn settle(&mut self, p: &mut Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.look(kept)?;
@@ -262,8 +264,8 @@ impl Lending {
                 return Ok(());
             }
             if Instant::now() > until {
-                // Somebody has died: then that is the error. Else nobody answers, or all have the
-                // same trouble.
+                // If a process has died, that is the error. Otherwise no process answers, or all
+                // have the same problem.
                 for process in 0..p.processes() {
                     p.agree(ProcessId(process as u32), 0, || Ok(0))?;
                 }
@@ -295,14 +297,14 @@ impl Expected {
         let at = pairs.position(|(found, expected)| !is_right(*found, *expected));
         let wrong =
             format!("WRONG data at {at:?} of {} bytes, expected {}", found.len(), expected.len());
-        // Said here too: in a callback nobody hears of the error, and another may be the program's
-        // end.
+        // Printed here too: the error of a callback goes nowhere, and another error may end the
+        // program.
         eprintln!("{wrong}");
         Err(Error::kernel(wrong))
     }
 }
 
-/// Changes every bit, in place.
+/// A kernel that flips every bit, in place.
 struct Flip;
 
 impl Kernel for Flip {
@@ -319,8 +321,8 @@ impl Kernel for Flip {
     }
 }
 
-/// `holding`: process 0 hands an array over to process 1, which says again and again whether it is
-/// right. Process 0 says what it has in use and lent, until it is all back.
+/// `holding`: process 0 lends an array to process 1, which checks it again and again. Process 0
+/// prints its live and lent memory until all is back.
 pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let pattern = Arc::new(Random::new(8).bytes(MOST_BYTES));
     let fill = pattern.clone();
@@ -328,8 +330,8 @@ pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()>
         view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
         Ok(())
     })?;
-    // Lent before anybody looks: on a busy machine the owner would find nothing lent yet, and call
-    // that all back.
+    // Lent before the first look: on a busy machine the owner would otherwise find nothing lent
+    // yet, and report that all is back.
     x.block_until_ready()?;
     let y = p.device_put(&x, on(1))?;
     drop(x);
@@ -358,8 +360,8 @@ fn memory_use(fifth: usize, p: &Program) -> String {
     format!("memory {fifth}: mapped {} resident {resident} segments {segments}", memory.mapped)
 }
 
-/// Memory that other processes can map, or that this has mapped of others: how many mappings and
-/// descriptors.
+/// Returns the number of mappings and descriptors of shared memory, this process's own and those of
+/// other processes.
 fn segments() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mapped = maps.lines().filter(|line| line.contains("memfd:mpmd")).count();

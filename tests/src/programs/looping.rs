@@ -1,5 +1,5 @@
-//! Four stages in a ring: what leaves the last goes into the first, step after step, until somebody
-//! ends it.
+//! Four stages in a ring: the last stage's output goes into the first, step after step, until the
+//! test ends it.
 
 use mpmd_core::Builder;
 use mpmd_core::prelude::*;
@@ -7,28 +7,28 @@ use mpmd_core::prelude::*;
 use super::Say;
 use super::parts::Each;
 
-/// More than a test lasts.
+/// More steps than a test lasts.
 const STEPS: usize = 1_000_000;
 
 const MICROBATCHES: usize = 3;
 
-/// Above what may travel unasked, below what a socket takes at once.
+/// Larger than an eager message, smaller than a socket takes at once.
 const WIDE: [usize; 2] = [128, 256];
 
-/// Within what may travel unasked.
+/// Small enough for an eager message.
 const NARROW: [usize; 2] = [4, 8];
 
-/// A program that does not read what it makes is stopped by nothing else.
+/// Limits the lead. Nothing else stops a program that does not read its arrays.
 pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(64, 1 << 30)
 }
 
-/// More than a socket takes at once: whoever dies leaves pieces of it half sent.
+/// More than a socket takes at once: a process that dies leaves partly sent pieces behind.
 const LARGE: [usize; 2] = [1024, 2048];
 
-/// Runs until somebody ends it, or for the number of steps that is among the arguments. With the
-/// argument `large` the arrays are, else some are small. With the argument `reading` every process
-/// waits for its part of each step, else none ever waits for anything but its own lead.
+/// Runs until the test ends it, or for the number of steps among the arguments. With the argument
+/// `large` the arrays are large; otherwise some are small. With the argument `reading` every
+/// process waits for its part of each step. Otherwise only the limit of the lead makes it wait.
 pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut steps = Vec::new();

@@ -1,4 +1,4 @@
-//! The programs that the tests run. Each is a function of a [`Program`], so that the same text runs
+//! The programs that the tests run. Each is a function of a [`Program`], so that the same code runs
 //! as processes over tcp and as threads over `inproc`.
 
 mod diverging;
@@ -19,18 +19,18 @@ mod transfers;
 use mpmd_core::prelude::*;
 use mpmd_core::{Builder, Simulation};
 
-/// Where a program says what it found, line by line.
+/// Receives the lines that a program prints.
 pub type Say<'a> = dyn FnMut(String) + 'a;
 
 /// A program with a name.
 pub struct Named {
-    /// By which tests start it.
+    /// The name by which tests start it.
     pub name: &'static str,
-    /// Settings, with the number of devices of the job.
+    /// Sets the program's settings, except for the number of devices.
     pub settings: fn(Builder) -> Builder,
-    /// Number of devices of the job; 0 for one to each process.
+    /// Number of devices of the job; 0 for one per process.
     pub devices: usize,
-    /// What it does, with the arguments it was started with.
+    /// Runs the program with the arguments it was started with.
     pub run: fn(&mut Program, &[&str], &mut Say<'_>) -> Result<()>,
 }
 
@@ -73,22 +73,22 @@ const ALL: &[Named] = &[
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];
 
-/// The program with this name.
+/// Returns the program with this name.
 ///
 /// # Panics
 ///
-/// Where there is none.
+/// If there is none.
 pub fn find(name: &str) -> &'static Named {
     ALL.iter()
         .find(|named| named.name == name)
         .unwrap_or_else(|| panic!("no program is named {name:?}"))
 }
 
-/// Runs a program as `processes` threads of this process; what each said.
+/// Runs a program as `processes` threads of this process; returns the output of each.
 ///
 /// # Panics
 ///
-/// Where one of them fails.
+/// If one of them fails.
 pub fn simulated(name: &str, processes: usize, args: &[&str]) -> Vec<String> {
     let named = find(name);
     let devices = if named.devices == 0 { processes } else { named.devices };

@@ -1,4 +1,4 @@
-//! What several programs are made of.
+//! Parts that several programs use.
 
 use std::hash::Hasher;
 
@@ -6,20 +6,20 @@ use mpmd_core::prelude::*;
 
 use super::Say;
 
-/// The smallest program: one value from process 0 to all.
+/// The smallest program: sends one value from process 0 to all, which print it.
 pub(super) fn hello(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let value = p.agree(mpmd_core::ProcessId(0), 0, || Ok(42))?;
     say(format!("hello from process {} of {}: {value}", p.process(), p.processes()));
     Ok(())
 }
 
-/// What the job runs over.
+/// Prints the name of the job's transport.
 pub(super) fn transport(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     say(format!("over {}", p.transport()));
     Ok(())
 }
 
-/// A function of each element.
+/// A kernel that applies `f` to each element.
 pub(super) struct Each {
     pub(super) name: &'static str,
     pub(super) f: fn(f32) -> f32,
@@ -45,7 +45,8 @@ impl Kernel for Each {
     }
 }
 
-/// The sum of all elements, modulo 2^24 so that it is exact. For whole, unsharded arrays.
+/// A kernel that sums all elements, modulo 2^24 so that the sum is exact. For whole, unsharded
+/// arrays.
 pub(super) struct Sum;
 
 impl Kernel for Sum {
@@ -62,8 +63,8 @@ impl Kernel for Sum {
     }
 }
 
-/// Fills an array with whole numbers that follow from the place of an element in the whole and
-/// `salt`.
+/// Returns a function that fills an array with whole numbers. Each depends on the element's global
+/// index and on `salt`.
 pub(super) fn numbered(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
     move |region, mut view| {
         let shape = view.global().shape().to_vec();
@@ -71,7 +72,7 @@ pub(super) fn numbered(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()>
         for value in view.as_mut_slice::<f32>()? {
             let index = at.iter().zip(&shape).fold(0, |index, (at, size)| index * size + at) as u64;
             *value = ((index * 7 + salt * 1013) % 65_521) as f32;
-            // The next place, row-major.
+            // The next element, row-major.
             for dim in (0..at.len()).rev() {
                 at[dim] += 1;
                 if at[dim] < region.range(dim).end {
@@ -84,13 +85,13 @@ pub(super) fn numbered(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()>
     }
 }
 
-/// Says what this process holds of an array: device, region, and a hash of the bytes.
+/// Prints this process's shards of an array: device, region, and a hash of the bytes.
 pub(super) fn say_shards(name: &str, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
     if x.is_fully_remote() {
         return Ok(());
     }
     for shard in x.addressable_shards()? {
-        // Without keys: the same in every process.
+        // Without random keys: equal in every process.
         let mut hash = std::hash::DefaultHasher::new();
         hash.write(shard.data.bytes());
         say(format!(

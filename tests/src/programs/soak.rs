@@ -1,4 +1,4 @@
-//! Thousands of transfers whose handles and futures are dropped at any time.
+//! Thousands of transfers with handles and futures that are dropped at any time.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -15,31 +15,31 @@ use mpmd_core::{ArrayFuture, Builder};
 use super::Say;
 use crate::random::Random;
 
-/// Of most transfers, at most.
+/// Most bytes of a common transfer.
 const BYTES: usize = 1 << 20;
 
-/// Of one transfer in [`RARE`].
+/// Most bytes of one transfer in [`RARE`].
 const LARGE_BYTES: usize = 8 << 20;
 const RARE: usize = 200;
 
-/// Arrays are parts of one pattern, from so many places.
+/// Arrays are parts of one pattern, from this many offsets.
 const PLACES: usize = 1 << 16;
 
-/// Handles and futures that wait for their fate.
+/// Most handles and futures that are kept for later.
 const KEPT: usize = 24;
 
-/// Transfers from one point at which nothing is held to the next.
+/// Transfers between two points at which nothing is held.
 const PERIOD: usize = 500;
 
-/// So that every drop can meet an operation in any state.
+/// Allows a long lead, so that every drop can meet an operation in any state.
 pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `soak TRANSFERS SEED`: random sizes between random processes. What is awaited is compared to the
-/// bit, the rest is dropped: as a handle or as a future, at once, later, or polled a few times.
-/// After a fifth of the transfers and at the end says how many bytes are in use, mapped by pools,
-/// and resident; and at the end how many arrays were looked at, here and by all processes.
+/// `soak TRANSFERS SEED`: random sizes between random processes. Awaited arrays are compared to the
+/// bit. The rest is dropped: as a handle or as a future, at once, later, or after some polls. After
+/// a fifth of the transfers and at the end, prints the bytes in use, mapped by pools, and resident.
+/// At the end, also prints the number of arrays checked here and by all processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
@@ -76,7 +76,7 @@ fn memory_use(when: &str, p: &Program) -> String {
     format!("{when}: live {live} mapped {} resident {}", memory.mapped, resident_bytes())
 }
 
-/// Bytes of this process that are in the machine's memory.
+/// Returns the resident bytes of this process.
 pub(super) fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -88,15 +88,15 @@ struct Soak {
     random: Random,
     pattern: Arc<Vec<u8>>,
     kept: Vec<Kept>,
-    /// Arrays that this process has compared. Callbacks count too.
+    /// Number of arrays that this process has compared, in callbacks too.
     looked_at: Arc<AtomicUsize>,
-    /// Arrays that were to be compared where they are.
+    /// Number of arrays to compare on the process that owns them.
     awaited: usize,
-    /// Those of them that are here.
+    /// Number of those that this process owns.
     awaited_here: usize,
 }
 
-/// Something that is dropped or awaited later.
+/// A handle or future that is dropped or awaited later.
 enum Kept {
     /// The source of a transfer, only to be dropped.
     Source {
@@ -110,13 +110,14 @@ enum Kept {
 #[derive(Clone)]
 struct Moved {
     x: MpmdArray,
-    /// From which place of the pattern on it is.
+    /// Offset in the pattern.
     place: usize,
     bytes: usize,
 }
 
 impl Soak {
-    /// Draws the same on every process: what is issued follows from it.
+    /// Makes one array and moves it. All processes draw the same random numbers, so that they issue
+    /// the same operations.
     fn transfer(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
         let from = self.random.below(processes);
@@ -131,7 +132,7 @@ impl Soak {
         let source = p.make(u8s([bytes]), &on(from), fill)?;
         let mut x = p.device_put(&source, on(to))?;
         if self.random.below(4) == 0 {
-            // Passed on from where it may not have arrived yet; the handle in between is gone.
+            // Moved on, perhaps before it has arrived; the handle in between is dropped.
             let next = self.random.below(processes);
             x = p.device_put(&x, on(next))?;
         }
@@ -161,7 +162,7 @@ impl Soak {
         Ok(())
     }
 
-    /// Small ones as often as large ones.
+    /// Draws a size; small ones are as frequent as large ones.
     fn size(&mut self) -> usize {
         if self.random.below(RARE) == 0 {
             return LARGE_BYTES - self.random.below(64);
@@ -171,7 +172,7 @@ impl Soak {
         (least + self.random.below(least)).min(BYTES)
     }
 
-    /// The end of what was kept.
+    /// Awaits or drops a kept handle or future.
     fn decide(&mut self, kept: Kept) -> Result<()> {
         match (kept, self.random.below(3)) {
             (Kept::Handle(moved), 0) => self.look(moved),
@@ -206,7 +207,7 @@ impl Soak {
         let Moved { x, place, bytes } = moved.clone();
         let (pattern, looked_at) = (self.pattern.clone(), self.looked_at.clone());
         x.then(move |values| {
-            // What is wrong here is missing in the count, and waited for in vain.
+            // A wrong array is missing in the count, and `settle` waits for it in vain.
             let right =
                 |values: &HostArray| check(values.bytes(), &pattern[place..place + bytes]).is_ok();
             if values.as_ref().is_ok_and(right) {
@@ -215,9 +216,9 @@ impl Soak {
         });
     }
 
-    /// Lets go of all, and waits until nothing is in use. It is the same point of the program
-    /// everywhere. What has not begun uses nothing yet: what it should leave behind is seen at the
-    /// next such point.
+    /// Drops or awaits everything that is kept, and waits until no memory is in use. All processes
+    /// call it at the same point of the program. Operations that have not begun use no memory yet:
+    /// their leaks are found at the next such point.
     fn settle(&mut self, p: &Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.decide(kept)?;
@@ -247,7 +248,7 @@ fn on(process: usize) -> Sharding {
 fn polled(moved: &Moved, times: usize) -> Pin<Box<ArrayFuture>> {
     let mut future = Box::pin(moved.x.clone().into_future());
     for _ in 0..times {
-        // One that has ended is not asked again.
+        // A future that has ended must not be polled again.
         if future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop())).is_ready() {
             break;
         }

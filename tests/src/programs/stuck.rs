@@ -1,4 +1,4 @@
-//! A pipeline of four stages in which one pass of the third never ends.
+//! A pipeline of four stages in which one pass of the third stage never ends.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::parts::Each;
 
 const MICROBATCHES: u32 = 3;
 
-/// The pass that never ends.
+/// Stage and microbatch of the pass that never ends.
 const STUCK: (usize, u32) = (2, 1);
 
 /// A kernel that never ends.
@@ -31,9 +31,9 @@ impl Kernel for Stuck {
     }
 }
 
-/// All forward passes, then all backward. Every process waits for what it has of the end, or has
-/// nothing of it and ends. With the argument `sending` the last stage's process sends nothing back,
-/// so that the first ones end early.
+/// Issues all forward passes, then all backward passes. Each process waits for its parts of the
+/// outputs; a process without outputs ends. With the argument `sending` there are no backward
+/// passes, so that the first processes end early.
 pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut passes = Vec::new();

@@ -1,4 +1,4 @@
-//! Programs that stop for ever where something needed by an operation is held by a later one.
+//! Programs that deadlock if a later operation holds a resource that an earlier one needs.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use super::parts::{Sum, numbered, say_shards};
 /// Larger than every buffer of a socket: 32 MiB.
 const ELEMENTS: usize = 8 << 20;
 
-/// Long enough that what does not wait for it is over.
+/// Long enough that everything that does not wait for it has ended.
 const SLOW: Duration = Duration::from_millis(400);
 
-/// As [`numbered`], after a while.
+/// Like [`numbered`], after a delay.
 fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
     let fill = numbered(salt);
     move |region, view| {
@@ -25,8 +25,8 @@ fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Syn
     }
 }
 
-/// In both directions at once: a transfer whose data comes late, and after it one whose data is
-/// there.
+/// In both directions at once: transfers with late data, and after them transfers with data that is
+/// ready.
 pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(1))];
     let mut ready = Vec::new();
@@ -48,13 +48,13 @@ pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result
     Ok(())
 }
 
-/// Room for one of the arrays on each device, but not for two.
+/// Limits device memory to one of the arrays, so that two do not fit.
 pub(super) fn small_memory(builder: Builder) -> Builder {
     builder.device_memory((ELEMENTS as u64 * 4) * 3 / 2)
 }
 
-/// Device 1 receives from device 0, which is slow, and then from device 2, which is not, with room
-/// for one of them at a time.
+/// Device 1 receives from device 0, which is slow, and then from device 2, which is not. It has
+/// room for one array at a time.
 pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;

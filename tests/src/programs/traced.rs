@@ -1,4 +1,4 @@
-//! Steps of two stages, of which every operation is said.
+//! Steps of two stages that print every operation.
 
 use mpmd_core::prelude::*;
 use mpmd_core::{Label, Role};
@@ -10,11 +10,12 @@ const STEPS: usize = 4;
 
 const MICROBATCHES: u32 = 3;
 
-/// Larger than what travels unasked, and smaller.
+/// One shape is larger than an eager message, the other smaller.
 const SHAPES: [[usize; 2]; 2] = [[256, 128], [8, 2]];
 
-/// Each microbatch goes through both halves of the devices and back; the first steps as they are,
-/// the others replayed. Says `operation NUMBER FRONT|BACK|BOTH`: whose devices have a part in it.
+/// Sends each microbatch through both halves of the devices and back. The first steps are issued,
+/// the others replayed. Prints `operation NUMBER front|back|both`: the devices that take part in
+/// it.
 pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let halves = p.mesh(&[("half", 2), ("x", 2)])?.split("half")?;
     let (front, back) = (&halves[0], &halves[1]);

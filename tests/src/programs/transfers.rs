@@ -1,5 +1,5 @@
-//! Many ways from one sharding to another. What each owner gets must not depend on how many
-//! processes share the devices.
+//! Transfers between many pairs of shardings. The result of each owner must not depend on the
+//! number of processes that share the devices.
 
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -13,7 +13,7 @@ fn chosen(p: &Program, devices: &[u32]) -> Result<Mesh> {
     p.mesh_of(&[("d", devices.len())], &devices)
 }
 
-/// Small arrays between all kinds of shardings.
+/// Moves small arrays between all kinds of shardings.
 pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let all = p.mesh(&[("d", 8)])?;
     let grid = p.mesh(&[("a", 2), ("b", 4)])?;
@@ -65,8 +65,8 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
         ("one element", &[1], Sharding::single_device(DeviceId(0)), back.replicated()),
         ("a refused cut", &[4, 6, 8], front.sharding(by_columns.clone()), back.replicated()),
     ];
-    // The last way cuts a dimension of 6 in 4, which is refused when it is issued: the same on
-    // every process, and the program goes on.
+    // The last case cuts a dimension of 6 in 4. It is refused when it is issued, equally on every
+    // process, and the program goes on.
     let mut moved = Vec::new();
     for (i, (name, shape, from, to)) in ways.iter().enumerate() {
         match p.make(f32s(*shape), from, numbered(i as u64)) {
@@ -77,7 +77,7 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
             Err(error) => return Err(error),
         }
     }
-    // Nothing was waited for until here.
+    // No array was waited for until here.
     for (name, x) in &moved {
         say_shards(name, x, say)?;
     }
@@ -98,8 +98,8 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     say_shards("a tree, moved", &large, say)
 }
 
-/// Messages of just less, just as many and just more bytes than may travel unasked, and more of
-/// them than a receiver has to take unasked.
+/// Sends messages just below, at and just above the size limit for eager messages. Then sends more
+/// of them than the eager credit allows.
 pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     const LIMIT: usize = mpmd_transport::router::EAGER_BYTES as usize;
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(7))];
@@ -127,7 +127,7 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
     Ok(())
 }
 
-/// 64 MiB from the rows of one half to the columns of the other.
+/// Moves 64 MiB from the rows of one half to the columns of the other.
 pub(super) fn large(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = (chosen(p, &[0, 1, 2, 3])?, chosen(p, &[4, 5, 6, 7])?);
     let x = p.make(f32s([4096, 4096]), &front.sharding(spec!["d"]), numbered(5))?;

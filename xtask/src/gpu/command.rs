@@ -1,4 +1,4 @@
-//! Programs that are run for what they say, with a deadline.
+//! Runs programs with a deadline and captures their output.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -9,20 +9,20 @@ use anyhow::{Context as _, bail};
 
 use crate::steps::shown;
 
-/// Time between two looks at a program.
+/// Time between two checks of a program.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What a program has said.
+/// The output of a program that has ended.
 #[derive(Debug)]
 pub(super) struct Said {
-    /// Its exit code; `None` where a signal ended it.
+    /// Its exit code; `None` if a signal ended it.
     pub(super) code: Option<i32>,
     pub(super) stdout: String,
     pub(super) stderr: String,
 }
 
 impl Said {
-    /// How it ended, with the last line that it wrote to say why.
+    /// Returns its exit code and the last line that it wrote, as a text.
     pub(super) fn last_words(&self) -> String {
         let words = [&self.stderr, &self.stdout]
             .into_iter()
@@ -32,11 +32,11 @@ impl Said {
     }
 }
 
-/// Runs a command to its end, shows what it writes for errors, and returns all it says.
+/// Runs a command to its end, prints its standard error, and returns its output.
 ///
 /// # Errors
 ///
-/// Fails where it cannot be started, or takes longer than `limit`; then it is ended.
+/// If it cannot be started, or takes longer than `limit`; then it is killed.
 pub(super) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result<Said> {
     let line = shown(command);
     println!("   $ {line}");
@@ -60,30 +60,31 @@ pub(super) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result
     Ok(said)
 }
 
-/// All that comes, as it comes, so that the writer never waits.
+/// Reads all output on a thread, so that the writer never waits.
 fn reader(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut from) = from {
-            // What came before it broke off is all that there is.
+            // After a read error, the bytes so far are the output.
             let _ = from.read_to_end(&mut bytes);
         }
         String::from_utf8_lossy(&bytes).into_owned()
     })
 }
 
-/// Ends it and what it has started: who watches another program does not take that along.
+/// Kills the program and all processes that it has started. A killed parent does not take its
+/// children along.
 fn end(child: &mut Child) {
     let all = descendants(child.id());
     let _ = child.kill();
     let _ = child.wait();
     if !all.is_empty() {
-        // Those that have ended meanwhile are no failure.
+        // Some may have ended meanwhile; that is no failure.
         let _ = Command::new("kill").arg("-KILL").args(all.iter().map(u32::to_string)).status();
     }
 }
 
-/// The processes that this one has started, and they in turn.
+/// Returns all descendants of a process.
 fn descendants(process: u32) -> Vec<u32> {
     let children = std::fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
     let children = children.unwrap_or_default();
@@ -96,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_program_says_comes_back_with_its_status() {
+    fn output_and_status_are_returned() {
         let said =
             captured(Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]), LONG)
                 .unwrap();
@@ -110,11 +111,11 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_too_long_is_ended_and_who_is_not_there_named() {
+    fn slow_program_is_killed_and_missing_one_is_named() {
         let late =
             captured(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
         assert!(late.to_string().contains("`sleep 60` takes longer than 0.05 s"), "{late}");
-        // And what it has started: there is no such process, or nobody has asked yet how it ended.
+        // Its children end too: they are gone, or zombies that nobody has waited for.
         let file = std::env::temp_dir().join(format!("mpmd-xtask-{}", std::process::id()));
         let shell = format!("sleep 61 & echo $! > {}; wait", file.display());
         captured(Command::new("sh").args(["-c", &shell]), Duration::from_secs(1)).unwrap_err();

@@ -1,5 +1,5 @@
-//! Whether there is a driver to try, before anything is built; and the tests' own, put under CUDA's
-//! names.
+//! Checks for a CUDA driver before anything is built, and installs the tests' own driver under
+//! CUDA's names.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,7 +12,7 @@ use anyhow::{Context as _, ensure};
 /// The names of the driver's library on Linux.
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
-/// Folders in which loaders look without being told.
+/// Folders that loaders search by default.
 const FOLDERS: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -22,12 +22,12 @@ const FOLDERS: [&str; 6] = [
     "/lib",
 ];
 
-/// The libraries that the tests' own driver stands for.
+/// The libraries that the tests' own driver replaces.
 const STANDS_FOR: [&str; 5] =
     ["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublas.so", "libnccl.so.2"];
 
-/// Why there is surely no driver; `None` where there may be one. The programs themselves ask it
-/// later: this only saves building them for nothing.
+/// Returns the reason why there is certainly no driver, or `None` if there may be one. The programs
+/// check it later; this only avoids a useless build.
 pub(super) fn why_none() -> Option<String> {
     let path = std::env::var_os("LD_LIBRARY_PATH");
     let mut folders: Vec<PathBuf> =
@@ -40,10 +40,10 @@ pub(super) fn why_none() -> Option<String> {
     why_none_in(&folders, &known)
 }
 
-/// The same for these folders, and what `ldconfig -p` lists.
+/// Like [`why_none`], for these folders and this output of `ldconfig -p`.
 fn why_none_in(folders: &[PathBuf], known: &str) -> Option<String> {
     let is_there = |name: &&str| {
-        // The loader's list has a library by its name, then blanks and how it was built.
+        // The loader's list has a library's name, then blanks and details of its build.
         folders.iter().any(|folder| folder.join(name).exists())
             || known.lines().any(|line| line.split_whitespace().next() == Some(*name))
     };
@@ -57,11 +57,11 @@ fn why_none_in(folders: &[PathBuf], known: &str) -> Option<String> {
     ))
 }
 
-/// Puts the driver that was built in `built` under CUDA's names into `folder`.
+/// Links the driver that was built in `built` into `folder` under CUDA's names.
 ///
 /// # Errors
 ///
-/// Fails where it was not built, or the folder cannot be written.
+/// If it was not built, or if the folder cannot be written.
 pub(super) fn install(built: &Path, folder: &Path) -> anyhow::Result<()> {
     let library = built.join("libsoftcuda.so");
     ensure!(library.is_file(), "{} was not built", library.display());
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_is_looked_for_by_both_names_in_all_places() {
+    fn driver_is_searched_by_both_names_in_all_places() {
         let folder = std::env::temp_dir().join(format!("mpmd-xtask-driver-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let empty =
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tests_own_driver_is_put_under_every_name_again_and_again() {
+    fn driver_is_installed_under_every_name_repeatedly() {
         let folder =
             std::env::temp_dir().join(format!("mpmd-xtask-install-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();

@@ -1,5 +1,5 @@
-//! What is asked of a machine with a graphics processor, and where in the benchmarks' answers it is
-//! found. Pure.
+//! The requirements on a machine with GPUs, and the fields of the benchmarks' output that show
+//! them. Does no I/O.
 
 use serde_json::Value;
 
@@ -8,25 +8,26 @@ use super::table::{Row, Verdict};
 /// A benchmark: `mpmd bench …`.
 pub(super) struct Benchmark {
     pub(super) arguments: &'static [&'static str],
-    /// Besides, where figures count.
+    /// Further arguments for runs with meaningful figures.
     pub(super) large: &'static [&'static str],
-    /// Besides, where it is enough that all of it runs: by itself, and under the sanitizer.
+    /// Further arguments for short runs, to check that everything works: on the software driver and
+    /// under the sanitizer.
     pub(super) small: &'static [&'static str],
-    /// Whether its processes share one processor, however many there are.
+    /// True if its processes share one GPU, even if there are more.
     pub(super) on_one: bool,
-    /// How many processors there must be for the figures to mean anything.
+    /// Number of GPUs without which the figures have no meaning.
     pub(super) processors: usize,
-    /// What is read off its answer.
+    /// The figures to read from its output.
     pub(super) figures: &'static [Figure],
 }
 
-/// A number, and what it is to be.
+/// A figure and its limit.
 pub(super) struct Figure {
-    /// For people.
+    /// Its name for people.
     pub(super) what: &'static str,
-    /// The name of the case that has it,
+    /// The name of the case that has it.
     case: &'static str,
-    /// and the field.
+    /// The field of the case.
     field: &'static str,
     limit: Limit,
     unit: &'static str,
@@ -128,7 +129,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
 ];
 
 impl Figure {
-    /// What it is to be, for people.
+    /// Returns the limit as a text for people.
     pub(super) fn asked(&self) -> String {
         let (word, limit) = match self.limit {
             Limit::AtMost(limit) => ("at most", limit),
@@ -144,7 +145,7 @@ impl Figure {
         }
     }
 
-    /// The worst of all cases that have it: one benchmark may measure several.
+    /// Returns the worst figure of all cases with this name: one benchmark may measure several.
     fn of(&self, lines: &[Value]) -> Option<f64> {
         let cases = lines.iter().filter(|line| line["name"] == self.case);
         let found = cases.filter_map(|line| line[self.field].as_f64());
@@ -155,7 +156,7 @@ impl Figure {
     }
 }
 
-/// The figures of a benchmark that has said these lines.
+/// Judges the figures in a benchmark's output.
 pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> Vec<Row> {
     let one = |figure: &Figure| {
         let (what, asked) = (figure.what, figure.asked());
@@ -179,8 +180,8 @@ pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> V
     benchmark.figures.iter().map(one).collect()
 }
 
-/// The driver and its processors as `mpmd doctor --json` tells of them, and how many these are, or
-/// its reason why there are none.
+/// Reads the output of `mpmd doctor --json`. Returns the driver and its GPUs as a text with the
+/// number of GPUs, or the reason why there are none.
 pub(super) fn seen(doctor: &Value) -> Result<(String, usize), String> {
     let cuda = &doctor["facts"]["cuda"];
     if let Some(why) = cuda["missing"]["why"].as_str() {
@@ -194,7 +195,7 @@ pub(super) fn seen(doctor: &Value) -> Result<(String, usize), String> {
             Ok((format!("{}, CUDA {version}", names.join(", ")), names.len()))
         }
         _ => {
-            Err("`mpmd doctor` says neither what there is of CUDA nor why there is nothing"
+            Err("`mpmd doctor` reports neither CUDA devices nor a reason why there are none"
                 .to_owned())
         }
     }
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_read_off_their_cases_and_the_worst_counts() {
+    fn worst_figure_of_a_case_counts() {
         let good = [
             json!({"name": "handover", "median": 12.5}),
             json!({"name": "one copy", "of_device_copy": 0.95}),
@@ -220,7 +221,7 @@ mod tests {
         let worse = [&good[..], &[json!({"name": "handover", "median": 21.0})]].concat();
         assert_eq!(rows(&worse, false), [Verdict::Failed, Verdict::Passed]);
         assert_eq!(rows(&worse, true), [Verdict::Ran, Verdict::Ran]);
-        // A figure that is not there is a failure wherever it runs.
+        // A missing figure is a failure on any driver.
         assert_eq!(rows(&good[..1], true), [Verdict::Ran, Verdict::Failed]);
         let said = judge(&BENCHMARKS[0], &good[..1], false);
         assert!(said[1].found.contains("no `of_device_copy` of `one copy`"), "{said:?}");
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn the_doctors_word_on_cuda_is_read() {
+    fn doctor_output_on_cuda_is_read() {
         let gpus = json!([{"name": "H200"}, {"name": "H200"}]);
         let found =
             json!({"facts": {"cuda": {"found": {"driver": {"version": "12.8", "gpus": gpus}}}}});

@@ -1,11 +1,11 @@
-//! `cargo xtask gpu`: everything that needs a graphics processor, in one go, with one table at its
-//! end.
+//! `cargo xtask gpu`: runs everything that needs a GPU, and prints one table at the end.
 //!
-//! Builds for speed with the feature `cuda`, looks at the machine, runs the tests that are for
-//! graphics processors on the real ones, runs programs under compute-sanitizer where that is
-//! installed, measures, and sets what was found beside what was asked for. With `--software` it
-//! does the same on the tests' own driver, small and in debug builds: that shows that this command
-//! works, and its figures mean nothing.
+//! Builds for speed with the feature `cuda`, examines the machine, and runs the tests for GPUs on
+//! real ones. Then runs programs under compute-sanitizer, if it is installed, and the benchmarks,
+//! and compares the figures with the requirements.
+//!
+//! With `--software` it does the same on the tests' own driver, with small sizes and debug builds.
+//! That only shows that this command works; the figures have no meaning.
 
 mod command;
 mod driver;
@@ -24,43 +24,42 @@ use command::captured;
 use figures::{Benchmark, judge};
 use table::{Row, Verdict};
 
-/// The status of a run where there is nothing to run on.
+/// Exit status if there is no driver to run on.
 const NO_DRIVER: u8 = 2;
 
-/// How long one benchmark, or one program under the sanitizer, may take.
+/// Time limit for one benchmark, or for one program under the sanitizer.
 const LONG: Duration = Duration::from_secs(600);
 
-/// Training, small: as many kernels of as many kinds as there are in the examples.
+/// A small training: it runs as many kinds of kernels as the examples have.
 const TRAINING: [&str; 14] = [
     "--device", "cuda", "--steps", "2", "--layers", "2", "--width", "32", "--heads", "2", "--time",
     "16", "--batch", "4",
 ];
 
-/// How long looking at the machine may take: drivers start slowly where nothing else has them
-/// loaded.
+/// Time limit for examining the machine: drivers start slowly if nothing else has them loaded.
 const LOOK: Duration = Duration::from_secs(60);
 
-/// By which the driver is told which processors it shows.
+/// The variable that selects the GPUs that the driver shows.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// What the sanitizer ends with where it has found something.
+/// Exit code of the sanitizer if it has found an error.
 const FOUND: i32 = 86;
 
-/// On what everything runs.
+/// The devices that everything runs on.
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Ground {
-    /// Real graphics processors.
+    /// Real GPUs.
     Gpu,
     /// The tests' own driver, which lies in this folder under the names of CUDA's libraries.
     Software(PathBuf),
 }
 
-/// Runs all of it in the workspace at `root`; by default on real graphics processors. The status
-/// says whether all has passed, 2 where there is no driver.
+/// Runs everything in the workspace at `root`, on real GPUs unless `software` is true. The exit
+/// status is 0 if all has passed, 1 if something failed, and 2 if there is no driver.
 ///
 /// # Errors
 ///
-/// Fails where nothing can be built, or a program of ours cannot be started.
+/// If the build fails, or if one of the programs cannot be started.
 pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
     let target = target()?;
     if !software && let Some(why) = driver::why_none() {
@@ -91,15 +90,15 @@ pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
 }
 
 impl Ground {
-    /// The folder of programs that are built for it.
+    /// Returns the folder of programs that are built for it.
     fn profile(&self) -> &'static str {
         if *self == Self::Gpu { "release" } else { "debug" }
     }
 
-    /// Adds what makes a program run on it.
+    /// Adds the environment with which a program runs on it.
     fn set<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         match self {
-            // Tests that bring their own driver leave it at home.
+            // With this variable, tests do not install their own driver.
             Self::Gpu => command.env("MPMD_TEST_GPU", "1"),
             Self::Software(folder) => {
                 command.env("LD_LIBRARY_PATH", folder).env_remove("MPMD_TEST_GPU")
@@ -108,7 +107,7 @@ impl Ground {
     }
 }
 
-/// Where cargo puts what it builds: this program is one of it, in the folder of its profile.
+/// Returns cargo's target folder. This program lies in the folder of its profile there.
 fn target() -> anyhow::Result<PathBuf> {
     let this = std::env::current_exe().context("finding this program")?;
     let folder = this
@@ -132,7 +131,7 @@ fn build(root: &Path, target: &Path, ground: &Ground) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Those with programs or tests for graphics processors.
+/// The packages with programs or tests for GPUs.
 const PACKAGES: [&str; 8] = [
     "--package",
     "mpmd-core",
@@ -148,7 +147,7 @@ fn cargo() -> std::ffi::OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-/// Where programs are run, and on what.
+/// The folders and devices for running programs.
 struct Place<'a> {
     root: &'a Path,
     programs: PathBuf,
@@ -156,14 +155,16 @@ struct Place<'a> {
 }
 
 impl Place<'_> {
-    /// A program of ours; the path is whole, as other programs are given it.
+    /// Returns a command for a built program, with its full path, because other programs get it as
+    /// an argument.
     fn program(&self, name: &str) -> Command {
         let mut command = Command::new(self.programs.join(name));
         self.ground.set(command.current_dir(self.root));
         command
     }
 
-    /// What `mpmd doctor` finds of CUDA and how many processors, or why it finds none.
+    /// Returns the GPUs that `mpmd doctor` finds as a text, with their number, or the reason why it
+    /// finds none.
     fn look(&self) -> anyhow::Result<Result<(String, usize), String>> {
         let mut doctor = self.program("mpmd");
         let said = captured(doctor.args(["doctor", "--device", "cuda", "--json"]), LOOK)?;
@@ -174,7 +175,7 @@ impl Place<'_> {
 
     fn tests(&self) -> Row {
         let what = "tests for graphics processors";
-        // A device that one test has made fail, fails in that process for good.
+        // A device that one test has made fail stays failed in that process.
         if !answers("cargo-nextest", &["nextest", "--version"]) {
             let why =
                 "not run: each takes a process of its own (`cargo install cargo-nextest --locked`)";
@@ -182,10 +183,10 @@ impl Place<'_> {
         }
         let mut command = Command::new(cargo());
         command.current_dir(self.root);
-        // By name: every such test has `cuda` in its own, its module's or its file's.
+        // By name: every such test has `cuda` in its name, or in that of its module or file.
         command.args(["nextest", "run"]).args(PACKAGES).args(["--features", "cuda"]);
         command.args(["--filterset", "test(/cuda/) + binary(/cuda/)"]);
-        // Their own driver's place, where they need one, they know themselves.
+        // Tests that need their own driver know its place themselves.
         if *self.ground == Ground::Gpu {
             self.ground.set(command.arg("--release"));
         }
@@ -195,8 +196,8 @@ impl Place<'_> {
         }
     }
 
-    /// The benchmarks and training, small, under compute-sanitizer's checks, for memory and for
-    /// races within kernels.
+    /// Runs the benchmarks and a training, small, under compute-sanitizer: for memory errors and
+    /// for races within kernels.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
@@ -253,7 +254,7 @@ impl Place<'_> {
         }
     }
 
-    /// What a benchmark says, a line of JSON for each case.
+    /// Runs a benchmark; returns its output, a line of JSON for each case.
     fn lines(&self, benchmark: &Benchmark, software: bool) -> anyhow::Result<Vec<Value>> {
         let mut command = self.program("mpmd");
         command.arg("bench").args(benchmark.arguments).args(["--device", "cuda", "--json"]);

@@ -1,4 +1,4 @@
-//! What was asked for, what was found, and whether that is enough.
+//! The table of results: requirements, findings and verdicts.
 
 /// A line of the table.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -9,16 +9,16 @@ pub(super) struct Row {
     pub(super) verdict: Verdict,
 }
 
-/// How that went.
+/// The verdict on a row.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Verdict {
-    /// Nothing was asked.
+    /// There was no requirement.
     Told,
     Passed,
     Failed,
-    /// A program that is needed for it is not there.
+    /// A program that it needs is missing.
     NotRun,
-    /// It ran where figures mean nothing.
+    /// It ran on the software driver, where figures have no meaning.
     Ran,
 }
 
@@ -73,7 +73,7 @@ impl Verdict {
     }
 }
 
-/// The table, with a line that sums it up.
+/// Formats the table, with a line of totals at the end.
 pub(super) fn text(rows: &[Row], software: bool) -> String {
     let wide = |of: fn(&Row) -> &str, least: usize| {
         rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0).max(least)
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_stand_under_each_other_and_the_sum_is_last() {
+    fn columns_are_aligned_and_totals_are_last() {
         let rows = [
             Row::told("processors", "one"),
             Row::passed("tests", "all pass", "all passed"),

@@ -1,13 +1,13 @@
-//! The rules on single files. Each names the line that breaks it and what to do instead.
+//! The rules on single files. Each finding names the line that breaks a rule and gives a remedy.
 
 use super::source::{Source, line_of, taken_from, words};
 
 /// A line that breaks a rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Finding {
-    /// From one.
+    /// Line number, from one.
     pub(crate) line: usize,
-    /// What is wrong with it.
+    /// The problem, for people.
     pub(crate) what: String,
 }
 
@@ -27,7 +27,7 @@ pub(crate) const RULES: &[fn(&Source) -> Vec<Finding>] = &[
 
 const MOST_LINES: usize = 1000;
 
-/// No `dbg!`, and nothing that only panics until somebody writes it.
+/// Finds `dbg!` and macros for unwritten code, which only panic.
 fn nothing_unfinished(source: &Source) -> Vec<Finding> {
     let code = &source.code;
     words(code)
@@ -40,7 +40,7 @@ fn nothing_unfinished(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// An ignored test says why.
+/// Finds ignored tests without a reason.
 fn ignored_tests_say_why(source: &Source) -> Vec<Finding> {
     let code = &source.code;
     words(code)
@@ -57,7 +57,7 @@ fn ignored_tests_say_why(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// No blanks at the end of a line; in Rust no tabs.
+/// Finds blanks at the end of a line, and tabs in Rust files.
 fn lines_are_clean(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (i, line) in source.text.split('\n').enumerate() {
@@ -72,7 +72,7 @@ fn lines_are_clean(source: &Source) -> Vec<Finding> {
     findings
 }
 
-/// A file's last line ends too.
+/// Finds files without a newline at the end.
 fn ends_with_a_newline(source: &Source) -> Vec<Finding> {
     let ends = source.text.is_empty() || source.text.ends_with('\n');
     let line = source.text.lines().count();
@@ -83,7 +83,7 @@ fn ends_with_a_newline(source: &Source) -> Vec<Finding> {
     }
 }
 
-/// In a Rust file of more than 1,000 lines something wants to leave.
+/// Finds Rust files of more than 1,000 lines.
 fn files_stay_short(source: &Source) -> Vec<Finding> {
     let lines = source.text.lines().count();
     if !source.is_rust() || lines <= MOST_LINES {
@@ -95,8 +95,8 @@ fn files_stay_short(source: &Source) -> Vec<Finding> {
     }]
 }
 
-/// `unsafe` only where memory of others is touched: in the transport, in back ends, and in what
-/// stands in for their drivers.
+/// Finds `unsafe` outside the code that touches foreign memory: the transport, the back ends, and
+/// the software replacements of their drivers.
 fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
     let below =
         ["mpmd-transport/", "tests/softcuda/"].iter().any(|folder| source.path.starts_with(folder));
@@ -112,7 +112,7 @@ fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// Invariant *transport-knows-bytes*: the transport never hears of arrays, meshes or shapes.
+/// Invariant *transport-knows-bytes*: the transport never names arrays, meshes or shapes.
 fn transport_knows_bytes(source: &Source) -> Vec<Finding> {
     if source.path == "mpmd-transport/Cargo.toml" {
         let found = source.text.match_indices("mpmd-core");
@@ -129,9 +129,9 @@ fn transport_knows_bytes(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// Invariant *one-way-in*: only the runtime talks to a transport, and the program that sets it up.
-/// The benchmark that measures a transport by itself is no part of any program, and the one of
-/// issuing has one of its own.
+/// Invariant *one-way-in*: only the runtime talks to a transport, and the program sets it up. Two
+/// benchmarks are exempt: one measures a transport by itself, and the other, of issuing, has a
+/// transport of its own.
 fn one_way_in(source: &Source) -> Vec<Finding> {
     let crates = ["mpmd-core/", "mpmd-cli/", "mpmd-derive/", "mpmd-examples/"];
     let inside = [
@@ -158,8 +158,8 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// Invariant *planners-are-pure*: no clock, no I/O, no threads where plans are made. Unit tests
-/// may.
+/// Invariant *planners-are-pure*: no clock, no I/O and no threads in code that makes plans. Unit
+/// tests are exempt.
 fn planners_are_pure(source: &Source) -> Vec<Finding> {
     let planners = ["mpmd-core/src/sharding", "mpmd-core/src/reshard", "mpmd-core/src/pipeline"];
     if !planners.iter().any(|m| source.is_in_module(m))
@@ -176,7 +176,7 @@ fn planners_are_pure(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// bincode encodes control messages only, so one module names it.
+/// Finds uses of bincode outside its one module. It encodes control messages only.
 fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
     if source.path == "mpmd-transport/src/control.rs" {
         return Vec::new();
@@ -201,7 +201,7 @@ fn finding(text: &str, at: usize, what: String) -> Finding {
 mod tests {
     use super::*;
 
-    /// The lines of `text`, at `path`, that break `rule`.
+    /// Returns the lines of `text`, at `path`, that break `rule`.
     fn broken(rule: fn(&Source) -> Vec<Finding>, path: &str, text: &str) -> Vec<usize> {
         rule(&Source::new(path, text)).into_iter().map(|finding| finding.line).collect()
     }

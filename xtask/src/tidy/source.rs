@@ -1,16 +1,16 @@
-//! A source file as the rules see it: its text, and for Rust its code without comments and
+//! A source file as the rules see it: its text, and for Rust also its code without comments and
 //! literals.
 
 use std::ops::Range;
 
 /// A file of the repository.
 pub(crate) struct Source {
-    /// Relative to the repository, with `/` between folders.
+    /// Path relative to the repository, with `/` between folders.
     pub(crate) path: String,
-    /// All of it.
+    /// The whole text.
     pub(crate) text: String,
-    /// Of a Rust file, the text with each character of a comment or literal replaced by a blank, so
-    /// that lines and what is left stay where they were; of other files nothing.
+    /// For a Rust file, the text with each character of a comment or literal replaced by a blank.
+    /// So lines and columns do not change. Empty for other files.
     pub(crate) code: String,
 }
 
@@ -25,12 +25,12 @@ impl Source {
         self.path.ends_with(".rs")
     }
 
-    /// Whether this is `module` (a path without `.rs`), as a file or a folder.
+    /// Returns true if the file is `module` (a path without `.rs`), or lies in its folder.
     pub(crate) fn is_in_module(&self, module: &str) -> bool {
         self.path.strip_prefix(module).is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
     }
 
-    /// The code above the unit tests, which stand at the bottom of a file.
+    /// Returns the code above the unit tests, which stand at the bottom of a file.
     pub(crate) fn code_without_tests(&self) -> &str {
         if self.path.ends_with("/tests.rs") {
             return "";
@@ -45,12 +45,12 @@ impl Source {
     }
 }
 
-/// The number, from one, of the line with byte `at`.
+/// Returns the line number, from one, of byte `at`.
 pub(crate) fn line_of(text: &str, at: usize) -> usize {
     text[..at].matches('\n').count() + 1
 }
 
-/// The identifiers and keywords of some code, with where each begins.
+/// Returns the identifiers and keywords of some code, each with its byte offset.
 pub(crate) fn words(code: &str) -> impl Iterator<Item = (usize, &str)> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let mut rest = 0;
@@ -62,8 +62,9 @@ pub(crate) fn words(code: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// What some code takes from the crate `root`: of `root::a::b` the `a`, of `root::{a, b::c}` both
-/// `a` and `b`, of `root as x` the `as`; `*` for all of it. With where each stands.
+/// Returns the names that some code takes from the crate `root`, each with its byte offset. From
+/// `root::a::b` that is `a`, from `root::{a, b::c}` both `a` and `b`, from `root as x` the `as`,
+/// and from `root::*` the `*`.
 pub(crate) fn taken_from<'a>(code: &'a str, root: &str) -> Vec<(usize, &'a str)> {
     let mut taken = Vec::new();
     for (at, word) in words(code).filter(|(_, word)| *word == root) {
@@ -130,7 +131,7 @@ fn code_of(text: &str) -> String {
     code
 }
 
-/// The comment or literal that begins at `at`; empty where none does.
+/// Returns the range of the comment or literal that begins at `at`; empty if none does.
 fn hidden_at(text: &str, at: usize) -> Range<usize> {
     let rest = &text[at..];
     let len = if rest.starts_with("//") {
@@ -149,7 +150,8 @@ fn hidden_at(text: &str, at: usize) -> Range<usize> {
     at..at + len
 }
 
-/// Whether what begins at `at` goes on a word, other than the `b` or `c` of a string's prefix.
+/// Returns true if the text at `at` continues a word. The `b` or `c` of a string's prefix is no
+/// word.
 fn follows_a_word(text: &str, at: usize) -> bool {
     let mut before = text[..at].chars().rev();
     let is_word = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
@@ -190,7 +192,7 @@ fn quoted(rest: &str, quote: char) -> usize {
     rest.len()
 }
 
-/// A character literal; nothing for a lifetime.
+/// Returns the length of a character literal; 0 for a lifetime.
 fn character(rest: &str) -> usize {
     let mut characters = rest.chars().skip(1);
     match (characters.next(), characters.next()) {
@@ -200,7 +202,7 @@ fn character(rest: &str) -> usize {
     }
 }
 
-/// `r"…"`, `r#"…"#` and so on; nothing for a raw identifier or any other word.
+/// Returns the length of `r"…"`, `r#"…"#` and so on; 0 for a raw identifier or any other word.
 fn raw_string(rest: &str) -> usize {
     let marks = rest[1..].len() - rest[1..].trim_start_matches('#').len();
     if !rest[1 + marks..].starts_with('"') {
@@ -240,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_from_a_crate_is_found_in_every_form() {
+    fn names_taken_from_a_crate_are_found_in_every_form() {
         let taken = |code: &str| {
             taken_from(code, "std").into_iter().map(|(_, word)| word.to_owned()).collect()
         };

@@ -1,9 +1,9 @@
-//! What it costs a process to issue the steps of a job, most of whose operations concern others:
-//! one by one, and recorded and replayed.
+//! Measures the time in which a process issues the steps of a job, call by call and replayed. Most
+//! of these operations concern other processes only.
 //!
-//! `replay` measures one process of a job whose other processes are stood in for: its own kernels
-//! run, on what the others would send. `stages` measures whole jobs, on threads of this process,
-//! which do the same.
+//! `replay` measures one process of a job. Stand-ins simulate the other processes, and the measured
+//! process runs its own kernels on their data. `stages` measures whole jobs, on threads of this
+//! process.
 
 mod peers;
 mod step;
@@ -31,7 +31,7 @@ pub(crate) struct ReplayArgs {
     /// Microbatches of a step.
     #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
     microbatches: usize,
-    /// The process that is measured; by default the one in the middle.
+    /// The measured process; by default the one in the middle.
     #[arg(long)]
     rank: Option<u32>,
 }
@@ -40,7 +40,7 @@ pub(crate) struct ReplayArgs {
 pub(crate) struct StagesArgs {
     #[command(flatten)]
     options: Options,
-    /// Numbers of stages, each on a process of its own.
+    /// Numbers of stages, each its own process.
     #[arg(long, value_delimiter = ',', default_value = "4,8,16,32", value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
     stages: Vec<usize>,
     /// Microbatches of a step.
@@ -48,10 +48,11 @@ pub(crate) struct StagesArgs {
     microbatches: usize,
 }
 
-/// The time that one process takes to issue a step of a 1F1B schedule, seen from its own thread.
+/// Measures the time in which one process issues a step of a 1F1B schedule, as seen by its own
+/// thread.
 ///
-/// A step with more operations here than the program may run ahead takes as long as the device
-/// takes to do them.
+/// If a step has more operations here than the program may run ahead, it takes as long as the
+/// device needs for them.
 pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     let (ranks, microbatches) = (args.ranks, args.microbatches);
     let rank = ProcessId(args.rank.unwrap_or(ranks as u32 / 2));
@@ -65,19 +66,19 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     let mut timed =
         |p: &mut Program,
          issue: &mut dyn FnMut(&mut Program, Given) -> mpmd_core::Result<Results>| {
-            // What the others would have sent by then.
+            // The messages that the other processes would have sent by then.
             peers.send(p.operations(), &arrivals);
             let taken = std::mem::take(&mut given);
             let inputs = taken.1.clone();
             let start = Instant::now();
             let sums = issue(p, taken)?;
             let took = start.elapsed();
-            // The device catches up before the next.
+            // The device catches up before the next step.
             sums[rank.index()].block_until_ready()?;
             given = (sums, inputs);
             Ok(took)
         };
-    // The first makes the plans.
+    // The first step creates the plans.
     let mut issue = |p: &mut Program, x| steps.step(p, x);
     let first = timed(&mut p, &mut issue)?;
     let issued =
@@ -113,12 +114,12 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Microseconds of one of so many operations.
+/// Returns the microseconds per operation.
 fn each_of(time: Duration, operations: u64) -> f64 {
     time.as_secs_f64() * 1e6 / operations.max(1) as f64
 }
 
-/// A case measured in microseconds, of which there may be few parts.
+/// Creates a case measured in fractions of microseconds.
 fn per_operation(
     name: &'static str,
     parameters: impl Into<String>,
@@ -133,7 +134,7 @@ fn per_operation(
     }
 }
 
-/// The time of whole steps of jobs of more and more stages, by the operations of the job.
+/// Measures whole steps of jobs with more and more stages, as time per operation of the job.
 pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
     let mut cases: Vec<Case> = Vec::new();
     for replays in [false, true] {
@@ -143,7 +144,7 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
             let mut results =
                 results.into_iter().collect::<mpmd_core::Result<Vec<_>>>()?.into_iter();
             let (operations, times) = results.next().unwrap_or_default();
-            // A step ends when it has on the last process.
+            // A step ends when the last process has ended it.
             let longest = results.fold(times, |longest, (_, times)| {
                 longest.into_iter().zip(times).map(|(a, b)| a.max(b)).collect()
             });
@@ -169,7 +170,7 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How many operations a step has, and how long each took here.
+/// Returns the number of operations of a step, and the times of the steps on this process.
 fn measure(
     p: &mut Program,
     args: &StagesArgs,
@@ -182,7 +183,7 @@ fn measure(
     let mut times = Vec::new();
     let warm_up = 2;
     for repeat in 0..warm_up + args.options.repeats.max(1) {
-        // All start together.
+        // All processes start together.
         p.agree(ProcessId(0), (), || Ok(()))?;
         let start = Instant::now();
         let sums = match &recorded {

@@ -1,5 +1,5 @@
-//! Stand-ins for all processes of a job but one: they take what it sends, send what it waits for,
-//! and agree.
+//! Stand-ins for all processes of a job but one. They accept its messages, send the pieces that it
+//! waits for, and answer its heartbeats.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,22 +14,22 @@ use super::step::ELEMENTS;
 /// Bytes of a piece.
 const BYTES: u64 = (ELEMENTS * size_of::<f32>()) as u64;
 
-/// Of the only piece of a move from one device to another.
+/// The number of the only piece of a move between two devices.
 const PIECE: u64 = 0;
 
-/// The hash in pieces of a stand-in, which does not know it.
+/// The hash in pieces of a stand-in, which does not compute it.
 const NO_HASH: u128 = 0;
 
-/// Credit that a stand-in gives back for a piece: no less than it took.
+/// The credit that a stand-in returns for a piece, at least as much as it took.
 const CREDIT: u64 = 1024;
 
-/// Credit is given back for so many pieces at a time.
+/// The number of pieces for which credit is returned at a time.
 const PORTION: u64 = 64;
 
-/// The incarnation of jobs.
+/// The epoch in the headers of the job's messages.
 const EPOCH: u64 = 1;
 
-/// A transport behind which there is nobody but a thread.
+/// A transport with peers that one thread simulates.
 pub(super) struct Peers {
     me: ProcessId,
     processes: usize,
@@ -43,11 +43,11 @@ enum State {
     Ended,
 }
 
-/// What a stand-in hears.
+/// An order for the thread of the stand-ins.
 enum Word {
-    /// A message to it.
+    /// The process has posted a message to a stand-in.
     Posted(ProcessId, Header, Ticket),
-    /// It sends its piece of an operation.
+    /// A stand-in is to send its piece of an operation.
     Send(ProcessId, u64),
     End,
 }
@@ -58,14 +58,14 @@ impl Peers {
         Arc::new(Self { me, processes, words, state: Mutex::new(State::New(waiting)) })
     }
 
-    /// The pieces of a step that begins after so many operations come: early, as from processes
-    /// that are ahead.
+    /// Sends the pieces of a step that begins after `before` operations. They arrive early, as from
+    /// processes that are ahead.
     pub(super) fn send(&self, before: u64, arrivals: &[(ProcessId, u64)]) {
         arrivals.iter().for_each(|(from, place)| self.say(Word::Send(*from, before + place)));
     }
 
     fn say(&self, word: Word) {
-        // Nobody listens any more once the program has ended.
+        // The thread is gone once the program has ended.
         let _ = self.words.send(word);
     }
 
@@ -109,7 +109,7 @@ impl Transport for Peers {
     fn shutdown(&self, _: Duration) {
         if let State::Started(thread) = self.exchange(State::Ended) {
             self.say(Word::End);
-            // It says what panics it had itself.
+            // A panic of the thread has already printed its message.
             let _ = thread.join();
         }
     }
@@ -147,7 +147,7 @@ fn serve(words: &Receiver<Word>, handler: &dyn Handler, payload: &SharedBuffer) 
                             arrived(to, header, Payload::Empty);
                         }
                     }
-                    // Each has issued what the process has that is measured.
+                    // The answer is that of a peer that has issued the same operations.
                     Kind::Heartbeat | Kind::Goodbye if header.bytes == 0 => {
                         arrived(to, header, Payload::Empty)
                     }

@@ -1,4 +1,4 @@
-//! A training step of a pipeline whose kernels do next to nothing.
+//! A training step of a pipeline with nearly empty kernels.
 
 use mpmd_core::Jit;
 use mpmd_core::ProcessId;
@@ -11,13 +11,13 @@ use mpmd_core::topology::Mesh;
 /// Elements of every array.
 pub(super) const ELEMENTS: usize = 4;
 
-/// What a step takes: the sum of each stage, which it gives up, and the microbatches.
+/// The arguments of a step: the sum of each stage, which is donated, and the microbatches.
 pub(super) type Given = (Vec<MpmdArray>, Vec<MpmdArray>);
 
-/// What it gives: the sums.
+/// The results of a step: the new sums.
 pub(super) type Results = Vec<MpmdArray>;
 
-/// What goes on, and what stays for the way back.
+/// The forward pass: copies its input to the output and to the residual.
 struct Forward;
 
 impl Kernel for Forward {
@@ -40,7 +40,7 @@ impl Kernel for Forward {
     }
 }
 
-/// What is added, and what goes back.
+/// The backward pass: adds the residual to the sum, and copies `dy` to `dx`.
 struct Backward;
 
 impl Kernel for Backward {
@@ -67,8 +67,8 @@ impl Kernel for Backward {
     }
 }
 
-/// One stage on each process, in the order of 1F1B: what the runner of pipelines issues, without
-/// the runner.
+/// A 1F1B pipeline with one stage on each process. It issues the same operations as the pipeline
+/// runner, without the runner.
 pub(super) struct Steps {
     meshes: Vec<Mesh>,
     forward: Vec<Jit<Forward>>,
@@ -93,7 +93,7 @@ impl Steps {
         Ok(Self { meshes, forward, backward, order, microbatches })
     }
 
-    /// What the first step takes.
+    /// Returns the arguments of the first step.
     pub(super) fn given(&self, p: &mut Program) -> Result<Given> {
         let mut zeros = |mesh: &Mesh| {
             p.make(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
@@ -104,13 +104,13 @@ impl Steps {
         Ok((sums, inputs))
     }
 
-    /// How many operations a step has.
+    /// Returns the number of operations of a step.
     pub(super) fn operations(&self) -> u64 {
         (self.microbatches * (4 * self.meshes.len() - 2)) as u64
     }
 
-    /// How many operations a step has, and in which of them, counted from 1, which process sends to
-    /// this one.
+    /// Returns the number of operations of a step, and the arrivals at `to`: the sender and the
+    /// operation's number in the step, from 1.
     pub(super) fn arrivals(&self, to: ProcessId) -> (u64, Vec<(ProcessId, u64)>) {
         let last = self.meshes.len() - 1;
         let (mut count, mut arrivals) = (0, Vec::new());
@@ -120,7 +120,7 @@ impl Steps {
                 ActionKind::Forward => action.stage.checked_sub(1),
                 _ => (action.stage < last).then_some(action.stage + 1),
             };
-            // Moved, where it comes from another; computed.
+            // An input from another stage is moved first. Then the action is computed.
             if let Some(from) = from {
                 count += 1;
                 if here {
@@ -136,7 +136,7 @@ impl Steps {
     pub(super) fn step(&self, p: &mut Program, (mut sums, inputs): Given) -> Result<Results> {
         let (stages, microbatches) = (self.meshes.len(), self.microbatches);
         let place = |stage: usize, microbatch: usize| stage * microbatches + microbatch;
-        // What comes to a stage, forward and backward, and what it has kept.
+        // The inputs of each stage, forward and backward, and its residuals.
         let mut forward: Vec<Option<MpmdArray>> = vec![None; stages * microbatches];
         let mut backward: Vec<Option<MpmdArray>> = vec![None; stages * microbatches];
         let mut kept: Vec<Option<MpmdArray>> = vec![None; stages * microbatches];
@@ -144,7 +144,7 @@ impl Steps {
             forward[place(0, microbatch)] = Some(x);
         }
         let there = |slot: &mut Option<MpmdArray>| {
-            slot.take().ok_or_else(|| mpmd_core::Error::kernel("an action before what it needs"))
+            slot.take().ok_or_else(|| mpmd_core::Error::kernel("an action comes before its input"))
         };
         for Action { stage, kind, microbatch } in self.order.iter().copied() {
             let at = place(stage, microbatch);

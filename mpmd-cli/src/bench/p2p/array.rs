@@ -1,4 +1,4 @@
-//! Arrays by `device_put`, from a program to a program: operations, router, memory and all.
+//! Measures arrays by `device_put`, from program to program, with all layers of the framework.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -48,7 +48,7 @@ pub(super) fn in_threads(
     other.map_or(Ok(()), |result| result).and(found)
 }
 
-/// One device of each process.
+/// One device of each process, as shardings.
 pub(super) struct Pair {
     pub(super) here: Sharding,
     pub(super) there: Sharding,
@@ -63,7 +63,7 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
     let on_gpu = p.topology().kind_of(devices[1]) == Some(DeviceKind::Cuda);
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
-        // First: what is new to a process then is new.
+        // First, while the memory is still new to the processes.
         let handed = match cases.contains(&Case::Handover) {
             true => handover(p, &pair, bytes, pace)?,
             false => Vec::new(),
@@ -77,7 +77,7 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
             found.push(bandwidth(p, &pair, &x, Test::Bandwidth, bytes, pace)?);
         }
         if cases.contains(&Case::Handover) && on_gpu && bytes > 1 {
-            // In two parts, so that who has the whole has made it of them.
+            // In two parts, so that the receiver must copy them into one array.
             let halves = p.mesh_of(&[("half", 2)], &devices)?.sharding(spec!["half"]);
             let even = bytes / 2 * 2;
             let x = p.make(u8s([even]), &halves, |_, mut view| Ok(view.fill(7u8)?))?;
@@ -88,7 +88,7 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
     Ok(found)
 }
 
-/// There and back, the program on both sides waiting at every hop.
+/// Measures round trips. The program on each side waits at every hop.
 fn latency(
     p: &mut Program,
     pair: &Pair,
@@ -100,7 +100,7 @@ fn latency(
         let start = Instant::now();
         let mut x = x.clone();
         for _ in 0..rounds {
-            // Waits on the receiver too, so that the program on both sides takes part in every hop.
+            // The receiver also waits, so that the programs on both sides take part in every hop.
             let y = p.device_put(&x, &pair.there)?;
             y.block_until_ready()?;
             x = p.device_put(&y, &pair.here)?;
@@ -109,7 +109,7 @@ fn latency(
         Ok(start.elapsed())
     };
     let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
-    // Whatever each has measured, all issue the same.
+    // All processes must issue the same operations, so process 0 decides.
     let rounds = p.agree(FIRST, 1, || Ok(pace.rounds(one)))?;
     let mut found = Found::new(Test::Latency, bytes);
     for _ in 0..pace.repeats_at(bytes) {
@@ -118,7 +118,7 @@ fn latency(
     Ok(found)
 }
 
-/// Arrays one after another, until the last has arrived.
+/// Measures arrays one after another, until the last has arrived.
 fn bandwidth(
     p: &mut Program,
     pair: &Pair,
@@ -136,7 +136,7 @@ fn bandwidth(
             if under_way.len() == window
                 && let Some(oldest) = under_way.pop_front()
             {
-                // Only the receiver has something to wait for, and only its memory counts.
+                // Only the receiver waits here, and only its memory limits the window.
                 oldest.block_until_ready()?;
             }
             under_way.push_back(p.device_put(x, &pair.there)?);
@@ -144,7 +144,7 @@ fn bandwidth(
         for y in under_way {
             y.block_until_ready()?;
         }
-        // The receiver's word that all of it is there; put only after the program there has waited.
+        // The receiver's confirmation: its program sends it after all arrays have arrived.
         p.device_put(&done, &pair.here)?.block_until_ready()?;
         Ok(start.elapsed())
     };

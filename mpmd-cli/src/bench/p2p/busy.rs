@@ -1,4 +1,4 @@
-//! Work beside the pair, so that it does not have the cores to itself.
+//! Background load, so that the measured pair does not have the cores to itself.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-/// Whatever happens, they stop after this time.
+/// The time after which the threads stop in any case.
 const LONGEST: Duration = Duration::from_secs(1800);
 
-/// How much is counted between two looks at the clock.
+/// The number of counts between two reads of the clock.
 const STRIDE: u64 = 100_000;
 
 /// Threads that count until this is dropped.
@@ -22,7 +22,7 @@ pub(super) struct Busy {
 }
 
 impl Busy {
-    /// Starts so many.
+    /// Starts `count` threads.
     pub(super) fn start(count: usize) -> Result<Self> {
         let mut busy = Self { stop: Arc::default(), threads: Vec::new() };
         for number in 0..count {
@@ -41,7 +41,7 @@ impl Drop for Busy {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // It does nothing that could fail.
+            // The thread has no way to fail.
             let _ = thread.join();
         }
     }
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn they_end_when_dropped() {
+    fn threads_end_when_dropped() {
         let busy = Busy::start(2).unwrap();
         assert_eq!(busy.threads.len(), 2);
         let stop = busy.stop.clone();

@@ -1,9 +1,8 @@
-//! The two ends of a pair: what each does with a message that arrives.
+//! The two ends of a pair, and their reactions to arriving messages.
 //!
-//! Everything between the first message of a measurement and the last happens within the
-//! transport's calls of the [`Handler`]; the thread that measures waits meanwhile, under a
-//! deadline. A message says in its header's operation what it is and in its piece whether its bytes
-//! are looked at.
+//! All work between the first message of a measurement and the last happens inside the transport's
+//! calls of the [`Handler`]. The measuring thread waits meanwhile, with a deadline. The `op` of a
+//! message's header is its type, and `piece` says if its bytes are checked.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,41 +13,41 @@ use mpmd_transport::{
     TransportError,
 };
 
-/// To be answered at once, with as many bytes.
+/// A ping, to be answered at once with as many bytes.
 const PING: u64 = 1;
-/// The answer.
+/// The answer to a ping.
 const PONG: u64 = 2;
-/// One of many messages.
+/// One message of a stream.
 const STREAM: u64 = 3;
-/// There are as many of them as the header's count says.
+/// The end of a stream. The header's `count` is the number of messages that were sent.
 const END: u64 = 4;
-/// All of them are here.
+/// The receiver has all messages of the stream.
 const THERE: u64 = 5;
-/// The other process may begin: its buffers and ours are there.
+/// The other process may begin: the buffers of both are allocated.
 pub(super) const READY: u64 = 6;
-/// This size is measured.
+/// The measurement of this size has ended.
 pub(super) const NEXT: u64 = 7;
 
-/// In a header's piece: the receiver compares the bytes with what they should be.
+/// A value of `piece`: the receiver checks the bytes.
 const CHECKED: u64 = 1;
 
-/// Messages up to this many bytes go as small pieces do, larger ones as granted data does.
+/// The largest message that is sent as a small piece. Larger ones are sent as granted data.
 const LARGEST_EAGER: usize = 16 << 10;
 
-/// No wait is longer.
+/// The time limit of every wait.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A sample ends after this time with the rounds it has by then: on a machine with other things to
-/// do two engines that spin can be a thousand times slower than they were when warming up.
+/// The maximum length of a sample, which then ends with fewer rounds. On a busy machine two
+/// spinning engines can be a thousand times slower than in the warm-up.
 const LONGEST_SAMPLE: Duration = Duration::from_secs(2);
 
-/// How long a thread that can drive the transport does so before it looks at what it waits for.
+/// The time that a waiting thread drives the transport before it checks its condition.
 const MOMENT: Duration = Duration::from_micros(50);
 
-/// How long the other process may take to read what was sent last.
+/// The time that the other process has to read the last messages.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
-/// This process's end. Dropped, it shuts the transport down.
+/// This process's end of the pair. Shuts the transport down when dropped.
 pub(super) struct Ends {
     inner: Arc<Inner>,
 }
@@ -64,17 +63,17 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// The bytes that are sent, of the size that is measured.
+    /// The bytes to send, of the measured size.
     source: Option<SharedBuffer>,
-    /// Counts streams, for the tickets of their messages.
+    /// The number of the current stream, for the tickets of its messages.
     stream: u32,
     /// Round trips still to begin, or messages still to post.
     left: u64,
-    /// Those that began, or were posted.
+    /// Round trips begun, or messages posted.
     begun: u64,
-    /// Of a stream, how many have arrived here.
+    /// The number of stream messages that have arrived here.
     here: u64,
-    /// How many there are, once that is known.
+    /// The number of messages of the stream, once it is known.
     due: Option<u64>,
     began: Option<Instant>,
     ended: Option<Instant>,
@@ -84,7 +83,7 @@ struct State {
 }
 
 impl Ends {
-    /// Starts the transport of a pair; what arrives is fetched into buffers of `pool`.
+    /// Starts the transport of a pair. Arriving data is fetched into buffers of `pool`.
     pub(super) fn start(transport: Arc<dyn Transport>, pool: Pool) -> Self {
         let me = transport.process();
         let other = ProcessId(1 - me.0.min(1));
@@ -100,13 +99,13 @@ impl Ends {
         Self { inner }
     }
 
-    /// Whether this is the process that measures.
+    /// Returns true if this is the process that measures.
     pub(super) fn is_first(&self) -> bool {
         self.inner.me.0 == 0
     }
 
-    /// Makes the buffers for messages of `bytes`, and room for as many that arrive at once, so that
-    /// no fresh page is met later.
+    /// Allocates the buffers for messages of `bytes` bytes, of which `at_once` may arrive at once.
+    /// Their pages are touched here, so that no page fault happens later.
     pub(super) fn prepare(&self, bytes: usize, at_once: usize) -> Result<()> {
         let pool = &self.inner.pool;
         self.inner.state().source = None;
@@ -123,12 +122,12 @@ impl Ends {
         Ok(())
     }
 
-    /// Says [`READY`] or [`NEXT`].
+    /// Sends [`READY`] or [`NEXT`].
     pub(super) fn say(&self, word: u64) {
         self.inner.word(word, 0);
     }
 
-    /// Waits until the other process has said [`READY`] or [`NEXT`].
+    /// Waits until the other process has sent [`READY`] or [`NEXT`].
     pub(super) fn hear(&self, word: u64) -> Result<()> {
         self.inner.wait("the other process's word", |state| {
             let said = if word == READY { &mut state.ready } else { &mut state.next };
@@ -136,8 +135,8 @@ impl Ends {
         })
     }
 
-    /// The time of so many round trips, or of fewer where that takes too long, after one that does
-    /// not count; with how many there were.
+    /// Measures `rounds` round trips, after one that does not count. Returns their number and total
+    /// time; the number is smaller if they take too long.
     pub(super) fn ping(&self, rounds: u64, checked: bool) -> Result<(u64, Duration)> {
         let mut state = self.inner.state();
         (state.left, state.begun, state.began, state.ended) = (rounds, 0, None, None);
@@ -146,9 +145,9 @@ impl Ends {
         self.inner.wait("an answer", State::result)
     }
 
-    /// The time of so many messages, or of fewer where that takes too long, `window` of them under
-    /// way at a time, until the other process has said that all are there; with how many there
-    /// were.
+    /// Measures a stream of messages, `window` of them in flight, until the other process has
+    /// received all. Returns their number and total time; the number is smaller if they take too
+    /// long.
     pub(super) fn stream(
         &self,
         messages: u64,
@@ -174,12 +173,12 @@ impl Ends {
 
 impl Drop for Ends {
     fn drop(&mut self) {
-        // The transport holds the handler, which holds the transport.
+        // The transport and the handler refer to each other; this breaks the cycle.
         self.inner.transport.shutdown(CLOSE_WITHIN);
     }
 }
 
-/// Streams count from 1, so it is never [`Ticket::NONE`].
+/// Returns the ticket of a message. It is never [`Ticket::NONE`], as streams count from 1.
 fn ticket(stream: u32, number: u64) -> Ticket {
     Ticket((u64::from(stream) << 32) | number)
 }
@@ -189,7 +188,7 @@ impl State {
         Some((self.begun, self.ended?.saturating_duration_since(self.began?)))
     }
 
-    /// Whether one more may begin; then it has.
+    /// Begins another round if rounds are left and the time is not over. Returns true if it did.
     fn goes_on(&mut self, now: Instant) -> bool {
         let in_time =
             self.began.is_some_and(|began| now.saturating_duration_since(began) < LONGEST_SAMPLE);
@@ -199,7 +198,7 @@ impl State {
         goes_on
     }
 
-    /// Whether a stream is here to its end; then the next may come.
+    /// Returns true once a stream has arrived completely, and resets the counters for the next.
     fn is_whole(&mut self) -> bool {
         let whole = self.due == Some(self.here);
         if whole {
@@ -211,11 +210,11 @@ impl State {
 
 impl Inner {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing panics under it, and the state is plain numbers.
+        // No code panics while it holds the lock, and the state is plain numbers.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a message with the bytes of the size that is measured.
+    /// Posts a message with bytes of the measured size.
     fn send(&self, op: u64, piece: u64, ticket: Ticket) {
         let Some(source) = self.state().source.clone() else {
             return self.fail("a message came before its turn".to_owned());
@@ -225,7 +224,7 @@ impl Inner {
         self.transport.post(self.other, header, Some(source), ticket);
     }
 
-    /// Posts a message without any.
+    /// Posts a message without bytes.
     fn word(&self, op: u64, count: u64) {
         self.transport.post(
             self.other,
@@ -240,12 +239,12 @@ impl Inner {
         self.changed.notify_all();
     }
 
-    /// Waits until `look` finds what it looks for.
+    /// Waits until `look` returns a value. Fails after `PATIENCE`, or if the transport fails.
     fn wait<T>(&self, what: &str, mut look: impl FnMut(&mut State) -> Option<T>) -> Result<T> {
         let until = Instant::now() + PATIENCE;
         let mut state = self.state();
         loop {
-            // What is here is here, even where the other process has gone since.
+            // An arrival counts even if the other process has gone since.
             if let Some(found) = look(&mut state) {
                 return Ok(found);
             }
@@ -270,9 +269,8 @@ impl Inner {
         }
     }
 
-    /// Lets messages in for a moment, where a thread that waits can. Who is done with what it was
-    /// lent wakes nobody for that: it is looked for, or a stream would wait for the transport's
-    /// next round.
+    /// Drives the transport for a moment, if a waiting thread can. Returned loans wake no thread,
+    /// so `lent_to` looks for them. Otherwise a stream would wait for the transport's next round.
     fn drive(&self) {
         let until = Instant::now() + MOMENT;
         self.transport.drive(&mut || {
@@ -281,7 +279,7 @@ impl Inner {
         });
     }
 
-    /// A message is here with all its bytes.
+    /// Handles a message that has arrived with all its bytes.
     fn came(&self, header: Header, bytes: &[u8]) {
         if header.piece == CHECKED && !is_right(bytes) {
             return self.fail(format!(
@@ -330,7 +328,7 @@ impl Inner {
     }
 }
 
-/// What the transport calls.
+/// Receives the calls of the transport.
 struct Hearing(Arc<Inner>);
 
 impl Handler for Hearing {
@@ -360,8 +358,8 @@ impl Handler for Hearing {
             return self.0.fail(error.to_string());
         }
         let mut state = self.0.state();
-        // The last ones of a stream may be said to have left when the next has begun, and after its
-        // end.
+        // Completions of a stream's last messages may arrive after its end, when the next stream
+        // has begun.
         if ended.0 >> 32 != u64::from(state.stream) || state.left == 0 {
             return;
         }
@@ -382,8 +380,7 @@ impl Handler for Hearing {
     }
 }
 
-/// What every message consists of, over and over: of a length that no page or packet is a multiple
-/// of.
+/// The repeated content of every message. No page or packet size is a multiple of its length.
 const PATTERN: [u8; 251] = {
     let mut pattern = [0; 251];
     let mut at = 0;
@@ -416,13 +413,13 @@ mod tests {
         assert_eq!((state.left, state.begun), (0, 2));
         let mut state = State { left: 1000, began: Some(began), ..State::default() };
         assert!(state.goes_on(began) && !state.goes_on(began + LONGEST_SAMPLE));
-        assert_eq!((state.left, state.begun), (0, 1), "none is left for whoever comes later");
+        assert_eq!((state.left, state.begun), (0, 1), "no round is left for a later call");
         state.ended = Some(began + LONGEST_SAMPLE);
         assert_eq!(state.result(), Some((1, LONGEST_SAMPLE)));
     }
 
     #[test]
-    fn a_stream_is_whole_whether_its_end_or_its_last_message_comes_first() {
+    fn stream_is_whole_in_either_order_of_arrival() {
         let mut state = State { here: 3, ..State::default() };
         assert!(!state.is_whole());
         state.due = Some(3);

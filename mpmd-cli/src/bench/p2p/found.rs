@@ -1,4 +1,4 @@
-//! What was measured, and how a pair of processes hands it to who started it.
+//! The results of a pair of processes, and the file in which they pass them to their launcher.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,24 +6,23 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// What is measured of a size.
+/// A test that is measured at a size.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Test {
-    /// Half the time of there and back, in microseconds.
+    /// Half the time of a round trip, in microseconds.
     Latency,
     /// Bytes over the time until the receiver has them all, in GB/s.
     Bandwidth,
-    /// From one process's `device_put` until the other can use the array, in microseconds.
+    /// The time from one process's `device_put` until the other can use the array, in microseconds.
     Handover,
-    /// The same where the memory is new to one of them.
+    /// The same, while the memory is new to one of the processes.
     HandoverWarmUp,
-    /// Adding up the bytes of an array that was handed over, in GB/s.
+    /// Adding up the bytes of an array after a zero-copy transfer, in GB/s.
     Read,
-    /// The same where the memory is new to who reads it.
+    /// The same, while the memory is new to the reader.
     ReadWarmUp,
-    /// As bandwidth, of arrays that lie in two parts, of which the receiver makes one: each byte is
-    /// copied once.
+    /// The bandwidth of arrays in two parts that the receiver joins: each byte is copied once.
     OneCopy,
     /// A plain copy within one process, in GB/s.
     Memcpy,
@@ -46,7 +45,7 @@ impl Test {
         }
     }
 
-    /// Whether it is a copy without any of us, to set others against.
+    /// Returns true for copies without the framework, which serve as references.
     pub(super) fn is_plain(self) -> bool {
         matches!(self, Self::Memcpy | Self::DeviceCopy)
     }
@@ -72,7 +71,7 @@ impl Found {
         Self { test, bytes, samples: Vec::new() }
     }
 
-    /// Adds a sample: so many round trips, or messages, arrays or copies, in this time.
+    /// Adds a sample: `count` round trips, messages, arrays or copies took `time`.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
@@ -83,13 +82,13 @@ impl Found {
     }
 }
 
-/// Writes what was found where the launcher of the pair looks for it.
+/// Writes the results to the file that the launcher of the pair reads.
 pub(super) fn hand_over(found: &[Found], to: &Path) -> Result<()> {
     std::fs::write(to, serde_json::to_vec(found)?)
         .with_context(|| format!("writing {}", to.display()))
 }
 
-/// Reads what [`hand_over`] wrote.
+/// Reads the results that [`hand_over`] wrote.
 pub(super) fn take_over(from: &Path) -> Result<Vec<Found>> {
     let bytes = std::fs::read(from).with_context(|| format!("reading {}", from.display()))?;
     serde_json::from_slice(&bytes).context("the pair of processes left no samples")
@@ -100,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latency_is_half_a_round_trip_and_bandwidth_counts_a_billion_bytes_as_one() {
+    fn samples_are_half_round_trips_and_gigabytes_per_second() {
         let mut latency = Found::new(Test::Latency, 8);
         latency.add(10, Duration::from_micros(100));
         assert!((latency.samples[0] - 5.0).abs() < 1e-9);

@@ -1,14 +1,13 @@
-//! Hand-overs: from the moment a program issues the `device_put` of an array it has just written
-//! until the other program can use it.
+//! Measures hand-overs: zero-copy transfers of an array from its writer's `device_put` until the
+//! other program can use it.
 //!
-//! As a program does it that hands on a new result each step: each array is written by a kernel and
-//! the last ones are kept, so that the memory is another each time and comes round again. The
-//! receiver waits already when the array is given, and has had time to fall asleep where `--spin`
-//! does not keep it awake. Once the time is taken it adds up every byte, and keeps some arrays for
-//! a while.
+//! The sender works like a program that passes on a new result each step. A kernel writes each
+//! array, and the last ones are kept, so that each array takes other memory for a while. The
+//! receiver waits before the array is sent, and may have fallen asleep unless `--spin` keeps it
+//! awake. After the measurement it adds up every byte, and keeps some arrays for a while.
 //!
-//! The moments are read from a clock that both processes of a host share, each on its side; the
-//! answer takes no part in them. Between hosts there is no such clock: nothing is measured there.
+//! Each side reads a clock that all processes of a host share, so no answer is measured. Two hosts
+//! have no such clock, and nothing is measured between them.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -29,24 +28,25 @@ use super::pace::Pace;
 use super::words::Size;
 use crate::plan::bytes_text;
 
-/// The process that gets the arrays.
+/// The process that receives the arrays.
 const SECOND: ProcessId = ProcessId(1);
-/// Arrays that the sender keeps.
+/// The number of arrays that the sender keeps.
 const KEPT: usize = 8;
-/// The receiver keeps each so many-th array,
+/// The receiver keeps every `EACH`-th array,
 const EACH: usize = 3;
-/// and so many of them.
+/// and at most this many.
 const HELD: usize = 3;
-/// Hand-overs until every piece of memory has had its turn: the warm-up.
+/// Hand-overs until every piece of memory has been used once: the warm-up.
 const WARM_UP: usize = KEPT + HELD + 1;
-/// Arrays of which there must be room on the host: where they are copied the receiver has some too.
+/// The host must have room for this many arrays: where they are copied, the receiver needs memory
+/// too.
 const ROOM: u64 = 16;
-/// How long the receiver waits before it is given the array.
+/// The time that the receiver waits before an array is sent.
 const SETTLED: Duration = Duration::from_micros(200);
-/// How fast smaller arrays are read says more of the clock than of the memory.
+/// Reading a smaller array measures the clock rather than the memory.
 const WORTH_READING: usize = 1 << 20;
 
-/// Hand-overs that count for each repeat of other cases.
+/// Measured hand-overs per repeat of other cases.
 const FOR_EACH_REPEAT: usize = 2;
 
 static WRITE: Source = Source::cuda(
@@ -59,7 +59,7 @@ extern "C" __global__ void write(const unsigned char *number, unsigned char *arr
 "#,
 );
 
-/// Writes a number into every byte.
+/// A kernel that writes a number into every byte.
 struct Write(ShapedArray);
 
 impl Kernel for Write {
@@ -86,7 +86,7 @@ impl Kernel for Write {
     }
 }
 
-/// Nothing where it cannot be measured, which is said.
+/// Measures hand-overs. If they cannot be measured, prints the reason and returns nothing.
 pub(super) fn handover(
     p: &mut Program,
     pair: &Pair,
@@ -96,7 +96,7 @@ pub(super) fn handover(
     let devices = p.topology().device_ids().to_vec();
     let link = p.topology().link_between(devices[0], devices[1]);
     let on_gpu = p.topology().kind_of(devices[0]) == Some(DeviceKind::Cuda);
-    // Of the memory of devices each has its own, which says itself where there is too little.
+    // Each device has memory of its own, and reports itself if it has too little.
     let known = || if on_gpu { None } else { available() };
     let room = p.agree(FIRST, u64::MAX, || Ok(known().unwrap_or(u64::MAX)))?;
     let why_not = why_not(link, room, bytes);
@@ -108,16 +108,17 @@ pub(super) fn handover(
     }
     let mut found = measure(p, pair, bytes, FOR_EACH_REPEAT * pace.repeats)?;
     if on_gpu {
-        // Whoever adds up the bytes has copied them to the host.
+        // To add up the bytes, the receiver would copy them to the host.
         found.retain(|found| matches!(found.test, Test::Handover | Test::HandoverWarmUp));
     }
     Ok(found)
 }
 
-/// What stands in the way with so much memory to be had.
+/// Returns the reason why hand-overs cannot be measured with `room` bytes of memory, if there is
+/// one.
 fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
     if matches!(link, None | Some(LinkClass::Network)) {
-        return Some("the processes are on two hosts, whose clocks differ".to_owned());
+        return Some("the processes are on two hosts with different clocks".to_owned());
     }
     let little = room / ROOM < bytes as u64;
     little.then(|| {
@@ -131,8 +132,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     let write = p.jit(Write(u8s([bytes]))).on(&mesh).outputs(pair.here.clone()).build()?;
     let small = p.make(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
     let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
-    // What this process knows of each hand-over: when it gave the array, or when it had it and how
-    // long it read.
+    // The moments that this process records: as the sender, of each `device_put`; as the receiver,
+    // of each arrival, with the time to read the array.
     let (mut given, mut had) = (Vec::new(), Vec::new());
     for number in 0..WARM_UP + repeats {
         let value = (number % 251 + 1) as u8;
@@ -145,14 +146,14 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
         }
         meet(p, pair, &small)?;
         if p.process() == FIRST {
-            // Asleep: awake it might keep the core that the receiver needs to come this far.
+            // Asleep: a busy wait might occupy the core that the receiver needs.
             std::thread::sleep(SETTLED);
         }
         given.push(now());
         let y = p.device_put(&x, &pair.there)?;
         y.block_until_ready()?;
         let ready = now();
-        // In place: no copy is made where the array was handed over.
+        // In place: after a zero-copy transfer no copy is made here.
         if let Some(values) = y.to_host()? {
             let start = Instant::now();
             let sum = sum_of(values.bytes());
@@ -174,15 +175,15 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     Ok(evaluate(bytes, &given, &had))
 }
 
-/// Returns on the first once the second is about to come to what is issued next.
+/// Returns on the first process once the second is about to issue its next operation.
 fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
     let there = p.device_put(small, &pair.there)?;
     there.block_until_ready()?;
     p.device_put(&there, &pair.here)?.block_until_ready().map(drop)
 }
 
-/// The sum of all bytes: in pieces whose sums fit a half-word each, which compilers turn into wide
-/// additions.
+/// Returns the sum of all bytes. Each piece has sums that fit in 16 bits, so that compilers emit
+/// wide additions.
 fn sum_of(bytes: &[u8]) -> u64 {
     const LANES: usize = 64;
     let (blocks, rest) = bytes.as_chunks::<LANES>();
@@ -199,13 +200,13 @@ fn sum_of(bytes: &[u8]) -> u64 {
     whole + rest.iter().map(|byte| u64::from(*byte)).sum::<u64>()
 }
 
-/// Nanoseconds of the clock that all processes of a host read the same.
+/// Returns the nanoseconds of a clock that all processes of a host share.
 fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// From when each array was given, and when the other had it and how long it then read.
+/// Computes the samples from the send times, the arrival times and the read times.
 fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Found> {
     let of = |test: Test, spans: &mut dyn Iterator<Item = u64>| {
         let mut found = Found::new(test, bytes);
@@ -233,9 +234,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_warm_up_is_told_apart_and_reading_counts_where_it_means_something() {
+    fn warm_up_is_separate_and_small_reads_are_left_out() {
         let given: Vec<u64> = (0..WARM_UP as u64 + 2).map(|i| i * 100_000).collect();
-        // 50 us each while warming up, then 3 us.
+        // 50 us each during the warm-up, then 3 us.
         let took = |i: usize| if i < WARM_UP { 50_000 } else { 3_000 };
         let had: Vec<(u64, u64)> =
             given.iter().enumerate().map(|(i, given)| (given + took(i), 1 << 20)).collect();
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn neither_two_clocks_nor_too_little_memory_are_measured_with() {
+    fn two_hosts_or_too_little_memory_are_not_measured() {
         let near = Some(LinkClass::SameHost);
         assert_eq!(why_not(near, 4 << 30, 256 << 20), None);
         let said = why_not(near, 1 << 30, 256 << 20).unwrap();

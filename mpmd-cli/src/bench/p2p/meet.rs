@@ -1,4 +1,4 @@
-//! How the two processes find each other: by the job's rendezvous, as programs do.
+//! Connects the two processes by the job's rendezvous, as programs do.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use mpmd_transport::{Pool, Transport};
 
 use super::words::Carrier;
 
-/// The incarnation of the job; it has only one.
+/// The epoch of the job; it has only one.
 const EPOCH: u64 = 1;
 
-/// How long the processes wait for each other, where the launcher does not say.
+/// The peer timeout, if the launcher sets none.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How long a hosting process 0 waits for the other to take leave.
+/// The time that a process 0 with the rendezvous server waits for the other to leave.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
-/// A transport between the two processes, and their place in the rendezvous.
+/// A transport between the two processes, and their membership in the rendezvous.
 pub(super) struct Meeting {
     pub(super) transport: Arc<dyn Transport>,
     rendezvous: Rendezvous,
@@ -31,12 +31,12 @@ pub(super) struct Meeting {
 }
 
 impl Meeting {
-    /// Meets the other process of the job.
+    /// Meets the other process of the job. Blocks up to the peer timeout.
     ///
     /// # Errors
     ///
-    /// Where the job is not of two processes, the rendezvous or the transport fails, or the
-    /// transport is none between processes.
+    /// If the rendezvous or the transport fails, or if the transport does not work between
+    /// processes.
     pub(super) fn of(env: &JobEnv, carrier: Carrier, spin: Spin, pool: &Pool) -> Result<Self> {
         launch::adopt()?;
         let patience = env.patience.unwrap_or(PATIENCE);
@@ -84,18 +84,19 @@ impl Meeting {
         Ok(Self { transport, rendezvous, server })
     }
 
-    /// Takes leave, so that nobody hears of a death. The transport is shut down before.
+    /// Leaves the rendezvous, so that the other process does not report a death. The transport must
+    /// be shut down before.
     pub(super) fn leave(self) -> Result<()> {
         self.rendezvous.leave()?;
         if let Some(server) = self.server {
-            // The other's leave-taking must find somebody.
+            // The server must stay until the other process has left.
             server.wait_empty(LEAVE_WITHIN);
         }
         Ok(())
     }
 }
 
-/// What is needed to connect, whatever the transport.
+/// The data that every transport needs to connect.
 struct Job<'a> {
     env: &'a JobEnv,
     patience: Duration,
@@ -105,7 +106,7 @@ struct Job<'a> {
     addresses: Vec<String>,
 }
 
-/// A transport that can be reached but is not connected.
+/// A transport with an address that is not connected yet.
 enum Door {
     Shm(shm::Opened),
     Tcp(Listener),

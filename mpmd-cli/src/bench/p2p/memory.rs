@@ -1,5 +1,4 @@
-//! The memory of this host: a plain copy of as many bytes, for comparison, and how much there is
-//! left.
+//! Measures the memory of this host: a plain copy of as many bytes, and the available memory.
 
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
@@ -7,15 +6,14 @@ use std::time::{Duration, Instant};
 use super::found::{Found, Test};
 use super::pace::Pace;
 
-/// One thread's copies between two buffers whose pages are there.
+/// Measures one thread's copies between two warm buffers.
 pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
     let source = vec![7u8; bytes];
     let mut target = vec![1u8; bytes];
     let mut copy = |times: u64| -> Duration {
         let start = Instant::now();
         for _ in 0..times {
-            // The buffers may be used elsewhere for all that the compiler knows, so every copy is
-            // made.
+            // The compiler must assume that the buffers are used elsewhere, so it keeps every copy.
             std::hint::black_box(&mut target).copy_from_slice(std::hint::black_box(&source));
         }
         start.elapsed()
@@ -29,8 +27,8 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
     found
 }
 
-/// Bytes that can still be had without swapping, as the kernel estimates; `None` where it does not
-/// say.
+/// Returns the bytes that are available without swapping, by the kernel's estimate. `None` if it
+/// gives none.
 pub(super) fn available() -> Option<u64> {
     available_of(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }
@@ -45,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_available_is_read_from_the_kernels_words() {
+    fn available_memory_is_read_from_meminfo() {
         let meminfo = "MemTotal:       24630148 kB\nMemFree:  1 kB\nMemAvailable:   20480 kB\n";
         assert_eq!(available_of(meminfo), Some(20 << 20));
         assert_eq!(available_of("MemTotal: 1 kB\n"), None);

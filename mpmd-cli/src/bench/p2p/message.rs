@@ -1,4 +1,4 @@
-//! Messages straight over a transport, without arrays, operations or a router.
+//! Measures messages directly over a transport, without arrays, operations or a router.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::meet::Meeting;
 use super::pace::{self, Pace};
 use super::words::{Carrier, Case, Size};
 
-/// Measures as one of two processes; what process 0 found, and nothing in process 1.
+/// Measures as one of two processes. Returns the results on process 0, and nothing on process 1.
 pub(super) fn in_job(
     env: &JobEnv,
     carrier: Carrier,
@@ -24,7 +24,7 @@ pub(super) fn in_job(
 ) -> Result<Vec<Found>> {
     let pool = Pool::new("bench", None);
     let meeting = Meeting::of(env, carrier, spin, &pool)?;
-    // What can be handed over comes from memory that the transport has made for it.
+    // Zero-copy transfers need memory from the transport's arena.
     let pool =
         meeting.transport.arena().map_or(pool, |arena| Pool::in_arena("bench", None, &arena));
     let found = measure(meeting.transport.clone(), pool, sizes, cases, pace)?;
@@ -46,7 +46,7 @@ pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<
     })
 }
 
-/// Both processes go through the same sizes; process 0 measures, process 1 answers.
+/// Runs all sizes on one of the two processes: process 0 measures, process 1 answers.
 fn measure(
     transport: Arc<dyn Transport>,
     pool: Pool,
@@ -89,7 +89,7 @@ fn latency(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
 }
 
 fn bandwidth(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
-    // The whole window at least, for every buffer to be in use.
+    // At least the whole window, so that every buffer is used.
     let window = pace::window(bytes);
     ends.stream(1, window, true)?;
     let one = Pace::warm(bytes, window, |messages| ends.stream(messages, window, false))?;

@@ -1,9 +1,9 @@
-//! A pair of processes: what it costs to move messages and arrays from one to the other, beside
-//! `ucx_perftest` and a plain copy.
+//! Measures messages and arrays between a pair of processes, beside `ucx_perftest` and a plain
+//! copy.
 //!
-//! This process starts the pair and shows what it found. Beside `ucx_perftest` every sample is of a
-//! pair of its own, as it is there: the two programs take turns, size by size, so that noise of the
-//! machine hits both and neither's engine runs while the other is measured.
+//! This process starts the pair and shows its results. Beside `ucx_perftest` each sample comes from
+//! a new pair, as it does there. The two programs take turns, size by size, so that noise of the
+//! machine affects both. No engine runs while the other program is measured.
 
 mod array;
 mod busy;
@@ -36,33 +36,32 @@ use table::{Row, Setting};
 pub(super) use words::{Carrier, Size};
 use words::{Case, Level, SpinWord};
 
-/// How long an engine looks for work before it sleeps, for the programs of level `array`.
+/// The variable for the spin time of transport engines, for the programs of level `array`.
 const SPIN: &str = "MPMD_SPIN";
 
-/// Samples of each case, and how long each takes, alone.
+/// The number and length of samples without a peer.
 const ALONE: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
-/// The same beside a peer: each sample has a start of two processes before it.
+/// The number and length of samples with a peer: each sample first starts two processes.
 const BESIDE: Pace = Pace { repeats: 5, sample: Duration::from_millis(30) };
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct P2pArgs {
-    /// One line of JSON for each case instead of a table.
+    /// Print one line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
-    /// How often each case is measured, large sizes less often; by default 15 times, 5 with
-    /// `--peer`.
+    /// Number of measurements of each case, fewer for large sizes; by default 15, with `--peer` 5.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: Option<u32>,
-    /// What carries the messages.
+    /// The transport of the messages.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
     #[command(flatten)]
     on: DeviceOption,
-    /// What is measured: messages straight over the transport, or arrays by `device_put`; by
-    /// default both, arrays alone on devices of kind cuda.
+    /// Messages directly over the transport, or arrays by `device_put`; by default both, but only
+    /// arrays on devices of kind cuda.
     #[arg(long, value_enum, value_delimiter = ',')]
     level: Vec<Level>,
-    /// What is measured of each size. Hand-overs are of arrays, and by no peer.
+    /// The cases to measure for each size. Hand-overs exist for arrays only, and without a peer.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
@@ -72,28 +71,27 @@ pub(crate) struct P2pArgs {
         default_value = "8,64,512,4Ki,32Ki,256Ki,1Mi,4Mi,16Mi,64Mi,256Mi"
     )]
     sizes: Vec<Size>,
-    /// How long the transport's engine looks for work before it sleeps: auto, never, always, or a
-    /// number of microseconds. Transports that only ever sleep do not care.
+    /// The time that the transport's engine looks for work before it sleeps: auto, never, always,
+    /// or a number of microseconds. Some transports always sleep, and ignore this.
     #[arg(long, default_value = "auto")]
     spin: SpinWord,
-    /// So many threads keep a core busy meanwhile.
+    /// Number of threads that each keep a core busy during the measurement.
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=256))]
     busy: u16,
-    /// Measures `ucx_perftest` beside ours, in turns: the one that lies beside the UCX library in
-    /// use.
+    /// Measures `ucx_perftest`, too, in turns: the one beside the UCX library in use.
     #[arg(long)]
     peer: bool,
-    /// The `ucx_perftest` to use instead.
+    /// The path of another `ucx_perftest`.
     #[arg(long, value_name = "PATH", requires = "peer")]
     perftest: Option<PathBuf>,
-    /// Given to it besides; `-e` has it detect failures of its peer, as we do, which costs TCP some
-    /// bandwidth.
+    /// A further option for `ucx_perftest`; with `-e` it detects failures of its peer, as mpmd
+    /// does, which costs TCP some bandwidth.
     #[arg(long, value_name = "OPTION", requires = "peer", allow_hyphen_values = true)]
     perftest_option: Vec<String>,
-    /// Length of a sample in microseconds, as the launcher of the pair says.
+    /// The length of a sample in microseconds, set by the launcher of the pair.
     #[arg(long, hide = true)]
     sample_us: Option<u64>,
-    /// Where the launcher of the pair looks for samples.
+    /// The file for samples, set by the launcher of the pair.
     #[arg(long, hide = true)]
     samples_to: Option<PathBuf>,
 }
@@ -107,7 +105,7 @@ impl P2pArgs {
         }
     }
 
-    /// What is measured, by default too.
+    /// Returns the levels to measure.
     fn levels(&self) -> &[Level] {
         match (&self.level[..], self.on.device) {
             ([], DeviceKind::Cuda) => &[Level::Array],
@@ -122,7 +120,7 @@ impl P2pArgs {
     }
 }
 
-/// Measures a pair of processes, of this launcher or of another's job.
+/// Measures a pair of processes, started by this launcher or as a job of another.
 pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     match JobEnv::from_env()? {
         Some(env) => as_one_of_two(args, &env)?,
@@ -134,7 +132,7 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The work of a process of the pair.
+/// Does the work of one process of the pair.
 fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     ensure!(env.processes == 2, "a pair is measured, and this job has {} processes", env.processes);
     ensure!(!args.peer, "--peer needs a pair that this program has started itself");
@@ -164,7 +162,7 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     }
 }
 
-/// Everything that was asked for.
+/// Measures all requested cases.
 fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     ensure!(
         !args.peer || args.case.iter().any(|case| *case != Case::Handover),
@@ -211,7 +209,7 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     Ok(rows.0)
 }
 
-/// The driver's own copies within a device's memory.
+/// Measures the driver's own copies within a device's memory.
 fn on_device(bytes: usize, repeats: usize) -> Result<Found> {
     let mut found = Found::new(Test::DeviceCopy, bytes);
     for time in plain::copies(plain::Way::OnDevice, bytes, repeats)? {
@@ -220,7 +218,7 @@ fn on_device(bytes: usize, repeats: usize) -> Result<Found> {
     Ok(found)
 }
 
-/// One sample of ours, one of the peer's, again and again.
+/// Takes samples of mpmd and of the peer in turns.
 fn in_turns(
     args: &P2pArgs,
     level: Level,
@@ -244,7 +242,7 @@ fn in_turns(
     Ok(())
 }
 
-/// What a pair finds that is started for it.
+/// Starts a pair of processes and returns its samples.
 fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
     if args.transport == Carrier::Inproc {
         return match level {
@@ -254,7 +252,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
     }
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
     let sizes: Vec<String> = sizes.iter().map(Size::to_string).collect();
-    // A peer hands nothing over.
+    // A peer has no hand-overs.
     let cases = args.case.iter().filter(|case| !args.peer || **case != Case::Handover);
     let cases: Vec<&str> = cases.map(|case| case.name()).collect();
     let words = [
@@ -282,7 +280,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
     found::take_over(samples.path())
 }
 
-/// Rows in the order in which they came up.
+/// Rows in the order in which they first appeared.
 #[derive(Default)]
 struct Rows(Vec<Row>);
 
@@ -293,7 +291,7 @@ impl Rows {
         }
     }
 
-    /// Puts what moves bytes beside the plain copy of as many.
+    /// Sets the plain copy of as many bytes beside each bandwidth.
     fn compare(&mut self) {
         let copies = self.0.iter().filter(|row| row.test.is_plain());
         let copies: Vec<(usize, (Test, f64))> =
@@ -304,7 +302,7 @@ impl Rows {
         }
     }
 
-    /// The row of this case, a new one where there is none.
+    /// Returns the row of this case, or a new one.
     fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {

@@ -1,9 +1,9 @@
-//! How much is moved for one sample, and how many samples are taken: enough to mean something, and
-//! no more than a person waits for.
+//! The length and number of samples: enough for a meaningful figure, and no longer than a person
+//! waits.
 
 use std::time::Duration;
 
-/// How long one sample takes, about, where a single round or message is not longer.
+/// The number and approximate length of samples. A sample of a single round may take longer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Pace {
     /// Samples of each case of small messages.
@@ -12,16 +12,16 @@ pub(super) struct Pace {
     pub(super) sample: Duration,
 }
 
-/// Bytes in flight at most, where that is more than [`SMALLEST_WINDOW`] messages.
+/// The maximum bytes in flight, unless [`SMALLEST_WINDOW`] messages are more.
 const IN_FLIGHT: usize = 64 << 20;
 const SMALLEST_WINDOW: usize = 2;
 const LARGEST_WINDOW: usize = 32;
 
-/// Rounds and messages of one sample at most.
+/// The maximum number of rounds or messages of one sample.
 const MOST: u64 = 1_000_000;
 
 impl Pace {
-    /// Samples of a case at this size.
+    /// Returns the number of samples of a case at this size.
     pub(super) fn repeats_at(&self, bytes: usize) -> usize {
         let most = match bytes {
             0..=0xf_ffff => usize::MAX,
@@ -32,8 +32,8 @@ impl Pace {
         self.repeats.clamp(1, most)
     }
 
-    /// Warms up by `run`, which takes the number of rounds, or messages, and says how many there
-    /// were and how long they took; the time of one.
+    /// Warms up by `run`, which takes a number of rounds or messages. `run` returns their actual
+    /// number and their total time. Returns the time of one round in the quickest run.
     pub(super) fn warm<E>(
         bytes: usize,
         at_least: usize,
@@ -48,25 +48,25 @@ impl Pace {
         Ok(quickest)
     }
 
-    /// Rounds, or messages, of one sample, where one takes this long.
+    /// Returns the rounds or messages of one sample, if one takes `one`.
     pub(super) fn rounds(&self, one: Duration) -> u64 {
         let rounds = self.sample.as_nanos() / one.as_nanos().max(1);
         u64::try_from(rounds).unwrap_or(MOST).clamp(1, MOST)
     }
 }
 
-/// Messages of a stream that are under way at a time.
+/// Returns the number of messages of a stream in flight at a time.
 pub(super) fn window(bytes: usize) -> usize {
     (IN_FLIGHT / bytes).clamp(SMALLEST_WINDOW, LARGEST_WINDOW)
 }
 
-/// Rounds before the first sample, which also say how long one takes.
+/// Returns the number of rounds of a warm-up, which also measures the time of one.
 pub(super) fn warm_up(bytes: usize) -> u64 {
     ((1 << 20) / bytes as u64).clamp(2, 200)
 }
 
-/// How often that is done: the quickest counts, or a disturbance would make every sample a short
-/// one.
+/// Returns the number of warm-ups. The quickest counts, as a disturbed one would make every sample
+/// too short.
 pub(super) fn warm_ups(bytes: usize) -> usize {
     if bytes < 1 << 20 { 3 } else { 1 }
 }
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(one, Ok(Duration::from_nanos(400)));
         let one = Pace::warm(16 << 20, 4, |rounds| {
             assert_eq!(rounds, 4);
-            // It took too long for more than half of them.
+            // The time limit ended it after two of four rounds.
             Ok::<_, ()>((2, Duration::from_millis(4)))
         });
         assert_eq!(one, Ok(Duration::from_millis(2)));

@@ -1,9 +1,7 @@
-//! `ucx_perftest`, the benchmark that comes with UCX: two processes of it over the same tests and
-//! sizes.
+//! Runs `ucx_perftest`, the benchmark of UCX: two processes of it, with the same tests and sizes.
 //!
-//! Its server takes the test from its client, so both get the same words but for the server's
-//! address. Both inherit the environment, `UCX_TLS` and the like with it, and end with this
-//! process.
+//! Its server takes the test from its client, so both get the same arguments except the server's
+//! address. Both inherit the environment, such as `UCX_TLS`, and end with this process.
 
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
@@ -22,22 +20,22 @@ use crate::run::EXEC;
 
 const NAME: &str = "ucx_perftest";
 
-/// How long UCX may take to say where its library lies.
+/// The time limit for UCX to report the path of its library.
 const EXAMINE_WITHIN: Duration = Duration::from_secs(10);
-/// How long the server may take until it listens.
+/// The time limit for the server to listen.
 const LISTEN_WITHIN: Duration = Duration::from_secs(10);
-/// How long one run may take: a thousand times as long as it should.
+/// The time limit for one run: a thousand times its expected length.
 const RUN_WITHIN: Duration = Duration::from_secs(20);
-/// A run that takes longer is tried with fewer iterations: its processes spin, and are slow beyond
-/// all that was seen before where the machine has become busy.
+/// The divisor of the iterations after a run over the time limit. On a busy machine its spinning
+/// processes can become extremely slow.
 const FEWER: u64 = 16;
 const TIMES_FEWER: usize = 3;
-/// How long the server may take to end after its client.
+/// The time limit for the server to end after its client.
 const END_WITHIN: Duration = Duration::from_secs(5);
-/// A port that was free may be taken by the time that the server wants it.
+/// The number of ports to try: a free port may be taken before the server uses it.
 const PORTS_TRIED: usize = 3;
 
-/// Where the program is, and how it waits.
+/// The program and its way to wait.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Perftest {
     program: PathBuf,
@@ -45,7 +43,7 @@ pub(super) struct Perftest {
     sleeps: bool,
 }
 
-/// The words of one run.
+/// The parameters of one run.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     test: Test,
@@ -54,12 +52,12 @@ struct Run {
 }
 
 impl Perftest {
-    /// The program at `named`, or the one beside the UCX library that this program uses. It sleeps
-    /// while it waits where our engine never spins.
+    /// Finds the program at `named`, or beside the UCX library in use. It sleeps while it waits if
+    /// our engine never spins.
     ///
     /// # Errors
     ///
-    /// Where there is none, with how to name one.
+    /// If the program does not exist. The error says how to name one.
     pub(super) fn find(named: Option<&Path>, options: &[String], spin: Spin) -> Result<Self> {
         let program = match named {
             Some(path) => path.to_owned(),
@@ -73,13 +71,12 @@ impl Perftest {
         Ok(Self { program, options: options.to_vec(), sleeps: spin == Spin::Never })
     }
 
-    /// One sample, in the unit of the test, about as long as ours. `known` is how long one
-    /// iteration took the last time, in microseconds; where that is not known, a short run before
-    /// finds it.
+    /// Takes one sample, in the unit of the test, about as long as one of mpmd. `known` is the last
+    /// time of one iteration, in microseconds. If it is `None`, a short run finds it first.
     ///
     /// # Errors
     ///
-    /// Where the program cannot be run, fails, says nothing that can be read, or takes too long.
+    /// If the program cannot be started, fails, prints no figures, or takes too long.
     pub(super) fn sample(
         &self,
         test: Test,
@@ -127,7 +124,7 @@ impl Perftest {
         Err(anyhow!("every port that was free was taken at once")).with_context(doing)
     }
 
-    /// What the client says; `None` where the server could not have the port.
+    /// Returns the output of the client, or `None` if the server did not get the port.
     fn try_run(&self, run: Run) -> Result<Option<String>> {
         let port = free_port()?;
         let mut server = Running::start(self.command(run, port))?;
@@ -145,7 +142,7 @@ impl Perftest {
     }
 
     fn command(&self, run: Run, port: u16) -> Command {
-        // Started by way of this program, it ends with this process.
+        // Started through this program, so that it ends with this process.
         let this = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         let mut command = Command::new(this);
         command
@@ -157,7 +154,7 @@ impl Perftest {
         };
         match run.test {
             Test::Latency => command.args(["-t", "ucp_am_lat"]),
-            // Nothing else is asked of it.
+            // Only latency and bandwidth are requested.
             _ => command.args(["-t", "ucp_am_bw"]),
         };
         words(&mut command, "-p", port.into());
@@ -165,7 +162,7 @@ impl Perftest {
         words(&mut command, "-n", run.iterations);
         words(&mut command, "-w", pace::warm_up(run.bytes));
         words(&mut command, "-O", pace::window(run.bytes) as u64);
-        // Final figures alone, separated by commas.
+        // Final figures only, separated by commas.
         command.args(["-f", "-v"]);
         if self.sleeps {
             command.args(["-E", "sleep"]);
@@ -178,19 +175,19 @@ impl Perftest {
 fn beside_the_library() -> Result<PathBuf> {
     let report = ucx::examine(EXAMINE_WITHIN)
         .with_context(|| format!("looking for {NAME}; one can be named with --perftest PATH"))?;
-    // Beside `lib`, or, as distributions have it, beside a folder above that.
+    // Beside `lib`, or, as in distributions, beside a folder above it.
     let places: Vec<_> =
         report.library.ancestors().skip(2).map(|folder| folder.join("bin").join(NAME)).collect();
     let found = places.iter().find(|place| place.is_file()).or(places.first());
     found.cloned().with_context(|| format!("{} lies nowhere", report.library.display()))
 }
 
-/// A child had to be ended.
+/// A child took too long and was killed.
 #[derive(Debug, thiserror::Error)]
 #[error("it did not end within {0:?}")]
 struct TooLong(Duration);
 
-/// A child and what it says; ended when dropped.
+/// A child and its output. It is killed when dropped.
 struct Running {
     child: Child,
     text: Receiver<String>,
@@ -205,19 +202,19 @@ impl Running {
         let mut running = Self { child, text };
         let reading = std::thread::Builder::new().name("perftest".to_owned()).spawn(move || {
             let mut bytes = Vec::new();
-            // What cannot be read is not there; the exit status says more.
+            // Unreadable output is ignored; the exit status says more.
             let _ = stdout.as_mut().map(|pipe| pipe.read_to_end(&mut bytes));
             let _ = stderr.as_mut().map(|pipe| pipe.read_to_end(&mut bytes));
             let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
         });
         if let Err(error) = reading {
             running.stop();
-            return Err(error).context("starting a thread that reads what it says");
+            return Err(error).context("starting a thread that reads its output");
         }
         Ok(running)
     }
 
-    /// Waits until it listens; false where it ends before.
+    /// Waits until the child listens. Returns false if it ends before because the port was taken.
     fn listens(&mut self, port: u16) -> Result<bool> {
         let until = Instant::now() + LISTEN_WITHIN;
         loop {
@@ -235,7 +232,7 @@ impl Running {
         }
     }
 
-    /// Its end and what it said, after `patience` at most.
+    /// Waits up to `patience` for the child to end. Returns its status and output.
     fn end(&mut self, patience: Duration) -> Result<(ExitStatus, String)> {
         let text = self.text.recv_timeout(patience);
         let Ok(text) = text else {
@@ -257,7 +254,7 @@ impl Running {
     }
 
     fn stop(&mut self) {
-        // Errors say that it has ended already.
+        // An error means that it has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -275,13 +272,14 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr().context("looking for a free port")?.port())
 }
 
-/// Whether anybody listens there, by the system's tables: to try would count as the client.
+/// Returns true if a socket listens at the port, by the system's tables. A test connection would
+/// count as the client.
 fn listening(port: u16) -> Result<bool> {
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
         match std::fs::read_to_string(table) {
             Ok(text) if lists(&text, port) => return Ok(true),
             Ok(_) => {}
-            // A host without the newer protocol has no such table.
+            // A host without IPv6 has no such table.
             Err(_) if table.ends_with('6') => {}
             Err(error) => return Err(error).with_context(|| format!("reading {table}")),
         }
@@ -289,7 +287,7 @@ fn listening(port: u16) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether a table of sockets has one that listens at this port.
+/// Returns true if a table of sockets has one that listens at this port.
 fn lists(table: &str, port: u16) -> bool {
     const LISTEN: &str = "0A";
     table.lines().any(|line| {
@@ -302,22 +300,22 @@ fn lists(table: &str, port: u16) -> bool {
     })
 }
 
-/// The figures of a run over all of its iterations.
+/// The figures of a run over all its iterations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Said {
     /// Half a round trip, or the time of one message.
     overall_us: f64,
-    /// In what it calls MB/s: 2^20 bytes.
+    /// The program's "MB/s", which are 2^20 bytes per second.
     overall_mib_per_s: f64,
 }
 
 impl Said {
-    /// Half a round trip is what it calls latency.
+    /// Returns the microseconds of one iteration. The program's latency is half a round trip.
     fn iteration_us(&self, test: Test) -> f64 {
         self.overall_us * if test == Test::Latency { 2.0 } else { 1.0 }
     }
 
-    /// From the figure that has more digits.
+    /// Returns the bandwidth in GB/s, from the figure with more digits.
     fn gb_per_s(&self, bytes: usize) -> f64 {
         if self.overall_mib_per_s >= 10.0 {
             self.overall_mib_per_s * f64::from(1 << 20) / 1e9
@@ -327,7 +325,7 @@ impl Said {
     }
 }
 
-/// Reads the figures under their names; lines of UCX's log may stand anywhere around them.
+/// Parses the figures under their names. Lines of UCX's log may stand anywhere around them.
 fn said(text: &str) -> Result<Said> {
     let mut lines = text.lines().skip_while(|line| !line.starts_with("iterations,"));
     let (Some(names), Some(figures)) = (lines.next(), lines.find(|line| !line.starts_with('[')))
@@ -346,7 +344,7 @@ fn said(text: &str) -> Result<Said> {
     Ok(said)
 }
 
-/// The first lines of what a program says when it fails, in one.
+/// Returns the first three lines of a program's output, joined.
 fn last_words(text: &str) -> String {
     let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).take(3).collect();
     if lines.is_empty() { "it said nothing".to_owned() } else { lines.join("; ") }
@@ -368,7 +366,7 @@ mod tests {
         let read = said(bandwidth).unwrap();
         assert_eq!(read.overall_us, 12470.424);
         assert!((read.gb_per_s(64 << 20) - 5.381).abs() < 1e-3);
-        // Eight bytes at a time on a machine that has other things to do.
+        // Eight bytes at a time on a busy machine.
         let slow = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n \
                     115,0.361,2631.687,2631.687,0.00,0.00,380,380\n";
         let read = said(slow).unwrap();
@@ -380,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_figure_is_said() {
+    fn output_without_figures_is_an_error() {
         let usage = "[1795270444.862306] [host:2316 :0] perftest_params.c:280  UCX  ERROR Invalid option argument for -t\n  \
                      Usage: ucx_perftest [ server-hostname ] [ options ]\n";
         assert!(said(usage).unwrap_err().to_string().contains("Invalid option argument for -t"));
@@ -406,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_there_is_said_with_how_to_name_one() {
+    fn missing_program_error_names_the_option() {
         let said = Perftest::find(Some(Path::new("/nowhere/ucx_perftest")), &[], Spin::Auto)
             .unwrap_err()
             .to_string();
@@ -414,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_takes_too_long_is_ended_and_known_for_it() {
+    fn child_over_its_time_limit_is_killed() {
         let mut command = Command::new("sleep");
         command.arg("60");
         let mut running = Running::start(command).unwrap();
@@ -425,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn it_sleeps_where_ours_never_spins() {
+    fn peer_sleeps_if_ours_never_spins() {
         let this = std::env::current_exe().unwrap();
         assert!(Perftest::find(Some(&this), &[], Spin::Never).unwrap().sleeps);
         assert!(!Perftest::find(Some(&this), &[], Spin::Auto).unwrap().sleeps);

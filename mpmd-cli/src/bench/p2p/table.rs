@@ -1,4 +1,4 @@
-//! What was measured, for people and for programs.
+//! Formats the results for people and for programs.
 
 use serde_json::{Value, json};
 
@@ -6,22 +6,22 @@ use super::found::Test;
 use super::words::{Level, Size};
 use crate::bench::quantile;
 
-/// One line of the answer.
+/// One line of the results.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
     /// `None` for the plain copy.
     pub(super) level: Option<Level>,
     pub(super) test: Test,
     pub(super) bytes: usize,
-    /// In the unit of the test.
+    /// Samples of mpmd, in the unit of the test.
     pub(super) ours: Vec<f64>,
-    /// The same by `ucx_perftest`; empty where it was not asked for.
+    /// Samples of `ucx_perftest`; empty if it was not requested.
     pub(super) peer: Vec<f64>,
-    /// What a plain copy of as many bytes is, and its median, where bytes are moved.
+    /// The kind and the median of a plain copy of as many bytes, for bandwidths.
     pub(super) copy: Option<(Test, f64)>,
 }
 
-/// What holds for all lines.
+/// The settings of all lines.
 #[derive(Clone, Debug)]
 pub(super) struct Setting {
     pub(super) transport: &'static str,
@@ -30,7 +30,7 @@ pub(super) struct Setting {
 }
 
 impl Row {
-    /// One line of JSON. The plain copy has no level, transport or spin.
+    /// Returns one line of JSON. The plain copy has no level, transport or spin.
     pub(super) fn json(&self, setting: &Setting) -> Value {
         let pair = self.level.is_some();
         let mut line = json!({
@@ -61,7 +61,7 @@ impl Row {
         line
     }
 
-    /// All that its name does not say, for people: what `mpmd bench` says of its other cases.
+    /// Describes the case beside its name, in the form of other `mpmd bench` cases.
     fn parameters(&self, Setting { transport, spin, busy }: &Setting) -> String {
         let size = Size(self.bytes);
         let mut words = match self.level {
@@ -74,7 +74,7 @@ impl Row {
         words
     }
 
-    /// How much longer ours takes, or how much of the bandwidth it has.
+    /// Returns the difference of latencies in microseconds, or the ratio of bandwidths.
     fn compared(&self) -> (&'static str, f64) {
         let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
         match self.test {
@@ -134,7 +134,7 @@ fn heading(peer: bool) -> String {
     line.trim_end().to_owned()
 }
 
-/// With as many digits as mean something.
+/// Formats a value with its significant digits.
 fn figure(value: f64) -> String {
     match value.abs() {
         0.0..0.01 => format!("{value:.6}"),
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_peer_nothing_is_said_of_one() {
+    fn rows_without_a_peer_have_no_peer_fields() {
         let line = row(Test::Latency, &[2.0], &[]).json(&setting());
         assert!(line.as_object().unwrap().keys().all(|key| !key.contains("peer")), "{line}");
         let line = Row { level: None, ..row(Test::Memcpy, &[2.0], &[]) }.json(&setting());
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_moves_bytes_has_its_ratio_to_a_plain_copy_and_every_line_its_parameters() {
+    fn bandwidths_have_a_ratio_to_a_plain_copy() {
         let copied = Row { copy: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0], &[]) };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));

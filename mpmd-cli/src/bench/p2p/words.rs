@@ -1,4 +1,4 @@
-//! The words of the command line: levels, transports, sizes, how long an engine spins.
+//! The values of command-line options: levels, transports, sizes, spin times.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,11 +8,11 @@ use clap::ValueEnum;
 use mpmd_transport::ucx::Spin;
 use serde::{Deserialize, Serialize};
 
-/// What is moved.
+/// The kind of data that is moved.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Level {
-    /// Messages, straight over the transport.
+    /// Messages, directly over the transport.
     Message,
     /// Arrays, by `device_put`.
     Array,
@@ -27,14 +27,14 @@ impl Level {
     }
 }
 
-/// What is measured of each size.
+/// A case that is measured for each size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(super) enum Case {
-    /// There and back, halved.
+    /// Half the time of a round trip.
     Latency,
-    /// One after another, until the last is there.
+    /// A stream of messages or arrays, until the last has arrived.
     Bandwidth,
-    /// Freshly written arrays, each by itself, until the receiver can use it; at level array only.
+    /// A freshly written array, until the receiver can use it; only at level array.
     Handover,
 }
 
@@ -48,7 +48,7 @@ impl Case {
     }
 }
 
-/// What moves it.
+/// The transport of messages.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(in crate::bench) enum Carrier {
     /// Memory that two processes share.
@@ -72,7 +72,7 @@ impl Carrier {
     }
 }
 
-/// A number of bytes, at least one: `8`, `4Ki`, `16Mi`, `1Gi`.
+/// A number of bytes, at least one, as `8`, `4Ki`, `16Mi`, `1Gi`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::bench) struct Size(pub(in crate::bench) usize);
 
@@ -104,16 +104,16 @@ impl fmt::Display for Size {
     }
 }
 
-/// How long the engine of a transport looks for work before it sleeps: `auto`, `never`, `always`,
+/// The time that a transport's engine looks for work before it sleeps: `auto`, `never`, `always`,
 /// or a number of microseconds.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct SpinWord {
-    /// As it was written; what `MPMD_SPIN` is set to.
+    /// The text from the command line, for `MPMD_SPIN`.
     pub(super) word: String,
     pub(super) spin: Spin,
 }
 
-/// Longer than anything runs, and still short enough to be added to a clock.
+/// Longer than any run, and short enough to be added to a clock.
 const ALWAYS: Duration = Duration::from_secs(365 * 24 * 3600);
 
 impl FromStr for SpinWord {

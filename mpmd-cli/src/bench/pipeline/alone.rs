@@ -1,4 +1,4 @@
-//! The kernels alone, on plain buffers: nothing issued, nothing moved, nobody waited for.
+//! Runs the kernels alone, on plain buffers: without operations, transfers or waits.
 
 use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
@@ -12,32 +12,33 @@ use serde::{Deserialize, Serialize};
 
 use super::mlp::{self, Shape, Values, Weights};
 
-/// One stage's kernels with memory of their own.
+/// One stage's kernels with their own memory.
 pub(super) struct Alone {
     shape: Shape,
     stage: usize,
     pool: Pool,
     weights: Vec<(Floats, Floats)>,
     gradients: Vec<(Floats, Floats)>,
-    /// What comes in and goes out; there is one of each, so it is warm.
+    /// Input and output. There is one of each, so their memory is warm.
     x: Floats,
     y: Floats,
-    /// Labels on the last stage.
+    /// The gradient of the output; on the last stage, the labels.
     dy: Floats,
     dx: Floats,
-    /// What forward passes leave, by microbatch while it is needed.
+    /// The residuals of forward passes, by microbatch while they are needed.
     kept: Vec<Option<Kept>>,
-    /// What is no longer needed, the latest last: it is the first to be used again.
+    /// Residuals for reuse. The one freed last is reused first.
     free: Vec<Kept>,
 }
 
-/// What a pass leaves for the next one: the layers' inputs, and the gradients of their outputs.
+/// The residuals of a pass: the layers' inputs, and the gradients of their outputs.
 struct Kept {
     inputs: Vec<Floats>,
     gradients: Vec<Floats>,
 }
 
-/// Memory as that of arrays: where a matrix begins in a cache line decides how fast a product is.
+/// Memory with the alignment of arrays: the start of a matrix within a cache line affects the speed
+/// of a product.
 struct Floats(OwnedBuffer);
 
 impl Floats {
@@ -69,22 +70,22 @@ impl DerefMut for Floats {
     }
 }
 
-/// What something took, in nanoseconds.
+/// A measured time, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct Took {
-    /// On the clock.
+    /// Elapsed time.
     pub(super) wall: u64,
-    /// Of this thread's own time: what it waits for a core is not in it.
+    /// CPU time of this thread, without waits for a core.
     pub(super) own: u64,
 }
 
-/// Both clocks at one moment.
+/// The readings of both clocks at one moment.
 struct Clocks(Instant, Duration);
 
 impl Clocks {
     fn now() -> Self {
         let own = clock_gettime(ClockId::ThreadCPUTime);
-        // A thread's time is not negative, and its nanoseconds are less than a second.
+        // A thread's CPU time is not negative, and its nanoseconds are less than a second.
         Self(Instant::now(), Duration::new(own.tv_sec as u64, own.tv_nsec as u32))
     }
 
@@ -96,11 +97,11 @@ impl Clocks {
 }
 
 impl Alone {
-    /// The kernels of a stage.
+    /// Allocates the kernels' memory of a stage.
     ///
     /// # Errors
     ///
-    /// Where there is no memory.
+    /// If there is no memory.
     pub(super) fn new(shape: Shape, stage: usize) -> Result<Self> {
         let (dim, len, layers) = (shape.dim, shape.activations(), shape.layers_of_stage());
         let (first, pool) = (stage * layers, Pool::new("alone", None));
@@ -125,11 +126,11 @@ impl Alone {
         })
     }
 
-    /// Computes what this order has for the stage; the time of each action, and of an update.
+    /// Runs the actions of `order`. Returns the time of each action, and of an update.
     ///
     /// # Errors
     ///
-    /// Where there is no memory for as many microbatches as are under way.
+    /// If there is no memory for the microbatches in flight.
     pub(super) fn run(&mut self, order: &[Action]) -> Result<(Vec<Took>, Took)> {
         let mut first = true;
         let times = order
@@ -152,14 +153,14 @@ impl Alone {
             .collect::<Result<_>>()?;
         let start = Clocks::now();
         for ((w, b), (dw, db)) in self.weights.iter_mut().zip(&self.gradients) {
-            // By nothing, which takes as long: the next run computes with the same values.
+            // A rate of 0 takes as long, and the next run computes with the same values.
             mlp::update(w, dw, 0.0);
             mlp::update(b, db, 0.0);
         }
         Ok((times, start.elapsed()))
     }
 
-    /// The time of the matrix library for the products of one microbatch.
+    /// Measures the matrix library alone, on the products of one microbatch.
     pub(super) fn products(&mut self) -> Took {
         let Shape { dim, rows, .. } = self.shape;
         let (forward, backward) = self.shape.products(self.stage);

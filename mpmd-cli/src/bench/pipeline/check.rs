@@ -1,20 +1,20 @@
-//! What must come out: the same training in one process, by the definitions, in double precision.
+//! The expected losses: the same training in one process, by the definitions, in double precision.
 
 use super::mlp::{Shape, Values};
 
-/// How far a loss may be off, as a share of it: it is computed in single precision.
+/// The maximum relative error of a loss, which is computed in single precision.
 const TOLERANCE: f64 = 1e-4;
 
-/// The most multiplications that somebody would wait for, some ten seconds of them.
+/// The maximum number of multiplications of a check, about ten seconds of work.
 pub(super) const MOST: f64 = 1e10;
 
-/// Multiplications of so many steps, about.
+/// Returns the approximate number of multiplications of `steps` steps.
 pub(super) fn multiplications(shape: &Shape, steps: usize) -> f64 {
     let products = 3 * shape.layers * shape.microbatches * steps;
     products as f64 * shape.product_flops() / 2.0
 }
 
-/// The loss of each step, before its update.
+/// Returns the loss of each step, before its update.
 pub(super) fn losses(shape: &Shape, rate: f64, steps: usize) -> Vec<f64> {
     let Shape { dim, layers, rows, microbatches, .. } = *shape;
     let double = |values: Vec<f32>| values.into_iter().map(f64::from).collect::<Vec<f64>>();
@@ -69,7 +69,7 @@ pub(super) fn losses(shape: &Shape, rate: f64, steps: usize) -> Vec<f64> {
     losses
 }
 
-/// The first loss that is off, in words; `None` where all are right.
+/// Describes the first wrong loss; `None` if all are right.
 pub(super) fn first_off(found: &[f32], expected: &[f64]) -> Option<String> {
     if found.len() != expected.len() {
         return Some(format!("there are {} losses instead of {}", found.len(), expected.len()));
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_step_lowers_the_loss_by_the_square_of_the_gradient() {
-        // To first order: loss(w - r g) = loss(w) - r |g|^2, whatever the network.
+        // To first order loss(w - r g) = loss(w) - r |g|^2, for every network.
         let shape = Shape { dim: 6, layers: 3, stages: 1, rows: 4, microbatches: 2 };
         let slope = |rate: f64| {
             let losses = losses(&shape, rate, 2);
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_loss_that_is_off_is_named() {
+    fn first_wrong_loss_is_named() {
         assert_eq!(first_off(&[1.0, 0.50002], &[1.0, 0.5]), None);
         let said = first_off(&[1.0, 0.5003, 7.0], &[1.0, 0.5, 0.25]).unwrap();
         assert_eq!(said, "the loss of step 1 is 0.5003 instead of 0.50000000");

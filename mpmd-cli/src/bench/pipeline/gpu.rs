@@ -1,5 +1,5 @@
-//! The network's arithmetic on a CUDA device: what [`mlp`](super::mlp) computes on slices, issued
-//! as products by cuBLAS and a few small functions.
+//! The network's arithmetic on a CUDA device. It computes the same as [`mlp`](super::mlp), by
+//! cuBLAS products and a few small kernels.
 
 use mpmd_core::Result;
 use mpmd_core::cuda::{CUBLAS, Cuda, Gemm, Grid, Source};
@@ -8,15 +8,15 @@ use mpmd_core::kernel::{View, ViewMut};
 use super::mlp::Shape;
 use super::stage::Layer;
 
-/// What all kernels of the network announce.
+/// Returns the sources that all kernels of the network need.
 pub(super) fn sources() -> Vec<&'static Source> {
     vec![&FUNCTIONS, &CUBLAS]
 }
 
-/// Threads of the one block that adds up a loss.
+/// Threads of the single block that sums a loss.
 const LOSS_THREADS: u32 = 1024;
 
-/// `n` elements each; `dim` columns. Each function's threads go on in steps of the grid's size.
+/// Kernels over `n` elements, with `dim` columns. Each thread strides by the size of the grid.
 static FUNCTIONS: Source = Source::cuda(
     "mlp.cu",
     r#"
@@ -86,7 +86,7 @@ extern "C" __global__ void descend(unsigned long long n, float rate, const float
 "#,
 );
 
-/// As [`mlp::forward`](super::mlp::forward).
+/// Computes the same as [`mlp::forward`](super::mlp::forward).
 pub(super) fn forward(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -106,7 +106,7 @@ pub(super) fn forward(
     Ok(())
 }
 
-/// One layer.
+/// Computes one layer.
 fn through(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -120,7 +120,7 @@ fn through(
     cuda.launch(&FUNCTIONS, "bias_relu", Grid::over(n), &args)
 }
 
-/// As [`mlp::loss`](super::mlp::loss), with how many rows it is of.
+/// Computes the same as [`mlp::loss`](super::mlp::loss), and sets `weight` to the number of rows.
 pub(super) fn loss(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -136,7 +136,7 @@ pub(super) fn loss(
     cuda.launch(&FUNCTIONS, "loss", Grid::new(1, LOSS_THREADS), &args)
 }
 
-/// As [`mlp::through_relu`](super::mlp::through_relu).
+/// Computes the same as [`mlp::through_relu`](super::mlp::through_relu).
 pub(super) fn through_relu(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -147,7 +147,7 @@ pub(super) fn through_relu(
     cuda.launch(&FUNCTIONS, "through_relu", Grid::over(n), &[n.into(), dy.into(), output.into()])
 }
 
-/// The last gradient, by the gradient of the loss.
+/// Multiplies the last gradient by the gradient of the loss.
 pub(super) fn scale(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -158,7 +158,7 @@ pub(super) fn scale(
     cuda.launch(&FUNCTIONS, "scale", Grid::over(n), &[n.into(), by.into(), gradient.into()])
 }
 
-/// As [`mlp::backward_input`](super::mlp::backward_input).
+/// Computes the same as [`mlp::backward_input`](super::mlp::backward_input).
 pub(super) fn backward_input(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -186,7 +186,7 @@ pub(super) fn backward_input(
     }
 }
 
-/// As [`mlp::backward_weight`](super::mlp::backward_weight).
+/// Computes the same as [`mlp::backward_weight`](super::mlp::backward_weight).
 pub(super) fn backward_weight(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -200,7 +200,7 @@ pub(super) fn backward_weight(
     cuda.launch(&FUNCTIONS, "add_rows", Grid::over(dim), &args)
 }
 
-/// As [`mlp::update`](super::mlp::update).
+/// Computes the same as [`mlp::update`](super::mlp::update).
 pub(super) fn update(
     cuda: Cuda<'_>,
     weights: &mut ViewMut<'_>,

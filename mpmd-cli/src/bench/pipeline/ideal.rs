@@ -1,15 +1,15 @@
-//! How long a step takes where nothing but the kernels takes time.
+//! Computes the length of a step in which only the kernels take time.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use mpmd_core::pipeline::{Action, ActionKind, Schedule, ScheduleError};
 
-/// When the last rank is done that works through its order without ever waiting for anything but
-/// the passes that its next one needs, and then updates its parameters.
+/// Returns the time at which the last rank ends. Each rank works through its order, waits only for
+/// the passes that its next action needs, and then updates its parameters.
 ///
-/// `time` says how long each action takes, `update` how long each rank's update; moving takes no
-/// time.
+/// `time` returns the length of each action, `update` the length of each rank's update. Moves take
+/// no time.
 ///
 /// # Errors
 ///
@@ -20,12 +20,12 @@ pub(super) fn makespan(
     update: impl Fn(usize) -> Duration,
 ) -> Result<Duration, ScheduleError> {
     let mut free = vec![Duration::ZERO; schedule.ranks()];
-    // Ends of forward passes and of input gradients, by stage and microbatch.
+    // The ends of forward passes and of input gradients, by stage and microbatch.
     let (mut forwards, mut inputs) = (HashMap::new(), HashMap::new());
     for action in schedule.global_order()? {
         let Action { stage, kind, microbatch } = action;
         let rank = schedule.rank_of(stage);
-        // What comes from the rank itself is done anyway: it is earlier in its order.
+        // Inputs from the same rank need no check: they are earlier in its order.
         let needs = match kind {
             ActionKind::Forward => {
                 stage.checked_sub(1).and_then(|before| forwards.get(&(before, microbatch)))
@@ -38,8 +38,8 @@ pub(super) fn makespan(
         match kind {
             ActionKind::Forward => drop(forwards.insert((stage, microbatch), end)),
             ActionKind::BackwardWeight => {}
-            // Who waits for the input gradient of both waits for both: the schedule's formula has
-            // one action.
+            // A combined backward pass yields its input gradient at its end, as the schedule's
+            // formula has one action for both gradients.
             _ => drop(inputs.insert((stage, microbatch), end)),
         }
     }
@@ -53,7 +53,7 @@ mod tests {
 
     const ONE: Duration = Duration::from_millis(1);
 
-    /// Makespan where each stage has times of its own, forward and backward, and no update.
+    /// Returns the makespan with the given forward and backward times of each stage, and no update.
     fn of(schedule: &Schedule, times: &[(u32, u32)]) -> Duration {
         let time = |action: Action| {
             let (forward, backward) = times[action.stage];
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn equal_stages_give_the_closed_form() {
-        // (m + p - 1) (F + B), for both.
+        // (m + p - 1) (F + B), for both schedules.
         for (ranks, microbatches) in [(1, 1), (1, 5), (2, 8), (4, 8), (4, 2), (8, 24)] {
             for name in ["gpipe", "1f1b"] {
                 let schedule = Schedule::named(name, ranks, microbatches, None).unwrap();
@@ -80,11 +80,12 @@ mod tests {
 
     #[test]
     fn a_slow_stage_sets_the_pace() {
-        // Stage 1 works without a pause from 1 to 1 + 3 * (2 + 4), then stage 0's last backward.
+        // Stage 1 works without a pause from 1 to 1 + 3 * (2 + 4). Then follows stage 0's last
+        // backward.
         let schedule = Schedule::gpipe(2, 3).unwrap();
         assert_eq!(of(&schedule, &[(1, 2), (2, 4)]), ONE * (1 + 18 + 2));
-        // Stage 0 is the slow one: its forwards end at 6, stage 1's at 7; their backwards come in
-        // faster than it takes them from 7 + 2 on.
+        // Stage 0 is the slow one. Its forwards end at 6, stage 1's last forward at 7. From 7 + 2
+        // on, backwards arrive faster than stage 0 computes them.
         assert_eq!(of(&schedule, &[(2, 4), (1, 2)]), ONE * (9 + 12));
     }
 
@@ -93,7 +94,7 @@ mod tests {
         let schedule = Schedule::one_f_one_b(2, 1).unwrap();
         let with =
             |updates: [u32; 2]| makespan(&schedule, |_| ONE, |rank| ONE * updates[rank]).unwrap();
-        // F0 F1 B1 B0: rank 1 is done at 3, rank 0 at 4.
+        // F0 F1 B1 B0: rank 1 ends at 3, rank 0 at 4.
         assert_eq!((with([0, 0]), with([2, 0]), with([0, 5])), (ONE * 4, ONE * 6, ONE * 8));
     }
 }

@@ -1,5 +1,4 @@
-//! What each process of the job does: steps of the pipeline and, in turns with them, its kernels
-//! alone.
+//! The work of each process of the job: steps of the pipeline and, alternately, its kernels alone.
 
 use std::time::{Duration, Instant};
 
@@ -12,64 +11,65 @@ use super::alone::{Alone, Took};
 use super::mlp::{Shape, Values};
 use super::stage::{Last, Layer, Middle, Update};
 
-/// How much is measured.
+/// The number of steps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
     pub(super) warm_up: usize,
     pub(super) repeats: usize,
 }
 
-/// What was found with one schedule; the same on every process but for the times of steps.
+/// The measurements of one schedule, the same on every process except for the times of steps.
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) samples: Vec<Sample>,
-    /// The mean loss of every step, those of the warm-up too.
+    /// The mean loss of every step, including the warm-up.
     pub(super) losses: Vec<f32>,
-    /// By process.
+    /// Memory, by process.
     pub(super) memory: Vec<Memory>,
 }
 
-/// What a process's arrays took, in bytes.
+/// The memory of a process's arrays, in bytes.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Memory {
-    /// At most at a time, as the plan has it before the first step.
+    /// The peak that the plan expects before the first step.
     pub(super) expected: u64,
-    /// At most at a time, in all steps.
+    /// The peak in all steps.
     pub(super) peak: u64,
-    /// What was mapped after the steps that warm it up.
+    /// Memory that was mapped after the first `MAY_MAP` steps.
     pub(super) mapped_later: u64,
 }
 
-/// Steps that may ask the system for memory.
+/// The number of first steps that may ask the system for memory.
 const MAY_MAP: usize = 3;
 
-/// One step, and everything that it is compared with.
+/// One step and the times that it is compared with.
 #[derive(Debug)]
 pub(super) struct Sample {
-    /// From when every process was ready to begin to when this one knows that all are done.
+    /// The time from the moment at which every process is ready until this one knows that all are
+    /// done.
     pub(super) step: Duration,
     /// By process, which is by stage.
     pub(super) parts: Vec<Part>,
 }
 
-/// What a process found of its stage.
+/// The measurements of a process for its stage.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Part {
     /// The actions alone, in the schedule's order.
     pub(super) actions: Vec<Took>,
     /// The update alone.
     pub(super) update: Took,
-    /// The matrix library for the products of each microbatch.
+    /// The matrix library's time for the products of each microbatch.
     pub(super) products: Vec<Took>,
-    /// Payload bytes that the step has sent.
+    /// Payload bytes that the process sent in the step.
     pub(super) sent: u64,
 }
 
-/// Runs the steps of one schedule.
+/// Runs and measures the steps of one schedule.
 ///
 /// # Errors
 ///
-/// As the operations of the pipeline; all processes get the same.
+/// As the operations of the pipeline; all processes get the same error.
 pub(super) fn measure(
     p: &mut Program,
     shape: &Shape,
@@ -93,14 +93,13 @@ pub(super) fn measure(
         let before = sent(p);
         let start = Instant::now();
         let loss = job.step(p, schedule)?;
-        // The first process hears from the others; it has nothing to tell them before the next
-        // step.
+        // The first process waits for the others. It sends them nothing before the next step.
         for other in (1..p.processes()).rev() {
             agree(p, other, (), || Ok(()))?;
         }
         let step_time = start.elapsed();
-        // Then everybody has received, so what was sent is known; and everybody is ready for its
-        // kernels.
+        // After this all data has been received, so the sent bytes are known, and all processes
+        // start their kernels together.
         meet(p)?;
         let sent = sent(p) - before;
         let (actions, update) = alone.run(&schedule.rows()[me])?;
@@ -123,7 +122,7 @@ pub(super) fn measure(
     Ok(Measured { samples, losses, memory })
 }
 
-/// Runs so many steps of one schedule, which somebody else measures; their losses.
+/// Runs `steps` steps of one schedule without measuring them. Returns their losses.
 ///
 /// # Errors
 ///
@@ -145,12 +144,12 @@ pub(super) fn steps(
     (0..steps).map(one).collect()
 }
 
-/// Bytes as MiB, with a digit behind the point.
+/// Formats bytes as MiB with one decimal.
 fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
-/// What each process has.
+/// Returns the value of each process, on all processes.
 fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(
     p: &mut Program,
     mine: T,
@@ -158,7 +157,7 @@ fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(
     (0..p.processes()).map(|process| agree(p, process, mine.clone(), || Ok(mine.clone()))).collect()
 }
 
-/// Returns once every process is here.
+/// Blocks until every process is here.
 fn meet(p: &mut Program) -> Result<()> {
     (0..p.processes()).try_for_each(|process| agree(p, process, (), || Ok(())))
 }
@@ -172,7 +171,7 @@ fn agree<T: Serialize + for<'a> Deserialize<'a>>(
     p.agree(ProcessId(from as u32), while_planning, f)
 }
 
-/// Payload bytes sent so far. Nothing, which is what is agreed on to meet, has none.
+/// Returns the payload bytes sent so far. The empty values of `meet` have none.
 fn sent(p: &Program) -> u64 {
     p.metrics().bytes_sent.iter().sum()
 }
@@ -185,7 +184,7 @@ struct Job {
     updates: Vec<Jit<Update>>,
 }
 
-/// The loss of a step, where the last stage is.
+/// The loss of a step, on the process of the last stage.
 struct StepLoss(Loss<MpmdArray>);
 
 impl StepLoss {
@@ -244,8 +243,8 @@ impl Job {
         Ok(Self { stages, data, updates })
     }
 
-    /// The most memory that a step will take here, which is mapped now as far as the pace of the
-    /// others matters.
+    /// Returns the expected peak memory of a step on this process. Maps it now, as late mapping
+    /// would delay the other processes.
     fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<DeviceMemory> {
         let rows = || f32s([shape.rows, shape.dim]);
         let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
@@ -254,7 +253,7 @@ impl Job {
         Ok(plan.of(p.topology().devices_of(p.process())))
     }
 
-    /// One step, to its end on this process.
+    /// Runs one step until it has ended on this process.
     fn step(&mut self, p: &mut Program, schedule: &Schedule) -> Result<StepLoss> {
         let last = self.updates.len() - 1;
         let batch = self

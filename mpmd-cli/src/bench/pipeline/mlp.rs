@@ -1,19 +1,18 @@
-//! The network and its arithmetic, on slices: what the pipeline's kernels compute, and what is
-//! measured of them alone.
+//! The network and its arithmetic on slices, for the pipeline's kernels and for the kernels alone.
 //!
 //! Each layer is `relu(x w + b)` with a square matrix `w`; `x` is `[rows, dim]`. The loss is the
 //! mean square error over rows and columns.
 
 use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 
-/// The network, and how it is cut.
+/// The size of the network and of its parts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Shape {
     /// Rows and columns of every matrix.
     pub(super) dim: usize,
     /// Layers of the whole network.
     pub(super) layers: usize,
-    /// Stages, of equally many layers.
+    /// Stages, each with the same number of layers.
     pub(super) stages: usize,
     /// Rows of a microbatch.
     pub(super) rows: usize,
@@ -22,24 +21,24 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Layers of each stage.
+    /// Returns the number of layers of each stage.
     pub(super) fn layers_of_stage(&self) -> usize {
         self.layers / self.stages
     }
 
-    /// Elements of a microbatch at every stage.
+    /// Returns the number of elements of a microbatch, the same at every stage.
     pub(super) fn activations(&self) -> usize {
         self.rows * self.dim
     }
 
-    /// Products of matrices that a stage makes for each microbatch: forward, and backward. Nobody
-    /// asks for the gradient of the data.
+    /// Returns the number of matrix products of a stage per microbatch, forward and backward. The
+    /// first stage computes no gradient of its input.
     pub(super) fn products(&self, stage: usize) -> (usize, usize) {
         let layers = self.layers_of_stage();
         (layers, 2 * layers - usize::from(stage == 0))
     }
 
-    /// Floating-point operations of one product.
+    /// Returns the floating-point operations of one product.
     pub(super) fn product_flops(&self) -> f64 {
         2.0 * self.rows as f64 * (self.dim as f64).powi(2)
     }
@@ -48,8 +47,8 @@ impl Shape {
 /// A layer's matrix and bias.
 pub(super) type Weights<'a> = (&'a [f32], &'a [f32]);
 
-/// `inputs[l]` becomes the input of layer `l`, the first a copy of `x`; `output` that of the last
-/// layer.
+/// Computes the layers. Writes the input of layer `l` to `inputs[l]`, the first a copy of `x`, and
+/// the result of the last layer to `output`.
 pub(super) fn forward(
     shape: &Shape,
     weights: &[Weights<'_>],
@@ -68,8 +67,8 @@ pub(super) fn forward(
     }
 }
 
-/// The sum over rows of the mean square error of `output`, whose place its gradient before `relu`
-/// takes.
+/// Returns the sum over rows of the mean square error of `output`. Replaces `output` by its
+/// gradient before `relu`.
 pub(super) fn loss(shape: &Shape, output: &mut [f32], labels: &[f32]) -> f32 {
     let scale = 1.0 / shape.dim as f32;
     let mut sum = 0.0f64;
@@ -81,15 +80,15 @@ pub(super) fn loss(shape: &Shape, output: &mut [f32], labels: &[f32]) -> f32 {
     (sum * f64::from(scale)) as f32
 }
 
-/// The output's gradient before `relu`, in the output's place, from that after it.
+/// Replaces `output` by its gradient before `relu`, given the gradient `dy` after it.
 pub(super) fn through_relu(output: &mut [f32], dy: &[f32]) {
     for (output, dy) in output.iter_mut().zip(dy) {
         *output = if *output > 0.0 { *dy } else { 0.0 };
     }
 }
 
-/// From the last of `gradients` to those of the layers before it, all before `relu`, and to that of
-/// the stage's input where somebody asks for it.
+/// Computes the gradients of earlier layers from the last of `gradients`, all before `relu`. Also
+/// computes the gradient of the stage's input if `dx` is given.
 pub(super) fn backward_input(
     shape: &Shape,
     weights: &[Weights<'_>],
@@ -126,27 +125,27 @@ pub(super) fn backward_weight(
     }
 }
 
-/// A step down the gradient.
+/// Makes a step of gradient descent.
 pub(super) fn update(weights: &mut [f32], gradient: &[f32], rate: f32) {
     weights.iter_mut().zip(gradient).for_each(|(w, d)| *w -= rate * d);
 }
 
-/// What initial values are for.
+/// The use of initial values.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Values {
-    /// A matrix of the layer of this number in the whole network.
+    /// The matrix of a layer, numbered in the whole network.
     Matrix(usize),
-    /// A bias.
+    /// The bias of a layer.
     Bias(usize),
     /// The input of a microbatch.
     Input(usize),
-    /// What should come out.
+    /// The expected output of a microbatch.
     Labels(usize),
 }
 
 impl Values {
-    /// The same values on every process and in every run: uniform, and of a size that keeps
-    /// activations as large as they were (He et al. 2015: a variance of `2 / dim` for `relu`).
+    /// Fills in uniform values, the same on every process and in every run. Their range keeps the
+    /// size of activations (He et al. 2015: a variance of `2 / dim` for `relu`).
     pub(super) fn fill(self, dim: usize, values: &mut [f32]) {
         let wide = (6.0 / dim as f32).sqrt();
         let (stream, number, low, high) = match self {
@@ -157,7 +156,7 @@ impl Values {
         };
         let start = mix(stream << 56 ^ (number as u64) << 32);
         for (at, value) in values.iter_mut().enumerate() {
-            // 24 bits: what an `f32` holds.
+            // 24 bits, the precision of `f32`.
             let uniform = (mix(start.wrapping_add(at as u64)) >> 40) as f32 / (1u32 << 24) as f32;
             *value = low + (high - low) * uniform;
         }
@@ -170,7 +169,7 @@ impl Values {
     }
 }
 
-/// `splitmix64`.
+/// The hash function `splitmix64`.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -183,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_uniform_and_each_use_has_its_own() {
+    fn values_are_uniform_and_differ_by_use() {
         let values = Values::Input(3).vec(8, 10_000);
         assert!(values.iter().all(|value| (-1.0..1.0).contains(value)));
         let mean = values.iter().sum::<f32>() / 1e4;

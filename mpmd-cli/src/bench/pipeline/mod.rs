@@ -1,9 +1,8 @@
-//! Steps of training by the pipeline, beside what the same kernels would take if nothing else took
-//! time.
+//! Measures training steps of a pipeline, beside an ideal in which only the kernels take time.
 //!
-//! Every step is measured in turns with its kernels alone, on all processes at the same time, so
-//! that what they share (memory, clock rates, noise) hits both. The ideal is the schedule's own
-//! order with those times and moves that cost nothing.
+//! Each step alternates with its kernels alone, on all processes at the same time. Shared memory,
+//! clock rates and noise so affect both. The ideal is the schedule's own order with these kernel
+//! times and moves that cost nothing.
 
 mod alone;
 mod check;
@@ -32,7 +31,7 @@ use alone::Took;
 use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
 
-/// Where kernels take so many times their own time, others were computing here.
+/// If kernels take this many times their CPU time, other programs were using the cores.
 const BUSY: f64 = 1.2;
 
 #[derive(Args, Clone, Debug)]
@@ -44,10 +43,10 @@ pub(crate) struct PipelineArgs {
     /// Rows and columns of every matrix.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 20))]
     dim: usize,
-    /// Layers, which the stages share evenly.
+    /// Layers, divided evenly among the stages.
     #[arg(long, default_value_t = 4, value_parser = count(1 << 20))]
     layers: usize,
-    /// Stages, each a process of its own.
+    /// Stages, each its own process.
     #[arg(long, default_value_t = 2, value_parser = count(256))]
     stages: usize,
     /// Rows of a microbatch.
@@ -59,30 +58,30 @@ pub(crate) struct PipelineArgs {
     /// Names of schedules: 1f1b, gpipe.
     #[arg(long, value_delimiter = ',', default_value = "1f1b,gpipe")]
     schedule: Vec<String>,
-    /// Threads of each process's kernels; for now there is one.
+    /// Threads of each process's kernels; only 1 is supported.
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// What carries the messages.
+    /// The transport of the messages.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
-    /// Steps before the first that is measured.
+    /// Number of steps before the first measured one.
     #[arg(long, default_value_t = 3)]
     warm_up: usize,
-    /// Of the gradient of the mean loss.
+    /// The learning rate, for the gradient of the mean loss.
     #[arg(long, default_value_t = 0.01)]
     learning_rate: f64,
     /// Compares the loss of every step with a plain computation in one process; for small sizes.
     #[arg(long)]
     check: bool,
-    /// The loss of the last step must be this one instead.
+    /// Expects this loss of the last step instead of the computed one.
     #[arg(long, requires = "check", value_name = "LOSS")]
     expect: Option<f64>,
-    /// The one schedule of a job that this program has started, to be traced.
+    /// The only schedule of a traced job that this program has started.
     #[arg(long, hide = true)]
     only: Option<String>,
 }
 
-/// A number from 1 to `most`, so that products of sizes don't overflow.
+/// Parses a number from 1 to `most`. The limit keeps products of sizes from overflowing.
 fn count(most: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=most)
 }
@@ -147,7 +146,7 @@ impl PipelineArgs {
         self.pace().warm_up + self.pace().repeats
     }
 
-    /// The schedules, where everything else can be measured too.
+    /// Returns the schedules, after a check of all other options.
     fn schedules(&self) -> Result<Vec<Schedule>> {
         let (layers, stages) = (self.layers, self.stages);
         ensure!(
@@ -181,7 +180,7 @@ fn measure(
     schedules.iter().map(one).collect()
 }
 
-/// Says what was measured, where the losses are right.
+/// Prints the results after a check of the losses.
 fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) -> Result<()> {
     let mut expected = Vec::new();
     if args.check {
@@ -228,7 +227,7 @@ fn parameters(args: &PipelineArgs, schedule: &Schedule) -> String {
     )
 }
 
-/// The cases of one schedule.
+/// Returns the cases of one schedule.
 fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) -> Result<Vec<Case>> {
     let (shape, parameters) = (args.shape(), parameters(args, schedule));
     let samples = &measured.samples;
@@ -271,7 +270,7 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
             samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
         cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
     }
-    // Of one thread, all of them computing: operations over the time of all.
+    // Rates of one thread: all operations over the sum of all kernel times.
     let flops: f64 = (0..shape.stages)
         .map(|stage| {
             let (forward, backward) = shape.products(stage);
@@ -308,8 +307,8 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     Ok(cases)
 }
 
-/// How much of a step of this length the devices have nothing to do, in points of a hundred: what
-/// is left where their kernels, as long as they take alone, are taken off.
+/// Returns the share of a step in which the devices are idle, in percent. The busy time is that of
+/// their kernels alone.
 fn idle_points(parts: &[Part], step: Duration) -> f64 {
     let busy = parts
         .iter()
@@ -319,13 +318,13 @@ fn idle_points(parts: &[Part], step: Duration) -> f64 {
     100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
 }
 
-/// The ideal of one step, from the times of its own turn by one of the clocks.
+/// Returns the ideal of one step, from the kernel times of its own turn by one of the clocks.
 ///
-/// By the threads' own time it is what would be if nothing else ran here. Where the two are far
-/// apart the machine was busy, and an efficiency says little.
+/// The threads' CPU time gives the ideal of a quiet machine. If the two clocks differ much, the
+/// machine was busy, and an efficiency means little.
 fn ideal_of(schedule: &Schedule, parts: &[Part], clock: fn(&Took) -> u64) -> Result<Duration> {
     let mut next: Vec<_> = parts.iter().map(|part| part.actions.iter()).collect();
-    // Each rank's actions come in its own order, in which their times are, too.
+    // The times of each rank are in its own order, in which its actions come.
     let time = |action: Action| {
         let took = next[schedule.rank_of(action.stage)].next();
         Duration::from_nanos(took.map(clock).unwrap_or_default())
@@ -337,16 +336,16 @@ fn ideal_of(schedule: &Schedule, parts: &[Part], clock: fn(&Took) -> u64) -> Res
 mod tests {
     use super::*;
 
-    /// Times on the clock; the threads' own are half of them.
+    /// Elapsed times; the CPU times are half of them.
     fn part(actions: [u64; 4], update: u64) -> Part {
         let took = |wall| Took { wall, own: wall / 2 };
         Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }
     }
 
     #[test]
-    fn devices_are_idle_for_what_their_kernels_leave() {
+    fn devices_are_idle_outside_of_their_kernels() {
         let parts = [part([20, 20, 5, 5], 0), part([10, 10, 20, 20], 10)];
-        // 120 of 2 times 100, and of 2 times 60.
+        // Busy for 120 of 2 * 100, and of 2 * 60.
         assert!((idle_points(&parts, Duration::from_nanos(100)) - 40.0).abs() < 1e-9);
         assert!(idle_points(&parts, Duration::from_nanos(60)).abs() < 1e-9);
     }

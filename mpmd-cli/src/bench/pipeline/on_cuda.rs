@@ -1,9 +1,8 @@
-//! The pipeline's steps on graphics processors: how long their devices had nothing to do, beside
-//! the simulation.
+//! Measures pipeline steps on GPUs: the idle time of their devices, beside the simulation.
 //!
-//! What a kernel takes there is known from the devices' own clocks, which are in a job's traces. So
-//! each schedule has a job of its own that writes one, and all figures are read off it: the passes'
-//! spans as they were, and the schedule with passes and moves of the same length and nothing else.
+//! The times of kernels come from the devices' own clocks, which are recorded in a job's traces. So
+//! each schedule runs as its own job, which writes a trace, and all figures come from it. The
+//! simulation uses passes and moves of the traced lengths and nothing else.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -18,18 +17,18 @@ use mpmd_core::trace::{Kind, ProcessTrace, Run, Timeline};
 use super::super::{Case, show};
 use super::{PipelineArgs, check, job, parameters};
 
-/// What was found of a schedule.
+/// The measurements of a schedule.
 #[derive(Debug)]
 struct Found {
-    /// From the first pass of each step to its last.
+    /// The seconds from the first pass of each step to its last.
     spans: Vec<f64>,
-    /// How much of it the devices had no pass to compute, in points of a hundred.
+    /// The share of this time in which the devices compute no pass, in percent.
     idle: Vec<f64>,
-    /// The same of the simulation.
+    /// The same share in the simulation.
     simulated: f64,
 }
 
-/// Starts a job for each schedule, and shows what their traces say.
+/// Runs a job for each schedule, and shows the figures of their traces.
 pub(super) fn measure(args: &PipelineArgs, schedules: &[Schedule]) -> Result<ExitCode> {
     let mut cases = Vec::new();
     for schedule in schedules {
@@ -54,7 +53,7 @@ pub(super) fn measure(args: &PipelineArgs, schedules: &[Schedule]) -> Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// The work of a process of such a job.
+/// Does the work of one process of such a job.
 pub(super) fn as_one(
     p: &mut Program,
     args: &PipelineArgs,
@@ -89,7 +88,7 @@ fn of_found(parameters: &str, found: &Found) -> [Case; 3] {
     [passes, points("idle", found.idle.clone()).over("simulation", &simulated), simulated]
 }
 
-/// What a run of so many devices says.
+/// Computes the figures of a run with `devices` devices.
 fn found(run: &Run, devices: usize) -> Result<Found> {
     let plan = run.plan().context("the trace is compared with the simulation of its schedule")?;
     let mut found =
@@ -121,8 +120,8 @@ fn idle_of(plan: &Timeline, devices: usize) -> f64 {
     idle(&bars.map(|bar| (bar.start, bar.end)).collect::<Vec<_>>(), devices).1
 }
 
-/// From the first beginning to the last end, and the share of so many devices' time in it that is
-/// in none of the spans, in points of a hundred.
+/// Returns the time from the first start to the last end, and the share of the devices' time
+/// outside of all spans, in percent.
 fn idle(spans: &[(f64, f64)], devices: usize) -> (f64, f64) {
     let begin = spans.iter().map(|(begin, _)| *begin).fold(f64::INFINITY, f64::min);
     let end = spans.iter().map(|(_, end)| *end).fold(f64::NEG_INFINITY, f64::max);
@@ -138,8 +137,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_pass_takes_is_idle() {
-        // Two devices: 3 of 4 and 2 of 4 seconds.
+    fn time_outside_of_passes_is_idle() {
+        // Two devices are busy for 3 and 2 of 4 seconds.
         let (span, points) = idle(&[(1.0, 2.0), (3.0, 5.0), (2.0, 4.0)], 2);
         assert!((span - 4.0).abs() < 1e-9 && (points - 37.5).abs() < 1e-9, "{span} {points}");
         assert_eq!(idle(&[], 2), (0.0, 0.0));

@@ -9,7 +9,7 @@ use mpmd_core::tree::Empty;
 use super::gpu;
 use super::mlp::{self, Shape, Weights};
 
-/// A layer's parameters, or whatever there is one of for each.
+/// A layer's parameters, or other values with one for each parameter.
 #[derive(Clone, Debug, Tree)]
 pub(super) struct Layer<L> {
     /// The matrix.
@@ -18,25 +18,27 @@ pub(super) struct Layer<L> {
     pub(super) b: L,
 }
 
-/// A stage but the last.
+/// A stage other than the last.
 pub(super) struct Middle(pub(super) Shape);
 
 /// The last stage, with the loss.
 pub(super) struct Last(pub(super) Shape);
 
-/// `(parameters, gradients) -> parameters`, in place: plain gradient descent by this much of the
-/// gradients.
+/// `(parameters, gradients) -> parameters`, in place: plain gradient descent with this learning
+/// rate.
 pub(super) struct Update(pub(super) f32);
 
 type Layers<L> = Vec<Layer<L>>;
 
-/// The inputs of the layers; the output of the last one, or already its gradient.
+/// The residuals of a forward pass: the inputs of the layers, and the output of the last one or its
+/// gradient.
 type Kept<L> = (Vec<L>, L);
 
 /// The inputs of the layers, and the gradients of their outputs before `relu`.
 type Gradients<L> = (Vec<L>, Vec<L>);
 
-/// What every stage declares, with these outputs.
+/// Returns the signature that every stage declares, with these outputs. Fails if the layers do not
+/// fit the shape.
 fn declare<O>(
     shape: &Shape,
     layers: &[Layer<ShapedArray>],
@@ -114,7 +116,7 @@ fn backward_weight(
     Ok(())
 }
 
-/// The shape in words, so that processes that differ in it find out.
+/// Returns the shape as words, so that processes with different shapes are detected.
 fn statics(shape: &Shape) -> Vec<u64> {
     [shape.dim, shape.layers, shape.stages, shape.rows].map(|number| number as u64).to_vec()
 }

@@ -1,8 +1,8 @@
-//! Schedules with passes that take a set time and compute nothing: what a step takes beside what
-//! the simulation says.
+//! Measures schedules with passes that take a set time and compute nothing, beside their
+//! simulation.
 //!
-//! Two cores cannot compute for eight ranks at once, but they can wait for eight. So the bubbles of
-//! each schedule show as they would on machines of its own.
+//! Two cores cannot compute for eight ranks at once, but they can wait for eight. So each schedule
+//! shows the bubbles that it would have with a machine for each rank.
 
 mod stage;
 
@@ -27,39 +27,39 @@ use stage::{ELEMENTS, Passes, Waits, WaitsLast};
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SchedulesArgs {
-    /// One line of JSON for each case instead of a table.
+    /// Print one line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
-    /// How often each schedule's step is measured.
+    /// Number of measured steps of each schedule.
     #[arg(long, default_value_t = 5)]
     repeats: usize,
-    /// Ranks, each a process of its own.
+    /// Ranks, each its own process.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     ranks: u16,
     /// Microbatches of a step.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=65536))]
     microbatches: u32,
-    /// Stages on each rank; each schedule's own number where nothing is said.
+    /// Stages on each rank; by default the schedule's own number.
     #[arg(long)]
     chunks: Option<usize>,
-    /// Names of schedules; all that exist for these numbers where nothing is said. `ByCost` is the
-    /// order that is found for the costs.
+    /// Names of schedules; by default all that exist for these numbers. `ByCost` is the order that
+    /// is found for the costs.
     #[arg(long, value_delimiter = ',')]
     schedule: Vec<String>,
-    /// What a pass takes, in milliseconds, where there is no file of costs.
+    /// The length of a pass in milliseconds, if there is no file of costs.
     #[arg(long, default_value_t = 10.0)]
     unit_ms: f64,
     /// Costs of each stage in seconds, as TOML.
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
-    /// Both gradients are one pass where a schedule has them as one, so that what goes to the stage
-    /// before leaves at its end. So the literature counts.
+    /// Compute both gradients in one pass if the schedule has them as one. The gradient for the
+    /// previous stage is then sent at the end of the pass, as the literature assumes.
     #[arg(long)]
     fused: bool,
-    /// Forward passes that a rank may hold at a time, for `ByCost`.
+    /// The maximum number of forward passes that a rank may hold at a time, for `ByCost`.
     #[arg(long)]
     activations: Option<u64>,
-    /// What carries the messages.
+    /// The transport of the messages.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
 }
@@ -105,7 +105,7 @@ pub(super) fn schedules(args: &SchedulesArgs) -> Result<ExitCode> {
 }
 
 impl SchedulesArgs {
-    /// What is measured: the same on every process.
+    /// Returns the schedules to measure, the same on every process.
     fn planned(&self) -> Result<Vec<Planned>> {
         let (ranks, microbatches) = (usize::from(self.ranks), self.microbatches as usize);
         ensure!((0.0..=10_000.0).contains(&self.unit_ms), "a pass of {} ms", self.unit_ms);
@@ -155,7 +155,7 @@ impl SchedulesArgs {
             let costs = costs(&found.schedule);
             planned.push(Planned { schedule: found.schedule, costs, fused: false });
         }
-        // Before anything waits for such a time.
+        // Checked before any process waits that long.
         for one in &planned {
             let seconds = one.simulated()?;
             ensure!(
@@ -169,7 +169,7 @@ impl SchedulesArgs {
 }
 
 impl Planned {
-    /// The makespan of the schedule with these costs, in seconds.
+    /// Returns the makespan of the schedule with these costs, in seconds.
     fn simulated(&self) -> Result<f64> {
         let leaves = if self.fused { Leaves::InOrder } else { Leaves::AtOnce };
         let simulated = simulate_schedule(&self.schedule, &self.costs, leaves, Channel::TAGS)?;
@@ -177,8 +177,8 @@ impl Planned {
     }
 }
 
-/// The times of steps, from when every process was ready to begin to when the first one knows that
-/// all are done.
+/// Returns the times of steps, from the moment at which every process is ready until the first
+/// process knows that all are done.
 fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Duration>> {
     let Planned { schedule, costs, fused } = planned;
     let passes = |stage: usize| Passes { costs: costs.stage[stage], fused: *fused };
@@ -201,7 +201,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
     let host = MpmdArray::from_slice(&[ELEMENTS], &[1.0f32; ELEMENTS])?;
     let x = p.device_put(&host, mesh(0).replicated())?;
     let mut steps = Vec::with_capacity(repeats);
-    // The first connects, maps and warms up.
+    // The first step connects, maps memory and warms up.
     for step in 0..=repeats {
         meet(p)?;
         let start = Instant::now();
@@ -211,7 +211,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
         for (_, gradient) in output.gradients.iter().flatten() {
             gradient.block_until_ready()?;
         }
-        // The first process hears from the others.
+        // Each other process reports to the first one.
         for other in (1..p.processes()).rev() {
             p.agree(ProcessId(other as u32), (), || Ok(()))?;
         }
@@ -223,7 +223,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
     Ok(steps)
 }
 
-/// Every stage must have seen every microbatch once.
+/// Checks that every stage has seen every microbatch once.
 fn check(gradients: &[Vec<(String, MpmdArray)>], schedule: &Schedule) -> Result<()> {
     for (stage, (_, gradient)) in gradients
         .iter()

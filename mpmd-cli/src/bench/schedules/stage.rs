@@ -1,5 +1,5 @@
-//! A stage whose passes take a set time and compute nothing, so that a few cores show what many
-//! ranks would do.
+//! A stage with passes that take a set time and compute nothing. A few cores can so show the
+//! behaviour of many ranks.
 
 use std::time::{Duration, Instant};
 
@@ -8,27 +8,27 @@ use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageCosts, StageS
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 
-/// What the passes of a stage take.
+/// The lengths of a stage's passes.
 #[derive(Clone, Copy)]
 pub(super) struct Passes {
     pub(super) costs: StageCosts,
-    /// Whether both gradients are one pass where the schedule has them as one.
+    /// True if both gradients are one pass where the schedule has them as one.
     pub(super) fused: bool,
 }
 
-/// A stage but the last.
+/// A stage other than the last.
 pub(super) struct Waits(pub(super) Passes);
 
 /// The last stage, with the loss.
 pub(super) struct WaitsLast(pub(super) Passes);
 
-/// Elements of what goes from stage to stage.
+/// Elements of the arrays between stages.
 pub(super) const ELEMENTS: usize = 16;
 
-/// Sleeps ends late by about this; the rest is waited for awake.
+/// A sleep ends late by about this time. The rest is spent in a busy wait.
 const LATE: Duration = Duration::from_micros(150);
 
-/// Returns after `seconds`, to some microseconds.
+/// Blocks for `seconds`, to within some microseconds.
 fn wait(seconds: f64) {
     let end = Instant::now() + Duration::from_secs_f64(seconds);
     if let Some(asleep) = end.checked_duration_since(Instant::now() + LATE) {
@@ -39,7 +39,7 @@ fn wait(seconds: f64) {
     }
 }
 
-/// The shape of what a stage takes, keeps and gives.
+/// Returns the signature of a stage.
 fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O, PlacedShape, PlacedShape> {
     let kept = || PlacedShape::replicated(x.clone());
     StageSignature::new(out, kept(), kept()).keep("", "")
@@ -62,7 +62,7 @@ fn backward_input(costs: &StageCosts, dy: f32, dx: Option<ViewMut<'_>>) -> Resul
     Ok(())
 }
 
-/// Adds up what was kept, so that a lost or doubled microbatch shows.
+/// Adds up the kept values, so that a lost or doubled microbatch is detected.
 fn backward_weight(costs: &StageCosts, kept: &View<'_>, mut sum: ViewMut<'_>) -> Result<()> {
     wait(costs.backward_weight);
     sum.as_mut_slice::<f32>()?[0] += kept.as_slice::<f32>()?[0];

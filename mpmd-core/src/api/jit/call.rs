@@ -1,5 +1,5 @@
-//! A kernel's call on one device: what all kinds of devices have in common, and how the host's
-//! processors do it.
+//! A kernel's call on one device: the part that all kinds of devices share, and the execution on
+//! CPU devices.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -22,38 +22,38 @@ use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Tree;
 
-/// One device's part of a call, waiting in the device's queue. The box, and the room in its lists,
-/// are used again by a later call.
+/// One device's part of a call, queued on the device. The box and the capacity of its lists are
+/// reused by later calls.
 pub(super) struct DeviceCall<K: Kernel> {
     pub(super) inputs: Vec<Input>,
-    /// The inputs once they are there.
+    /// The inputs once they have arrived.
     pub(super) arrived: Vec<Option<SharedBuffer>>,
     pub(super) outputs: Vec<OwnedBuffer>,
-    /// For a device that runs on its own: what the outputs hold when the kernel begins, and inputs
-    /// that were not filled when they were taken.
+    /// Only for a device that runs asynchronously: the initial contents of the outputs, and the
+    /// inputs that were taken before they were filled.
     pub(super) fills: Vec<Fill>,
     pub(super) unfilled: Vec<Unfilled>,
-    // Last, so that where it never runs its operation ends after its buffers are gone.
+    // Last: if the call never runs, its operation ends after its buffers are freed.
     issued: Option<Issued<K>>,
 }
 
-/// What one device's part of a call is, but for its inputs.
+/// One device's part of a call, without its inputs.
 pub(super) struct Issued<K: Kernel> {
     pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
     pub(super) promises: Promises,
-    /// For all outputs that do not take an input's memory over: set aside when the call was issued,
-    /// or why it could not be.
+    /// Memory for all outputs that do not take over an input's memory, reserved when the call was
+    /// issued. Otherwise the failure of that.
     pub(super) memory: Fallible<Reservation>,
     pub(super) guard: OpGuard,
     /// Dropped by the last device of this process that ends the call.
     pub(super) leftovers: Option<Arc<Leftovers>>,
 }
 
-/// What arrived for a call's collectives and was not picked up: it goes when the call has ended on
-/// every device of this process, and not before, since the devices take what is theirs at their own
+/// Messages of the call's collectives that no device took. They are dropped when the call has ended
+/// on every device of this process, and not earlier: each device takes its messages at its own
 /// pace.
 pub(super) struct Leftovers {
     pub(super) runtime: Arc<Runtime>,
@@ -66,19 +66,19 @@ impl Drop for Leftovers {
     }
 }
 
-/// Where an input's values on this device come from.
+/// The source of an input's values on this device.
 pub(super) enum Input {
     Host(SharedBuffer),
-    /// What an operation makes, or has made.
+    /// The use of an async buffer, and the operation that fills it.
     Slot(SlotUse, u64),
-    /// This call gets the memory; later readers hear of it.
+    /// An array that this call takes over. Later readers get a failure.
     Donated(Handle),
 }
 
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Makes it ready for a device's queue.
+    /// Completes the call for a device's queue.
     pub(super) fn issue(
         mut self: Box<Self>,
         issued: Issued<K>,
@@ -89,7 +89,7 @@ impl<K: Kernel> DeviceCall<K> {
         self
     }
 
-    /// Waits for the inputs, runs the kernel: then the outputs are filled.
+    /// Blocks until the inputs have arrived, then runs the kernel, which fills the outputs.
     fn compute(
         &mut self,
         call: &Call<'_, K>,
@@ -118,7 +118,7 @@ impl<K: Kernel> DeviceCall<K> {
         ran
     }
 
-    /// On the host's processors: computes, and ends the outputs.
+    /// Runs the call on a CPU device and ends its outputs.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
         let Issued { bound, seat, op, at, mut promises, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
@@ -133,21 +133,21 @@ impl<K: Kernel> DeviceCall<K> {
                 self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze())))
             }
             Err(failure) => {
-                // Whoever waits for memory looks when operations end.
+                // Freed first: threads that wait for memory check it when operations end.
                 self.clear();
                 runtime.remember(&failure);
-                // Whoever waits for this device in a collective must not wait for ever.
+                // Devices that wait for this one in a collective must not wait forever.
                 context.abandon(&failure);
                 promises.fail(&failure);
             }
         }
         bound.keep(self);
         drop(leftovers);
-        // With it the operation ends.
+        // This ends the operation.
         drop(context);
     }
 
-    /// Lets go of all memory.
+    /// Drops all buffers.
     pub(super) fn clear(&mut self) {
         self.inputs.clear();
         self.arrived.clear();
@@ -181,25 +181,25 @@ impl<K: Kernel> Default for DeviceCall<K> {
     }
 }
 
-/// An input that was taken before it was filled: who fills it may fail.
+/// An input that was taken before it was filled. The work that fills it may fail.
 pub(super) enum Unfilled {
     Use(SlotUse),
     Donated(Handle),
 }
 
-/// What an output holds when the kernel begins.
+/// The contents of an output when the kernel begins.
 pub(super) enum Fill {
-    /// Nothing that means anything.
+    /// Undefined contents.
     Anything,
-    /// What is in it: it is an input's own memory.
+    /// Its present contents: the output is an input's own memory.
     Own,
-    /// A part of an input's values: those, and which input it is.
+    /// A part of an input's values: the input's buffer and index.
     From(SharedBuffer, usize),
 }
 
 pub(super) type Memory = Fallible<Reservation>;
 
-/// Which call runs on which device.
+/// A call on one device.
 pub(super) struct Call<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
     pub(super) seat: &'a Seat,
@@ -212,7 +212,7 @@ impl<'a, K: Kernel> Call<'a, K> {
         &self.bound.plan.runtime
     }
 
-    /// Calls the kernel. Its error, or its panic, is the call's failure.
+    /// Runs the kernel. Its error or panic is the call's failure.
     pub(super) fn run(
         &self,
         context: &mut Context<'_>,
@@ -235,7 +235,7 @@ impl<'a, K: Kernel> Call<'a, K> {
         }
     }
 
-    /// Memory of the host that devices copy from.
+    /// Allocates host memory from which devices copy.
     pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
         self.runtime().staging.allocate(bytes).map_err(|error| {
             let message = format!(
@@ -246,7 +246,7 @@ impl<'a, K: Kernel> Call<'a, K> {
         })
     }
 
-    /// The kernel's failure, in words that say which.
+    /// Returns the kernel's failure, with kernel, operation, line and device in the message.
     pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
         let Self { bound, seat, op, at } = self;
         let (kernel, device) = (bound.kernel.name(), seat.place.device);
@@ -256,8 +256,8 @@ impl<'a, K: Kernel> Call<'a, K> {
     }
 }
 
-/// Ends: every input is made by an operation with a lower number. Returns the one that was waited
-/// for last, if any was: of those that come after it all were there by then.
+/// Blocks until all inputs have arrived. This ends: every input is made by an operation with a
+/// lower number. Returns the last operation that had to be waited for, if any.
 fn wait_for_inputs(
     inputs: &mut Vec<Input>,
     arrived: &mut Vec<Option<SharedBuffer>>,
@@ -288,8 +288,8 @@ fn wait_for_inputs(
     Ok(last)
 }
 
-/// Memory for the outputs, one after the other, with what each is to hold when the kernel begins:
-/// those that are inputs updated in place hold the inputs' values.
+/// Passes the memory of each output to `give`, with its initial contents. Outputs that are inputs
+/// updated in place start with the input's values.
 pub(super) fn prepare_outputs<K: Kernel>(
     call: &Call<'_, K>,
     inputs: &mut [Option<SharedBuffer>],
@@ -307,7 +307,7 @@ pub(super) fn prepare_outputs<K: Kernel>(
         );
         Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
     };
-    // One, as most kernels have, takes no list.
+    // One fresh output is the usual case; it needs no list.
     let (mut one, mut several) = (None, Vec::new().into_iter());
     match plan.fresh(seat).count() {
         0 => drop(memory),
@@ -324,7 +324,7 @@ pub(super) fn prepare_outputs<K: Kernel>(
             .alias
             .and_then(|index| Some((index, inputs[index].take()?)))
         {
-            // Host values are seen whole by every device, and an output may be a part of them.
+            // Each device holds the whole of a host value, but the output may be a part of it.
             Some((index, input)) if takes_over && seat.inputs[index].region == info.region => {
                 let (buffer, rest) =
                     runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
@@ -346,8 +346,8 @@ pub(super) fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardI
     copy_region(from, region, to, &info.region, &info.region, info.global.dtype().size());
 }
 
-/// What outputs are filled with in debug builds, so that one that the kernel does not fill shows:
-/// all ones is a NaN in every float.
+/// Byte that fills outputs in debug builds, so that an output that the kernel leaves out shows. All
+/// ones is a NaN in every float type.
 pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) { Some(0xff) } else { None };
 
 fn poison(buffer: &mut OwnedBuffer) {
@@ -383,13 +383,15 @@ fn run_kernel<K: Kernel>(
     kernel.run(context, x, y)
 }
 
-/// Runs a kernel on host values, without a job: on one device that sees everything. For tests and
-/// for debugging; collectives go among the one device, so a `permute` by a pair of two devices, or
-/// a `broadcast` from another than the first, is refused.
+/// Runs a kernel on host values, without a job, on one device that holds all data. For tests and
+/// debugging. Blocks until the outputs are ready.
+///
+/// Collectives run on that one device. So a `permute` between two devices, or a `broadcast` from a
+/// device other than the first, is refused.
 ///
 /// # Errors
 ///
-/// Where the kernel refuses the shapes, its signature contradicts itself, or it fails.
+/// If the kernel refuses the shapes, its signature is contradictory, or it fails.
 pub fn run_here<K: Kernel>(
     kernel: K,
     x: &<K::In as Tree>::With<HostArray>,

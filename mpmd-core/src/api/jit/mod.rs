@@ -1,8 +1,8 @@
 //! `jit`: a kernel bound to a mesh, callable like a function of arrays.
 //!
-//! A call checks its inputs, takes one operation number, queues the kernel on the devices of the
-//! mesh that this process owns, and returns handles. What the checks work out is kept for the next
-//! call with the same shapes and shardings.
+//! A call checks its inputs, takes one operation number, queues the kernel on this process's
+//! devices of the mesh, and returns handles. The result of the checks is kept for the next call
+//! with the same shapes and shardings.
 
 mod call;
 mod on_cuda;
@@ -30,16 +30,16 @@ use mpmd_layout::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 use plan::{Bound, CallPlan};
 use warm::Warm;
 
-/// Call shapes that a [`Jit`] remembers.
+/// Maximum number of call plans that a [`Jit`] keeps.
 const PLANS_KEPT: usize = 8;
 
-/// What a [`Jit`] keeps from call to call.
+/// State that a [`Jit`] keeps between calls.
 struct Kept<K: Kernel> {
     plans: Vec<Arc<Bound<K>>>,
     lists: Lists,
 }
 
-/// Empty lists, for the room in them.
+/// Empty lists, kept for their capacity.
 #[derive(Default)]
 struct Lists {
     leaves: Vec<&'static MpmdArray>,
@@ -49,21 +49,22 @@ struct Lists {
 
 #[derive(Default)]
 struct Prepared {
-    /// The slots of a call's outputs for each local device.
+    /// The async buffers of a call's outputs, by local device.
     slots: Vec<(DeviceId, Slots)>,
-    /// What each of those is to do.
+    /// The job of each of these devices.
     calls: Vec<(usize, Job)>,
 }
 
 impl Program {
-    /// Binds a kernel to a mesh: `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
+    /// Returns a builder that binds a kernel to a mesh:
+    /// `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
     pub fn jit<K: Kernel>(&self, kernel: K) -> JitBuilder<K> {
         let program = Arc::downgrade(&self.runtime);
         JitBuilder { kernel, program, mesh: None, inputs: None, outputs: None, donate: Vec::new() }
     }
 }
 
-/// What a kernel is bound to. Made by [`Program::jit`].
+/// Builder of a [`Jit`]: mesh, shardings and donations of a kernel. Created by [`Program::jit`].
 #[must_use = "a builder does nothing until `build`"]
 pub struct JitBuilder<K> {
     kernel: K,
@@ -75,40 +76,42 @@ pub struct JitBuilder<K> {
 }
 
 impl<K: Kernel> JitBuilder<K> {
-    /// The mesh whose devices run the kernel. Required.
+    /// Sets the mesh. The kernel runs on its devices. Required.
     pub fn on(mut self, mesh: &Mesh) -> Self {
         self.mesh = Some(mesh.clone());
         self
     }
 
-    /// How the inputs must be sharded: one sharding for all, or a tree prefix. Without it any
-    /// sharding that gives each device of the mesh a part is taken.
+    /// Sets the expected shardings of the inputs: one for all, or a tree prefix. Without it, an
+    /// input may have any sharding that gives each device of the mesh a part. Partial sums and
+    /// arrays in host memory must always be declared here.
     pub fn inputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.inputs = Some(shardings.into());
         self
     }
 
-    /// How the outputs are sharded: one sharding for all, or a tree prefix. Required. With
-    /// unreduced axes the kernel says that what it writes are partial sums over them.
+    /// Sets the shardings of the outputs: one for all, or a tree prefix. Required. Unreduced axes
+    /// declare that the kernel writes partial sums over them.
     pub fn outputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.outputs = Some(shardings.into());
         self
     }
 
-    /// Gives up the input at this path, or all below it, with each call: it ends for every clone,
-    /// and the output that the kernel's signature aliases to it takes its memory over.
+    /// Donates the input at this path, or all inputs below it, with each call. The array is then
+    /// unusable for every clone. The output that the kernel's signature aliases to it takes over
+    /// its memory.
     pub fn donate(mut self, path: impl Into<String>) -> Self {
         self.donate.push(path.into());
         self
     }
 
-    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on,
-    /// beside whatever the program does next; its first call waits for that.
+    /// Builds the bound kernel. Starts to compile its code for CUDA devices of this process in the
+    /// background; the first call waits for that.
     ///
     /// # Errors
     ///
-    /// Where mesh or output shardings are missing, or an output sharding is not on the mesh's
-    /// devices or is in host memory.
+    /// If the mesh or the output shardings are missing. If an output sharding is in host memory, or
+    /// is not on exactly the mesh's devices.
     #[track_caller]
     pub fn build(self) -> Result<Jit<K>> {
         let at = Location::caller();
@@ -137,7 +140,7 @@ impl<K: Kernel> JitBuilder<K> {
 /// A kernel bound to a mesh.
 pub struct Jit<K: Kernel> {
     kernel: Arc<K>,
-    /// Whose it is; plans are for its devices.
+    /// The program that it belongs to. Plans are for that program's devices.
     program: Weak<Runtime>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
@@ -148,25 +151,26 @@ pub struct Jit<K: Kernel> {
 }
 
 impl<K: Kernel> Jit<K> {
-    /// Calls the kernel: on the devices of its mesh that this process owns, when their inputs are
-    /// there. Returns at once; the outputs are remote handles where this process owns none of the
-    /// mesh.
+    /// Calls the kernel on this process's devices of the mesh, once their inputs are ready. Does
+    /// not wait for the kernel, but may block while the program is too far ahead or memory is
+    /// short. If this process owns none of the mesh's devices, the outputs are fully remote
+    /// handles.
     ///
-    /// Uncommitted inputs are seen whole by every device.
+    /// Every device gets the whole of an uncommitted input.
     ///
     /// # Errors
     ///
-    /// Where an input is on other devices, sharded otherwise than declared or donated, where it is
-    /// in host memory or of partial sums and not declared so, where the kernel refuses the shapes,
-    /// and where its signature does not fit the shardings: the same on every process. A kernel that
-    /// fails when it runs fails its outputs instead.
+    /// If an input is on other devices, not sharded as declared, or donated. If an input is in host
+    /// memory or has partial sums, and that is not declared. If the kernel refuses the shapes, or
+    /// its signature does not fit the shardings. These errors are the same on every process. A
+    /// kernel that fails when it runs fails its outputs instead.
     #[track_caller]
     pub fn call(&self, program: &mut Program, x: K::In) -> Result<K::Out> {
         let at = program.caller(Location::caller());
         self.call_at(program, &x, at)
     }
 
-    /// The mesh that the kernel runs on.
+    /// Returns the mesh that the kernel runs on.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
@@ -226,19 +230,20 @@ impl<K: Kernel> Jit<K> {
         }
         let arrays = plan.arrays(&mut prepared.slots, op, at);
         let y = assemble::<K::Out>(&plan.output_structure, &mut path, arrays);
-        // Last: from here on the devices' threads write where this one has just written.
+        // Last: from here on the devices' threads write to the memory that this thread has just
+        // written.
         for (local_index, call) in prepared.calls.drain(..) {
             program.runtime.run_on(local_index, call);
         }
         prepared.slots.clear();
-        // Where it failed it is at some branch.
+        // After an error the path is at some branch.
         let path = if y.is_ok() { path } else { Path::default() };
         self.kept.lock().lists = Lists { leaves: emptied(leaves), path, prepared };
         y.map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
     fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
-        // Two trees may have the same leaves in other places.
+        // Two different trees may have the same leaves.
         let fits = |bound: &&Arc<Bound<K>>| {
             bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure)
         };
@@ -261,7 +266,7 @@ impl<K: Kernel> Jit<K> {
     }
 }
 
-/// Prepares for each local device the slots of all outputs, and what it is to do.
+/// Prepares, for each local device, the async buffers of all outputs and the device's job.
 fn prepare<K: Kernel>(
     prepared: &mut Prepared,
     program: &Program,
@@ -311,7 +316,7 @@ fn prepare<K: Kernel>(
     }
 }
 
-/// The tree of these results: all of them.
+/// Builds a tree from all of `leaves`. Fails if there are too few or too many.
 fn assemble<T: Tree<Leaf = MpmdArray>>(
     structure: &Structure,
     path: &mut Path,
@@ -324,10 +329,10 @@ fn assemble<T: Tree<Leaf = MpmdArray>>(
     }
 }
 
-/// The list without what is in it.
+/// Clears the list and keeps its capacity.
 fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
     leaves.clear();
-    // Collected in place: the room stays.
+    // Collected in place, so the capacity stays.
     leaves
         .into_iter()
         .map(|_| -> &'static MpmdArray { unreachable!("the list is empty") })

@@ -1,9 +1,8 @@
-//! A kernel's call on a CUDA device: issued by the device's thread, which waits for nothing that
-//! the device does.
+//! A kernel's call on a CUDA device. The device's thread issues it and never waits for the device.
 //!
-//! Inputs are taken as soon as there is work that fills them: the call's own work comes after it on
-//! the device. The outputs are there for others in the same way before they are filled, and end
-//! when the device has come past the call, on the thread of its compute line.
+//! An input is taken as soon as the work that fills it is issued: the call's own work is ordered
+//! behind it on the device. The outputs are issued in the same way before they are filled. They end
+//! when the device has passed the call, on the thread of its compute stream.
 
 use std::sync::Arc;
 
@@ -18,9 +17,8 @@ use crate::kernel::{Context, Kernel, OnCuda};
 use mpmd_layout::topology::DeviceId;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are
-    /// issued, and for those that are on the host until they are filled; for memory only as calls
-    /// on the host do.
+    /// Issues the call. The outputs end when its work is over. Blocks until the inputs are issued;
+    /// inputs on the host must also be filled. Blocks for memory only as calls on CPU devices do.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
         let Issued { bound, seat, op, at, promises, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
@@ -32,14 +30,14 @@ impl<K: Kernel> DeviceCall<K> {
         let since = runtime.trace.now();
         let prepared = self.take_inputs(gpu, &call).and_then(|last| {
             self.prepare(&call, memory)?;
-            // Of the first call only: what it launches must be compiled.
+            // The first call waits until the kernel's code is compiled.
             bound.warm.wait(local_index).map_err(|error| call.failure(&error))?;
             Ok(last)
         });
         let last = match prepared {
             Ok(last) => last,
             Err(failure) => {
-                // Nothing was issued, as on the host where an input fails.
+                // Nothing was issued, as on a CPU device if an input fails.
                 self.clear();
                 runtime.remember(&failure);
                 context.abandon(&failure);
@@ -90,13 +88,14 @@ impl<K: Kernel> DeviceCall<K> {
                     }
                     promises.end(result);
                 }
-                // With it the operation ends.
+                // This ends the operation.
                 drop(guard);
             });
         }));
     }
 
-    /// Takes the inputs once they are issued. Returns the last that was not filled by then.
+    /// Takes the inputs once they are issued. Returns the operation of the last input that was not
+    /// filled by then.
     fn take_inputs(&mut self, gpu: &Gpu, call: &Call<'_, K>) -> Fallible<Option<u64>> {
         let Self { inputs, arrived, unfilled, .. } = self;
         let waits = &call.runtime().waits;
@@ -124,9 +123,9 @@ impl<K: Kernel> DeviceCall<K> {
             };
             if let Some((op, alone, by)) = unfilled_by {
                 last = Some(op);
-                // What is before this on the same line is told of its end before this is, and a
-                // device that fails does nothing more: only what was given things that may yet fail
-                // can end otherwise than its work.
+                // Work issued earlier on the same stream reports its end before this call does, and
+                // a device that fails does nothing more. So only an input that may end otherwise
+                // than its work needs to be checked later.
                 if !(alone && gpu.compute().has_issued_all(buffer.ready())) {
                     unfilled.push(by);
                 }
@@ -144,7 +143,7 @@ impl<K: Kernel> DeviceCall<K> {
         })
     }
 
-    /// Issues all work of the call, and has all memory that it uses stay until that is over.
+    /// Issues all work of the call. All memory that the work uses is kept until the work is over.
     fn issue_work<'a>(
         &mut self,
         gpu: &'a Arc<Gpu>,
@@ -157,7 +156,7 @@ impl<K: Kernel> DeviceCall<K> {
         let mut turn = gpu.compute().turn();
         let begun = come_after(&turn, arrived, outputs, fills).and_then(|()| turn.begin());
         let result = begun.map_err(|error| call.failure(&error)).and_then(|stream| {
-            // All of that is before what follows, and so before the fence behind it.
+            // The stream now orders all of that before the work below, and so before its fence.
             outputs.iter_mut().for_each(OwnedBuffer::clear_fences);
             fill(call, stream, outputs, fills, &mut staged)?;
             Ok(stream)
@@ -187,7 +186,8 @@ impl<K: Kernel> DeviceCall<K> {
     }
 }
 
-/// What an input holds may be read by the host, unless it is on a device: then it must be there.
+/// Returns an input's buffer. If it is not on a device, the kernel may read it on the host: blocks
+/// until it is filled.
 fn on_device_or_filled(buffer: SharedBuffer, slot: &Slot, waits: &Waits) -> Fallible<SharedBuffer> {
     match buffer.device() {
         Some(_) => Ok(buffer),
@@ -195,7 +195,7 @@ fn on_device_or_filled(buffer: SharedBuffer, slot: &Slot, waits: &Waits) -> Fall
     }
 }
 
-/// Has what is issued in this turn come after the work that makes the inputs, and after all work on
+/// Orders the work of this turn behind the work that makes the inputs, and behind all work on
 /// memory that is written.
 fn come_after(
     turn: &Turn<'_>,
@@ -211,7 +211,7 @@ fn come_after(
     })
 }
 
-/// Issues what makes outputs hold what they are to when the kernel begins.
+/// Issues the work that gives outputs their initial contents.
 fn fill<K: Kernel>(
     call: &Call<'_, K>,
     stream: &Stream,
@@ -225,7 +225,7 @@ fn fill<K: Kernel>(
             Fill::Own => Ok(()),
             Fill::Anything => POISON.map_or(Ok(()), |byte| stream.fill(place, [byte; 4], 1)),
             Fill::From(input, index) => match input.device() {
-                // On a device all have the output's own region.
+                // On a device both have the output's region.
                 Some(from) => stream.copy(from, place),
                 None => {
                     let mut bytes = call.staging(info.bytes())?;
@@ -241,8 +241,8 @@ fn fill<K: Kernel>(
     Ok(())
 }
 
-/// Ends a call whose work is over: with the failure of what fills its inputs, where that is told
-/// later.
+/// Ends a call after its work is over, with its result or the failure of an input that was not
+/// filled when it was taken.
 fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
     mut unfilled: Vec<Unfilled>,
     device: DeviceId,

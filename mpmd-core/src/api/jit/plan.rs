@@ -1,4 +1,4 @@
-//! What a call works out from the shapes and shardings of its inputs: once, then kept.
+//! The plan of a call: computed once from the shapes and shardings of its inputs, then kept.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -22,22 +22,21 @@ use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 
-/// Ended calls that are kept; a program that runs ahead has about as many.
+/// Maximum number of ended calls that are kept. A program that runs ahead has about as many.
 const MOST_SPARE: usize = 1024;
 
 type Problem<T> = Result<T, IssueProblem>;
 
-/// A kernel with the plan of its calls. One object, so that a call that is queued holds one
-/// pointer.
+/// A kernel with the plan of its calls. One object, so that a queued call holds one pointer.
 pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
-    /// What it needs on CUDA devices, which its calls wait for.
+    /// The pending compilation for CUDA devices, which its calls wait for.
     pub(super) warm: Arc<Warm>,
-    /// Calls that have ended, to be used again.
+    /// Ended calls, for reuse.
     #[expect(
         clippy::vec_box,
-        reason = "the boxes are what is used again: a queue takes them as they are"
+        reason = "the boxes themselves are reused: a queue takes them as they are"
     )]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
 }
@@ -47,7 +46,7 @@ impl<K: Kernel> Bound<K> {
         Self { kernel, plan, warm, spare: Mutex::new(Vec::new()) }
     }
 
-    /// An empty call.
+    /// Returns an empty call, reused if possible.
     pub(super) fn spare(&self) -> Box<DeviceCall<K>> {
         self.spare.lock().pop().unwrap_or_default()
     }
@@ -61,7 +60,7 @@ impl<K: Kernel> Bound<K> {
     }
 }
 
-/// Everything about a call but the arrays themselves.
+/// Everything about a call except the arrays themselves.
 pub(super) struct CallPlan {
     pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
@@ -69,14 +68,14 @@ pub(super) struct CallPlan {
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
     pub(super) mesh: Seats,
-    /// The devices of the mesh that this process owns.
+    /// This process's devices of the mesh.
     pub(super) seats: Vec<Seat>,
-    /// Bytes of new memory a call takes on this process.
+    /// Bytes of new memory that a call takes on this process.
     pub(super) bytes: u64,
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
-    /// What it is in a plan.
+    /// Index of the call's descriptor in a dry run.
     pub(super) known_form: KnownForm,
 }
 
@@ -84,20 +83,20 @@ pub(super) struct InputPlan {
     aval: ShapedArray,
     sharding: Option<Sharding>,
     pub(super) donated: bool,
-    /// An output is this input updated in place.
+    /// True if an output is this input updated in place.
     pub(super) in_place: bool,
 }
 
 pub(super) struct OutputPlan {
     pub(super) made: Arc<Made>,
-    /// The input that this output is, updated in place.
+    /// Index of the input that this output updates in place.
     pub(super) alias: Option<usize>,
 }
 
 /// A device of this process that runs the kernel.
 pub(super) struct Seat {
-    /// Describes the call: the device's own, so that its thread and the program's do not count on
-    /// one word.
+    /// Describes the call. A separate object for each device, so that device threads and the
+    /// program thread do not share a reference count.
     pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(super) local_index: usize,
     pub(super) place: Place,
@@ -125,7 +124,7 @@ impl fmt::Display for CallWhat {
 }
 
 impl CallPlan {
-    /// Whether this is the plan for these inputs.
+    /// True if this plan is for inputs like these.
     pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
         self.inputs.len() == leaves.len()
             && self.inputs.iter().zip(leaves).all(|(input, leaf)| {
@@ -133,12 +132,12 @@ impl CallPlan {
             })
     }
 
-    /// Whether an output gets the memory of the input that it is.
+    /// True if the output takes over the memory of the input that it updates.
     pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
         output.alias.is_some_and(|input| self.inputs[input].donated)
     }
 
-    /// Bytes of each output on a seat that does not take an input's memory over.
+    /// Returns the bytes of each output on a device that does not take over an input's memory.
     pub(super) fn fresh<'a>(&'a self, seat: &'a Seat) -> impl Iterator<Item = usize> + Clone + 'a {
         let outputs = self.outputs.iter().zip(&seat.outputs);
         outputs.filter(|(output, _)| !self.takes_over(output)).map(|(_, info)| info.bytes())
@@ -148,7 +147,7 @@ impl CallPlan {
         &self.paths[index]
     }
 
-    /// An array that is donated must not be another input of the same call.
+    /// Checks that no donated array is also another input of the call.
     pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
         for (i, _) in self.inputs.iter().enumerate().filter(|(_, input)| input.donated) {
             if let Some(j) =
@@ -163,7 +162,7 @@ impl CallPlan {
         Ok(())
     }
 
-    /// What a step that is recorded gives up must be its own.
+    /// Checks that a recorded step donates only its own arrays.
     pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
         let donated =
             self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
@@ -172,7 +171,7 @@ impl CallPlan {
         program.check_given_up(&donated)
     }
 
-    /// Ends the inputs that operation `op` gives up.
+    /// Marks the inputs that operation `op` takes over as donated.
     pub(super) fn donate(&self, leaves: &[&MpmdArray], op: u64, at: &'static Location<'static>) {
         for (leaf, input) in leaves.iter().zip(&self.inputs) {
             if let Repr::Placed(placed) = &leaf.repr
@@ -183,7 +182,7 @@ impl CallPlan {
         }
     }
 
-    /// The outputs of operation `op`, with the slots of each local device.
+    /// Returns the outputs of operation `op`, with the async buffers of each local device.
     pub(super) fn arrays(
         &self,
         slots: &mut [(DeviceId, Slots)],
@@ -281,14 +280,14 @@ impl CallPlan {
         }
         if signature.collectives.len() > MOST_COLLECTIVES {
             return Err(IssueProblem::Signature(format!(
-                "the signature declares {} collectives; there can be {MOST_COLLECTIVES}",
+                "the signature declares {} collectives; the maximum is {MOST_COLLECTIVES}",
                 signature.collectives.len()
             )));
         }
 
         if !signature.collectives.is_empty() && jit.mesh.devices().len() > MOST_DEVICES {
             return Err(IssueProblem::Signature(format!(
-                "the signature declares collectives on a mesh of {} devices; there can be \
+                "the signature declares collectives on a mesh of {} devices; the maximum is \
                  {MOST_DEVICES}",
                 jit.mesh.devices().len()
             )));
@@ -324,7 +323,7 @@ impl CallPlan {
     }
 }
 
-/// Whether every sharding of the prefix is on exactly the mesh's devices, in their own memory.
+/// Checks that every sharding of the prefix is on exactly the mesh's devices, in device memory.
 pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
     match prefix {
         PrefixTree::Node(branches) => {
@@ -378,7 +377,7 @@ fn check_inputs(
             Some(expected) if *expected == placed.made.sharding => {}
             Some(expected) => {
                 let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
-                // Two ways to write one layout are no difference, where it is all that matters.
+                // Only the layouts must be equal, unless memory kind or partial sums matter.
                 let differ = unusual.is_some()
                     || self::unusual(expected).is_some()
                     || *expected.layout(leaf.shape()).map_err(wrong)? != *placed.made.layout;
@@ -401,7 +400,7 @@ fn check_inputs(
     Ok(())
 }
 
-/// What a kernel must have declared to take an array with this sharding.
+/// Returns the property of a sharding that a kernel must have declared to accept it, if any.
 fn unusual(sharding: &Sharding) -> Option<&'static str> {
     if !sharding.unreduced_axes().is_empty() {
         return Some("partial sums");
@@ -474,7 +473,7 @@ fn seat(
     })
 }
 
-/// The devices that a collective spans, seen from one of them.
+/// Returns the group of a collective as one of its devices sees it.
 fn group(
     device: DeviceId,
     mesh: &Mesh,
@@ -482,7 +481,7 @@ fn group(
     topology: &Topology,
 ) -> Result<Group, MeshError> {
     let devices = mesh.group_of(device, &collective.axis)?;
-    // The mesh's devices were checked to be of this topology.
+    // The mesh's devices were checked against this topology.
     let processes: Vec<ProcessId> =
         devices.iter().filter_map(|device| topology.process_of(*device)).collect();
     let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
@@ -502,7 +501,7 @@ fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
     })
 }
 
-/// Whether a leaf's path is `prefix` or below it.
+/// True if a leaf's path is `prefix` or below it.
 fn is_below(path: &str, prefix: &str) -> bool {
     prefix.is_empty()
         || path == prefix

@@ -1,4 +1,4 @@
-//! A call as a plan shows it: on all devices of all processes.
+//! A call in a recorded plan: on all devices of all processes.
 
 use std::panic::Location;
 
@@ -8,7 +8,7 @@ use crate::dry_run::{self, Form, Kind, Memory};
 use crate::exec::array::MpmdArray;
 
 impl CallPlan {
-    /// Writes a call down, where this process only plans.
+    /// Records a call in a dry run; does nothing otherwise.
     pub(super) fn record(
         &self,
         program: &Program,
@@ -28,7 +28,7 @@ impl CallPlan {
             dry_run::shards(&output.made.layout, output.made.aval.dtype().size(), |_| memory)
         };
         let devices = self.mesh.mesh.devices();
-        // Those that are over no axis of the mesh were refused.
+        // Collectives over an axis that the mesh lacks were refused before.
         let messages = crate::kernel::planned::messages(
             &self.mesh.mesh,
             &self.mesh.collectives,

@@ -1,17 +1,17 @@
-//! What a kernel announces for CUDA devices is made ready from the moment it is bound to its mesh.
+//! Compiles a kernel's CUDA code in the background from the moment it is bound to a mesh.
 
 use crate::device::cuda::{CudaError, WarmUp};
 use crate::exec::Runtime;
 use crate::kernel::Kernel;
 use mpmd_layout::topology::Mesh;
 
-/// What a bound kernel needs, for each of this process's CUDA devices that run it.
+/// Pending compilations of a bound kernel, for each of this process's CUDA devices that run it.
 #[derive(Default)]
 pub(super) struct Warm(Vec<(usize, WarmUp)>);
 
 impl Warm {
-    /// Starts to make it ready. The kernel is not asked where none of this process's CUDA devices
-    /// is in the mesh.
+    /// Starts the compilation. Does not ask the kernel for its sources if none of this process's
+    /// CUDA devices is in the mesh.
     pub(super) fn start<K: Kernel>(kernel: &K, mesh: &Mesh, runtime: &Runtime) -> Self {
         let ours = runtime
             .devices
@@ -27,11 +27,11 @@ impl Warm {
         Self(ours.filter_map(&mut warm).collect())
     }
 
-    /// Waits until a device has what the kernel needs.
+    /// Blocks until the kernel's code is ready on a device.
     ///
     /// # Errors
     ///
-    /// Where it cannot be had: the same at every call.
+    /// If the code cannot be compiled. Every call then gets the same error.
     pub(super) fn wait(&self, local_index: usize) -> Result<(), CudaError> {
         let warm = self.0.iter().find(|(index, _)| *index == local_index);
         warm.map_or(Ok(()), |(_, warm)| warm.wait())

@@ -1,4 +1,4 @@
-//! Values that decide what is issued, and that one process alone can know.
+//! Sharing a value that only one process can know, so that all processes can branch on it.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -31,16 +31,16 @@ impl fmt::Display for Agreement {
 }
 
 impl Program {
-    /// A value that process `from` computes and every process gets.
+    /// Computes a value with `f` on process `from`, and returns it on every process.
     ///
-    /// The only way by which something that is known to one process alone (a loss, the end of a
-    /// text, a request that came in) may decide what the program issues. Blocks until the value is
-    /// here. A process that only [plans](Program::is_planning) gets `while_planning`.
+    /// Use it if a fact known only to one process, such as a loss or a request, decides which
+    /// operations the program issues. There is no other safe way. Blocks until the value has
+    /// arrived. In a [dry run](Program::is_planning) it returns `while_planning`.
     ///
     /// # Errors
     ///
-    /// Where the job has no process `from`. Where `f` fails or panics, on every process; where
-    /// `from` is gone; where the encoded value is larger than 1 MiB.
+    /// If the job has no process `from`, or the call is within a recorded step. If `f` fails or
+    /// panics, on every process. If `from` is gone, or the encoded value is larger than 1 MiB.
     #[track_caller]
     pub fn agree<T: Serialize + DeserializeOwned>(
         &mut self,
@@ -55,8 +55,7 @@ impl Program {
             return Err(IssueProblem::Mesh(problem).at(at, "agree"));
         }
         if from == self.process() {
-            // A process that only gives values must not run ahead of those that get them without
-            // end.
+            // Bounds how far a process that only sends values runs ahead of the receivers.
             self.admit(at);
         }
         let what = Agreement { from, of: std::any::type_name::<T>() };
@@ -129,8 +128,7 @@ impl Program {
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
         let _waiting = runtime.trace.wait("agree", at);
         let outcome = loop {
-            // The router watches the sender and reports; the patience here covers this process
-            // alone.
+            // The router reports a silent sender. This timeout only wakes this process's wait.
             let deadline = after(Instant::now(), runtime.config.patience);
             if let Some(outcome) = runtime.waits.wait(&slot, Some(deadline)) {
                 break outcome;

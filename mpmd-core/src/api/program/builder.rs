@@ -20,7 +20,7 @@ use mpmd_layout::topology::{
     CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology,
 };
 
-/// The patience of a program where neither it nor its launcher says otherwise.
+/// The peer timeout of a program, if neither the program nor its launcher sets one.
 pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Settings of a [`Program`], with defaults that suit most.
@@ -65,132 +65,134 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// Devices of the whole job, spread evenly over its processes in order. By default one for each
-    /// process, or what `mpmd run --devices-per-process` says. To say another number than that is
-    /// an error.
+    /// Sets the number of devices of the whole job, spread evenly over its processes in order. The
+    /// default is one for each process, or the number from `mpmd run --devices-per-process`. A
+    /// number that differs from the launcher's is an error.
     pub fn devices(mut self, devices: usize) -> Self {
         self.devices = Some(devices);
         self
     }
 
-    /// Of which kind the devices are: one kind for those of all processes, or one for those of each
-    /// process, in order. By default what `MPMD_DEVICE` or `mpmd run --device` says, where the
-    /// program joins a job or runs [from its environment](Self::from_env); else
-    /// [`DeviceKind::Cpu`].
+    /// Sets the kinds of the devices. `kinds` has one kind for the devices of all processes, or one
+    /// for the devices of each process, in order. The default is the value of `MPMD_DEVICE` or
+    /// `mpmd run --device`, if the program joins a job or runs [from its
+    /// environment](Self::from_env); else [`DeviceKind::Cpu`].
     ///
-    /// A process finds the graphics processors of its devices by itself, see
-    /// [`Topology::ordinals`]; it needs a CUDA driver only where it owns such devices.
+    /// A process finds the GPUs of its devices itself, see [`Topology::ordinals`]. It needs a CUDA
+    /// driver only if it owns CUDA devices.
     pub fn device_kinds(mut self, kinds: &[DeviceKind]) -> Self {
         self.kinds = Some(kinds.to_vec());
         self
     }
 
-    /// Which way collectives of CUDA devices' values go inside kernels. By default what
-    /// `MPMD_CUDA_COLLECTIVES` says, where the program joins a job or runs [from its
+    /// Sets the path of collectives on CUDA devices' values inside kernels. The default is the
+    /// value of `MPMD_CUDA_COLLECTIVES`, if the program joins a job or runs [from its
     /// environment](Self::from_env); else [`CudaCollectives::Host`].
     ///
-    /// With [`CudaCollectives::Nccl`] a process with CUDA devices needs NCCL, and does not start
+    /// With [`CudaCollectives::Nccl`], a process with CUDA devices needs NCCL and does not start
     /// without it.
     pub fn cuda_collectives(mut self, way: CudaCollectives) -> Self {
         self.collectives = Some(way);
         self
     }
 
-    /// How long something may take before it is reported as hanging, a missing process is given up,
-    /// and a silent one counts as lost. By default what the launcher says (`mpmd run --patience`),
-    /// else 60 seconds.
+    /// Sets the peer timeout. After this time an operation is reported as hanging, a missing
+    /// process is given up, and a silent peer counts as lost. The default is the launcher's value
+    /// (`mpmd run --patience`), else 60 seconds.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self
     }
 
-    /// How long a transport that can spin looks for work before it sleeps, and who waits for a
-    /// message where waiting threads drive the transport. By default what `MPMD_SPIN` says, else
-    /// [`Spin::Auto`].
+    /// Sets the time for which a transport that can spin polls for work before it sleeps. Also
+    /// selects the waiting thread for a message, if waiting threads drive the transport. The
+    /// default is the value of `MPMD_SPIN`, else [`Spin::Auto`].
     pub fn spin(mut self, spin: Spin) -> Self {
         self.spin = Some(spin);
         self
     }
 
-    /// How far the program may run ahead of what has been carried out on this process: operations,
-    /// and bytes of their results. 1024 and 4 GiB by default; at most 4096 operations.
+    /// Sets how far the program may run ahead of the operations carried out on this process. The
+    /// bounds are a number of operations and the bytes of their results. The defaults are 1024
+    /// operations and 4 GiB; more than 4096 operations count as 4096.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
-        // Handles that only pass others' memory on complete one another, so the stack bounds the
-        // chain.
+        // Handles that only alias another handle's memory complete one another recursively. The
+        // stack limits the length of such a chain.
         self.run_ahead_ops = ops.clamp(1, 4096);
         self.run_ahead_bytes = bytes;
         self
     }
 
-    /// The most memory that arrays may take on each device, in bytes. Without limit by default.
+    /// Sets the most memory that arrays may take on each device, in bytes. The default is no limit.
     pub fn device_memory(mut self, bytes: u64) -> Self {
         self.device_memory = Some(bytes);
         self
     }
 
-    /// How many plans of `device_put` are kept for reuse, 4096 by default; 0 for none. There is one
-    /// for each combination of shape, dtype and both shardings.
+    /// Sets the number of `device_put` plans that are kept for reuse: 4096 by default, 0 for none.
+    /// There is one plan for each combination of shape, dtype and both shardings.
     pub fn plan_cache(mut self, entries: usize) -> Self {
         self.plan_cache = entries;
         self
     }
 
-    /// The host of each process, by process: names or numbers. Processes of one host are neighbours
-    /// to the planner, whatever is between them. By default what the processes find (the system's
-    /// name, or `MPMD_HOST`); one host for all in a [`Simulation`](crate::api::program::Simulation).
+    /// Sets the host of each process, as a name or a number. The planner treats processes of one
+    /// host as neighbours, even if their real link is slower. The default is the host that each
+    /// process finds (the system's name, or `MPMD_HOST`). In a [`Simulation`](crate::api::program::Simulation)
+    /// the default is one host for all.
     pub fn hosts<T: ToString>(mut self, hosts: &[T]) -> Self {
         self.hosts = Some(hosts.iter().map(ToString::to_string).collect());
         self
     }
 
-    /// What the links between devices cost, for the planner. By default the file that `MPMD_LINKS`
-    /// names on process 0, else round figures of a common machine.
+    /// Sets the costs of links between devices, for the planner. The default is the file that
+    /// `MPMD_LINKS` names on process 0, else rough figures of a common machine.
     pub fn links(mut self, links: Links) -> Self {
         self.links = Some(links);
         self
     }
 
-    /// Has the processes compare host values of any size by a hash, or with `false` only those of
-    /// up to 64 bytes. Every process must say the same. By default large ones are compared in debug
-    /// builds, and where `MPMD_CHECK=uncommitted` is set and the program joins a job.
+    /// With `true`, the processes compare host values of any size by a hash; with `false`, only
+    /// those of up to 64 bytes. Every process must use the same setting. Large values are compared
+    /// by default in debug builds, and if the program joins a job with `MPMD_CHECK=uncommitted`.
     pub fn check_uncommitted(mut self, check: bool) -> Self {
         self.check_uncommitted = Some(check);
         self
     }
 
-    /// Returns whether host values of any size are compared.
+    /// Returns true if host values of any size are compared.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }
 
-    /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this
-    /// folder, for `mpmd trace`. By default where `MPMD_TRACE` says, where that is set and the
-    /// program joins a job or runs [from its environment](Self::from_env); else nothing is written,
-    /// and nothing noted. What an earlier program has written there is overwritten.
+    /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
+    /// `mpmd trace`. The default is the folder in `MPMD_TRACE`, if the program joins a job or runs
+    /// [from its environment](Self::from_env). Without either, nothing is recorded. Files of an
+    /// earlier program are overwritten.
     pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trace = Some(folder.into());
         self
     }
 
-    /// Joins the job this process was started for; see [`Program::from_env`].
+    /// Joins the job that this process was started for; see [`Program::from_env`].
     ///
     /// # Errors
     ///
-    /// As [`Program::from_env`].
+    /// The errors of [`Program::from_env`].
     pub fn from_env(self) -> Result<Program> {
         connect::from_env(self)
     }
 
-    /// Joins the job this process was started for, runs `program` and finishes: see
+    /// Joins the job that this process was started for, runs `program` and finishes: see
     /// [`Program::run`].
     ///
-    /// Returns an error of `program` at once, without waiting for its issued work; the other
-    /// processes and the launcher are told of it. Where the type of its errors does not follow from
-    /// the surrounding function, annotate it: `|p| -> Result<()> { … }`.
+    /// Returns an error of `program` at once, without waiting for its issued work. The other
+    /// processes and the launcher are told of it. If the compiler cannot infer the error type,
+    /// annotate it: `|p| -> Result<()> { … }`.
     ///
     /// # Errors
     ///
-    /// Those of `program`, of [`Program::from_env`] and of [`Program::finish`].
+    /// The errors of `program`, of [`Program::from_env`] and of [`Program::finish`].
     #[track_caller]
     pub fn run<T, E>(self, program: impl Fn(&mut Program) -> Result<T, E>) -> Result<T, E>
     where
@@ -201,29 +203,30 @@ impl Builder {
         p.conclude(result)
     }
 
-    /// A job of this process alone, whatever the environment says.
+    /// Starts a job of this process alone and ignores the environment.
     ///
     /// # Errors
     ///
-    /// Where the system gives no threads, or there is no CUDA for devices of kind `cuda`.
+    /// If the system gives no threads, or there is no CUDA for devices of kind `cuda`.
     pub fn alone(self) -> Result<Program> {
         let topology = self.topology(1, None)?;
         self.start(ProcessId(0), topology, None, None)
     }
 
-    /// A program that owns nothing of a job of `processes`, joins nobody, and runs through in no
-    /// time: every array is fully remote. It records what all processes do ([`Program::plan`]).
+    /// Starts a dry run of a job of `processes`. It owns no devices, connects to no peer, and runs
+    /// without waiting: every array is fully remote. It records the operations of all processes
+    /// ([`Program::plan`]).
     ///
     /// # Errors
     ///
-    /// Where the devices cannot be spread evenly.
+    /// If the devices cannot be spread evenly.
     pub fn spectator(self, processes: usize) -> Result<Program> {
         let topology = self.topology(processes, None)?;
         self.spectate(beyond(&topology), topology, None)
     }
 
-    /// Returns a spectator of a job with these devices, to which [`Program::process`] says
-    /// `process`. It ends with its plan where it is `order`ed to.
+    /// Starts a dry run of a job with these devices. [`Program::process`] returns `process`. With
+    /// `order`, the process ends when its plan is complete.
     pub(super) fn spectate(
         self,
         process: ProcessId,
@@ -231,7 +234,7 @@ impl Builder {
         order: Option<Order>,
     ) -> Result<Program> {
         let recorder = Recorder::new(process, &topology, order);
-        // Whatever number the program is told, it owns none of the devices.
+        // The runtime's own number is beyond the job, so that it owns no devices.
         let nobody = beyond(&topology);
         let runtime = Runtime::start(
             nobody,
@@ -244,13 +247,13 @@ impl Builder {
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
-    /// A process of a job whose transport is there already, in the hands of who connects processes
-    /// by other means than a rendezvous. The transport must not have been started.
+    /// Starts a process of a job over an existing transport, for callers that connect processes
+    /// without a rendezvous. The transport must not have been started.
     ///
     /// # Errors
     ///
-    /// Where the devices cannot be spread evenly, the system gives no threads, or there is no CUDA
-    /// for devices of kind `cuda` of this process.
+    /// If the devices cannot be spread evenly, the system gives no threads, or there is no CUDA for
+    /// devices of kind `cuda` of this process.
     pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
         let topology = self.topology(transport.processes(), None)?;
         self.start(transport.process(), topology, Some(transport), None)
@@ -303,8 +306,8 @@ impl Builder {
         Ok(runtime)
     }
 
-    /// The devices of a job of `processes`, `per_process` on each where the launcher says so, with
-    /// the kinds, hosts and links that the program says.
+    /// Returns the devices of a job of `processes`, with the kinds, hosts and links of this
+    /// builder. `per_process` is the launcher's number of devices on each process, if it gives one.
     pub(super) fn topology(
         &self,
         processes: usize,
@@ -345,8 +348,8 @@ impl Builder {
         Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
-    /// Fails where a job of so many processes, all on this machine, lacks the driver for some of
-    /// its devices.
+    /// Checks that this machine has the driver for the devices of all `processes` processes, which
+    /// all run on it.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
         match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
             && processes > 0
@@ -389,7 +392,7 @@ impl Builder {
         RuntimeConfig {
             epoch: connect::EPOCH,
             patience,
-            // A peer that is well must not count as lost between two heartbeats.
+            // A live peer must not count as lost between two heartbeats.
             heartbeat: self.heartbeat.min(patience / 4),
             run_ahead_ops: self.run_ahead_ops,
             run_ahead_bytes: self.run_ahead_bytes,
@@ -402,12 +405,12 @@ impl Builder {
     }
 }
 
-/// Returns the number of a process that is not in the job.
+/// Returns a process number that is not in the job.
 fn beyond(topology: &Topology) -> ProcessId {
     ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX))
 }
 
-/// Fails where this process has CUDA devices and lacks what they need.
+/// Fails if this process has CUDA devices but no CUDA driver, or no NCCL if it needs it.
 pub(super) fn has_cuda(me: ProcessId, topology: &Topology) -> Result<()> {
     if !topology.has_kind(me, DeviceKind::Cuda) {
         return Ok(());
@@ -423,8 +426,7 @@ fn has_nccl(way: CudaCollectives) -> Result<()> {
     }
 }
 
-/// What this process's graphics processors are known by, in the order of its devices of kind
-/// `cuda`.
+/// Returns the ids of this process's GPUs, in the order of its devices of kind `cuda`.
 pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
     let Ok(driver) = cuda::found() else { return Vec::new() };
     let ordinals = topology.ordinals(process, driver.gpus.len() as u32);
@@ -435,8 +437,8 @@ pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
         .collect()
 }
 
-/// The topology with the graphics processors that its processes have not told: they are taken to be
-/// shown the same ones.
+/// Adds the GPUs of processes that have not reported theirs. It assumes that they see the same GPUs
+/// as this process.
 fn with_gpus(topology: Topology) -> Topology {
     if topology.cuda_collectives() == CudaCollectives::Host {
         return topology;
@@ -457,13 +459,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_in_no_job_runs_over_nothing() {
+    fn program_alone_or_planning_has_no_transport() {
         assert_eq!(Builder::default().alone().unwrap().transport(), "none");
         assert_eq!(Builder::default().spectator(3).unwrap().transport(), "none");
     }
 
     #[test]
-    fn devices_are_of_the_kinds_that_the_program_says() {
+    fn device_kinds_apply_by_process() {
         use DeviceKind::{Cpu, Cuda};
         let builder = Builder::default().devices(4).device_kinds(&[Cuda, Cpu]);
         let kinds: Vec<_> =
@@ -474,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_program_and_launcher_say_must_be_as_many() {
+    fn device_counts_of_program_and_launcher_must_match() {
         let devices =
             |builder: Builder, each| builder.topology(2, each).map(|job| job.devices().len());
         let four = || Builder::default().devices(4);
@@ -498,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn who_owns_no_such_device_needs_no_driver_and_who_does_hears_what_is_missing() {
+    fn cuda_devices_need_a_driver_only_on_their_owner() {
         let program = || Builder::default().device_kinds(&[DeviceKind::Cuda]);
         let planned = program().spectator(2).unwrap();
         assert!(planned.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
@@ -510,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn heartbeats_come_more_often_than_silence_is_forgiven() {
+    fn heartbeat_is_at_most_a_quarter_of_the_timeout() {
         for millis in [40, 400, 60_000] {
             let config = Builder::default()
                 .patience(Duration::from_millis(millis))

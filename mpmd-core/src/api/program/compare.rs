@@ -1,4 +1,4 @@
-//! What must be equal on all processes and is part of no operation on arrays.
+//! Comparison of texts that must be equal on all processes but belong to no array operation.
 
 use std::fmt;
 use std::panic::Location;
@@ -9,7 +9,7 @@ use crate::dry_run::{Form, Kind};
 use crate::error::Result;
 use crate::exec::Rolling;
 
-/// Bytes of a text that are compared at a time.
+/// The bytes of text in one comparison.
 const SHOWN: usize = 1000;
 
 struct Compared(String);
@@ -21,23 +21,23 @@ impl fmt::Display for Compared {
 }
 
 impl Program {
-    /// Has all processes compare a text: a schedule, a setting that each has read from a file of
-    /// its own.
+    /// Compares a text on all processes, such as a schedule or a setting that each has read from
+    /// its own file.
     ///
-    /// Takes a number for each 1,000 bytes, sends nothing and waits for nothing. Where the texts
-    /// differ the programs have diverged: before anything of a later operation is delivered, or
-    /// with the next [step end](Program::step_end), every process gets an error that shows what two
-    /// of them have, with their lines.
+    /// Takes one operation number for each 1,000 bytes. Sends no message of its own and does not
+    /// block. If the texts differ, the programs have diverged. Every process then gets an error
+    /// with the texts and lines of two processes. The error comes before a later operation delivers
+    /// data, or at the next [step end](Program::step_end).
     ///
     /// # Errors
     ///
-    /// Within a step that is recorded.
+    /// If this call is within a recorded step.
     #[track_caller]
     pub fn compare(&mut self, text: impl Into<String>) -> Result<()> {
         let at = self.caller(Location::caller());
         self.refuse_recording(at, "compare")?;
         let text = text.into();
-        // So that what is shown of a difference has it in it.
+        // Cut into short pieces, so that the shown piece contains the difference.
         let mut rest = text.as_str();
         loop {
             let end = (0..=SHOWN.min(rest.len())).rev().find(|end| rest.is_char_boundary(*end));
@@ -65,7 +65,7 @@ mod tests {
     use crate::{ProcessId, api::program::Simulation};
 
     #[test]
-    fn of_long_texts_that_part_is_shown_which_differs() {
+    fn error_shows_the_differing_part_of_a_long_text() {
         let results = Simulation::new(2, 2).run(|p| {
             let end = if p.process() == ProcessId(1) { "0B8" } else { "0B9" };
             p.compare("0F0 \u{2014} ".repeat(2000) + end)?;
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_differ_are_shown_to_all_and_equal_ones_are_nothing() {
+    fn differing_texts_fail_and_equal_texts_pass() {
         let run = |other: &str| {
             let results = Simulation::new(3, 3).run(|p| {
                 let text = if p.process() == ProcessId(1) { other } else { "rank 0: 0F0 0B0" };
@@ -94,7 +94,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(run("rank 0: 0F0 0B0"), vec![Ok(1); 3]);
-        // Who gives does not wait; it hears of it when it ends.
+        // The sending process does not wait; it gets the error when it ends.
         let differing = run("rank 0: 0F0 0F1");
         let errors: Vec<&String> =
             differing.iter().filter_map(|result| result.as_ref().err()).collect();

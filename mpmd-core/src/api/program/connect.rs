@@ -1,4 +1,7 @@
-//! From environment variables to a running process of a job.
+//! Joining a job: from environment variables to a running `Program`.
+//!
+//! A process meets the others at the rendezvous, where it tells its host, devices and transport
+//! addresses. Then all check that they fit together, connect the transport and start the runtime.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -27,10 +30,10 @@ use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology}
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
 pub(super) const EPOCH: u64 = 1;
 
-/// How long a hosting process 0 waits for the others to take leave.
+/// The time that a process 0 with the rendezvous service waits for the others to leave.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
-/// This process's place in the rendezvous, and the service itself where this process hosts it.
+/// This process's connection to the rendezvous, and the service itself if this process hosts it.
 pub(crate) struct Membership {
     rendezvous: Rendezvous,
     server: Option<Server>,
@@ -38,7 +41,7 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    /// Hands what the rendezvous hears of others' ends to the runtime.
+    /// Forwards the rendezvous' reports of ended processes to the runtime.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
         self.rendezvous.on_down(Box::new(move |down| {
@@ -53,7 +56,7 @@ impl Membership {
         }));
     }
 
-    /// Notes how this process's clock compares with the rendezvous service's, where a trace is
+    /// Records the offset between this process's clock and the rendezvous service's, if a trace is
     /// written.
     pub(super) fn compare_clocks(&self, trace: &Trace) {
         if !trace.is_on() {
@@ -61,8 +64,8 @@ impl Membership {
         }
         match self.rendezvous.compare_clocks() {
             Ok(found) => {
-                // The quickest look of a few at both of this process's clocks: in any other it may
-                // have slept.
+                // Uses the quickest of 8 reads of both local clocks: the thread may have slept in a
+                // slower one.
                 let look = |_| {
                     let before = trace.now();
                     let unix = unix_now();
@@ -73,26 +76,26 @@ impl Membership {
                 let (trip, at, unix) = best.unwrap_or_else(|| look(0));
                 trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
             }
-            // What else is wrong with the service others will say.
+            // Other calls report the service's real problems.
             Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
         }
     }
 
-    /// Takes leave, so that nobody hears of a death. Tells the launcher of the failure, if there
-    /// was one.
+    /// Leaves the job in order, so that the peers do not see a death. Reports the failure to the
+    /// launcher, if there was one.
     pub(super) fn leave(self, report: Option<Report>) {
         self.tell(report);
         if let Err(error) = self.rendezvous.leave() {
             tracing::debug!(%error, "taking leave of the rendezvous");
         }
         if let Some(server) = self.server {
-            // The others' leave-taking must find somebody.
+            // The service must stay until the others have left.
             server.wait_empty(LEAVE_WITHIN);
         }
     }
 
-    /// Goes without leave, since this process could not start its part. The others hear that it is
-    /// gone, and the launcher why.
+    /// Leaves without a goodbye, since this process could not start its part. The peers see that it
+    /// is gone, and the launcher gets the reason.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
         self.tell(Some(Report { failure: blame(me, error), hash: None }));
     }
@@ -116,7 +119,7 @@ fn blame(me: ProcessId, error: &Error) -> Failure {
     Failure::new(kind, process, 0, error.to_string()).shortened()
 }
 
-/// Joins the job that the environment names, or starts one alone.
+/// Joins the job that the environment names, or starts a job of this process alone.
 pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     mpmd_launch::adopt()?;
     let folder =
@@ -151,8 +154,8 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     join(builder, &env)
 }
 
-/// Returns a program that owns nothing and writes down what all processes of the job would do. They
-/// are taken to be on one host.
+/// Starts a dry run that records the operations of all processes of the job. It assumes that all
+/// are on one host.
 fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     let mut topology = builder.topology(env.processes, env.devices_per_process)?;
     if let Some(file) = &env.links
@@ -171,7 +174,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     if env.token_is_guessable && env.process.index() == 0 {
         let (source, file) = (env.source, mpmd_launch::variables::JOB_TOKEN_FILE);
         warn_user(&format!(
-            "the token of this job follows from what {source} calls it, so that other users can \
+            "the token of this job is derived from the job id of {source}, so other users can \
              guess it and join: \
              name a file with a secret of yours in {file} on all hosts, or give all processes a \
              random {}",
@@ -193,7 +196,8 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
     let told = costs::tell(&rendezvous, env.process, env.links.as_deref())
         .and_then(|()| tell_gpus(&rendezvous, env.process, &topology));
-    // Also without a transport or devices: the others would wait for this process, and never know.
+    // Joins also without a transport or devices. Otherwise the others would wait and never learn
+    // the reason.
     let member = Member {
         host: env.host.clone().unwrap_or_else(hostname),
         pid: std::process::id(),
@@ -204,7 +208,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     };
     let members = match rendezvous.join(member) {
         Ok(members) => members,
-        // What tells this process from the others goes before what it lacks.
+        // A difference between the programs is reported before a missing transport or device.
         Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
         Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
     };
@@ -214,7 +218,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         told?;
         let opened = match (transports::agree(&members), opened) {
             (Ok(()), opened) => opened?,
-            // To who lacks it, its own reason says more.
+            // On the process at fault, its own error is more precise.
             (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
             (Err(error), _) => return Err(error.into()),
         };
@@ -225,7 +229,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let (opened, topology) = match agreed() {
         Ok(agreed) => agreed,
         Err(error) => {
-            // Everybody has to hear of it, also from a service that this process hosts.
+            // All peers must hear of it, also from a service that this process hosts.
             membership.leave(Some(Report { failure: blame(env.process, &error), hash: None }));
             return Err(error);
         }
@@ -240,19 +244,19 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     }
 }
 
-/// Under which the rendezvous has what the graphics processors of a process are known by.
+/// Returns the rendezvous key of the GPU ids of a process.
 fn gpus_key(process: ProcessId) -> String {
     format!("mpmd.gpus.{process}")
 }
 
-/// Whether others must know which graphics processors a process has.
+/// True if the other processes must know the GPUs of this process.
 fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
     topology.cuda_collectives() == CudaCollectives::Nccl
         && topology.has_kind(process, DeviceKind::Cuda)
 }
 
-/// Tells the others which graphics processors this process has, where that decides what goes by
-/// NCCL. Which processors are shown to a process its environment may say, so nobody else can know.
+/// Publishes the ids of this process's GPUs, if they decide which collectives use NCCL. The
+/// process's own environment selects its visible GPUs, so no other process can know them.
 fn tell_gpus(
     rendezvous: &Rendezvous,
     process: ProcessId,
@@ -264,7 +268,7 @@ fn tell_gpus(
     }
 }
 
-/// What all processes have told: the same on every process.
+/// Adds the GPU ids that all processes published. The result is the same on every process.
 fn hear_gpus(
     rendezvous: &Rendezvous,
     topology: Topology,
@@ -279,8 +283,8 @@ fn hear_gpus(
     })
 }
 
-/// The job's devices on the hosts that the processes have told, with links of these costs; what the
-/// program itself says on either goes before.
+/// Sets the hosts that the processes reported and the costs of links. Settings of the program
+/// itself have priority.
 fn placed(
     builder: &Builder,
     topology: Topology,
@@ -298,7 +302,7 @@ fn placed(
     Ok(topology)
 }
 
-/// What this process has not and why, for the others.
+/// Returns a text for the other processes: the missing transport or device, and the reason.
 fn lack(error: &Error) -> String {
     match error {
         Error::Cuda(why) if why.is_of_nccl() => format!("no NCCL, which was asked for: {why}"),
@@ -307,7 +311,7 @@ fn lack(error: &Error) -> String {
     }
 }
 
-/// Process 0 hosts the service where no launcher does.
+/// Starts the rendezvous service on process 0, if no launcher hosts it.
 fn host(env: &JobEnv, patience: Duration) -> Result<Server> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };

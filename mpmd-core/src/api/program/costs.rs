@@ -1,5 +1,5 @@
-//! Where the processes of a job are, and what the links between them cost: told once, before any
-//! plan.
+//! The costs of the links between processes. Process 0 reads them from a file and shares them
+//! before any plan is made.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,17 +11,17 @@ use serde::{Deserialize, Serialize};
 use mpmd_launch::{LaunchError, variables};
 use mpmd_layout::topology::{LinkClass, Links};
 
-/// Under which the rendezvous has what process 0 found.
+/// The rendezvous key of process 0's result.
 const KEY: &str = "mpmd.links";
 
-/// What process 0 tells the others.
+/// The result of process 0: the costs, or the error that every process returns.
 #[derive(Deserialize, Serialize)]
 enum Told {
     Costs(Links),
     Failed { path: String, why: String },
 }
 
-/// Process 0 reads the file, if it is told of one, and shares it, or what is wrong with it.
+/// On process 0, reads the file, if there is one, and publishes the costs or the error.
 pub(super) fn tell(
     rendezvous: &Rendezvous,
     process: ProcessId,
@@ -40,7 +40,7 @@ pub(super) fn tell(
     Ok(rendezvous.set(KEY, told)?)
 }
 
-/// What process 0 found: the same on every process.
+/// Waits for the result of process 0 and returns it. It is the same on every process.
 pub(super) fn hear(rendezvous: &Rendezvous, patience: Duration) -> Result<Links, LaunchError> {
     let told = rendezvous.get(KEY, patience)?;
     match serde_json::from_slice(&told) {
@@ -52,7 +52,7 @@ pub(super) fn hear(rendezvous: &Rendezvous, patience: Duration) -> Result<Links,
     }
 }
 
-/// What a file says, to a process that asks nobody.
+/// Reads the costs from a file, for a process without a rendezvous.
 pub(super) fn of(path: &Path) -> Result<Links, LaunchError> {
     let wrong = |why| LaunchError::Links {
         variable: variables::LINKS,
@@ -62,7 +62,7 @@ pub(super) fn of(path: &Path) -> Result<Links, LaunchError> {
     read(path).map_err(wrong)
 }
 
-/// A file as `mpmd bench links --out` writes it.
+/// Reads a file in the format of `mpmd bench links --out`.
 fn read(path: &Path) -> Result<Links, String> {
     let text = std::fs::read(path).map_err(|error| error.to_string())?;
     let links: Links = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_taken_whole_or_not_at_all() {
+    fn incomplete_or_zero_link_costs_are_refused() {
         let network = Link { latency_ns: 3, bytes_per_us: 12_500 };
         let mut links = Links { network, ..Links::default() };
         let good = file("good", &serde_json::to_string(&links).unwrap());

@@ -1,4 +1,4 @@
-//! Memory of a process, and who holds what of whose.
+//! Memory use of a process, and the memory that it lends to and borrows from its peers.
 
 use std::fmt;
 
@@ -6,40 +6,42 @@ use mpmd_ids::ProcessId;
 
 use super::Program;
 
-/// Memory of a process, in bytes: that of its devices, and what arrays take in the host's.
+/// Memory of a process, in bytes: of its devices, and of its arrays in host memory.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryUse {
-    /// In use now.
+    /// Device memory in use now.
     pub live: u64,
-    /// Kept for reuse: taken from the system and in nobody's use.
+    /// Device memory that is mapped but unused, and kept for reuse.
     pub cached: u64,
-    /// In use or set aside, at most so far.
+    /// Largest sum of used and reserved device memory so far.
     pub peak: u64,
-    /// In use, at most so far: what was really used, however far ahead memory was set aside. Over
-    /// several devices the sum of what each had at most, be it at different times.
+    /// Largest used device memory so far, without reservations. With several devices it is the sum
+    /// of the peaks of each, which may lie at different times.
     pub peak_live: u64,
-    /// In use at most since [`Program::forget_memory_peak`], or so far: the sum over the devices,
-    /// each at its own time. What is set aside for later does not count.
+    /// Largest used device memory since [`Program::forget_memory_peak`], or since the start. It is
+    /// the sum of the peaks of each device, without reservations.
     pub recent_peak: u64,
-    /// The same of what is on its way: pieces that are packed, or wait for their places.
+    /// The same for staging memory: packed pieces, and received pieces that wait for their
+    /// destination.
     pub staging_recent_peak: u64,
-    /// Taken from the system so far: for the devices, the host's arrays and what is on its way.
+    /// Memory mapped from the system so far: for the devices, arrays in host memory, and staging.
     pub mapped: u64,
-    /// In use now by arrays in the host's memory, which no device's limit counts.
+    /// Host memory that arrays use now. No device's limit includes it.
     pub host_live: u64,
-    /// In use or set aside there, at most so far.
+    /// Largest sum of used and reserved host memory so far.
     pub host_peak: u64,
-    /// Handed over to other processes, which have not given it back; what several of them have
-    /// counts once for each. It stays in use here as long as any of them has it.
+    /// Memory that is lent to other processes and not returned yet. Memory lent to several of them
+    /// counts once for each. It stays in use here until all of them have returned it.
     pub lent: u64,
 }
 
-/// Who holds what of whose memory, as one process knows it, in bytes. Shown as a line for people.
+/// One process's view of the memory that it uses, lends and borrows, in bytes. `Display` prints it
+/// as one line.
 ///
-/// Memory that was handed over counts where it is, with its owner: what is borrowed is no part of
-/// [`Holdings::memory`]. What is lent counts from when it is sent, and what has come back is known
-/// at once where processes share memory.
+/// Memory of a zero-copy transfer counts with its owner, so borrowed memory is no part of
+/// [`Holdings::memory`]. Lent memory counts from the time of sending. Between processes that share
+/// memory, a return is visible at once.
 ///
 /// ```
 /// let p = mpmd_core::Program::builder().alone()?;
@@ -52,22 +54,21 @@ pub struct MemoryUse {
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Holdings {
-    /// Whose holdings these are.
+    /// The process that these numbers are about.
     pub process: ProcessId,
-    /// What is in use, kept and taken here.
+    /// Memory that this process uses, caches and maps.
     pub memory: MemoryUse,
-    /// What each process of the job has of this one's memory, or is about to take: messages that it
-    /// has not come to yet count too.
+    /// Bytes of this process's memory that each peer has borrowed, by process. Messages that the
+    /// peer has not processed yet count too.
     pub lent_to: Vec<u64>,
-    /// What this process has of each other's memory, by process, counted likewise.
+    /// Bytes of each peer's memory that this process has borrowed, by process, counted likewise.
     pub borrowed_from: Vec<u64>,
 }
 
 impl Program {
-    /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and
-    /// the same of arrays in the host's memory. Memory that another process has handed over is that
-    /// process's: it is not counted here. Whose that is and who has what of this process's,
-    /// [`Program::metrics`] says.
+    /// Returns this process's memory use over all its devices, and that of arrays in host memory.
+    /// Memory that is borrowed from a peer is not included; [`Program::metrics`] reports lent and
+    /// borrowed memory by peer.
     pub fn memory(&self) -> MemoryUse {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
         let host = self.runtime.host_memory.stats();
@@ -93,7 +94,7 @@ impl Program {
     }
 
     pub(super) fn holdings(&self) -> Holdings {
-        // First: looking brings back what others are done with.
+        // Queried first: the query also takes back the memory that peers have released.
         let lent_to = self.runtime.lent_to();
         Holdings {
             process: self.process(),
@@ -120,7 +121,7 @@ impl fmt::Display for Holdings {
     }
 }
 
-/// By process: the sum, or with `#` what each has of it.
+/// Bytes by process. Displays the sum, or with `#` the bytes of each process.
 struct Shares<'a>(&'a [u64], &'static str);
 
 impl fmt::Display for Shares<'_> {
@@ -139,7 +140,7 @@ impl fmt::Display for Shares<'_> {
     }
 }
 
-/// `512 B`, `4.0 KiB`, `1.5 GiB`.
+/// Displays a number of bytes with a unit: `512 B`, `4.0 KiB`, `1.5 GiB`.
 struct Bytes(u64);
 
 impl fmt::Display for Bytes {
@@ -147,7 +148,7 @@ impl fmt::Display for Bytes {
         let mut value = self.0 as f64;
         let mut unit = "B";
         for larger in ["KiB", "MiB", "GiB", "TiB"] {
-            // So that 1023.96 KiB are 1.0 MiB.
+            // Rounds up, so that 1023.96 KiB are shown as 1.0 MiB.
             if value < 1023.95 {
                 break;
             }
@@ -162,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn holdings_are_a_line_that_names_who_has_how_much() {
+    fn holdings_display_as_one_line() {
         let memory = MemoryUse {
             live: 96 << 20,
             cached: 512,

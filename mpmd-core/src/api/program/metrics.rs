@@ -1,4 +1,4 @@
-//! What a program counts about itself, and the plans it keeps.
+//! Counters of a program, and its cache of `device_put` plans.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -11,33 +11,33 @@ use crate::exec::PutPlan;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 
-/// Counters of one process's program, since it started.
+/// Counters of one process's program since its start.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Metrics {
-    /// The plans of `device_put` that are kept for reuse.
+    /// Counters of the cache of `device_put` plans.
     pub plan_cache: PlanCacheMetrics,
-    /// Payload bytes of arrays and collectives given to the transport, for each process of the job.
+    /// Payload bytes of arrays and collectives given to the transport, by destination process.
     pub bytes_sent: Vec<u64>,
-    /// This process's memory, and who holds what of whose.
+    /// This process's memory use, and its lent and borrowed memory.
     pub holdings: Holdings,
 }
 
-/// How well the plans of `device_put` are reused.
+/// Counters of the cache of `device_put` plans.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PlanCacheMetrics {
-    /// Puts whose plan was there.
+    /// Lookups that found a plan.
     pub hits: u64,
-    /// Puts whose plan had to be made.
+    /// Lookups after which a plan had to be made.
     pub misses: u64,
-    /// Plans that went because there were too many; those unused for longest go first.
+    /// Plans removed because the cache was full. The least recently used plan goes first.
     pub evictions: u64,
-    /// Plans kept now.
+    /// Plans in the cache now.
     pub entries: usize,
 }
 
-/// What determines a [`PutPlan`].
+/// The key of a [`PutPlan`] in the cache.
 #[derive(Clone, Eq, Hash, PartialEq)]
 pub(crate) struct PutKey {
     pub(crate) aval: ShapedArray,
@@ -45,21 +45,21 @@ pub(crate) struct PutKey {
     pub(crate) to: Sharding,
 }
 
-/// Plans of `device_put` that were made before.
+/// A cache of `device_put` plans. It evicts the least recently used one.
 pub(crate) struct PlanCache {
-    /// `None` where none are kept.
+    /// `None` if the capacity is 0.
     plans: Option<LruCache<PutKey, Arc<PutPlan>>>,
     metrics: PlanCacheMetrics,
 }
 
 impl PlanCache {
-    /// Keeps at most `entries` plans.
+    /// Creates a cache of at most `entries` plans.
     pub(super) fn new(entries: usize) -> Self {
         let plans = NonZeroUsize::new(entries).map(LruCache::new);
         Self { plans, metrics: PlanCacheMetrics::default() }
     }
 
-    /// The plan, where it is kept.
+    /// Returns the plan of `key`, if it is in the cache.
     pub(crate) fn get(&mut self, key: &PutKey) -> Option<Arc<PutPlan>> {
         let found = self.plans.as_mut().and_then(|plans| plans.get(key)).cloned();
         match found {
@@ -69,7 +69,7 @@ impl PlanCache {
         found
     }
 
-    /// Keeps a plan, if need be in place of the one unused for longest.
+    /// Stores a plan. If the cache is full, evicts the least recently used one.
     pub(crate) fn insert(&mut self, key: PutKey, plan: Arc<PutPlan>) {
         let Some(plans) = &mut self.plans else { return };
         if plans.push(key, plan).is_some() {
@@ -83,7 +83,7 @@ impl PlanCache {
 }
 
 impl Program {
-    /// What this process has counted so far.
+    /// Returns the current values of this process's counters.
     pub fn metrics(&self) -> Metrics {
         let sent = self.runtime.bytes_sent.iter();
         Metrics {
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_is_found_by_shape_dtype_and_both_shardings() {
+    fn cache_key_is_shape_dtype_and_both_shardings() {
         let mut p = Program::builder().devices(2).alone().unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let (rows, whole) = (mesh.sharding(spec!["x"]), mesh.replicated());
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_unused_for_longest_goes_first() {
+    fn least_recently_used_plan_is_evicted() {
         let mut p = Program::builder().plan_cache(2).alone().unwrap();
         let whole = p.mesh(&[("x", 1)]).unwrap().replicated();
         let mut put = |length: usize| {
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_of_nothing_keeps_nothing() {
+    fn cache_of_capacity_0_stores_nothing() {
         let mut p = Program::builder().plan_cache(0).alone().unwrap();
         let whole = p.mesh(&[("x", 1)]).unwrap().replicated();
         for _ in 0..2 {

@@ -1,4 +1,8 @@
-//! [`Program`]: one process's view of the job, through which it issues operations.
+//! [`Program`]: one process's view of the job. The user's program issues its operations through it.
+//!
+//! It numbers and hashes every operation, so that processes detect diverging programs. It bounds
+//! how far the program runs ahead, and ends the job's connections. The runtime carries out the
+//! operations.
 
 mod agree;
 mod builder;
@@ -42,16 +46,16 @@ use crate::exec::{Doing, Rolling, Runtime};
 use crate::trace::{Label, What};
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 
-/// One process's part of a job: every process of the job runs the same program and issues the same
+/// One process's part of a job. Every process of the job runs the same program and issues the same
 /// operations in the same order.
 ///
-/// `Send` but not `Sync`, and issuing takes `&mut`: there is one order. Nothing here blocks but
-/// [`Program::agree`], [`Program::finish`], and the bounds on running ahead.
+/// `Send` but not `Sync`, and issuing takes `&mut`, so the order of operations is unique. Only
+/// [`Program::agree`], [`Program::finish`] and the bounds on running ahead block.
 ///
-/// [`Program::run`] joins, runs and finishes. After [`Program::from_env`] call [`Program::finish`]
-/// at the end. A program that is dropped without it waits at most two seconds for its issued work
-/// (not at all in a panic, or where something has failed). It says on standard error what failed,
-/// and tells the other processes and `mpmd run`, which then does not exit with 0.
+/// [`Program::run`] joins, runs and finishes. After [`Program::from_env`], call [`Program::finish`]
+/// at the end. A program that is dropped without it waits at most two seconds for its issued work.
+/// It does not wait in a panic or after a failure. It prints the failure to standard error, and
+/// reports it to the other processes and to `mpmd run`, which then does not exit with 0.
 ///
 /// ```compile_fail,E0277
 /// fn is_sync<T: Sync>() {}
@@ -63,17 +67,17 @@ pub struct Program {
     /// The step that is being recorded, if any.
     pub(crate) recording: Option<Box<Recording>>,
     label: Option<Label>,
-    /// Where the operations that are issued come from, where that is not their caller.
+    /// The line from which operations are issued, if it is not the line of their caller.
     at: Option<&'static Location<'static>>,
     count: u64,
     hash: Rolling,
-    /// The rolling hash at the last operation, without what was mixed in since.
+    /// The rolling hash at the last operation, without later additions.
     hash_at_last: u128,
     steps: u64,
     planning: bool,
     ended: bool,
     vanishing: Option<Vanishing>,
-    /// What keeps this process in the job: dropped last.
+    /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
     one_issuer: PhantomData<Cell<()>>,
@@ -81,13 +85,13 @@ pub struct Program {
 
 impl Program {
     /// Joins the job that this process was started for, runs `program` and finishes: a whole
-    /// `main`. Returns the value that `program` returns.
+    /// `main`. Returns the value of `program`.
     ///
-    /// As [`Builder::run`], with default settings.
+    /// Does the same as [`Builder::run`], with default settings.
     ///
     /// # Errors
     ///
-    /// As [`Builder::run`].
+    /// The errors of [`Builder::run`].
     #[track_caller]
     pub fn run<T, E>(program: impl Fn(&mut Self) -> Result<T, E>) -> Result<T, E>
     where
@@ -96,21 +100,23 @@ impl Program {
         Self::builder().run(program)
     }
 
-    /// Joins the job that this process was started for, or starts one of its own.
+    /// Joins the job that this process was started for, or starts one of its own. Blocks until all
+    /// processes of the job are connected.
     ///
-    /// The program must be [finished](Self::finish), which [`Program::run`] does by itself.
+    /// The program must be [finished](Self::finish); [`Program::run`] does this itself.
     ///
-    /// Reads what `mpmd run`, torchrun, Slurm, Open MPI or a Kubernetes indexed job set. Where none
-    /// did, the job has this process alone.
+    /// Reads the environment variables of `mpmd run`, torchrun, Slurm, Open MPI or a Kubernetes
+    /// indexed job. If none of them are set, the job consists of this process.
     ///
     /// # Errors
     ///
-    /// Where the job cannot be formed; the error names what was looked at, and who is missing.
+    /// If the job cannot be formed. The error names the variables that were read and the missing
+    /// processes.
     pub fn from_env() -> Result<Self> {
         Self::builder().from_env()
     }
 
-    /// Settings other than the defaults.
+    /// Returns a builder, for settings other than the defaults.
     pub fn builder() -> Builder {
         Builder::default()
     }
@@ -139,49 +145,49 @@ impl Program {
         }
     }
 
-    /// This process. Where it [only records](Self::is_planning): the process of the job whose part
-    /// the program is to take, or one beyond those of the job.
+    /// Returns this process. In a [dry run](Self::is_planning) this is the process that the program
+    /// stands for, or a number beyond those of the job.
     pub fn process(&self) -> ProcessId {
         self.runtime.recorder.as_ref().map_or(self.runtime.me, Recorder::process)
     }
 
-    /// Number of processes in the job.
+    /// Returns the number of processes in the job.
     pub fn processes(&self) -> usize {
         self.runtime.topology.processes()
     }
 
-    /// The transport between the processes, as users name it; `none` for a process alone.
+    /// Returns the name of the transport between the processes; `none` for a job of one process.
     pub fn transport(&self) -> &'static str {
         self.runtime.transport_name()
     }
 
-    /// The devices of the job and who owns them.
+    /// Returns the devices of the job and their owners.
     pub fn topology(&self) -> &Topology {
         &self.runtime.topology
     }
 
-    /// Whether this process only records what the others would do: it owns nothing, and runs
-    /// neither kernels nor closures. Guards output and files: the number of [the
-    /// process](Self::process) does not, since `mpmd check` runs the program under each number of
-    /// the job.
+    /// True in a dry run: this process only records the operations of all processes. It owns no
+    /// devices, and runs neither kernels nor closures. Use this to guard output and files. The
+    /// number of [the process](Self::process) is not enough, since `mpmd check` runs the program
+    /// under each number of the job.
     pub fn is_planning(&self) -> bool {
         self.planning
     }
 
-    /// What operations that are issued from now on are for, in a pipeline; `None` for nothing
-    /// special. [`Pipeline`](crate::pipeline::Pipeline) says it of its own. Returns what was said
-    /// before.
+    /// Sets the label of the operations that are issued from now on: their part in a pipeline.
+    /// `None` stands for no label. [`Pipeline`](crate::pipeline::Pipeline) labels its own
+    /// operations. Returns the previous label.
     pub fn set_label(&mut self, label: Option<Label>) -> Option<Label> {
         std::mem::replace(&mut self.label, label)
     }
 
-    /// What the operation that is being issued is for.
+    /// Returns the label of the operation that is being issued.
     pub(crate) fn label(&self) -> Option<Label> {
         self.label
     }
 
-    /// Has operations come from this line, whoever calls; `None` for their callers'. Returns what
-    /// it was before.
+    /// Sets the line from which operations are issued. With `None`, each operation takes the line
+    /// of its caller. Returns the previous value.
     pub(crate) fn set_caller(
         &mut self,
         at: Option<&'static Location<'static>>,
@@ -189,42 +195,42 @@ impl Program {
         std::mem::replace(&mut self.at, at)
     }
 
-    /// The line that an operation comes from, which `caller` issues.
+    /// Returns the line of an operation that `caller` issues.
     pub(crate) fn caller(&self, caller: &'static Location<'static>) -> &'static Location<'static> {
         self.at.unwrap_or(caller)
     }
 
-    /// Operations issued so far.
+    /// Returns the number of operations issued so far.
     pub fn operations(&self) -> u64 {
         self.count
     }
 
-    /// A mesh over all devices of the job, in order, with these axes.
+    /// Creates a mesh with these axes over all devices of the job, in row-major order.
     ///
     /// # Errors
     ///
-    /// Where the product of the sizes is not the number of devices.
+    /// If the product of the sizes is not the number of devices.
     pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<Mesh> {
         self.mesh_of(axes, self.runtime.topology.device_ids())
     }
 
-    /// A mesh over chosen devices, row-major.
+    /// Creates a mesh with these axes over `devices`, in row-major order.
     ///
     /// # Errors
     ///
-    /// Where the devices do not fill the axes, repeat, or are not of this job.
+    /// If the devices do not fill the axes, repeat, or are not of this job.
     pub fn mesh_of(&self, axes: &[(&str, usize)], devices: &[DeviceId]) -> Result<Mesh> {
         let mesh = Mesh::new(axes, devices.to_vec())?;
         mesh.replicated().check_devices(&self.runtime.topology)?;
         Ok(mesh)
     }
 
-    /// Has the devices of this process map blocks of these bytes beside those in use, as far as
-    /// there is memory.
+    /// Maps memory blocks of these sizes (in bytes) on the devices of this process, in addition to
+    /// the blocks in use. Stops at a device's first block without memory.
     pub(crate) fn map_blocks(&self, blocks: &BTreeMap<DeviceId, Vec<u64>>) {
         for device in &self.runtime.devices {
             let sizes = blocks.get(&device.id).into_iter().flatten();
-            // Held until all are there; then they are the pool's.
+            // Held until all blocks of the device are mapped; then the pool keeps them.
             let mapped: Vec<_> =
                 sizes.map_while(|bytes| device.pool.allocate(*bytes as usize).ok()).collect();
             drop(mapped);
@@ -232,31 +238,33 @@ impl Program {
         self.forget_memory_peak();
     }
 
-    /// Has [`MemoryUse::recent_peak`] start anew, from what is in use now.
+    /// Restarts [`MemoryUse::recent_peak`] from the memory in use now.
     pub fn forget_memory_peak(&self) {
         let pools = self.runtime.devices.iter().map(|device| &device.pool);
         pools.chain([&self.runtime.staging]).for_each(Pool::forget_peak);
     }
 
-    /// Ends a step: for plans and traces, and a point at which the processes compare what they
-    /// issued.
+    /// Ends a step, for plans and traces. At this point the processes compare the operations that
+    /// they issued.
     ///
-    /// Does not wait for anything. A process that was started to write its plan
-    /// ([`variables::PLAN`](mpmd_launch::variables::PLAN)) ends here with exit code 0 once the
-    /// plan is whole: the last two steps are equal, or as many were recorded as were asked for.
+    /// Does not block. A process that was started to write its plan
+    /// ([`variables::PLAN`](mpmd_launch::variables::PLAN)) exits here with code 0 when the plan
+    /// is complete. It is complete when the last two steps are equal, or the requested number of
+    /// steps is recorded.
     ///
     /// # Errors
     ///
-    /// Where the plan cannot be written. Where the job is known to have failed: an operation of
-    /// this process did, a process is gone, or the programs diverged. Unlike errors of other calls
-    /// this one depends on what has happened so far, and processes may see it in different steps.
-    /// Also within a step that is recorded.
+    /// If the plan cannot be written. If this call is within a recorded step. If the job is known
+    /// to have failed: an operation of this process failed, a process is gone, or the programs
+    /// diverged. Unlike errors of other calls this one depends on timing, so processes may see it
+    /// in different steps.
     #[track_caller]
     pub fn step_end(&mut self) -> Result<()> {
         self.refuse_recording(Location::caller(), "step_end")?;
         self.steps += 1;
         let step = self.steps;
-        // So that steps which look alike cannot hide an operation that is missing from one of them.
+        // Makes each step distinct. Otherwise equal steps could hide an operation that one of them
+        // lacks.
         self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.record_step()?;
@@ -264,9 +272,8 @@ impl Program {
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
-    /// Waits until this process's operations have ended, closures given to
-    /// [`MpmdArray::then`](crate::MpmdArray::then) included, and every other process has finished
-    /// too.
+    /// Blocks until this process's operations have ended and every other process has finished too.
+    /// Closures given to [`MpmdArray::then`](crate::MpmdArray::then) count as operations.
     ///
     /// # Errors
     ///
@@ -276,7 +283,7 @@ impl Program {
         let at = Location::caller();
         self.ended = true;
         if self.planning {
-            // In no job: nothing to wait for, and nobody to take leave of.
+            // A dry run is in no job: there are no operations to wait for and no peers to notify.
             return self.record_end();
         }
         let waiting = self.runtime.trace.wait("finish", at);
@@ -300,8 +307,8 @@ impl Program {
         result.map_err(Error::failed)
     }
 
-    /// Finishes a program that ran to a good end. Leaves one that returned an error, without
-    /// waiting for its work.
+    /// Finishes a program that succeeded. Leaves the job without waiting for its work if the
+    /// program returned an error.
     #[track_caller]
     pub(crate) fn conclude<T, E>(mut self, result: Result<T, E>) -> Result<T, E>
     where
@@ -319,19 +326,19 @@ impl Program {
         }
     }
 
-    /// Leaves a job whose program is not finished; `how` is said where nothing else has failed.
-    /// Returns the failure that everybody is told.
+    /// Leaves a job before its program has finished. Reports an earlier failure if there is one,
+    /// else `how`. Returns the failure that the peers are told.
     fn abandon(&mut self, how: &str) -> Arc<Failure> {
         self.ended = true;
         let me = self.runtime.me;
-        // An earlier failure goes to the others unchanged: they want to read its root.
+        // The peers get an earlier failure unchanged, so that they see the root cause.
         let failure = self.runtime.trouble().unwrap_or_else(|| {
             Arc::new(Failure::new(FailureKind::Left, me, self.count, format!("process {me} {how}")))
         });
         tracing::warn!(%failure, "a program ends without `finish`");
         let report = self.runtime.report_of(&failure, false);
         self.runtime.leave(Some(&failure));
-        // Without another look at the clocks: nothing here may wait for anybody.
+        // Does not compare clocks: nothing here may wait for a peer.
         self.runtime.trace.close();
         if let Some(membership) = self.membership.take() {
             membership.leave(Some(report));
@@ -339,9 +346,9 @@ impl Program {
         failure
     }
 
-    /// Takes the next number for an operation.
+    /// Takes the next operation number.
     ///
-    /// `words` are everything about it that must be equal on all processes.
+    /// `words` contain every property of the operation that must be equal on all processes.
     pub(crate) fn issue(
         &mut self,
         words: impl IntoIterator<Item = u64>,
@@ -351,8 +358,8 @@ impl Program {
         self.issue_with_values(words, None, what, at)
     }
 
-    /// Takes the next number for an operation on host values. `values` is their
-    /// [hash](Self::hash_values), which must be equal on all processes like `words`.
+    /// Takes the next operation number, for an operation on host values. `values` is their
+    /// [hash](Self::hash_values); like `words`, it must be equal on all processes.
     pub(crate) fn issue_with_values(
         &mut self,
         words: impl IntoIterator<Item = u64>,
@@ -378,7 +385,7 @@ impl Program {
         self.count
     }
 
-    /// Compares clocks once more, so that what drift there was is known, and ends the trace.
+    /// Compares clocks once more, so that the clock drift is known, and ends the trace.
     fn end_trace(&self) {
         if let Some(membership) = &self.membership {
             membership.compare_clocks(&self.runtime.trace);
@@ -386,7 +393,7 @@ impl Program {
         self.runtime.trace.close();
     }
 
-    /// Takes the numbers up to `op`, which are those of a step that is replayed.
+    /// Takes all numbers up to `op`, for the operations of a replayed step.
     pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn Span>) {
         if op == self.count {
             return;
@@ -399,24 +406,25 @@ impl Program {
         self.runtime.record_span(op, span);
     }
 
-    /// Returns the rolling hash at the operation that was issued last, as peers see it.
+    /// Returns the rolling hash at the operation that was issued last. Peers compare this value.
     pub(crate) fn hash_at_last(&self) -> u128 {
         self.hash_at_last
     }
 
-    /// The rolling hash of what was issued so far.
+    /// Returns the rolling hash of all operations issued so far.
     pub(crate) fn rolling(&self) -> Rolling {
         self.hash
     }
 
-    /// The rolling hash at the end of a step that was replayed.
+    /// Sets the rolling hash to its value at the end of a replayed step.
     pub(crate) fn set_rolling(&mut self, hash: Rolling) {
         self.hash = hash;
     }
 
-    /// Waits until the program may run further ahead of what has been carried out.
+    /// Blocks while the program is too far ahead of the operations carried out here.
     ///
-    /// Only ever for operations issued before: those need nothing of what comes after.
+    /// It waits only for operations issued before. These do not depend on later operations, so
+    /// there is no deadlock.
     pub(crate) fn admit(&self, at: &'static Location<'static>) {
         let runtime = &self.runtime;
         let (ops, bytes) = (runtime.config.run_ahead_ops, runtime.config.run_ahead_bytes);
@@ -448,11 +456,11 @@ impl Program {
     }
 }
 
-/// The longest wait for issued work when a program is dropped without [`Program::finish`].
+/// The longest wait for issued work, if a program is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
 
-/// Shows the user a line. In one write: other processes of the job may be writing to the same
-/// place.
+/// Prints a line to standard error. It is a single write, since other processes of the job may
+/// write to the same stream.
 fn say(line: &str) {
     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("mpmd: {line}\n").as_bytes());
 }
@@ -463,12 +471,12 @@ impl Drop for Program {
             return;
         }
         if std::thread::panicking() {
-            // The panic has said why.
+            // The panic has already printed its reason.
             self.abandon("panicked before its program finished");
             return;
         }
-        // Of a plan nothing is carried out, and nobody waits for a process alone that has issued
-        // nothing.
+        // A dry run has no work to wait for. A process alone that has issued nothing has none
+        // either.
         let is_missed = !self.planning && (self.count > 0 || self.processes() > 1);
         if is_missed {
             self.runtime.wait_briefly(WORK_OF_UNFINISHED);

@@ -1,4 +1,5 @@
-//! Processes of the job on this host, whose ends the system tells for certain.
+//! Handles of the job's processes on this host. With them the system reports the end of a process
+//! reliably.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use mpmd_transport::rendezvous::Member;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The longest time from the end of a process's connections to its own.
+/// The longest time from the closing of a process's connections to the end of the process.
 const ENDING: Duration = Duration::from_millis(100);
 
 /// A handle of each process that runs on this host, by process.
@@ -42,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn end_of_a_neighbour_is_certain() {
+    fn handle_reports_the_end_of_a_process() {
         let start =
             || Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let mut children: Vec<Child> = (0..2).map(|_| start()).collect();
@@ -51,7 +52,7 @@ mod tests {
         let members = [member(1, "a"), member(ends, "a"), member(stays, "a"), member(ends, "b")];
         let neighbours = Neighbours::find(ProcessId(0), &members);
         children[0].kill().unwrap();
-        // A handle is ready before the process is waited for.
+        // A handle becomes ready before the process is waited for.
         assert!((0..50).any(|_| neighbours.has_ended(ProcessId(1))));
         assert!(!neighbours.has_ended(ProcessId(2)), "it runs");
         assert!(!neighbours.has_ended(ProcessId(3)), "it is said to be on another host");

@@ -9,26 +9,26 @@ use crate::exec::array::MpmdArray;
 use crate::exec::recorder::KnownForm;
 
 impl Program {
-    /// What this process has recorded so far: the operations of all processes. `None` where it is
-    /// one that does them; only [a spectator](super::Builder::spectator) records.
+    /// Returns the operations of all processes that were recorded so far. `None` unless this
+    /// process is [a dry run](super::Builder::spectator).
     pub fn plan(&self) -> Option<Plan> {
         Some(self.runtime.recorder.as_ref()?.plan(End::Open))
     }
 
-    /// A step has ended. Where the process was started to write its plan, and it is whole, this is
-    /// its end.
+    /// Records the end of a step. If the process was started to write its plan and the plan is
+    /// complete, writes it and exits with code 0.
     pub(super) fn record_step(&self) -> Result<()> {
         let Some(recorder) = &self.runtime.recorder else { return Ok(()) };
         let Some(end) = recorder.step_end() else { return Ok(()) };
         if recorder.deliver(end)? {
-            // What the program would do next is known, and what it would say of results that it
-            // does not have would be wrong.
+            // Continuing has no use: later steps are known, and output from results that do not
+            // exist would be wrong.
             std::process::exit(0);
         }
         Ok(())
     }
 
-    /// The program has finished.
+    /// Writes the ordered plan after the program has finished.
     pub(super) fn record_end(&self) -> Result<()> {
         match &self.runtime.recorder {
             Some(recorder) => recorder.deliver(End::Finished).map(drop),
@@ -36,7 +36,7 @@ impl Program {
         }
     }
 
-    /// Writes an operation down, where this process only plans.
+    /// Records an operation, if this process is in a dry run.
     pub(crate) fn record_operation<'a>(
         &self,
         at: &'static Location<'static>,

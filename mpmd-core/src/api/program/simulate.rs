@@ -1,4 +1,5 @@
-//! Many processes of a job inside one, for tests of programs: with delay, reordering and loss.
+//! Simulation of a job's processes inside one process, to test programs with message delays,
+//! reordering and fault injection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +12,11 @@ use super::{Builder, Program};
 use crate::error::Result;
 use crate::exec::Runtime;
 
-/// Runs a program as `processes` processes inside this one, over `devices` devices, with message
-/// delays chosen by `seed`; returns what each process's run returned.
+/// Runs a program as `processes` processes inside this one, over `devices` devices. `seed` chooses
+/// the message delays, of up to 2 ms. Returns the result of each process, by process.
 ///
-/// Each process is a thread with a runtime of its own; [`Program::finish`] is called for it.
+/// Each process is a thread with its own runtime. [`Program::finish`] is called for it. A panic of
+/// the program continues in the caller.
 ///
 /// ```
 /// use mpmd_core::prelude::*;
@@ -39,7 +41,7 @@ pub fn simulate<T: Send>(
     Simulation::new(processes, devices).delays(seed, Duration::from_millis(2)).run(program)
 }
 
-/// A simulated job with settings of its own; [`simulate`] is the short form.
+/// A simulated job with custom settings; [`simulate`] is the short form.
 #[derive(Clone, Debug)]
 #[must_use = "a simulation does nothing until it runs"]
 pub struct Simulation {
@@ -50,13 +52,14 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// `processes` processes with `devices` devices together; messages arrive at once and in order.
+    /// Creates a job of `processes` processes with `devices` devices in total. Messages arrive at
+    /// once and in order.
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
         Self { processes, builder, faults: Faults::default(), lost: None }
     }
 
-    /// Delays each message by a time from 0 to `longest`, chosen by `seed`, so that they overtake
+    /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake
     /// each other.
     pub fn delays(mut self, seed: u64, longest: Duration) -> Self {
         self.faults.seed = seed;
@@ -64,15 +67,15 @@ impl Simulation {
         self
     }
 
-    /// Processes with the same number hand arrays over to each other, as processes of a host do
-    /// that share memory: nothing is copied, and who has an array that it was handed over uses it
-    /// where it is. By process; those beyond the end do not. By default nobody does.
+    /// Enables zero-copy transfers between processes with the same group number, like processes of
+    /// a host that share memory. A receiver then uses an array in the sender's memory. `groups` is
+    /// indexed by process; processes beyond its end always copy. By default all processes copy.
     pub fn hands_over(mut self, groups: &[usize]) -> Self {
         self.faults.hosts = groups.to_vec();
         self
     }
 
-    /// Settings of the programs; the number of devices is the simulation's own.
+    /// Changes the settings of the programs. The number of devices stays that of the simulation.
     pub fn settings(mut self, settings: impl FnOnce(Builder) -> Builder) -> Self {
         let devices = self.builder.devices;
         self.builder = settings(self.builder);
@@ -80,19 +83,20 @@ impl Simulation {
         self
     }
 
-    /// Process `process` vanishes without a word when it issues operation `op`.
+    /// Injects a fault: process `process` disappears without a message when it issues operation
+    /// `op`.
     pub fn lose(mut self, process: ProcessId, op: u64) -> Self {
         self.lost = Some((process, op));
         self
     }
 
-    /// Runs the program on every process; returns what each returned, by process.
+    /// Runs the program on every process. Returns the result of each, by process.
     pub fn run<T: Send>(
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
     ) -> Vec<Result<T>> {
         if let Err(error) = self.builder.can_have_devices(self.processes) {
-            // Of one alone the others would not hear.
+            // All get the error here: if one process failed alone, the others would not hear of it.
             return (0..self.processes).map(|_| Err(error.clone())).collect();
         }
         let fabric = Fabric::new(self.processes, self.faults.clone());
@@ -118,7 +122,7 @@ impl Simulation {
     }
 }
 
-/// Where a simulated process ends.
+/// Fault injection: the operation at which a simulated process disappears.
 pub(crate) struct Vanishing {
     at: u64,
     fabric: Fabric,
@@ -129,8 +133,7 @@ impl Vanishing {
         Self { at, fabric }
     }
 
-    /// Whether operation `op` is the one that is never issued; then nothing of this process works
-    /// any more.
+    /// Kills this process if `op` is the operation to fail at. From then on its operations fail.
     pub(super) fn strike(&self, op: u64, runtime: &Arc<Runtime>) {
         if op == self.at {
             self.fabric.kill(runtime.me);

@@ -1,5 +1,8 @@
-//! Which transport a job runs over: what there is, what each process has opened, and whether all
-//! agree on it.
+//! The transport of a job: its name, this process's open endpoint, and the check that all processes
+//! use the same one.
+//!
+//! A process opens its endpoint, tells the rendezvous the addresses, checks all members with
+//! `agree`, and then connects.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -23,25 +26,23 @@ use crate::error::{Error, Result};
 use crate::warning::warn_user;
 use mpmd_launch::{JobEnv, LaunchError, variables};
 
-/// The transports between processes, as users name them. What each needs is found when it is
-/// opened.
+/// The names of the transports. A transport checks its requirements when it is opened.
 pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
 
-/// The transport where nobody asks for another: shared memory between processes that can share it,
-/// else TCP.
+/// The default transport: shared memory between processes that can share it, else TCP.
 pub const DEFAULT: &str = AUTO;
 
 const AUTO: &str = "auto";
 const TCP: &str = "tcp";
 
-/// Whether this program was built with the feature `ucx`.
+/// True if this program was built with the feature `ucx`.
 pub const HAS_UCX: bool = cfg!(feature = "ucx");
 
-/// Whether there is a transport of this name.
+/// Checks that there is a transport of this name.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Variable`] of `MPMD_TRANSPORT`, with the names that there are.
+/// [`LaunchError::Variable`] of `MPMD_TRANSPORT`, with the valid names.
 pub fn check(name: &str) -> Result<(), LaunchError> {
     if NAMES.contains(&name) {
         return Ok(());
@@ -53,10 +54,10 @@ pub fn check(name: &str) -> Result<(), LaunchError> {
     })
 }
 
-/// This process's side of the transport asked for: it has an address, but no peers yet.
+/// This process's endpoint of the requested transport: it has an address, but no peers yet.
 pub(super) enum Opened {
     Auto {
-        /// Or why there is none.
+        /// The error is the reason why this process cannot share memory.
         shm: std::result::Result<shm::Opened, String>,
         tcp: Listener,
     },
@@ -66,8 +67,7 @@ pub(super) enum Opened {
 }
 
 impl Opened {
-    /// Opens the transport `name` for a job of so many processes; what listens on a network does so
-    /// at `ip`.
+    /// Opens the transport `name` for a job of `processes`. Network sockets listen at `ip`.
     pub(super) fn open(name: &str, processes: usize, ip: IpAddr) -> Result<Self> {
         check(name)?;
         Ok(match name {
@@ -84,7 +84,8 @@ impl Opened {
         })
     }
 
-    /// Where peers reach it, by transport and in its own words; first what is asked for.
+    /// Returns (transport, address) pairs at which peers reach this process. The requested
+    /// transport is first; the format of an address is up to the transport.
     pub(super) fn addresses(&self) -> Vec<(String, String)> {
         let pairs = match self {
             Self::Auto { shm, tcp } => vec![
@@ -102,7 +103,7 @@ impl Opened {
         pairs.into_iter().map(|(name, address)| (name.to_owned(), address)).collect()
     }
 
-    /// Connects to all members, which agree on this transport.
+    /// Connects to all members. They must have been checked with `agree`.
     pub(super) fn connect(
         self,
         env: &JobEnv,
@@ -166,8 +167,8 @@ impl Opened {
     }
 }
 
-/// With which members a process shares memory where that is its own choice; the other finds the
-/// same.
+/// Returns, for each member, true if `process` shares memory with it under transport `auto`. Both
+/// processes of a pair get the same result.
 fn near(members: &[Member], process: ProcessId) -> Vec<bool> {
     let Some(me) = members.get(process.index()) else { return vec![false; members.len()] };
     let near =
@@ -175,8 +176,8 @@ fn near(members: &[Member], process: ProcessId) -> Vec<bool> {
     members.iter().enumerate().map(near).collect()
 }
 
-/// Why two members do not share memory. Who says that it is on another host, as `MPMD_HOST` lets
-/// it, is left there.
+/// Returns the reason why two members do not share memory, or `None` if they do. Members with
+/// different host names count as apart, even if `MPMD_HOST` set the names.
 fn why_not_near(one: &Member, other: &Member) -> Option<String> {
     if one.host != other.host {
         return Some("they are on different hosts".to_owned());
@@ -185,8 +186,8 @@ fn why_not_near(one: &Member, other: &Member) -> Option<String> {
     shm::why_apart(of(one), of(other))
 }
 
-/// What the first process of a pair on one host that has to do without shared memory says of it:
-/// once for the job.
+/// Returns a warning about the first pair of processes on one host that cannot share memory. Only
+/// the first process of the pair gets it, so the job prints it once.
 fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
     let mut pairs = (0..members.len()).flat_map(|a| (a + 1..members.len()).map(move |b| (a, b)));
     let (one, other, why) = pairs.find_map(|(a, b)| {
@@ -200,19 +201,20 @@ fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
     })
 }
 
-/// What a process tells of its transport: the name that it asks for, with the addresses that it
-/// has.
+/// Returns the (transport, address) pairs that this process tells the rendezvous. If the transport
+/// could not be opened, returns only its name.
 pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)> {
     opened.as_ref().map_or_else(|_| vec![(name.to_owned(), String::new())], Opened::addresses)
 }
 
-/// Whether all members ask for one transport, and have it. The same on every process.
+/// Checks that all members ask for the same transport and have it. The result is the same on every
+/// process.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Transports`] where they ask for different ones; else [`LaunchError::Lacking`] of
-/// the first that does not have it, or not its devices; else [`LaunchError::Apart`] of the first
-/// two that cannot share memory but should.
+/// [`LaunchError::Transports`] if the members ask for different transports. Else
+/// [`LaunchError::Lacking`] of the first that lacks the transport or its devices. Else
+/// [`LaunchError::Apart`] of the first two that cannot share memory but must.
 pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (process, member) in members.iter().enumerate() {
@@ -242,7 +244,7 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     if !who.contains_key(shm::NAME) {
         return Ok(());
     }
-    // To be near is the same for all that are near the first.
+    // A comparison with the first member is enough: sharing memory is transitive.
     let apart = members.iter().enumerate().skip(1).find_map(|(other, member)| {
         let why = shm::why_apart(asked(&members[0]).1, asked(member).1)?;
         let other = ProcessId(other as u32);
@@ -251,18 +253,18 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     apart.map_or(Ok(()), Err)
 }
 
-/// Where a member is reached by a transport.
+/// Returns the address of a member for a transport.
 fn address<'a>(member: &'a Member, transport: &str) -> Option<&'a str> {
     let found = member.addresses.iter().find(|(name, _)| name == transport);
     found.map(|(_, address)| address.as_str())
 }
 
-/// The transport that a member asks for, and its address there.
+/// Returns the transport that a member asks for, and its address there.
 fn asked(member: &Member) -> (&str, &str) {
     member.addresses.first().map_or(("nothing", ""), |(name, address)| (name, address))
 }
 
-/// Ascending numbers for people: `0, 2-5 and 7`.
+/// Formats ascending numbers for a message: `0, 2-5 and 7`.
 pub(super) fn listed(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a + 1 == *b).flat_map(|run| match run {
         [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
@@ -293,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_known_or_listed() {
+    fn unknown_transport_name_lists_the_valid_ones() {
         assert!(NAMES.iter().all(|name| check(name).is_ok()));
         let said = check("pigeon").unwrap_err().to_string();
         assert!(
@@ -303,14 +305,14 @@ mod tests {
     }
 
     #[test]
-    fn members_agree_or_everybody_hears_who_says_what() {
+    fn members_with_different_transports_get_an_error() {
         let (tcp, ucx) = (member("tcp", None), member("ucx", None));
         assert_eq!(agree(&[tcp.clone(), tcp.clone()]), Ok(()));
         let said = wrong(&[tcp.clone(), ucx.clone(), tcp.clone(), tcp.clone(), tcp.clone()]);
         let expected =
             "processes 0 and 2-4 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
         assert!(said.contains(expected), "{said}");
-        // That goes before what only one of them cannot do.
+        // A difference in names is reported before a process that lacks its transport.
         let without = member("ucx", Some("no transport: it has no library"));
         assert!(wrong(&[tcp, without.clone()]).contains("process 0 says tcp, process 1 says ucx"));
         let said = wrong(&[ucx, without.clone(), without]);
@@ -321,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_one_host_share_memory_and_those_that_cannot_are_named_once() {
+    fn auto_shares_memory_on_a_host_or_warns_once() {
         let ip = std::net::Ipv4Addr::LOCALHOST.into();
         let here = |host: &str| {
             let addresses = told(DEFAULT, &Opened::open(DEFAULT, 3, ip));
@@ -340,7 +342,7 @@ mod tests {
         let expected =
             "processes 0 and 1 are on host left, but talk over tcp: memfd_create is not allowed";
         assert_eq!((first.as_deref(), second, third), (Some(expected), None, None));
-        // Where it was asked for by name, that is an error everywhere.
+        // With `shm` requested by name, the same is an error on every process.
         let shm = |address: &str| Member {
             addresses: vec![("shm".into(), address.into())],
             ..Member::default()
@@ -366,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn an_opened_transport_tells_its_address_and_a_missing_one_its_name() {
+    fn told_gives_the_address_or_only_the_name() {
         let ip = std::net::Ipv4Addr::LOCALHOST.into();
         let tcp = Opened::open("tcp", 2, ip);
         let told_of_tcp = told("tcp", &tcp);

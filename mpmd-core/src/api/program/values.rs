@@ -1,15 +1,15 @@
-//! Host values that calls take: processes compare them by their hashes.
+//! Hashes of the host values that calls take. The processes compare them.
 
 use super::Program;
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Values};
 
-/// The most bytes of host values that are compared also where the program does not ask for it.
+/// The largest host values, in bytes, that are compared in every configuration.
 const SMALL: usize = 64;
 
 impl Program {
-    /// Returns the hash of the host values among the arrays that a call takes; `None` where there
-    /// are none to compare. Large ones are compared in debug builds, and where the job was told to.
+    /// Returns the hash of the host values among a call's arrays, or `None` if there are none to
+    /// compare. Values of more than 64 bytes count only if `check_uncommitted` is set.
     pub(crate) fn hash_values<'a>(
         &self,
         arrays: impl IntoIterator<Item = &'a MpmdArray>,
@@ -28,8 +28,8 @@ impl Program {
 }
 
 impl Rolling {
-    /// Returns the hash of a call with the hash of its host values mixed in, and both of them
-    /// apart.
+    /// Mixes the hash of a call's host values into the hash of the call. Also returns the two
+    /// hashes apart.
     pub(crate) fn mix_values(self, values: Option<u64>) -> (Self, Option<Values>) {
         match values {
             Some(hash) => (self.mix(hash), Some(Values { call: self.word(), hash })),

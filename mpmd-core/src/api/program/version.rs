@@ -1,4 +1,5 @@
-//! Which program this process runs: compared by the rendezvous before the first operation.
+//! The fingerprint of this process's program. The rendezvous compares it before the first
+//! operation.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -8,18 +9,20 @@ use super::transports::listed;
 use crate::exec::Rolling;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
 
-/// What runs, also where its file was replaced since.
+/// The running executable, also if its file was replaced since.
 const RUNNING: &str = "/proc/self/exe";
 
-/// Linkers put a program's build number near its beginning.
+/// Linkers put the build id near the beginning of the file. This is the number of bytes to search.
 const NEAR: usize = 64 << 10;
 
-/// What a note of a build number begins with, behind the lengths of its name and of itself.
+/// The type and name fields of a GNU build id note. They follow the lengths of the name and of the
+/// id.
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
-/// What must be equal on all processes of a job: the framework's version, the executable, the
-/// devices, and whether host values of any size are compared. Not the arguments: some may concern
-/// one process alone, and what they make of the program is compared as it is issued.
+/// Returns the properties that must be equal on all processes of a job. These are the version of
+/// mpmd, the executable, the devices, and the choice to compare host values of any size.
+/// Command-line arguments are not included, since some may concern only one process. Their effect
+/// on the program is compared as operations are issued.
 pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
@@ -27,7 +30,7 @@ pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> Strin
         name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
-    // A build has one default, and another build is told by its number.
+    // The default of a build needs no text: other builds have another build id.
     let compared = match (check_uncommitted, cfg!(debug_assertions)) {
         (true, false) => ", host values of any size compared",
         (false, true) => ", small host values compared",
@@ -40,7 +43,7 @@ pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> Strin
     )
 }
 
-/// How many devices there are, of which kinds, and which way they work together.
+/// Describes the devices: their number, their kinds, and the path of CUDA collectives.
 fn devices(topology: &Topology) -> String {
     let devices = kinds(topology);
     match topology.cuda_collectives() {
@@ -65,7 +68,7 @@ fn kinds(topology: &Topology) -> String {
     }
 }
 
-/// The linker's number of an executable; a hash of all of it where there is none.
+/// Returns the build id of an executable, or a hash of the whole file if it has none.
 fn build(program: &Path) -> io::Result<String> {
     let mut file = File::open(program)?;
     let mut start = Vec::with_capacity(NEAR);
@@ -83,7 +86,7 @@ fn build(program: &Path) -> io::Result<String> {
     }
 }
 
-/// The number in the note of one, if there is any.
+/// Finds the build id in the first bytes of an executable.
 fn number(start: &[u8]) -> Option<&[u8]> {
     let at = start.windows(KIND_AND_NAME.len()).position(|bytes| bytes == KIND_AND_NAME)?;
     let word =
@@ -98,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_is_known_by_its_build_and_another_by_another() {
+    fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let fingerprint = |topology| fingerprint(topology, cfg!(debug_assertions));
         let ours = fingerprint(&topology);
@@ -121,14 +124,14 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_of_the_whole_job_that_differs_is_another_program() {
+    fn fingerprint_depends_on_check_uncommitted() {
         let [small, all] = [false, true].map(|check| fingerprint(&Topology::even(2, 3), check));
         assert_ne!(small, all);
         assert!([small, all].iter().any(|program| program.contains("host values")));
     }
 
     #[test]
-    fn kinds_of_devices_count_and_whose_they_are() {
+    fn fingerprint_depends_on_device_kinds() {
         use DeviceKind::{Cpu, Cuda};
         let of = |kinds: &[DeviceKind]| devices(&Topology::even(3, 2).of_kinds(kinds).unwrap());
         assert_eq!(of(&[Cpu]), "6 devices");
@@ -146,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_linkers_number_is_read_where_there_is_one() {
+    fn build_id_is_found_or_none() {
         let note =
             [&[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..], &KIND_AND_NAME, &[1, 2, 3, 4, 5, 6, 7, 8, 9]]
                 .concat();

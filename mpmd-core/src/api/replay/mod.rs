@@ -1,10 +1,10 @@
-//! Recording a step once and replaying it: a process then issues the operations in which it takes
-//! part, and nothing of the others.
+//! Recording of a step and its replay. A replay issues only the operations in which this process
+//! takes part.
 //!
-//! Every process issues the operations of the whole job, so a step of a large job costs each of
-//! them time for all. What a replay issues is the recorded step's projection on this process. All
-//! operations keep their numbers: those of others are skipped, and the rolling hash of each follows
-//! from that of the step.
+//! Without replay every process issues all operations of the job, so in a large job issuing takes
+//! each process a long time. A recorded step keeps the operations of this process. All operations
+//! keep their numbers: a replay skips those of other processes. The rolling hash of each operation
+//! is derived from that of the step.
 
 mod recording;
 mod span;
@@ -25,10 +25,11 @@ use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::host_array::HostArray;
 use mpmd_layout::tree::{Structure, Tree};
 
-/// What a process does again in an operation in which it takes part.
+/// An operation in which this process takes part, for replay.
 pub(crate) trait Again: Send + Sync {
-    /// Issues this process's part of operation `op`; returns its results. `x` has the array inputs,
-    /// of which those that have no part here need not be the operation's own.
+    /// Issues this process's part of operation `op` and returns its results. `x` has the array
+    /// inputs. An input without a shard on this process may be a placeholder of the same
+    /// description.
     fn again(
         self: Arc<Self>,
         program: &Program,
@@ -38,9 +39,9 @@ pub(crate) trait Again: Send + Sync {
     ) -> Vec<MpmdArray>;
 }
 
-/// A step that was [recorded](Program::record): takes `T`, gives `U`.
+/// A step that was [recorded](Program::record), with inputs `T` and results `U`.
 ///
-/// Keeps the arrays from outside of the step that it uses, and none that it made.
+/// It keeps the arrays from outside that the step uses, but no array that the step made.
 pub struct Recorded<T, U> {
     step: Step,
     results: Structure,
@@ -48,16 +49,18 @@ pub struct Recorded<T, U> {
 }
 
 impl Program {
-    /// Runs a step as it is, and records it, so that it can be [replayed](Recorded::replay).
+    /// Runs a step once, and records it so that it can be [replayed](Recorded::replay).
     ///
-    /// `step` issues `jit` calls and `device_put`s on the arrays that it is given, and on others
-    /// that it has hold of: those are *constants*, the same in every replay, as are host values
-    /// made inside. Whatever differs from step to step must be in `x`. A replay runs none of the
-    /// step's own code, so nothing in it may depend on values: reads of arrays that the step makes
-    /// are refused, as are [`agree`](Program::agree), [`make`](Program::make),
-    /// [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
-    /// [`step_end`](Program::step_end), and steps within steps. `step` gets copies of uncommitted
+    /// `step` issues `jit` calls and `device_put`s on its inputs and on other arrays that it holds.
+    /// The other arrays and host values made inside are *constants*: every replay uses the same.
+    /// All arrays that differ from step to step must be in `x`. `step` gets copies of uncommitted
     /// inputs.
+    ///
+    /// A replay does not run the code of `step`, so this code must not depend on values. Within
+    /// `step` these calls are refused: reads of arrays that the step makes,
+    /// [`agree`](Program::agree), [`make`](Program::make),
+    /// [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
+    /// [`step_end`](Program::step_end), and nested recording.
     ///
     /// ```
     /// use mpmd_core::prelude::*;
@@ -76,9 +79,9 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// Where an input was donated or is of another program, where the step issues what cannot be
-    /// recorded or donates an array that is no input of it, and whatever `step` fails with. What it
-    /// issued before that stays issued.
+    /// If an input was donated or is of another program. If the step issues an operation that
+    /// cannot be recorded, or donates an array from outside that is not an input. Errors of `step`
+    /// are returned as they are. Operations that it issued before an error stay issued.
     #[track_caller]
     pub fn record<T, U>(
         &mut self,
@@ -102,14 +105,15 @@ impl Program {
             T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
         self.runtime.recorded_from.store(self.operations(), Ordering::Relaxed);
         self.recording = Some(Box::new(recording));
-        // Who catches a panic of the step finds a program that records no more.
+        // Catches a panic to end the recording, so that the program stays usable for a caller that
+        // catches it.
         let result = catch_unwind(AssertUnwindSafe(|| step(self, x)));
         self.runtime.recorded_from.store(u64::MAX, Ordering::Relaxed);
         let recording = self.recording.take();
         let y = result.unwrap_or_else(|panic| resume_unwind(panic))?;
         let Some(recording) = recording else {
             return Err(wrong(IssueProblem::Recording(
-                "the step has put another program in place".into(),
+                "the step has replaced its program by another one".into(),
             )));
         };
         let results = y.structure();
@@ -117,7 +121,8 @@ impl Program {
         Ok((y, Recorded { step, results, types: PhantomData }))
     }
 
-    /// Refuses, while a step is recorded, what a replay could not do again.
+    /// Returns an error while a step is recorded, for calls that cannot be replayed. `call` is the
+    /// name of the call.
     pub(crate) fn refuse_recording(
         &self,
         at: &'static Location<'static>,
@@ -128,7 +133,7 @@ impl Program {
         Err(IssueProblem::Recording(problem).at(at, call))
     }
 
-    /// Refuses, while a step is recorded, to donate what would be gone when it is replayed.
+    /// Refuses, while a step is recorded, to donate an array that a replay would find gone.
     pub(crate) fn check_given_up(
         &self,
         leaves: &[(String, &MpmdArray)],
@@ -149,20 +154,21 @@ impl Program {
 }
 
 impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
-    /// Issues the step once more, on other inputs: the same operations, of which this process
-    /// issues those in which it takes part and skips the others.
+    /// Issues the recorded operations again, on other inputs. This process issues the operations in
+    /// which it takes part and skips the others.
     ///
-    /// All processes must replay where one does: the rolling hash tells a replay from the same
-    /// operations issued one by one, from a replay of another step, and from one on other arrays.
-    /// Values, donation, failures and the bounds on running ahead are those of ordinary issuing.
+    /// If one process replays, all must replay. The rolling hash of a replay differs from that of
+    /// single operations, of another step, and of other inputs. Values, donation, failures and the
+    /// bounds on running ahead are the same as for operations issued one by one. Blocks only on
+    /// these bounds.
     ///
     /// # Errors
     ///
-    /// Where an input has another shape, dtype or sharding than when the step was recorded, where
-    /// it was donated or is of another program, where two inputs that the step cannot tell apart,
-    /// or of which it donates one, are not the same array as they were, and where an array from
-    /// outside that the step uses was donated since: the same on every process, and nothing is
-    /// issued.
+    /// If an input has another shape, dtype or sharding than at recording. If an input was donated
+    /// or is of another program. If two inputs were the same array at recording and are not now. If
+    /// two inputs are now the same array, were not, and the step donates one of them. If an array
+    /// from outside that the step uses was donated since. The error is the same on every process,
+    /// and nothing is issued.
     #[track_caller]
     pub fn replay(&self, program: &mut Program, x: T) -> Result<U> {
         let at = Location::caller();
@@ -174,17 +180,17 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
         U::from_leaves(&self.results, results).map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
-    /// Whether these are inputs that [`Recorded::replay`] takes.
+    /// True if [`Recorded::replay`] takes these inputs.
     pub(crate) fn fits(&self, program: &Program, x: &T) -> bool {
         self.step.check(program, &x.structure(), &x.leaves()).is_ok()
     }
 
-    /// How many operations the step has, on all processes together.
+    /// Returns the number of operations of the step, on all processes together.
     pub fn operations(&self) -> u64 {
         self.step.operations()
     }
 
-    /// In how many of them this process takes part: what a replay issues.
+    /// Returns the number of operations in which this process takes part. A replay issues these.
     pub fn operations_here(&self) -> usize {
         self.step.operations_here()
     }
@@ -196,7 +202,7 @@ impl<T, U> fmt::Debug for Recorded<T, U> {
     }
 }
 
-/// Host values in memory of their own, by which they are known again.
+/// Copies host values to their own memory, so that their address identifies them.
 fn by_itself(leaf: MpmdArray) -> Result<MpmdArray> {
     match &leaf.repr {
         Repr::Placed(_) => Ok(leaf),

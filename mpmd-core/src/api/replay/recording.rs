@@ -1,4 +1,4 @@
-//! What is noted of the operations of a step while it is recorded.
+//! The record of a step's operations while it is recorded, and its conversion to a `Step`.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -17,21 +17,21 @@ use mpmd_layout::tree::Structure;
 
 /// A step that is being recorded.
 pub(crate) struct Recording {
-    /// Operations issued before it.
+    /// The number of operations issued before the step.
     before: u64,
     at: &'static Location<'static>,
     structure: Structure,
     inputs: Vec<Input>,
-    /// Which input an array is, by the operation and its result.
+    /// Input index by origin: the array's operation and result index.
     placed: HashMap<(u64, u32), u32>,
-    /// Which input host values are, by where they are.
+    /// Input index of host values, by the address of their bytes.
     uncommitted: HashMap<usize, u32>,
-    /// Those host values, so that nothing else gets to be where they are.
+    /// Keeps those host values alive, so that their addresses are not reused.
     _held: Vec<MpmdArray>,
-    /// Arrays from outside, that are no inputs.
+    /// Arrays from outside the step that are not inputs.
     constants: Vec<MpmdArray>,
     constant: HashMap<(u64, u32), u32>,
-    /// Host values, and arrays of the step that have no part here.
+    /// Host values, and arrays of the step without a shard on this process.
     others: Vec<MpmdArray>,
     here: Vec<Noted>,
 }
@@ -50,13 +50,13 @@ struct Noted {
     inputs: Vec<Found>,
 }
 
-/// Where an operation has an array from.
+/// The origin of an operation's array, while the step is recorded.
 #[derive(Clone, Copy)]
 enum Found {
     Input(u32),
     Constant(u32),
     Other(u32),
-    /// The operation at a place of the step, and which of its results.
+    /// The operation at a place of the step, and the index of the result.
     Made(u64, u32),
 }
 
@@ -91,7 +91,7 @@ impl Recording {
             let first = match &leaf.repr {
                 Repr::Placed(placed) => *this.placed.entry(placed.origin()).or_insert(place),
                 Repr::Host(host) => {
-                    // Of nothing there is no place, and nothing to know again.
+                    // Empty values have no address to recognize them by.
                     if !host.bytes().is_empty() {
                         this.uncommitted.insert(host.bytes().as_ptr() as usize, place);
                     }
@@ -104,12 +104,12 @@ impl Recording {
         this
     }
 
-    /// The line that records.
+    /// Returns the line that records the step.
     pub(super) fn at(&self) -> &'static Location<'static> {
         self.at
     }
 
-    /// Refuses to donate an array that is neither an input of the step nor made by it.
+    /// Refuses to donate an array from outside that is not an input of the step.
     pub(crate) fn check_given_up(&self, path: &str, array: &MpmdArray) -> Result<(), IssueProblem> {
         let Repr::Placed(placed) = &array.repr else { return Ok(()) };
         let origin = placed.origin();
@@ -122,7 +122,7 @@ impl Recording {
         Err(IssueProblem::Recording(format!("{}{} {problem}", leaf(path), placed.describe())))
     }
 
-    /// Notes an operation that was issued; `here` where this process takes part in it.
+    /// Records an operation that was issued. `here` is given if this process takes part in it.
     pub(crate) fn note(
         &mut self,
         op: u64,
@@ -147,7 +147,8 @@ impl Recording {
         }
     }
 
-    /// Where an array comes from; arrays from outside are kept, and others where they are `needed`.
+    /// Finds the origin of an array. Keeps arrays from outside, and arrays without another source
+    /// if they are `needed`.
     fn find(&mut self, array: &MpmdArray, needed: bool) -> Option<Found> {
         let placed = match &array.repr {
             Repr::Placed(placed) => placed,
@@ -185,7 +186,7 @@ impl Recording {
         Found::Other(self.others.len() as u32 - 1)
     }
 
-    /// The step, whose results are these.
+    /// Returns the recorded step with these results.
     pub(super) fn finish(
         mut self,
         runtime: &Arc<Runtime>,
@@ -261,8 +262,9 @@ impl Recording {
         }
     }
 
-    /// The operations with a place for each array that one of them makes and another or a result
-    /// needs, for as long as it does; how many places there are; and those of the results.
+    /// Assigns a storage place to each array that an operation makes and a later one or a result
+    /// needs. A place is reused after the last use. Returns the operations, the number of places,
+    /// and the places of the results.
     fn place_values(&self, results: &[Found]) -> (Vec<Operation>, usize, Vec<Option<u32>>) {
         let maker = |place: u64| self.here.binary_search_by_key(&place, |noted| noted.place).ok();
         let value = |found: &Found| match found {

@@ -1,4 +1,4 @@
-//! What a replay is to the router, and to people who read messages about it.
+//! A replay's view for the router and for messages: hashes and descriptions of its operations.
 
 use std::fmt;
 use std::panic::Location;
@@ -7,12 +7,13 @@ use std::sync::Arc;
 use crate::exec::{Rolling, Span, Values};
 use crate::trace::Label;
 
-/// What the operations of a recorded step are called.
+/// Descriptions of the operations of a recorded step.
 pub(super) struct Names {
     pub(super) operations: u64,
     /// The line that recorded the step.
     pub(super) at: &'static Location<'static>,
-    /// Those in which this process takes part, by their place in the step, counted from 1.
+    /// Operations in which this process takes part, sorted by their place in the step. Places start
+    /// at 1.
     pub(super) here: Vec<Name>,
 }
 
@@ -25,22 +26,22 @@ pub(super) struct Name {
 
 /// One replay of a step.
 ///
-/// The hash of each operation is that of all before the replay, of the step and its inputs, with
-/// the operation's place mixed in: whoever takes part in any of them finds the same, knowing
-/// nothing of the others.
+/// The hash of an operation mixes four parts: all operations before the replay, the step, its
+/// inputs, and the operation's place. So each process can compute it without knowing the other
+/// operations.
 pub(super) struct Replaying {
-    /// Operations issued before it.
+    /// The number of operations issued before the replay.
     pub(super) before: u64,
     pub(super) start: Rolling,
-    /// The host values among its inputs.
+    /// Hash of the host values among the inputs.
     pub(super) values: Option<Values>,
     pub(super) names: Arc<Names>,
-    /// The line that replays it.
+    /// The line that replays the step.
     pub(super) at: &'static Location<'static>,
 }
 
 impl Replaying {
-    /// The rolling hash up to the operation at this place.
+    /// Returns the rolling hash up to the operation at this place.
     pub(super) fn hash(&self, place: u64) -> Rolling {
         self.start.mix(place)
     }

@@ -1,4 +1,4 @@
-//! A recorded step: this process's own operations, and what they need.
+//! A recorded step: this process's operations and the arrays that they need.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -18,50 +18,51 @@ use mpmd_layout::tree::Structure;
 /// The place in the step of the operation that donates an array, and its line.
 pub(super) type Donation = (u64, &'static Location<'static>);
 
-/// The projection of a step on this process.
+/// This process's part of a recorded step.
 pub(super) struct Step {
     pub(super) runtime: Arc<Runtime>,
     pub(super) structure: Structure,
     pub(super) inputs: Vec<Input>,
-    /// Arrays from outside first, then what else operations take that they do not make.
+    /// Arrays from outside first, then other arrays that operations take and the step does not
+    /// make.
     pub(super) kept: Vec<MpmdArray>,
-    /// How many are from outside.
+    /// The number of arrays from outside in `kept`.
     pub(super) constants: usize,
-    /// Those in which this process takes part.
+    /// Operations in which this process takes part, in order.
     pub(super) operations: Vec<Operation>,
-    /// The most arrays of its own that it holds at a time.
+    /// The number of places for arrays that the step makes.
     pub(super) values: usize,
     pub(super) outcomes: Vec<Outcome>,
-    /// The rolling hash when it was recorded.
+    /// The rolling hash at the end of the recording.
     pub(super) hash: Rolling,
     pub(super) names: Arc<Names>,
 }
 
-/// What an input was when the step was recorded.
+/// An input's properties at recording.
 pub(super) struct Input {
     pub(super) path: String,
     pub(super) aval: ShapedArray,
     pub(super) sharding: Option<Sharding>,
-    /// The first input that is the same array.
+    /// Index of the first input that is the same array.
     pub(super) first: u32,
     pub(super) donated: Option<Donation>,
 }
 
 /// An operation in which this process takes part.
 pub(super) struct Operation {
-    /// In the step, from 1.
+    /// Place in the step, from 1.
     pub(super) place: u64,
     pub(super) label: Option<Label>,
     pub(super) at: &'static Location<'static>,
     pub(super) again: Arc<dyn Again>,
     pub(super) inputs: Vec<Source>,
-    /// Those of its results that are needed, and where they are kept.
+    /// Results that are needed later: (index of the result, place in which it is kept).
     pub(super) outputs: Vec<(u32, u32)>,
-    /// Which places nobody needs after it.
+    /// Places that are free after this operation.
     pub(super) drops: Vec<u32>,
 }
 
-/// Where an operation has an array from.
+/// The origin of an operation's array in a replay.
 #[derive(Clone, Copy)]
 pub(super) enum Source {
     Input(u32),
@@ -71,10 +72,10 @@ pub(super) enum Source {
 
 /// A result of the step.
 pub(super) enum Outcome {
-    /// An array that this process gives, takes, or made.
+    /// An array that this process gives, takes or made.
     Here { source: Source, donated: Option<Donation> },
-    /// One that others made; its origin is that of the recorded one, which began after `before`
-    /// operations.
+    /// An array that other processes made. `origin` is from the recording, which began after
+    /// `before` operations.
     Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
 }
 
@@ -87,7 +88,7 @@ impl Step {
         self.operations.len()
     }
 
-    /// Whether it can be replayed on these inputs.
+    /// Checks that the step can be replayed on these inputs.
     pub(super) fn check(
         &self,
         program: &Program,
@@ -114,7 +115,7 @@ impl Step {
             let first = *firsts.entry(placed.origin()).or_insert(place);
             self.check_same(place, first)?;
         }
-        // Few steps donate what they are given; fewer use what else there is.
+        // Checked last: few steps donate an input, and even fewer also use the array from outside.
         let constants = &self.kept[..self.constants];
         constants
             .iter()
@@ -135,8 +136,9 @@ impl Step {
         Ok(())
     }
 
-    /// Inputs that were one array must be one; those that were not must not, where one of them is
-    /// donated.
+    /// Checks input `place` against `first`, the first input that is the same array now. Inputs
+    /// that were one array at recording must be one. Inputs that were different must stay different
+    /// if the step donates one of them.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
         let (input, twin) = (&self.inputs[place], &self.inputs[first]);
         let known = input.first as usize;
@@ -159,7 +161,7 @@ impl Step {
         Ok(())
     }
 
-    /// Issues it; the inputs were checked.
+    /// Issues the step. The inputs must have been checked.
     pub(super) fn run(
         &self,
         program: &mut Program,
@@ -201,8 +203,8 @@ impl Step {
         program.set_label(label);
         program.advance(before + self.operations(), &span);
         program.set_rolling(end);
-        // Also where this process has no part in the operation that did: every process refuses the
-        // same.
+        // Marks donated inputs also if another process runs the donating operation, so that every
+        // process refuses later uses.
         for (input, leaf) in self.inputs.iter().zip(x) {
             donate(leaf, input.donated, before);
         }
@@ -222,8 +224,9 @@ impl Step {
         self.outcomes.iter().filter_map(result).collect()
     }
 
-    /// The rolling hash with everything mixed in that a replay on these inputs must have equal on
-    /// all processes, and the hash of the host values among them.
+    /// Returns the rolling hash at the start of a replay, and the hash of the host values among its
+    /// inputs. The rolling hash includes the step and its inputs, which must be equal on all
+    /// processes.
     fn start(&self, program: &Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
         let recorded = self.hash.value();
         let step = [0x4e97a, recorded as u64, (recorded >> 64) as u64, self.operations()];
@@ -249,7 +252,7 @@ fn donate(array: &MpmdArray, donated: Option<Donation>, before: u64) {
     }
 }
 
-/// A tree, by its first leaves.
+/// Describes a tree by its first leaves.
 fn leaves_of(structure: &Structure) -> String {
     let paths = structure.paths();
     let shown = paths.len().min(8);

@@ -1,8 +1,8 @@
 //! Matrix products on slices, for CPU kernels.
 //!
-//! Matrices are dense and row-major. Every product runs on the calling thread alone: a device has
-//! one thread, and the same operands give the same bits on every call, however many processes there
-//! are.
+//! Matrices are dense and row-major. Every product runs on the calling thread alone, because a
+//! device has one thread. The same operands give the same bits on every call, regardless of the
+//! number of processes.
 
 use std::any::type_name;
 
@@ -24,21 +24,21 @@ impl Scalar for f64 {
     const ONE: Self = 1.0;
 }
 
-/// `gemm` panics for any other type, so nobody else may add one.
+/// Keeps others from implementing `Scalar`: `gemm` panics for any other type.
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }
 
-/// `c = a b`, or `c += a b` where `accumulate` is set: `c` is `[m, n]`, `a` is `[m, k]`, `b` is
-/// `[k, n]`.
+/// Computes `c = a b`, or `c += a b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`, `b`
+/// is `[k, n]`.
 ///
 /// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
 ///
 /// # Panics
 ///
-/// Panics where a slice is not as long as its shape says.
+/// If a slice is not as long as its shape says.
 pub fn matmul<T: Scalar>(
     c: &mut [T],
     a: &[T],
@@ -51,14 +51,14 @@ pub fn matmul<T: Scalar>(
     product(c, Operand::rows("a", a, m, k), Operand::rows("b", b, k, n), accumulate);
 }
 
-/// `c = a bᵀ`, or `c += a bᵀ` where `accumulate` is set: `c` is `[m, n]`, `a` is `[m, k]`, `b` is
-/// `[n, k]`.
+/// Computes `c = a bᵀ`, or `c += a bᵀ` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`,
+/// `b` is `[n, k]`.
 ///
 /// Otherwise as [`matmul`].
 ///
 /// # Panics
 ///
-/// Panics where a slice is not as long as its shape says.
+/// If a slice is not as long as its shape says.
 pub fn matmul_nt<T: Scalar>(
     c: &mut [T],
     a: &[T],
@@ -71,14 +71,14 @@ pub fn matmul_nt<T: Scalar>(
     product(c, Operand::rows("a", a, m, k), Operand::rows("b", b, n, k).transposed(), accumulate);
 }
 
-/// `c = aᵀ b`, or `c += aᵀ b` where `accumulate` is set: `c` is `[m, n]`, `a` is `[k, m]`, `b` is
-/// `[k, n]`.
+/// Computes `c = aᵀ b`, or `c += aᵀ b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[k, m]`,
+/// `b` is `[k, n]`.
 ///
 /// Otherwise as [`matmul`].
 ///
 /// # Panics
 ///
-/// Panics where a slice is not as long as its shape says.
+/// If a slice is not as long as its shape says.
 pub fn matmul_tn<T: Scalar>(
     c: &mut [T],
     a: &[T],
@@ -91,7 +91,7 @@ pub fn matmul_tn<T: Scalar>(
     product(c, Operand::rows("a", a, k, m).transposed(), Operand::rows("b", b, k, n), accumulate);
 }
 
-/// A matrix to read, whose strides (in elements) stay within its slice.
+/// A read-only matrix. Its strides, in elements, stay within its slice.
 struct Operand<'a, T> {
     data: &'a [T],
     rows: usize,
@@ -101,13 +101,14 @@ struct Operand<'a, T> {
 }
 
 impl<'a, T> Operand<'a, T> {
-    /// A dense row-major matrix; the length is checked here, once, for every product.
+    /// Returns a dense row-major matrix. Panics if the length is wrong, so products need no other
+    /// check.
     fn rows(name: &str, data: &'a [T], rows: usize, columns: usize) -> Self {
         assert_len(name, data.len(), rows, columns);
         Self { data, rows, columns, row_stride: columns, column_stride: 1 }
     }
 
-    /// The same memory read the other way round.
+    /// Returns the transposed matrix on the same memory.
     fn transposed(self) -> Self {
         Self {
             data: self.data,
@@ -132,20 +133,20 @@ fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumul
     let (m, k, n) = (a.rows, a.columns, b.columns);
     assert_len("c", c.len(), m, n);
     if m == 0 || n == 0 || k == 0 {
-        // Nothing to read, and pointers of empty slices stay out of `gemm`.
+        // There is nothing to read, and `gemm` must not get pointers of empty slices.
         if !accumulate {
             c.fill(T::ZERO);
         }
         return;
     }
-    // SAFETY: no dimension is zero here. `c` holds exactly m * n elements (checked above) and is
+    // SAFETY: no dimension is zero here. `c` holds exactly m * n elements (checked above). It is
     // addressed as row * n + column with row < m and column < n, so every access lies within it.
-    // Each operand holds exactly rows * columns elements (checked in `Operand::rows`) and its
-    // strides are (columns, 1) of the dense matrix or the same two swapped together with the
-    // dimensions, so every access lies within its slice too. A slice is at most `isize::MAX` bytes,
-    // so no stride overflows `isize`. `c` is borrowed exclusively, hence overlaps neither operand.
-    // `T` is `f32` or `f64` (sealed), both of which `gemm` implements. With `read_dst` false `c` is
-    // only written, and it is initialised anyway.
+    // Each operand holds exactly rows * columns elements (checked in `Operand::rows`). Its strides
+    // are (columns, 1), or both swapped together with the dimensions, so every access lies within
+    // its slice too. A slice is at most `isize::MAX` bytes, so no stride overflows `isize`. `c` is
+    // borrowed exclusively, hence overlaps neither operand. `T` is `f32` or `f64` (sealed), both of
+    // which `gemm` implements. With `read_dst` false `c` is only written, and it is initialised
+    // anyway.
     unsafe {
         gemm::gemm(
             m,
@@ -175,7 +176,8 @@ fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumul
 mod tests {
     use super::*;
 
-    /// Integers small enough that every sum is exact, so that results can be compared bit by bit.
+    /// Returns integers small enough that every sum is exact, so that results can be compared bit
+    /// by bit.
     fn whole_numbers(len: usize, seed: usize) -> Vec<f64> {
         (0..len).map(|i| ((i * 31 + seed * 17) % 13) as f64 - 6.0).collect()
     }
@@ -224,7 +226,7 @@ mod tests {
         let a: Vec<f32> = (0..m * k).map(|i| (i as f32 * 0.37).sin()).collect();
         let b: Vec<f32> = (0..k * n).map(|i| (i as f32 * 0.73).cos()).collect();
         let run = || {
-            // A copy of its own each time: another address, perhaps another alignment.
+            // New copies each time, perhaps with another alignment.
             let (a, b) = (a.clone(), b.clone());
             let mut c = vec![0.0f32; m * n];
             matmul(&mut c, &a, &b, m, k, n, false);
@@ -240,13 +242,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "matrix b is [3, 4] but its slice has 11 elements")]
-    fn a_short_slice_is_refused() {
+    fn short_slice_panics() {
         matmul(&mut [0.0f32; 8], &[0.0; 6], &[0.0; 11], 2, 3, 4, false);
     }
 
     #[test]
     #[should_panic(expected = "matrix a is")]
-    fn a_shape_beyond_the_address_space_is_refused() {
+    fn overflowing_shape_panics() {
         matmul(&mut [0.0f32; 0], &[0.0; 0], &[0.0; 0], usize::MAX, 2, 0, false);
     }
 }

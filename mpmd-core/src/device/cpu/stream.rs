@@ -1,23 +1,23 @@
-//! Copies that go past the caches.
+//! Memory copies with streaming (non-temporal) stores, which bypass the caches.
 //!
-//! An ordinary store first reads the line that it writes; over gigabytes that is half as much again
-//! on a memory bus that is the limit. The processor's streaming stores don't. They pay only where
-//! what is written is larger than the caches would keep anyway.
+//! An ordinary store first reads the cache line that it writes. For gigabytes of data this adds
+//! half as much traffic to the memory bus, which is the limit. Streaming stores avoid the read.
+//! They pay only if the written data is too large to stay in the caches anyway.
 
-/// Copies of at least this many bytes in all are better made past the caches: more than the part of
-/// the second-level cache that survives until somebody reads it.
+/// The total size in bytes from which streaming stores are faster. More than the part of the
+/// second-level cache that would survive until the data is read.
 pub(crate) const STREAM_BYTES: usize = 2 << 20;
 
-/// Runs shorter than this gain nothing: their ends are copied in the ordinary way.
+/// The shortest run in bytes that gains from streaming stores: unaligned ends are copied normally.
 pub(crate) const SHORTEST_RUN: usize = 256;
 
-/// A series of copies past the caches. What they have written is in order for other threads when
-/// this is dropped, and not before.
+/// A series of streaming copies. Other threads may read the written data only after this is
+/// dropped, which issues the fence.
 #[derive(Debug)]
 pub(crate) struct Stream(());
 
 impl Stream {
-    /// Begins a series.
+    /// Begins a series of copies.
     pub(crate) fn new() -> Self {
         Self(())
     }
@@ -26,7 +26,7 @@ impl Stream {
     ///
     /// # Panics
     ///
-    /// Where their lengths differ.
+    /// If the lengths differ.
     #[inline]
     pub(crate) fn copy(&mut self, dst: &mut [u8], src: &[u8]) {
         assert_eq!(dst.len(), src.len(), "a copy has two sides of one length");
@@ -48,10 +48,11 @@ impl Drop for Stream {
 mod x86 {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
-    /// What a store writes: its address is a multiple of it.
+    /// The size in bytes of one store, and the alignment of its address.
     const LANE: usize = size_of::<__m128i>();
 
-    /// Lanes of a cache line, which are stored one after the other so that it leaves as a whole.
+    /// The number of stores per cache line. They follow each other, so that the line is written as
+    /// a whole.
     const LANES: usize = 4;
 
     pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
@@ -65,10 +66,10 @@ mod x86 {
         last.copy_from_slice(end);
         for (to, from) in dst.chunks_exact_mut(LANE * LANES).zip(src.chunks_exact(LANE * LANES)) {
             let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
-            // SAFETY: both chunks are LANES lanes long, so that every lane of the loads and stores
-            // lies in them; the loads take any address, and `to` is a multiple of a lane's size,
-            // because `head` bytes were left out for that and a chunk is a whole number of lanes.
-            // The borrows keep others from the memory. SSE2 is part of every x86_64.
+            // SAFETY: both chunks are LANES lanes long, so every lane of the loads and stores lies
+            // in them. Loads take any address. `to` is aligned to a lane, because `head` bytes were
+            // left out for that and a chunk is a whole number of lanes. The borrows keep others
+            // from the memory. SSE2 is part of every x86_64.
             unsafe {
                 let a = _mm_loadu_si128(from);
                 let b = _mm_loadu_si128(from.add(1));
@@ -111,7 +112,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "one length")]
-    fn sides_of_different_lengths_are_the_callers_bug() {
+    fn different_lengths_panic() {
         Stream::new().copy(&mut [0; 3], &[0; 4]);
     }
 }

@@ -1,4 +1,5 @@
-//! What stands in for CUDA devices in programs built without the feature: there are none.
+//! Stand-ins for the CUDA back end in programs built without the feature `cuda`. Their types cannot
+//! be constructed, and opening a device is an error.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -17,29 +18,29 @@ use mpmd_layout::topology::DeviceId;
 
 const NOT_BUILT: &str = "this program was built without the feature `cuda`";
 
-/// A CUDA device. There is none in this build.
+/// A CUDA device. Cannot be constructed in this build.
 pub(crate) enum Gpu {}
 
-/// A queue of a device's work. There is none in this build.
+/// A CUDA stream and its waiter thread. Cannot be constructed in this build.
 pub(crate) enum Line {}
 
-/// A line while work is issued to it. There is none in this build.
+/// A raw CUDA stream. Cannot be constructed in this build.
 pub(crate) enum Stream {}
 
-/// What a kernel needs on a device. There is none in this build.
+/// The preparation of a kernel's sources for a device. Cannot be constructed in this build.
 pub(crate) enum WarmUp {}
 
-/// A thread's turn to issue work to a line. There is none in this build.
+/// Exclusive access to a stream for issuing work. Cannot be constructed in this build.
 pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
 
-/// The end of what was issued in a turn. There is none in this build.
+/// The end of issued work. Cannot be constructed in this build.
 pub(crate) struct Ending(Never);
 
-/// A process's communicators of NCCL's. There are none in this build.
+/// A process's NCCL communicators. Always empty in this build.
 #[derive(Default)]
 pub(crate) struct Communicators(());
 
-/// A device's place in a group that works together. There is none in this build.
+/// One rank of an NCCL communicator. Cannot be constructed in this build.
 pub(crate) enum Communicator {}
 
 enum Never {}
@@ -141,7 +142,7 @@ impl WarmUp {
     }
 }
 
-/// How a process with these devices shares their memory with others: it has none.
+/// Returns `None`: this build has no device memory to share.
 pub(crate) fn sharing(_: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
     None
 }
@@ -217,9 +218,9 @@ impl Ending {
     }
 }
 
-/// What a group knows its communicators by. There are none in this build.
+/// Fails: this build has no NCCL.
 pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
-    Err(CudaError::new("beginning a group of NCCL's", "", NOT_BUILT))
+    Err(CudaError::new("creating an NCCL group id", "", NOT_BUILT))
 }
 
 impl Communicators {

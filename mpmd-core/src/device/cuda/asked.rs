@@ -1,5 +1,5 @@
-//! What devices are asked for, in figures: the same in programs with and without the feature
-//! `cuda`.
+//! Plain descriptions of device operations: arguments, matrix products and collectives. They are
+//! the same with and without the feature `cuda`.
 
 use std::sync::Arc;
 
@@ -11,35 +11,36 @@ use crate::device::collective::CollectiveKind;
 use crate::device::cuda::work::Types;
 use mpmd_layout::aval::DType;
 
-/// An argument of a function, as the driver takes it.
+/// A function argument in the form that the driver takes.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct RawArg {
-    /// Its bytes, from the first on.
+    /// The value, in the first `size` bytes.
     pub(super) bytes: [u8; 8],
-    /// How many of them there are.
+    /// The number of bytes used.
     pub(super) size: usize,
-    /// Where it is an address: what it is the address of, and whether the function may write that.
+    /// For an address: the memory that it points to, and true if the function may write it.
     pub(super) uses: Option<(DevicePlace, bool)>,
 }
 
 impl RawArg {
-    /// No argument, for the room.
+    /// A placeholder for unused array entries.
     pub(crate) const NONE: Self = Self { bytes: [0; 8], size: 0, uses: None };
 
-    /// A number of `size` bytes.
+    /// Returns an argument with the first `size` bytes of a number.
     pub(crate) fn number(bytes: [u8; 8], size: usize) -> Self {
         Self { bytes, size, uses: None }
     }
 
-    /// The address of values.
+    /// Returns an argument with the address of `place`. `writes` says whether the function may
+    /// write there.
     pub(crate) fn memory(place: DevicePlace, writes: bool) -> Self {
         Self { bytes: place.address.to_ne_bytes(), size: 8, uses: Some((place, writes)) }
     }
 }
 
-/// A product of matrices in columns, as cuBLAS takes it, or a batch of such: `result[m, n]` of
-/// `first[m, k]` and `second[k, n]`.
+/// A product of column-major matrices, as cuBLAS takes it, or a batch of products: `result[m, n] =
+/// first[m, k] second[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Product {
     pub(crate) m: i32,
@@ -54,41 +55,41 @@ pub(crate) struct Product {
     pub(crate) types: Types,
 }
 
-/// A matrix of a product.
+/// The memory layout of a matrix of a product.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Operand {
     pub(crate) transposed: bool,
-    /// Elements from the beginning of a column to that of the next.
+    /// Elements between the starts of two successive columns.
     pub(crate) leading: i32,
-    /// Elements from one matrix of a batch to the next.
+    /// Elements between the starts of two successive matrices of a batch.
     pub(crate) stride: i64,
 }
 
-/// What a group's first device tells the others, by which they make communicators of NCCL's that
-/// belong together.
+/// The id that a group's first device sends to the others. Ranks that use the same id join the same
+/// NCCL communicator.
 pub(crate) type CommunicatorId = [u8; 128];
 
-/// A collective that devices carry out together.
+/// A collective operation of a group of devices, as one device issues it.
 #[derive(Clone, Copy)]
 pub(crate) struct Joint<'a> {
     pub(crate) kind: &'a CollectiveKind,
     pub(crate) dtype: DType,
-    /// What it was called with.
+    /// The number of elements that the collective was called with.
     pub(crate) elements: usize,
-    /// How many devices there are.
+    /// The number of devices in the group.
     pub(crate) ranks: usize,
     pub(crate) from: DevicePlace,
     pub(crate) to: DevicePlace,
 }
 
-/// Why devices do not work together.
+/// The reason why a collective of several devices failed.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum NotJoined {
-    /// Not because of this device.
+    /// The communicators were given up because of this failure elsewhere.
     #[error("it was given up: {0}")]
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "nobody is joined there"))]
     GivenUp(Arc<Failure>),
-    /// NCCL, or the device, refuses.
+    /// An error of NCCL or of this device.
     #[error(transparent)]
     Failed(#[from] CudaError),
 }

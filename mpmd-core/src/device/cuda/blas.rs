@@ -1,4 +1,4 @@
-//! Products of matrices, by cuBLAS.
+//! Matrix products with cuBLAS.
 
 use std::sync::Arc;
 
@@ -16,12 +16,12 @@ use super::line::Stream;
 use crate::device::cuda::work::{Math, Types};
 use mpmd_layout::aval::DType;
 
-/// What cuBLAS's own documentation has for processors from compute capability 9.0 on, and for
-/// others.
+/// Workspace sizes that cuBLAS's documentation recommends: from compute capability 9.0 on, and for
+/// older devices.
 const WORKSPACE_BYTES: [usize; 2] = [32 << 20, 4 << 20];
 
-/// cuBLAS on a device: a handle for its compute line, and memory that it works with, so that it
-/// asks for none as it is called.
+/// cuBLAS on one device: a handle for the compute stream and a workspace, so that calls allocate no
+/// memory.
 pub(super) struct Blas {
     handle: Mutex<Handle>,
 }
@@ -29,7 +29,7 @@ pub(super) struct Blas {
 struct Handle {
     raw: sys::cublasHandle_t,
     context: Arc<Context>,
-    /// Back in its pool once the handle is gone, which waits for the device.
+    /// Returns to its pool after the handle is destroyed, which waits for the device.
     #[expect(dead_code, reason = "held for its drop")]
     workspace: OwnedBuffer,
 }
@@ -38,11 +38,12 @@ struct Handle {
 unsafe impl Send for Handle {}
 
 impl Blas {
-    /// Made in a warm-up: it allocates memory, and may wait for the device.
+    /// Creates the handle and allocates the workspace. May wait for the device, so this belongs
+    /// into a warm-up.
     ///
     /// # Errors
     ///
-    /// Where there is no cuBLAS, it refuses, or the pool has no room for what it works with.
+    /// If cuBLAS is missing or fails, or the pool has no room for the workspace.
     pub(super) fn new(
         context: &Arc<Context>,
         stream: &Stream,
@@ -62,7 +63,7 @@ impl Blas {
         }
         let bytes = WORKSPACE_BYTES[usize::from(architecture.major() < 9)];
         let workspace = pool.allocate(bytes).map_err(|error| {
-            CudaError::new(DOING, "", format!("no memory for what it works with: {error}"))
+            CudaError::new(DOING, "", format!("no memory for cuBLAS's workspace: {error}"))
         })?;
         let address = workspace.device().map_or(0, |place| place.address);
         context.bind()?;
@@ -71,9 +72,8 @@ impl Blas {
         check(DOING, unsafe { calls::cublasCreate_v2(&raw mut raw) })?;
         let handle = Handle { raw, context: context.clone(), workspace };
         // SAFETY: the handle and the stream are alive and of this context. The workspace lives as
-        // long as the handle, is aligned to 256 bytes as all segments of devices are, and is used
-        // by work of this stream alone. In this order: a stream that is set brings a workspace of
-        // its own.
+        // long as the handle and is aligned to 256 bytes, as all device segments are. Only work of
+        // this stream uses it. The order matters: setting the stream resets the workspace.
         unsafe {
             check(DOING, calls::cublasSetStream_v2(raw, stream.handle().cast()))?;
             check(
@@ -84,20 +84,20 @@ impl Blas {
                     bytes,
                 ),
             )?;
-            // Sums of halves are in f32 also where a product is cut into several.
+            // Sums of half-precision products stay in f32 even if cuBLAS splits a product.
             let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check(DOING, calls::cublasSetMathMode(raw, mode))?;
         }
         Ok(Self { handle: Mutex::new(handle) })
     }
 
-    /// Issues a product of values at these places (A, B, C: of rows) to the stream of the handle.
+    /// Issues a product of row-major matrices A, B and C to the handle's stream.
     fn product(&self, product: &Product, [a, b, c]: [DevicePlace; 3]) -> Result<(), CudaError> {
         let Product { m, n, k, first, second, result, batch, types, .. } = *product;
         let handle = self.handle.lock();
         let [factor, into] = [types.factors, types.result].map(data_type);
         let compute = compute_type(types);
-        // In the type of the sums.
+        // The scalars must have the type of the sums.
         let singles = [product.alpha as f32, product.beta as f32];
         let doubles = [product.alpha, product.beta];
         let scalars = if types.factors == DType::F64 {
@@ -109,9 +109,9 @@ impl Blas {
         let at = |place: DevicePlace| std::ptr::with_exposed_provenance_mut(place.address as usize);
         let [first_at, second_at, result_at] = [b, a, c].map(at);
         let [first_op, second_op] = [first, second].map(operation);
-        // SAFETY: the handle is alive, its context bound by whoever issues work. Sizes were checked
-        // against the lengths of the places (`Gemm::product`); the scalars are there until the call
-        // returns, which reads them.
+        // SAFETY: the handle is alive, and the issuing thread has bound its context. Sizes were
+        // checked against the lengths of the places (`Gemm::product`). The scalars live until the
+        // call returns, which reads them.
         let issued = unsafe {
             if batch == 1 {
                 calls::cublasGemmEx(
@@ -178,11 +178,12 @@ impl Drop for Handle {
 }
 
 impl Gpu {
-    /// Issues a product of values at these places to the compute line, which `stream` is of.
+    /// Issues a matrix product to the compute stream, which `stream` must be. Creates the cuBLAS
+    /// handle if no warm-up has done so.
     ///
     /// # Errors
     ///
-    /// Where there is no cuBLAS, or it refuses.
+    /// If cuBLAS is missing or fails.
     pub(crate) fn gemm(
         &self,
         _: &Stream,
@@ -192,7 +193,7 @@ impl Gpu {
     ) -> Result<(), CudaError> {
         if self.blas_if_ready().is_none() {
             tracing::warn!(
-                "cuBLAS is made ready as it is called, since no kernel announces it \
+                "initialising cuBLAS during a call, because no kernel lists it as a source \
                  (`cuda::CUBLAS`)"
             );
         }
@@ -208,7 +209,7 @@ fn operation(operand: Operand) -> sys::cublasOperation_t {
     }
 }
 
-/// Others than these make no product (`Gemm::product`).
+/// Returns cuBLAS's number for a dtype. `Gemm::product` has already refused all others.
 fn data_type(dtype: DType) -> sys::cudaDataType_t {
     match dtype {
         DType::F64 => sys::cudaDataType_t::CUDA_R_64F,
@@ -237,7 +238,7 @@ fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
     if answer.is_success() {
         return Ok(());
     }
-    // SAFETY: cuBLAS has static texts for each of its answers, and for numbers that are none.
+    // SAFETY: cuBLAS has static texts for each status, and for numbers that are none.
     let (name, text) = unsafe {
         (
             static_text(calls::cublasGetStatusName(answer)),

@@ -1,8 +1,8 @@
-//! What was compiled, kept on disk: a folder of the user's, a file for each source, its options,
-//! NVRTC's version and the architecture.
+//! A cache of compiled kernels on disk, in a folder of the user.
 //!
-//! Whatever goes wrong here costs a compile and is no error: the folder may be on a full disk, or
-//! belong to somebody else, and processes write it at the same time.
+//! It has one file for each combination of source, options, NVRTC version and architecture.
+//! Failures here cost a compilation and are not errors: the folder may be on a full disk or belong
+//! to another user. Several processes may write it at the same time.
 
 use std::ffi::OsString;
 use std::fs;
@@ -14,16 +14,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::device::cuda::source::Source;
 use mpmd_layout::Fingerprint;
 
-/// How a file begins. Another number for another form.
+/// The first bytes of a file. Change the number when the format changes.
 const MAGIC: &[u8] = b"mpmd compiled 1\n";
 
-/// All that what is compiled depends on.
+/// The text that identifies a compilation: source, options and NVRTC version.
 pub(super) struct Key {
     text: String,
 }
 
 impl Key {
-    /// The options say for which architecture.
+    /// Builds the key. The options name the architecture.
     pub(super) fn new(source: &Source, options: &[String], nvrtc: &str) -> Self {
         let head = [source.name(), nvrtc].into_iter().chain(options.iter().map(String::as_str));
         let head: Vec<&str> = head.collect();
@@ -40,33 +40,34 @@ impl Key {
     }
 }
 
-/// The folder, where there is one.
+/// The cache folder, or `None` if caching is off.
 pub(super) struct Cache {
     folder: Option<PathBuf>,
 }
 
 impl Cache {
-    /// Where the environment says. `MPMD_CUDA_CACHE` set to nothing has none.
+    /// Returns the cache that the environment names. An empty `MPMD_CUDA_CACHE` turns the cache
+    /// off.
     pub(super) fn of_user() -> Self {
         Self { folder: folder(|name| std::env::var_os(name)) }
     }
 
-    /// What was written for this key, if it is there and whole.
+    /// Returns the image stored for this key. `None` if there is none or the file is damaged.
     pub(super) fn read(&self, key: &Key) -> Option<Vec<u8>> {
         let path = self.folder.as_ref()?.join(key.file());
         let bytes = fs::read(&path).ok()?;
         let image = whole(&bytes, key);
         if image.is_none() {
-            tracing::debug!(path = %path.display(), "damaged: compiled again");
+            tracing::debug!(path = %path.display(), "cached kernel is damaged; compiling it again");
         }
         image.map(<[u8]>::to_vec)
     }
 
-    /// Keeps what was compiled, if it can.
+    /// Stores an image. Failures are only logged.
     pub(super) fn write(&self, key: &Key, image: &[u8]) {
         let Some(folder) = &self.folder else { return };
         if let Err(error) = write(folder, key, image) {
-            tracing::debug!(%error, folder = %folder.display(), "what was compiled is not kept");
+            tracing::debug!(%error, folder = %folder.display(), "cannot write the compiled kernel to the cache");
         }
     }
 }
@@ -80,8 +81,8 @@ fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(caches.join("mpmd").join("cuda"))
 }
 
-/// The bytes of a file: all that the key is, so that no two are taken for each other, the image,
-/// and a sum of both.
+/// Returns the bytes of a file: header, the complete key, the image and a checksum. The key is
+/// included so that two keys with the same file name are not confused.
 fn content(key: &Key, image: &[u8]) -> Vec<u8> {
     let lengths = [key.text.len() as u64, image.len() as u64].map(u64::to_le_bytes).concat();
     let mut bytes = [MAGIC, &lengths[..], key.text.as_bytes(), image].concat();
@@ -113,10 +114,10 @@ fn sum(bytes: &[u8]) -> u64 {
     sum.finish()
 }
 
-/// By another name first: whoever reads it sees all of it or nothing.
+/// Writes a temporary file and renames it, so that a reader sees a complete file or none.
 fn write(folder: &Path, key: &Key, image: &[u8]) -> io::Result<()> {
     static WRITTEN: AtomicU64 = AtomicU64::new(0);
-    // What lies here is run: nobody else writes it.
+    // The files contain code that will run, so only the user may write here.
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let path = folder.join(key.file());
@@ -124,7 +125,7 @@ fn write(folder: &Path, key: &Key, image: &[u8]) -> io::Result<()> {
     let written =
         fs::File::create_new(&new).and_then(|mut file| file.write_all(&content(key, image)));
     written.and_then(|()| fs::rename(&new, &path)).inspect_err(|_| {
-        // It may never have been there.
+        // The temporary file may not exist.
         let _ = fs::remove_file(&new);
     })
 }
@@ -150,12 +151,12 @@ mod tests {
     }
 
     #[test]
-    fn the_folder_is_the_one_that_was_named_or_the_users_own() {
+    fn folder_comes_from_mpmd_then_xdg_then_home() {
         let path = |text: &str| Some(PathBuf::from(text));
         let home = ("HOME", "/home/a");
         assert_eq!(folder_of(&[home]), path("/home/a/.cache/mpmd/cuda"));
         assert_eq!(folder_of(&[home, ("XDG_CACHE_HOME", "/c")]), path("/c/mpmd/cuda"));
-        // As its specification has it, a relative path is none.
+        // The XDG specification says to ignore relative paths.
         assert_eq!(folder_of(&[home, ("XDG_CACHE_HOME", "c")]), path("/home/a/.cache/mpmd/cuda"));
         assert_eq!(folder_of(&[home, ("MPMD_CUDA_CACHE", "x/y")]), path("x/y"));
         assert_eq!(folder_of(&[home, ("MPMD_CUDA_CACHE", "")]), None);
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn options_and_versions_have_files_of_their_own() {
+    fn different_options_and_versions_use_different_files() {
         let files = [
             key(&["a"], "12.8"),
             key(&["b"], "12.8"),
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_and_anything_else_is_not() {
+    fn written_images_are_read_back_and_damaged_files_are_not() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache { folder: Some(folder.path().join("deep/er")) };
         let (one, other) = (key(&["a"], "12.8"), key(&["b"], "12.8"));
@@ -206,13 +207,13 @@ mod tests {
             fs::write(&path, bytes).unwrap();
             assert_eq!(cache.read(&one), None, "byte {at}");
         }
-        // The file of another key, under this one's name.
+        // A file of another key under this key's name.
         fs::write(&path, content(&other, b"image")).unwrap();
         assert_eq!(cache.read(&one), None);
     }
 
     #[test]
-    fn a_folder_that_cannot_be_written_is_no_error() {
+    fn unwritable_folder_is_no_error() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let cache = Cache { folder: Some(file.path().join("below a file")) };
         cache.write(&key(&[], ""), b"image");

@@ -1,10 +1,12 @@
-//! The functions of CUDA's libraries that are called here, each as its header declares it but for
-//! its answer.
+//! The CUDA library functions that this back end calls, as their headers declare them except for
+//! the return type.
 //!
-//! In C an answer is an enumeration, and a library newer than `cudarc`'s bindings may give values
-//! that they do not know: as a Rust enumeration, which is how the bindings take it, that would be
-//! undefined behaviour. So it is a number here, [`Answer`]. A function is looked up at its first
-//! call. Whoever calls it has seen that the library has it: it panics where the library lacks it.
+//! In C, a status is an enumeration. A library newer than `cudarc`'s bindings may return values
+//! that the bindings do not know, and as a Rust enumeration that would be undefined behaviour. So
+//! the status is a number here, [`Answer`].
+//!
+//! A function is looked up at its first call, which panics if the library lacks it. Callers must
+//! have checked beforehand that the library has it.
 
 use std::ffi::{CStr, c_char, c_int, c_longlong, c_uchar, c_uint, c_ushort, c_void};
 use std::fmt;
@@ -12,46 +14,46 @@ use std::sync::OnceLock;
 
 use cudarc::{cublas::sys as cublas, driver::sys as cuda, nvrtc::sys as nvrtc};
 
-/// The answer of a function: 0 where the call went well, in all of these libraries.
+/// The status that a function returns. In all these libraries 0 means success.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[must_use]
 #[repr(transparent)]
 pub(super) struct Answer(pub(super) u32);
 
-/// An answer of the driver that is an error.
+/// A driver status other than success.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub(super) struct DriverError(u32);
 
 impl Answer {
-    /// Returns true where the call went well.
+    /// Returns true if the call succeeded.
     pub(super) fn is_success(self) -> bool {
         self.0 == 0
     }
 
-    /// Returns an answer of the driver as a result.
+    /// Converts a driver status to a result.
     pub(super) fn result(self) -> Result<(), DriverError> {
         if self.is_success() { Ok(()) } else { Err(DriverError(self.0)) }
     }
 
-    /// Compares it with an answer of the driver.
+    /// Returns true if this is the driver status `known`.
     pub(super) fn is(self, known: cuda::CUresult) -> bool {
         self.0 == known as u32
     }
 }
 
 impl DriverError {
-    /// Compares it with an error that has a name.
+    /// Returns true if this is the error `known`.
     pub(super) fn is(self, known: cuda::CUresult) -> bool {
         self.0 == known as u32
     }
 
-    /// Returns the driver's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`, or its number
-    /// where the driver has no name.
+    /// Returns the driver's name for the error, such as `CUDA_ERROR_OUT_OF_MEMORY`, or its number
+    /// if the driver has no name for it.
     pub(super) fn name(self) -> String {
         self.said_by(cuGetErrorName).unwrap_or_else(|| format!("CUDA error {}", self.0))
     }
 
-    /// Returns the driver's text for the error, or its number where the driver has no text.
+    /// Returns the driver's description of the error, or its number if the driver has none.
     pub(super) fn text(self) -> String {
         self.said_by(cuGetErrorString).unwrap_or_else(|| format!("CUDA error {}", self.0))
     }
@@ -66,7 +68,7 @@ impl DriverError {
     }
 }
 
-/// Takes an error of `cudarc`'s own functions, which only [`plain`](super::plain) calls.
+/// Converts an error of `cudarc`'s own functions, which only [`plain`](super::plain) calls.
 impl From<cudarc::driver::DriverError> for DriverError {
     fn from(error: cudarc::driver::DriverError) -> Self {
         Self(error.0 as u32)
@@ -79,19 +81,19 @@ impl fmt::Display for DriverError {
     }
 }
 
-/// Returns a text of a library; `None` for null.
+/// Copies a C string of a library. Returns `None` for null.
 ///
 /// # Safety
 ///
-/// It is null, or ends with a zero and stays as it is meanwhile.
+/// `text` must be null or point to a zero-terminated string that does not change during the call.
 pub(super) unsafe fn static_text(text: *const c_char) -> Option<String> {
-    // SAFETY: the caller answers for the text.
+    // SAFETY: the caller guarantees that the text is valid.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
 macro_rules! functions {
     ($library:ident, $symbols:ident: $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*) => {
-        /// Functions of a library that are called here.
+        /// Names of the functions of a library that are called here.
         #[allow(dead_code, reason = "those that are asked for one by one are not read")]
         pub(super) const $symbols: &[&str] = &[$(stringify!($name)),*];
 
@@ -100,7 +102,7 @@ macro_rules! functions {
             ///
             /// # Safety
             ///
-            /// As the library's documentation says.
+            /// The requirements are those of the library's documentation.
             #[expect(non_snake_case, reason = "CUDA's own names")]
             #[allow(clippy::too_many_arguments, reason = "CUDA's own")]
             pub(super) unsafe fn $name($($argument: $type),*) -> $result {
@@ -196,7 +198,7 @@ functions! { cuda, DRIVER:
     ) -> Answer;
 }
 
-// `ASKED`: not every version has them. Whoever calls one asks for it first.
+// `*_ASKED`: functions that not every version has. Callers check for them first.
 functions! { cuda, DRIVER_ASKED:
     fn cuModuleGetFunctionCount(count: *mut c_uint, module: cuda::CUmodule) -> Answer;
     fn cuModuleEnumerateFunctions(

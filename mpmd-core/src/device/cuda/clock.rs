@@ -1,4 +1,4 @@
-//! When a device's work began and ended, on the clock of the host.
+//! Begin and end times of device work, converted to the host's clock.
 
 use std::sync::Arc;
 
@@ -9,25 +9,25 @@ use super::Times;
 use super::error::CudaError;
 use super::line::{Event, Line, create_event};
 
-/// How often a pair of times is tried for one with little doubt, and what little is, in
-/// nanoseconds.
+/// The number of attempts to measure the initial offset, and the error in nanoseconds that ends
+/// them early.
 const TRIES: usize = 5;
 const LITTLE_DOUBT: u64 = 20_000;
 
-/// Puts a line's events on the host's clock.
+/// Converts a stream's event times to the host's clock.
 ///
-/// A device tells how long it was from one event to another, not when. So one event is known by
-/// both clocks: it was waited for on an idle device. From there each end is known by the one
-/// before, which keeps the spans short that the device rounds; and as clocks drift, no work is said
-/// to begin before it was issued or to end after that was seen.
+/// A device reports only the time between two events. So the clock starts with one event, recorded
+/// while the device is idle, and measures its host time. Each later end is computed from the
+/// preceding one, which keeps the measured spans short. Because the two clocks drift, results are
+/// clamped: no work begins before it was issued or ends after its end was observed.
 pub(super) struct Clock {
     now: Box<dyn Fn() -> u64 + Send + Sync>,
-    /// The last end that is known, and its time.
+    /// The last event with a known time, and that time in nanoseconds.
     known: Mutex<(Arc<Event>, f64)>,
 }
 
 impl Clock {
-    /// A clock for a line on which nothing was issued yet.
+    /// Creates a clock for a stream to which nothing was issued yet. Waits for the device.
     pub(super) fn new(
         line: &Line,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
@@ -48,19 +48,19 @@ impl Clock {
         Ok(Self { now, known: Mutex::new((Arc::new(event), (before + after) as f64 / 2.0)) })
     }
 
-    /// Nanoseconds from some beginning.
+    /// Returns the host's time in nanoseconds since an arbitrary origin.
     pub(super) fn now(&self) -> u64 {
         (self.now)()
     }
 
-    /// When the work before `event`, which has just been passed, began and ended. For the line's
-    /// thread, in order.
+    /// Returns the times of the work before `event`, which the device has just passed. The waiter
+    /// thread must call this once per event, in order. `None` if the event has no times.
     pub(super) fn times(&self, event: &Arc<Event>) -> Option<Times> {
         let mut known = self.known.lock();
         let before = known.1;
         let [begin, end] = known.0.until(event)?.map(|nanos| before + nanos);
-        // Whole nanoseconds: an end and the next beginning are never the same, whatever the
-        // device's clock counts by.
+        // In whole nanoseconds, so that an end never equals the next begin, however coarse the
+        // device's clock is.
         let earliest = (event.issued_at as f64).max(before.floor() + 1.0);
         let (begin, end) = on_host((begin, end), earliest, self.now() as f64);
         *known = (event.clone(), end);
@@ -68,9 +68,8 @@ impl Clock {
     }
 }
 
-/// The same span where it is possible on the host's clock: after `earliest`, when it was issued and
-/// what is before it had ended, and before its end was seen. Where both leave no room, after
-/// `earliest`.
+/// Shifts a span into the interval from `earliest` to `seen` on the host's clock, and shortens it
+/// if it is too long. If `seen` is before `earliest`, the result is at `earliest`.
 fn on_host((begin, end): (f64, f64), earliest: f64, seen: f64) -> (f64, f64) {
     let shift = if begin < earliest {
         earliest - begin
@@ -88,11 +87,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_work_begins_before_it_was_issued_nor_ends_after_that_was_seen() {
+    fn spans_are_clamped_between_issue_and_observed_end() {
         assert_eq!(on_host((5.0, 7.0), 4.0, 8.0), (5.0, 7.0));
         assert_eq!(on_host((3.0, 5.0), 4.0, 8.0), (4.0, 6.0), "late clocks are put right");
         assert_eq!(on_host((7.0, 9.0), 4.0, 8.0), (6.0, 8.0), "and early ones");
-        assert_eq!(on_host((1.0, 9.0), 4.0, 8.0), (4.0, 8.0), "more than there was room for");
-        assert_eq!(on_host((1.0, 2.0), 4.0, 3.0), (4.0, 4.0), "no room at all");
+        assert_eq!(on_host((1.0, 9.0), 4.0, 8.0), (4.0, 8.0), "a span longer than the interval");
+        assert_eq!(on_host((1.0, 2.0), 4.0, 3.0), (4.0, 4.0), "an empty interval");
     }
 }

@@ -1,5 +1,5 @@
-//! Texts into what a device runs: NVRTC, once for each source and architecture in a process, and on
-//! disk.
+//! Compilation of kernel sources with NVRTC. Each source is compiled once per architecture in a
+//! process; the disk cache keeps results between processes.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char};
@@ -16,7 +16,7 @@ use super::error::CudaError;
 use crate::device::cuda::source::Kind;
 use crate::device::cuda::source::Source;
 
-/// A device's architecture: the two parts of its compute capability.
+/// A device's architecture: its compute capability as `major * 10 + minor`.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct Architecture(pub(super) u32);
 
@@ -30,13 +30,13 @@ impl Architecture {
     }
 }
 
-/// What the driver loads.
+/// A compiled kernel source that the driver can load.
 #[derive(Clone, Debug)]
 pub(super) struct Image {
-    /// With a zero behind them, which the driver wants behind texts.
+    /// Ends with a zero byte, which the driver requires for text.
     bytes: Arc<[u8]>,
     binary: bool,
-    /// From a file that an earlier process has written.
+    /// True if read from the disk cache.
     kept: bool,
 }
 
@@ -48,7 +48,7 @@ impl Image {
         Self { bytes: bytes.into(), binary, kept: false }
     }
 
-    /// PTX.
+    /// Wraps PTX text.
     pub(super) fn of_text(text: &str) -> Self {
         Self::new(text.into(), false)
     }
@@ -57,33 +57,33 @@ impl Image {
         &self.bytes
     }
 
-    /// Whether it is for one architecture, and the driver has nothing to compile.
+    /// Returns true if this is machine code for one architecture. Else it is PTX.
     pub(super) fn is_binary(&self) -> bool {
         self.binary
     }
 
-    /// Whether it was not compiled by this process: where the driver refuses it, it may be
-    /// another's in all but name.
+    /// Returns true if the image comes from the disk cache. If the driver refuses such an image,
+    /// compile it again.
     pub(super) fn is_kept(&self) -> bool {
         self.kept
     }
 }
 
-/// The form of an image.
+/// The form of compiled code.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 enum Form {
-    /// For the architecture alone.
+    /// CUBIN: machine code for one architecture.
     Binary,
-    /// For it and later ones, by the driver's compiler.
+    /// PTX: for this architecture and later ones; the driver compiles it.
     Assembly,
 }
 
-/// A source for an architecture, ready to load: compiled now unless this process or an earlier one
-/// has done so. Waits where another thread is about it.
+/// Returns the image of a source for an architecture. Compiles it, unless this process or the disk
+/// cache has it. Waits if another thread is compiling it.
 ///
 /// # Errors
 ///
-/// Where there is no NVRTC, or the source does not compile: with what NVRTC says.
+/// If NVRTC is missing, or the source does not compile: with NVRTC's log.
 pub(super) fn image(
     source: &'static Source,
     architecture: Architecture,
@@ -92,11 +92,12 @@ pub(super) fn image(
     if nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture) {
         return in_process(source, architecture, Form::Binary);
     }
-    // Younger than NVRTC: the driver makes it of what is for the youngest that NVRTC knows.
+    // The device is newer than NVRTC: the driver compiles PTX for the newest architecture that
+    // NVRTC knows.
     assembly(source, architecture)
 }
 
-/// The same as PTX, which the driver compiles on.
+/// Returns the source compiled to PTX, which the driver compiles further.
 ///
 /// # Errors
 ///
@@ -110,7 +111,8 @@ pub(super) fn assembly(
     in_process(source, known.unwrap_or(architecture), Form::Assembly)
 }
 
-/// What was compiled in this process, or is being compiled, by the places of the sources.
+/// Images of this process, also those still being compiled. The key begins with the source's
+/// address.
 type Images = HashMap<(usize, Architecture, Form), Arc<OnceLock<Result<Image, CudaError>>>>;
 
 fn in_process(
@@ -135,13 +137,13 @@ fn from_disk_or_new(
     let key = Key::new(source, &options, &nvrtc.version);
     let binary = form == Form::Binary;
     if let Some(bytes) = cache.read(&key) {
-        tracing::debug!(source = source.name(), "compiled before");
+        tracing::debug!(source = source.name(), "loaded from the cache");
         return Ok(Image { kept: true, ..Image::new(bytes, binary) });
     }
     new(source, &options, form, &key, cache)
 }
 
-/// As [`image`], compiled again, for where what was kept is refused.
+/// Compiles a source again and replaces its cached image, after the driver has refused that image.
 pub(super) fn anew(
     source: &'static Source,
     architecture: Architecture,
@@ -178,7 +180,7 @@ fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<Strin
     let mut options = vec![
         format!("--gpu-architecture={what}_{}", architecture.0),
         "--std=c++17".to_owned(),
-        // For profilers and for compute-sanitizer; costs nothing when it runs.
+        // Used by profilers and compute-sanitizer; free at run time.
         "--generate-line-info".to_owned(),
     ];
     if source.kind == (Kind::Cuda { exact: true }) {
@@ -188,17 +190,18 @@ fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<Strin
     options
 }
 
-/// The toolkit's headers, where there is one: for sources that include `cuda_fp16.h` and the like.
+/// Returns the include folder of the CUDA toolkit, if one is named. Sources may include
+/// `cuda_fp16.h` and the like.
 fn headers() -> Option<PathBuf> {
     let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().find_map(std::env::var_os)?;
     let folder = PathBuf::from(home).join("include");
     folder.is_dir().then_some(folder)
 }
 
-/// The compiler, once it is known to be there.
+/// The compiler, after a check that it exists.
 struct Nvrtc {
     version: String,
-    /// Those it compiles for; none where it does not tell.
+    /// The supported architectures. Empty if NVRTC does not report them.
     architectures: Vec<Architecture>,
 }
 
@@ -246,7 +249,7 @@ fn has(symbol: &str) -> bool {
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
 }
 
-/// A program of NVRTC's, destroyed when dropped.
+/// An NVRTC program, destroyed when dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
@@ -277,7 +280,8 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     };
     check(source, created)?;
     let program = Program(program);
-    // SAFETY: the program is alive, and there are as many options as is said, which end with zeros.
+    // SAFETY: the program is alive. There are `options.len()` options, each of which ends with a
+    // zero.
     let compiled =
         unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
     check(source, compiled).map_err(|error| error.with_log(&log(&program)))?;
@@ -302,7 +306,7 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     }
 }
 
-/// What NVRTC says of a program that it has compiled, or has not.
+/// Returns NVRTC's log of a compilation, successful or not.
 fn log(program: &Program) -> String {
     let mut size = 0;
     // SAFETY: the program is alive; there is room for the number, and for as many bytes as it says.
@@ -327,7 +331,7 @@ fn c_string(source: &Source, text: &str) -> Result<CString, CudaError> {
         CudaError::new(
             format!("compiling {}", source.name()),
             "",
-            "a text with a zero in it is no source",
+            "the source, its name or an option contains a zero byte",
         )
     })
 }
@@ -336,7 +340,7 @@ fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
     if answer.is_success() {
         return Ok(());
     }
-    // SAFETY: NVRTC has a static text for each of its answers, and one for numbers that are none.
+    // SAFETY: NVRTC has a static text for each status, and one for numbers that are none.
     let name = unsafe { static_text(calls::nvrtcGetErrorString(answer)) };
     let (doing, number) =
         (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));

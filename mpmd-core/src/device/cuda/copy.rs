@@ -1,9 +1,11 @@
 //! Copies of regions from, to and between devices.
 //!
-//! A region is copied by as few calls as its shape allows: one where it is a run, or rows, or a
-//! block of rows, in both buffers. Where a buffer is the host's, the device reads and writes it by
-//! itself if it is pinned. If it is not, CUDA may keep the calling thread until it has read all of
-//! it, or has written it: callers that must not wait see to pinned memory.
+//! A region is copied with as few driver calls as its shape allows. One call is enough if the
+//! region is a run, a set of rows, or a block of rows in both buffers.
+//!
+//! If a host buffer is pinned, the device accesses it directly and the call returns at once. If it
+//! is not, CUDA may block the calling thread until it has read or written the whole buffer. Callers
+//! that must not block use pinned memory.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -18,10 +20,10 @@ use super::line::{Line, Stream};
 use super::{Part, Then};
 use crate::device::copy::{Loop, Loops};
 
-/// The widest rows of a copy by rows, which the driver counts with signed 32 bits.
+/// The largest row pitch in bytes: the driver counts it in signed 32 bits.
 const MOST_PITCH: usize = i32::MAX as usize;
 
-/// Where bytes are read, or written.
+/// The source or target address of a copy.
 #[derive(Clone, Copy)]
 enum End {
     Device { ordinal: u32, address: u64 },
@@ -29,16 +31,16 @@ enum End {
 }
 
 impl Line {
-    /// Copies a part of `from`, which is of the host or of any device of this process, to its place
-    /// in `to`, in the memory of this line's device.
+    /// Copies a part of `from` into `to`, which is in the memory of this stream's device. `from`
+    /// may be on the host or on any device of this process.
     ///
-    /// It comes after what makes `from` and what uses `to`. Both stay until it is over: it is a
-    /// read of the one, and makes the other. `then` hears how it ended.
+    /// The copy runs after the work that fills `from` and after earlier uses of `to`. Fences keep
+    /// both buffers in place until it ends. `then` receives the result.
     ///
     /// # Panics
     ///
-    /// Where a buffer's length is not that of its region, the piece is not within both regions, or
-    /// `to` is the host's.
+    /// If a buffer's length is not that of its region, the piece is not within both regions, or
+    /// `to` is on the host.
     pub(crate) fn copy_in(
         &self,
         from: &SharedBuffer,
@@ -53,9 +55,9 @@ impl Line {
         let work = |stream: &Stream| {
             reached = true;
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
-            // made, which this comes after, and the read that is added below keeps its memory; `to`
-            // is this caller's alone, what used it comes before, and the fence that is added below
-            // keeps it.
+            // filled; this work runs after that, and the read added below keeps its memory. `to` is
+            // borrowed exclusively. Its earlier uses come before this work, and the fence added
+            // below keeps it.
             loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let fence = self.submit(&[from.ready(), to.fences()], work, then);
@@ -66,15 +68,15 @@ impl Line {
         to.add_fence(fence);
     }
 
-    /// Copies a part of `from`, in a device's memory, to its place in `to`, in the host's.
+    /// Copies a part of `from`, in a device's memory, into `to` on the host.
     ///
-    /// It comes after what makes `from`, which stays until it is over. `then` gets the buffer back,
-    /// or why the copy failed.
+    /// The copy runs after the work that fills `from`, which stays in place until the copy ends.
+    /// `then` receives the buffer, or the error if the copy failed.
     ///
     /// # Panics
     ///
-    /// Where a buffer's length is not that of its region, the piece is not within both regions, or
-    /// `to` is a device's.
+    /// If a buffer's length is not that of its region, the piece is not within both regions, or
+    /// `to` is on a device.
     pub(crate) fn copy_out(
         &self,
         from: &SharedBuffer,
@@ -87,8 +89,8 @@ impl Line {
         let before = to.fences().clone();
         let work = |stream: &Stream| {
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
-            // made, which this comes after, and the read that is added below keeps its memory. `to`
-            // is with `done` from here on, where nobody looks at it until the copy is over.
+            // filled; this work runs after that, and the read added below keeps its memory. `done`
+            // owns `to` from here on and does not touch it until the copy is over.
             loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let done = move |result: Result<(), CudaError>| {
@@ -99,7 +101,7 @@ impl Line {
                 }
                 Err(error) => {
                     if error.is_lost() {
-                        // The copy may still come.
+                        // The copy may still write to the buffer, so it is never freed.
                         std::mem::forget(to);
                     }
                     then(Err(error));
@@ -110,16 +112,17 @@ impl Line {
         from.add_read(fence);
     }
 
-    /// Sets all bytes of `to`, in the memory of this line's device, to zero, after what uses it.
+    /// Sets all bytes of `to`, in the memory of this stream's device, to zero, after earlier uses
+    /// of it. `then` receives the result.
     ///
     /// # Panics
     ///
-    /// Where `to` is the host's.
+    /// If `to` is on the host.
     pub(crate) fn zero(&self, to: &mut OwnedBuffer, then: Then) {
         let place = to.device().expect("a device's memory is set by its own work");
         let work = |stream: &Stream| {
-            // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes
-            // before, and the fence that is added below keeps it.
+            // SAFETY: the range is that of the buffer, which is borrowed exclusively. Its earlier
+            // uses come before this work, and the fence added below keeps it.
             let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
             let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
             set.map_err(|error| stream.context.fails(error))
@@ -136,18 +139,19 @@ impl Part<'_> {
 }
 
 impl Stream {
-    /// Issues the copy of all runs.
+    /// Issues the copies of all runs.
     ///
     /// # Safety
     ///
-    /// The runs lie within memory that `src` and `dst` begin, which stays, and is used by nobody in
-    /// other ways than the stream's order and its fences allow, until the stream is past them.
+    /// The runs lie within the memory that begins at `src` and `dst`. That memory stays allocated
+    /// until the stream has passed the copies. Only the stream's order and its fences allow other
+    /// uses of it meanwhile.
     unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
         let issued = unsafe {
             self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst))
         };
-        // What was issued after it counts on it: none of that is to pass for done.
+        // Later work relies on this copy, so the whole device counts as failed.
         issued.map_err(|error| self.context.fails(error))
     }
 
@@ -182,8 +186,8 @@ impl Stream {
     ///
     /// As [`Stream::copy_all`].
     unsafe fn copy_run(&self, bytes: usize, src: End, dst: End) -> Result<(), CudaError> {
-        // SAFETY: as the caller says. Between devices the driver tells by the addresses whose they
-        // are.
+        // SAFETY: as the caller says. Between devices the driver tells by the addresses on which
+        // device each of them is.
         let copied = unsafe {
             match (src, dst) {
                 (End::Host(src), End::Device { address, .. }) => {
@@ -287,13 +291,14 @@ impl Stream {
 }
 
 impl Loop {
-    /// Whether its runs are rows that one call can copy.
+    /// Returns true if the runs are rows that one call can copy.
     fn fits(&self, run: usize) -> bool {
         let fits = |step: usize| (run..=MOST_PITCH).contains(&step);
         fits(self.src_step) && fits(self.dst_step)
     }
 
-    /// Whether it steps over whole blocks of such rows.
+    /// Returns true if each step of this loop spans a whole number of rows, at least as many as a
+    /// block has.
     fn is_of(&self, rows: &Self) -> bool {
         let whole = |step: usize, row: usize| {
             step.is_multiple_of(row) && (rows.count..).contains(&(step / row))
@@ -306,12 +311,12 @@ impl End {
     fn of(buffer: &SharedBuffer) -> Self {
         match buffer.device() {
             Some(place) => Self::Device { ordinal: place.device, address: place.address },
-            // Only ever read through.
+            // Used only for reading.
             None => Self::Host(buffer.as_ptr().cast_mut().cast()),
         }
     }
 
-    /// So many bytes on.
+    /// Returns the address `bytes` further on.
     fn plus(self, bytes: usize) -> Self {
         match self {
             Self::Device { ordinal, address } => {
@@ -336,8 +341,8 @@ impl End {
     }
 }
 
-/// What the driver is told of both ends. Between two devices it finds out by itself whose the
-/// addresses are.
+/// Returns the driver's memory types for both ends. Between two devices they are "unified": the
+/// driver finds the devices from the addresses.
 fn memory_types(src: End, dst: End) -> (sys::CUmemorytype, sys::CUmemorytype) {
     use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED};
     match (src, dst) {
@@ -379,7 +384,7 @@ mod tests {
     use crate::device::cuda::Gpu;
     use mpmd_layout::region::Region;
 
-    /// A device with pools of its memory, and of the host's that it reaches.
+    /// A device, with a pool of its memory and a pool of pinned host memory.
     struct Place {
         gpu: Arc<Gpu>,
         memory: Pool,
@@ -405,7 +410,7 @@ mod tests {
             buffer
         }
 
-        /// The same bytes in the device's memory.
+        /// Returns a buffer with these bytes in the device's memory.
         fn on_device(&self, bytes: &[u8]) -> OwnedBuffer {
             let mut to = self.memory.allocate(bytes.len()).unwrap();
             let whole = Region::full(&[bytes.len()]);
@@ -433,13 +438,13 @@ mod tests {
 
     fn ended() -> (Then, Receiver<Result<(), CudaError>>) {
         let (send, receive) = channel();
-        // Not everybody waits for it.
+        // Some tests drop the receiver.
         (Box::new(move |result| send.send(result).unwrap_or_default()), receive)
     }
 
-    /// Regions of any shape, in every direction, against the host's copies.
+    /// Compares random regions, copied in every direction, with the host's copies.
     #[test]
-    fn regions_are_copied_as_the_host_copies_them() {
+    fn device_copies_match_host_copies() {
         if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:3") {
             return;
         }
@@ -489,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_cleared_holds_zeros_and_goes_back_when_it_was() {
+    fn cleared_memory_is_zero_and_returns_to_its_pool() {
         if softcuda::again!("SOFTCUDA_PACE" = "lazy") {
             return;
         }
@@ -506,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_and_blocks_that_one_call_cannot_copy_are_told_from_those_that_it_can() {
+    fn rows_and_blocks_for_one_call_are_recognised() {
         let step = |count, step| Loop { count, src_step: step, dst_step: step };
         assert!(step(4, 64).fits(64) && !step(4, 64).fits(65) && !step(2, 1 << 31).fits(1));
         assert!(step(2, 256).is_of(&step(4, 64)) && step(2, 320).is_of(&step(4, 64)));

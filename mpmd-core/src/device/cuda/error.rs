@@ -1,13 +1,13 @@
-//! What CUDA's libraries answered.
+//! Errors of CUDA's libraries and devices.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// A call of one of CUDA's libraries that failed, or work of a device's that did. Clones are the
-/// same error.
+/// A failed call of a CUDA library, or failed work of a device. Clones share one error.
 ///
-/// Work fails after it was issued: `doing` says what was waited for then. A device that has failed
-/// so does nothing more in this process, and all that is asked of it fails with the same words.
+/// Work fails after it was issued: then `doing` names the operation that waited for it. After such
+/// a failure the device does nothing more in this process, and every later operation fails with the
+/// same message.
 #[derive(Clone, Eq, PartialEq)]
 pub struct CudaError(Arc<Inner>);
 
@@ -16,12 +16,13 @@ struct Inner {
     doing: String,
     name: String,
     text: String,
-    /// The work may go on, or wait for ever: nobody waits for its end.
+    /// True if the work may still run: its end will never be known.
     is_lost: bool,
 }
 
 impl CudaError {
-    /// While `doing`, a library answered with the error of this name, which means `text`.
+    /// Creates an error: while `doing`, a library returned the status `name` with the description
+    /// `text`.
     pub(crate) fn new(
         doing: impl Into<String>,
         name: impl Into<String>,
@@ -31,7 +32,7 @@ impl CudaError {
         Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into(), is_lost }))
     }
 
-    /// The same with what a library has written of it besides, below.
+    /// Returns the error with a library's log appended.
     #[cfg(feature = "cuda")]
     pub(super) fn with_log(&self, log: &str) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
@@ -40,14 +41,14 @@ impl CudaError {
         Self::new(doing.clone(), name.clone(), text)
     }
 
-    /// The same, with what it was all for in front.
+    /// Returns the error with the enclosing operation put in front.
     #[cfg(feature = "cuda")]
     pub(super) fn in_the_course_of(&self, what: String) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
         Self::new(format!("{what}: {doing}"), name.clone(), text.clone())
     }
 
-    /// The same, of work that is not known to be over.
+    /// Returns the error marked as lost: the work may still be running.
     #[cfg(feature = "cuda")]
     pub(super) fn lost(&self) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
@@ -55,14 +56,13 @@ impl CudaError {
         Self(Arc::new(Inner { doing, name, text, is_lost: true }))
     }
 
-    /// Whether work that ended with this is not known to be over, so that what it uses must be left
-    /// alone.
+    /// Returns true if the failed work may still be running. Its memory must not be reused.
     #[cfg(feature = "cuda")]
     pub(super) fn is_lost(&self) -> bool {
         self.0.is_lost
     }
 
-    /// Whether the driver does not know what to make of a module.
+    /// Returns true if the driver cannot load this form of module. Another form may work.
     #[cfg(feature = "cuda")]
     pub(super) fn is_unknown_image(&self) -> bool {
         let unknown = [
@@ -73,8 +73,8 @@ impl CudaError {
         unknown.contains(&self.name())
     }
 
-    /// The library's own name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`; empty where the
-    /// error is not a library's.
+    /// Returns the library's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`. Empty if the
+    /// error does not come from a library.
     pub fn name(&self) -> &str {
         &self.0.name
     }

@@ -1,4 +1,4 @@
-//! A CUDA device that this process uses.
+//! A CUDA device of this process: its context, its streams and its libraries.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,12 +18,12 @@ use super::memory::Allocator;
 use super::module::Modules;
 use crate::device::cuda::spare::Spare;
 
-/// A CUDA device, its context in this process, and its lines.
+/// A CUDA device, its context in this process, and its streams.
 pub(crate) struct Gpu {
     context: Arc<Context>,
-    /// cuBLAS, from when it was first needed. Gone before the lines are.
+    /// Created at first use. Declared before the streams, so that it is dropped first.
     blas: OnceLock<Result<Blas, CudaError>>,
-    /// Scratch of the compute line's work.
+    /// Scratch memory for the compute stream, kept between calls.
     spare: Spare,
     compute: Line,
     inward: Line,
@@ -33,23 +33,23 @@ pub(crate) struct Gpu {
     processors: u32,
 }
 
-/// The device's primary context, which all who use the device in this process share.
+/// The device's primary context, shared by all users of the device in this process.
 pub(super) struct Context {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The driver's number of the device, by which its memory says whose it is: one for all who
-    /// open it.
+    /// The driver's number of the device, which its memory carries. It is the same for every `Gpu`
+    /// of this device.
     ordinal: u32,
-    /// What it is known by in all processes.
+    /// The device's identity, the same in all processes.
     uuid: [u8; 16],
-    /// Why it does nothing more.
+    /// The first error, after which the device does nothing more.
     broken: OnceLock<CudaError>,
-    /// Whether other processes may be shown events.
+    /// True if new events can be shared with other processes.
     shares_events: AtomicBool,
     shown: Shown,
-    /// Of its lines, for who has to give them up.
+    /// Its streams, which must be given up if the device hangs.
     lines: Mutex<Vec<Weak<Ends>>>,
-    /// Some of its work will never end.
+    /// True if some of its work will never end.
     pub(super) is_stuck: AtomicBool,
 }
 
@@ -60,13 +60,15 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Gpu {
-    /// Opens the device that the driver numbers `ordinal`, which is what its memory bears.
-    ///
-    /// The driver must be known to be there: without one this panics.
+    /// Opens the device that the driver numbers `ordinal`.
     ///
     /// # Errors
     ///
-    /// Where the driver has no such device, or cannot use it.
+    /// If the driver has no such device, or cannot use it.
+    ///
+    /// # Panics
+    ///
+    /// If there is no driver: look for it first with [`found`](super::found).
     pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
         let context = Arc::new(Context::open(ordinal)?);
         let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
@@ -89,8 +91,8 @@ impl Gpu {
         }))
     }
 
-    /// The driver's number of the device: what its memory
-    /// [says](mpmd_transport::memory::DevicePlace::device).
+    /// Returns the driver's number of the device, as in
+    /// [`DevicePlace::device`](mpmd_transport::memory::DevicePlace::device).
     pub(crate) fn ordinal(&self) -> u32 {
         self.context.ordinal
     }
@@ -100,29 +102,29 @@ impl Gpu {
         &self.context
     }
 
-    /// Where the segments of its memory come from.
+    /// Returns an allocator for segments of the device's memory.
     pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
         Arc::new(Allocator::new(self.context.clone()))
     }
 
-    /// What keeps pages of the host's memory where they are, so that devices copy from and to them
-    /// by themselves.
+    /// Returns a function that pins host memory, so that devices can copy from and to it directly.
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         let context = self.context.clone();
         Box::new(move |address, bytes| {
             let pinned = Pinned::new(context.clone(), address, bytes);
             let pinned = pinned
-                .inspect_err(|error| tracing::debug!(%error, bytes, "copies of it are staged"));
+                .inspect_err(|error| tracing::debug!(%error, bytes, "cannot pin host memory; copies of it are staged"));
             pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
     }
 
-    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds
-    /// from some beginning. To be called before there is any.
+    /// Records begin and end times of work on the [`compute`](Self::compute) stream from now on.
+    /// `now` returns nanoseconds since an arbitrary origin. Must be called before any work is
+    /// issued. Waits for the device.
     ///
     /// # Errors
     ///
-    /// Where the device cannot be used.
+    /// If the device cannot be used.
     pub(crate) fn keep_time(
         &self,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
@@ -130,57 +132,57 @@ impl Gpu {
         self.compute.keep_time(now)
     }
 
-    /// Kernels run here, in the order of their operations.
+    /// Returns the stream that runs kernels, in the order of their operations.
     pub(crate) fn compute(&self) -> &Line {
         &self.compute
     }
 
-    /// Copies into the device's memory, also from that of other devices.
+    /// Returns the stream for copies into the device's memory, from the host or from other devices.
     pub(crate) fn inward(&self) -> &Line {
         &self.inward
     }
 
-    /// Copies out of the device's memory into the host's.
+    /// Returns the stream for copies from the device's memory to the host.
     pub(crate) fn outward(&self) -> &Line {
         &self.outward
     }
 
-    /// Scratch of the compute line's work, for work to come.
+    /// Returns the scratch memory that the compute stream keeps between calls.
     pub(crate) fn spare(&self) -> &Spare {
         &self.spare
     }
 
-    /// How many multiprocessors it has.
+    /// Returns the number of streaming multiprocessors.
     pub(crate) fn processors(&self) -> u32 {
         self.processors
     }
 
-    /// What was compiled for it.
+    /// Returns the modules loaded on the device.
     pub(super) fn modules(&self) -> &Modules {
         &self.modules
     }
 
-    /// cuBLAS for the compute line, made now unless it was before; waits where another thread is
-    /// about it.
+    /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
+    /// creating it.
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
         let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
         self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
     }
 
-    /// cuBLAS, where it was made.
+    /// Returns cuBLAS if it was created successfully.
     pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
         self.blas.get()?.as_ref().ok()
     }
 }
 
-/// Lets the devices of a process reach each other's memory, where the machine has a way: then
-/// copies between them take it, of whatever shape. Else the driver takes them through the host.
+/// Enables direct access between the memories of these devices, where the machine has a link. Other
+/// pairs of devices copy through the host. Failures are only logged.
 pub(crate) fn reach_each_other(gpus: &[Arc<Gpu>]) {
     for from in gpus {
         for to in gpus.iter().filter(|to| to.ordinal() != from.ordinal()) {
             if let Err(error) = from.context.reach(&to.context) {
-                tracing::debug!(%error, from = from.ordinal(), to = to.ordinal(), "devices that \
-                    do not reach each other");
+                tracing::debug!(%error, from = from.ordinal(), to = to.ordinal(), "no direct access \
+                    between these devices");
             }
         }
     }
@@ -202,8 +204,8 @@ impl Context {
         }
         .map_err(|error| cuda(doing(), error))?;
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
-        // SAFETY: it writes 16 bytes, for which there is room. This version alone tells the parts
-        // of a device apart.
+        // SAFETY: it writes 16 bytes, for which there is room. Only this version of the call
+        // distinguishes the parts of a divided device.
         unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) }
             .result()
             .map_err(|error| cuda(doing(), error))?;
@@ -216,7 +218,7 @@ impl Context {
     ///
     /// # Errors
     ///
-    /// Where work on the device has failed: with that error, whoever asks.
+    /// If work on the device has failed: always with that first error.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         if let Some(error) = self.broken.get() {
             return Err(error.clone());
@@ -224,8 +226,8 @@ impl Context {
         self.bind_failed()
     }
 
-    /// As [`bind`](Self::bind), also where work on the device has failed: for what has to do with
-    /// work issued before.
+    /// Makes this the calling thread's current context, even if work on the device has failed. For
+    /// the ends of work issued before the failure.
     pub(super) fn bind_failed(&self) -> Result<(), CudaError> {
         // SAFETY: the context was retained and lives as long as this.
         unsafe { calls::cuCtxSetCurrent(self.raw) }
@@ -233,11 +235,11 @@ impl Context {
             .map_err(|error| cuda("using a CUDA device", error))
     }
 
-    /// As [`bind`](Self::bind), until what this returns is dropped; then the context is current
-    /// again that was before.
+    /// Makes this the current context until the returned guard is dropped, which restores the
+    /// previous one.
     ///
-    /// For what may happen on a thread that is issuing work to another device: memory that is asked
-    /// for and let go.
+    /// For code that may run while this thread issues work to another device, such as allocating
+    /// and freeing memory.
     ///
     /// # Errors
     ///
@@ -248,22 +250,22 @@ impl Context {
         Ok(visit)
     }
 
-    /// As [`visit`](Self::visit), to leave nothing behind, also where work on the device has
-    /// failed; `None` where some of it [will never end](Self::is_stuck), for which such calls would
-    /// wait.
+    /// Makes this the current context for cleaning up, even if work on the device has failed.
+    /// Returns `None` if some of that work [will never end](Self::is_stuck), because cleaning up
+    /// would wait for it.
     fn last_visit(&self) -> Option<Visit> {
         let visit = Visit::from_here();
         let is_stuck = self.is_stuck.load(Ordering::Acquire);
         (!is_stuck && self.bind_failed().is_ok()).then_some(visit)
     }
 
-    /// Work on the device has failed: from now on everything does, with the error that came first,
-    /// which is returned.
+    /// Marks the device as failed and returns its first error. From now on, every operation fails
+    /// with that error.
     pub(super) fn fails(&self, error: CudaError) -> CudaError {
         self.broken.get_or_init(|| error).clone()
     }
 
-    /// Has work of this device read and write memory of the other, which is another one.
+    /// Enables access from this device to the memory of `other`, which is another device.
     fn reach(&self, other: &Self) -> Result<(), CudaError> {
         const DOING: &str = "reaching another CUDA device";
         let _visit = self.visit()?;
@@ -277,54 +279,54 @@ impl Context {
         }
         // SAFETY: both contexts are alive, and this one is current.
         let answer = unsafe { calls::cuCtxEnablePeerAccess(other.raw, 0) };
-        // Contexts are the process's: a program before this one may have asked.
+        // The primary context outlives a `Gpu`: an earlier one may have enabled it.
         if answer.is(sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) {
             return Ok(());
         }
         answer.result().map_err(|error| cuda(DOING, error))
     }
 
-    /// A figure of the device's.
+    /// Returns an attribute of the device; 0 if it is negative.
     fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
         let mut figure = 0;
         // SAFETY: the device is the driver's own, and there is room for the number.
         unsafe { calls::cuDeviceGetAttribute(&raw mut figure, attribute, self.device) }
             .result()
-            .map_err(|error| cuda("asking what a CUDA device is", error))?;
+            .map_err(|error| cuda("reading an attribute of a CUDA device", error))?;
         Ok(u32::try_from(figure).unwrap_or(0))
     }
 
-    /// The number by which memory says whose it is.
+    /// Returns the driver's number of the device, which its memory carries.
     pub(super) fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// What the device is known by in all processes.
+    /// Returns the device's identity, the same in all processes.
     pub(super) fn uuid(&self) -> &[u8; 16] {
         &self.uuid
     }
 
-    /// Events that are made from now on can be shown to other processes.
+    /// Makes all later events shareable with other processes.
     pub(super) fn share_events(&self) {
         self.shares_events.store(true, Ordering::Relaxed);
     }
 
-    /// Whether events are made so that they can be shown to other processes.
+    /// Returns true if new events are shareable with other processes.
     pub(super) fn shares_events(&self) -> bool {
         self.shares_events.load(Ordering::Relaxed)
     }
 
-    /// A line of this context was made.
+    /// Registers a stream of this context.
     pub(super) fn note_line(&self, line: &Arc<Ends>) {
         self.lines.lock().push(Arc::downgrade(line));
     }
 
-    /// The lines that there are.
+    /// Returns the streams of this context that still exist.
     pub(super) fn lines(&self) -> Vec<Arc<Ends>> {
         self.lines.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// What other processes were shown of it.
+    /// Returns the memory and events shown to other processes.
     pub(super) fn shown(&self) -> &Shown {
         &self.shown
     }
@@ -333,22 +335,22 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         if *self.is_stuck.get_mut() {
-            // It would be waited for in vain. The end of this process ends it.
+            // Releasing the context would block. It ends with the process.
             return;
         }
-        // SAFETY: retained once in `open`; whatever belongs to the context holds this, so nothing
-        // of it is left.
+        // SAFETY: retained once in `open`; everything that belongs to the context holds this, so
+        // nothing of it is left.
         if let Err(error) = unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) }.result() {
             tracing::debug!(%error, "closing a CUDA device");
         }
     }
 }
 
-/// A thread's visit to a context; it goes back to the one before when this is dropped.
+/// Makes a context current on this thread. Restores the previous one when dropped.
 pub(super) struct Visit(sys::CUcontext);
 
 impl Visit {
-    /// Goes back to what is current now. One that has ended meanwhile is none to go back to.
+    /// Remembers the current context. If there is none, or it no longer exists, null is restored.
     fn from_here() -> Self {
         let mut current = std::ptr::null_mut();
         // SAFETY: there is room for the context.
@@ -359,14 +361,15 @@ impl Visit {
 
 impl Drop for Visit {
     fn drop(&mut self) {
-        // SAFETY: it was current on this thread, whose user holds it, or is null, which is none.
+        // SAFETY: it was current on this thread and its user keeps it alive, or it is null, which
+        // stands for no context.
         if let Err(error) = unsafe { calls::cuCtxSetCurrent(self.0) }.result() {
             tracing::debug!(%error, "going back to a CUDA device");
         }
     }
 }
 
-/// Pages of the host's that stay where they are until this is dropped.
+/// Host pages that stay pinned until this is dropped.
 struct Pinned {
     context: Arc<Context>,
     address: usize,
@@ -378,7 +381,7 @@ impl Pinned {
         let at = std::ptr::with_exposed_provenance_mut(address);
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the caller has just mapped these pages and lets them go only after this is
-        // dropped. To pin them changes nothing of what they hold.
+        // dropped. Pinning does not change their contents.
         unsafe { calls::cuMemHostRegister_v2(at, bytes, flags) }
             .result()
             .map_err(|error| cuda("pinning memory of the host", error))?;
@@ -388,10 +391,10 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // Other devices would take what is mapped there next for pinned.
+        // Left pinned, the driver would take the next mapping at this address for pinned memory.
         let Some(_visit) = self.context.last_visit() else { return };
-        // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops
-        // memory has seen that.
+        // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: memory is
+        // dropped only after that.
         let unpinned = unsafe {
             calls::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address))
         };
@@ -401,7 +404,7 @@ impl Drop for Pinned {
     }
 }
 
-/// The driver's answer in words.
+/// Creates an error with the driver's name and description.
 pub(super) fn cuda(doing: impl Into<String>, error: DriverError) -> CudaError {
     CudaError::new(doing, error.name(), error.text())
 }

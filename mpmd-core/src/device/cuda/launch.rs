@@ -1,7 +1,8 @@
-//! Work that kernels give a device: launches, copies within its memory, values that are set.
+//! The work that kernels issue to a device: launches, copies within its memory, fills, and copies
+//! from and to the host.
 //!
-//! All of it is issued to a stream whose context is the calling thread's current one, as
-//! [`Line::submit`](super::Line::submit) has it.
+//! All of it goes to a raw stream, the context of which is current on the calling thread. See
+//! [`Line::submit`](super::Line::submit).
 
 use std::ffi::c_void;
 use std::sync::OnceLock;
@@ -16,16 +17,16 @@ use super::gpu::{Gpu, cuda};
 use super::line::Stream;
 use crate::device::cuda::{source::Source, work::Grid};
 
-/// Arguments that need no list of their own.
+/// The number of arguments that need no heap allocation.
 const FEW: usize = 16;
 
 impl Gpu {
-    /// Launches a function; its source is compiled first where nobody has done so.
+    /// Launches a function. Compiles and loads its source first if that was not done before.
     ///
     /// # Errors
     ///
-    /// Where the source cannot be had, it has no such function, the arguments are not as many or as
-    /// long as the function's, or the driver refuses.
+    /// If the source cannot be compiled or loaded, has no such function, or the driver refuses the
+    /// launch. Also if the number or sizes of the arguments differ from the function's parameters.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
@@ -52,8 +53,8 @@ impl Gpu {
             };
             // SAFETY: function and stream are of the context that is bound, and alive as long as it
             // is. The arguments are as many as the function's where the driver tells their number;
-            // each pointer is to the bytes of one, which the driver copies before it returns. What
-            // the function does with memory is its author's matter.
+            // each pointer is to the bytes of one, which the driver copies before it returns. The
+            // function's author answers for its accesses to memory.
             unsafe {
                 let ((x, y, z), (threads_x, threads_y, threads_z)) = (grid.blocks, grid.threads);
                 calls::cuLaunchKernel(
@@ -77,17 +78,17 @@ impl Gpu {
 }
 
 impl Stream {
-    /// The stream as other libraries take it.
+    /// Returns the stream as a `CUstream`, for other libraries.
     pub(crate) fn handle(&self) -> *mut c_void {
         self.raw.cast()
     }
 
-    /// Sets memory to the first `width` bytes (1, 2 or 4) of `pattern`, again and again. Its
-    /// address is a multiple of them.
+    /// Fills `to` with copies of the first `width` bytes (1, 2 or 4) of `pattern`. The address must
+    /// be a multiple of `width`.
     ///
     /// # Errors
     ///
-    /// Where the driver refuses.
+    /// If the driver refuses.
     pub(crate) fn fill(
         &self,
         to: DevicePlace,
@@ -119,11 +120,11 @@ impl Stream {
         set.result().map_err(|error| cuda("setting memory of a CUDA device", error))
     }
 
-    /// Copies within the memory of the device: as many bytes as `to` has.
+    /// Copies `to.bytes` bytes within the memory of the device.
     ///
     /// # Errors
     ///
-    /// Where the driver refuses.
+    /// If the driver refuses.
     pub(crate) fn copy(&self, from: DevicePlace, to: DevicePlace) -> Result<(), CudaError> {
         debug_assert!(from.bytes >= to.bytes);
         if to.bytes == 0 {
@@ -136,12 +137,12 @@ impl Stream {
             .map_err(|error| cuda("copying in a CUDA device", error))
     }
 
-    /// Copies bytes of the device's to the host, as many as `to` has. The caller keeps `to`, and
-    /// looks at it, only when the work is over.
+    /// Issues a copy of `to.len()` bytes from the device to the host. The caller must keep `to`
+    /// alive, and not read it, until the work has ended.
     ///
     /// # Errors
     ///
-    /// Where the driver refuses.
+    /// If the driver refuses.
     pub(crate) fn download(&self, from: DevicePlace, to: &mut [u8]) -> Result<(), CudaError> {
         debug_assert!(from.bytes >= to.len());
         if to.is_empty() {
@@ -156,12 +157,12 @@ impl Stream {
         .map_err(|error| cuda("copying values from a CUDA device", error))
     }
 
-    /// Copies the host's bytes to the device, where there is room at `to`. The caller keeps them
-    /// until the work is over.
+    /// Issues a copy of `from` to the device address `to`, where there must be room. The caller
+    /// must keep `from` alive until the work has ended.
     ///
     /// # Errors
     ///
-    /// Where the driver refuses.
+    /// If the driver refuses.
     pub(crate) fn upload(&self, from: &[u8], to: u64) -> Result<(), CudaError> {
         if from.is_empty() {
             return Ok(());
@@ -178,20 +179,20 @@ fn failed(source: &Source, function: &str, error: DriverError) -> CudaError {
     cuda(format!("launching {function} of {}", source.name()), error)
 }
 
-/// What a function uses, told to a driver that checks the order of work and asks for it: one in
-/// software, for tests.
+/// Reports the memory that a function uses to the software driver for tests, which checks the order
+/// of work.
 type NoteUse = unsafe extern "C" fn(sys::CUstream, sys::CUdeviceptr, usize, i32);
 
 fn note_uses(stream: &Stream, args: &[RawArg]) {
     static NOTE_USE: OnceLock<Option<NoteUse>> = OnceLock::new();
     let note = NOTE_USE.get_or_init(|| {
-        // SAFETY: whoever has a `Gpu` has a driver. No other than the one in software has a symbol
-        // of this name, whose type is the one above.
+        // SAFETY: there is a driver, as there is a `Gpu`. Only the software driver has a symbol of
+        // this name, and its type is the one above.
         unsafe { sys::culib().get::<NoteUse>(b"softcuda_note_use").ok().map(|found| *found) }
     });
     let Some(note) = note else { return };
     for (place, writes) in args.iter().filter_map(|arg| arg.uses) {
-        // SAFETY: it takes any figures; the stream is alive.
+        // SAFETY: it takes any numbers; the stream is alive.
         unsafe { note(stream.raw, place.address, place.bytes, i32::from(writes)) }
     }
 }

@@ -1,4 +1,4 @@
-//! A queue of a device's work, and the thread that waits for its ends.
+//! A CUDA stream of a device, and the waiter thread that reports the ends of its work.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -18,20 +18,20 @@ use super::ipc::{Landing, Words, sharable};
 use super::turn::Turn;
 use super::{Ended, Then};
 
-/// Events that have been used and are kept for later ones; a line has about as many as a program
-/// runs ahead.
+/// The most unused events that a stream keeps for reuse. A stream needs about one for each piece of
+/// work in flight.
 const MOST_SPARE: usize = 1024;
 
-/// A queue of work on a device: a stream. Dropping it lets what was issued come to its end.
+/// A CUDA stream with a waiter thread. Dropping it lets issued work finish.
 pub(crate) struct Line {
     pub(super) stream: Arc<Stream>,
-    /// Held while work is issued, so that what belongs together stays together and ends are told in
-    /// order. How often that was.
+    /// The number of pieces of work issued so far. Locked while work is issued, so that one piece
+    /// stays together and ends are reported in order.
     pub(super) issuing: Mutex<u64>,
     pub(super) ends: Arc<Ends>,
 }
 
-/// A line while work is issued to it.
+/// The raw CUDA stream of a [`Line`], with its context.
 pub(crate) struct Stream {
     pub(super) context: Arc<Context>,
     pub(super) raw: sys::CUstream,
@@ -43,22 +43,22 @@ unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
 
-/// What was issued and has not ended, in order.
+/// The work of a stream that was issued and has not ended, in order.
 #[derive(Default)]
 pub(super) struct Ends {
     state: Mutex<State>,
     changed: Condvar,
     spare: Mutex<Vec<RawEvent>>,
-    /// Where somebody wants to know when work began and ended.
+    /// Set if begin and end times are recorded.
     pub(super) clock: OnceLock<Clock>,
 }
 
 #[derive(Default)]
 struct State {
     entries: VecDeque<Entry>,
-    /// What the line's thread waits for.
+    /// The entry that the waiter thread waits for.
     waited: Option<Entry>,
-    /// The device will never come there: another thread tells of the ends.
+    /// True once the device is known to hang. Then another thread reports the ends.
     is_given_up: bool,
     closed: bool,
 }
@@ -66,40 +66,42 @@ struct State {
 #[derive(Clone)]
 struct Entry {
     event: Arc<Event>,
-    /// What went wrong while it was issued.
+    /// The error from issuing the work, if any.
     issued: Result<(), CudaError>,
 }
 
-/// A point in the work of a line.
+/// A point in a stream: the end of one piece of work. Also the fence for the memory that the work
+/// uses.
 pub(super) struct Event {
-    /// `None` where there was nothing to be behind, or where it could not be made or recorded: then
-    /// the device counts as failed, and what was issued as lost.
+    /// `None` if nothing was issued, or if the event could not be created or recorded. In the
+    /// second case the device counts as failed and the work as lost.
     raw: Option<RawEvent>,
-    /// Where the work before it began, if anybody wants to know.
+    /// The begin of the work, if times are recorded.
     begin: Option<RawEvent>,
-    /// The clock's time then, on the host.
+    /// The host's time in nanoseconds when the work was issued; 0 if times are not recorded.
     pub(super) issued_at: u64,
-    /// Its place in the line.
+    /// The number of the work in its stream, counted from 1.
     number: u64,
     stream: Arc<Stream>,
     over: Latch,
-    /// Passed, though the work before it may not be over.
+    /// True if the event counts as passed although the work may still be running.
     lost: AtomicBool,
-    /// What went wrong with the work before it.
+    /// The work's error message, if it failed.
     failure: OnceLock<String>,
     told: Mutex<Told>,
     ends: Weak<Ends>,
 }
 
-/// Who is told how work ended, after all who wait for its end.
+/// The completion callback of a piece of work. It runs after all fence callbacks.
 #[derive(Default)]
 struct Told {
     then: Option<Box<dyn FnOnce(Ended) + Send>>,
-    /// How it ended, where nobody has asked yet; kept only once all who waited have been told.
+    /// The result, if it came before the callback was set. Set only after all fence callbacks have
+    /// run.
     ended: Option<Ended>,
 }
 
-/// An event, and what other processes know it by, where they have been told.
+/// A CUDA event, and its IPC description once another process has asked for it.
 pub(super) struct RawEvent(pub(super) sys::CUevent, pub(super) OnceLock<Option<Words>>);
 
 // SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
@@ -108,14 +110,14 @@ unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}
 
-/// A wait for an event in the ordinary way.
+/// The flag of a normal wait for an event.
 pub(super) const WAIT_DEFAULT: u32 = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
 
 impl Line {
-    /// Makes the stream and starts its thread.
+    /// Creates the CUDA stream and starts its waiter thread.
     pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
         context.bind()?;
-        // Without regard for the default stream, which nobody here uses.
+        // The stream does not synchronise with the default stream, which is not used here.
         let (mut raw, flags) = (std::ptr::null_mut(), sys::CUstream_flags::CU_STREAM_NON_BLOCKING);
         // SAFETY: the context is bound, and there is room for the stream.
         unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
@@ -131,19 +133,19 @@ impl Line {
         Ok(Self { stream, issuing: Mutex::new(0), ends })
     }
 
-    /// Issues work that comes after `after` and after all that was issued here before. Never blocks
-    /// on the device.
+    /// Issues work that runs after `after` and after everything issued here before. Does not wait
+    /// for the device.
     ///
-    /// Returns a fence behind the work, for the memory that it uses, and calls `then` once it is
-    /// passed, with what went wrong while the work was issued or when it ran. Where only part of it
-    /// could be issued, that part is before the fence.
+    /// Returns a fence at the end of the work, for the memory that the work uses. Once the device
+    /// has passed it, the waiter thread calls `then` with the first error from issuing or running
+    /// the work. If only part of the work could be issued, the fence is behind that part.
     pub(crate) fn submit(
         &self,
         after: &[&Fences],
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
         then: Then,
     ) -> Arc<dyn Fence> {
-        // On a thread that may be issuing work to another device.
+        // This thread may be in the middle of issuing work to another device.
         let _visit = self.stream.context.visit();
         let mut turn = self.turn();
         let issued = after.iter().try_for_each(|fences| turn.come_after(fences));
@@ -154,19 +156,19 @@ impl Line {
         fence
     }
 
-    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in
-    /// turns.
+    /// Returns the raw stream, for other libraries. Work is issued to it through [`Line::submit`]
+    /// or [`Line::turn`].
     pub(super) fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// The calling thread's turn to issue work here; waits for the turns of others.
+    /// Locks the stream for issuing work. Blocks while another thread holds it.
     pub(crate) fn turn(&self) -> Turn<'_> {
         Turn::new(self, self.issuing.lock())
     }
 
-    /// Whether `fences` are all of this line: then whoever hears of their ends hears of those of
-    /// later work after that. False where there are none.
+    /// Returns true if all `fences` belong to this stream. Then their callbacks run before those of
+    /// later work on it. False if `fences` is empty.
     pub(crate) fn has_issued_all(&self, fences: &Fences) -> bool {
         let mine = |fence: &Arc<dyn Fence>| {
             let event = (&**fence as &dyn Any).downcast_ref::<Event>();
@@ -175,14 +177,14 @@ impl Line {
         fences.iter().next().is_some() && fences.iter().all(mine)
     }
 
-    /// From now on work on this line is told with the times at which it began and ended, by `now`:
-    /// nanoseconds from some beginning. To be called before there is any.
+    /// Records begin and end times of work on this stream from now on. `now` returns nanoseconds
+    /// since an arbitrary origin. Must be called before any work is issued.
     pub(super) fn keep_time(
         &self,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
     ) -> Result<(), CudaError> {
         let clock = Clock::new(self, now)?;
-        // A second clock would be none the wiser.
+        // A second call keeps the first clock.
         let _ = self.ends.clock.set(clock);
         Ok(())
     }
@@ -196,7 +198,7 @@ impl Drop for Line {
 }
 
 impl Stream {
-    /// Has what is issued from now on come after what `fence` is behind.
+    /// Makes later work on this stream wait, on the device, for the work before `fence`.
     pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
         if fence.is_over() {
             return Ok(());
@@ -232,19 +234,19 @@ impl Drop for Stream {
 }
 
 impl Ends {
-    /// What was issued ends with `event`; for who has the turn.
+    /// Appends the end of a piece of work. The caller holds the issue lock.
     pub(super) fn push(&self, event: Arc<Event>, issued: Result<(), CudaError>) {
         self.state.lock().entries.push_back(Entry { event, issued });
         self.changed.notify_one();
     }
 
-    /// An event that is recorded here and now.
+    /// Records an event in the stream, behind everything issued so far.
     pub(super) fn record(&self, stream: &Stream) -> Result<RawEvent, CudaError> {
         let spare = self.spare.lock().pop();
         let event = match spare {
             Some(event) => event,
             None => {
-                // The thread that waits for it sleeps.
+                // The waiter thread sleeps while it waits for the event.
                 let mut flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
                 if self.clock.get().is_none() {
                     flags |= sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
@@ -264,12 +266,12 @@ impl Ends {
         }
     }
 
-    /// Keeps an event for later, which nobody waits for any more.
+    /// Keeps an event that nobody waits for, to be reused. Returns it if there are enough.
     pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
         let mut spare = self.spare.lock();
         let is_known = event.1.get().is_some_and(Option::is_some);
-        // Those that other processes know stay for ever: there are as many as were in use at a
-        // time.
+        // Events known to other processes are never destroyed. There are only as many as were in
+        // use at the same time.
         if spare.len() >= MOST_SPARE && !is_known {
             return Some(event);
         }
@@ -277,13 +279,13 @@ impl Ends {
         None
     }
 
-    /// Waits for each end in turn and tells who wants to know, until the line is dropped and
-    /// nothing is left.
+    /// Runs the waiter thread: waits for each end in order and calls its callbacks. Returns when
+    /// the stream was dropped and all work has ended, or when the stream was given up.
     fn tell_all(&self, stream: &Stream) {
-        // Errors show when events are waited for.
+        // A failure shows up when events are waited for.
         let _ = stream.context.bind();
         while let Some(Entry { event, issued }) = self.next() {
-            // Where nothing was recorded, the error is known.
+            // If no event was recorded, `issued` has the error.
             let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
             if self.is_given_up() {
                 return;
@@ -311,7 +313,7 @@ impl Ends {
         }
     }
 
-    /// Whether another thread has told of the end that was waited for; else nobody will any more.
+    /// Returns true if another thread reports the ends from now on. Else clears the waited entry.
     fn is_given_up(&self) -> bool {
         let mut state = self.state.lock();
         if !state.is_given_up {
@@ -320,22 +322,22 @@ impl Ends {
         state.is_given_up
     }
 
-    /// Whether the line is gone, and nothing is left of its work.
+    /// Returns true if the stream was dropped and all its work has ended.
     pub(super) fn is_closed(&self) -> bool {
         let state = self.state.lock();
         state.closed && state.entries.is_empty() && state.waited.is_none()
     }
 
-    /// What is waited for and the device has not come to, by its place in the line. The context is
-    /// bound.
+    /// Returns the number of the work that the waiter thread waits for, if the device has not
+    /// finished it. The context must be current.
     pub(super) fn stands_at(&self) -> Option<u64> {
         let Entry { event, .. } = self.state.lock().waited.clone()?;
         let is_ahead = event.raw.as_ref().is_some_and(|raw| !raw.is_passed());
         is_ahead.then_some(event.number)
     }
 
-    /// The device will never come to the end of what is issued here: all of it ends with `error`,
-    /// told by this thread in place of the line's, until the line is dropped.
+    /// Ends all issued work with `error`, because the device will never finish it. This thread
+    /// takes over from the waiter thread until the stream is dropped.
     pub(super) fn give_up(&self, error: &CudaError) {
         let mut next = {
             let mut state = self.state.lock();
@@ -362,14 +364,15 @@ impl Event {
         Self { raw, begin, issued_at, number, stream, over, lost, failure, told, ends }
     }
 
-    /// Nanoseconds on the device from this to the beginning and the end of the work before `other`.
+    /// Returns the device time in nanoseconds from this event to the begin and the end of the work
+    /// before `other`.
     pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
         let from = self.raw.as_ref()?;
         let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
         Some([from.until(begin).ok()?, from.until(end).ok()?])
     }
 
-    /// By what other processes have work come after it; `None` where they cannot.
+    /// Returns the event's IPC description for other processes. `None` if it cannot be shared.
     pub(super) fn words(&self) -> Option<Words> {
         self.raw.as_ref()?.words(&self.stream.context)
     }
@@ -377,10 +380,10 @@ impl Event {
     fn pass(&self, ended: Ended) {
         if let Err(error) = &ended.result {
             self.lost.store(error.is_lost(), Ordering::Relaxed);
-            // Set here alone.
+            // Set only here.
             let _ = self.failure.set(error.to_string());
         }
-        // Memory goes back before anybody hears that the work has ended: who waits for memory looks
+        // Memory returns to its pool before the callback runs: waiters for memory check the pool
         // then.
         self.over.pass().into_iter().for_each(guarded);
         let mut told = self.told.lock();
@@ -392,8 +395,8 @@ impl Event {
         guarded(|| then(ended));
     }
 
-    /// Calls `then` with how the work before this ended: on the line's thread, or here where that
-    /// has told everybody else.
+    /// Sets the callback that receives the result of the work. It runs on the waiter thread, or
+    /// immediately on this thread if the work has ended.
     pub(super) fn on_end(&self, then: Box<dyn FnOnce(Ended) + Send>) {
         let mut told = self.told.lock();
         let Some(ended) = told.ended.take() else {
@@ -405,11 +408,11 @@ impl Event {
     }
 }
 
-/// Calls what wants to know of an end. What is wrong with that is no reason for the others never to
-/// hear of theirs.
+/// Calls a completion callback. A panic is logged and does not keep the other callbacks from
+/// running.
 fn guarded(then: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(then)).is_err() {
-        tracing::error!("a panic of who was told that work of a CUDA device has ended");
+        tracing::error!("a callback for the end of CUDA device work panicked");
     }
 }
 
@@ -444,7 +447,7 @@ impl Drop for Event {
         for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
             let left = match self.ends.upgrade().filter(|_| is_over) {
                 Some(ends) => ends.spare(raw),
-                // Others may still come after it: it goes with the context.
+                // Other processes may still wait for it: the context frees it.
                 None if raw.1.get().is_some_and(Option::is_some) => None,
                 None => Some(raw),
             };
@@ -458,7 +461,7 @@ impl Drop for Event {
 }
 
 impl RawEvent {
-    /// Puts it behind what was issued to the stream.
+    /// Records the event behind everything issued to the stream.
     pub(super) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: event and stream are of the context that is bound, and alive.
         unsafe { calls::cuEventRecord(self.0, stream.raw) }
@@ -466,7 +469,7 @@ impl RawEvent {
             .map_err(|error| cuda("recording an event", error))
     }
 
-    /// Sleeps until the device has come here.
+    /// Sleeps until the device has reached the event.
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive and its context bound by this thread.
         unsafe { calls::cuEventSynchronize(self.0) }
@@ -474,12 +477,12 @@ impl RawEvent {
             .map_err(|error| cuda("work of a CUDA device", error))
     }
 
-    /// Whether the device has come here, well or not. The context is bound.
+    /// Returns true if the device has reached the event or failed. The context must be current.
     pub(super) fn is_passed(&self) -> bool {
         is_passed(self.0)
     }
 
-    /// Nanoseconds on the device from this to `other`.
+    /// Returns the device time in nanoseconds from this event to `other`.
     fn until(&self, other: &Self) -> Result<f64, CudaError> {
         let mut millis = 0f32;
         // SAFETY: both are alive, of the context that is bound, and were made with their times;
@@ -497,7 +500,7 @@ impl RawEvent {
     }
 }
 
-/// Whether a device has come to an event, well or not. Its context is bound.
+/// Returns true if the device has reached the event or failed. The event's context must be current.
 pub(super) fn is_passed(event: sys::CUevent) -> bool {
     // SAFETY: the event is alive, as the caller holds it, and of the context that is bound.
     let state = unsafe { calls::cuEventQuery(event) };

@@ -1,4 +1,4 @@
-//! Memory of a CUDA device.
+//! Allocation of device memory with `cuMemAlloc`.
 
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -10,10 +10,10 @@ use super::calls;
 use super::gpu::{Context, cuda};
 use super::ipc::{self, Words};
 
-/// Where segments in a device's memory come from.
+/// Allocates segments of a device's memory.
 ///
-/// They are asked for with `cuMemAlloc`: what the stream-ordered allocator gives cannot be shared
-/// with other processes.
+/// It uses `cuMemAlloc`, because memory of the stream-ordered allocator cannot be shared with other
+/// processes through CUDA IPC.
 pub(super) struct Allocator {
     context: Arc<Context>,
 }
@@ -23,7 +23,8 @@ pub(super) struct Memory {
     context: Arc<Context>,
     address: sys::CUdeviceptr,
     bytes: usize,
-    /// What other processes open it by, once they are to.
+    /// The IPC description for other processes, created at first use. `None` if it cannot be
+    /// shared.
     words: OnceLock<Option<Words>>,
 }
 
@@ -37,8 +38,8 @@ impl DeviceAllocator for Allocator {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let _visit = self.context.visit().map_err(io::Error::other)?;
         let mut address = 0;
-        // SAFETY: there is room for the address. What the memory holds is read only by work that
-        // comes after work that has written it.
+        // SAFETY: there is room for the address. The memory is read only by work that runs after
+        // work that has written it.
         unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map_err(|error| {
             io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
         })?;
@@ -76,8 +77,8 @@ impl Drop for Memory {
             ipc::forget(&self.context, words);
         }
         let Ok(_visit) = self.context.visit() else { return };
-        // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work
-        // on them is over, and pools let go of segments without blocks in use only.
+        // SAFETY: allocated in `allocate`, freed once. Blocks return to their pool only when work
+        // on them is over, and pools free only segments without blocks in use.
         if let Err(error) = unsafe { calls::cuMemFree_v2(self.address) }.result() {
             tracing::debug!(%error, "freeing memory of a CUDA device");
         }

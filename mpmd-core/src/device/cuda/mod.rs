@@ -1,15 +1,18 @@
 //! The CUDA back end: devices that are graphics processors.
 //!
-//! Built with the feature `cuda`, through `cudarc`, which loads CUDA's libraries when they are
-//! first used: a program built with it runs where there is no CUDA, as long as it asks for no such
-//! device. Without the feature everything here has the same names and a `Gpu` that cannot be.
+//! With the feature `cuda`, the back end calls CUDA through `cudarc`, which loads CUDA's libraries
+//! at their first use. Such a program also runs on a machine without CUDA, unless it asks for a
+//! CUDA device. Without the feature, this module exports the same names and a `Gpu` that cannot be
+//! constructed.
 //!
-//! A `Gpu` has *lines*: queues of its own work, one for kernels and one for each direction of
-//! copies. Work is issued to a line by any thread, at once, and runs later, in order. What uses
-//! memory that another line uses is told to come after it
-//! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line
-//! has a thread that waits for the ends of what was issued, and tells who wants to know; no other
-//! thread of the program ever does, but a device's own in a kernel with collectives (`Turn::wait`).
+//! A `Gpu` has three streams (`Line`): one for kernels and one for each direction of copies. Any
+//! thread may issue work to a stream. Issuing does not wait for the device; the work runs later, in
+//! order. When work uses memory that another stream uses, the device orders it after that use
+//! ([`Fences`](mpmd_transport::memory::Fences)). No host thread waits for this.
+//!
+//! Each stream has a waiter thread, which waits for the ends of issued work and calls the
+//! completion callbacks. Only one other thread ever waits for device work: a device's own thread,
+//! in a kernel with collectives (`Turn::wait`).
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -86,35 +89,36 @@ pub(crate) use turn::{Ending, Turn};
 #[cfg(feature = "cuda")]
 pub(crate) use warm::WarmUp;
 
-/// Which elements a copy moves, between which regions: as for
+/// The elements that a copy moves, and the regions of the source and target buffers. See
 /// [`copy_region`](crate::device::copy::copy_region).
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct Part<'a> {
-    /// What the bytes that are read are of.
+    /// The region that the source buffer holds.
     pub(crate) from: &'a Region,
-    /// What the bytes that are written are of.
+    /// The region that the target buffer holds.
     pub(crate) to: &'a Region,
-    /// The elements, within both.
+    /// The elements to copy: a region within both.
     pub(crate) piece: &'a Region,
     pub(crate) item_bytes: usize,
 }
 
-/// Called with how work of a line ended, on the line's thread: it must be short.
+/// A callback that receives the result of work on a stream. It runs on the stream's waiter thread
+/// and must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
 
-/// How work of a line ended.
+/// The result and the times of work on a stream.
 pub(crate) struct Ended {
-    /// What went wrong while it was issued or when it ran.
+    /// The first error from issuing the work or from running it.
     pub(crate) result: Result<(), CudaError>,
-    /// When it ran, where [somebody wants to know](Gpu::keep_time).
+    /// The times of the work, if [`Gpu::keep_time`] was called.
     pub(crate) times: Option<Times>,
 }
 
-/// When work of a line ran, by the clock that it was given: in nanoseconds.
+/// The times of work on a stream, in nanoseconds of the clock given to [`Gpu::keep_time`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// When the work before it on the line ended.
+    /// The end of the preceding work on the stream.
     pub(crate) before: u64,
     pub(crate) begin: u64,
     pub(crate) end: u64,

@@ -1,7 +1,7 @@
-//! Sources made ready for a device: modules that are loaded, and their functions.
+//! Loads compiled sources as CUDA modules and finds their functions.
 //!
-//! Modules stay loaded as long as the device's context is there: nobody has to know when the last
-//! of their functions has run.
+//! Modules stay loaded as long as the device's context exists, so that nothing has to track when
+//! the last of their functions has run.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -19,23 +19,23 @@ use super::gpu::{Context, cuda};
 use crate::device::cuda::source::Kind;
 use crate::device::cuda::source::Source;
 
-/// Shared memory that a block may have before the driver is asked for more.
+/// Dynamic shared memory in bytes that a block can have without a request to the driver.
 const SHARED_BYTES: u32 = 48 << 10;
-/// Room for what the driver says of a module that it refuses.
+/// Room in bytes for the driver's log when it refuses a module.
 const LOG_BYTES: usize = 8 << 10;
 
-/// The modules of one device.
+/// The modules loaded on one device.
 pub(super) struct Modules {
     context: Arc<Context>,
     architecture: Architecture,
-    /// By the places of their sources.
+    /// Keyed by the address of the source.
     slots: RwLock<HashMap<usize, Arc<Slot>>>,
 }
 
-/// A source that somebody has announced or launched.
+/// A source that was announced or launched, and its module.
 struct Slot {
     source: &'static Source,
-    /// Whoever comes first makes it, others wait.
+    /// Created by the first thread that needs it; other threads wait.
     module: OnceLock<Result<Module, CudaError>>,
 }
 
@@ -54,9 +54,9 @@ unsafe impl Sync for Module {}
 pub(super) struct Function {
     name: Box<str>,
     raw: sys::CUfunction,
-    /// Bytes of its parameters, where the driver tells.
+    /// Sizes of the parameters in bytes, if the driver reports them.
     parameters: Option<Vec<usize>>,
-    /// Shared memory that a launch may give it as things are, in bytes.
+    /// The dynamic shared memory in bytes that a launch can have without another request.
     shared_bytes: AtomicU32,
 }
 
@@ -65,7 +65,7 @@ impl Modules {
         Self { context, architecture, slots: RwLock::default() }
     }
 
-    /// Says that a source will be used: from now on nobody wonders where it comes from.
+    /// Registers a source that will be used, so that its first launch logs no warning.
     pub(super) fn announce(&self, source: &'static Source) {
         if self.slots.read().contains_key(&key(source)) {
             return;
@@ -73,24 +73,24 @@ impl Modules {
         self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(Slot::new(source)));
     }
 
-    /// Compiles and loads a source, unless that has been done; waits where another thread is about
-    /// it.
+    /// Compiles and loads a source, unless that was done before. Waits if another thread is doing
+    /// so.
     ///
     /// # Errors
     ///
-    /// Where it does not compile, there is no NVRTC, or the driver refuses what came of it: the
-    /// same again for all who ask.
+    /// If it does not compile, NVRTC is missing, or the driver refuses the module. The same error
+    /// is returned at every call.
     pub(super) fn make_ready(&self, source: &'static Source) -> Result<(), CudaError> {
         self.announce(source);
         let slot = self.slots.read().get(&key(source)).cloned();
         slot.map_or(Ok(()), |slot| self.module(&slot).map(|_| ()))
     }
 
-    /// Calls `then` with a function.
+    /// Calls `then` with a function, after making its source ready.
     ///
     /// # Errors
     ///
-    /// As [`Modules::make_ready`], where there is no such function, and those of `then`.
+    /// Those of [`Modules::make_ready`] and of `then`, or if there is no such function.
     pub(super) fn with_function<T>(
         &self,
         source: &'static Source,
@@ -114,11 +114,11 @@ impl Modules {
         let functions = module.map(|module| module.functions.read());
         let found =
             functions.as_ref().and_then(|all| all.iter().find(|known| &*known.name == function));
-        // It was found just now, and nothing goes.
+        // The function was just added, and none is ever removed.
         found.map_or_else(|| Err(no_function(source, function)), then)
     }
 
-    /// Has the function in its module's list.
+    /// Loads the source and adds the function to its module's list.
     fn find(
         &self,
         source: &'static Source,
@@ -129,7 +129,7 @@ impl Modules {
             tracing::warn!(
                 source = source.name(),
                 function,
-                "compiled as it is launched, since no kernel announces it (Kernel::cuda)"
+                "compiling a source during a launch, because no kernel lists it (Kernel::cuda)"
             );
         }
         self.make_ready(source)?;
@@ -156,14 +156,14 @@ impl Modules {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {
                     Err(error) if image.is_kept() => {
-                        tracing::debug!(source = source.name(), %error, "what was kept is \
-                            compiled again");
+                        tracing::debug!(source = source.name(), %error, "the driver refuses a cached kernel; \
+                            compiling it again");
                         Module::load(source, &compile::anew(source, self.architecture)?)
                     }
-                    // A driver that is older than NVRTC may know what NVRTC can make of it without
-                    // its help.
+                    // A driver older than NVRTC cannot load NVRTC's machine code, but may compile
+                    // its PTX.
                     Err(error) if image.is_binary() && error.is_unknown_image() => {
-                        tracing::debug!(source = source.name(), %error, "the driver compiles it");
+                        tracing::debug!(source = source.name(), %error, "the driver refuses NVRTC's machine code; it compiles PTX instead");
                         Module::load(source, &compile::assembly(source, self.architecture)?)
                     }
                     loaded => loaded,
@@ -186,14 +186,14 @@ impl Slot {
 }
 
 impl Module {
-    /// Loads it, with all its functions: none is loaded as it is launched.
+    /// Loads a module and all its functions, so that no function is loaded at its first launch.
     fn load(source: &Source, image: &compile::Image) -> Result<Self, CudaError> {
         let mut log = vec![0u8; LOG_BYTES];
         let mut options = [
             sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER,
             sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
         ];
-        // The second is a number in place of a pointer: the driver wants it so.
+        // The driver expects the second value as a number in place of a pointer.
         let mut values =
             [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(log.len())];
         let mut raw = std::ptr::null_mut();
@@ -223,8 +223,8 @@ impl Module {
         Ok(module)
     }
 
-    /// Drivers since 12.4 load functions at once where they are asked to, and otherwise at their
-    /// first launch, which is right too.
+    /// Loads all functions now, which drivers since 12.4 support. Older ones load each function at
+    /// its first launch.
     fn load_functions(&self) {
         if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"]
             .into_iter()
@@ -244,7 +244,7 @@ impl Module {
             })
         };
         if let Err(error) = loaded {
-            tracing::debug!(%error, "functions are loaded as they are launched");
+            tracing::debug!(%error, "functions will be loaded at their first launch");
         }
     }
 }
@@ -277,7 +277,8 @@ impl Function {
         self.raw
     }
 
-    /// Fails where arguments are not what the function takes, as far as the driver tells.
+    /// Returns an error if the arguments do not fit the parameters, as far as the driver reports
+    /// these.
     pub(super) fn check(
         &self,
         source: &Source,
@@ -295,7 +296,8 @@ impl Function {
         Err(CudaError::new(format!("launching {function} of {}", source.name()), "", text))
     }
 
-    /// Asks the driver for as much shared memory, where it is more than it gives unasked.
+    /// Allows launches with this many bytes of dynamic shared memory. Asks the driver only if it is
+    /// more than before.
     pub(super) fn allow_shared(&self, bytes: u32) -> Result<(), DriverError> {
         if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
             return Ok(());
@@ -309,7 +311,7 @@ impl Function {
     }
 }
 
-/// A source is where it is: it is static.
+/// Returns the source's address, which identifies it: sources are static.
 fn key(source: &'static Source) -> usize {
     std::ptr::from_ref(source).addr()
 }
@@ -322,7 +324,7 @@ fn no_function(source: &Source, function: &str) -> CudaError {
     )
 }
 
-/// Bytes of each of a function's parameters; drivers since 12.4 tell.
+/// Returns the size in bytes of each parameter. `None` with drivers before 12.4.
 fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
     if !has("cuFuncGetParamInfo") {
         return None;
@@ -333,14 +335,14 @@ fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
         // numbers.
         let told =
             unsafe { calls::cuFuncGetParamInfo(function, index, &raw mut offset, &raw mut size) };
-        // Behind the last.
+        // An error means that there are no more parameters.
         told.result().ok().map(|()| size)
     };
     Some((0..).map_while(size).collect())
 }
 
-/// Whether the driver has a function that not all have.
+/// Returns true if the driver has this function. Use it for functions that older drivers lack.
 fn has(symbol: &str) -> bool {
-    // SAFETY: whoever has a module has a driver; its symbols are only looked for.
+    // SAFETY: there is a driver, as there is a module; its symbols are only looked for.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
 }

@@ -1,10 +1,11 @@
-//! Work of a device that waits for another process's, which is no more.
+//! Recovery from device work that waits for an event of a process that has ended.
 //!
-//! CUDA does not say what becomes of a wait for an event whose process dies before its device has
-//! come there. If the wait ends, all is well: the memory behind it is known to mean nothing. If it
-//! does not, the stream will never do anything again, and neither will what waits for it. Then the
-//! device counts as failed: what was issued to streams that stand still ends with an error, as does
-//! what is issued later, and nothing of the device's is waited for, or freed, any more.
+//! CUDA does not define the result of such a wait if the process dies before its device has reached
+//! the event. If the wait ends, nothing is lost: the memory behind it is known to be invalid. If it
+//! does not end, the stream hangs, as does all work behind it.
+//!
+//! Then the device counts as failed. Work issued to hanging streams ends with an error, and so does
+//! later work. Nothing of the device is waited for or freed any more.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,20 +16,20 @@ use super::gpu::Context;
 use super::ipc::Imported;
 use super::line::Ends;
 
-/// How long such waits may take to end.
+/// The time that such waits have to end.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long a stream may stand at one place from then on, until it counts as standing still.
+/// The time after which a stream without progress counts as hanging, once `GRACE` is over.
 const STILL: Duration = Duration::from_millis(500);
-/// How often they are looked at meanwhile.
+/// The interval between two checks.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Sees to it that nobody waits for ever for work of `context` that comes after `events`, whose
-/// process will not get there, because of `why`.
+/// Starts a thread that gives the device up if waits for `events` do not end in time. The process
+/// that owns the events has ended, because of `why`.
 pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: String) {
     let started = std::thread::Builder::new().name("cuda-orphan".to_owned()).spawn(move || {
         let until = Instant::now() + GRACE;
         loop {
-            // Where the device has failed, its streams end by themselves.
+            // If the device has failed, its streams end by themselves.
             if context.bind().is_err() || events.iter().all(|event| event.is_passed()) {
                 return;
             }
@@ -38,36 +39,36 @@ pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: Stri
             std::thread::sleep(LOOK);
         }
         let error =
-            CudaError::new("work of a CUDA device waits for another process's, in vain", "", why);
+            CudaError::new("work of a CUDA device waits for a process that has ended", "", why);
         context.give_up(error);
     });
     if let Err(error) = started {
-        tracing::warn!(%error, "starting a thread that looks after work which waits for a process \
-            that is no more");
+        tracing::warn!(%error, "cannot start the thread that ends CUDA work which waits for a process \
+            that has ended");
     }
 }
 
 impl Context {
-    /// The device will not come to the end of some of its work: that ends with an error now, as
-    /// does all that comes.
+    /// Marks the device as hanging and failed. All work of hanging streams and all later work ends
+    /// with `error`.
     fn give_up(self: &Arc<Self>, error: CudaError) {
         self.is_stuck.store(true, Ordering::Release);
-        // What uses memory there may go on: nobody else is to have it.
+        // Work may still use the memory there, so the memory must not be reused.
         let error = self.fails(error).lost();
         for line in self.lines() {
             let (context, error) = (self.clone(), error.clone());
             let told = std::thread::Builder::new().name("cuda-given-up".to_owned());
             if let Err(error) = told.spawn(move || context.give_up_line(&line, &error)) {
-                tracing::warn!(%error, "starting a thread that tells of the end of work");
+                tracing::warn!(%error, "cannot start the thread that ends work of a hanging CUDA stream");
             }
         }
     }
 
-    /// Ends what a line stands still at, and all that comes after it. One that goes on ends by
-    /// itself.
+    /// Ends all work of a stream with `error` once the stream hangs. A stream that makes progress
+    /// ends by itself.
     fn give_up_line(&self, line: &Ends, error: &CudaError) {
         let mut standing = (None, Instant::now());
-        // Also one that has nothing to do: somebody may be about to end a turn.
+        // Idle streams are watched too: a thread may be about to issue work.
         while self.bind_failed().is_ok() && !line.is_closed() {
             let at = line.stands_at();
             if at != standing.0 {

@@ -1,7 +1,7 @@
-//! CUDA without the framework: what `cudarc` alone takes for a launch and for a copy.
+//! Launches and copies through `cudarc` alone, without the framework: one stream, one thread, no
+//! events.
 //!
-//! Benchmarks set the framework's figures against these; nothing else uses them. One stream, one
-//! thread, no events.
+//! Benchmarks use these as the baseline for the framework's times. Nothing else uses them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,31 +15,31 @@ use super::error::CudaError;
 use super::gpu::cuda;
 use super::{found, nvrtc};
 
-/// A kernel that does as little as one can, and takes what a kernel of the framework's takes at
-/// least.
+/// A kernel that does next to nothing, with the fewest arguments that a framework kernel has.
 const SOURCE: &str = r#"
 extern "C" __global__ void nothing(const float *x, float *y) {
     if (threadIdx.x == 0) y[0] = x[0];
 }
 "#;
 
-/// Launches between two waits: fewer than the driver has room for, or the last ones wait for the
-/// first.
+/// Launches between two synchronisations. Fewer than the driver can queue, or later launches would
+/// wait for earlier ones.
 const LAUNCHES: usize = 500;
 
-/// Bytes that a sample of copies moves at least, so that looking at the clock costs nothing.
+/// The least number of bytes that one sample copies, so that reading the clock costs next to
+/// nothing.
 const SAMPLE_BYTES: usize = 1 << 30;
 
-/// Copies of a sample at most.
+/// The most copies in one sample.
 const MOST_COPIES: usize = 1000;
 
-/// A graphics processor, used by hand.
+/// A graphics processor, used directly through `cudarc`.
 pub struct Plain {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
 }
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Way {
     /// Within the device's memory.
@@ -51,35 +51,35 @@ pub enum Way {
 }
 
 impl Plain {
-    /// Opens the processor that the driver gives this number.
+    /// Opens the graphics processor with this driver ordinal.
     ///
     /// # Errors
     ///
-    /// Where there is no driver or no such processor, or it cannot be used.
+    /// If there is no driver or no such processor, or it cannot be used.
     pub fn open(ordinal: u32) -> Result<Self, CudaError> {
-        found().map_err(|error| CudaError::new("using CUDA by hand", "", error.to_string()))?;
+        found().map_err(|error| CudaError::new("using CUDA directly", "", error.to_string()))?;
         let context =
-            CudaContext::new(ordinal as usize).map_err(said("opening a device by hand"))?;
-        // SAFETY: all that is used lives in one stream, where order is given.
+            CudaContext::new(ordinal as usize).map_err(said("opening a CUDA device directly"))?;
+        // SAFETY: everything is used in one stream, which runs its work in order.
         unsafe { context.disable_event_tracking() };
-        let stream = context.new_stream().map_err(said("making a stream by hand"))?;
+        let stream = context.new_stream().map_err(said("making a CUDA stream directly"))?;
         Ok(Self { context, stream })
     }
 
-    /// The time to issue one launch of a kernel that does nothing, so many times over.
+    /// Measures the time to issue one launch of an empty kernel. Returns `repeats` samples. Blocks.
     ///
     /// # Errors
     ///
-    /// Where NVRTC is missing, or the device fails.
+    /// If NVRTC is missing, or the device fails.
     pub fn launches(&self, repeats: usize) -> Result<Vec<Duration>, CudaError> {
         let kernel = self.kernel()?;
-        let doing = "launching by hand";
+        let doing = "launching directly";
         let x: CudaSlice<f32> = self.stream.alloc_zeros(1).map_err(said(doing))?;
         let mut y: CudaSlice<f32> = self.stream.alloc_zeros(1).map_err(said(doing))?;
         let shape =
             LaunchConfig { grid_dim: (1, 1, 1), block_dim: (32, 1, 1), shared_mem_bytes: 0 };
         let mut times = Vec::with_capacity(repeats);
-        // The first ones load the kernel.
+        // The first repeat loads the kernel and is not counted.
         for repeat in 0..=repeats {
             let start = Instant::now();
             for _ in 0..LAUNCHES {
@@ -98,18 +98,19 @@ impl Plain {
         Ok(times)
     }
 
-    /// The time of one copy of so many bytes, where nothing else runs, so many times over.
+    /// Measures the time of one copy of `bytes` bytes while nothing else runs. Returns `repeats`
+    /// samples. Blocks.
     ///
     /// # Errors
     ///
-    /// Where there is too little memory, or the device fails.
+    /// If there is too little memory, or the device fails.
     pub fn copies(
         &self,
         way: Way,
         bytes: usize,
         repeats: usize,
     ) -> Result<Vec<Duration>, CudaError> {
-        let doing = "copying by hand";
+        let doing = "copying directly";
         let alloc = || self.stream.alloc_zeros::<u8>(bytes).map_err(said(doing));
         let (mut one, other) = (alloc()?, if way == Way::OnDevice { Some(alloc()?) } else { None });
         let mut host = if way == Way::OnDevice { None } else { Some(self.pinned(bytes)?) };
@@ -136,7 +137,7 @@ impl Plain {
     }
 
     fn kernel(&self) -> Result<CudaFunction, CudaError> {
-        let doing = "compiling a kernel by hand";
+        let doing = "compiling a kernel directly";
         nvrtc().map_err(|error| CudaError::new(doing, "", error.to_string()))?;
         let ptx = cudarc::nvrtc::compile_ptx(SOURCE);
         let ptx = ptx.map_err(|error| CudaError::new(doing, "", format!("{error:?}")))?;
@@ -144,12 +145,11 @@ impl Plain {
         module.load_function("nothing").map_err(said(doing))
     }
 
-    /// Memory of the host that stays in its place, and that the processor may read as fast as it
-    /// writes it.
+    /// Allocates pinned host memory. Not write-combined, so the processor reads it at full speed.
     fn pinned(&self, bytes: usize) -> Result<PinnedHostSlice<u8>, CudaError> {
-        // SAFETY: nobody reads what is in it, but to copy it; every byte pattern is a `u8`.
+        // SAFETY: the contents are only copied, and every byte pattern is a valid `u8`.
         unsafe { self.context.alloc_pinned_with_flags(bytes, 0) }
-            .map_err(said("pinning memory by hand"))
+            .map_err(said("pinning memory directly"))
     }
 }
 
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_driver_it_is_an_error_and_with_one_everything_takes_time() {
+    fn plain_measures_times_or_reports_no_driver() {
         let plain = match Plain::open(0) {
             Ok(plain) => plain,
             Err(error) => {

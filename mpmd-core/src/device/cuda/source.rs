@@ -1,12 +1,11 @@
-//! Sources of kernels: what a program compiles for its CUDA devices.
+//! Sources that a program compiles for its CUDA devices.
 
 use std::fmt;
 
-/// A text that functions for CUDA devices are compiled from, or what stands for a library of
-/// NVIDIA's.
+/// The source text of functions for CUDA devices, or a placeholder for an NVIDIA library.
 ///
-/// A program has each of its sources once, as a `static`; it is told from others by its place, so
-/// that a launch finds its function without a look at the text.
+/// Declare each source once, as a `static`. Its address identifies it, so that a launch finds its
+/// function without comparing texts.
 ///
 /// ```
 /// use mpmd_core::cuda::Source;
@@ -28,39 +27,38 @@ pub struct Source {
     pub(crate) kind: Kind,
 }
 
-/// What a source is.
+/// The kind of a source.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
-    /// CUDA C, for NVRTC. Where it is exact, no product is fused with a sum.
+    /// CUDA C for NVRTC. If `exact`, products and sums are not fused.
     Cuda { exact: bool },
-    /// For the driver as it is.
+    /// PTX, which the driver compiles.
     Ptx,
-    /// No text: cuBLAS's handle and workspace.
+    /// A placeholder without text: cuBLAS's handle and workspace.
     Cublas,
 }
 
-/// What a kernel that calls [`Cuda::gemm`](super::Cuda::gemm) announces: cuBLAS is made ready then
-/// with its sources.
+/// The source to list in [`Kernel::cuda`](crate::kernel::Kernel::cuda) by a kernel that calls
+/// [`Cuda::gemm`](super::Cuda::gemm). cuBLAS is then initialised before the kernel runs.
 pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas };
 
 impl Source {
-    /// A text in CUDA C; `name` is what messages say.
+    /// Returns a source in CUDA C; `name` appears in messages.
     ///
-    /// It is compiled for each device's own architecture, without fast approximations. Functions
-    /// that are launched are `extern "C" __global__`. There are no headers but those that NVRTC
-    /// brings along, and those of the CUDA toolkit where `CUDA_HOME` or `CUDA_PATH` says where it
-    /// is.
+    /// NVRTC compiles it for each device's own architecture, without fast approximations. Declare
+    /// functions to launch as `extern "C" __global__`. NVRTC's own headers are available. Those of
+    /// the CUDA toolkit are available too, if `CUDA_HOME` or `CUDA_PATH` names the toolkit.
     pub const fn cuda(name: &'static str, text: &'static str) -> Self {
         Self { name, text, kind: Kind::Cuda { exact: false } }
     }
 
-    /// A text in PTX, which the driver takes as it is.
+    /// Returns a source in PTX, which goes to the driver unchanged; `name` appears in messages.
     pub const fn ptx(name: &'static str, text: &'static str) -> Self {
         Self { name, text, kind: Kind::Ptx }
     }
 
-    /// The same with each product and each sum rounded by itself, as the host's processors do it:
-    /// nothing is fused (`--fmad=false`). No more than [`Source::cuda`] for other sources.
+    /// Rounds each product and each sum separately, as on the host: nothing is fused
+    /// (`--fmad=false`). Changes only sources in CUDA C.
     #[must_use]
     pub const fn exact(self) -> Self {
         let kind = match self.kind {
@@ -70,12 +68,12 @@ impl Source {
         Self { kind, ..self }
     }
 
-    /// Its name in messages.
+    /// Returns the name used in messages.
     pub const fn name(&self) -> &'static str {
         self.name
     }
 
-    /// What is compiled.
+    /// Returns the source text; empty for [`CUBLAS`].
     pub const fn text(&self) -> &'static str {
         self.text
     }

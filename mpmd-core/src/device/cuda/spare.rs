@@ -6,29 +6,29 @@ use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence};
 use parking_lot::Mutex;
 
-/// Where a block of a device's is.
+/// Returns the place of a device block.
 pub(crate) fn place(buffer: &OwnedBuffer) -> DevicePlace {
-    // Pools of CUDA devices give memory of these devices.
+    // A pool of a CUDA device returns memory of that device.
     buffer.device().unwrap_or(DevicePlace { device: 0, address: 0, bytes: 0 })
 }
 
-/// Takes a block of so many bytes out of a list: the one that came last.
+/// Removes the last block of exactly this many bytes from a list.
 pub(crate) fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
     let index = blocks.iter().rposition(|block| place(block).bytes == bytes)?;
     Some(blocks.remove(index))
 }
 
-/// Scratch of calls that were issued, for calls to come: the work of one line runs in order, so
-/// these need not wait until it is over. They count as used memory of the device's.
+/// Scratch blocks of earlier calls, kept for later ones. Because one stream runs its work in order,
+/// a later call need not wait for the earlier one to end. The blocks count as used device memory.
 #[derive(Debug, Default)]
 pub(crate) struct Spare(Mutex<Kept>);
 
 #[derive(Debug, Default)]
 struct Kept {
-    /// In the order in which they were last used.
+    /// In the order of their last use.
     blocks: Vec<OwnedBuffer>,
     bytes: usize,
-    /// Of the call that has used most.
+    /// Bytes of the call that has used the most.
     most: usize,
 }
 
@@ -37,13 +37,14 @@ impl Spare {
         let mut kept = self.0.lock();
         kept.most = kept.most.max(used);
         for mut block in blocks {
-            // The latest of the line's is behind all earlier ones.
+            // The newest fence of the stream is behind all earlier ones.
             block.clear_fences();
             block.add_fence(fence.clone());
             kept.bytes += place(&block).bytes;
             kept.blocks.push(block);
         }
-        // What sizes of calls bring that do not come again goes.
+        // Drops the least recently used blocks, so that at most twice the largest call's memory is
+        // kept.
         let most = kept.most.saturating_mul(2);
         let mut drop_first = 0;
         while kept.bytes > most && drop_first < kept.blocks.len() {
@@ -60,8 +61,8 @@ impl Spare {
         Some(block)
     }
 
-    /// Gives all back to their pool, which has them once the work that was issued with them is
-    /// over.
+    /// Returns all blocks to their pool, which can reuse them once the work that uses them has
+    /// ended.
     pub(crate) fn clear(&self) {
         let mut kept = self.0.lock();
         kept.bytes = 0;

@@ -1,4 +1,4 @@
-//! Issuing work to a line.
+//! Exclusive access to a stream for issuing work.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -10,22 +10,22 @@ use super::Ended;
 use super::error::CudaError;
 use super::line::{Event, Line, RawEvent, Stream};
 
-/// A thread's turn to issue work to a [`Line`]: nobody else's comes between.
+/// Exclusive access to a [`Line`] for issuing one piece of work. Nothing else is issued in between.
 ///
-/// First it says what the work comes [after](Turn::come_after), then it [begins](Turn::begin), and
-/// at last it [ends](Turn::end), whatever went wrong: only then is there a fence behind what was
-/// issued.
+/// First name the fences that the work runs [after](Turn::come_after), then [begin](Turn::begin),
+/// then issue, and finally [end](Turn::end), even after an error. Only `end` creates the fence
+/// behind the issued work.
 pub(crate) struct Turn<'a> {
     line: &'a Line,
     issuing: MutexGuard<'a, u64>,
-    /// Where the work began and when, by the clock, if there is one.
+    /// The event before the work and its host time in nanoseconds, if times are recorded.
     begin: (Option<RawEvent>, u64),
-    /// Something may have been issued.
+    /// True if something may have been issued.
     has_begun: bool,
 }
 
-/// The end of what was issued in a turn: still to come.
-#[must_use = "who issued work must hear of its end"]
+/// The future end of issued work.
+#[must_use = "errors of the issued work are reported only through `then`"]
 pub(crate) struct Ending(Arc<Event>);
 
 impl<'a> Turn<'a> {
@@ -33,14 +33,14 @@ impl<'a> Turn<'a> {
         Self { line, issuing, begin: (None, 0), has_begun: false }
     }
 
-    /// Has the work come after all of `fences`, on the device.
+    /// Makes the work wait, on the device, for all of `fences`.
     ///
     /// # Errors
     ///
-    /// Where the device does nothing more, and where a fence is no CUDA device's.
+    /// If work before a fence has failed, the device has failed, or a fence is not a CUDA device's.
     pub(crate) fn come_after(&self, fences: &Fences) -> Result<(), CudaError> {
         if let Some(why) = fences.failure() {
-            return Err(CudaError::new("using what other work was to make", "", why));
+            return Err(CudaError::new("using a result of earlier work", "", why));
         }
         if fences.are_over() {
             return Ok(());
@@ -49,11 +49,12 @@ impl<'a> Turn<'a> {
         fences.iter().try_for_each(|fence| self.line.stream.come_after(&**fence))
     }
 
-    /// The stream to issue work to, of the context that this thread has bound from now on.
+    /// Makes the device's context current on this thread and returns the raw stream to issue work
+    /// to.
     ///
     /// # Errors
     ///
-    /// Where the device does nothing more.
+    /// If the device has failed.
     pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
         let Line { stream, ends, .. } = self.line;
         stream.context.bind()?;
@@ -66,14 +67,14 @@ impl<'a> Turn<'a> {
         Ok(stream)
     }
 
-    /// Sleeps until the device has done what was issued to the line so far. Others may have a turn
-    /// meanwhile.
+    /// Sleeps until the device has finished everything issued to the stream so far. Unlocks the
+    /// stream meanwhile, so other threads may issue work.
     ///
-    /// Only for kernels that need their values on the host in the middle of a call.
+    /// Only for kernels that need values on the host in the middle of a call.
     ///
     /// # Errors
     ///
-    /// Where work on the device has failed.
+    /// If work on the device has failed.
     pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
         let Line { stream, ends, .. } = self.line;
         stream.context.bind()?;
@@ -81,8 +82,8 @@ impl<'a> Turn<'a> {
         *self.issuing += 1;
         let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
         ends.push(event.clone(), Ok(()));
-        // The line's thread tells of it, as it does of all ends: also where the device will never
-        // come there.
+        // The waiter thread reports this end like any other, also if the device hangs and the
+        // stream is given up.
         let (tell, told) = channel();
         event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
         let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
@@ -90,27 +91,27 @@ impl<'a> Turn<'a> {
             Err(CudaError::new(
                 "waiting for work of a CUDA device",
                 "",
-                "nobody tells of its end any more",
+                "the stream was closed before the work ended",
             ))
         })
     }
 
-    /// Lets go of the line while `wait` runs, which must not issue anything.
+    /// Unlocks the stream while `wait` runs. `wait` must not issue work.
     pub(crate) fn pause<R>(&mut self, wait: impl FnOnce() -> R) -> R {
         MutexGuard::unlocked(&mut self.issuing, wait)
     }
 
-    /// Ends the turn. `issued` is what went wrong while the work was issued: it is told as the
-    /// work's own end. What could be issued is before the fence.
+    /// Ends the access. `issued` is the error from issuing, if any; it is reported as the work's
+    /// result. The fence is behind everything that could be issued.
     pub(crate) fn end(mut self, issued: Result<(), CudaError>) -> Ending {
         let Line { stream, ends, .. } = self.line;
         *self.issuing += 1;
-        // What was issued is under way also where the device has come to count as failed since.
+        // Issued work is under way even if the device has been marked as failed since.
         let bound =
             if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
         let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
             Ok(raw) => (Some(raw), issued),
-            // Nobody will see when it is over.
+            // There is no event that could show the end of the work.
             Err(error) if self.has_begun => {
                 (None, issued.and(Err(stream.context.fails(error).lost())))
             }
@@ -123,13 +124,14 @@ impl<'a> Turn<'a> {
 }
 
 impl Ending {
-    /// The fence behind what was issued, for the memory that it uses.
+    /// Returns the fence behind the issued work, for the memory that the work uses.
     pub(crate) fn fence(&self) -> Arc<dyn Fence> {
         self.0.clone()
     }
 
-    /// Calls `then` with how the work ended, after all memory that waited for it has gone back: on
-    /// the line's thread or, where it is over, here. It must be short.
+    /// Sets the callback that receives the result, after all memory that waited for the work has
+    /// returned to its pool. It runs on the waiter thread, or immediately on this thread if the
+    /// work has ended. It must be short.
     pub(crate) fn then(self, then: Box<dyn FnOnce(Ended) + Send>) {
         self.0.on_end(then);
     }

@@ -1,5 +1,7 @@
-//! What kernels announce is made ready before they run: by threads of its own, and by the device's
-//! thread where that comes first.
+//! Preparation of the sources that kernels announce: compiling, loading, initialising cuBLAS.
+//!
+//! Two threads per process do this in the background. A device's thread that needs a source earlier
+//! prepares it itself.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,11 +15,11 @@ use super::gpu::Gpu;
 use crate::device::cuda::source::Kind;
 use crate::device::cuda::source::Source;
 
-/// Threads that compile at a time; more would take processors from the program.
+/// The number of threads that compile. More would take processors from the program.
 const THREADS: usize = 2;
 
-/// What one kernel needs on one device. Dropping it waits for what is being compiled for it, since
-/// a process must not end meanwhile, and leaves the rest.
+/// The preparation of one kernel's sources on one device. Dropping it cancels sources not yet begun
+/// and waits for those under way, because the process must not exit during a compilation.
 pub(crate) struct WarmUp {
     needs: Arc<Needs>,
     ready: OnceLock<Result<(), CudaError>>,
@@ -28,20 +30,20 @@ struct Needs {
     pool: Pool,
     sources: Vec<&'static Source>,
     state: Mutex<State>,
-    /// Notified when a source was made ready.
+    /// Notified when the preparation of a source ends.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    /// How many of the sources somebody has begun with.
+    /// The number of sources begun.
     begun: usize,
-    /// How many are being made ready by the threads.
+    /// The number of sources that the threads are preparing.
     under_way: usize,
 }
 
 impl Gpu {
-    /// Starts to make these sources ready. `pool` is the device's.
+    /// Queues these sources for preparation and returns at once. `pool` is the device's.
     pub(crate) fn warm_up(self: &Arc<Self>, pool: &Pool, sources: Vec<&'static Source>) -> WarmUp {
         for source in &sources {
             if source.kind != Kind::Cublas {
@@ -70,16 +72,16 @@ impl Gpu {
 }
 
 impl WarmUp {
-    /// Waits until all is ready; makes ready itself what nobody has begun with. Costs a look at one
-    /// word once it is.
+    /// Blocks until all sources are ready. Prepares those that no thread has begun. Costs one
+    /// atomic load once they are ready.
     ///
     /// # Errors
     ///
-    /// The first source's that cannot be had; the same again at every call.
+    /// The error of the first source that cannot be prepared; the same at every call.
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         let needs = &*self.needs;
         let made = self.ready.get_or_init(|| {
-            // Others wait for whoever is about one; those that are ready cost nothing.
+            // Waits if another thread is preparing a source; ready sources cost nothing.
             needs.sources.iter().try_for_each(|source| needs.gpu.make_ready(source, &needs.pool))
         });
         made.clone()
@@ -97,7 +99,7 @@ impl Drop for WarmUp {
 }
 
 impl Needs {
-    /// Makes the next source ready. Errors are for who waits, and come again.
+    /// Prepares the next source. `WarmUp::wait` reports its error again.
     fn next(&self) {
         let mut state = self.state.lock();
         let Some(source) = self.sources.get(state.begun) else { return };
@@ -105,14 +107,14 @@ impl Needs {
         state.under_way += 1;
         drop(state);
         if let Err(error) = self.gpu.make_ready(source, &self.pool) {
-            tracing::debug!(source = source.name(), %error, "a kernel's source cannot be had");
+            tracing::debug!(source = source.name(), %error, "cannot prepare a kernel's source");
         }
         self.state.lock().under_way -= 1;
         self.changed.notify_all();
     }
 }
 
-/// What is to be made ready in this process.
+/// The sources to prepare in this process. One entry for each source.
 struct Queue {
     waiting: VecDeque<Arc<Needs>>,
     threads: usize,
@@ -126,7 +128,7 @@ fn soon(needs: Arc<Needs>) {
     if queue.threads == THREADS {
         return;
     }
-    // Without threads whoever waits does it.
+    // Without threads, `WarmUp::wait` prepares the sources.
     if std::thread::Builder::new().name("cuda-warm-up".to_owned()).spawn(work).is_ok() {
         queue.threads += 1;
     } else {

@@ -1,4 +1,4 @@
-//! Awaiting an array.
+//! Futures of arrays.
 
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
@@ -10,7 +10,7 @@ use super::{MpmdArray, Repr};
 use crate::error::{Error, Result};
 use mpmd_layout::tree::Tree;
 
-/// Completes with the array once its local shards are ready, or with why they never will be.
+/// Completes with the array once its local shards are ready, or with the failure of its operation.
 ///
 /// # Cancel safety
 ///
@@ -47,12 +47,11 @@ impl Future for ArrayFuture {
     }
 }
 
-/// Completes with a tree of arrays once the local shards of all of them are ready, or with the
-/// first failure.
+/// Waits until the local shards of all arrays in a tree are ready and returns the tree.
 ///
 /// # Errors
 ///
-/// Where an operation that makes one of them failed, here or elsewhere.
+/// The first failure of an operation that makes one of the arrays, on any process.
 ///
 /// # Cancel safety
 ///

@@ -6,25 +6,25 @@ use std::sync::{Arc, Weak};
 
 use super::Placed;
 
-/// One of the arrays that an operation made. Clones are the same array.
+/// A handle to one of the arrays that an operation made. Clones refer to the same array.
 ///
-/// The arrays of one operation share an allocation, so that an operation with many results costs no
-/// more of those; an array's buffers go with its own last handle all the same.
+/// The arrays of one operation share one allocation. The buffers of an array are still freed with
+/// its own last handle.
 pub(crate) struct Handle {
     all: Arc<[Placed]>,
     index: u32,
-    /// Whether somebody writes down when the last handle goes.
+    /// True in a dry run, which records the drop of the last handle.
     planned: bool,
 }
 
-/// A handle that keeps nothing.
+/// A handle that does not keep the array alive.
 pub(crate) struct WeakHandle {
     all: Weak<[Placed]>,
     index: u32,
 }
 
 impl Handle {
-    /// The first handle to a new array, which counts as one already.
+    /// Creates the first handle to a new array; the array's count already includes it.
     pub(super) fn first_of(all: Arc<[Placed]>, index: u32) -> Self {
         let planned = all[index as usize].made.runtime.recorder.is_some();
         let handle = Self { all, index, planned };
@@ -67,7 +67,7 @@ impl Drop for Handle {
             return;
         }
         if self.all.len() == 1 {
-            // Its shards go with the allocation.
+            // The shards are freed with the allocation.
             return;
         }
         if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -77,7 +77,7 @@ impl Drop for Handle {
 }
 
 impl WeakHandle {
-    /// A handle, where there are others.
+    /// Returns a handle if the array still has one.
     pub(crate) fn upgrade(&self) -> Option<Handle> {
         let all = self.all.upgrade()?;
         let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
@@ -95,7 +95,7 @@ mod tests {
     use crate::kernel::ViewsMut;
     use crate::prelude::*;
 
-    /// Copies arrays of a megabyte, as many as come.
+    /// Copies any number of arrays.
     struct Copies;
 
     impl Kernel for Copies {
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn each_of_many_results_goes_with_its_own_last_handle_and_is_not_found_after() {
+    fn each_result_is_freed_with_its_own_last_handle() {
         let mut p = Program::builder().devices(2).alone().unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let copies = p.jit(Copies).on(&mesh).outputs(mesh.replicated()).build().unwrap();
@@ -146,7 +146,7 @@ mod tests {
         drop(clone);
         assert_eq!(live(&p), 1);
         assert!(second.upgrade().is_none());
-        // What is dropped before it is there goes as well.
+        // An output that is dropped before it is ready is freed too.
         let host = MpmdArray::from_slice(&[bytes], &vec![7u8; bytes]).unwrap();
         let mut more = copies.call(&mut p, vec![host; 2]).unwrap();
         drop(more.pop());

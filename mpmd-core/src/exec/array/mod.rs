@@ -1,4 +1,4 @@
-//! [`MpmdArray`]: a handle to an array that lives on devices, wherever they are.
+//! [`MpmdArray`]: a handle to an array on devices, of this process or of others.
 
 mod future;
 mod handle;
@@ -25,19 +25,20 @@ use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Leaf;
 
-/// A handle to an array. Cheap to clone; clones are the same array, which never changes.
+/// A handle to an array. Cheap to clone; clones refer to the same array, which never changes.
 ///
-/// It is *committed* where it lives on devices by a sharding: on a process that owns some of them
-/// it holds their buffers, or will once the operation that makes them has ended; on every other
-/// process it is *fully remote*: shape, dtype and sharding, nothing else. It is *uncommitted* where
-/// it is made of host values ([`MpmdArray::from_host`]): every process has the same.
+/// A *committed* array lives on devices by a sharding. A process that owns some of them holds their
+/// buffers, or will once the operation that makes them has ended. On every other process the array
+/// is *fully remote*: shape, dtype and sharding only. An *uncommitted* array holds host values
+/// ([`MpmdArray::from_host`]), which are the same on every process.
 ///
-/// Await it, or block on it, to know that the local part is complete. A fully remote array is
-/// complete at once: knowing more would cost a message.
+/// Await the array, or block on it, to know that the local part is complete. A fully remote array
+/// is complete at once: knowing more would cost a message.
 ///
-/// Dropping a handle never blocks; memory in use by an operation stays until that has ended.
+/// Dropping a handle never blocks. Memory that an operation uses stays until that operation has
+/// ended.
 #[derive(Clone)]
-#[must_use = "an array that nobody uses was not worth making"]
+#[must_use = "an array that is not used was computed for nothing"]
 pub struct MpmdArray {
     pub(crate) repr: Repr,
 }
@@ -54,40 +55,40 @@ pub(crate) struct Placed {
     pub(crate) shards: Shards,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
-    /// Handles that there are.
+    /// Number of handles to this array.
     handles: AtomicUsize,
 }
 
-/// What all arrays have in common that one plan makes: in one place, so that making one more costs
-/// a pointer.
+/// The properties that all arrays of one plan share. One object, so that a new array costs one
+/// pointer.
 pub(crate) struct Made {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
     pub(crate) layout: Arc<Layout>,
-    /// The operation that makes them.
+    /// Describes the operation that makes them.
     pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) runtime: Arc<Runtime>,
 }
 
-/// The shards of an array that this process owns. One takes no allocation.
+/// The shards of an array that this process owns. A single shard needs no allocation.
 #[derive(Clone)]
 pub(crate) enum Shards {
     One(LocalShard),
     Several(Vec<LocalShard>),
 }
 
-/// The shard of a device that this process owns.
+/// One shard, on a device of this process.
 #[derive(Clone)]
 pub(crate) struct LocalShard {
     pub(crate) device: DeviceId,
     pub(crate) slot: Slot,
 }
 
-/// The operation that made an array.
+/// The operation that made an array, and the line that issued it.
 #[derive(Clone, Copy)]
 pub(crate) struct Origin {
     pub(crate) op: u64,
-    /// Which of the operation's results.
+    /// Index among the operation's results.
     pub(crate) leaf: u32,
     pub(crate) at: &'static Location<'static>,
 }
@@ -101,32 +102,32 @@ struct Donation {
 impl Leaf for MpmdArray {}
 
 impl MpmdArray {
-    /// An uncommitted array: these values, which must be the same on every process.
+    /// Creates an uncommitted array of these values, which must be the same on every process.
     ///
-    /// Processes compare the hash of those that an operation takes: of up to 64 bytes always, of
-    /// more in debug builds and where
+    /// Processes compare the hash of the values that an operation takes. Values of up to 64 bytes
+    /// are always compared. Larger ones are compared in debug builds, and if
     /// [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
-    /// `MPMD_CHECK=uncommitted` says so.
+    /// `MPMD_CHECK=uncommitted` is set.
     pub fn from_host(values: HostArray) -> Self {
         Self { repr: Repr::Host(values) }
     }
 
-    /// An uncommitted array of `shape` with these row-major values.
+    /// Creates an uncommitted array of `shape` from row-major values.
     ///
     /// # Errors
     ///
-    /// Where the number of values is not that of the shape.
+    /// If the number of values is not the number of elements of `shape`, or the shape is too large.
     #[track_caller]
     pub fn from_slice<T: Element>(shape: &[usize], values: &[T]) -> Result<Self> {
         Ok(Self::from_host(HostArray::from_slice(shape, values)?))
     }
 
-    /// An uncommitted scalar: a step number, a learning rate.
+    /// Creates an uncommitted scalar, such as a step number or a learning rate.
     pub fn scalar<T: Element>(value: T) -> Self {
         Self::from_host(HostArray::scalar(value))
     }
 
-    /// The shape and dtype.
+    /// Returns the shape and dtype.
     pub fn aval(&self) -> &ShapedArray {
         match &self.repr {
             Repr::Host(host) => host.aval(),
@@ -134,17 +135,17 @@ impl MpmdArray {
         }
     }
 
-    /// The global shape.
+    /// Returns the global shape.
     pub fn shape(&self) -> &[usize] {
         self.aval().shape()
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.aval().dtype()
     }
 
-    /// Where the array lives; `None` where it is uncommitted.
+    /// Returns the sharding; `None` for an uncommitted array.
     pub fn sharding(&self) -> Option<&Sharding> {
         match &self.repr {
             Repr::Host(_) => None,
@@ -152,7 +153,8 @@ impl MpmdArray {
         }
     }
 
-    /// Whether this process owns none of the array's devices. Never true of an uncommitted array.
+    /// True if this process owns none of the array's devices. Always false for an uncommitted
+    /// array.
     pub fn is_fully_remote(&self) -> bool {
         match &self.repr {
             Repr::Host(_) => false,
@@ -160,12 +162,12 @@ impl MpmdArray {
         }
     }
 
-    /// Whether both are handles of one array on devices.
+    /// True if both are handles to the same array on devices.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if a.is_same(b))
     }
 
-    /// What of it is on this process's devices.
+    /// Returns the shards on this process's devices.
     pub(crate) fn shards(&self) -> &[LocalShard] {
         match &self.repr {
             Repr::Host(_) => &[],
@@ -173,7 +175,8 @@ impl MpmdArray {
         }
     }
 
-    /// The operation that made it, and which of its results it is, where it was placed.
+    /// Returns the operation that made the array and the index among its results. `None` for an
+    /// uncommitted array.
     pub(crate) fn origin(&self) -> Option<(u64, u32)> {
         match &self.repr {
             Repr::Host(_) => None,
@@ -181,7 +184,7 @@ impl MpmdArray {
         }
     }
 
-    /// Refuses an array that was donated.
+    /// Fails if the array was donated. `path` names the array in the error.
     pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
         match &self.repr {
             Repr::Placed(placed) => placed.check_usable(path),
@@ -214,13 +217,14 @@ impl fmt::Debug for MpmdArray {
 }
 
 impl Placed {
-    /// A handle to a new array.
+    /// Creates a new array and returns a handle to it.
     pub(crate) fn array(made: Arc<Made>, shards: impl Into<Shards>, origin: Origin) -> MpmdArray {
         let all: Arc<[Self]> = Arc::new([Self::new(made, shards.into(), origin)]);
         MpmdArray { repr: Repr::Placed(Handle::first_of(all, 0)) }
     }
 
-    /// Handles to the new arrays of one operation, each to be taken. They share an allocation.
+    /// Returns one handle for each new array of an operation. Take all of them: they share an
+    /// allocation.
     pub(crate) fn arrays(all: Arc<[Self]>) -> impl Iterator<Item = MpmdArray> + use<> {
         (0..all.len() as u32).map(move |index| MpmdArray {
             repr: Repr::Placed(Handle::first_of(all.clone(), index)),
@@ -231,18 +235,18 @@ impl Placed {
         Self { made, shards, origin, donated: OnceLock::new(), handles: AtomicUsize::new(1) }
     }
 
-    /// The operation that made it, and which of its results it is.
+    /// Returns the operation that made the array and the index among its results.
     pub(crate) fn origin(&self) -> (u64, u32) {
         (self.origin.op, self.origin.leaf)
     }
 
-    /// What it is, for messages.
+    /// Describes the array for messages: dtype and shape, operation, line.
     pub(crate) fn describe(&self) -> String {
         let (Origin { op, at, .. }, Made { aval, what, .. }) = (&self.origin, &*self.made);
         format!("{aval} of operation {op} ({what}) at {at}")
     }
 
-    /// Bytes that this process holds of it.
+    /// Returns the bytes of the array that this process holds.
     pub(crate) fn local_bytes(&self) -> u64 {
         let Made { aval, layout, .. } = &*self.made;
         let region = |shard: &LocalShard| layout.region_of(shard.device);
@@ -270,18 +274,19 @@ impl Placed {
         }
     }
 
-    /// Ends the array for every clone: operation `op`, issued at `at`, gets its memory.
+    /// Marks the array as donated, for every clone: operation `op`, issued at `at`, takes over its
+    /// memory.
     pub(crate) fn donate(&self, op: u64, at: &'static Location<'static>) {
-        // A second donation cannot get here: the first made the array unusable.
+        // A second donation is impossible: the first has made the array unusable.
         let _ = self.donated.set(Donation { op, at });
     }
 
-    /// The operation that got its memory, and the line that issued it.
+    /// Returns the operation that took over the memory, and the line that issued it.
     pub(crate) fn donated_to(&self) -> Option<(u64, &'static Location<'static>)> {
         self.donated.get().map(|donation| (donation.op, donation.at))
     }
 
-    /// What a reader of donated memory is told.
+    /// Returns the failure for readers of donated memory.
     pub(crate) fn donated_failure(&self) -> Arc<Failure> {
         let message = match self.donated.get() {
             Some(Donation { op, at }) => {

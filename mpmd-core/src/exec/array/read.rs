@@ -22,21 +22,22 @@ use mpmd_layout::topology::DeviceId;
 pub struct Shard {
     /// The device.
     pub device: DeviceId,
-    /// Which part of the whole it holds.
+    /// The region of the array that it holds.
     pub region: Region,
     /// Its values, shaped like the region.
     pub data: HostArray,
 }
 
 impl MpmdArray {
-    /// Blocks until the local shards are ready; returns the array itself, as often as it is called.
+    /// Blocks until the local shards are ready, and returns the array itself.
     ///
-    /// Waits as long as it takes, and says what it waits for each time the program's patience runs
-    /// out. Do not call it on a thread that drives futures; await the array there.
+    /// Waits as long as it takes. Reports the awaited operation each time the program's peer
+    /// timeout expires. Do not call it on a thread that drives futures; await the array there.
     ///
     /// # Errors
     ///
-    /// Where the operation that makes the array failed, here or elsewhere.
+    /// If the operation that makes the array failed, on this process or another, or the array was
+    /// donated.
     #[track_caller]
     pub fn block_until_ready(&self) -> Result<&Self> {
         let at = Location::caller();
@@ -45,18 +46,19 @@ impl MpmdArray {
         Ok(self)
     }
 
-    /// As [`MpmdArray::block_until_ready`], for at most `timeout`.
+    /// Same as [`MpmdArray::block_until_ready`], for at most `timeout`.
     ///
     /// # Errors
     ///
-    /// [`Error::TimedOut`] where it takes longer; the operation goes on.
+    /// [`Error::TimedOut`] if it takes longer; the operation goes on. Otherwise the errors of
+    /// [`MpmdArray::block_until_ready`].
     #[track_caller]
     pub fn wait_timeout(&self, timeout: Duration) -> Result<&Self> {
         self.wait_each(Some(timeout), Location::caller())?;
         Ok(self)
     }
 
-    /// Whether the local shards are ready, or will never be.
+    /// True if the local shards are ready, or have failed. Does not block.
     pub fn is_complete(&self) -> bool {
         match &self.repr {
             Repr::Host(_) => true,
@@ -64,15 +66,16 @@ impl MpmdArray {
         }
     }
 
-    /// The values of the whole array; `None` where it is fully remote. Blocks until they are ready.
+    /// Returns the values of the whole array, or `None` if it is fully remote. Blocks until they
+    /// are ready.
     ///
-    /// One program text serves owners and others: who has no part of the array gets `None`.
+    /// So one program text serves all processes: a process without a part of the array gets `None`.
     ///
     /// # Errors
     ///
-    /// Where the array's operation failed, where the array was donated, where this process owns
-    /// some of the array but not all of its values ([`MpmdArray::addressable_shards`] has what is
-    /// here), and, on every process, where its sharding has unreduced axes.
+    /// If the array's operation failed or the array was donated. If this process owns some but not
+    /// all of the values; [`MpmdArray::addressable_shards`] returns its part. On every process, if
+    /// the sharding has unreduced axes.
     #[track_caller]
     pub fn to_host(&self) -> Result<Option<HostArray>> {
         let at = Location::caller();
@@ -87,12 +90,12 @@ impl MpmdArray {
         placed.gather(&buffers, at).map(Some)
     }
 
-    /// The parts of the array that this process holds. Blocks until they are ready.
+    /// Returns the shards that this process holds. Blocks until they are ready.
     ///
     /// # Errors
     ///
-    /// Where the array is fully remote, uncommitted, or donated, its sharding has unreduced axes,
-    /// or its operation failed.
+    /// If the array is fully remote, uncommitted or donated, its sharding has unreduced axes, or
+    /// its operation failed.
     #[track_caller]
     pub fn addressable_shards(&self) -> Result<Vec<Shard>> {
         let at = Location::caller();
@@ -103,7 +106,7 @@ impl MpmdArray {
                 Err(read(format!("{} is uncommitted: it has no shards", host.aval())))
             }
             Repr::Placed(placed) if placed.shards.is_empty() => Err(read(format!(
-                "the shards of {} were asked for, but this process ({}) owns none of its devices",
+                "cannot read the shards of {}: this process ({}) owns none of its devices",
                 placed.describe(),
                 placed.made.runtime.me
             ))),
@@ -125,10 +128,11 @@ impl MpmdArray {
         }
     }
 
-    /// Calls `f` with the values, or with why there are none, once they are there.
+    /// Calls `f` with the values, or the error, once they are there.
     ///
-    /// Returns at once; `f` runs on a thread kept for such calls, in the order in which arrays
-    /// complete. It is not called where the array is fully remote.
+    /// Returns at once. `f` runs on a thread for such closures, in the order in which arrays
+    /// complete. For an uncommitted array it runs on the calling thread. It is not called if the
+    /// array is fully remote.
     #[track_caller]
     pub fn then(&self, f: impl FnOnce(Result<HostArray>) + Send + 'static) {
         let at = Location::caller();
@@ -140,8 +144,8 @@ impl MpmdArray {
                     placed.made.runtime.call_back(Box::new(move || f(Err(error))));
                     return;
                 }
-                // Queued when the last shard ends. The shards are picked up as each ends: the array
-                // may be donated before `f` has its turn.
+                // Queued when the last shard ends. Each shard is taken as it ends, because the
+                // array may be donated before `f` runs.
                 let shards = placed.in_host_memory();
                 let placed = placed.clone();
                 collect_all(
@@ -160,7 +164,7 @@ impl MpmdArray {
         }
     }
 
-    /// In a plan, the program waits here.
+    /// Records in a dry run that the program waits here.
     fn note_read(&self, values: bool, at: &'static Location<'static>) {
         if let Repr::Placed(placed) = &self.repr
             && let Some(recorder) = &placed.made.runtime.recorder
@@ -169,16 +173,16 @@ impl MpmdArray {
         }
     }
 
-    /// Partial sums are nobody's values, and a replay reads none. The same on every process,
-    /// whatever it owns.
+    /// Fails if the array has partial sums, or if the step that makes it is being recorded: a
+    /// replay reads no values. The result is the same on every process.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
             Repr::Placed(placed) if placed.made.runtime.is_recording(placed.origin.op) => {
                 Err(Error::Read {
                     at,
                     why: format!(
-                        "the values of {} are asked for by the step that makes it and is \
-                         recorded: no replay would ask",
+                        "the values of {} are read in the recorded step that makes it; a \
+                         replay reads no values: read them after the step",
                         placed.describe()
                     ),
                 })
@@ -203,16 +207,16 @@ impl MpmdArray {
             return Err(Error::Read { at, why: format!("the array {problem}") });
         }
         let mut buffers = Vec::new();
-        // All begin before the first is waited for.
+        // All copies begin before the first wait.
         for slot in placed.in_host_memory() {
             let found = placed.wait_look(&slot, None, at);
-            // Without a deadline there is always one.
+            // Without a deadline the wait always returns an outcome.
             buffers.extend(found.transpose().map_err(Error::failed)?);
         }
         Ok(buffers)
     }
 
-    /// Waits for the local shards in order.
+    /// Blocks until the local shards are ready, in order.
     fn wait_each(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<()> {
         let Repr::Placed(placed) = &self.repr else { return Ok(()) };
         if let Err(problem) = placed.check_usable("") {
@@ -233,7 +237,7 @@ impl MpmdArray {
 }
 
 impl Placed {
-    /// The local shards as the host reads them: those of CUDA devices are copied, from now on.
+    /// Returns the local shards in host memory. Copies from CUDA devices begin now.
     fn in_host_memory(&self) -> Vec<Slot> {
         let Made { runtime, sharding, .. } = &*self.made;
         let slot = |shard: &LocalShard| match runtime.gpu_of(shard.device, sharding.memory_kind()) {
@@ -243,7 +247,7 @@ impl Placed {
         self.shards.iter().map(slot).collect()
     }
 
-    /// Looks whether a shard is there, then waits for it.
+    /// Polls for a shard, then blocks until it is there.
     fn wait_look(
         &self,
         slot: &Slot,
@@ -252,7 +256,7 @@ impl Placed {
     ) -> Option<Outcome> {
         let runtime = &self.made.runtime;
         let ended = || slot.has_ended().then_some(());
-        // Who drives looks by itself.
+        // A thread that drives the transport polls by itself.
         let here = if runtime.waits.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
         match here {
             Some(()) => slot.peek(),
@@ -260,7 +264,7 @@ impl Placed {
         }
     }
 
-    /// Waits for a shard, and reports each time patience runs out.
+    /// Blocks until a shard is there. Reports a hang each time the peer timeout expires.
     fn wait_for(
         &self,
         slot: &Slot,
@@ -288,7 +292,7 @@ impl Placed {
         }
     }
 
-    /// Puts the local shards together, where they are the whole array.
+    /// Assembles the whole array from the local shards. Fails if they do not cover it.
     fn gather(
         &self,
         buffers: &[SharedBuffer],
@@ -300,7 +304,7 @@ impl Placed {
         if let Some(index) = regions.iter().position(|region| *region == full) {
             return Ok(HostArray::from_bytes(self.made.aval.clone(), buffers[index].clone())?);
         }
-        // Regions of one layout are equal or disjoint, so distinct ones add up.
+        // Regions of one layout are equal or disjoint, so the sizes of distinct ones add up.
         let distinct: Vec<usize> =
             (0..regions.len()).filter(|i| !regions[..*i].contains(&regions[*i])).collect();
         let covered: usize = distinct.iter().map(|i| regions[*i].elements()).sum();
@@ -329,10 +333,10 @@ impl Placed {
     }
 }
 
-/// Calls `then` with how the slots ended, once all have.
+/// Calls `then` with the outcomes of all async buffers once all have ended.
 ///
-/// Asks every slot now: what is issued later may take the buffer of one while another is not there
-/// yet.
+/// Registers on each of them now: a later operation may take the buffer of one before another has
+/// ended.
 fn collect_all(slots: &[Slot], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
     let missing = slots.iter().map(|_| None).collect::<Vec<Option<Outcome>>>();
     let collected = Arc::new(Mutex::new((missing, slots.len(), Some(then))));

@@ -1,4 +1,4 @@
-//! A shard in a CUDA device's memory that is put together from pieces.
+//! A shard in a CUDA device's memory that is assembled from pieces.
 
 use std::mem::replace;
 use std::sync::Arc;
@@ -22,15 +22,15 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::DeviceId;
 
-/// A shard of one CUDA device, incomplete until the copies of all its pieces are over.
+/// A shard of one CUDA device. It is complete when the copies of all its pieces are over.
 ///
-/// Its pieces are copied by the device, and copies are issued as soon as their bytes are there or
-/// will have been made by work that was issued: so the shard itself is issued with the last of
-/// them, and ends when all are over.
+/// The device copies the pieces. A copy is issued as soon as its bytes are there, or the work that
+/// makes them is issued. So the shard is issued with its last copy, and ends when all copies are
+/// over.
 ///
-/// Where the source is partial sums, the pieces of each but the first are copied beside the shard,
-/// which is added to what is there: in the order of the sums, whatever the order in which they
-/// come, with the bits that the host makes of them.
+/// If the source has partial sums, the pieces of each sum but the first are copied to a second
+/// buffer. The device then adds that buffer to the shard. The sums are added in their order, not in
+/// order of arrival, so the bits equal those of a sum on the host.
 pub(crate) struct DeviceAssembly {
     runtime: Arc<Runtime>,
     gpu: Arc<Gpu>,
@@ -42,19 +42,19 @@ pub(crate) struct DeviceAssembly {
     ending: Arc<Ending>,
 }
 
-/// What there is until all copies are issued.
+/// The state of a shard until all its copies are issued.
 struct Open {
     promise: Promise,
     memory: Memory,
-    /// Pieces of which not all copies are issued, by partial sum.
+    /// By partial sum: pieces that are not completely issued.
     missing: Vec<usize>,
-    /// The partial sum whose turn it is.
+    /// The partial sum that is being assembled.
     term: usize,
-    /// Pieces of later ones.
+    /// Pieces of later partial sums.
     waiting: Vec<Piece>,
 }
 
-/// A piece that is here before its turn.
+/// A piece that arrived before its partial sum's turn.
 struct Piece {
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
@@ -63,16 +63,16 @@ struct Piece {
     guard: OpGuard,
 }
 
-/// How a device adds numbers of a type.
+/// The device function that adds numbers of one type.
 #[derive(Clone, Copy)]
 pub(crate) struct Sum {
     function: &'static str,
-    /// How many numbers an element is.
+    /// Numbers per element: two for complex types.
     numbers: usize,
 }
 
 impl Sum {
-    /// `None` where devices do not add such numbers by themselves.
+    /// Returns the function for a dtype. `None` if devices do not add such numbers.
     pub(crate) fn of(dtype: DType) -> Option<Self> {
         let (function, numbers) = match dtype {
             DType::F32 => ("add_f32", 1),
@@ -88,15 +88,15 @@ impl Sum {
 }
 
 enum Memory {
-    /// Set aside, until the first piece needs it.
+    /// Reserved until the first piece needs it.
     Reserved(Reservation),
-    /// The shard, and what is beside it to be added.
+    /// The shard, and the second buffer for the partial sum to be added.
     Here(OwnedBuffer, Option<OwnedBuffer>),
-    /// It could not be had: the shard has failed.
+    /// The allocation failed, so the shard has failed.
     Gone,
 }
 
-/// What is known of copies that were issued.
+/// The completion state of the issued copies.
 struct Ending {
     runtime: Arc<Runtime>,
     op: u64,
@@ -104,19 +104,18 @@ struct Ending {
 }
 
 struct Ended {
-    /// Copies that are not over, and one more until the shard is issued or has failed.
+    /// Copies that are not over, plus one until the shard is issued or has failed.
     left: usize,
     /// The first failure.
     failed: Option<Arc<Failure>>,
     issued: Option<IssuedPromises>,
-    // Goes when nothing is left.
+    // Dropped when `left` is 0.
     guard: Option<OpGuard>,
 }
 
 impl DeviceAssembly {
-    /// A shard of `region` that so many pieces of each partial sum will fill, in memory of `gpu`.
-    /// Where there are several sums, `sum` says how they are added, and room for two such shards is
-    /// set aside.
+    /// Creates a shard of `region` in memory of `gpu`. `missing` is the number of pieces by partial
+    /// sum. With several sums, `sum` is their addition, and `reservation` has room for two shards.
     #[expect(
         clippy::too_many_arguments,
         reason = "one call site; the parts have no life of their own"
@@ -141,26 +140,26 @@ impl DeviceAssembly {
         Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
     }
 
-    /// Whether it still takes pieces.
+    /// True if the shard still takes pieces.
     pub(in crate::exec) fn is_open(&self) -> bool {
         self.open.lock().is_some()
     }
 
-    /// Whether a piece is all that the open shard waits for.
+    /// True if the shard is open and `piece` is all that it waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
         let reserved =
             |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
         *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
     }
 
-    /// Whether these bytes are where the device reaches them as its own.
+    /// True if these bytes are in this device's own memory and may stay there.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         let here = bytes.device().is_some_and(|place| place.device == self.gpu.ordinal());
         here && !bytes.is_far() && !bytes.is_limited()
     }
 
-    /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes
-    /// to its end all the same.
+    /// Ends the shard with its complete bytes, or with a failure. Copies that were issued still run
+    /// to their end.
     pub(in crate::exec) fn end(&self, outcome: Outcome) {
         let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
@@ -176,7 +175,7 @@ impl DeviceAssembly {
         }
     }
 
-    /// Ends the shard with what is the whole of it, which the work of `source` makes.
+    /// Ends the shard with its complete bytes, which the work of `source` makes.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: &Slot) {
         let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
@@ -185,8 +184,8 @@ impl DeviceAssembly {
         source.on_verdict(move |made| ending.over(made));
     }
 
-    /// Has a piece copied to its place. `source` is the slot that makes the bytes, where its work
-    /// may be under way.
+    /// Starts the copy of a piece to its place. `source` is the async buffer of the bytes, if its
+    /// work may not be over.
     pub(super) fn place(
         self: &Arc<Self>,
         transfer: &Arc<Transfer>,
@@ -211,13 +210,13 @@ impl DeviceAssembly {
         }
     }
 
-    /// Has all of it copied, from pinned bytes, in place of the only piece.
+    /// Copies the whole shard from pinned bytes, in place of its only piece.
     pub(in crate::exec) fn fill(self: &Arc<Self>, bytes: &SharedBuffer) {
         self.copy(bytes, &self.region, &self.region, None, ());
         self.placed();
     }
 
-    /// As [`place`](Self::place), of a few bytes that the device does not reach.
+    /// Same as [`place`](Self::place), for a few bytes that the device cannot reach.
     fn place_packed(self: &Arc<Self>, transfer: &Transfer, bytes: &SharedBuffer) {
         let Transfer { region, holds, .. } = transfer;
         if let Some(packed) = self.pack(bytes, holds, region) {
@@ -226,8 +225,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// A region's bytes by themselves, in pinned memory. `None` where there is none: then the shard
-    /// has failed.
+    /// Copies a region's bytes to pinned memory. `None` if there is no memory: then the shard has
+    /// failed.
     pub(in crate::exec) fn pack(
         &self,
         bytes: &[u8],
@@ -246,8 +245,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Issues the copy of a region to its place, from bytes that are of `holds`. `until` is dropped
-    /// when it is over, or cannot be.
+    /// Issues the copy of a region to its place, from bytes that cover `holds`. `until` is dropped
+    /// when the copy is over, or cannot be issued.
     pub(in crate::exec) fn copy(
         &self,
         bytes: &SharedBuffer,
@@ -262,7 +261,7 @@ impl DeviceAssembly {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
                 let copied = result.map_err(|error| ending.runtime.copy_failed(ending.op, &error));
-                // Where the bytes were never made, that is why.
+                // If the bytes were never made, that failure is the cause.
                 when_made(source, move |made| ending.over(made.and(copied)));
                 drop(until);
             };
@@ -273,7 +272,7 @@ impl DeviceAssembly {
         }
     }
 
-    /// Makes all of it zeros, in place of the only piece.
+    /// Fills the whole shard with zeros, in place of its only piece.
     pub(in crate::exec) fn zero(self: &Arc<Self>) {
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
@@ -288,7 +287,7 @@ impl DeviceAssembly {
         }
     }
 
-    /// All copies of a piece are issued; with the last piece the shard is.
+    /// Notes that all copies of a piece are issued. After the last piece the shard is issued.
     pub(in crate::exec) fn placed(self: &Arc<Self>) {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else { return };
@@ -316,14 +315,14 @@ impl DeviceAssembly {
         }
         if let Some(Open { promise, memory: Memory::Here(shard, beside), .. }) = guard.take() {
             drop(guard);
-            // It goes back once it was added.
+            // Goes back to the pool once the addition is over.
             drop(beside);
             self.ending.issued(promise.issue(shard.freeze()));
             self.ending.over(Ok(()));
         }
     }
 
-    /// Issues the sum of what is beside the shard and what is in it.
+    /// Issues the addition of the second buffer to the shard.
     fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
         let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
             return;
@@ -351,7 +350,8 @@ impl DeviceAssembly {
         self.end(Err(failure));
     }
 
-    /// Calls `with` with the memory where pieces go whose turn it is, as long as the shard is open.
+    /// Calls `with` with the memory for pieces of the current partial sum. Does nothing if the
+    /// shard has ended.
     fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else { return Ok(()) };
@@ -380,8 +380,8 @@ impl DeviceAssembly {
 }
 
 impl Runtime {
-    /// Keeps a promise with a shard of a CUDA device that is a copy of these values, in memory that
-    /// was set aside for it.
+    /// Resolves `promise` with a shard of a CUDA device that is a copy of `values`, in memory that
+    /// was reserved for it.
     pub(crate) fn copy_in(
         self: &Arc<Self>,
         device: DeviceId,
@@ -408,8 +408,8 @@ impl Runtime {
         shard.fill(&values);
     }
 
-    /// Keeps a promise with a part of what a slot gets, copied by the device that has both: the
-    /// slot's region, the part, and bytes of an element.
+    /// Resolves `promise` with a part of the buffer of `slot`, copied by the device that holds
+    /// both. The tuple is the region of `slot`, the part, and the bytes per element.
     pub(crate) fn copy_on_device(
         self: &Arc<Self>,
         device: DeviceId,
@@ -464,7 +464,7 @@ impl Ending {
         self.state.lock().issued = Some(promise);
     }
 
-    /// One of those that were left is over.
+    /// Notes the end of one copy, or of the shard's issue. After the last one the shard ends.
     fn over(&self, result: Result<(), Arc<Failure>>) {
         let mut state = self.state.lock();
         if let Err(failure) = result {

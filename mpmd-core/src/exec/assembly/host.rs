@@ -1,4 +1,4 @@
-//! A shard in the host's memory that is put together from pieces.
+//! A shard in host memory that is assembled from pieces.
 
 use std::collections::VecDeque;
 use std::mem::replace;
@@ -20,21 +20,22 @@ use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
-/// A shard of one device, incomplete until all its pieces are in their places.
+/// A shard of one device. It is complete when all its pieces are in place.
 ///
-/// Where every piece is one run of it, each is a part that is written by itself: several are at
-/// once, and the transport reads straight into them. Else one mover at a time works on it, outside
-/// the lock: movers that have pieces of different shards never wait for each other.
+/// If every piece is contiguous in the shard, each is a part that is written separately. Several
+/// parts are written at the same time, and the transport reads directly into them. Otherwise one
+/// copy worker at a time works on the shard, outside the lock. So copy workers with pieces of
+/// different shards never wait for each other.
 ///
-/// Where the source is partial sums the pieces of the first are copied and those of each other
-/// added in the order of the sums, whatever the order in which they come: so the same bits come out
-/// every time. Early ones wait.
+/// If the source has partial sums, the pieces of the first are copied and those of the others are
+/// added. The sums are added in their order, not in order of arrival, so the result has the same
+/// bits every time. Early pieces wait.
 pub(crate) struct HostAssembly {
     process: ProcessId,
     op: u64,
     region: Region,
     dtype: DType,
-    /// Whether every piece is a part by itself.
+    /// True if every piece is a separate part.
     in_parts: bool,
     state: Mutex<State>,
 }
@@ -42,44 +43,44 @@ pub(crate) struct HostAssembly {
 struct State {
     /// `None` once the shard has ended.
     open: Option<Open>,
-    /// Pieces that are here and not in their places yet, in the order they came.
+    /// Pieces that have arrived and are not in place yet, in order of arrival.
     waiting: VecDeque<Piece>,
-    /// Whether a mover works on them, or will.
+    /// True if a copy worker works on them, or will.
     busy: bool,
 }
 
 struct Open {
     promise: Promise,
     memory: Memory,
-    /// Pieces that are not in their places yet, by partial sum.
+    /// By partial sum: pieces that are not in place yet.
     missing: Vec<usize>,
-    /// The partial sum whose turn it is.
+    /// The partial sum that is being assembled.
     term: usize,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
 
 enum Memory {
-    /// Set aside, until the first piece needs it.
+    /// Reserved until the first piece needs it.
     Reserved(Reservation),
     Here(OwnedBuffer),
-    /// Given out to who writes a piece.
+    /// Split into parts, which are lent to the writers of pieces.
     Divided(Divided),
-    /// With the mover, or with the transport.
+    /// With the copy worker, or with the transport.
     Lent,
 }
 
-/// A piece that is here: where it goes, and what its bytes are of, is the transfer's.
+/// A piece that has arrived. The transfer describes its bytes and its destination.
 struct Piece {
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
-    // Last, so that it is dropped after the bytes: whoever waits for memory looks when operations
-    // end.
+    // Last, so that it is dropped after the bytes: threads that wait for memory check it when
+    // operations end.
     guard: OpGuard,
 }
 
 impl HostAssembly {
-    /// A shard of `region` that so many pieces of each partial sum will fill.
+    /// Creates a shard of `region`. `missing` is the number of pieces by partial sum.
     #[expect(
         clippy::too_many_arguments,
         reason = "one call site; the parts have no life of their own"
@@ -100,17 +101,17 @@ impl HostAssembly {
         Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
     }
 
-    /// The operation that makes it.
+    /// Returns the operation that makes the shard.
     pub(super) fn op(&self) -> u64 {
         self.op
     }
 
-    /// Whether it still takes pieces.
+    /// True if the shard still takes pieces.
     pub(in crate::exec) fn is_open(&self) -> bool {
         self.state.lock().open.is_some()
     }
 
-    /// Ends the shard with what is the whole of it, or with a failure.
+    /// Ends the shard with its complete bytes, or with a failure.
     pub(in crate::exec) fn end(&self, outcome: Outcome) {
         let (open, waiting) = {
             let mut state = self.state.lock();
@@ -124,8 +125,8 @@ impl HostAssembly {
         }
     }
 
-    /// Memory for the whole shard, for a piece that is all of it. `None` where it is not, or the
-    /// shard has ended.
+    /// Takes the memory of the whole shard, for a piece that is all of it. `None` if the piece is
+    /// smaller, or the shard has ended.
     pub(in crate::exec) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         if !self.is_whole(piece) {
             return None;
@@ -140,20 +141,20 @@ impl HostAssembly {
         }
     }
 
-    /// Whether a piece is all that an open shard waits for.
+    /// True if the shard is open and `piece` is all that it waits for.
     pub(in crate::exec) fn is_whole(&self, piece: &Region) -> bool {
         *piece == self.region
             && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
     }
 
-    /// Returns true where bytes may be the shard as they are. Bools that a peer lends are copied:
-    /// it can still write them, and a `bool` that becomes neither 0 nor 1 after it was checked is
-    /// undefined behaviour.
+    /// True if the shard can use the bytes without a copy. Bools that a peer lends are copied. The
+    /// peer can still write them, and a `bool` that is neither 0 nor 1 is undefined behaviour even
+    /// if it was checked before.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         self.dtype != DType::Bool || !bytes.is_lent()
     }
 
-    /// Has a piece copied to its place: on a mover, because whoever has it has other things to do.
+    /// Copies a piece to its place on a copy worker. Does not block.
     pub(in crate::exec) fn place(
         self: &Arc<Self>,
         runtime: &Runtime,
@@ -174,7 +175,7 @@ impl HostAssembly {
         }
     }
 
-    /// As [`place`](Self::place), before this returns.
+    /// Same as [`place`](Self::place), on the calling thread.
     pub(in crate::exec) fn place_now(
         &self,
         transfer: &Arc<Transfer>,
@@ -188,8 +189,8 @@ impl HostAssembly {
         }
     }
 
-    /// The part that a piece is, to be written by the caller, who then gives it
-    /// [back](Self::give_back). `None` where pieces are no parts, or the shard has ended.
+    /// Takes the part of the shard for a piece. The caller writes it, then [gives it
+    /// back](Self::give_back). `None` if pieces are not separate parts, or the shard has ended.
     pub(in crate::exec) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         let run =
             contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
@@ -209,7 +210,7 @@ impl HostAssembly {
         divided.part(run)
     }
 
-    /// A part has its piece.
+    /// Returns a part that now holds its piece. After the last one the shard ends.
     pub(in crate::exec) fn give_back(&self, part: OwnedBuffer) {
         drop(part);
         let mut state = self.state.lock();
@@ -220,7 +221,7 @@ impl HostAssembly {
         }
         if let Memory::Divided(divided) = replace(&mut open.memory, Memory::Lent) {
             drop(state);
-            // The last part is back, so it is whole.
+            // The last part is back, so the shard is complete.
             let whole = divided
                 .join()
                 .map_err(|_| self.out_of_memory("a part of the shard is still in use"));
@@ -235,7 +236,8 @@ impl HostAssembly {
         self.give_back(part);
     }
 
-    /// Keeps a piece for who works on the shard; true where nobody does yet.
+    /// Queues a piece. Returns true if no copy worker works on the shard: the caller must then
+    /// start one.
     fn queue(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
         let piece = Piece { transfer: transfer.clone(), bytes, guard: guard.clone() };
         let mut state = self.state.lock();
@@ -248,7 +250,7 @@ impl HostAssembly {
         !replace(&mut state.busy, true)
     }
 
-    /// Copies what waits to its place.
+    /// Copies the queued pieces to their places.
     fn work(&self) {
         loop {
             let (piece, memory) = {
@@ -259,7 +261,7 @@ impl HostAssembly {
                     *busy = false;
                     return;
                 };
-                // Nearly always the first.
+                // Nearly always the first piece.
                 let Some(piece) = waiting.remove(at) else { return };
                 (piece, replace(&mut open.memory, Memory::Lent))
             };

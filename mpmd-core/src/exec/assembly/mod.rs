@@ -1,7 +1,7 @@
-//! Shards that are put together from pieces.
+//! Shards that are assembled from pieces.
 //!
-//! In the host's memory movers and transports write the pieces; in a CUDA device's memory the
-//! device copies them. A piece's bytes may be in either.
+//! Copy workers and transports write the pieces of a shard in host memory. The device copies the
+//! pieces of a shard in a CUDA device's memory. The bytes of a piece may be in either memory.
 
 mod device;
 mod host;
@@ -19,7 +19,7 @@ use super::{OpGuard, Outcome, Runtime};
 use crate::device::cuda::Part;
 use mpmd_layout::region::Region;
 
-/// A shard of this process that waits for pieces. Clones are the same shard.
+/// A shard of this process that waits for pieces. Clones refer to the same shard.
 #[derive(Clone)]
 pub(crate) enum Assembly {
     /// In the host's memory.
@@ -28,16 +28,16 @@ pub(crate) enum Assembly {
     Device(Arc<DeviceAssembly>),
 }
 
-/// What of a shard a device's copy goes into.
+/// The destination of a copy from a device.
 enum Place {
     Whole,
     Part,
-    /// None of it: it is copied on.
+    /// A staging buffer, from which the piece is copied on.
     Staging,
 }
 
 impl Assembly {
-    /// Whether it still takes pieces.
+    /// True if the shard still takes pieces.
     pub(super) fn is_open(&self) -> bool {
         match self {
             Self::Host(shard) => shard.is_open(),
@@ -45,7 +45,7 @@ impl Assembly {
         }
     }
 
-    /// Whether a piece is all that an open shard waits for.
+    /// True if the shard is open and `piece` is all that it waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
         match self {
             Self::Host(shard) => shard.is_whole(piece),
@@ -53,8 +53,8 @@ impl Assembly {
         }
     }
 
-    /// Returns true where the shard can be these bytes as they are: they are in the memory that it
-    /// is to be in, and stay valid.
+    /// True if the shard can use these bytes without a copy: they are in the right memory and stay
+    /// valid.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         match self {
             Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),
@@ -62,7 +62,7 @@ impl Assembly {
         }
     }
 
-    /// Ends the shard with what is the whole of it, or with a failure.
+    /// Ends the shard with its complete bytes, or with a failure.
     pub(super) fn end(&self, outcome: Outcome) {
         match self {
             Self::Host(shard) => shard.end(outcome),
@@ -70,8 +70,8 @@ impl Assembly {
         }
     }
 
-    /// Ends the shard with what is the whole of it, once the work of `source` has made that, if it
-    /// is given.
+    /// Ends the shard with its complete bytes. If `source` is given, the shard ends once the work
+    /// of `source` has made them.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: Option<Slot>) {
         match (self, source) {
             (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
@@ -79,8 +79,8 @@ impl Assembly {
         }
     }
 
-    /// Memory of the host's for the whole shard, for a piece that is all of it. `None` where it is
-    /// not, the shard has ended, or it is a device's.
+    /// Takes host memory for the whole shard, for a piece that is all of it. `None` if the piece is
+    /// smaller, the shard has ended, or the shard is in device memory.
     pub(super) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         match self {
             Self::Host(shard) => shard.take_whole(piece),
@@ -88,7 +88,7 @@ impl Assembly {
         }
     }
 
-    /// As [`HostAssembly::take_part`]; `None` where the shard is a device's.
+    /// Same as [`HostAssembly::take_part`]; `None` if the shard is in device memory.
     pub(super) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         match self {
             Self::Host(shard) => shard.take_part(piece),
@@ -96,18 +96,17 @@ impl Assembly {
         }
     }
 
-    /// A part has its piece.
+    /// Returns a part that now holds its piece.
     pub(super) fn give_back(&self, part: OwnedBuffer) {
         if let Self::Host(shard) = self {
             shard.give_back(part);
         }
     }
 
-    /// Has a piece copied to its place, by who copies such bytes: whoever has it has other things
-    /// to do.
+    /// Starts the copy of a piece to its place, by a copy worker or the device. Does not block.
     ///
-    /// `source` is the slot that makes the bytes, where they are a device's and its work may be
-    /// under way.
+    /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
+    /// be over.
     pub(super) fn place(
         &self,
         runtime: &Arc<Runtime>,
@@ -125,8 +124,8 @@ impl Assembly {
         }
     }
 
-    /// As [`place`](Self::place), of a few bytes of the host's, before this returns or by the
-    /// device.
+    /// Same as [`place`](Self::place), for a few bytes in host memory. A host shard has them when
+    /// this returns.
     pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
         match self {
             Self::Device(shard) => shard.place(transfer, bytes, None, guard),
@@ -136,7 +135,8 @@ impl Assembly {
 }
 
 impl HostAssembly {
-    /// Has a piece copied from a device's memory: into its place where that is memory by itself.
+    /// Starts the copy of a piece from device memory: directly into the shard if its place there is
+    /// separate memory.
     fn read(
         self: &Arc<Self>,
         runtime: &Arc<Runtime>,

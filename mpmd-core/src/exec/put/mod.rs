@@ -1,8 +1,8 @@
-//! This process's part of a `device_put`: which pieces it copies, sends and receives.
+//! This process's part of a `device_put`: the pieces that it copies, sends and receives.
 //!
-//! There is one mechanism for every pair of shardings. The plan of the whole operation is the same
-//! on every process; a [`PutPlan`] keeps what concerns this one. Local copy, send, receive, nothing
-//! and every mix are what falls out.
+//! One mechanism serves every pair of shardings. The plan of the whole operation is the same on
+//! every process; a [`PutPlan`] keeps this process's part. That part may be local copies, sends,
+//! receives, any mix of them, or nothing.
 
 mod start;
 mod transfer;
@@ -29,23 +29,25 @@ use mpmd_layout::reshard::{self, ReshardError};
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
 
-/// Copies from host values up to this size are made by the program thread itself: queueing would
-/// cost more.
+/// Host values up to this many bytes are copied by the program thread itself: queueing would cost
+/// more.
 pub(super) const COPY_INLINE: usize = 64 << 10;
 
-/// What one process does for moving arrays of one shape from one sharding to another.
+/// One process's part in moving arrays of one shape from one sharding to another.
 pub(crate) struct PutPlan {
     pub(crate) made: Arc<Made>,
     pub(crate) what: Arc<PutWhat>,
     pub(crate) fingerprint: u64,
     targets: Vec<Target>,
-    /// In the order in which they are set going.
+    /// In the order in which they are started.
     transfers: Vec<Arc<Transfer>>,
-    /// New memory this process may need.
+    /// Bytes of new memory that this process may need.
     bytes: u64,
-    /// What it is in a plan: without and with memory that may be shared.
+    /// Indices of the move's descriptors in a dry run: without and with memory shared with the
+    /// source.
     pub(crate) known_forms: [KnownForm; 2],
-    /// What adds up partial sums, by CUDA device of this process that is to.
+    /// Compilation of the kernel that adds partial sums, for each CUDA device of this process that
+    /// needs it.
     warm_ups: Vec<(DeviceId, WarmUp)>,
 }
 
@@ -56,20 +58,20 @@ pub(crate) struct PutWhat {
     pub(super) to: Sharding,
 }
 
-/// Where the values are.
+/// The source values of a `device_put`.
 pub(crate) enum Source<'a> {
     /// The same values on every process.
     Host(&'a HostArray),
-    /// On devices; these are the shards that this process owns.
+    /// The shards that this process owns of an array on devices.
     Shards(&'a [LocalShard]),
 }
 
 impl PutPlan {
-    /// Works out this process's part.
+    /// Computes this process's part of the move.
     ///
     /// # Errors
     ///
-    /// Where the two layouts cannot be of one array.
+    /// If the two layouts cannot belong to one array.
     pub(crate) fn new(
         runtime: &Arc<Runtime>,
         aval: &ShapedArray,
@@ -94,7 +96,7 @@ impl PutPlan {
         let item = aval.dtype().size();
         let mut transfers = match from {
             None => from_host(&targets, &layout, aval),
-            // Each partial sum stays what it is.
+            // Equal layouts: each partial sum stays in place.
             Some((_, source)) if source.terms() > 1 && *source == *layout => {
                 in_place(&targets, item)
             }
@@ -109,13 +111,12 @@ impl PutPlan {
             }
         };
         let processes = runtime.topology.processes();
-        // Every process starts with the one after it, so that not all of them send to one at a
-        // time.
+        // Each process starts with the peer after it, so that they do not all send to the same one.
         let distance = |peer: &ProcessId| {
             (peer.index() + processes - runtime.me.index() % processes) % processes
         };
         for transfer in &mut transfers {
-            // What is passed on comes in the order that the plan wants.
+            // Forwarded pieces keep the order of the plan.
             if !matches!(transfer.origin, Origin::Process(_)) {
                 transfer.peers.sort_by_key(distance);
             }
@@ -127,8 +128,8 @@ impl PutPlan {
         let one_memory = from.is_none() || kind == to_kind;
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
-            // What is passed on, or packed, waits in a buffer of its own for those who get it,
-            // unless it is handed over.
+            // A piece that is forwarded or packed takes a staging buffer, unless it is transferred
+            // zero-copy.
             let mut places = transfer.targets.iter().map(|at| targets[*at].device);
             let kept = match transfer.origin {
                 Origin::Process(from) => {
@@ -155,12 +156,12 @@ impl PutPlan {
                     target.pieces.resize(transfer.term + 1, 0);
                 }
                 target.pieces[transfer.term] += 1;
-                // Partial sums are added to what is there already.
+                // Pieces of later partial sums are added, so they cannot be written in place.
                 target.in_parts &= transfer.term == 0
                     && contiguous_bytes(&target.region, &transfer.region, item).is_some();
                 let whole = target.pieces == [1] && target.region == transfer.region;
                 let here = !matches!(transfer.origin, Origin::Process(_));
-                // A CUDA device has nobody's memory but its own, and nobody has it.
+                // A CUDA device shares memory with no other device.
                 let apart = match transfer.origin {
                     Origin::Device(from) if from == target.device => false,
                     Origin::Device(from) => {
@@ -176,8 +177,8 @@ impl PutPlan {
         let fingerprint = [
             from.map_or(1, |(sharding, _)| sharding.fingerprint()),
             to.fingerprint(),
-            // Processes that see different links make different plans: they must hear of it, not
-            // hang.
+            // Processes that see different links make different plans. The fingerprint turns that
+            // into an error instead of a hang.
             runtime.topology_fingerprint,
             super::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
         ]
@@ -218,19 +219,20 @@ impl PutPlan {
         })
     }
 
-    /// Whether this process takes no part.
+    /// True if this process has no part in the move.
     pub(crate) fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.targets.is_empty()
     }
 
-    /// Bytes of new memory this process may need.
+    /// Returns the bytes of new memory that this process may need.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Does this process's part of operation `op`: returns the shards it will own.
+    /// Starts this process's part of operation `op` and returns the shards that it will own. May
+    /// block while there is no memory for them, or, the first time, for a kernel's compilation.
     ///
-    /// With `may_alias` a shard may be another array's memory: arrays never change.
+    /// With `may_alias` a shard may share memory with the source: arrays never change.
     pub(crate) fn run(
         &self,
         runtime: &Arc<Runtime>,
@@ -240,7 +242,8 @@ impl PutPlan {
         may_alias: bool,
     ) -> Vec<LocalShard> {
         let mut start = Start { plan: self, runtime, op, guard, source, shards: Vec::new() };
-        // What others wait for first: making room below may take a while.
+        // Sends first, because peers wait for the pieces: opening the shards below may take a
+        // while.
         for transfer in self.transfers.iter().filter(|transfer| !transfer.peers.is_empty()) {
             if let Origin::Device(device) = transfer.origin {
                 start.send(transfer, device);
@@ -258,8 +261,8 @@ impl PutPlan {
         result
     }
 
-    /// How a CUDA device adds the partial sums of a shard, where there are several and it can.
-    /// Waits until what it takes is compiled, the first time.
+    /// Returns how a CUDA device adds the partial sums of a shard, or `None` if it adds none.
+    /// Blocks until the kernel is compiled, the first time.
     fn sum_on_device(&self, target: &Target) -> Option<Sum> {
         if target.pieces.len() < 2 {
             return None;
@@ -291,7 +294,7 @@ impl Source<'_> {
     }
 }
 
-/// In which memory of its devices the source is. Host values are in none.
+/// Returns the memory kind of the source. Host values have the default kind.
 fn kind_of(from: Option<&Sharding>) -> MemoryKind {
     from.map_or_else(MemoryKind::default, Sharding::memory_kind)
 }
@@ -315,15 +318,15 @@ mod tests {
     use mpmd_layout::topology::DeviceId;
 
     #[test]
-    fn what_is_packed_counts_as_memory_and_what_is_sent_from_its_place_does_not() {
+    fn packed_pieces_count_as_memory_direct_sends_do_not() {
         let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
             let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
             let mut bytes =
                 |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
-            // A shard of 32 elements; of those that go to the other process 16 are no run of
-            // theirs.
+            // A shard has 32 elements. The other process gets 16 elements that are not contiguous
+            // in this process's shard.
             let found = (bytes(&columns), bytes(&mesh.replicated()));
             Ok(found)
         });
@@ -332,8 +335,8 @@ mod tests {
         }
     }
 
-    /// Rows become columns, so that no piece is a run of its shard: peak bytes of what was packed
-    /// or copied on the way, and the bytes that the plan counts, by process.
+    /// Moves rows to columns, so that no piece is contiguous in its shard. Returns, by process, the
+    /// peak bytes of staging memory and the bytes that the plan counts.
     fn staged(simulation: &Simulation) -> Vec<(u64, u64)> {
         let results = simulation.run(|p| {
             let mesh = p.mesh(&[("x", p.processes())])?;
@@ -357,7 +360,7 @@ mod tests {
                 assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
                 assert!(!shard.data.bytes().is_lent());
             }
-            // Nobody looks before everybody has sent.
+            // A barrier: every process has sent before any reads its counters.
             for process in 0..p.processes() as u32 {
                 p.agree(ProcessId(process), 0u8, || Ok(0))?;
             }
@@ -367,23 +370,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_handed_over_is_never_packed() {
+    fn zero_copy_transfers_are_never_packed() {
         let packing = staged(&Simulation::new(2, 2));
         assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
         let shared = staged(&Simulation::new(2, 2).hands_over(&[0, 0]));
         assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
-        // Of three only two share memory: both of them pack for the third.
+        // Only two of the three processes share memory: both pack for the third.
         let mixed = staged(&Simulation::new(3, 3).hands_over(&[5, 5]));
         assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
-        // Whole shards of others, and parts of them.
+        // Zero-copy between all four, of whole shards and of parts.
         let four = staged(&Simulation::new(4, 4).hands_over(&[1; 4]));
         assert_eq!(four, [(0, 4 * 12 * 6); 4]);
     }
 
-    /// Parts that are no runs go to a host of two processes: each is handed the shard for one of
-    /// them, and packs what it passes on, as the other counts on the region alone.
+    /// Strided parts go to a host with two processes. Each of them borrows the shard for one part
+    /// and packs that part for the other process, which expects the region alone.
     #[test]
-    fn who_passes_a_part_of_a_shard_on_packs_it() {
+    fn forwarder_packs_a_strided_part_of_a_shard() {
         let simulation =
             Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
         let results = simulation.run(|p| {
@@ -407,7 +410,7 @@ mod tests {
             Ok(p.runtime.staging.stats().peak)
         });
         let peaks: Vec<u64> = results.into_iter().map(Result::unwrap).collect();
-        assert_eq!(peaks[0], 0, "the giver packs nothing");
+        assert_eq!(peaks[0], 0, "the sender packs nothing");
         assert_eq!(peaks[1] + peaks[2], 2 * 8 * 4 * 4, "each half once");
     }
 }

@@ -1,5 +1,5 @@
-//! A `device_put` being set going: what this process sends at once or when it is there, the shards
-//! that it opens, and the pieces that it waits for.
+//! Starts a `device_put`: sends this process's pieces, opens its new shards, and registers the
+//! pieces that they wait for.
 
 use std::sync::Arc;
 
@@ -19,22 +19,23 @@ use crate::exec::{
 use crate::trace::PieceStep;
 use mpmd_layout::topology::DeviceId;
 
-/// Smaller shards are put together by one mover: waking another would cost more than it does.
+/// Shards of fewer bytes are assembled by one copy worker: waking a second one would cost more.
 const WRITTEN_IN_PARTS: usize = 1 << 20;
 
-/// An operation being set going.
+/// A `device_put` that is being started.
 pub(super) struct Start<'a> {
     pub(super) plan: &'a PutPlan,
     pub(super) runtime: &'a Arc<Runtime>,
     pub(super) op: u64,
     pub(super) guard: &'a OpGuard,
     pub(super) source: &'a Source<'a>,
-    /// By target; `None` where there is nothing to put together.
+    /// By target; `None` if the shard is not assembled from pieces.
     pub(super) shards: Vec<Option<Assembly>>,
 }
 
 impl Start<'_> {
-    /// Sends what a device of this process has to the processes that get it from here.
+    /// Sends a region of a local shard to the peers that get it from this process, once the shard
+    /// is complete.
     pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else { return };
         let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
@@ -49,7 +50,8 @@ impl Start<'_> {
                 runtime.send_to_peers(op, &transfer, &transfer.peers, bytes, &guard);
             }
             (Ok(buffer), None) => {
-                // Who is handed the shard takes the region from it, the others get it packed.
+                // Peers with zero-copy transfer get the whole shard and read the region from it.
+                // The others get the region packed.
                 let hands_over = |peer: &ProcessId| runtime.hands_over(*peer);
                 let (takers, others): (Vec<_>, Vec<_>) =
                     transfer.peers.iter().copied().partition(hands_over);
@@ -61,8 +63,9 @@ impl Start<'_> {
         });
     }
 
-    /// As [`send`](Self::send), from a CUDA device's memory: to who takes that as it is, also
-    /// before it is made; to the others from a copy that begins as soon as the device can.
+    /// Same as [`send`](Self::send), for a shard in a CUDA device's memory. Peers that take device
+    /// memory get the shard itself, even before it is filled. The others get a copy that begins as
+    /// soon as the device can.
     fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &Slot) {
         let carried = |peer: &ProcessId| self.runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
@@ -76,8 +79,8 @@ impl Start<'_> {
                         .run
                         .clone()
                         .map_or_else(|| buffer.clone(), |run| buffer.slice(run));
-                    // They hear whether it was made of what was there, which their devices cannot
-                    // see.
+                    // The completion status tells the peers if an input of the shard failed. Their
+                    // devices cannot see that.
                     let bytes = bytes.with_verdict(source.verdict());
                     runtime.send_to_peers(op, &transfer, &takers, bytes, &guard);
                 }
@@ -95,7 +98,7 @@ impl Start<'_> {
         }
     }
 
-    /// A shard of this process, and where its pieces go, if it is put together from any.
+    /// Opens a shard of this process. Also returns its assembly, if it is put together from pieces.
     pub(super) fn open(&self, target: &Target, may_alias: bool) -> (Slot, Option<Assembly>) {
         let Self { plan, runtime, op, guard, source, .. } = *self;
         if target.region.is_empty() {
@@ -116,7 +119,7 @@ impl Start<'_> {
         let (promise, slot) = Slot::new();
         let bytes = target.region.elements() * plan.item_bytes();
         let gpu = runtime.gpu_of(target.device, to.memory_kind());
-        // Partial sums that a device adds up are put beside the shard first.
+        // Partial sums that a device adds need a second buffer of the shard's size.
         let sum = plan.sum_on_device(target);
         let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some()));
         let reserved =
@@ -153,7 +156,7 @@ impl Start<'_> {
         }
     }
 
-    /// A shard in a CUDA device's memory.
+    /// Opens a shard in a CUDA device's memory.
     fn open_on_gpu(
         &self,
         target: &Target,
@@ -186,7 +189,7 @@ impl Start<'_> {
         if !on_host {
             return Some(Assembly::Device(shard));
         }
-        // They are added up in the host's memory then, and copied.
+        // The host adds the partial sums, then the device copies the result.
         let reservation = match runtime.staging.reserve(region.elements() * item) {
             Ok(reservation) => reservation,
             Err(error) => {
@@ -215,7 +218,7 @@ impl Start<'_> {
         Some(Assembly::Host(host))
     }
 
-    /// A shard that is a partial sum of nothing.
+    /// Fills with zeros a shard to which no piece contributes.
     fn zeros(&self, reservation: Reservation, promise: Promise) {
         let (me, op, guard) = (self.runtime.me, self.op, self.guard.clone());
         self.runtime.move_data(Box::new(move || {
@@ -231,8 +234,9 @@ impl Start<'_> {
         }));
     }
 
-    /// Has a region put into the shards that it is a piece of; where it comes from a peer, it is
-    /// taken also where none is left, so that nobody waits to send it, and passed on.
+    /// Copies a region into the shards that contain it. A region from a peer is received even if no
+    /// shard needs it any more, so that its sender does not wait. It is then forwarded to this
+    /// process's peers.
     pub(super) fn receive(&self, transfer: &Arc<Transfer>) {
         let shards = transfer.targets.iter().filter_map(|at| self.shards[*at].clone());
         let (runtime, op, guard) = (self.runtime, self.op, self.guard);
@@ -270,8 +274,8 @@ impl Start<'_> {
             (Origin::Host, Source::Shards(_)) => {}
             (Origin::Device(device), _) => {
                 let Some(slot) = self.source.slot(device) else { return };
-                // Devices take what is issued, and copy when it is there; others take what is
-                // there.
+                // A CUDA device's shard is taken once its work is issued; the copy is ordered
+                // behind it. Other shards are taken once they are filled.
                 let on_gpu =
                     runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
                 for shard in shards {
@@ -298,7 +302,7 @@ impl Start<'_> {
     }
 }
 
-/// A shard that is another one's memory.
+/// Returns a shard that shares the memory of `source`.
 fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&Slot>) -> Slot {
     let (promise, slot) = Slot::new();
     if let Some(source) = source {

@@ -1,5 +1,5 @@
-//! The regions that a `device_put` moves as far as this process is concerned, and the shards that
-//! they are pieces of.
+//! The regions that a `device_put` moves to, from or through this process, and the shards that they
+//! are pieces of.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,36 +19,36 @@ pub(super) struct Target {
     pub(super) device: DeviceId,
     pub(super) local_index: usize,
     pub(super) region: Region,
-    /// How many transfers bring a piece of it, by partial sum of the source. Of none where it is
-    /// empty, or one of the destination's partial sums that are zero.
+    /// Number of transfers that bring a piece of the shard, by partial sum of the source. Empty if
+    /// the shard is empty, or is a partial sum of the target that stays zero.
     pub(super) pieces: Vec<usize>,
-    /// Whether each of them is one run of the shard's bytes.
+    /// True if every piece is contiguous in the shard and is copied, not added.
     pub(super) in_parts: bool,
-    /// What it may share memory with.
+    /// The source that the shard may share memory with.
     pub(super) alias: Option<Origin>,
 }
 
-/// One region: where this process has it from, and where it goes.
+/// One region: its source and its destinations, as seen by this process.
 #[derive(Clone)]
 pub(in crate::exec) struct Transfer {
     /// Its number in messages.
     pub(in crate::exec) id: u64,
-    /// Which of the source's partial sums it is of.
+    /// Index of the source's partial sum that the region belongs to.
     pub(in crate::exec) term: usize,
     /// Never empty.
     pub(in crate::exec) region: Region,
-    /// What the bytes that come are of: all that the origin has, or the region alone. Another
-    /// process sends all of its shard where it hands that over and the region is no run of it: the
-    /// bytes are taken from their place then, and nobody packs them.
+    /// The region that the incoming bytes cover: the origin's whole shard or `region` alone. A
+    /// zero-copy sender gives its whole shard if `region` is not contiguous in it. Then neither
+    /// side packs.
     pub(in crate::exec) holds: Region,
-    /// Where the region's bytes are one run of those.
+    /// Byte range of `region` within the bytes of `holds`, if contiguous.
     pub(super) run: Option<Range<usize>>,
     /// Bytes of the region.
     pub(in crate::exec) bytes: usize,
     pub(super) origin: Origin,
-    /// Places among the plan's targets.
+    /// Indices into the plan's targets.
     pub(super) targets: Vec<usize>,
-    /// The processes that get it from this one.
+    /// The processes to which this one sends the region.
     pub(in crate::exec) peers: Vec<ProcessId>,
 }
 
@@ -56,13 +56,13 @@ pub(in crate::exec) struct Transfer {
 pub(super) enum Origin {
     /// A device of this process.
     Device(DeviceId),
-    /// A message.
+    /// Another process, which sends a message.
     Process(ProcessId),
     /// The host values that every process has.
     Host,
 }
 
-/// Each device copies its part of values that every process has.
+/// Returns the transfers by which each device copies its part of values that every process has.
 pub(super) fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray) -> Vec<Transfer> {
     let whole = Region::full(aval.shape());
     let term = |device| layout.place_of(device).map_or(0, |place| layout.term_of(place));
@@ -74,7 +74,7 @@ pub(super) fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray)
     targets.map(transfer).collect()
 }
 
-/// Each device keeps what it has.
+/// Returns the transfers by which each device keeps its own shard.
 pub(super) fn in_place(targets: &[Target], item: usize) -> Vec<Transfer> {
     let targets = targets.iter().enumerate().filter(|(_, target)| !target.region.is_empty());
     let transfer = |(at, target): (usize, &Target)| {
@@ -84,7 +84,7 @@ pub(super) fn in_place(targets: &[Target], item: usize) -> Vec<Transfer> {
 }
 
 impl Transfer {
-    /// The whole of a shard of this process, from bytes here that are of `holds`.
+    /// A transfer of the whole shard of target `at`, from local bytes that cover `holds`.
     fn local(at: usize, target: &Target, origin: Origin, holds: Region, item: usize) -> Self {
         Self {
             id: 0,
@@ -111,7 +111,7 @@ impl Transfer {
         let (origin, holds) = match from {
             reshard::Origin::Device(device) => (Origin::Device(device), shard),
             reshard::Origin::Process(process) => {
-                // As the giver finds it: what is a run of its shard is sent by itself.
+                // Same rule as on the sender: a contiguous part of its shard is sent alone.
                 let strided = |shard: &&Region| contiguous_bytes(shard, &region, item).is_none();
                 let lent = giver.is_some_and(|device| runtime.lends(device, kind, process));
                 (Origin::Process(process), shard.filter(|_| lent).filter(strided))
@@ -132,12 +132,12 @@ impl Transfer {
         }
     }
 
-    /// Whether the bytes that come are the region alone.
+    /// True if the incoming bytes are the region alone.
     pub(in crate::exec) fn is_by_itself(&self) -> bool {
         self.holds == self.region
     }
 
-    /// The same, from bytes that are of the region alone.
+    /// Returns the same transfer, for bytes that are the region alone.
     pub(in crate::exec) fn alone(self: &Arc<Self>) -> Arc<Self> {
         if self.is_by_itself() {
             return self.clone();
@@ -145,7 +145,7 @@ impl Transfer {
         Arc::new(Self { holds: self.region.clone(), run: Some(0..self.bytes), ..Self::clone(self) })
     }
 
-    /// Bytes of an element.
+    /// Returns the bytes per element.
     pub(in crate::exec) fn item_bytes(&self) -> usize {
         self.bytes / self.region.elements()
     }

@@ -1,4 +1,4 @@
-//! What a slot and its promise share: the state, who waits for it, and who holds it.
+//! The state that an async buffer and its resolver share: buffer, waiters and holders.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,24 +12,24 @@ use super::Outcome;
 
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
-/// Called with how work that fills a buffer ended.
+/// Callback for the completion status of the work that fills a buffer.
 type Verdict = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
 
-/// One who holds a slot, in [`Inner::counts`].
+/// One holder of the async buffer, in [`Inner::counts`].
 pub(super) const HOLDER: u64 = 1;
-/// One of the uses that were issued and have not picked their input up.
+/// One registered use that has not picked up its input, in [`Inner::counts`].
 pub(super) const USE: u64 = 1 << 32;
 pub(super) const USES: u64 = ISSUED - USE;
 /// The buffer is there, though it may not be filled yet.
 pub(super) const ISSUED: u64 = 1 << 61;
-/// The slot has ended.
+/// The async buffer has ended.
 pub(super) const ENDED: u64 = 1 << 62;
 /// The buffer was given up.
 pub(super) const GIVEN_UP: u64 = 1 << 63;
 
 pub(super) struct Inner {
-    /// Holders in the lower half; above them uses; above those two flags. In one word, so that to
-    /// issue a use and to pick it up takes no lock.
+    /// From low to high bits: holders, uses, and three flags. One word, so that registering and
+    /// ending a use takes no lock.
     pub(super) counts: AtomicU64,
     pub(super) held: Mutex<Held>,
     pub(super) ended: Condvar,
@@ -37,42 +37,43 @@ pub(super) struct Inner {
 
 pub(super) struct Held {
     pub(super) state: State,
-    /// The buffer goes as soon as nothing issued before needs it; later readers get this.
+    /// Set once the buffer is given up. It is freed when no registered use needs it; later readers
+    /// get this failure.
     pub(super) given_up: Option<Arc<Failure>>,
     pub(super) filling: Filling,
-    /// The work that fills the buffer was given nothing that may turn out to have failed: it ends
-    /// as that does.
+    /// True if no input of the work that fills the buffer can still fail: the async buffer ends
+    /// exactly as that work.
     pub(super) ends_with_its_work: bool,
 }
 
-/// What of the work that was issued to fill the buffer is known, whoever has the buffer by now.
+/// The completion status of the work that was issued to fill the buffer. Known even if the buffer
+/// was taken.
 #[derive(Default)]
 pub(super) enum Filling {
-    /// There is none, or it is over and has filled it.
+    /// No work was issued, or it has filled the buffer.
     #[default]
     Done,
-    /// It is not over, and these want to know.
+    /// The work is not over; these callbacks wait for it.
     UnderWay(Vec<Verdict>),
     Failed(Arc<Failure>),
 }
 
 pub(super) enum State {
-    /// With who is to hear of the end, if anybody.
+    /// With the waiters, if there are any.
     Pending(Option<Box<Waiting>>),
-    /// Work was issued that will fill it.
+    /// Work that fills the buffer was issued.
     Issued(SharedBuffer, Option<Box<Waiting>>),
     Ended(Outcome),
 }
 
 #[derive(Default)]
 pub(super) struct Waiting {
-    /// To be called when it is issued, or ends before.
+    /// Called when the async buffer is issued, or ends before that.
     pub(super) issued: Vec<Callback>,
     pub(super) callbacks: Vec<Callback>,
     pub(super) wakers: Vec<Waker>,
 }
 
-/// A use of a slot that was issued: it gets the buffer even where that is given up meanwhile.
 impl Inner {
     pub(super) fn new(state: State, counts: u64) -> Self {
         let held = Mutex::new(Held {
@@ -84,7 +85,7 @@ impl Inner {
         Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
     }
 
-    /// Drops a buffer that was given up and that nothing waits for any more.
+    /// Frees a given-up buffer if the async buffer has ended and no use is left.
     pub(super) fn release(&self) {
         let mut held = self.held.lock();
         if self.counts.load(Ordering::Acquire) & USES != 0 {
@@ -100,7 +101,8 @@ impl Inner {
         }
     }
 
-    /// One holder less. Of slots that share an allocation the last takes the buffer along.
+    /// Removes one holder. If `shared` (several async buffers in one allocation), the last holder
+    /// frees the buffer.
     pub(super) fn let_go(&self, shared: bool) {
         let last = (self.counts.fetch_sub(HOLDER, Ordering::AcqRel) & (USE - 1)) == HOLDER;
         if last && shared {
@@ -115,7 +117,7 @@ impl Inner {
     }
 
     pub(super) fn end_as(&self, mut held: MutexGuard<'_, Held>, outcome: Outcome) {
-        // A second holder, however short, would keep a kernel from taking the memory over.
+        // A second reference, however short, would keep a kernel from taking the memory over.
         let shared = match &held.state {
             State::Pending(Some(waiting)) | State::Issued(_, Some(waiting))
                 if !waiting.callbacks.is_empty() || !waiting.issued.is_empty() =>
@@ -135,13 +137,13 @@ impl Inner {
             }
             wakers.into_iter().for_each(Waker::wake);
         }
-        // Whoever gives it up from here on finds that it has ended.
+        // A later `give_up` sees that the async buffer has ended.
         if counts & GIVEN_UP != 0 {
             self.release();
         }
     }
 
-    /// The buffer is there, and will be filled by what was issued.
+    /// Stores a buffer that issued work will fill, and calls the waiters for it.
     pub(super) fn issue(&self, buffer: SharedBuffer) {
         let mut held = self.held.lock();
         let State::Pending(waiting) = &mut held.state else { return };
@@ -149,7 +151,7 @@ impl Inner {
         let callbacks =
             waiting.as_mut().map(|waiting| std::mem::take(&mut waiting.issued)).unwrap_or_default();
         let shared = (!callbacks.is_empty()).then(|| Ok(buffer.clone()));
-        // Those who wait for the end look again, and go on waiting.
+        // Threads that wait for the end check again and keep waiting.
         let wakers = waiting.as_ref().map(|waiting| waiting.wakers.clone()).unwrap_or_default();
         held.state = State::Issued(buffer, waiting);
         held.filling = Filling::UnderWay(Vec::new());
@@ -162,8 +164,7 @@ impl Inner {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer
-    /// before.
+    /// Ends the async buffer with the result of the issued work. The buffer may already be taken.
     pub(super) fn end_issued(&self, result: Result<(), Arc<Failure>>) {
         let mut held = self.held.lock();
         let known = result.clone().map_or_else(Filling::Failed, |()| Filling::Done);
@@ -181,7 +182,7 @@ impl Inner {
                 self.end_as(held, outcome);
                 drop(buffer);
             }
-            // Its last holder is gone, or a kernel has taken it over.
+            // The last holder is gone, or a kernel has taken the buffer over.
             before => {
                 held.state = before;
                 drop(held);

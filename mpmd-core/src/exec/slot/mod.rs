@@ -1,11 +1,12 @@
-//! A place for one shard's buffer: empty until its operation ends, then filled, or failed.
+//! An async buffer: the place of one shard's buffer, pending until its operation ends, then filled
+//! or failed.
 //!
-//! The producer holds the [`Promise`], everybody else a [`Slot`]. A promise that is dropped unkept
-//! fails the slot, so that no wait can outlive what it waits for.
+//! The producer holds the [`Promise`], all readers hold a [`Slot`]. A resolver that is dropped
+//! without an outcome fails its async buffer, so that no wait lasts forever.
 //!
-//! What a device makes in its own time is *issued* first: the buffer is there, with the fences of
-//! the work that fills it, for who can have work of a device's come after it. The slot ends when
-//! that work has.
+//! A buffer that a device fills asynchronously is *issued* first. It is there with the fences of
+//! the work that fills it, for readers that can order device work behind them. The async buffer
+//! ends when that work has ended.
 
 mod inner;
 mod promise;
@@ -24,45 +25,46 @@ pub(crate) use promise::{IssuedPromises, Promise, Promises};
 
 use super::waits::Waits;
 
-/// What a slot ends with.
+/// The final state of an async buffer: its buffer, or a failure.
 pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
-/// The reading side. Clones are the same slot.
+/// The reading side. Clones refer to the same async buffer.
 ///
-/// The slots of one operation share an allocation; a buffer goes with the last holder of its own
-/// slot all the same.
+/// The async buffers of one operation share an allocation. The memory of each is still freed with
+/// its own last holder.
 pub(crate) struct Slot {
     all: Arc<[Inner]>,
     index: u32,
-    /// Its holder is counted no more.
+    /// True once this holder was released early by `leave`.
     left: AtomicBool,
 }
 
-/// A use of a slot that was issued: it gets the buffer even where that is given up meanwhile.
+/// A registered use of an async buffer. It gets the buffer even if the buffer is given up in the
+/// meantime.
 pub(crate) struct SlotUse(Slot);
 
-/// The slots that promises are for, in order.
+/// The async buffers that `Promises` will resolve, in order.
 pub(crate) struct Slots {
     all: Arc<[Inner]>,
     next: u32,
 }
 
 impl Slot {
-    /// An empty slot and the promise to fill it.
+    /// Creates a pending async buffer and its resolver.
     pub(crate) fn new() -> (Promise, Self) {
         let all: Arc<[Inner]> = Arc::new([Inner::new(State::Pending(None), 2 * HOLDER)]);
         (Promise(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
     }
 
-    /// Empty slots and the promise to fill them. Each slot is to be taken: one that is not keeps
-    /// its buffer for as long as there are others.
+    /// Creates `count` pending async buffers and their resolvers. Take every one of them: one that
+    /// is not taken keeps its memory while others live.
     pub(crate) fn several(count: usize) -> (Promises, Slots) {
         let all: Arc<[Inner]> =
             (0..count).map(|_| Inner::new(State::Pending(None), 2 * HOLDER)).collect();
         (Promises { all: all.clone(), next: 0 }, Slots { all, next: 0 })
     }
 
-    /// A slot that has its buffer.
+    /// Creates an async buffer that is already filled.
     pub(crate) fn filled(buffer: SharedBuffer) -> Self {
         let inner = Inner::new(State::Ended(Ok(buffer)), HOLDER | ENDED);
         Self::of(Arc::new([inner]), 0)
@@ -76,20 +78,20 @@ impl Slot {
         &self.all[self.index as usize]
     }
 
-    /// As if this were dropped, which must be all that still happens to it. For slots that share
-    /// their allocation.
+    /// Releases this holder early. After that, it may only be dropped. For async buffers that share
+    /// an allocation.
     pub(crate) fn leave(&self) {
         if !self.left.swap(true, Ordering::Relaxed) {
             self.inner().let_go(true);
         }
     }
 
-    /// Whether it has ended. Costs a look at one word.
+    /// True if the async buffer has ended. One atomic load.
     pub(crate) fn has_ended(&self) -> bool {
         self.inner().counts.load(Ordering::Acquire) & ENDED != 0
     }
 
-    /// What it ended with, if it has.
+    /// Returns the outcome, if the async buffer has ended.
     pub(crate) fn peek(&self) -> Option<Outcome> {
         match &self.inner().held.lock().state {
             State::Ended(outcome) => Some(outcome.clone()),
@@ -97,24 +99,25 @@ impl Slot {
         }
     }
 
-    /// Whether its buffer is there, filled or not, or never will be. Costs a look at one word.
+    /// True if the async buffer is issued or has ended: its buffer is there, filled or not, or it
+    /// failed. One atomic load.
     pub(crate) fn has_issued(&self) -> bool {
         self.inner().counts.load(Ordering::Acquire) & ISSUED != 0
     }
 
-    /// The buffer, filled or not, if it is there.
+    /// Returns the buffer, filled or not, if it is there, or the failure.
     pub(crate) fn peek_issued(&self) -> Option<Outcome> {
         self.inner().held.lock().issued()
     }
 
-    /// Whether the slot, which was issued, ends as the work does that fills its buffer: else it may
-    /// fail where that ends well, for it was given what never was made.
+    /// True if the issued async buffer ends exactly as the work that fills its buffer. If false,
+    /// the async buffer may fail although that work succeeds, because one of its inputs failed.
     pub(crate) fn ends_with_its_work(&self) -> bool {
         self.inner().held.lock().ends_with_its_work
     }
 
-    /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly
-    /// [`Waits::wait_issued`] is what is wanted.
+    /// Blocks until the async buffer is issued, or until `deadline`: then returns `None`. Most
+    /// callers should use [`Waits::wait_issued`].
     pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -132,8 +135,8 @@ impl Slot {
         }
     }
 
-    /// Calls `then` with the buffer as soon as it is there, filled or not: now, or on the thread
-    /// that issues or ends it. `then` must be short.
+    /// Calls `then` with the buffer as soon as it is there, filled or not. That is now, or on the
+    /// thread that issues or ends the async buffer. `then` must be short.
     pub(crate) fn on_issued(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         if let Some(outcome) = held.issued() {
@@ -145,9 +148,9 @@ impl Slot {
         }
     }
 
-    /// Calls `then` with how the work that fills the buffer ended, once it has: now, or on the
-    /// thread that ends it. To be asked of a slot that was issued: the buffer may be somebody
-    /// else's by then. `then` must be short.
+    /// Calls `then` with the completion status of the work that fills the buffer, once that has
+    /// ended. That is now, or on the thread that ends it. The async buffer must be issued; its
+    /// buffer may already be taken. `then` must be short.
     pub(crate) fn on_verdict(&self, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
         let mut held = self.inner().held.lock();
         let known = match &mut held.filling {
@@ -162,9 +165,9 @@ impl Slot {
         then(known);
     }
 
-    /// As [`take`](Self::take), of a slot whose buffer may not be filled yet: its
-    /// [fences](SharedBuffer::ready) say when it is. Where somebody is to have it when it is
-    /// filled, it is shared with them, as it is with who peeks.
+    /// Same as [`take`](Self::take), but also takes a buffer that is not filled yet: its
+    /// [fences](SharedBuffer::ready) tell when it is. If callbacks wait for the filled buffer, it
+    /// is shared with them.
     pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
         let inner = self.inner();
         let mut held = inner.held.lock();
@@ -190,8 +193,8 @@ impl Slot {
         }
     }
 
-    /// Sleeps until it ends on another thread, or until `deadline`. Mostly [`Waits::wait`] is what
-    /// is wanted.
+    /// Blocks until the async buffer ends on another thread, or until `deadline`: then returns
+    /// `None`. Most callers should use [`Waits::wait`].
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -212,9 +215,10 @@ impl Slot {
         }
     }
 
-    /// Calls `then` with what it ends with: now if it has ended, else on the thread that ends it.
+    /// Calls `then` with the outcome: now if the async buffer has ended, otherwise on the thread
+    /// that ends it.
     ///
-    /// `then` must be short: that thread has other things to do.
+    /// `then` must be short: that thread has other work.
     pub(crate) fn on_end(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         match &mut held.state {
@@ -229,7 +233,8 @@ impl Slot {
         }
     }
 
-    /// For futures: the outcome, or `waker` is woken when there is one.
+    /// Returns the outcome if there is one. Otherwise registers `waker` to be woken at the end. For
+    /// futures.
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) => Poll::Ready(outcome.clone()),
@@ -243,20 +248,20 @@ impl Slot {
         }
     }
 
-    /// As [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again when it
-    /// ends.
+    /// Same as [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again at the
+    /// end.
     pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
         match self.peek_issued() {
             Some(outcome) => Poll::Ready(outcome),
             None => match self.poll(waker) {
-                // It was issued in between: that waker may come too late.
+                // Issued in between: the waker may have come too late.
                 Poll::Pending => self.peek_issued().map_or(Poll::Pending, Poll::Ready),
                 ready => ready,
             },
         }
     }
 
-    /// Takes the buffer of an ended slot away; whoever reads it later gets `donated`.
+    /// Takes the buffer of an ended async buffer. Later readers get `donated` as the failure.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) if outcome.is_ok() => {
@@ -267,14 +272,14 @@ impl Slot {
         }
     }
 
-    /// A use that is issued now.
+    /// Registers a use of the buffer.
     pub(crate) fn issue_use(&self) -> SlotUse {
         self.inner().counts.fetch_add(HOLDER + USE, Ordering::Relaxed);
         SlotUse(Self::of(self.all.clone(), self.index))
     }
 
-    /// Lets the buffer go once it has ended and all uses issued before have what they need; whoever
-    /// reads it later gets `donated`.
+    /// Frees the buffer once the async buffer has ended and all registered uses are over. Later
+    /// readers get `donated` as the failure.
     pub(crate) fn give_up(&self, donated: Arc<Failure>) {
         let inner = self.inner();
         {
@@ -312,12 +317,12 @@ impl Iterator for Slots {
 }
 
 impl SlotUse {
-    /// Whether the slot has ended.
+    /// True if the async buffer has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.0.has_ended()
     }
 
-    /// Blocks until the slot ends.
+    /// Blocks until the async buffer ends.
     pub(crate) fn wait(self, waits: &Waits) -> Outcome {
         waits.wait(&self.0, None).expect("no deadline was set")
     }
@@ -327,7 +332,7 @@ impl SlotUse {
         waits.wait_issued(&self.0)
     }
 
-    /// The slot it is a use of.
+    /// Returns the async buffer that is used.
     pub(crate) fn slot(&self) -> &Slot {
         &self.0
     }
@@ -337,7 +342,7 @@ impl Drop for SlotUse {
     fn drop(&mut self) {
         let inner = self.0.inner();
         let counts = inner.counts.fetch_sub(USE, Ordering::AcqRel);
-        // Whoever gives it up from here on finds that this use is over.
+        // A later `give_up` sees that this use is over.
         if counts & USES == USE && counts & GIVEN_UP != 0 {
             inner.release();
         }
@@ -355,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiters_callbacks_and_futures_all_see_the_end() {
+    fn end_reaches_waiters_callbacks_and_futures() {
         let (promise, slot) = Slot::new();
         let called = Arc::new(AtomicUsize::new(0));
         let count = called.clone();
@@ -372,14 +377,14 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_promise_is_a_failure_not_a_hang() {
+    fn dropped_resolver_is_a_failure_not_a_hang() {
         let (promise, slot) = Slot::new();
         drop(promise);
         assert!(slot.wait_until(None).unwrap().is_err());
     }
 
     #[test]
-    fn a_buffer_given_up_stays_for_the_uses_issued_before() {
+    fn given_up_buffer_stays_for_registered_uses() {
         let (promise, slot) = Slot::new();
         let (first, second) = (slot.issue_use(), slot.issue_use());
         slot.give_up(Arc::new(Failure::new(
@@ -396,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn who_can_come_after_work_of_a_device_has_the_buffer_before_it_is_filled() {
+    fn issued_buffer_is_visible_before_it_is_filled() {
         let (promise, slot) = Slot::new();
         let seen = Arc::new(AtomicUsize::new(0));
         let (issued, ended) = (seen.clone(), seen.clone());
@@ -423,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_issued_may_fail_and_may_be_taken_over_before_it_ends() {
+    fn issued_buffers_may_fail_or_be_taken_before_the_end() {
         let failure =
             || Arc::new(Failure::new(FailureKind::Kernel, mpmd_ids::ProcessId(0), 4, "no"));
         let pool = mpmd_transport::Pool::new("test", None);
@@ -432,7 +437,7 @@ mod tests {
         let slots: Vec<Slot> = slots.collect();
         let end = promises.issue([block(), block()].into_iter());
         let taken = slots[0].take_issued(failure()).unwrap().unwrap();
-        assert!(taken.into_owned().is_ok(), "nobody else holds it");
+        assert!(taken.into_owned().is_ok(), "it has no other holder");
         assert!(slots[0].peek().unwrap().is_err() && !slots[1].has_ended());
         end.end(Err(failure()));
         assert_eq!(slots[1].peek().unwrap().unwrap_err().message, "no");
@@ -442,14 +447,14 @@ mod tests {
         drop(promises.issue([block()].into_iter()));
         assert!(
             slots.iter().all(|slot| slot.peek().unwrap().is_err()),
-            "never a wait without an end"
+            "async buffers without memory fail"
         );
         drop(slots);
         assert_eq!(pool.stats().live, 0);
     }
 
     #[test]
-    fn who_asked_before_a_buffer_is_taken_has_it_when_it_is_filled_and_a_verdict_outlives_it() {
+    fn earlier_callbacks_and_status_survive_a_taken_buffer() {
         let failure =
             || Arc::new(Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "no"));
         let told = Arc::new(Mutex::new(Vec::new()));
@@ -464,10 +469,7 @@ mod tests {
             );
             end.end(result.clone());
             assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok()]);
-            assert!(
-                slot.peek().unwrap().is_err(),
-                "later readers hear of the donation, or of the failure"
-            );
+            assert!(slot.peek().unwrap().is_err(), "later readers get the donation or the failure");
 
             let (promise, slot) = Slot::new();
             let end = promise.issue(vec![1u8].into());
@@ -483,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_buffer_leaves_the_donation_behind() {
+    fn taken_buffer_leaves_a_donated_failure() {
         let slot = Slot::filled(vec![7u8].into());
         let failure = Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "donated");
         let taken = slot.take(Arc::new(failure)).unwrap().unwrap();
@@ -492,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_goes_with_its_own_slot_not_with_those_beside_it() {
+    fn memory_is_freed_with_its_own_last_holder() {
         let pool = mpmd_transport::Pool::new("test", None);
         let (mut promises, slots) = Slot::several(3);
         let mut slots: Vec<Slot> = slots.collect();
@@ -501,7 +503,7 @@ mod tests {
         assert_eq!(
             pool.stats().live,
             2 * mpmd_transport::Pool::rounded(1),
-            "nobody wants the third"
+            "the third has no holder"
         );
         let issued = slots[1].issue_use();
         drop(slots.pop());
@@ -512,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_a_slot_holds_nothing_more() {
+    fn leave_releases_the_buffer() {
         let pool = mpmd_transport::Pool::new("test", None);
         let (mut promises, slots) = Slot::several(2);
         let slots: Vec<Slot> = slots.collect();
@@ -520,10 +522,10 @@ mod tests {
         let other = slots[0].clone();
         slots[0].leave();
         slots[0].leave();
-        assert!(other.peek().unwrap().is_ok(), "somebody else holds it");
+        assert!(other.peek().unwrap().is_ok(), "the clone still holds it");
         drop(other);
         assert_eq!(pool.stats().live, 0);
-        // Also one that has not ended.
+        // Also if the async buffer has not ended.
         slots[1].leave();
         promises.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
         assert_eq!(pool.stats().live, 0);
@@ -531,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn promises_that_are_dropped_or_failed_end_every_slot_that_is_left() {
+    fn dropped_or_failed_resolvers_fail_all_pending_buffers() {
         let (mut promises, slots) = Slot::several(3);
         let slots: Vec<Slot> = slots.collect();
         promises.keep_next(Ok(vec![1u8].into()));

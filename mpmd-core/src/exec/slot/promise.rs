@@ -1,4 +1,5 @@
-//! The writing side of slots. What is dropped unkept fails its slots.
+//! The writing side of async buffers. A resolver that is dropped without an outcome fails its async
+//! buffers.
 
 use std::sync::Arc;
 
@@ -8,27 +9,28 @@ use mpmd_transport::router::{Failure, FailureKind};
 use super::inner::Inner;
 use super::{Outcome, Slot};
 
-/// The writing side.
+/// The writing side of one async buffer.
 pub(crate) struct Promise(pub(super) Option<Slot>);
 
-/// The writing side of slots that were issued.
+/// The writing side of issued async buffers.
 pub(crate) struct IssuedPromises(Option<Arc<[Inner]>>);
 
-/// The writing side of several slots, which end in order.
+/// The writing side of several async buffers, which are resolved in order.
 pub(crate) struct Promises {
     pub(super) all: Arc<[Inner]>,
     pub(super) next: u32,
 }
 
 impl Promise {
-    /// Ends the slot.
+    /// Ends the async buffer with `outcome`.
     pub(crate) fn keep(mut self, outcome: Outcome) {
         if let Some(slot) = self.0.take() {
             slot.inner().end(outcome);
         }
     }
 
-    /// The buffer is there, and work was issued that fills it: the slot ends when that does.
+    /// Issues the async buffer: issued work fills `buffer`. The async buffer ends when that work
+    /// does.
     pub(crate) fn issue(mut self, buffer: SharedBuffer) -> IssuedPromises {
         let all = self.0.take().map(|slot| {
             slot.inner().issue(buffer);
@@ -39,13 +41,13 @@ impl Promise {
 }
 
 impl IssuedPromises {
-    /// The work was given nothing that may turn out to have failed: the slots end as it does.
+    /// Marks the async buffers as ending exactly as their work: no input of it can still fail.
     pub(crate) fn end_with_their_work(&self) {
         let all = self.0.iter().flat_map(|all| all.iter());
         all.for_each(|inner| inner.held.lock().ends_with_its_work = true);
     }
 
-    /// What was issued has filled the buffers, or has failed.
+    /// Ends the async buffers with the result of the issued work.
     pub(crate) fn end(mut self, result: Result<(), Arc<Failure>>) {
         self.end_all(&result);
     }
@@ -76,7 +78,7 @@ impl Drop for Promise {
 }
 
 impl Promises {
-    /// Ends the next slot, if there is one.
+    /// Ends the next async buffer with `outcome`, if there is one.
     pub(crate) fn keep_next(&mut self, outcome: Outcome) {
         let Some(inner) = self.all.get(self.next as usize) else { return };
         self.next += 1;
@@ -84,10 +86,10 @@ impl Promises {
         inner.let_go(self.all.len() > 1);
     }
 
-    /// The buffers of all slots are there, and work was issued that fills them: the slots end when
-    /// that does.
+    /// Issues all async buffers: their memory is there, and issued work fills it. They end when
+    /// that work does.
     ///
-    /// To be called before any of them has ended. Slots for which there is no buffer fail.
+    /// Call it before any of them has ended. Async buffers for which `buffers` has no memory fail.
     pub(crate) fn issue(
         mut self,
         mut buffers: impl Iterator<Item = SharedBuffer>,
@@ -102,7 +104,7 @@ impl Promises {
         IssuedPromises(Some(self.all.clone()))
     }
 
-    /// Ends the slots that are left with this failure.
+    /// Ends all remaining async buffers with this failure.
     pub(crate) fn fail(mut self, failure: &Arc<Failure>) {
         self.fail_rest(failure);
     }

@@ -1,4 +1,4 @@
-//! How the work that fills a slot ends, for who has only the buffer.
+//! The completion status of the work that fills an async buffer, for holders of only the buffer.
 
 use std::sync::{Arc, OnceLock};
 
@@ -7,10 +7,10 @@ use mpmd_transport::router::Failure;
 
 use super::Slot;
 
-/// Over once a slot that was issued has ended: then it knows whether the buffer is what it is to
-/// be. A device's own work ends well also where it was given what never was made.
+/// A fence that is passed once an issued async buffer has ended. It then knows whether the buffer
+/// is valid. A device's own work may succeed on inputs that were never made.
 ///
-/// It holds neither the slot nor the buffer.
+/// Holds neither the async buffer nor its memory.
 #[derive(Default)]
 pub(super) struct Verdict {
     failure: OnceLock<String>,
@@ -18,7 +18,7 @@ pub(super) struct Verdict {
 }
 
 impl Slot {
-    /// What says whether the buffer of this slot, which was issued, is what it is to be.
+    /// Returns a fence with the completion status of this async buffer, which must be issued.
     pub(crate) fn verdict(&self) -> Arc<dyn Fence> {
         let verdict = Arc::<Verdict>::default();
         let told = verdict.clone();
@@ -30,7 +30,7 @@ impl Slot {
 impl Verdict {
     fn pass(&self, result: Result<(), Arc<Failure>>) {
         if let Err(failure) = result {
-            // Set here alone, once.
+            // Set only here, once.
             let _ = self.failure.set(failure.message.clone());
         }
         self.over.pass().into_iter().for_each(|then| then());
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_known_when_the_slot_ends_and_says_why_it_failed() {
+    fn status_is_known_at_the_end_and_has_the_failure() {
         let failure = Arc::new(Failure::new(FailureKind::Kernel, ProcessId(0), 4, "no"));
         for (result, expected) in [(Ok(()), None), (Err(failure), Some("no".to_owned()))] {
             let (promise, slot) = Slot::new();
@@ -83,7 +83,7 @@ mod tests {
             assert_eq!(
                 (late.is_over(), late.failure()),
                 (true, expected),
-                "who asks later hears the same"
+                "a later status is the same"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! What a launch is given: its grid, its arguments, and parts of views.
+//! Arguments of a kernel launch: the grid, values and numbers.
 
 use mpmd_transport::memory::DevicePlace;
 
@@ -6,32 +6,32 @@ use super::Scratch;
 use crate::kernel::{View, ViewMut};
 use mpmd_layout::aval::DType;
 
-/// Values that a launch or a product uses: a view, or one from some element on. Made of a view or
-/// of [`Scratch`].
+/// Values on a CUDA device for a launch, a product or a copy: a view or [`Scratch`], or the rest of
+/// one from some element on.
 #[derive(Clone, Copy, Debug)]
 pub struct Part<'a> {
     memory: Memory<'a>,
     dtype: DType,
-    /// Elements of it that were left out.
+    /// Elements left out at the start.
     skipped: usize,
-    /// Elements of the whole.
+    /// Elements of the whole view or scratch.
     elements: usize,
     writable: bool,
 }
 
-/// Where values are.
+/// The location of values.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Memory<'a> {
     Device(DevicePlace),
-    /// The host's, of an input that is on no device.
+    /// Host memory of an input that is on no device.
     Host(&'a [u8]),
-    /// In an output.
+    /// Values of an input that is updated in place: they are in the output's view.
     InPlace,
 }
 
 impl<'a> Part<'a> {
-    /// The same from `elements` further on; from past the end where it has fewer, which the call it
-    /// is given to refuses.
+    /// Returns the values from `elements` further on. A start beyond the end is an error of the
+    /// call that uses it.
     #[must_use]
     pub fn at(self, elements: usize) -> Self {
         Self { skipped: self.skipped.saturating_add(elements), ..self }
@@ -49,12 +49,12 @@ impl<'a> Part<'a> {
         self.dtype
     }
 
-    /// Where it begins in its memory, in elements.
+    /// Returns the offset of the first element in its memory, in elements.
     pub(super) fn skipped(&self) -> usize {
         self.skipped
     }
 
-    /// How many elements it has; `None` where it begins behind its end.
+    /// Returns the number of elements. `None` if the part begins beyond the end.
     pub(super) fn elements(&self) -> Option<usize> {
         self.elements.checked_sub(self.skipped)
     }
@@ -65,14 +65,14 @@ impl<'a> Part<'a> {
 }
 
 impl<'a> View<'a> {
-    /// The values from element `elements` on, for a CUDA device's work.
+    /// Returns the values from element `elements` on, for work of a CUDA device.
     pub fn at(&self, elements: usize) -> Part<'a> {
         Part::from(self).at(elements)
     }
 }
 
 impl ViewMut<'_> {
-    /// The values from element `elements` on, for a CUDA device's work.
+    /// Returns the values from element `elements` on, for work of a CUDA device.
     pub fn at(&mut self, elements: usize) -> Part<'_> {
         Part::from(self).at(elements)
     }
@@ -90,7 +90,7 @@ impl<'a> From<&View<'a>> for Part<'a> {
     }
 }
 
-/// To be read: an output that is updated in place, or that this kernel has filled.
+/// For reading an output that is updated in place, or that this kernel has filled.
 impl<'a> From<&'a ViewMut<'_>> for Part<'a> {
     fn from(view: &'a ViewMut<'_>) -> Self {
         let memory = view.device().map_or(Memory::Host(&[]), Memory::Device);
@@ -111,11 +111,11 @@ impl<'a> From<&'a Scratch<'_>> for Part<'a> {
     }
 }
 
-/// An argument of a function: values in memory, or a number.
+/// An argument of a device function: values in memory, or a number.
 ///
-/// Views and [`Scratch`] become the address of their first element, `usize` becomes a 64-bit
-/// number. An input that is on no device is copied to the device by the launch: for a single
-/// number, better give the function the value of [`View::scalar`].
+/// Views and [`Scratch`] become the address of their first element; `usize` becomes a 64-bit
+/// number. The launch copies an input that is on no device to the device. For a single number, pass
+/// [`View::scalar`] instead.
 #[derive(Debug)]
 pub struct Arg<'a>(pub(super) Value<'a>);
 
@@ -125,7 +125,7 @@ pub(super) enum Value<'a> {
     Number(Number),
 }
 
-/// The bytes of a number, as the function gets them.
+/// The bytes of a number argument.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Number {
     pub(super) bytes: [u8; 8],
@@ -194,7 +194,7 @@ mod tests {
     use crate::device::cuda::work::Grid;
 
     #[test]
-    fn grids_cover_all_elements_and_have_a_block_at_least() {
+    fn grids_cover_all_elements_with_at_least_one_block() {
         let blocks = |elements| Grid::over(elements).blocks;
         assert_eq!(
             [blocks(0), blocks(1), blocks(256), blocks(257)],
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_end_where_the_whole_does() {
+    fn parts_end_with_the_whole() {
         let place = DevicePlace { device: 0, address: 1 << 20, bytes: 40 };
         let part = |from| Part::scratch(place, DType::F32, 10).at(from).at(0).elements();
         assert_eq!(

@@ -1,23 +1,22 @@
-//! Products of matrices: what is multiplied, in rows as everything here is, and what that is to
-//! cuBLAS, which has columns.
+//! Products of row-major matrices, and their translation to cuBLAS, which takes column-major
+//! matrices.
 
 use crate::device::cuda::work::{Math, Types};
 use crate::device::cuda::{Operand, Product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
-/// A product `C = alpha * op(A) * op(B) + beta * C` of row-major matrices, or a batch of such.
+/// A product `C = alpha * op(A) * op(B) + beta * C` of row-major matrices, or a batch of products.
 ///
-/// `op(A)` has `m` rows and `k` columns, `op(B)` has `k` and `n`, `C` has `m` and `n`. The elements
-/// of A and B are of one dtype, `f32`, `f64`, `f16` or `bf16`; those of C too, or `f32` where A and
-/// B are `f16` or `bf16`.
+/// `op(A)` is `[m, k]`, `op(B)` is `[k, n]` and `C` is `[m, n]`. A and B have the same dtype:
+/// `f32`, `f64`, `f16` or `bf16`. C has that dtype too, or `f32` if A and B are `f16` or `bf16`.
 ///
 /// ```
 /// use mpmd_core::cuda::{Gemm, Math};
 ///
-/// // The gradient of the weights: dw += x' dy, of 64 rows of 512 and of 2048 values.
+/// // The gradient of the weights, dw += x' dy: x is [64, 512] and dy is [64, 2048].
 /// let gradient = Gemm::new(512, 2048, 64).transpose_a().beta(1.0).math(Math::Tf32);
-/// // For each of 12 heads, which lie beside each other in a row of 12 * 64: scores = q k'.
+/// // scores = q k' for each of 12 heads, which lie side by side in rows of 12 * 64 elements.
 /// let scores = Gemm::new(128, 128, 64).transpose_b().leading(768, 768, 128).batch(12, [64, 64, 128 * 128]);
 /// # let _ = (gradient, scores);
 /// ```
@@ -29,7 +28,7 @@ pub struct Gemm {
     transpose: [bool; 2],
     alpha: f64,
     beta: f64,
-    /// For A, B, C; those of dense matrices where nothing was said.
+    /// For A, B and C. `None` for dense matrices.
     leading: Option<[usize; 3]>,
     batch: usize,
     strides: [usize; 3],
@@ -37,7 +36,7 @@ pub struct Gemm {
 }
 
 impl Gemm {
-    /// `C[m, n] = A[m, k] B[k, n]`, all dense.
+    /// Describes `C[m, n] = A[m, k] B[k, n]` of dense matrices.
     pub const fn new(m: usize, n: usize, k: usize) -> Self {
         Self {
             m,
@@ -53,52 +52,51 @@ impl Gemm {
         }
     }
 
-    /// A is there as `[k, m]`.
+    /// Takes A transposed: it is stored as `[k, m]`.
     #[must_use]
     pub const fn transpose_a(self) -> Self {
         Self { transpose: [true, self.transpose[1]], ..self }
     }
 
-    /// B is there as `[n, k]`.
+    /// Takes B transposed: it is stored as `[n, k]`.
     #[must_use]
     pub const fn transpose_b(self) -> Self {
         Self { transpose: [self.transpose[0], true], ..self }
     }
 
-    /// The product is multiplied with this. In `f32`, but for `f64` operands.
+    /// Multiplies the product by `alpha`. It is rounded to `f32` unless the operands are `f64`.
     #[must_use]
     pub const fn alpha(self, alpha: f64) -> Self {
         Self { alpha, ..self }
     }
 
-    /// What C holds is multiplied with this and added. With 0, as it is unless it is said, what C
-    /// holds does not matter.
+    /// Adds `beta` times the old content of C. With 0, the default, the old content is not read.
     #[must_use]
     pub const fn beta(self, beta: f64) -> Self {
         Self { beta, ..self }
     }
 
-    /// How many elements lie between the beginnings of two rows of A, B and C, as they are in
-    /// memory: at least as many as a row has.
+    /// Sets the distance in elements between the starts of successive stored rows of A, B and C. It
+    /// must be at least the length of a row.
     #[must_use]
     pub const fn leading(self, a: usize, b: usize, c: usize) -> Self {
         Self { leading: Some([a, b, c]), ..self }
     }
 
-    /// So many products, and how many elements lie between two matrices A, B and C of the batch. 0
-    /// takes the same A, or B, each time.
+    /// Computes `products` products. `strides` are the distances in elements between successive
+    /// matrices A, B and C. A stride of 0 uses the same A or B each time.
     #[must_use]
     pub const fn batch(self, products: usize, strides: [usize; 3]) -> Self {
         Self { batch: products, strides, ..self }
     }
 
-    /// How `f32` operands are multiplied. Of no effect on others.
+    /// Sets the precision of `f32` products. Has no effect on other dtypes.
     #[must_use]
     pub const fn math(self, math: Math) -> Self {
         Self { math, ..self }
     }
 
-    /// Rows and columns of A, B and C as they are in memory.
+    /// Returns the stored rows and columns of A, B and C.
     fn stored(&self) -> [(usize, usize); 3] {
         let turned = |(rows, columns), turn| if turn { (columns, rows) } else { (rows, columns) };
         [
@@ -108,15 +106,15 @@ impl Gemm {
         ]
     }
 
-    /// What cuBLAS is asked for, of operands with so many elements. `None` where there is nothing
-    /// to do.
+    /// Translates the product for cuBLAS. `elements` are the lengths of A, B and C. `None` if C is
+    /// empty.
     ///
-    /// Rows of one are columns of the other: it sees every matrix transposed, and makes C' = op(B)'
-    /// op(A)'.
+    /// A stored row is a column for cuBLAS, so it sees every matrix transposed. It computes C' =
+    /// op(B)' op(A)'.
     ///
     /// # Errors
     ///
-    /// Where operands are too short, rows overlap, or cuBLAS has no such product.
+    /// If operands are too short, rows or matrices C overlap, or cuBLAS has no such product.
     pub(super) fn product(
         &self,
         dtypes: [DType; 3],
@@ -171,7 +169,7 @@ impl Gemm {
             m: int(self.n)?,
             n: int(self.m)?,
             k: int(self.k)?,
-            // Its first factor is ours second.
+            // cuBLAS's first factor is B.
             first: operand(1)?,
             second: operand(0)?,
             result: operand(2)?,
@@ -182,8 +180,8 @@ impl Gemm {
         }))
     }
 
-    /// Whether no element is in two matrices C: they come one after another, or lie beside each
-    /// other in the rows.
+    /// Returns true if the matrices C of a batch do not overlap: they follow each other, or lie
+    /// side by side within the rows.
     fn results_are_apart(&self, leading: usize) -> bool {
         let (stride, last) = (self.strides[2], self.batch - 1);
         let one_after_another =
@@ -209,7 +207,7 @@ fn types([a, b, c]: [DType; 3], math: Math) -> Option<Types> {
         DType::F16 | DType::Bf16 => c == a || c == DType::F32,
         _ => false,
     };
-    // Where elements are not `f32` there is one way to multiply them.
+    // Only `f32` elements have a choice of precision.
     let math = if a == DType::F32 { math } else { Math::F32 };
     (known && a == b).then_some(Types { factors: a, result: c, math })
 }
@@ -220,7 +218,7 @@ mod tests {
 
     const F32: [DType; 3] = [DType::F32; 3];
 
-    /// What a library of columns makes of a product.
+    /// Computes a product in the way of a column-major library.
     fn by_columns(product: &Product, a: &[f64], b: &[f64], c: &mut [f64]) {
         let Product { m, n, k, first, second, result, batch, alpha, beta, .. } = *product;
         let at = |operand: Operand, index: i32, row: i32, column: i32| {
@@ -231,7 +229,7 @@ mod tests {
         };
         for index in 0..batch {
             for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
-                // Ours second is its first.
+                // The first factor is B.
                 let sum: f64 = (0..k)
                     .map(|i| b[at(first, index, row, i)] * a[at(second, index, i, column)])
                     .sum();
@@ -241,7 +239,7 @@ mod tests {
         }
     }
 
-    /// The same of rows, as `Gemm` says it.
+    /// Computes the same product in row-major order, as `Gemm` documents it.
     fn by_rows(gemm: &Gemm, a: &[f64], b: &[f64], c: &mut [f64]) {
         let leading = gemm.leading.unwrap_or(gemm.stored().map(|(_, columns)| columns));
         for index in 0..gemm.batch {
@@ -267,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_of_columns_makes_the_product_of_rows() {
+    fn column_major_product_equals_row_major_product() {
         let values = |count: usize| -> Vec<f64> {
             (0..count).map(|i| ((i * 37 + 11) % 23) as f64 - 9.0).collect()
         };
@@ -277,7 +275,7 @@ mod tests {
         {
             let mut gemm = turned(Gemm::new(3, 5, 4), a, b).alpha(2.0).beta(-1.0);
             if wide {
-                // Of matrices beside each other: of a batch of two in each row of C.
+                // A batch of two, with the matrices C side by side in the same rows.
                 gemm = gemm.leading(7, 9, 12).batch(2, [40, 0, 6]);
             }
             let (x, y, mut c) = (values(100), values(60), values(90));
@@ -290,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn operands_that_are_too_short_are_refused_to_the_element() {
+    fn operands_one_element_short_are_refused() {
         let gemm = Gemm::new(3, 5, 4).transpose_b().batch(2, [12, 0, 15]);
         let try_with = |elements| gemm.product(F32, elements).map(|product| product.is_some());
         assert!(try_with([24, 20, 30]).unwrap());
@@ -303,7 +301,7 @@ mod tests {
                 "{said}"
             );
         }
-        // Behind the last row comes nothing.
+        // The last row needs no padding behind it.
         let wide = Gemm::new(3, 5, 4).leading(10, 10, 10);
         assert!(
             wide.product(F32, [24, 35, 25]).is_ok() && wide.product(F32, [24, 35, 24]).is_err()
@@ -329,20 +327,20 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_cublas_cannot_count_are_refused_and_nothing_is_no_product() {
+    fn huge_sizes_are_refused_and_empty_products_skipped() {
         let huge = Gemm::new(1, 1, 1).leading(1 << 31, 1, 1);
         assert!(huge.product(F32, [1; 3]).is_err());
         let wraps = Gemm::new(2, 1, 1).leading(usize::MAX, 1, 1).batch(2, [usize::MAX, 0, 2]);
         assert!(wraps.product(F32, [usize::MAX; 3]).is_err());
         assert_eq!(Gemm::new(0, 5, 4).product(F32, [0, 20, 0]).unwrap(), None);
         assert_eq!(Gemm::new(3, 5, 4).batch(0, [0; 3]).product(F32, [0; 3]).unwrap(), None);
-        // No factors: C is multiplied with beta all the same.
+        // With k = 0, C is still multiplied by beta.
         let none = Gemm::new(3, 5, 0).product(F32, [0, 0, 15]).unwrap().unwrap();
         assert_eq!((none.k, none.first.leading, none.second.leading), (0, 5, 1));
     }
 
     #[test]
-    fn only_known_types_are_multiplied() {
+    fn unsupported_dtypes_are_refused() {
         use DType::{Bf16, F16, F32, F64, I32};
         let types = |dtypes| {
             Gemm::new(1, 1, 1).math(Math::Tf32).product(dtypes, [1; 3]).map(|p| p.unwrap().types)

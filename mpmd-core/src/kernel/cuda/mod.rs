@@ -1,17 +1,19 @@
-//! What a kernel does on a CUDA device: it gives it work.
+//! The interface through which a kernel issues work to a CUDA device.
 //!
-//! A kernel that runs on a CUDA device gets views of that device's memory, which it cannot look
-//! into, and [`Context::cuda`](crate::kernel::Context::cuda) gives it a [`Cuda`]: with that it
-//! launches functions that were compiled from its [`Source`]s, has cuBLAS multiply matrices
-//! ([`Gemm`]), copies, fills, and takes [`Scratch`]. All of it is only issued, at once, and runs
-//! later in the order in which it was issued, after what makes the inputs and before what uses the
-//! outputs. A kernel never waits for the device, and returns as soon as it has issued its work;
-//! what fails later fails the kernel's outputs.
+//! A kernel that runs on a CUDA device gets views of that device's memory, which it cannot read.
+//! From [`Context::cuda`](crate::kernel::Context::cuda) it gets a [`Cuda`]. With that it launches
+//! functions of its [`Source`]s, multiplies matrices with cuBLAS ([`Gemm`]), copies, fills, and
+//! allocates [`Scratch`].
 //!
-//! Sources are compiled once on a machine, before they are used: a kernel announces them
-//! ([`Kernel::cuda`](crate::kernel::Kernel::cuda)), and they are made ready from the moment it is
-//! bound to its mesh. What was compiled is kept in the folder that `MPMD_CUDA_CACHE` names
-//! (`$XDG_CACHE_HOME/mpmd/cuda` or `~/.cache/mpmd/cuda` unless it is set).
+//! All these calls only issue work, which runs later in the order of issue. It runs after the work
+//! that fills the inputs and before work that uses the outputs. A kernel never waits for the device
+//! and returns as soon as it has issued its work. A later error of the device fails the kernel's
+//! outputs.
+//!
+//! A kernel lists its sources in [`Kernel::cuda`](crate::kernel::Kernel::cuda). They are prepared
+//! from the moment at which it is bound to its mesh, and compiled only once on a machine. Compiled
+//! code is cached in the folder `MPMD_CUDA_CACHE`, by default `$XDG_CACHE_HOME/mpmd/cuda` or
+//! `~/.cache/mpmd/cuda`.
 
 mod args;
 mod gemm;
@@ -37,8 +39,8 @@ use crate::error::ViewError;
 use crate::error::{Error, Result};
 use mpmd_layout::aval::{DType, Element};
 
-/// A CUDA device, for a kernel that runs on it: everything is issued to the device, in order, and
-/// nothing waits.
+/// A CUDA device, for a kernel that runs on it. Calls issue work to the device, in order, and do
+/// not wait for it.
 ///
 /// ```
 /// use mpmd_core::cuda::{Grid, Source};
@@ -91,26 +93,26 @@ pub struct Cuda<'a> {
 }
 
 impl<'a> Cuda<'a> {
-    /// For a call whose work is issued to `stream`, the device's compute line. The caller
-    /// [ends](CallMemory::end) the memory with the fence behind that work.
+    /// Creates the interface for one call. `stream` is the device's compute stream. The caller
+    /// [ends](CallMemory::end) the memory with the fence behind the issued work.
     pub(crate) fn new(gpu: &'a Gpu, stream: &'a Stream, memory: &'a CallMemory) -> Self {
         Self { gpu, stream, memory }
     }
 
-    /// Launches a function of a source.
+    /// Launches `function` of a source.
     ///
-    /// The arguments are the function's own, in order: pointers for views and scratch, `unsigned
-    /// long long` for `usize`. What the function reads and writes must be within them, which nobody
-    /// checks.
+    /// The arguments must match the function's parameters in order: pointers for views and scratch,
+    /// `unsigned long long` for `usize`. The function must access only memory within them; this is
+    /// not checked.
     ///
-    /// A source that no [`Kernel::cuda`](crate::kernel::Kernel::cuda) has announced is compiled
-    /// now, which takes its time, and is said in the log.
+    /// A source that no [`Kernel::cuda`](crate::kernel::Kernel::cuda) lists is compiled during this
+    /// call. This takes time and logs a warning.
     ///
     /// # Errors
     ///
-    /// Where the source does not compile or has no such function, arguments do not fit the function
-    /// as far as the driver tells, a part begins behind its end, and where the driver refuses the
-    /// launch. What goes wrong when the function runs fails the kernel's outputs.
+    /// If the source does not compile or has no such function, or the driver refuses the launch. If
+    /// a part begins beyond its end, or the arguments do not fit the parameters, as far as the
+    /// driver reports these. An error while the function runs fails the kernel's outputs instead.
     pub fn launch(
         &self,
         source: &'static Source,
@@ -118,7 +120,7 @@ impl<'a> Cuda<'a> {
         grid: Grid,
         args: &[Arg<'_>],
     ) -> Result<()> {
-        // As many as most functions have take no list of their own.
+        // This many arguments need no heap allocation.
         const FEW: usize = 16;
         let mut few = [RawArg::NONE; FEW];
         let mut many = Vec::new();
@@ -137,11 +139,12 @@ impl<'a> Cuda<'a> {
         Ok(self.gpu.launch(self.stream, source, function, grid, raw)?)
     }
 
-    /// Multiplies matrices, by cuBLAS: `c` gets, or is added, the product of `a` and `b`.
+    /// Issues a matrix product with cuBLAS. `c` is set to the product of `a` and `b`, or added to
+    /// it, as `gemm` says.
     ///
     /// # Errors
     ///
-    /// Where sizes or dtypes do not fit, there is no cuBLAS, or it refuses.
+    /// If sizes or dtypes do not fit, `c` is read-only, or cuBLAS is missing or fails.
     pub fn gemm<'x>(
         &self,
         gemm: Gemm,
@@ -160,11 +163,11 @@ impl<'a> Cuda<'a> {
         Ok(self.gpu.gemm(self.stream, self.memory.device_pool(), &product, places)?)
     }
 
-    /// Sets every byte to zero, which is the zero of every type.
+    /// Sets every byte to zero, which is the zero of every dtype.
     ///
     /// # Errors
     ///
-    /// Where it is an input, or the driver refuses.
+    /// If the values are read-only, or the driver refuses.
     pub fn zero<'x>(&self, values: impl Into<Part<'x>>) -> Result<()> {
         let values = values.into();
         self.check_writable(&values, "zeros")?;
@@ -172,11 +175,11 @@ impl<'a> Cuda<'a> {
         Ok(self.stream.fill(place, [0; 4], 1)?)
     }
 
-    /// Sets every element.
+    /// Sets every element to `value`.
     ///
     /// # Errors
     ///
-    /// Where the elements have another type, it is an input, or the driver refuses.
+    /// If the elements have another dtype, the values are read-only, or the driver refuses.
     pub fn fill<'x, T: Element>(&self, values: impl Into<Part<'x>>, value: T) -> Result<()> {
         let values = values.into();
         self.check_writable(&values, "values")?;
@@ -196,10 +199,10 @@ impl<'a> Cuda<'a> {
         self.fill_wide(place, bytes)
     }
 
-    /// Elements of more bytes than the driver sets at a time: some come from the host, then they
-    /// are doubled.
+    /// Fills memory with an element too wide for the driver's memset. Copies some elements from the
+    /// host, then doubles the filled part until it is complete.
     fn fill_wide(&self, place: DevicePlace, element: &[u8]) -> Result<()> {
-        /// Bytes that come from the host at most.
+        /// The most bytes copied from the host.
         const FIRST: usize = 4096;
         let first = place.bytes.min(FIRST);
         if first == 0 {
@@ -221,12 +224,11 @@ impl<'a> Cuda<'a> {
         Ok(())
     }
 
-    /// Copies values, from a view or scratch to another.
+    /// Copies values from one view or scratch to another on the same device.
     ///
     /// # Errors
     ///
-    /// Where they are not as many, or of another type, the target is an input, or the driver
-    /// refuses.
+    /// If lengths or dtypes differ, `to` is read-only, or the driver refuses.
     pub fn copy<'x, 'y>(&self, from: impl Into<Part<'x>>, to: impl Into<Part<'y>>) -> Result<()> {
         let (from, to) = (from.into(), to.into());
         self.check_writable(&to, "a copy")?;
@@ -241,50 +243,51 @@ impl<'a> Cuda<'a> {
         Ok(self.stream.copy(from, to)?)
     }
 
-    /// Memory of the device for `elements` values of this call; what it holds means nothing. It
-    /// comes from the device's pool and counts with it, but is not set aside when the call is
-    /// issued.
+    /// Allocates device memory for `elements` values, for this call only. The initial values are
+    /// arbitrary. The memory comes from the device's pool and counts with it, but is not reserved
+    /// when the call is issued.
     ///
     /// # Errors
     ///
-    /// Where the device has no more.
+    /// If the device has no memory left.
     pub fn scratch(&self, dtype: DType, elements: usize) -> Result<Scratch<'a>> {
         self.memory.scratch(self.gpu.spare(), dtype, elements).map_err(out_of_memory)
     }
 
-    /// The device's address of a part's first element, for libraries of the program's own. What
-    /// they are given must be issued to [`Cuda::stream`].
+    /// Returns the device address of a part's first element, for the program's own libraries. They
+    /// must issue their work to [`Cuda::stream`].
     ///
     /// # Errors
     ///
-    /// As [`Cuda::launch`], of the part.
+    /// If the part begins beyond its end, or is an input that is updated in place. If it is on the
+    /// host and cannot be copied to the device.
     pub fn address<'x>(&self, values: impl Into<Part<'x>>) -> Result<u64> {
         self.place(&values.into()).map(|place| place.address)
     }
 
-    /// The stream that everything is issued to, a `CUstream` or `cudaStream_t`, for libraries of
-    /// the program's own. The device's context, its primary one, is the calling thread's current
-    /// one as long as the kernel runs.
+    /// Returns the stream that all work is issued to, for the program's own libraries. It is a
+    /// `CUstream` or `cudaStream_t`. While the kernel runs, the device's primary context is current
+    /// on the calling thread.
     pub fn stream(&self) -> *mut std::ffi::c_void {
         self.stream.handle()
     }
 
-    /// How many multiprocessors the device has, for grids that fill it just so.
+    /// Returns the number of streaming multiprocessors, for grids that fill the device exactly.
     pub fn processors(&self) -> u32 {
         self.gpu.processors()
     }
 
-    /// The device.
     pub(crate) fn gpu(&self) -> &'a Gpu {
         self.gpu
     }
 
-    /// The stream that everything is issued to.
+    /// Returns the raw stream that all work is issued to.
     pub(crate) fn issues_to(&self) -> &'a Stream {
         self.stream
     }
 
-    /// Where a part is on the device. Values of the host's are copied there first, once for a call.
+    /// Returns the place of a part on the device. Host values are copied there first, once per
+    /// call.
     fn place(&self, part: &Part<'_>) -> Result<DevicePlace> {
         let size = part.dtype().size();
         let bytes = part.elements().ok_or_else(|| behind(part))? * size;

@@ -1,4 +1,4 @@
-//! Memory that a call's work uses beside its arrays.
+//! Device and host memory that a call uses in addition to its arrays.
 
 use std::sync::Arc;
 
@@ -10,14 +10,13 @@ use super::Part;
 use crate::device::cuda::spare::{Spare, place, take};
 use mpmd_layout::aval::DType;
 
-/// Memory of the device for values that live no longer than a call. What it holds at first means
-/// nothing.
+/// Device memory for values that live no longer than a call. The initial values are arbitrary.
 ///
-/// Dropping it lets later work of the same call have the memory; it need not be kept for work that
-/// was issued.
+/// Dropping it lets later work of the same call reuse the memory. It need not be kept alive for
+/// issued work.
 #[derive(Debug)]
 pub struct Scratch<'a> {
-    /// Always there until it is dropped.
+    /// `Some` until it is dropped.
     buffer: Option<OwnedBuffer>,
     place: DevicePlace,
     dtype: DType,
@@ -26,17 +25,17 @@ pub struct Scratch<'a> {
 }
 
 impl<'a> Scratch<'a> {
-    /// The values from element `elements` on. Whoever has a part of scratch may write it.
+    /// Returns the values from element `elements` on. They are always writable.
     pub fn at(&self, elements: usize) -> Part<'_> {
         Part::scratch(self.place, self.dtype, self.elements).at(elements)
     }
 
-    /// How many elements it has.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.elements
     }
 
-    /// What they are.
+    /// Returns the dtype of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -50,37 +49,38 @@ impl Drop for Scratch<'_> {
     }
 }
 
-/// The memory of one call on a CUDA device. Made before its work is issued, [ended](Self::end) with
-/// the fence behind it.
+/// The scratch memory of one call on a CUDA device. Created before its work is issued and
+/// [ended](Self::end) with the fence behind that work.
 #[derive(Debug)]
 pub(crate) struct CallMemory {
-    /// Of the device.
+    /// Device memory.
     device: Pool,
-    /// Of the host, with pages that stay in their place.
+    /// Pinned host memory.
     host: Pool,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Blocks of the device's that no [`Scratch`] holds.
+    /// Device blocks that no [`Scratch`] holds.
     free: Vec<OwnedBuffer>,
-    /// Memory of the host's that work reads until it is over.
+    /// Host memory that work uses until it has ended.
     held: Vec<OwnedBuffer>,
-    /// Host values that were copied to the device, by address and length, and the copies.
+    /// Device copies of host values, keyed by host address and length.
     copies: Vec<((usize, usize), OwnedBuffer)>,
-    /// Bytes of the device's that the call has had at a time.
+    /// Device bytes that the call has allocated or taken from the spare blocks.
     bytes: usize,
 }
 
 impl CallMemory {
-    /// For a call on the device with this pool; `host` is where copies to it start.
+    /// Creates the memory of a call. `device` is the device's pool; `host` is a pool of pinned
+    /// memory.
     pub(crate) fn new(device: &Pool, host: &Pool) -> Self {
         Self { device: device.clone(), host: host.clone(), state: Mutex::default() }
     }
 
-    /// All work of the call was issued, and is over at `fence`. `spare` are the blocks of the
-    /// device that the call's work was issued to, which is one line.
+    /// Ends the call: all its work was issued and ends at `fence`. Device blocks go to `spare`,
+    /// which belongs to the stream that the work was issued to.
     pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
         let State { mut free, mut held, copies, bytes } = self.state.into_inner();
         free.extend(copies.into_iter().map(|(_, copy)| copy));
@@ -96,14 +96,14 @@ impl CallMemory {
         dtype: DType,
         elements: usize,
     ) -> Result<Scratch<'_>, OutOfMemory> {
-        // So that every scratch has an address.
+        // At least one byte, so that every scratch has an address.
         let buffer = self.block(spare, (elements.saturating_mul(dtype.size())).max(1))?;
         let place = place(&buffer);
         Ok(Scratch { buffer: Some(buffer), place, dtype, elements, memory: self })
     }
 
-    /// Where the copy of these host values is, and whether this is the first that asks: then the
-    /// caller copies them, from the buffer.
+    /// Returns the place of the device copy of these host values. At the first call for these
+    /// values, also returns a host buffer from which the caller must issue the copy.
     pub(super) fn copy_of(
         &self,
         spare: &Spare,
@@ -118,29 +118,30 @@ impl CallMemory {
         staged.copy_from_slice(bytes);
         let copy = self.block(spare, len.max(1))?;
         let place = part(&copy);
-        // Kept until the call ends: it may be asked for again.
+        // Kept until the call ends, because the same values may be used again.
         self.state.lock().copies.push((key, copy));
         Ok((place, Some(staged)))
     }
 
-    /// Memory of the host's for values on their way to the device; to be [held](Self::hold).
+    /// Allocates pinned host memory for values on their way to the device. [Hold](Self::hold) it
+    /// afterwards.
     pub(super) fn stage(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
         self.host.allocate(bytes)
     }
 
-    /// Where the device's memory comes from.
+    /// Returns the pool of the device's memory.
     pub(super) fn device_pool(&self) -> &Pool {
         &self.device
     }
 
-    /// Keeps memory until the work is over.
+    /// Keeps host memory alive until the call's work has ended.
     pub(super) fn hold(&self, buffer: OwnedBuffer) {
         self.state.lock().held.push(buffer);
     }
 
-    /// A block of the device's that nothing but work of its compute line uses, if anything does.
+    /// Returns a device block that is unused, or used only by earlier work of the compute stream.
     fn block(&self, spare: &Spare, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
-        // Whole classes, so that blocks fit again.
+        // Rounded to the pool's size classes, so that blocks are reused.
         let bytes = usize::try_from(Pool::rounded(bytes)).unwrap_or(usize::MAX);
         let mut state = self.state.lock();
         let known = take(&mut state.free, bytes);

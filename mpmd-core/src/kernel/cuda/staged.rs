@@ -1,4 +1,5 @@
-//! Values on their way between a device and the host in the middle of a call.
+//! Copies of values between a device and the host in the middle of a kernel's call, for
+//! collectives.
 
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::DevicePlace;
@@ -8,8 +9,8 @@ use super::{Cuda, Part, behind, out_of_memory};
 use crate::error::Result;
 
 impl Cuda<'_> {
-    /// Issues the copy of values to the host. They are there when the line has been waited for;
-    /// where that fails, the buffer is to be [held](Self::hold).
+    /// Issues a copy of values to the host. They are valid after a wait for the stream. If that
+    /// wait fails, [hold](Self::hold) the buffer. Host values are copied at once.
     pub(crate) fn fetch(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
         let mut staged = self.room(values)?;
         if let Memory::Host(all) = values.memory() {
@@ -26,13 +27,13 @@ impl Cuda<'_> {
         Ok(staged)
     }
 
-    /// Memory of the host's for as many values.
+    /// Allocates host memory for these values.
     pub(crate) fn room(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
         let elements = values.elements().ok_or_else(|| behind(values))?;
         self.memory.stage(elements * values.dtype().size()).map_err(out_of_memory)
     }
 
-    /// Issues the copy of values from the host to their place.
+    /// Issues a copy of values from the host to their place on the device.
     pub(crate) fn put(&self, staged: OwnedBuffer, values: &Part<'_>) -> Result<()> {
         let place = self.place(values)?;
         let copied = self.stream.upload(&staged, place.address);
@@ -40,23 +41,23 @@ impl Cuda<'_> {
         Ok(copied?)
     }
 
-    /// Keeps memory of the host's until the call's work is over.
+    /// Keeps host memory alive until the call's work has ended.
     pub(crate) fn hold(&self, staged: OwnedBuffer) {
         self.memory.hold(staged);
     }
 
-    /// How many values there are.
+    /// Returns the number of values. Fails if the part begins beyond the end.
     pub(crate) fn count(&self, values: &Part<'_>) -> Result<usize> {
         values.elements().ok_or_else(|| behind(values))
     }
 
-    /// Where values are on the device; those of the host's are copied there first.
+    /// Returns the place of values on the device. Host values are copied there first.
     pub(crate) fn place_of(&self, values: &Part<'_>) -> Result<DevicePlace> {
         self.place(values)
     }
 
-    /// Whether values may be written.
+    /// Returns an error if the values are read-only.
     pub(crate) fn check_room(&self, values: &Part<'_>) -> Result<()> {
-        self.check_writable(values, "what a collective gives")
+        self.check_writable(values, "the result of a collective")
     }
 }

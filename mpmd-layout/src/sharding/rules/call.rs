@@ -1,4 +1,4 @@
-//! Reading tactics: ops joined by `|`, each a name or a call with literal arguments.
+//! Parses tactics: ops joined by `|`, each a name or a call with literal arguments.
 
 use super::error::ErrorKind;
 use super::literal::Literal;
@@ -23,24 +23,24 @@ pub struct Call {
     text: String,
 }
 
-/// An op is called with other arguments than it takes: what the op says about it, to go on after
-/// its name ("has no argument `dim`").
+/// The error of an op that is called with wrong arguments. The message continues the op's name:
+/// "has no argument `dim`".
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct ArgumentError(pub String);
 
 impl Call {
-    /// The ops of a tactic, in order.
+    /// Parses the ops of a tactic, in order.
     ///
-    /// An op is a name, a name with dots, or a call of one with literal arguments; a `|` within
-    /// quotes joins nothing. Blanks around names and `|` are harmless. (In the Python original they
-    /// are so around calls only: there a bare name takes its blanks along and is then not found.)
+    /// An op is a name, a name with dots, or a call of one with literal arguments. A `|` within
+    /// quotes is no separator. Blanks around names and `|` are ignored. (In the Python original
+    /// this holds around calls only: there a bare name includes its blanks and is then not found.)
     ///
     /// # Errors
     ///
-    /// Fails where the text is no such tactic. The error's kind is [`ErrorKind::Value`] where it
-    /// would be an expression of Python but is no name or call, or an argument is no literal;
-    /// otherwise [`ErrorKind::Syntax`].
+    /// If the text is not such a tactic. The error's kind is [`ErrorKind::Value`] if an op is a
+    /// Python expression but not a name or call, or an argument is not a literal. Otherwise it is
+    /// [`ErrorKind::Syntax`].
     pub fn parse_tactic(text: &str) -> Result<Vec<Self>, ParseError> {
         let mut reader = Reader { text, at: 0 };
         let mut calls = Vec::new();
@@ -56,33 +56,33 @@ impl Call {
         }
     }
 
-    /// The op's name.
+    /// Returns the op's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The arguments without keyword.
+    /// Returns the arguments without keyword.
     pub fn args(&self) -> &[Literal] {
         &self.args
     }
 
-    /// The arguments with keyword, each keyword once.
+    /// Returns the arguments with keyword, each keyword once.
     pub fn keywords(&self) -> &[(String, Literal)] {
         &self.keywords
     }
 
-    /// The call as written, without blanks around it.
+    /// Returns the call as written, without blanks around it.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The arguments of an op whose parameters have these names, in that order; `None` for each
-    /// that is not given.
+    /// Returns the arguments for parameters of these names, in that order; `None` for each that is
+    /// not given.
     ///
     /// # Errors
     ///
-    /// Fails where there are more arguments than names, a keyword is none of the names, or a
-    /// parameter is given twice.
+    /// If there are more arguments than names, a keyword is none of the names, or a parameter is
+    /// given twice.
     pub fn bind<const N: usize>(
         &self,
         names: [&str; N],
@@ -107,7 +107,7 @@ impl Call {
     }
 }
 
-/// Whether a name can be called in a tactic: an identifier, or several joined by dots.
+/// Returns true if a name can be called in a tactic: an identifier, or several joined by dots.
 pub(super) fn is_name(name: &str) -> bool {
     let mut reader = Reader { text: name, at: 0 };
     reader.dotted_name().is_some_and(|found| found.len() == name.len() && !is_constant(found))
@@ -142,7 +142,7 @@ impl Reader<'_> {
         Ok(Call { name, args, keywords, text: self.text[start..self.at].to_owned() })
     }
 
-    /// What stands after a call's opening bracket, up to its closing one.
+    /// Reads a call's arguments after the opening bracket, up to and including the closing one.
     fn arguments(
         &mut self,
         args: &mut Vec<Literal>,
@@ -174,7 +174,8 @@ impl Reader<'_> {
         }
     }
 
-    /// `name=`, but not `name==`; nothing is read where it is something else.
+    /// Reads `name=`, but not `name==`. Consumes nothing and returns `None` if the text is
+    /// different.
     fn keyword(&mut self) -> Option<String> {
         let start = self.at;
         let name = self.identifier().filter(|name| !is_constant(name)).map(str::to_owned);
@@ -281,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_expression_is_a_syntax_error() {
+    fn invalid_expressions_are_syntax_errors() {
         let texts = [
             "",
             " ",
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_an_expression_but_no_call_with_literals_is_a_value_error() {
+    fn non_literal_expressions_are_value_errors() {
         let texts = [
             "fsdp(axis=data)",
             "fsdp(data)",
@@ -347,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_what_where_and_what_was_expected() {
+    fn errors_give_column_expected_and_found() {
         assert_eq!(
             message("fsdp(axis=data)"),
             "tactic \"fsdp(axis=data)\", column 11: expected a literal, found `data`"
@@ -365,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn brackets_nest_only_so_deep() {
+    fn bracket_nesting_is_limited() {
         let nested = |depth: usize| format!("f({}{})", "[".repeat(depth), "]".repeat(depth));
         assert!(Call::parse_tactic(&nested(100)).is_ok());
         assert_eq!(kind(&nested(200)), ErrorKind::Syntax);
@@ -386,19 +387,19 @@ mod tests {
     }
 
     #[test]
-    fn only_what_can_be_called_is_a_name() {
+    fn is_name_accepts_only_callable_names() {
         assert!(["a", "a.b", "_x1"].into_iter().all(is_name));
         assert!(!["", "1a", "a b", "a.", ".a", "a|b", "None", "a()"].into_iter().any(is_name));
     }
 
     proptest! {
         #[test]
-        fn no_text_makes_the_reader_panic(text in any::<String>()) {
+        fn parsing_any_text_never_panics(text in any::<String>()) {
             let _ = Call::parse_tactic(&text);
         }
 
         #[test]
-        fn no_text_of_the_right_letters_makes_the_reader_panic(text in r#"[fa(){}\[\],:=|'"0-9.eEx_j+ \\\-\u{e9}\n]{0,40}"#) {
+        fn parsing_tactic_like_text_never_panics(text in r#"[fa(){}\[\],:=|'"0-9.eEx_j+ \\\-\u{e9}\n]{0,40}"#) {
             if let Err(error) = Call::parse_tactic(&text) {
                 prop_assert!(error.column <= text.chars().count() + 1);
             }

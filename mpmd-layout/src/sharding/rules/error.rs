@@ -1,4 +1,4 @@
-//! What can be wrong with a strategy, or with a strategy for some leaves.
+//! The errors of strategies, alone and applied to leaves.
 
 use super::ops::OpError;
 use super::reader::ParseError;
@@ -6,17 +6,18 @@ use crate::aval::ShapedArray;
 use crate::sharding::Spec;
 use crate::topology::Mesh;
 
-/// Why a strategy gives no shardings. Always the caller's fault, and the same on every process.
+/// The reason that a strategy gives no shardings. Always the caller's fault, and the same on every
+/// process.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RulesError {
-    /// A strategy without rules.
+    /// The strategy has no rules.
     #[error("the strategy has no rule; `(\".*\", \"replicate\")` keeps every leaf whole")]
     EmptyStrategy,
-    /// Nothing to shard.
+    /// There are no leaves to shard.
     #[error("there is no leaf to shard")]
     NoLeaves,
-    /// Names never start with a slash, so such a pattern is a mistake.
+    /// A pattern starts with a slash. Names never do, so the pattern is a mistake.
     #[error("rule {rule}: pattern {pattern:?} starts with `/`, but names of leaves do not")]
     PatternStartsWithSlash {
         /// The rule's index.
@@ -24,7 +25,7 @@ pub enum RulesError {
         /// Its pattern.
         pattern: String,
     },
-    /// A pattern is no regular expression.
+    /// A pattern is not a regular expression.
     #[error("rule {rule}: pattern {pattern:?}{}: {message}", position.map(|at| format!(", \
         position {at}")).unwrap_or_default())]
     BadPattern {
@@ -32,12 +33,12 @@ pub enum RulesError {
         rule: usize,
         /// Its pattern.
         pattern: String,
-        /// Where in the pattern, in bytes from 0, if that is known.
+        /// The position in the pattern, in bytes from 0, if it is known.
         position: Option<usize>,
-        /// What is wrong there.
+        /// The problem with the pattern.
         message: String,
     },
-    /// Matching took more steps than is allowed.
+    /// Matching a pattern took more steps than allowed.
     #[error("rule {rule}: pattern {pattern:?} cannot be matched with leaf `{leaf}`: {message}")]
     PatternGaveUp {
         /// The rule's index.
@@ -46,20 +47,20 @@ pub enum RulesError {
         pattern: String,
         /// The leaf's name.
         leaf: String,
-        /// Why.
+        /// The reason.
         message: String,
     },
-    /// A tactic cannot be read.
+    /// A tactic cannot be parsed.
     #[error("rule {rule}, pattern {pattern:?}: {source}")]
     Tactic {
         /// The rule's index.
         rule: usize,
         /// Its pattern.
         pattern: String,
-        /// What is wrong with the tactic, and where.
+        /// The problem with the tactic, and its position.
         source: Box<ParseError>,
     },
-    /// Nobody registered an op of that name.
+    /// No op of that name is registered.
     #[error("rule {rule}, pattern {pattern:?}: there is no op `{op}`; known are \
         {}", known.join(", "))]
     UnknownOp {
@@ -67,12 +68,12 @@ pub enum RulesError {
         rule: usize,
         /// Its pattern.
         pattern: String,
-        /// The name.
+        /// The unknown name.
         op: String,
         /// The registered names, sorted.
         known: Vec<String>,
     },
-    /// An op is called with other arguments than it takes.
+    /// An op is called with wrong arguments.
     #[error("rule {rule}, pattern {pattern:?}: `{op}` {message}")]
     Arguments {
         /// The rule's index.
@@ -81,7 +82,7 @@ pub enum RulesError {
         pattern: String,
         /// The call as written.
         op: String,
-        /// What is wrong.
+        /// The problem with the arguments.
         message: String,
     },
     /// An op refuses a leaf.
@@ -94,9 +95,9 @@ pub enum RulesError {
         leaf: String,
         /// Its final spec.
         spec: Box<Spec>,
-        /// The axis.
+        /// The unknown axis.
         axis: String,
-        /// The op that put it there, as written.
+        /// The op that added the axis, as written.
         op: String,
         /// The mesh.
         mesh: Mesh,
@@ -115,26 +116,26 @@ pub enum RulesError {
         /// The op that used it again; may be the same.
         second: Box<str>,
     },
-    /// The leaves need more memory of a device than they may.
+    /// The leaves need more memory on each device than the budget.
     #[error("the leaves need {needed} bytes of each device, the budget is {budget}; largest: \
         {}", largest_text(largest, *leaves))]
     OverBudget {
-        /// Bytes that all leaves together need of each device.
+        /// Bytes that all leaves together need on each device.
         needed: u64,
-        /// Bytes that they may need.
+        /// Bytes that they may need on each device.
         budget: u64,
-        /// The largest leaves and their bytes per device, largest first.
+        /// The largest leaves with their bytes per device, largest first.
         largest: Vec<(String, u64)>,
-        /// How many leaves there are.
+        /// Number of leaves.
         leaves: usize,
     },
     /// An op of that name is registered already.
     #[error("there is an op `{name}` already; `replace` replaces it")]
     NameTaken {
-        /// The name.
+        /// The name in use.
         name: String,
     },
-    /// No tactic could call an op of that name.
+    /// The name does not fit the notation of tactics.
     #[error("{name:?} cannot be an op's name: names are identifiers, or several joined by dots")]
     BadName {
         /// The name.
@@ -142,7 +143,7 @@ pub enum RulesError {
     },
 }
 
-/// An op that refuses a leaf, with all there is to say about where.
+/// An op refused a leaf; names the rule, the op and the leaf.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "leaf `{leaf}`, {aval} with spec {spec}: `{op}` of rule {rule} (pattern {pattern:?}): {reason}"
@@ -161,11 +162,11 @@ pub struct OpFailed {
     pub aval: ShapedArray,
     /// Its spec before the op.
     pub spec: Spec,
-    /// Why the op refuses.
+    /// The reason that the op refuses the leaf.
     pub reason: OpError,
 }
 
-/// The class of an error, as programs that know this kind of strategy from Python name it.
+/// The class of an error, named like the Python exception of the original.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -184,10 +185,10 @@ pub enum ErrorKind {
 }
 
 impl RulesError {
-    /// The class of the error.
+    /// Returns the class of the error.
     ///
-    /// What the Python original has no such class for (a pattern that is no regular expression, a
-    /// memory budget) counts as [`ErrorKind::Value`].
+    /// Errors that the Python original does not know (a pattern that is not a regular expression, a
+    /// memory budget) are [`ErrorKind::Value`].
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::PatternStartsWithSlash { .. } => ErrorKind::Assertion,
@@ -208,7 +209,7 @@ impl RulesError {
 }
 
 impl ErrorKind {
-    /// The name of the class: `ValueError`.
+    /// Returns the name of the class, for example `ValueError`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Value => "ValueError",

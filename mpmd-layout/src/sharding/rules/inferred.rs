@@ -1,4 +1,4 @@
-//! What a strategy makes of some leaves.
+//! The result of a strategy: shardings of leaves, bytes per device, and a table of them.
 
 use std::fmt;
 
@@ -7,14 +7,13 @@ use crate::aval::ShapedArray;
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
-/// The widest column of a table, in characters: a longer name makes its own row longer and no
-/// other.
+/// The widest column of a table, in characters. A longer name widens only its own row.
 const WIDEST: usize = 200;
 
-/// Leaves that an error over the budget lists.
+/// Number of leaves that an error over the budget lists.
 const LARGEST: usize = 5;
 
-/// The shardings of some leaves, by a strategy. Displayed it is a table for people.
+/// The shardings of some leaves, by a strategy. `Display` writes a table for people.
 #[derive(Clone, Debug)]
 pub struct Inferred {
     mesh: Mesh,
@@ -27,21 +26,20 @@ pub struct Inferred {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct InferredLeaf {
-    /// Its name.
+    /// The leaf's name.
     pub name: String,
-    /// Its shape and dtype.
+    /// The leaf's shape and dtype.
     pub aval: ShapedArray,
-    /// Which dimension is divided over which axes: an entry for every dimension.
+    /// The axes that divide each dimension: one entry for every dimension.
     pub spec: Spec,
-    /// The index of the rule that counts for it; `None` where no pattern matches its name.
+    /// The index of the rule that applies to it, or `None` if no pattern matches its name.
     pub rule: Option<usize>,
-    /// Bytes on each device. Where a dimension does not divide evenly, as if its parts were rounded
-    /// up.
+    /// Bytes on each device. If a dimension does not divide evenly, its parts are rounded up.
     pub bytes_per_device: u64,
-    /// Whether some dimension does not divide evenly, so that the sharding has no layout of this
+    /// True if some dimension does not divide evenly. The sharding then has no layout of this
     /// shape.
     pub uneven: bool,
-    /// What ops remarked: "`fsdp("data")` fits no dimension".
+    /// Notes of the ops, for example "`fsdp("data")` fits no dimension".
     pub notes: Vec<String>,
 }
 
@@ -50,38 +48,38 @@ impl Inferred {
         Self { mesh: mesh.clone(), leaves, patterns, budget: None }
     }
 
-    /// The mesh.
+    /// Returns the mesh.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// The leaves, in the order given.
+    /// Returns the leaves, in the order given.
     pub fn leaves(&self) -> &[InferredLeaf] {
         &self.leaves
     }
 
-    /// The sharding of each leaf, in the order given.
+    /// Returns the sharding of each leaf, in the order given.
     pub fn shardings(&self) -> impl Iterator<Item = Sharding> {
         self.leaves.iter().map(|leaf| self.mesh.sharding(leaf.spec.clone()))
     }
 
-    /// Bytes that all leaves together need of each device.
+    /// Returns the bytes that all leaves together need on each device.
     pub fn bytes_per_device(&self) -> u64 {
         self.leaves.iter().fold(0, |sum: u64, leaf| sum.saturating_add(leaf.bytes_per_device))
     }
 
-    /// The indices of the rules that count for no leaf.
+    /// Returns the indices of the rules that apply to no leaf.
     pub fn idle_rules(&self) -> Vec<usize> {
         let idle = |rule: &usize| self.leaves.iter().all(|leaf| leaf.rule != Some(*rule));
         (0..self.patterns.len()).filter(idle).collect()
     }
 
-    /// Checks that the leaves need no more than `budget` bytes of each device; the table shows it
-    /// then.
+    /// Checks that the leaves need at most `budget` bytes on each device. The table then shows the
+    /// budget.
     ///
     /// # Errors
     ///
-    /// Fails where they need more, with the largest leaves.
+    /// If they need more. The error lists the largest leaves.
     pub fn within(mut self, budget: u64) -> Result<Self, RulesError> {
         let needed = self.bytes_per_device();
         if needed <= budget {
@@ -90,7 +88,7 @@ impl Inferred {
         }
         let mut largest: Vec<(String, u64)> =
             self.leaves.iter().map(|leaf| (leaf.name.clone(), leaf.bytes_per_device)).collect();
-        // Stable: of equal ones the first in the order given.
+        // The sort is stable: equal leaves stay in the order given.
         largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         largest.truncate(LARGEST);
         Err(RulesError::OverBudget { needed, budget, largest, leaves: self.leaves.len() })
@@ -98,7 +96,8 @@ impl Inferred {
 }
 
 impl InferredLeaf {
-    /// `entries` has one for each dimension, and `mesh` has all their axes, each used once.
+    /// Creates a leaf. `entries` has one entry for each dimension. `mesh` has all their axes, each
+    /// used once.
     pub(super) fn new(
         (name, aval): (String, ShapedArray),
         entries: Vec<SpecEntry>,
@@ -145,7 +144,7 @@ impl fmt::Display for Inferred {
         }
         for (i, row) in rows.iter().enumerate() {
             let cell = |(column, (cell, width)): (usize, (&String, &usize))| match column {
-                // Numbers end below each other.
+                // Numbers are right-aligned.
                 3 => format!("{cell:>width$}"),
                 _ => format!("{cell:<width$}"),
             };
@@ -175,7 +174,7 @@ impl Inferred {
     }
 }
 
-/// `512 B`, `4.0 KiB`, `1.5 GiB`.
+/// Formats bytes with a unit: `512 B`, `4.0 KiB`, `1.5 GiB`.
 fn bytes_text(bytes: u64) -> String {
     let mut amount = bytes as f64;
     let mut unit = "B";

@@ -1,10 +1,10 @@
-//! The values that can be written in a tactic.
+//! The values that can be written in a tactic, and their parser.
 
 use super::error::ErrorKind;
 use super::reader::{ParseError, Reader, starts_identifier};
 
-/// Brackets within brackets, at most. Each level is a call of the reader, and the text may be
-/// anybody's.
+/// The deepest nesting of brackets. Each level is a recursive call of the reader, and the text may
+/// be untrusted.
 const MOST_NESTED: usize = 100;
 
 /// A value that can be written in a tactic, in the notation of Python.
@@ -15,7 +15,7 @@ pub enum Literal {
     None,
     /// `True` or `False`
     Bool(bool),
-    /// A whole number of 64 bits, also as `1_000`, `0x3e8`, `0o17`, `0b11`.
+    /// A whole number that fits 64 bits, also written as `1_000`, `0x3e8`, `0o17`, `0b11`.
     Int(i64),
     /// A number with a point or an exponent.
     Float(f64),
@@ -32,8 +32,8 @@ pub enum Literal {
 }
 
 impl Literal {
-    /// Axis names: one text, or a list or tuple of at least one. A set has no order, so it is
-    /// refused.
+    /// Returns axis names from a text, or from a list or tuple of at least one text. A set has no
+    /// order, so it gives `None`.
     pub fn axes(&self) -> Option<Vec<String>> {
         let text = |literal: &Self| match literal {
             Self::Str(text) => Some(text.clone()),
@@ -48,7 +48,7 @@ impl Literal {
         }
     }
 
-    /// A number, whole or not.
+    /// Returns the number, whole or not, or `None` for other values.
     pub fn number(&self) -> Option<f64> {
         match self {
             Self::Int(int) => Some(*int as f64),
@@ -57,7 +57,7 @@ impl Literal {
         }
     }
 
-    /// A whole number.
+    /// Returns the whole number, or `None` for other values.
     pub fn int(&self) -> Option<i64> {
         match self {
             Self::Int(int) => Some(*int),
@@ -65,7 +65,7 @@ impl Literal {
         }
     }
 
-    /// `True` or `False`.
+    /// Returns `True` or `False` as a `bool`, or `None` for other values.
     pub fn bool(&self) -> Option<bool> {
         match self {
             Self::Bool(bool) => Some(*bool),
@@ -75,7 +75,7 @@ impl Literal {
 }
 
 impl Reader<'_> {
-    /// A value, inside so many brackets.
+    /// Reads a value inside `nested` levels of brackets.
     pub(super) fn value(&mut self, nested: usize) -> Result<Literal, ParseError> {
         if nested > MOST_NESTED {
             return Err(
@@ -93,7 +93,7 @@ impl Reader<'_> {
             Some('(') => self.parenthesised(nested),
             Some('{') => self.braced(nested),
             Some(c) if starts_identifier(c) => self.constant(),
-            // `*args` and `~1` are expressions, and `...` is one.
+            // `*args`, `~1` and `...` are expressions of Python.
             Some('*' | '~' | '.') => Err(self.error(ErrorKind::Value, "a literal")),
             _ => Err(self.error(ErrorKind::Syntax, "a literal")),
         }
@@ -112,7 +112,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One value in brackets, or a tuple.
+    /// Reads one value in brackets, or a tuple.
     fn parenthesised(&mut self, nested: usize) -> Result<Literal, ParseError> {
         self.bump();
         self.skip_blanks();
@@ -128,7 +128,7 @@ impl Reader<'_> {
         Ok(first)
     }
 
-    /// A set or a dict.
+    /// Reads a set or a dict.
     fn braced(&mut self, nested: usize) -> Result<Literal, ParseError> {
         self.bump();
         self.skip_blanks();
@@ -162,7 +162,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The values up to `close`, and `close`.
+    /// Reads the values up to `close`, and `close`.
     fn items(
         &mut self,
         close: char,
@@ -226,7 +226,7 @@ impl Reader<'_> {
         })
     }
 
-    /// A text, or several one after the other, which are one.
+    /// Reads a text. Several texts one after the other are joined.
     fn strings(&mut self) -> Result<Literal, ParseError> {
         let mut text = String::new();
         loop {
@@ -283,7 +283,7 @@ impl Reader<'_> {
             'x' => 2,
             'u' => 4,
             'U' => 8,
-            // Those that Python knows and nobody needs in the name of an axis.
+            // Escapes of Python that no axis name needs.
             'a' | 'b' | 'f' | 'v' | 'N' | '0'..='7' | '\n' => 0,
             other => {
                 text.extend(['\\', other]);
@@ -329,7 +329,7 @@ fn read_number(written: &str) -> Option<Literal> {
         }
     }
     if !plain.bytes().all(|b| b.is_ascii_digit()) {
-        // Starts with a digit or a point, so it is not one of the words that also parse.
+        // Starts with a digit or a point, so it is not a word like `inf` that also parses.
         return plain.parse().ok().map(Literal::Float);
     }
     let leading_zero = plain.starts_with('0') && plain.bytes().any(|b| b != b'0');

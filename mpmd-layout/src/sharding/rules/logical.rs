@@ -1,4 +1,4 @@
-//! Logical axes: names of a leaf's dimensions, and which axes of a mesh they stand for.
+//! Logical axes: names for a leaf's dimensions, and rules that map these names to axes of a mesh.
 
 use std::collections::BTreeMap;
 
@@ -6,13 +6,13 @@ use super::ops::OpError;
 use crate::sharding::SpecEntry;
 
 /// The logical names of leaves' dimensions, and ordered rules from logical names to axes of a mesh.
-/// Without any by default.
+/// Empty by default.
 ///
-/// The op `logical_partitioning()` reads it: of a leaf with names, rules are gone through in order,
-/// and a rule whose name is present gives its axes to that dimension, where none of these axes is
-/// used by the leaf yet and no earlier rule decided about the dimension. What is left stays whole.
-/// Dimensions that earlier ops of the tactic divided count as decided. Leaves without names stay as
-/// they are.
+/// The op `logical_partitioning()` uses it. For a leaf with names it goes through the rules in
+/// order. A rule gives its axes to the dimension of its name. It is skipped if the leaf uses one of
+/// these axes already or an earlier rule decided that dimension. Dimensions without a matching rule
+/// stay whole. Dimensions that earlier ops of the tactic divided count as decided. Leaves without
+/// names do not change.
 ///
 /// ```
 /// use mpmd_layout::sharding::rules::LogicalAxes;
@@ -30,8 +30,8 @@ pub struct LogicalAxes {
 }
 
 impl LogicalAxes {
-    /// Gives the dimensions of the leaf of that name logical names, `None` for one without.
-    /// Replaces those that it had. A name that no leaf has does no harm.
+    /// Gives logical names to the dimensions of the leaf `leaf`, `None` for a dimension without
+    /// one. Replaces the leaf's earlier names. A name of a leaf that does not exist has no effect.
     #[must_use]
     pub fn leaf(mut self, leaf: impl Into<String>, names: &[Option<&str>]) -> Self {
         let names = names.iter().map(|name| name.map(str::to_owned)).collect();
@@ -39,7 +39,7 @@ impl LogicalAxes {
         self
     }
 
-    /// Adds a rule behind the others. With no axes it keeps dimensions of that name whole.
+    /// Appends a rule. With no axes it keeps dimensions of that name whole.
     #[must_use]
     pub fn rule(mut self, name: impl Into<String>, axes: &[&str]) -> Self {
         self.rules.push((name.into(), axes.iter().map(|axis| (*axis).to_owned()).collect()));
@@ -50,7 +50,7 @@ impl LogicalAxes {
         self.names.get(leaf).map(Vec::as_slice)
     }
 
-    /// Which dimensions the rules divide, in the order of the rules, and over which axes.
+    /// Returns the dimensions that the rules divide, in the order of the rules, each with its axes.
     pub(super) fn assign(
         &self,
         names: &[Option<String>],
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_earlier_ops_divided_is_decided_and_their_axes_are_used() {
+    fn earlier_divisions_count_as_decided_and_used() {
         let logical = rules(&[("a", &["x"]), ("b", &["x"]), ("b", &["y"])]);
         let entries = [SpecEntry::from("x"), SpecEntry::None];
         let assigned = logical.assign(&names(&["a", "b"]), &entries).unwrap();
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_come_twice_or_do_not_fit_are_refused() {
+    fn double_or_mismatched_names_are_refused() {
         let logical = rules(&[]);
         let error = |of: &[&str], ndim| {
             logical.assign(&names(of), &vec![SpecEntry::None; ndim]).unwrap_err().to_string()

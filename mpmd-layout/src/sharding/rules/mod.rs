@@ -1,34 +1,35 @@
-//! Sharding rules: which leaf of a tree is divided how, said by a few patterns on names.
+//! Sharding rules: patterns on the names of leaves decide how each leaf of a tree is divided.
 //!
-//! A [`Strategy`] is ordered rules `(pattern, tactic)`. For each leaf the first rule counts whose
-//! pattern matches its whole name; its tactic is *ops* joined by `|`, each of which may divide a
-//! dimension:
+//! A [`Strategy`] is a list of ordered rules `(pattern, tactic)`. The first rule with a pattern
+//! that matches a leaf's whole name applies to the leaf. The tactic is *ops* joined by `|`, each of
+//! which may divide a dimension:
 //!
-//! - `replicate` divides nothing, and fails where the leaf is divided already.
-//! - `replicate(axes)`: the leaf stays whole along these axes; it fails where an op of the tactic,
+//! - `replicate` divides nothing. It fails if the leaf is divided already.
+//! - `replicate(axes)` keeps the leaf whole along these axes. It fails if another op of the tactic,
 //!   before or after it, divides over one of them.
 //! - `fsdp(axis, min_size_to_shard_mb=4)` divides the largest dimension that is not divided yet and
-//!   divides evenly over the axis, or over several: `fsdp(["replica", "fsdp"])`. Of equally large
-//!   dimensions the last is taken. Leaves of so many MiB or fewer stay as they are, and those of
-//!   which no dimension fits.
-//! - `shard_dim(axis, dim, ignore_ndim_error=False)` divides that dimension, counted from the end
-//!   where it is negative, whether or not it divides evenly. The absolute value of `dim` must be
-//!   below the number of dimensions, or it fails, or leaves the leaf as it is if it shall ignore
-//!   that. So `-1` is refused for a vector, as the original does: strategies mean the same in both.
-//! - `logical_partitioning()` divides by the names of dimensions: [`LogicalAxes`].
-//! - those that users add to a [`Registry`].
+//!   divides evenly over the axis. Several axes are given as a list: `fsdp(["replica", "fsdp"])`.
+//!   Of equally large dimensions it takes the last. Leaves of at most `min_size_to_shard_mb` MiB do
+//!   not change, nor do leaves without a dimension that fits.
+//! - `shard_dim(axis, dim, ignore_ndim_error=False)` divides that dimension, whether or not it
+//!   divides evenly. A negative `dim` counts from the end. The absolute value of `dim` must be
+//!   below the number of dimensions. Otherwise the op fails, or does nothing if `ignore_ndim_error`
+//!   is true. So `-1` is refused for a vector, as in the original: strategies mean the same in
+//!   both.
+//! - `logical_partitioning()` divides by the logical names of dimensions: [`LogicalAxes`].
+//! - Users can add ops to a [`Registry`].
 //!
-//! A leaf that no pattern matches stays whole. The strategies are those of big_vision's
-//! `infer_sharding`, and give the same specs (`tests/golden_rules.rs`), but for what the original
-//! does to annotated leaves by accident.
+//! A leaf without a matching pattern stays whole. The strategies are those of big_vision's
+//! `infer_sharding` and give the same specs (`tests/golden_rules.rs`). The exception is annotated
+//! leaves, where the original behaves differently by accident.
 //!
 //! ```
-//! use mpmd_layout::aval::{ShapedArray, f32s};
-//! use mpmd_layout::sharding::rules::{Registry, Strategy, infer, infer_sharding};
-//! use mpmd_layout::sharding::Sharding;
-//! use mpmd_layout::spec;
-//! use mpmd_layout::topology::{DeviceId, Mesh};
-//! use mpmd_layout::tree::Tree;
+//! use mpmd_core::aval::{ShapedArray, f32s};
+//! use mpmd_core::sharding::rules::{Registry, Strategy, infer, infer_sharding};
+//! use mpmd_core::sharding::Sharding;
+//! use mpmd_core::spec;
+//! use mpmd_core::topology::{DeviceId, Mesh};
+//! use mpmd_core::tree::Tree;
 //!
 //! #[derive(Tree)]
 //! struct Params<L> {
@@ -45,7 +46,7 @@
 //! assert_eq!(shardings.embed.spec(), Some(&spec!["fsdp", None]));
 //! assert_eq!(shardings.head.1.spec(), Some(&spec![None]));
 //!
-//! // The same as a table, if each device can spare 8 MiB.
+//! // The same as a table, with a budget of 8 MiB on each device.
 //! let leaves = params.leaves_with_paths();
 //! let leaves: Vec<_> = leaves.into_iter().map(|(name, aval)| (name, aval.clone())).collect();
 //! println!("{}", infer(&leaves, &strategy, &mesh)?.within(8 << 20)?);
@@ -79,16 +80,16 @@ use crate::aval::ShapedArray;
 use crate::topology::Mesh;
 use crate::tree::Tree;
 
-/// The shardings over `mesh` that `strategy` gives to these leaves, each a name and what it is.
+/// Infers the shardings over `mesh` that `strategy` gives to these leaves. A leaf is a name with a
+/// shape and dtype.
 ///
-/// Rules are applied one after the other, of each its ops one after the other, each to all leaves
-/// in the order given; the finished specs are checked last. So the first error is the same on every
-/// process.
+/// Applies the rules in order and the ops of each rule in order, each op to all leaves in the order
+/// given. The finished specs are checked last. So the first error is the same on every process.
 ///
 /// # Errors
 ///
-/// Fails where there is no leaf, an op refuses a leaf, or a finished spec uses an axis twice or
-/// names one that the mesh does not have.
+/// If there is no leaf, a pattern takes too many steps on a name, or an op refuses a leaf. Also if
+/// a finished spec uses an axis twice or names one that the mesh does not have.
 pub fn infer(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
@@ -126,15 +127,15 @@ pub fn infer(
     Ok(Inferred::new(mesh, inferred, strategy.patterns().map(str::to_owned).collect()))
 }
 
-/// The shardings over `mesh` that `strategy` gives to the leaves of a tree, as a tree; their names
-/// are their paths (`blocks/3/w`).
+/// Infers the shardings over `mesh` that `strategy` gives to the leaves of a tree, and returns them
+/// as a tree. The leaves' names are their paths (`blocks/3/w`).
 ///
-/// For a tree of arrays their shapes are enough: `arrays.map_ref(&mut |array|
+/// A tree of arrays only has to give their shapes: `arrays.map_ref(&mut |array|
 /// array.aval().clone())`.
 ///
 /// # Errors
 ///
-/// Where [`infer`] fails.
+/// As [`infer`].
 pub fn infer_sharding<T: Tree<Leaf = ShapedArray>>(
     tree: &T,
     strategy: &Strategy,

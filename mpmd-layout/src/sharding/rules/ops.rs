@@ -1,4 +1,4 @@
-//! What a tactic does to a leaf: the built-in ops, and what ops of users are written with.
+//! The built-in ops of tactics, and the types that users write their own ops with.
 
 use super::call::{ArgumentError, Call};
 use super::error::ErrorKind;
@@ -8,17 +8,17 @@ use crate::aval::ShapedArray;
 use crate::sharding::{Spec, SpecEntry};
 use crate::topology::Mesh;
 
-/// One step of a tactic: says over which axes of the mesh a leaf's dimensions are divided.
+/// One step of a tactic: divides a leaf's dimensions over axes of the mesh.
 ///
-/// Every process infers for itself, so an op must be a pure function of the placement that it sees:
-/// no clock, no files, no process id, no map in random order. A closure
-/// `|leaf: &mut Placement<'_>| …` is one.
+/// Every process infers by itself. An op must therefore be a pure function of the placement that it
+/// gets: no clock, no files, no process id, no map in random order. A closure `|leaf: &mut
+/// Placement<'_>| …` is an op.
 pub trait Op: Send + Sync {
-    /// Does its part for one leaf.
+    /// Applies the op to one leaf.
     ///
     /// # Errors
     ///
-    /// Fails where the leaf cannot be sharded so; the whole inference fails then.
+    /// If the leaf cannot be sharded in this way. The whole inference fails then.
     fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError>;
 }
 
@@ -31,31 +31,32 @@ where
     }
 }
 
-/// A leaf on its way to a spec, as an [`Op`] sees it.
+/// The state of a leaf while the ops of a tactic are applied to it.
 #[derive(Debug)]
 pub struct Placement<'a> {
     pub(super) name: &'a str,
     pub(super) aval: &'a ShapedArray,
     pub(super) mesh: &'a Mesh,
     pub(super) logical: &'a LogicalAxes,
-    /// The op at work, as written.
+    /// The current op, as written.
     pub(super) op: &'a str,
     pub(super) state: &'a mut State,
 }
 
-/// What ops have decided about a leaf so far.
+/// The decisions of the ops about a leaf so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct State {
-    /// One for each dimension.
+    /// One entry for each dimension.
     pub(super) entries: Vec<SpecEntry>,
-    /// Axes that divide a dimension, each with the op that said so, in the order of saying.
+    /// Axes that divide a dimension, each with the op that decided it, in the order of the
+    /// decisions.
     pub(super) divided: Vec<(String, String)>,
-    /// Axes that must not divide any, each with the op that said so.
+    /// Axes that must not divide any dimension, each with the op that decided it.
     pub(super) kept_whole: Vec<(String, String)>,
     pub(super) notes: Vec<String>,
 }
 
-/// Why an op refuses a leaf.
+/// The reason that an op refuses a leaf.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpError {
@@ -64,10 +65,10 @@ pub enum OpError {
     AlreadySharded {
         /// The dimension, from 0.
         dim: usize,
-        /// The axes it is divided over.
+        /// The axes that divide it.
         by: SpecEntry,
     },
-    /// The leaf should be whole and is not.
+    /// The leaf should be whole but is divided.
     #[error("inconsistent: the leaf is divided already, so it cannot be replicated")]
     NotWhole,
     /// The leaf has no such dimension.
@@ -76,15 +77,15 @@ pub enum OpError {
          dimensions"
     )]
     DimOutOfRange {
-        /// The dimension asked for.
+        /// The requested dimension.
         dim: i64,
-        /// How many there are.
+        /// Number of dimensions of the leaf.
         ndim: usize,
     },
     /// The mesh has no such axis.
     #[error("there is no axis `{axis}` in the mesh {mesh}")]
     UnknownAxis {
-        /// The name.
+        /// The unknown axis.
         axis: String,
         /// The mesh.
         mesh: Mesh,
@@ -118,16 +119,16 @@ pub enum OpError {
     LogicalNames {
         /// The logical names.
         names: Vec<Option<String>>,
-        /// How many dimensions there are.
+        /// Number of dimensions of the leaf.
         ndim: usize,
     },
-    /// An op of a user says so.
+    /// An op of a user refuses the leaf, with this message.
     #[error("{0}")]
     Refused(String),
 }
 
 impl OpError {
-    /// The class of the error.
+    /// Returns the class of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::UnknownAxis { .. } => ErrorKind::Key,
@@ -137,35 +138,35 @@ impl OpError {
 }
 
 impl Placement<'_> {
-    /// The leaf's name.
+    /// Returns the leaf's name.
     pub fn name(&self) -> &str {
         self.name
     }
 
-    /// The leaf's shape and dtype.
+    /// Returns the leaf's shape and dtype.
     pub fn aval(&self) -> &ShapedArray {
         self.aval
     }
 
-    /// The mesh that the leaf is divided over.
+    /// Returns the mesh over which the leaf is divided.
     pub fn mesh(&self) -> &Mesh {
         self.mesh
     }
 
-    /// What divides each dimension so far: one entry for each.
+    /// Returns one entry for each dimension: the axes that divide it so far.
     pub fn entries(&self) -> &[SpecEntry] {
         &self.state.entries
     }
 
     /// Divides dimension `dim` over `axes`, major to minor.
     ///
-    /// Neither that the size divides evenly nor that the mesh has the axes is checked here, nor
-    /// that nothing else uses them: the latter two are checked when all ops are done.
+    /// Does not check that the size divides evenly, that the mesh has the axes, or that no other
+    /// dimension uses them. [`infer`](super::infer) checks axes after all ops are done.
     ///
     /// # Errors
     ///
-    /// Fails where there is no such dimension, it is divided already, or an earlier op keeps the
-    /// leaf whole along one of the axes.
+    /// If there is no such dimension, it is divided already, or an earlier op keeps the leaf whole
+    /// along one of the axes.
     pub fn shard(&mut self, dim: usize, axes: &[String]) -> Result<(), OpError> {
         let ndim = self.state.entries.len();
         let Some(entry) = self.state.entries.get_mut(dim) else {
@@ -190,7 +191,7 @@ impl Placement<'_> {
     ///
     /// # Errors
     ///
-    /// Fails where the mesh lacks one of the axes or an earlier op divides over it.
+    /// If the mesh lacks one of the axes or an earlier op divides over it.
     pub fn keep_whole(&mut self, axes: &[String]) -> Result<(), OpError> {
         self.parts(axes)?;
         if let Some((axis, by)) = self.state.divided.iter().find(|(axis, _)| axes.contains(axis)) {
@@ -200,21 +201,21 @@ impl Placement<'_> {
         Ok(())
     }
 
-    /// Into how many parts `axes` divide a dimension.
+    /// Returns the number of parts into which `axes` divide a dimension.
     ///
     /// # Errors
     ///
-    /// Fails where the mesh lacks one of the axes.
+    /// If the mesh lacks one of the axes.
     pub fn parts(&self, axes: &[String]) -> Result<usize, OpError> {
         let size = |axis: &String| match self.mesh.axis_size(axis) {
             Ok(size) => Ok(size),
             Err(_) => Err(OpError::UnknownAxis { axis: axis.clone(), mesh: self.mesh.clone() }),
         };
-        // An axis that comes twice may overflow; it is refused later.
+        // An axis that is listed twice may overflow; a later check refuses it.
         axes.iter().try_fold(1usize, |parts, axis| Ok(parts.saturating_mul(size(axis)?)))
     }
 
-    /// Adds a remark on the leaf, which the table of the result shows.
+    /// Adds a note on the leaf. The table of the result shows it.
     pub fn note(&mut self, note: impl Into<String>) {
         self.state.notes.push(note.into());
     }
@@ -232,16 +233,16 @@ impl State {
 
 /// `replicate`, `replicate(axes)`.
 pub(super) enum Replicate {
-    /// No dimension is divided so far.
+    /// The leaf must be undivided at this op.
     Whole,
-    /// No dimension is divided over these axes, now or later.
+    /// No dimension may be divided over these axes, before or after this op.
     Along(Vec<String>),
 }
 
 /// `fsdp(axis, min_size_to_shard_mb=4)`.
 pub(super) struct Fsdp {
     axes: Vec<String>,
-    /// Leaves of so many bytes and fewer stay as they are.
+    /// Leaves of at most this many bytes do not change.
     small: f64,
 }
 
@@ -353,7 +354,7 @@ impl Op for LogicalPartitioning {
     }
 }
 
-/// Dimensions from the largest to the smallest; of equal ones the last comes first.
+/// Returns the dimensions from the largest to the smallest; of equal ones the last comes first.
 pub(super) fn largest_first(shape: &[usize]) -> Vec<usize> {
     let mut dims: Vec<usize> = (0..shape.len()).collect();
     dims.sort_by_key(|dim| std::cmp::Reverse((shape[*dim], *dim)));
@@ -376,7 +377,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_equal_dimensions_the_last_comes_first() {
+    fn last_of_equal_dimensions_comes_first() {
         assert_eq!(largest_first(&[512, 16, 512]), [2, 0, 1]);
         assert_eq!(largest_first(&[64, 8, 64, 8, 64]), [4, 2, 0, 3, 1]);
         assert!(largest_first(&[]).is_empty());

@@ -1,4 +1,4 @@
-//! Reading the text of a tactic, character by character.
+//! Reads the text of a tactic, character by character.
 
 use super::error::ErrorKind;
 
@@ -9,16 +9,16 @@ use super::error::ErrorKind;
 pub struct ParseError {
     /// The whole tactic.
     pub text: String,
-    /// Where, in characters from 1.
+    /// The place of the error, in characters from 1.
     pub column: usize,
-    /// What could stand there.
+    /// The text or kind of text that is allowed there.
     pub expected: String,
-    /// What does.
+    /// The text found there, or "the end".
     pub found: String,
     kind: ErrorKind,
 }
 
-/// A place in a tactic, and how to go on from it.
+/// A position in a tactic, with functions that read on from it.
 pub(super) struct Reader<'a> {
     pub(super) text: &'a str,
     /// In bytes, always between two characters.
@@ -26,7 +26,7 @@ pub(super) struct Reader<'a> {
 }
 
 impl ParseError {
-    /// [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
+    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
     /// [`Call::parse_tactic`](super::Call::parse_tactic).
     pub fn kind(&self) -> ErrorKind {
         self.kind
@@ -34,7 +34,7 @@ impl ParseError {
 }
 
 impl<'a> Reader<'a> {
-    /// Reads a comma, or sees `close` and leaves it; whether it was a comma.
+    /// Consumes a comma and returns true. Before `close`, consumes nothing and returns false.
     pub(super) fn comma_or(&mut self, close: char) -> Result<bool, ParseError> {
         self.skip_blanks();
         match self.peek() {
@@ -48,7 +48,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An identifier, or several joined by dots without blanks. Nothing is read where there is
+    /// Reads an identifier, or several joined by dots without blanks. Consumes nothing if there is
     /// none.
     pub(super) fn dotted_name(&mut self) -> Option<&'a str> {
         let start = self.at;
@@ -92,7 +92,7 @@ impl<'a> Reader<'a> {
         self.at += rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_whitespace()).len();
     }
 
-    /// An error at the place that is read next.
+    /// Creates an error at the current position.
     pub(super) fn error(&self, kind: ErrorKind, expected: &str) -> ParseError {
         let rest = self.rest();
         let word = rest.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(rest.len());
@@ -113,8 +113,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The kind of an error where `c` follows a whole value or call: an operator would make a larger
-/// expression of it.
+/// Returns the kind of error if `c` follows a complete value or call. An operator would continue
+/// the expression.
 pub(super) fn after_value(c: char) -> ErrorKind {
     if "+-*/%@&^<>[(".contains(c) { ErrorKind::Value } else { ErrorKind::Syntax }
 }

@@ -1,4 +1,4 @@
-//! Strategies: ordered rules from names of leaves to ops.
+//! Strategies: ordered rules that map names of leaves to ops.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -38,23 +38,25 @@ pub struct Registry {
 
 /// Ordered rules `(pattern, tactic)`, ready to be applied to leaves.
 ///
-/// A *pattern* is a regular expression in the notation of Python, with look-around, that must match
-/// the **whole** name of a leaf; of each leaf the first rule whose pattern matches counts. (Unlike
-/// Python's, classes nest: `[a[b]]`, `[a&&b]` and `[a--b]` are sets of sets here. A verbose pattern
-/// must not end in a comment.) A *tactic* is ops joined by `|`, applied from left to right to the
-/// leaf's spec, in which at first no dimension is divided; how it is written says
-/// [`Call::parse_tactic`], what ops there are [the module](super).
+/// A *pattern* is a regular expression in the notation of Python, with look-around. It must match
+/// the **whole** name of a leaf. The first matching rule applies to a leaf. (Unlike Python's,
+/// classes nest: `[a[b]]`, `[a&&b]` and `[a--b]` are set operations here. A verbose pattern must
+/// not end in a comment.)
+///
+/// A *tactic* is ops joined by `|`. They are applied from left to right to the leaf's spec, which
+/// at first divides no dimension. [`Call::parse_tactic`] describes the notation, [the
+/// module](super) the ops.
 #[derive(Clone, Debug)]
 pub struct Strategy {
     pub(super) rules: Vec<Rule>,
     pub(super) logical: LogicalAxes,
 }
 
-/// A pattern and what is done to the leaves that it matches.
+/// A pattern and the ops for the leaves that it matches.
 #[derive(Clone)]
 pub(super) struct Rule {
     pub(super) pattern: String,
-    /// Matches the whole text only.
+    /// Anchored: matches the whole text only.
     regex: Regex,
     pub(super) steps: Vec<Step>,
 }
@@ -62,18 +64,17 @@ pub(super) struct Rule {
 /// One op of a tactic.
 #[derive(Clone)]
 pub(super) struct Step {
-    /// As written.
+    /// The op as written.
     pub(super) text: String,
     pub(super) op: Arc<dyn Op>,
 }
 
 impl Registry {
-    /// Adds an op. `make` turns each call of it, as it is written in a tactic, into the op.
+    /// Adds an op. `make` turns each call of the op in a tactic into an op object.
     ///
     /// # Errors
     ///
-    /// Fails where there is an op of that name, and where the name is not identifiers joined by
-    /// dots.
+    /// If there is an op of that name, or the name is not identifiers joined by dots.
     pub fn register<O: Op + 'static>(
         &mut self,
         name: &str,
@@ -89,11 +90,11 @@ impl Registry {
         }
     }
 
-    /// Adds an op in place of the one of that name, if there is one.
+    /// Adds an op, or replaces the op of that name.
     ///
     /// # Errors
     ///
-    /// Fails where the name is not identifiers joined by dots.
+    /// If the name is not identifiers joined by dots.
     pub fn replace<O: Op + 'static>(
         &mut self,
         name: &str,
@@ -103,7 +104,7 @@ impl Registry {
         Ok(())
     }
 
-    /// The names of the ops, sorted.
+    /// Returns the names of the ops, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.factories.keys().map(String::as_str)
     }
@@ -130,16 +131,17 @@ impl fmt::Debug for Registry {
 }
 
 impl Strategy {
-    /// The strategy of these rules, `(pattern, tactic)` each, with the ops of `registry`.
+    /// Parses rules, each `(pattern, tactic)`, with the ops of `registry`.
     ///
-    /// All patterns are checked first, then all tactics, also those of patterns that will match
-    /// nothing.
+    /// Checks all patterns first, then all tactics. Tactics of patterns that match no leaf are
+    /// checked too.
     ///
     /// # Errors
     ///
-    /// Fails where there is no rule, a pattern starts with `/` or is no regular expression, or a
-    /// tactic cannot be read, calls an op that `registry` lacks, or calls one with other arguments
-    /// than it takes.
+    /// - There is no rule.
+    /// - A pattern starts with `/` or is not a regular expression.
+    /// - A tactic cannot be parsed, calls an op that `registry` lacks, or calls one with wrong
+    ///   arguments.
     pub fn parse<P: AsRef<str>, T: AsRef<str>>(
         rules: &[(P, T)],
         registry: &Registry,
@@ -160,23 +162,24 @@ impl Strategy {
         Ok(Self { rules, logical: LogicalAxes::default() })
     }
 
-    /// With what the op `logical_partitioning()` reads.
+    /// Sets the logical axes, which the op `logical_partitioning()` uses.
     #[must_use]
     pub fn with_logical(mut self, logical: LogicalAxes) -> Self {
         self.logical = logical;
         self
     }
 
-    /// The patterns, in order.
+    /// Returns the patterns, in order.
     pub fn patterns(&self) -> impl Iterator<Item = &str> {
         self.rules.iter().map(|rule| rule.pattern.as_str())
     }
 
-    /// The index of the rule that counts for a leaf of that name; `None` where no pattern matches.
+    /// Returns the index of the first rule that matches the leaf's name, or `None` if no pattern
+    /// matches.
     ///
     /// # Errors
     ///
-    /// Fails where a pattern with look-around or back references takes too many steps on the name.
+    /// If a pattern with look-around or back references takes too many steps on the name.
     pub fn rule_of(&self, leaf: &str) -> Result<Option<usize>, RulesError> {
         for (index, rule) in self.rules.iter().enumerate() {
             match rule.regex.is_match(leaf) {
@@ -235,19 +238,20 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
             message,
         });
     }
-    // Alone first: `a)(b` would be fine inside the brackets, and positions would be off.
+    // First compiled alone: `a)(b` would be valid inside the brackets, and positions would be
+    // wrong.
     Regex::new(pattern).map_err(|error| bad(error, true))?;
     Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| bad(error, false))
 }
 
-/// The most that one `{n}` of a pattern may repeat.
+/// The largest repeat count of one `{n}` in a pattern.
 const MOST_REPEATED: u64 = 1000;
 
-/// The most that all of them may together, nested in each other: lengths of matches are counted in
+/// The largest product of all repeat counts of a pattern. The regex engine counts match lengths in
 /// 64 bits.
 const MOST_IN_ALL: u64 = 1 << 40;
 
-/// Where a pattern repeats something more often than the regular expressions can count, if it does.
+/// Returns the position of the first repeat count in a pattern that exceeds the limits, if any.
 fn repeats_too_often(pattern: &str) -> Option<usize> {
     let mut in_all: u64 = 1;
     let mut chars = pattern.char_indices();
@@ -260,7 +264,7 @@ fn repeats_too_often(pattern: &str) -> Option<usize> {
                 if inside.is_empty() || !inside.chars().all(is_count) {
                     continue;
                 }
-                // A number that is none has more than 64 bits.
+                // A number that does not parse has more than 64 bits.
                 let counts = inside.split(',').map(str::trim).filter(|count| !count.is_empty());
                 let most = counts.map(|count| count.parse().unwrap_or(u64::MAX)).max().unwrap_or(0);
                 in_all = in_all.saturating_mul(most.max(1));
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_pattern_that_matches_the_whole_name_counts() {
+    fn first_pattern_that_matches_the_whole_name_applies() {
         let rules = [
             (".*/x", "replicate"),
             ("b/.*", "replicate"),
@@ -333,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_look_around_and_back() {
+    fn patterns_support_look_around_and_back_references() {
         let rules = [(r"(?!frozen/).*/w", "replicate"), (r"(?P<n>\w+)/(?P=n)", "replicate")];
         let strategy = parse(&rules).unwrap();
         let names = ["frozen/w", "a/w", "abc/abc", "abc/ab"];
@@ -352,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pattern_that_repeats_beyond_counting_is_refused() {
+    fn patterns_with_too_many_repeats_are_refused() {
         let nested = format!("{}x{}", "(".repeat(9), "){999}".repeat(9));
         for pattern in
             ["x{18446744073709551608,9}", "ab{1001}", "a{,99999999999999999999}", &nested]
@@ -369,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_strategy_can_have_wrong_is_said_with_its_rule() {
+    fn strategy_errors_name_the_rule() {
         let none: [(&str, &str); 0] = [];
         assert_eq!(error(&none).0, ErrorKind::Value);
         let (kind, message) = error(&[(".*", "replicate"), ("/k", "nope")]);

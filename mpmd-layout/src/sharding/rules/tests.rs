@@ -1,4 +1,4 @@
-//! What the ops do, on leaves whose shardings by the original are known.
+//! Tests the ops on leaves with shardings known from the Python original.
 
 use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
@@ -41,7 +41,7 @@ fn one(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> Result<Spec, RulesError>
         .map(|specs| specs[0].clone())
 }
 
-/// The spec of one leaf, as text.
+/// Returns the spec of one leaf, as text.
 fn of(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> String {
     one(mesh, aval, tactic).unwrap_or_else(|error| panic!("{error}")).to_string()
 }
@@ -88,14 +88,14 @@ fn ops_are_applied_from_left_to_right() {
     let (kind, message) = error(&m(), w(), r#"fsdp("fsdp")|replicate"#);
     assert!(kind == "ValueError" && message.contains("inconsistent"), "{message}");
     assert_eq!(of(&m(), w(), r#"replicate()| fsdp("fsdp") "#), "P(fsdp, None)");
-    // The original does not find the op ` replicate`; blanks are harmless here, so it is run.
+    // The original does not find the op ` replicate`. Here blanks are harmless, so it runs.
     assert_eq!(error(&m(), w(), r#"fsdp("fsdp") | replicate"#).1, message);
-    // `ignore_ndim_error` is about missing dimensions only.
+    // `ignore_ndim_error` affects only missing dimensions.
     assert!(one(&m(), w(), r#"fsdp("fsdp")|shard_dim("replica",0,True)"#).is_err());
 }
 
 #[test]
-fn an_axis_that_is_used_twice_or_unknown_is_found_at_the_end() {
+fn double_and_unknown_axes_are_found_at_the_end() {
     assert_eq!(
         error(&m(), f32s([4096, 4096]), r#"fsdp("fsdp")|fsdp(["fsdp"])"#),
         (
@@ -116,7 +116,7 @@ fn an_axis_that_is_used_twice_or_unknown_is_found_at_the_end() {
 }
 
 #[test]
-fn of_each_leaf_the_first_rule_counts() {
+fn first_matching_rule_applies_to_each_leaf() {
     let w = || f32s([4096, 1024]);
     let rules = [(".*/x", r#"shard_dim("fsdp",1)"#), ("b/.*", r#"shard_dim("replica",0)"#)];
     let leaves = [("a/b", w()), ("a/x", w()), ("b/x", w()), ("b/y", w())];
@@ -159,7 +159,7 @@ fn shard_dim_counts_from_either_end() {
 }
 
 #[test]
-fn an_unknown_axis_is_only_an_error_of_fsdp_where_a_leaf_matches() {
+fn fsdp_unknown_axis_fails_only_for_matching_leaves() {
     let (kind, message) = error(&m(), f32s([2]), r#"fsdp("nope")"#);
     assert_eq!(kind, "KeyError");
     let mesh = "{replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]";
@@ -172,7 +172,7 @@ fn an_unknown_axis_is_only_an_error_of_fsdp_where_a_leaf_matches() {
 }
 
 #[test]
-fn wrong_strategies_have_the_class_of_the_original() {
+fn wrong_strategies_have_the_originals_error_class() {
     let kind = |pattern, tactic| {
         let leaves = [("k", f32s([2]))];
         run(&m(), &[(pattern, tactic)], &leaves, LogicalAxes::default()).unwrap_err().kind().name()
@@ -187,7 +187,7 @@ fn wrong_strategies_have_the_class_of_the_original() {
 }
 
 #[test]
-fn replication_over_some_axes_holds_before_and_after() {
+fn replicate_over_axes_binds_earlier_and_later_ops() {
     let w = || f32s([4096, 1024]);
     assert_eq!(of(&m(), w(), r#"replicate("replica")|fsdp("fsdp")"#), "P(fsdp, None)");
     assert_eq!(of(&m(), w(), r#"fsdp("fsdp")|replicate(["replica"])"#), "P(fsdp, None)");
@@ -216,7 +216,11 @@ fn logical_names_become_axes() {
         [spec!["fsdp", "replica"], spec![None, None]]
     );
     let after = tactic("shard_dim('replica', 0)|logical_partitioning").unwrap();
-    assert_eq!(after, [spec!["replica", None], spec!["replica", None]], "what is divided stays so");
+    assert_eq!(
+        after,
+        [spec!["replica", None], spec!["replica", None]],
+        "divided dimensions stay divided"
+    );
     let whole = tactic("replicate('fsdp')|logical_partitioning()").unwrap_err().to_string();
     assert!(whole.contains("leaf `boxed`") && whole.contains("axis `fsdp`"), "{whole}");
     let twice = logical.clone().leaf("plain", &[Some("embed"), Some("embed")]);
@@ -226,7 +230,7 @@ fn logical_names_become_axes() {
 }
 
 #[test]
-fn ops_of_users_see_the_leaf_and_say_why_they_refuse() {
+fn user_ops_see_the_leaf_and_refuse_with_a_reason() {
     let mut registry = Registry::default();
     let matrices = |call: &Call| {
         let [axis] = call.bind(["axis"])?;
@@ -265,7 +269,7 @@ fn names_are_the_paths_of_a_tree() {
 
 proptest! {
     #[test]
-    fn what_fsdp_divides_divides_evenly_and_is_the_largest_that_does(
+    fn fsdp_divides_the_largest_evenly_divisible_dimension(
         shape in prop::collection::vec(0usize..200, 0..5),
         sizes in (1usize..5, 1usize..5),
         both in any::<bool>(),
@@ -288,7 +292,7 @@ proptest! {
 }
 
 #[test]
-fn leaves_of_any_name_are_in_the_table() {
+fn table_lists_leaves_with_very_long_names() {
     let leaves = [("x".repeat(70_000), f32s([4])), ("y".to_owned(), f32s([4]))];
     let strategy = Strategy::parse(&[("y", "replicate")], &Registry::default()).unwrap();
     let table = infer(&leaves, &strategy, &m()).unwrap().to_string();
@@ -337,7 +341,7 @@ fn fuzz_strategies() {
     mpmd_fuzz::bytes("strategies", &samples, |bytes| {
         let text = String::from_utf8_lossy(bytes);
         let lines: Vec<&str> = text.split('\n').collect();
-        // Patterns take most of the time: every second input goes without.
+        // Patterns take most of the time, so every second input uses a fixed one.
         let pattern = |pattern| if bytes.len() % 2 == 0 { pattern } else { "a.*" };
         let rules: Vec<(&str, &str)> =
             lines.chunks_exact(2).map(|pair| (pattern(pair[0]), pair[1])).collect();

@@ -1,21 +1,21 @@
-//! Comparisons of clocks, and servers that lie.
+//! Tests of clock comparison and of faulty servers.
 
 use super::*;
 
 #[test]
-fn the_quickest_round_trip_says_how_far_clocks_are_apart() {
-    // The server's clock is a second ahead; the ways there and back take their time.
+fn clock_offset_comes_from_quickest_trip() {
+    // The server's clock is a second ahead. Each direction takes its own time.
     let trip = |asked: i64, there: i64, back: i64| {
         (asked, asked + there + 1_000_000_000, asked + there + back)
     };
     let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
     assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
-    // A clock that was set back between says nothing.
+    // A trip during which the clock was set back is ignored.
     assert_eq!(quickest(&[(10, 7, 4), trip(5_000, 40, 60)]), quickest(&[trip(5_000, 40, 60)]));
     assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
 }
 
-/// A client of a server that the test is, in a job of two, and the server's end.
+/// Returns a client in a job of two, and the server's end, which the test plays.
 fn connection() -> (Connection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -24,7 +24,7 @@ fn connection() -> (Connection, TcpStream) {
 }
 
 #[test]
-fn a_server_that_names_more_than_the_job_has_is_senseless() {
+fn too_many_members_or_downs_are_refused() {
     let (connection, _server) = connection();
     let members = |more| {
         let members = vec![Member::default(); 2].into();
@@ -79,7 +79,7 @@ fn fuzz_rendezvous_replies() {
             assert!(state.members.len() <= 2 && state.untold.len() <= 3);
         }
         assert!(answers.iter().all(|answer| answer.try_iter().count() <= 1), "answered once");
-        // The pongs.
+        // Drains the pongs.
         while matches!(server.read(&mut [0; 256]), Ok(1..)) {}
     });
 }

@@ -1,5 +1,5 @@
-//! Clients that lie. Each of their asks is answered once, with what fits a message. Nothing is kept
-//! for clients that are gone.
+//! Fuzzes a job with faulty clients. Each of their requests is answered once, with a reply that
+//! fits a message. No state is kept for clients that are gone.
 
 use mpmd_fuzz::{Rng, integer};
 
@@ -9,14 +9,14 @@ use crate::router::{Failure, FailureKind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A job, and the asks of its clients.
+/// A job, and the requests of its clients.
 struct Table {
     job: Job,
     now: Instant,
-    /// For each open connection the asks that are not answered.
+    /// The unanswered requests of each open connection.
     asks: BTreeMap<Link, Vec<u64>>,
     next: Link,
-    /// Whether clients say as much as fits a message.
+    /// True if clients send texts that nearly fill a message.
     is_long: bool,
 }
 
@@ -73,9 +73,9 @@ impl Table {
                 }
                 Action::Say(link, reply) => {
                     for part in parts(reply.clone()) {
-                        assert!(frame(&part).is_ok(), "nobody can be told so");
+                        assert!(frame(&part).is_ok(), "a reply fits a message");
                     }
-                    let asks = self.asks.get_mut(&link).expect("who is gone is told nothing");
+                    let asks = self.asks.get_mut(&link).expect("a closed connection gets no reply");
                     if let Reply::Answer { ask, .. } = reply {
                         let at = asks.iter().position(|open| *open == ask);
                         asks.swap_remove(at.expect("an ask is answered once"));
@@ -104,7 +104,7 @@ fn ask_of(request: &Request) -> Option<u64> {
 
 fn text(rng: &mut Rng, is_long: bool) -> String {
     match rng.u8(..32) {
-        // As the whole of a message, nearly.
+        // Nearly fills a whole message.
         0..28 if is_long => "x".repeat(MAX_VALUE_BYTES + 4096 - rng.usize(20..120)),
         0 => "y".repeat(MAX_KEY_BYTES + rng.usize(..2)),
         _ => ["", "a", "b"][rng.usize(..3)].to_owned(),
@@ -124,7 +124,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             let process = if rng.u8(..8) == 0 { integer(rng) as u32 } else { rng.u32(..5) };
             let processes = if rng.u8(..8) == 0 { integer(rng) } else { processes as u64 };
             let mut member = Member::default();
-            // Two that are long fit no message.
+            // Two long texts would not fit a message.
             match if is_long { 0 } else { rng.u8(..8) } {
                 0 => member.program = text(rng),
                 1 => member.host = text(rng),
@@ -157,14 +157,14 @@ fn fuzz_rendezvous_job() {
         for _ in 0..rng.u32(..60) {
             table.step(rng);
         }
-        // All clients are silent from now on, so nobody waits however long it was to be waited for.
-        // A larger step would count as a stop of the server.
+        // All clients are silent from now on, so no request may stay open, however long its
+        // timeout. A larger step would count as a stop of the server.
         let end = table.now + PATIENCE * 2;
         while table.now < end {
             table.now += Duration::from_secs(2);
             table.tick();
         }
-        assert!(table.asks.is_empty(), "somebody waits for ever: {:?}", table.asks);
+        assert!(table.asks.is_empty(), "unanswered requests: {:?}", table.asks);
         assert!(table.job.gets.is_empty() && table.job.barriers.is_empty());
     });
 }

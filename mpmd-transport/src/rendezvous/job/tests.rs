@@ -1,10 +1,10 @@
-//! Jobs of simulated clients: who hears what, and when.
+//! Jobs of simulated clients: each test checks the replies and their times.
 
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A job whose process `p` speaks over link `p + 10`.
+/// A job in which process `p` is connected by link `p + 10`.
 struct Table {
     job: Job,
     now: Instant,
@@ -44,7 +44,7 @@ impl Table {
         self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), patience }, self.now);
     }
 
-    /// Everything said but pings.
+    /// Takes all replies except pings.
     fn said(&mut self) -> Vec<(Link, Reply)> {
         let actions = self.job.actions().into_iter();
         let said = actions.filter_map(|action| match action {
@@ -54,7 +54,7 @@ impl Table {
         said.filter(|(_, reply)| *reply != Reply::Ping).collect()
     }
 
-    /// Lets time pass as a live server would, with all clients of `awake` answering.
+    /// Lets time pass as with a live server, while all clients in `awake` answer.
     fn pass(&mut self, time: Duration, awake: &[Link]) {
         let end = self.now + time;
         while self.now < end {
@@ -78,7 +78,7 @@ fn errors(said: Vec<(Link, Reply)>) -> Vec<(Link, RendezvousError)> {
 }
 
 #[test]
-fn everybody_hears_of_everybody_when_the_last_has_joined() {
+fn all_get_the_members_when_the_last_has_joined() {
     let mut table = Table::new(3);
     table.join(2, "p");
     table.join(0, "p");
@@ -96,7 +96,7 @@ fn everybody_hears_of_everybody_when_the_last_has_joined() {
 }
 
 #[test]
-fn missing_processes_are_named_to_all_that_joined_and_to_late_comers() {
+fn missing_processes_are_named_also_to_late_comers() {
     let mut table = Table::new(4);
     table.join(0, "");
     table.join(3, "");
@@ -113,7 +113,7 @@ fn missing_processes_are_named_to_all_that_joined_and_to_late_comers() {
 }
 
 #[test]
-fn a_duplicate_is_told_who_holds_its_number_and_the_job_goes_on() {
+fn duplicate_is_refused_and_the_job_goes_on() {
     let mut table = Table::new(2);
     table.join(1, "");
     table.job.opened(50, table.now);
@@ -130,7 +130,7 @@ fn a_duplicate_is_told_who_holds_its_number_and_the_job_goes_on() {
 }
 
 #[test]
-fn process_that_connects_again_takes_its_own_place() {
+fn reconnecting_process_keeps_its_number() {
     let mut table = Table::new(2);
     table.join(1, "");
     // The end of its first connection has not been seen yet.
@@ -143,7 +143,7 @@ fn process_that_connects_again_takes_its_own_place() {
 }
 
 #[test]
-fn a_place_given_up_before_the_job_is_complete_can_be_taken_again() {
+fn process_may_rejoin_before_job_is_complete() {
     let mut table = Table::new(2);
     table.join(1, "");
     table.job.closed(11, "connection closed");
@@ -183,7 +183,7 @@ fn different_programs_fail_the_job_for_all() {
 }
 
 #[test]
-fn a_silent_process_is_given_up_after_patience_and_not_before() {
+fn silent_process_is_dropped_after_peer_timeout() {
     let mut table = Table::running(3);
     table.pass(PATIENCE - Duration::from_secs(2), &[10, 12]);
     assert!(table.said().is_empty());
@@ -199,7 +199,7 @@ fn a_silent_process_is_given_up_after_patience_and_not_before() {
 }
 
 #[test]
-fn a_server_that_was_stopped_itself_calls_nobody_silent() {
+fn stopped_server_drops_no_client() {
     let mut table = Table::running(2);
     table.job.tick(table.now);
     table.now += PATIENCE * 3;
@@ -209,7 +209,7 @@ fn a_server_that_was_stopped_itself_calls_nobody_silent() {
 }
 
 #[test]
-fn time_in_which_the_server_was_stopped_counts_for_nobody() {
+fn server_stop_extends_all_deadlines() {
     let mut table = Table::new(2);
     table.join(0, "");
     table.job.opened(50, table.now);
@@ -226,7 +226,7 @@ fn time_in_which_the_server_was_stopped_counts_for_nobody() {
 }
 
 #[test]
-fn a_late_barrier_names_who_is_missing_and_can_be_tried_again() {
+fn late_barrier_names_missing_and_can_be_retried() {
     let mut table = Table::running(3);
     table.barrier(10, Duration::from_secs(5));
     table.barrier(12, Duration::from_secs(9));
@@ -246,7 +246,7 @@ fn a_late_barrier_names_who_is_missing_and_can_be_tried_again() {
 }
 
 #[test]
-fn a_barrier_ends_when_one_dies_or_has_left() {
+fn barrier_breaks_when_a_process_is_gone() {
     let mut table = Table::running(3);
     table.barrier(10, PATIENCE);
     table.job.closed(11, "connection reset");
@@ -261,7 +261,7 @@ fn a_barrier_ends_when_one_dies_or_has_left() {
 }
 
 #[test]
-fn values_wake_those_who_wait_and_leaving_is_not_dying() {
+fn set_answers_pending_get_and_leave_is_not_down() {
     let mut table = Table::running(2);
     table.job.said(10, Request::Get { ask: 3, key: "k".into(), patience: PATIENCE }, table.now);
     table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
@@ -274,7 +274,7 @@ fn values_wake_those_who_wait_and_leaving_is_not_dying() {
 }
 
 #[test]
-fn long_keys_hosts_and_programs_are_refused_by_name() {
+fn too_long_keys_hosts_and_programs_are_refused() {
     let mut table = Table::running(2);
     let long = || "x".repeat(MAX_KEY_BYTES + 1);
     table.job.said(10, Request::Get { ask: 7, key: long(), patience: PATIENCE }, table.now);

@@ -1,4 +1,4 @@
-//! Credit, grants and time-outs, when messages and ticks come late.
+//! Credit, grants and timeouts when messages and ticks are late.
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,8 @@ fn flying(job: &Job, kind: Kind) -> usize {
     job.flying.iter().filter(|message| message.header.kind == kind).count()
 }
 
-/// Offers small pieces of new operations until one finds no credit. Returns how many went eagerly.
+/// Offers small pieces of new operations until one finds no credit. Returns the number of eager
+/// pieces.
 fn use_up_credit(job: &mut Job) -> u64 {
     for eager in 0.. {
         let op = job.issue(0, 5, "small");
@@ -59,7 +60,7 @@ fn parked_offer_gets_one_grant_once_it_is_expected() {
     job.run(100);
     assert_eq!(flying(&job, Kind::Grant), 0);
     job.expect(1, 0, (last, 0), EAGER_BYTES);
-    // The offer a second time, as no sender has it, and time that passes.
+    // The offer a second time, which no correct sender does, and time that passes.
     let offer = Header { op: last, bytes: EAGER_BYTES, hash: 5, ..Header::new(Kind::Offer) };
     job.say(0, 1, offer, &[]);
     for _ in 0..200 {
@@ -74,7 +75,7 @@ fn parked_offer_gets_one_grant_once_it_is_expected() {
 fn late_tick_loses_no_peer_and_starts_a_full_time_out() {
     let mut job = Job::new(3, 3, 0);
     job.run(1000);
-    // This process was stopped for longer than the time-out, or its clock jumped.
+    // This process was stopped for longer than the timeout, or its clock jumped.
     job.now += 100_000;
     job.routers[0].tick(at(job.now));
     job.act(0);

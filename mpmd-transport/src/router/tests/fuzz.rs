@@ -1,4 +1,4 @@
-//! Random messages of a lying peer to the router of a correct process. A third process is correct
+//! Random messages of a faulty peer to the router of a correct process. A third process is correct
 //! too.
 
 use mpmd_fuzz::{Rng, integer, mutate};
@@ -8,12 +8,12 @@ use super::history::{Shown, ShownRecord};
 use super::*;
 use crate::control;
 
-/// Processes 0 and 2 are correct, process 1 says anything to process 0.
+/// Processes 0 and 2 are correct; process 1 sends any message to process 0.
 const LIAR: usize = 1;
 
 const SIZES: [u64; 6] = [0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 20_000];
 
-/// A piece of an operation: from, to, bytes, and whether its receiver knows its size.
+/// A piece of an operation: sender, receiver, bytes, and true if its receiver knows its size.
 type Piece = (usize, usize, u64, bool);
 
 fn hash(op: u64) -> u128 {
@@ -24,8 +24,8 @@ fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
     all[rng.usize(..all.len())]
 }
 
-/// Returns a program of a few operations with pieces between the liar, the router and the third
-/// process.
+/// Returns a program of a few operations with pieces between the faulty peer, the router and the
+/// third process.
 fn operations(rng: &mut Rng) -> Vec<Vec<Piece>> {
     let piece = |rng: &mut Rng| {
         let (from, to) = one_of(rng, &[(1, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 0)]);
@@ -35,7 +35,7 @@ fn operations(rng: &mut Rng) -> Vec<Vec<Piece>> {
 }
 
 impl Job {
-    /// A correct process issues its next operation and does its part of it.
+    /// Issues the next operation of a correct process and offers or expects its pieces.
     fn issue_next(&mut self, process: usize, operations: &[Vec<Piece>]) {
         let Some(pieces) = operations.get(self.routers[process].count() as usize) else { return };
         let op = self.issue(process, hash(self.routers[process].count() + 1), "op");
@@ -57,7 +57,7 @@ impl Job {
     }
 }
 
-/// Returns a message of the liar: any that a transport lets through.
+/// Returns a message of the faulty peer: any message that a transport lets through.
 fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, Vec<u8>)> {
     use Kind::*;
     let count = job.routers[0].count();
@@ -85,7 +85,7 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
     let bytes = text.as_ref().map_or(bytes, |text| text.len() as u64);
     let header = Header { kind, epoch: 1, op, piece, bytes, hash, count: counted };
     let header = Header::decode(&header.encode()).ok()?;
-    // Of a long payload only the header comes at first.
+    // Of a long payload only the first bytes are delivered.
     let short = header.payload_bytes().min(30_000) as usize;
     Some((header, text.unwrap_or_else(|| vec![0xee; short])))
 }

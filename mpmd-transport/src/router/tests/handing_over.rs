@@ -1,14 +1,14 @@
-//! Between processes that hand memory over: no credit, no grant, and word of what was taken.
+//! Processes with zero-copy transfer: no credit, no grants, and reports of pieces that were taken.
 
 use super::*;
 
-/// Messages of a kind on their way.
+/// Returns the number of messages of a kind that are in flight.
 fn flying(job: &Job, kind: Kind) -> usize {
     job.flying.iter().filter(|message| message.header.kind == kind).count()
 }
 
 #[test]
-fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operation() {
+fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     let mut job = Job::handing_over(3, 1, 0, |a, b| a + b == 1);
     let sizes = [0, 10, EAGER_BYTES + 1, 10 << 20, 3 * EAGER_CREDIT];
     for process in [0, 2] {
@@ -20,7 +20,7 @@ fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operatio
         job.offer(0, 1, (op, 0), bytes);
     }
     assert_eq!((flying(&job, Kind::Data), job.flying.len()), (sizes.len(), sizes.len()));
-    // Between others nothing is new.
+    // Pairs without zero-copy transfer behave as before.
     job.offer(0, 2, (3, 1), EAGER_BYTES + 1);
     assert_eq!(job.flying.len(), sizes.len());
     job.run(5);
@@ -29,7 +29,7 @@ fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operatio
         job.expect(1, 0, (op, 0), bytes);
         assert_eq!(job.outcomes[&(1, (op, 0))].as_ref().unwrap(), &body((op, 0), bytes));
     }
-    // What is expected first is not asked for either.
+    // A piece that is expected first is not asked for either.
     job.expect(1, 0, (5, 1), 1 << 20);
     let now = at(job.now);
     let hash = job.hash(1, 5);
@@ -50,7 +50,7 @@ fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operatio
 }
 
 #[test]
-fn a_giver_hears_what_was_taken_soon_and_never_of_what_was_not() {
+fn sender_soon_hears_which_pieces_were_taken() {
     let mut job = Job::handing_over(2, 1, 0, |_, _| true);
     for process in 0..2 {
         for op in 1..=200 {
@@ -70,7 +70,7 @@ fn a_giver_hears_what_was_taken_soon_and_never_of_what_was_not() {
     job.offer(0, 1, (90, 0), 100);
     job.run(100);
     assert_eq!(taken(&job), Some(200));
-    // Many are told of without waiting for the time to pass.
+    // Many taken pieces are reported without waiting for a tick.
     for op in 201..=264 {
         job.issue(0, op, "op");
         job.issue(1, op, "op");
@@ -80,7 +80,8 @@ fn a_giver_hears_what_was_taken_soon_and_never_of_what_was_not() {
     let now = job.now;
     job.run(2);
     assert!(taken(&job) > Some(200) && job.now < now + 50, "{:?}", taken(&job));
-    // Here and not asked for is not taken; who leaves takes nothing more.
+    // A piece that arrived and is not expected is not taken; a process that leaves takes nothing
+    // more.
     job.issue(0, 265, "op");
     job.offer(0, 1, (265, 0), 100);
     job.run(200);
@@ -90,7 +91,7 @@ fn a_giver_hears_what_was_taken_soon_and_never_of_what_was_not() {
 }
 
 #[test]
-fn what_was_handed_over_by_another_program_is_not_delivered() {
+fn zero_copy_piece_of_another_program_is_not_delivered() {
     for seed in 0..20 {
         let mut job = Job::handing_over(2, seed, 30, |_, _| true);
         for (process, ops) in [(0, [11, 50, 60]), (1, [11, 61, 70])] {
@@ -110,7 +111,7 @@ fn what_was_handed_over_by_another_program_is_not_delivered() {
 }
 
 #[test]
-fn poison_and_death_end_waits_for_what_would_be_handed_over() {
+fn poison_and_death_end_waits_for_zero_copy_pieces() {
     let mut job = Job::handing_over(2, 4, 5, |_, _| true);
     let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");
     for process in 0..2 {

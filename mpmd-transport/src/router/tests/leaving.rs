@@ -1,8 +1,8 @@
-//! One router that is told of a peer's end: what it finds by itself, before the peer does.
+//! One router that hears of a peer's end: the differences that it finds before the peer does.
 
 use super::*;
 
-/// The router of process 1 after so many operations, with hashes 1, 2, ….
+/// Returns a job in which process 1 has issued `ops` operations, with hashes 1, 2, ….
 fn after(ops: u64) -> Job {
     let mut job = Job::new(2, 1, 0);
     for op in 1..=ops {
@@ -11,7 +11,8 @@ fn after(ops: u64) -> Job {
     job
 }
 
-/// The operation that the router of process 1 disputes once it has heard a message of process 0.
+/// Delivers a message of process 0 to process 1. Returns the operation that process 1 then
+/// disputes.
 fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
     let header = Header { epoch: 1, count, hash: u128::from(count), ..Header::new(kind) };
     job.routers[1].arrived(ProcessId(0), header, Vec::new(), &[], at(0));
@@ -19,7 +20,7 @@ fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
     shown(job)
 }
 
-/// The operation up to which process 1 shows its records to process 0.
+/// Returns the operation up to which process 1 sends its records to process 0.
 fn shown(job: &Job) -> Option<u64> {
     let records = job.flying.iter().filter(|message| message.header.kind == Kind::Records);
     let ops: Vec<u64> = records.map(|message| message.header.op).collect();

@@ -5,7 +5,8 @@ use super::history::{Shown, ShownRecord};
 use super::*;
 use crate::control;
 
-/// Returns a job of three processes with one operation issued. Process 1 lies to process 0.
+/// Returns a job of three processes with one operation issued. Process 1 sends wrong messages to
+/// process 0.
 fn job() -> Job {
     let mut job = Job::new(3, 1, 0);
     for process in 0..3 {
@@ -20,18 +21,18 @@ fn piece(kind: Kind, op: u64, bytes: u64) -> Header {
     Header { op, bytes, hash: 7, ..Header::new(kind) }
 }
 
-/// Checks that process 0 has lost process 1, says `why`, and goes on with process 2.
+/// Checks that process 0 has lost process 1 for the reason `why`, and goes on with process 2.
 fn lost(mut job: Job, why: &str) {
     let [(0, failure)] = &job.lost[..] else { panic!("one loss: {:?}", job.lost) };
     assert_eq!((failure.kind, failure.process), (FailureKind::PeerLost, ProcessId(1)));
     assert!(failure.message.contains("process 1 is gone (it broke the protocol: "), "{failure}");
     assert!(failure.message.contains(why), "{failure}");
-    assert_eq!(job.silent, [(0, 1)], "what is on its way is given up");
+    assert_eq!(job.silent, [(0, 1)], "transfers in flight are given up");
     assert!(
         job.routers[0].early.is_empty() && job.routers[0].parked.is_empty(),
         "it keeps nothing"
     );
-    // Whatever it says from here on is not read.
+    // Later messages of process 1 are ignored.
     job.say(1, 0, piece(Kind::Eager, 1, 3), &[1, 2, 3]);
     job.say(1, 0, Header::new(Kind::Failure), &[]);
     assert!(job.routers[0].early.is_empty() && job.routers[0].failed().is_none());
@@ -67,7 +68,7 @@ fn large_piece_without_a_grant_loses_its_sender() {
     for (op, is_expected) in [(1, true), (1, false), (2, false), (u64::MAX, false)] {
         let mut job = job();
         if is_expected {
-            // A small one: it was never granted.
+            // A small piece: it was never granted.
             job.expect(0, 1, (1, 0), 100);
         }
         job.say(1, 0, piece(Kind::Data, op, 100), &[0; 100]);
@@ -95,7 +96,7 @@ fn piece_of_another_length_is_its_senders_fault() {
 }
 
 #[test]
-fn piece_of_any_size_is_bounded_all_the_same() {
+fn piece_of_unknown_size_is_bounded() {
     for bytes in [0, 40_000, 40_001, u64::MAX] {
         let mut job = job();
         let (hash, now) = (job.hash(0, 1), at(job.now));
@@ -136,18 +137,18 @@ fn records_with_an_impossible_count_end_a_dispute() {
     ] {
         let mut job = self::job();
         job.say(1, 0, Header::new(Kind::Records), &control::encode(&shown).unwrap());
-        lost(job, "its list of operations is none");
+        lost(job, "its list of operations is not valid");
     }
     let mut cut_off = self::job();
     cut_off.say(1, 0, Header::new(Kind::Records), &body[..body.len() - 1]);
-    lost(cut_off, "its list of operations is none");
+    lost(cut_off, "its list of operations is not valid");
 }
 
 #[test]
 fn messages_that_nothing_waits_for_are_bounded() {
     let failure = Failure::new(FailureKind::Kernel, ProcessId(1), 1, "x".repeat(900_000));
     let text = control::encode(&failure).unwrap();
-    // At 16 KiB for each text, of which the rest is cut.
+    // Each text counts 16 KiB; the rest of it is cut.
     let mut job = job();
     for number in 0.. {
         assert!(number < (2 * MOST_KEPT) >> 14, "no end");
@@ -169,7 +170,7 @@ fn messages_that_nothing_waits_for_are_bounded() {
 }
 
 #[test]
-fn what_is_kept_for_a_peer_is_counted_off_again() {
+fn kept_messages_are_subtracted_when_used_or_dropped() {
     let mut job = job();
     let failure = Failure::new(FailureKind::Kernel, ProcessId(1), 1, "why");
     let text = control::encode(&failure).unwrap();
@@ -192,7 +193,7 @@ fn what_is_kept_for_a_peer_is_counted_off_again() {
 }
 
 #[test]
-fn more_than_was_issued_cannot_have_been_taken() {
+fn credit_for_an_unissued_operation_loses_the_peer() {
     let mut job = Job::handing_over(3, 1, 0, |a, b| a.max(b) == 1);
     (0..3).for_each(|process| _ = job.issue(process, 7, "op"));
     job.dead[1] = true;
@@ -204,7 +205,7 @@ fn more_than_was_issued_cannot_have_been_taken() {
 }
 
 #[test]
-fn second_goodbye_is_not_heard() {
+fn second_goodbye_is_ignored() {
     let mut job = job();
     job.say(1, 0, Header { count: 1, hash: 7, ..Header::new(Kind::Goodbye) }, &[]);
     let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "changed its mind");

@@ -1,21 +1,21 @@
-//! A process that parts from the others at some operation: nothing that is issued from there on
-//! passes between them.
+//! A process that diverges from the others at some operation: no piece of that operation or a later
+//! one passes between them.
 
 use super::*;
 
 const OPS: usize = 40;
 
 #[test]
-fn no_piece_passes_between_processes_that_have_parted() {
+fn no_piece_passes_between_diverged_processes() {
     for seed in 0..100 {
         let mut seeded = Seeded(seed);
         let processes = 2 + seeded.next(4) as usize;
         let program = program(processes, OPS, &mut seeded);
         let (astray, first) = (seeded.next(processes as u64) as usize, 1 + seeded.next(OPS as u64));
-        // No pair hands over, or all do.
+        // Zero-copy transfer between no pairs, or between all.
         let mut job =
             Job::handing_over(processes, seed, seeded.next(40), |_, _| seed.is_multiple_of(2));
-        // Offers and grants are there before the other side gets to their operations, and after.
+        // Offers and grants arrive before the other side gets to their operations, and after.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];
         while next.iter().any(|next| *next < OPS) || !unready.is_empty() {

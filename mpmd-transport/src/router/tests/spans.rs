@@ -1,8 +1,8 @@
-//! Operations issued as parts of a span, which every process issues with steps of its own.
+//! Operations issued as parts of a span. Every process issues them with steps of its own.
 
 use super::*;
 
-/// A step that is replayed: the hash before it and where it began decide the hash of each
+/// A replayed step. The hash before it and its first operation determine the hash of each
 /// operation.
 struct Replay {
     before: u64,
@@ -46,9 +46,9 @@ impl Job {
     }
 }
 
-/// The operations of a step, one by one or only those with a part here.
+/// A process issues the operations of a step one by one, or only those in which it takes part.
 #[test]
-fn every_piece_of_a_span_arrives_whatever_the_delays_and_the_pace() {
+fn every_piece_of_a_span_arrives_at_any_delay_and_pace() {
     const OPS: usize = 40;
     for seed in 0..100 {
         let mut seeded = Seeded(seed);
@@ -59,7 +59,7 @@ fn every_piece_of_a_span_arrives_whatever_the_delays_and_the_pace() {
         let takes_part = |process: usize, index: usize| {
             program[index % OPS].iter().any(|(from, to, _)| [*from, *to].contains(&process))
         };
-        // Two replays with a step's end between; each process has one span for each.
+        // Two replays with the end of a step between; each process has one span for each.
         let total = 2 * OPS;
         let spans: Vec<[Arc<dyn Span>; 2]> =
             (0..processes).map(|_| [replay(0, 1000), replay(OPS as u64, 5000)]).collect();
@@ -111,14 +111,14 @@ fn every_piece_of_a_span_arrives_whatever_the_delays_and_the_pace() {
     }
 }
 
-/// One is ahead, inside its span or beyond it; heartbeats say how far. The other gets there in
-/// larger strides.
+/// One process is ahead, inside its span or beyond it; heartbeats tell its count. The other process
+/// then issues its operations in larger strides.
 #[test]
-fn counts_that_lie_inside_a_span_are_compared_there() {
+fn counts_inside_a_span_are_compared() {
     for (ahead, equal) in [(30, true), (100, true), (30, false), (100, false)] {
         let mut job = Job::new(2, 7, 0);
         job.issue_span(0, ahead, &replay(0, 1000));
-        // A heartbeat with the count and the hash at it.
+        // A heartbeat carries the count and the hash at it.
         job.run(600);
         let span = replay(0, if equal { 1000 } else { 2000 });
         job.issue_span(1, 10, &span);
@@ -136,7 +136,7 @@ fn counts_that_lie_inside_a_span_are_compared_there() {
 }
 
 #[test]
-fn who_replays_and_who_issues_find_it_at_the_first_operation() {
+fn replay_and_issued_operations_differ_at_the_first() {
     let mut job = Job::new(2, 3, 2);
     for process in 0..2 {
         job.issue(process, 9, "device_put");
@@ -154,11 +154,11 @@ fn who_replays_and_who_issues_find_it_at_the_first_operation() {
 }
 
 #[test]
-fn replays_of_two_steps_or_at_two_places_are_told_apart() {
+fn replays_of_different_steps_are_told_apart() {
     let mut job = Job::new(2, 3, 2);
     job.issue_span(0, 50, &replay(0, 1000));
     job.issue_span(1, 50, &replay(0, 3000));
-    // Nobody takes part in anything: the ends of the steps find it.
+    // No operation has pieces: the ends of the steps find the difference.
     (0..2).for_each(|process| job.end_step(process, 1));
     let text = diverged(job);
     assert!(text.contains("process 0 issued operation 1 (1 of the replay of step 1000)"), "{text}");
@@ -166,7 +166,7 @@ fn replays_of_two_steps_or_at_two_places_are_told_apart() {
 }
 
 #[test]
-fn who_leaves_after_fewer_replays_is_found() {
+fn leaving_after_fewer_replays_is_found() {
     let mut job = Job::new(2, 3, 2);
     for process in 0..2 {
         job.issue_span(process, 50, &replay(0, 1000));
@@ -179,7 +179,7 @@ fn who_leaves_after_fewer_replays_is_found() {
 }
 
 #[test]
-fn a_wait_inside_a_span_is_reported_by_its_name() {
+fn wait_inside_a_span_is_reported_with_its_operation() {
     let mut job = Job::new(2, 3, 0);
     job.issue_span(0, 40, &replay(0, 1000));
     job.expect(0, 1, (40, 0), 100);

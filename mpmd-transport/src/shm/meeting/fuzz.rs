@@ -1,4 +1,4 @@
-//! Packets of strangers at the socket where processes meet.
+//! Fuzzes the hello packets of strangers.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ fn fuzz_shm_meeting() {
     let own = OwnDoor::new().unwrap();
     let sample = hello(&ShmConfig { process: ProcessId(2), ..config.clone() });
     mpmd_fuzz::bytes("shm-meeting", &[sample.as_bytes().to_vec()], |bytes| {
-        // A number of descriptors that depends on the packet and not on what is checked of it.
+        // The number of descriptors depends on the packet, but not on the fields that are checked.
         let count = bytes.len() % 3;
         let descriptors =
             (0..count).map(|_| own.memory.as_fd().try_clone_to_owned().unwrap()).collect();

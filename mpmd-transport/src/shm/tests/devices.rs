@@ -1,4 +1,4 @@
-//! Memory of devices that are none: what is lent, opened, closed and freed, by hand.
+//! Tests of device memory with simulated devices, which log opens, closes and frees.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,11 +17,11 @@ use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// All devices of a test: what there is, and what was done with it.
+/// All simulated devices of a test, and a log of their use.
 #[derive(Default)]
 pub(super) struct World {
     next: AtomicU64,
-    /// What is open by whom, by the words.
+    /// Address and length in bytes of existing memory, by description.
     known: Mutex<HashMap<Vec<u8>, (u64, usize)>>,
     fences: Mutex<HashMap<Vec<u8>, Arc<ByHand>>>,
     pub(super) log: Mutex<Vec<String>>,
@@ -32,9 +32,9 @@ pub(super) struct World {
 pub(super) struct Site {
     pub(super) world: Arc<World>,
     pub(super) process: u32,
-    /// Why it has no samples.
+    /// The reason why it has no samples, if it has none.
     pub(super) without: Option<String>,
-    /// Whether what it is given cannot be opened.
+    /// True if it cannot open memory of others.
     pub(super) blind: bool,
 }
 
@@ -47,7 +47,7 @@ struct Memory {
     words: Vec<u8>,
 }
 
-/// A fence that is passed when a test says so, here or, as [`Arriving`], by the word of another.
+/// A fence that a test passes: directly or, as [`Arriving`], by the report of another process.
 #[derive(Default)]
 pub(super) struct ByHand {
     words: Option<Vec<u8>>,
@@ -192,7 +192,7 @@ impl Arriving for ByHand {
     }
 }
 
-/// Processes with their ears, and their devices.
+/// Connected processes with their handlers and devices.
 struct Team<const N: usize> {
     world: Arc<World>,
     shm: [Arc<Shm>; N],
@@ -253,7 +253,7 @@ impl<const N: usize> Team<N> {
         }
     }
 
-    /// Why a payload cannot be had.
+    /// Returns the error of a payload that cannot be read.
     fn refused(&self, at: usize, from: u32) -> TransportError {
         let Payload::Waiting(fetch) = self.ears[at].next_from(from) else { panic!("it is lent") };
         let into = vec![0; fetch.bytes() as usize].into();
@@ -283,7 +283,7 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 #[test]
-fn memory_of_devices_is_lent_in_place_and_opened_once() {
+fn device_memory_is_lent_in_place_and_opened_once() {
     let team = Team::<2>::new();
     assert!(
         team.shm[0].carries_device_memory(ProcessId(1))
@@ -292,7 +292,7 @@ fn memory_of_devices_is_lent_in_place_and_opened_once() {
     assert!(!team.shm[0].carries_device_memory(ProcessId(7)));
     let pool = team.pool(0, None);
     for round in 0..100 {
-        // Also what would go with its header, were it the host's.
+        // Also with sizes that would be sent inline in host memory.
         let own = pool.allocate(100 + 7000 * (round % 2)).unwrap().freeze();
         let place = own.device().unwrap();
         team.post(0, 1, &own, 1 + round as u64);
@@ -315,7 +315,7 @@ fn memory_of_devices_is_lent_in_place_and_opened_once() {
 }
 
 #[test]
-fn what_is_not_made_yet_is_lent_with_word_of_what_it_comes_after() {
+fn unwritten_memory_is_lent_with_its_fences() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     for (number, end) in [(1, Ok(())), (2, Err("the device fell over".to_owned()))] {
@@ -329,7 +329,7 @@ fn what_is_not_made_yet_is_lent_with_word_of_what_it_comes_after() {
         until("the end of a fence", || there.ready().are_over());
         assert_eq!(there.ready().failure(), end.err());
     }
-    // One that had failed before says so as well.
+    // A fence that failed before the post reports its failure too.
     let fence = team.world.fence(b"event 3");
     let mut own = pool.allocate(4096).unwrap();
     own.add_fence(fence.clone());
@@ -345,7 +345,7 @@ fn what_is_not_made_yet_is_lent_with_word_of_what_it_comes_after() {
 }
 
 #[test]
-fn what_was_made_of_what_never_was_is_told_though_its_own_work_ends_well() {
+fn failed_verdict_is_reported_though_work_succeeded() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     for (number, end) in [(1, Ok(())), (2, Err("it was made of nothing".to_owned()))] {
@@ -360,12 +360,12 @@ fn what_was_made_of_what_never_was_is_told_though_its_own_work_ends_well() {
         work.end(Ok(()));
         assert!(
             !own.is_made() && !there.ready().are_over(),
-            "its work is over, and nobody knows what it made"
+            "its work is over, but its validity is not known"
         );
         verdict.end(end.clone());
         until("the verdict", || there.ready().are_over());
         assert_eq!((there.is_made(), there.ready().failure()), (end.is_ok(), end.clone().err()));
-        // So it is where the verdict was known before.
+        // The same holds if the verdict was known before the post.
         team.post(0, 1, &own, 10 + number);
         let there = team.take(1, 0);
         until("the verdict", || there.ready().are_over());
@@ -376,7 +376,7 @@ fn what_was_made_of_what_never_was_is_told_though_its_own_work_ends_well() {
 }
 
 #[test]
-fn memory_of_a_device_in_a_message_that_is_none_of_a_piece_is_nonsense() {
+fn device_memory_in_a_control_message_is_refused() {
     let team = Team::<2>::new();
     let own = team.pool(0, None).allocate(64).unwrap().freeze();
     let header = Header { bytes: own.len() as u64, ..Header::new(Kind::Poison) };
@@ -388,7 +388,7 @@ fn memory_of_a_device_in_a_message_that_is_none_of_a_piece_is_nonsense() {
 }
 
 #[test]
-fn what_no_device_of_the_taker_can_wait_for_is_sent_when_it_is_over() {
+fn message_waits_for_fence_without_description() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     let fence = Arc::<ByHand>::default();
@@ -396,13 +396,13 @@ fn what_no_device_of_the_taker_can_wait_for_is_sent_when_it_is_over() {
     own.add_fence(fence.clone());
     let own = own.freeze();
     team.post(0, 1, &own, 1);
-    // What is posted after it is not kept back.
+    // Messages posted after it are not held back.
     team.post(0, 1, &pool.allocate(64).unwrap().freeze(), 2);
     assert_eq!(team.take(1, 0).len(), 64);
     fence.end(Ok(()));
     let there = team.take(1, 0);
     assert!(there.len() == 4096 && there.ready().are_over());
-    // What is never over never leaves; whoever waits for that hears of it.
+    // A message with a fence that never ends is never sent; a shutdown reports that.
     let mut own = pool.allocate(4096).unwrap();
     own.add_fence(Arc::<ByHand>::default());
     team.post(0, 1, &own.freeze(), 3);
@@ -413,17 +413,17 @@ fn what_no_device_of_the_taker_can_wait_for_is_sent_when_it_is_over() {
 }
 
 #[test]
-fn memory_is_freed_after_all_have_closed_it() {
+fn device_memory_is_freed_after_all_have_closed_it() {
     let team = Team::<3>::new();
     let pool = team.pool(0, None);
-    // Large enough for a segment of its own, which trimming lets go of.
+    // Large enough for a segment of its own, which trimming frees.
     let own = pool.allocate(5 << 20).unwrap().freeze();
     team.post(0, 1, &own, 0);
     drop(own);
     let at_one = team.take(1, 0);
     team.post(1, 2, &at_one.slice(64..4096), 0);
     let at_two = team.take(2, 1);
-    // And back to its owner, to whom it is a stranger's.
+    // And back to its owner, which sees it as foreign memory.
     team.post(2, 0, &at_two.slice(64..128), 0);
     let at_zero = team.take(0, 2);
     let place = at_zero.device().unwrap();
@@ -431,7 +431,7 @@ fn memory_is_freed_after_all_have_closed_it() {
     drop(at_one);
     pool.trim();
     drop(at_two);
-    assert_eq!(team.world.log.lock().len(), 0, "it is read by who got it back");
+    assert_eq!(team.world.log.lock().len(), 0, "process 0 still reads it");
     drop(at_zero);
     until("all to be back", || {
         let lent = |shm: &Arc<Shm>| (0..3).map(|peer| shm.lent_to(ProcessId(peer))).sum::<u64>();
@@ -443,13 +443,13 @@ fn memory_is_freed_after_all_have_closed_it() {
     assert_eq!(
         log,
         ["0 closes 1", "2 closes 1", "1 closes 1", "free 1"],
-        "those that were given it last are first"
+        "the last borrower closes it first"
     );
     team.finish();
 }
 
 #[test]
-fn what_cannot_be_opened_or_lent_is_refused_by_name_and_nothing_else_ends() {
+fn unopenable_device_memory_fails_only_its_message() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     let own = pool.allocate(5 << 20).unwrap().freeze();
@@ -459,7 +459,7 @@ fn what_cannot_be_opened_or_lent_is_refused_by_name_and_nothing_else_ends() {
     assert!(why.contains("device of process 0") && why.contains("the words mean nothing"), "{why}");
     assert_eq!(team.done(0, 1), Ok(()), "it has it back");
     *team.world.known.lock() = known;
-    // An event that nobody knows.
+    // A fence that the receiver does not know.
     let fence = team.world.fence(b"event 1");
     team.world.fences.lock().clear();
     let mut made = pool.allocate(100).unwrap();
@@ -475,7 +475,7 @@ fn what_cannot_be_opened_or_lent_is_refused_by_name_and_nothing_else_ends() {
 }
 
 #[test]
-fn who_cannot_share_does_not_and_both_know() {
+fn both_sides_know_if_devices_are_not_shared() {
     for (blind, without) in [(true, None), (false, Some("its driver is too old"))] {
         let team = Team::<3>::with(|site| {
             if site.process == 1 {
@@ -495,7 +495,7 @@ fn who_cannot_share_does_not_and_both_know() {
 }
 
 #[test]
-fn what_counts_against_a_limit_is_to_be_copied_and_comes_back_before_more_is_asked_for() {
+fn limited_device_memory_comes_back_when_short() {
     let team = Team::<2>::new();
     let pool = team.pool(0, Some(1 << 20));
     let own = pool.allocate(1 << 20).unwrap().freeze();
@@ -504,13 +504,13 @@ fn what_counts_against_a_limit_is_to_be_copied_and_comes_back_before_more_is_ask
     let there = team.take(1, 0);
     assert!(there.is_limited() && pool.allocate(64).is_err());
     drop(there);
-    pool.allocate(1 << 20).expect("what was lent is back where it is short");
+    pool.allocate(1 << 20).expect("the loan comes back when memory is short");
     assert_eq!(team.done(0, 1), Ok(()));
     team.finish();
 }
 
 #[test]
-fn what_is_not_there_when_its_lender_goes_never_will_be() {
+fn pending_memory_fails_when_its_lender_leaves() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     let mut own = pool.allocate(4096).unwrap();

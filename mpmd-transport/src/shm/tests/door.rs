@@ -1,4 +1,4 @@
-//! Who is woken, and that the system does it.
+//! Tests of the doorbell: which threads are woken, and that the system wakes them.
 
 use std::cell::RefCell;
 use std::ptr::{self, NonNull};
@@ -15,13 +15,13 @@ use crate::memory::{map, unmap};
 use crate::shm::door::{Door, Futex};
 use crate::shm::futex::SystemFutex;
 
-/// Longer than anything here takes.
+/// Longer than anything in these tests takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 const STATE: usize = 0;
 const ENGINE: usize = 1;
 const WAITERS: usize = 16;
 
-/// Writes down what it is asked to do, and never sleeps.
+/// Records its calls and never sleeps.
 #[derive(Default)]
 struct Recorder {
     waits: RefCell<Vec<(u32, Option<Duration>)>>,
@@ -41,7 +41,7 @@ impl Futex for Recorder {
 }
 
 impl Recorder {
-    /// The places of the words woken since the last call, and whether all were.
+    /// Indices of the words woken since the last call, each with true if all sleepers were woken.
     fn woken(&self, door: &Door) -> Vec<(usize, bool)> {
         let start = ptr::from_ref(&door.words()[0]).addr();
         self.wakes.take().into_iter().map(|(word, all)| ((word - start) / 4, all)).collect()
@@ -49,7 +49,7 @@ impl Recorder {
 }
 
 #[test]
-fn a_ring_wakes_whoever_is_to_look_and_nobody_where_somebody_is_awake() {
+fn ring_wakes_a_looker_only_if_none_is_awake() {
     let (door, futex) = (Door::alone(), Recorder::default());
     door.ring(&futex);
     assert_eq!(futex.woken(&door), [], "the engine is awake");
@@ -71,7 +71,7 @@ fn a_ring_wakes_whoever_is_to_look_and_nobody_where_somebody_is_awake() {
             false
         });
         door.ring(&futex);
-        assert_eq!(futex.woken(&door), [], "who was parked drives");
+        assert_eq!(futex.woken(&door), [], "the parked thread drives now");
         driver.leave(|| ());
         door.ring(&futex);
         assert_eq!(futex.woken(&door), [(ENGINE, false)]);
@@ -83,7 +83,7 @@ fn a_ring_wakes_whoever_is_to_look_and_nobody_where_somebody_is_awake() {
 }
 
 #[test]
-fn a_sleep_is_slept_only_where_nothing_happened_before_it() {
+fn sleep_is_skipped_after_an_earlier_event() {
     let (door, futex) = (Door::alone(), Recorder::default());
     let slept = || futex.waits.take().len();
     let park = |parking, found| door.park(&futex, parking, Some(PATIENCE), || found).leave(|| ());
@@ -125,7 +125,7 @@ fn a_sleep_is_slept_only_where_nothing_happened_before_it() {
 }
 
 #[test]
-fn who_is_one_too_many_sleeps_but_a_moment() {
+fn uncounted_parked_thread_sleeps_briefly() {
     let (door, futex) = (Door::alone(), Recorder::default());
     door.words()[STATE].store(255 << 8, Ordering::Relaxed);
     door.park(&futex, 0, Some(PATIENCE), || panic!("this one is not woken by peers")).leave(|| ());
@@ -135,7 +135,7 @@ fn who_is_one_too_many_sleeps_but_a_moment() {
 
 proptest! {
     #[test]
-    fn nonsense_in_the_words_breaks_nothing(states: [u32; 8], engine: u32, waiters: u32) {
+    fn random_words_in_doorbell_keep_timeouts(states: [u32; 8], engine: u32, waiters: u32) {
         let (door, futex) = (Door::alone(), Recorder::default());
         door.words()[ENGINE].store(engine, Ordering::Relaxed);
         door.words()[WAITERS].store(waiters, Ordering::Relaxed);
@@ -154,13 +154,13 @@ proptest! {
         scribble();
         door.rouse(&futex);
         door.ring(&futex);
-        // Every sleep has the time-out that it was given, or a shorter one.
+        // Every sleep has the timeout that it was given, or a shorter one.
         prop_assert!(futex.waits.borrow().iter().all(|(_, timeout)| timeout.is_some_and(|t| t <= PATIENCE)));
     }
 }
 
 #[test]
-fn an_end_of_time_out_ends_a_wait() {
+fn timeout_ends_a_wait() {
     let (door, futex) = (Door::alone(), SystemFutex);
     let (ended, end) = mpsc::channel();
     std::thread::spawn(move || {
@@ -172,10 +172,10 @@ fn an_end_of_time_out_ends_a_wait() {
     end.recv_timeout(PATIENCE).unwrap();
 }
 
-/// A page of memory, mapped; unmapped when dropped.
+/// A mapped page of memory; unmapped when dropped.
 struct Mapped(NonNull<u8>);
 
-// SAFETY: It is used for nothing but its address and for being unmapped.
+// SAFETY: Only its address is used, and to unmap it.
 unsafe impl Send for Mapped {}
 
 // SAFETY: As above.
@@ -183,8 +183,7 @@ unsafe impl Sync for Mapped {}
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: `door_in` mapped that page, and the door that holds on to this is the only one
-        // that uses it.
+        // SAFETY: `door_in` mapped that page, and only the doorbell that holds this object uses it.
         unsafe { unmap(self.0, 4096) }
     }
 }
@@ -192,12 +191,11 @@ impl Drop for Mapped {
 fn door_in(file: &impl std::os::fd::AsFd) -> Door {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let page = map(4096, access, Some(file.as_fd())).unwrap();
-    // SAFETY: The page stays mapped until `Mapped` is dropped, and is used by doors only.
+    // SAFETY: The page stays mapped until `Mapped` is dropped, and only doorbells use it.
     unsafe { Door::at(page, Arc::new(Mapped(page))) }
 }
 
-/// Two mappings of one memory are as good as two processes: what they share is the memory, not its
-/// address.
+/// Two mappings of one file stand for two processes: they share the memory, but not its address.
 #[test]
 fn a_peer_wakes_through_its_own_mapping() {
     let file = memfd_create("door", MemfdFlags::CLOEXEC).unwrap();
@@ -214,7 +212,7 @@ fn a_peer_wakes_through_its_own_mapping() {
     let until = Instant::now() + PATIENCE;
     for (who, flag) in [("engine", 0xff), ("parked", 0xff00)] {
         while theirs.words()[STATE].load(Ordering::Relaxed) & flag == 0 {
-            assert!(Instant::now() < until, "the {who} does not sleep");
+            assert!(Instant::now() < until, "the {who} thread does not sleep");
             std::thread::yield_now();
         }
         theirs.ring(&SystemFutex);

@@ -1,4 +1,4 @@
-//! What tests of whole transports are made of.
+//! Helpers for tests of whole transports.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +8,9 @@ use crate::shm::ShmConfig;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
-/// Longer than anything here takes.
+/// Longer than anything in these tests takes.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
-/// Keeps what it hears.
+/// A handler that records its calls.
 #[derive(Default)]
 pub(super) struct Ear {
     pub(super) heard: Mutex<Heard>,
@@ -38,7 +38,7 @@ impl Ear {
                 return found;
             }
             let late = self.changed.wait_until(&mut heard, until).timed_out();
-            assert!(!late, "{what} has not come");
+            assert!(!late, "timed out waiting for {what}");
         }
     }
 
@@ -71,7 +71,7 @@ impl Handler for Ear {
     }
 }
 
-/// Of a process of a job whose processes have these addresses.
+/// Returns the configuration of a process in a job with these addresses.
 pub(super) fn config(process: u32, peers: &[&str]) -> ShmConfig {
     let peers = peers.iter().map(|peer| Some((*peer).to_owned())).collect();
     ShmConfig { process: ProcessId(process), peers, token: [7; 32], epoch: 1, patience: PATIENCE }

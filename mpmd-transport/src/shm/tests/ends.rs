@@ -1,4 +1,4 @@
-//! What is lent stays right, and what is no more is let go of.
+//! Lent memory stays valid after its owner's end, and freed segments are unmapped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Two real processes with their ears.
+/// Two connected processes, both real, and their handlers.
 fn pair() -> ([Arc<Shm>; 2], [Arc<Ear>; 2]) {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
@@ -31,7 +31,7 @@ fn filled(pool: &Pool, bytes: usize, with: u8) -> SharedBuffer {
 }
 
 #[test]
-fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
+fn lent_memory_stays_unchanged_after_lender_is_gone() {
     for in_order in [true, false] {
         let ([zero, one], ears) = pair();
         let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
@@ -45,7 +45,7 @@ fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
         }
         drop(zero);
         ears[1].down(0);
-        // Gone for good: its thread lets go of everything at its end, some time after the socket.
+        // The transport's thread drops everything at its end, some time after the socket closes.
         let until = Instant::now() + Duration::from_millis(300);
         while Instant::now() < until {
             drop((filled(&pool, 5000, 9), filled(&pool, 3 << 20, 9)));
@@ -53,16 +53,13 @@ fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
         }
         for payload in held {
             let Payload::Lent(bytes) = payload else { panic!("it is lent") };
-            assert!(
-                bytes.iter().all(|byte| *byte == 7),
-                "memory is used again while somebody reads it"
-            );
+            assert!(bytes.iter().all(|byte| *byte == 7), "memory is reused while it is read");
         }
         one.shutdown(PATIENCE);
     }
 }
 
-/// How many mappings of so many bytes there are that others may map too.
+/// Number of shared mappings of exactly `bytes` bytes.
 fn mappings(bytes: usize) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let length = |line: &str| {
@@ -73,8 +70,8 @@ fn mappings(bytes: usize) -> usize {
 }
 
 #[test]
-fn a_segment_that_goes_to_and_fro_is_mapped_once_and_let_go_of_by_all() {
-    // By their length, which no other test uses.
+fn segment_sent_to_and_fro_is_mapped_once() {
+    // Recognised by a length that no other test uses.
     const BYTES: usize = 5 << 20;
     let ([zero, one], ears) = pair();
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
@@ -87,7 +84,7 @@ fn a_segment_that_goes_to_and_fro_is_mapped_once_and_let_go_of_by_all() {
         assert!(lent.iter().all(|byte| *byte == 3), "round {round}");
         ball = lent;
     }
-    assert_eq!(mappings(BYTES), 3, "the owner's, and what each has of the other");
+    assert_eq!(mappings(BYTES), 3, "the owner's mapping, and one of each process's for the other");
     drop(ball);
     let until = Instant::now() + PATIENCE;
     while mappings(BYTES) > 0 {
@@ -100,8 +97,8 @@ fn a_segment_that_goes_to_and_fro_is_mapped_once_and_let_go_of_by_all() {
 }
 
 #[test]
-fn segments_that_are_no_more_are_unmapped_everywhere() {
-    // By their length, which no other test uses.
+fn freed_segments_are_unmapped_everywhere() {
+    // Recognised by a length that no other test uses.
     const BYTES: usize = (3 << 20) + (512 << 10);
     let ([zero, one], ears) = pair();
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());

@@ -1,5 +1,5 @@
-//! A peer that lies in its rings and packets. Its connection ends once. Loans and awaited memory
-//! end with it.
+//! Fuzzes the rings and packets of a peer. Its connection ends once. Loans and pending memory end
+//! with it.
 
 use std::collections::HashSet;
 use std::io;
@@ -27,13 +27,13 @@ use crate::shm::socket::Socket;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Peers of one process under test, each of which lies once.
+/// Peers of one process under test, each used for one case.
 const PEERS: usize = 32;
 
 /// Bytes of each ring.
 const RING: usize = 16 << 10;
 
-/// Payloads that are fetched.
+/// The largest payload that is fetched, in bytes.
 const MOST: u64 = 1 << 16;
 
 /// The far end of a connection: rings and a socket.
@@ -44,7 +44,7 @@ struct Liar {
     socket: Socket,
 }
 
-/// A handler that refuses a second end of a peer or ticket, and reads every payload.
+/// A handler that panics at a second end of a peer or ticket, and reads every payload.
 #[derive(Default)]
 struct Ear {
     down: Mutex<HashSet<u32>>,
@@ -54,7 +54,7 @@ struct Ear {
 
 impl Handler for Ear {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
-        assert!(!self.down.lock().contains(&from.0), "who is gone says nothing");
+        assert!(!self.down.lock().contains(&from.0), "no message after peer_down");
         let announced = header.payload_bytes();
         match payload {
             Payload::Empty => assert_eq!(announced, 0),
@@ -163,7 +163,7 @@ impl Arriving for Landing {
     }
 }
 
-/// A process and its peers that lie.
+/// A process and its faulty peers.
 struct Scene {
     shared: Arc<Shared>,
     ear: Arc<Ear>,
@@ -209,14 +209,15 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
-        // A peer leaks its open loans when it is dropped. A million of them would fill the memory.
+        // A peer leaks its open loans when it is dropped, and a million of them would fill the
+        // memory.
         for peer in self.shared.peers.iter().flatten() {
             drop(peer.book.lock().end_all());
         }
     }
 }
 
-/// Files that a peer may take for segments.
+/// Files for a peer to give as segments.
 fn files() -> Vec<(OwnedFd, u64)> {
     let file = |bytes, sealed| {
         let file = memfd_create("lie", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -334,7 +335,7 @@ impl Liar {
         files: &[std::os::fd::BorrowedFd<'_>],
     ) {
         let packet = [kind, &number.to_le_bytes()[..], &bytes.to_le_bytes(), rest].concat();
-        // The other end may have heard enough.
+        // The other end may have closed.
         let _ = self.socket.send(&packet, files);
     }
 }
@@ -381,9 +382,9 @@ fn fuzz_shm_peer() {
         liars[index].socket.close();
         shared.watch();
         scene.ear.held.lock().clear();
-        assert!(scene.has_ended(index), "whoever has closed is gone");
+        assert!(scene.has_ended(index), "a closed peer is down");
         let arriving = std::mem::take(&mut *scene.devices.arriving.lock());
-        assert!(arriving.iter().all(|landing| landing.is_over()), "what was awaited has ended");
+        assert!(arriving.iter().all(|landing| landing.is_over()), "pending memory has ended");
     });
 }
 

@@ -1,4 +1,4 @@
-//! Peers with bugs and strangers: the connection ends with an error, and nobody else notices.
+//! Faulty peers and strangers: the connection ends with an error, and other peers are not affected.
 
 use std::fs::File;
 use std::io;
@@ -27,23 +27,23 @@ use crate::shm::{Opened, Shm, ShmConfig};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// The higher process of a pair pushes messages and returns there.
+/// Indices of the rings into which the higher process of a pair pushes messages and returns.
 const MESSAGES: usize = 1;
 const RETURNS: usize = 3;
 
-/// What a test says as a process that it is not.
+/// A faulty peer that a test plays.
 struct Fake {
     socket: Socket,
     rings: [Ring; 4],
     messages: Producer,
     returns: Producer,
-    /// Of the process that is real.
+    /// The doorbell of the real process.
     door: Door,
     _own: OwnDoor,
 }
 
 impl Fake {
-    /// Knocks at a process as `config` says, as the higher of the two.
+    /// Connects to a process, with the hello of `config`, as the higher of the two.
     fn knock(at: &str, config: &ShmConfig) -> Self {
         let address: Address = at.parse().unwrap();
         let until = Instant::now() + PATIENCE;
@@ -59,8 +59,8 @@ impl Fake {
         let rings = CAPACITIES.map(|capacity| {
             let first = memory.at(offset, Ring::bytes(capacity));
             offset += Ring::bytes(capacity);
-            // SAFETY: `at` has seen that the bytes are within the mapping, which the ring keeps;
-            // both sides use atomic words of 8 bytes.
+            // SAFETY: `at` has checked that the bytes are within the mapping, which the ring keeps.
+            // Both sides use atomic words of 8 bytes.
             unsafe { Ring::at(first, capacity, memory.clone()) }
         });
         let memory = Arc::new(Mapped::of(door, Door::BYTES).unwrap());
@@ -79,7 +79,7 @@ impl Fake {
         self.say(LENT, &[&header.encode(), lent.as_bytes()]);
     }
 
-    /// Gives memory of a device, by these words.
+    /// Gives device memory with this description.
     fn give_device(&self, number: u32, bytes: u64, words: &[u8]) {
         let owner = 1u32.to_le_bytes();
         let packet =
@@ -97,7 +97,7 @@ impl Fake {
         assert!(self.try_give(number, bytes, what).unwrap());
     }
 
-    /// An error where the other end has heard enough.
+    /// An error if the other end has closed.
     fn try_give(&self, number: u32, bytes: u64, what: &[BorrowedFd<'_>]) -> io::Result<bool> {
         let packet = [&b"GIVE"[..], &number.to_le_bytes(), &bytes.to_le_bytes()].concat();
         self.socket.send(&packet, what)
@@ -114,7 +114,7 @@ fn lent(segment: u32, offset: u64, bytes: u64) -> Lent {
     }
 }
 
-/// A file in memory of so many bytes, sealed or not.
+/// A file in memory of `bytes` bytes, sealed or not.
 fn file(bytes: u64, sealed: bool) -> OwnedFd {
     let file = memfd_create("nonsense", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&file, bytes).unwrap();
@@ -124,7 +124,7 @@ fn file(bytes: u64, sealed: bool) -> OwnedFd {
     file
 }
 
-/// Processes 0 and 2, which are real, and the ear of 0; process 1 is the test.
+/// The real processes 0 and 2 with their handlers; the test plays process 1.
 struct Trio {
     zero: Arc<Shm>,
     two: Arc<Shm>,
@@ -137,7 +137,7 @@ impl Trio {
         Self::new_with(|_, _| {})
     }
 
-    /// With what is to happen before anything is delivered.
+    /// As [`new`](Self::new), but calls `before` before deliveries start.
     fn new_with(before: impl FnOnce(&Arc<Shm>, &mut Fake)) -> Self {
         let (zero, one, two) =
             (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
@@ -145,7 +145,7 @@ impl Trio {
         let of = |process| {
             let mut config = config(process, &[&addresses[0], &addresses[1], &addresses[2]]);
             if process == 2 {
-                // Nobody meets the test but process 0.
+                // Only process 0 meets the test.
                 config.peers[1] = None;
             }
             config
@@ -162,7 +162,7 @@ impl Trio {
         Self { zero, two, ears, fake }
     }
 
-    /// As [`new`](Self::new); process 0 has devices, and finds that process 1 has some too.
+    /// As [`new`](Self::new), but process 0 has devices, and finds that process 1 has some too.
     fn with_devices() -> Self {
         let trio = Self::new_with(|zero, fake| {
             let site =
@@ -175,8 +175,8 @@ impl Trio {
                 fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
             }
             sharing.join().unwrap();
-            // What it has said: samples, that there are no more, and that it can open none, which
-            // is all of them.
+            // Process 0 has sent three samples, their end, and that it could open all samples of
+            // process 1, which sent none.
             let said =
                 (0..5).map(|_| fake.socket.receive_until(Instant::now() + PATIENCE).unwrap().bytes);
             assert_eq!(
@@ -188,7 +188,7 @@ impl Trio {
         trio
     }
 
-    /// Whatever the test has done, the others talk on.
+    /// Checks that the real processes still exchange messages.
     fn check_others(&self) {
         let header = Header { bytes: 5000, ..Header::new(Kind::Data) };
         let pool = Pool::in_arena("others", None, &self.zero.arena().unwrap());
@@ -217,8 +217,8 @@ impl Trio {
     }
 }
 
-/// What a peer does once it is connected ends its connection with an error that says this, and no
-/// other.
+/// Checks that `nonsense` of a connected peer ends its connection, and no other, with an error that
+/// contains `says`.
 fn ends(says: &str, nonsense: impl FnOnce(&mut Fake)) {
     ends_in(Trio::new(), says, nonsense);
 }
@@ -230,7 +230,7 @@ fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
     let why = trio.ears[0].down(1);
     assert!(matches!(&why, TransportError::Protocol { peer: ProcessId(1), .. }), "{says}: {why}");
     assert!(why.to_string().contains(says), "{says}: {why}");
-    // What it was sent has ended too, and it is told that it is over.
+    // The message to it has ended too, and it sees the end of the connection.
     let ended = |heard: &mut Heard| {
         heard.done.iter().find(|done| done.0 == Ticket(5)).map(|done| done.1.clone())
     };
@@ -247,7 +247,7 @@ fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
 }
 
 #[test]
-fn records_that_mean_nothing_end_the_connection() {
+fn invalid_records_end_the_connection() {
     ends("a record of kind 99", |fake| fake.say(99, &[&[1; 200]]));
     ends("a record of 10 bytes", |fake| fake.say(INLINE, &[&[1; 10]]));
     ends("is no message", |fake| fake.say(INLINE, &[&[0; 64]]));
@@ -259,7 +259,7 @@ fn records_that_mean_nothing_end_the_connection() {
 }
 
 #[test]
-fn memory_that_is_not_there_ends_the_connection() {
+fn invalid_segments_and_ranges_end_the_connection() {
     ends("segment 7 was never given", |fake| fake.lend(100, lent(7, 0, 100)));
     ends("100 bytes of payload where 99", |fake| fake.lend(99, lent(7, 0, 100)));
     let places = [
@@ -280,7 +280,7 @@ fn memory_that_is_not_there_ends_the_connection() {
 }
 
 #[test]
-fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
+fn invalid_segment_packets_end_the_connection() {
     let with = |says: &str, give: &dyn Fn(&Fake)| {
         ends(says, |fake| {
             give(fake);
@@ -296,9 +296,11 @@ fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
     with("a packet is too long", &raw(&[0; 400]));
     with("is not sealed", &|fake| fake.give(7, 4096, &[file(4096, false).as_fd()]));
     for (there, said) in [(4096, 4097), (4096, 0), (0, 0), (4096, u64::MAX), (100, 1 << 40)] {
-        with("is announced with others", &|fake| fake.give(7, said, &[file(there, true).as_fd()]));
+        with("but another length was announced", &|fake| {
+            fake.give(7, said, &[file(there, true).as_fd()])
+        });
     }
-    with("is announced with others", &|fake| {
+    with("but another length was announced", &|fake| {
         fake.give(7, 9, &[File::open("/dev/null").unwrap().as_fd()])
     });
     let folder = std::env::temp_dir();
@@ -310,7 +312,7 @@ fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
 }
 
 #[test]
-fn nonsense_about_memory_of_devices_ends_the_connection() {
+fn invalid_device_records_end_the_connection() {
     let ends =
         |says: &str, nonsense: &dyn Fn(&mut Fake)| ends_in(Trio::with_devices(), says, nonsense);
     let given = |fake: &Fake, words: &[u8]| fake.give_device(7, 4096, words);
@@ -345,22 +347,22 @@ fn nonsense_about_memory_of_devices_ends_the_connection() {
     });
     ends("a loan named in 3 bytes", &|fake| fake.say(LANDED, &[&[1; 3]]));
     ends("a record of 3 bytes", &|fake| fake.say(BROKEN, &[&[1; 3]]));
-    // Who has not agreed to it.
-    self::ends("nobody has agreed on", |fake| {
+    // A peer that has not agreed to share devices.
+    self::ends("device sharing was not agreed", |fake| {
         given(fake, b"memory 1");
         fake.lend(1, lent(7, 0, 1));
     });
 }
 
 #[test]
-fn memory_of_a_device_that_is_not_there_is_refused_and_places_outside_it_end_the_connection() {
+fn unknown_device_memory_is_refused_bad_range_is_fatal() {
     let mut trio = Trio::with_devices();
     trio.fake.give_device(7, 4096, b"nothing of the kind");
     trio.fake.lend(1, lent(7, 0, 1));
     let Payload::Waiting(fetch) = trio.ears[0].next_from(1) else { panic!("it is not there") };
     assert_eq!(fetch.bytes(), 1);
     drop(fetch);
-    // It has gone back, and nothing else has happened.
+    // The loan was returned, and nothing else has happened.
     trio.fake.say(CLOSED, &[&[1; 8]]);
     assert!(trio.ears[0].down(1).to_string().contains("a record of kind 9"));
     trio.finish();
@@ -384,7 +386,7 @@ fn memory_of_a_device_that_is_not_there_is_refused_and_places_outside_it_end_the
 }
 
 #[test]
-fn who_talks_nonsense_about_its_devices_shares_none() {
+fn peer_with_invalid_samples_shares_no_devices() {
     for says in [&b"SAM"[..], b"WHAT", b"NONEof your business", b"GOOD"] {
         let trio = Trio::new_with(|zero, fake| {
             for packet in [says, b"GOOD"] {
@@ -411,7 +413,7 @@ fn who_talks_nonsense_about_its_devices_shares_none() {
 }
 
 #[test]
-fn a_hole_of_any_size_costs_its_reader_nothing() {
+fn sparse_file_of_any_size_is_mapped_cheaply() {
     let mut trio = Trio::new();
     const BYTES: u64 = 1 << 40;
     trio.fake.give(7, BYTES, &[file(BYTES, true).as_fd()]);
@@ -422,7 +424,7 @@ fn a_hole_of_any_size_costs_its_reader_nothing() {
 }
 
 #[test]
-fn nonsense_in_a_ring_of_messages_or_returns_ends_the_connection() {
+fn corrupt_ring_ends_the_connection() {
     for ring in [MESSAGES, RETURNS] {
         for tail in [1, 64 << 20, u64::MAX, u64::MAX - 63] {
             ends("holds nonsense", |fake| {
@@ -437,7 +439,7 @@ fn nonsense_in_a_ring_of_messages_or_returns_ends_the_connection() {
 }
 
 #[test]
-fn returns_of_what_was_never_lent_change_nothing() {
+fn returns_of_unknown_loans_change_nothing() {
     let mut trio = Trio::new();
     let pool = Pool::in_arena("lender", None, &trio.zero.arena().unwrap());
     let header = Header { bytes: 4000, ..Header::new(Kind::Data) };
@@ -465,7 +467,7 @@ fn returns_of_what_was_never_lent_change_nothing() {
     assert_eq!(trio.zero.lent_to(ProcessId(9)), 0);
     let first = |heard: &mut Heard| heard.done.iter().find(|done| done.0 == Ticket(5)).cloned();
     assert_eq!(trio.ears[0].wait("the end of the first", first), (Ticket(5), Ok(())));
-    // Numbers of segments that never were, and doors that say that somebody is awake.
+    // Numbers of unknown segments, and a doorbell that claims that a thread is awake.
     trio.fake.say(RETIRED, &[&[9; 400]]);
     trio.fake.door.words().iter().for_each(|word| word.store(u32::MAX, Ordering::SeqCst));
     let header = Header { bytes: 1, ..Header::new(Kind::Eager) };
@@ -475,7 +477,7 @@ fn returns_of_what_was_never_lent_change_nothing() {
 }
 
 #[test]
-fn who_says_goodbye_is_not_heard_any_more() {
+fn records_after_goodbye_are_ignored() {
     let mut trio = Trio::new();
     trio.fake.say(GOODBYE, &[]);
     trio.fake.say(99, &[]);
@@ -484,7 +486,7 @@ fn who_says_goodbye_is_not_heard_any_more() {
 }
 
 #[test]
-fn who_closes_and_never_stops_writing_is_gone_all_the_same() {
+fn peer_that_closes_but_keeps_writing_is_gone() {
     let trio = Trio::new();
     let Trio { zero, two, ears, fake } = trio;
     let stop = Arc::new(AtomicBool::new(false));
@@ -508,7 +510,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn whatever_a_peer_writes_the_others_talk_on(
+    fn random_writes_of_a_peer_do_not_affect_others(
         words in prop::collection::vec((0usize..4, any::<prop::sample::Index>(), any::<u64>()), 0..40),
         counts in prop::collection::vec((0usize..4, 0usize..3, 0u64..1024), 0..6),
         door in prop::collection::vec((0usize..32, any::<u32>()), 0..6),
@@ -519,7 +521,7 @@ proptest! {
         let header = Header { bytes: 3000, ..Header::new(Kind::Data) };
         trio.zero.post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
         for (number, bytes, sealed) in packets {
-            // What it was lent before may have ended the connection already.
+            // An earlier loan may have ended the connection already.
             match trio.fake.try_give(number, bytes, &[file(bytes, sealed).as_fd()]) {
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => break,
                 given => prop_assert!(given.unwrap()),
@@ -547,7 +549,7 @@ proptest! {
     }
 }
 
-/// What process 0 makes of who knocks with these.
+/// Connects to process 0 and sends these bytes and descriptors.
 fn knock(at: &str, bytes: &[u8], give: &[BorrowedFd<'_>]) -> Socket {
     let until = Instant::now() + PATIENCE;
     let address: Address = at.parse().unwrap();
@@ -557,7 +559,7 @@ fn knock(at: &str, bytes: &[u8], give: &[BorrowedFd<'_>]) -> Socket {
 }
 
 #[test]
-fn strangers_are_sent_away_or_left_waiting_while_the_job_meets() {
+fn strangers_do_not_disturb_the_meeting() {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| config(process, &[&addresses[0], &addresses[1]]);
@@ -609,7 +611,7 @@ fn strangers_are_sent_away_or_left_waiting_while_the_job_meets() {
 }
 
 #[test]
-fn who_belongs_to_the_job_but_gives_no_memory_is_named() {
+fn process_that_gives_invalid_memory_is_named() {
     for (bytes, sealed) in [(Door::BYTES as u64, false), (1, true), (4096, true)] {
         let zero = Opened::open().unwrap();
         let at = zero.address();
@@ -623,7 +625,7 @@ fn who_belongs_to_the_job_but_gives_no_memory_is_named() {
 }
 
 #[test]
-fn a_process_that_ended_since_it_knocked_is_gone() {
+fn process_that_ended_after_its_hello_is_gone() {
     let (zero, own) = (Opened::open().unwrap(), OwnDoor::new().unwrap());
     let at = zero.address();
     let address: Address = at.parse().unwrap();
@@ -635,13 +637,13 @@ fn a_process_that_ended_since_it_knocked_is_gone() {
 }
 
 #[test]
-fn other_users_are_told_no_token() {
+fn token_is_not_sent_to_other_users() {
     let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
     let name = lower.socket_name();
     // Taken by another user before process 0 could.
     let squatter = std::thread::spawn(move || {
         let other = rustix::process::Uid::from_raw(12345);
-        // This thread alone becomes another user's.
+        // Only this thread changes its user.
         rustix::thread::set_thread_res_uid(other, other, other).ok()?;
         Some(Listener::bind(&name).unwrap())
     });
@@ -657,7 +659,7 @@ fn other_users_are_told_no_token() {
 }
 
 #[test]
-fn who_answers_nonsense_is_named_by_who_has_knocked() {
+fn process_with_invalid_answer_is_named() {
     let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
     let door = Door::BYTES as u64;
     let good = [(door, true), (rings, true)];

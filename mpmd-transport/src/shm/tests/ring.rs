@@ -1,4 +1,4 @@
-//! One end at a time, and both.
+//! Tests of a ring: one end alone, and both.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -34,7 +34,7 @@ fn parts_of_any_length_arrive_as_one_record() {
 }
 
 #[test]
-fn a_full_ring_refuses_without_a_trace_and_has_room_again_once_popped() {
+fn full_ring_refuses_until_a_record_is_popped() {
     let ring = Ring::alone(SMALL);
     let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
     assert_eq!((Ring::bytes(SMALL), Ring::largest(SMALL)), (SMALL + 192, SMALL / 4 - 8));
@@ -55,7 +55,7 @@ fn a_full_ring_refuses_without_a_trace_and_has_room_again_once_popped() {
     assert!(consumer.take_wanted());
     assert!(!consumer.take_wanted(), "it is told once");
     assert!(!producer.wants_room());
-    assert!(!consumer.take_wanted(), "who has room waits no more");
+    assert!(!consumer.take_wanted(), "a producer with room waits no more");
     assert!(producer.push(9, &[&[1]]));
     let rest = (0..4).map(|_| pop(&mut consumer).unwrap().0).collect::<Vec<_>>();
     assert_eq!(rest, [2, 1, 0, 9]);
@@ -63,7 +63,7 @@ fn a_full_ring_refuses_without_a_trace_and_has_room_again_once_popped() {
 
 #[test]
 #[should_panic(expected = "a record of 121 bytes in a ring that takes 120")]
-fn a_record_that_is_too_large_is_the_callers_bug() {
+fn too_large_record_panics() {
     Ring::alone(SMALL).producer().push(0, &[&[0; 120], &[0]]);
 }
 
@@ -112,15 +112,14 @@ fn fuzz_shm_ring() {
 }
 
 #[test]
-fn each_kind_of_nonsense_is_named_and_pops_nothing() {
-    /// Of the ring's header.
+fn corrupt_ring_is_an_error_and_pops_nothing() {
+    /// Word of the ring's header.
     const TAIL: usize = 0;
-    /// Of the first record, in words.
+    /// First word of the first record.
     const FIRST: usize = 24;
     let prefix = |len: u64, kind: u64| len | kind << 32;
     let padding = u64::from(u32::MAX);
-    // The place to write to, the value, and part of what is said of it, with one record of 64 bytes
-    // pushed.
+    // The word to overwrite, the value, and part of the error, with one record of 64 bytes pushed.
     let cases = [
         (TAIL, 576, "576 bytes are said to be in a ring of 512"),
         (TAIL, 0u64.wrapping_sub(64), "are said to be in"),
@@ -143,7 +142,7 @@ fn each_kind_of_nonsense_is_named_and_pops_nothing() {
 }
 
 #[test]
-fn padding_must_end_before_what_was_pushed_does() {
+fn padding_without_its_record_is_refused() {
     let ring = Ring::alone(SMALL);
     let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
     for _ in 0..7 {
@@ -151,14 +150,14 @@ fn padding_must_end_before_what_was_pushed_does() {
         assert_eq!(pop(&mut consumer).unwrap().1, [5; 56]);
     }
     assert!(producer.push(2, &[&[6; 57]]));
-    // The padding's line is there, its record is not.
+    // The padding's line is pushed, its record is not.
     ring.words()[0].store(SMALL as u64, Ordering::Relaxed);
     let error = consumer.pop(|_, _| ()).unwrap_err().to_string();
     assert!(error.contains("padding of 56 bytes at 448, with 64 bytes pushed"), "{error}");
 }
 
 #[test]
-fn a_consumer_that_counts_nonsense_makes_no_room() {
+fn consumer_with_invalid_count_makes_no_room() {
     let ring = Ring::alone(SMALL);
     let mut producer = ring.producer();
     while producer.push(1, &[&[5; 56]]) {}
@@ -206,7 +205,7 @@ fn two_threads_pass_records_around_a_small_ring() {
     assert!(consumer.is_empty());
 }
 
-/// What a test does to a ring.
+/// A test's operation on a ring.
 #[derive(Clone, Debug)]
 enum Step {
     /// Pushes a record of so many bytes in two parts, cut at the index.
@@ -222,7 +221,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #[test]
-    fn what_is_pushed_is_popped(steps in steps()) {
+    fn pushed_records_are_popped_in_order(steps in steps()) {
         let ring = Ring::alone(SMALL);
         let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
         let mut inside = VecDeque::new();
@@ -250,10 +249,9 @@ proptest! {
         prop_assert_eq!(producer.free(), SMALL);
     }
 
-    /// Words that look like counts and prefixes, and words that look like nothing, anywhere, at any
-    /// time.
+    /// Writes plausible counts and prefixes, and random words, anywhere and at any time.
     #[test]
-    fn nonsense_in_the_memory_is_survived(
+    fn random_words_in_ring_memory_are_survived(
         steps in steps(),
         scribbles in prop::collection::vec((any::<Index>(), prop_oneof![
             any::<u64>(),
@@ -289,7 +287,7 @@ proptest! {
 }
 
 #[test]
-fn nonsense_written_while_records_are_popped_is_survived() {
+fn random_words_during_pops_are_survived() {
     let ring = Ring::alone(SMALL);
     let mut consumer = ring.consumer();
     let end = Instant::now() + Duration::from_secs(60);
@@ -304,7 +302,7 @@ fn nonsense_written_while_records_are_popped_is_survived() {
                 let value = (random >> 40) % 128;
                 let words = ring.words();
                 match (random >> 33) % 4 {
-                    // Ahead of where the consumer says that it is, as only then anything is read.
+                    // Ahead of the consumer's count, as only then anything is read.
                     0 => words[0].store(
                         words[8].load(Ordering::Relaxed) + value % 8 * 64,
                         Ordering::Relaxed,

@@ -1,4 +1,4 @@
-//! Strangers that connect while the job meets: they are refused, at a bounded cost.
+//! Strangers that connect during the meeting are refused, at a bounded cost.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -12,7 +12,7 @@ use crate::shm::socket::Socket;
 use crate::shm::{Opened, ShmConfig};
 use crate::transport::Transport;
 
-/// Connects to a process and says nothing.
+/// Connects to a process and sends nothing.
 fn silent(at: &str) -> Socket {
     let address: Address = at.parse().unwrap();
     Socket::connect(&address.socket_name(), Instant::now() + PATIENCE).unwrap()
@@ -22,8 +22,8 @@ fn silent(at: &str) -> Socket {
 fn silent_of_another_user(at: &str) -> Socket {
     let at = at.to_owned();
     let thread = later(move || {
-        // SAFETY: the system call, unlike the C library's function of that name, is for this thread
-        // alone, and the thread does nothing else with the rights that it still has.
+        // SAFETY: the system call, unlike the C library's function of that name, changes only this
+        // thread. The thread does nothing else with the rights that it still has.
         let result = unsafe { libc::syscall(libc::SYS_setresuid, -1, 65_534, -1) };
         assert_eq!(result, 0, "{}", io::Error::last_os_error());
         silent(&at)
@@ -45,7 +45,7 @@ fn sockets_of_other_users_are_closed_at_once() {
     let zero = later(move || zero.connect(&zero_config));
     let ended = stranger.receive_until(Instant::now() + 2 * PATIENCE).map(drop).unwrap_err();
     assert_eq!(ended.kind(), io::ErrorKind::UnexpectedEof);
-    // Not because nobody waits any more.
+    // The socket was closed at once, not because the meeting had ended.
     let one = one.connect(&one_config).unwrap();
     let zero = zero.join().unwrap().unwrap();
     one.shutdown(PATIENCE);
@@ -54,10 +54,10 @@ fn sockets_of_other_users_are_closed_at_once() {
 
 const OTHER: &str = "MPMD_TEST_OTHER_PROCESS";
 const MARK: &str = "address of the process short of descriptors: ";
-/// Descriptors that the process may have beside those that it has when it begins to meet others.
+/// Number of descriptors that the process may open beyond those open before the meeting.
 const SPARE: u64 = 16;
 
-/// Ends its process where a test fails.
+/// Kills its process if a test fails.
 struct Ending(Child);
 
 impl Drop for Ending {
@@ -68,7 +68,7 @@ impl Drop for Ending {
 }
 
 #[test]
-fn strangers_that_take_all_descriptors_keep_no_peer_out() {
+fn strangers_with_all_descriptors_block_no_peer() {
     let one = Opened::open().unwrap();
     let own = one.address();
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -107,7 +107,7 @@ fn short_of_descriptors() {
 }
 
 #[test]
-fn endless_patience_is_no_panic() {
+fn endless_peer_timeout_does_not_panic() {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| ShmConfig {

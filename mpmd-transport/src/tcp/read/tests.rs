@@ -1,4 +1,4 @@
-//! Frames of peers that lie, without sockets.
+//! Malformed frames of faulty peers, read without sockets.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -11,7 +11,7 @@ use super::super::drive::Drive;
 use super::*;
 use crate::transport::{Ticket, TransportError};
 
-/// A connection whose bytes come in pieces of `size`, then end.
+/// A connection that delivers its bytes in pieces of `size`, then ends.
 struct Bytes<'a> {
     rest: RefCell<&'a [u8]>,
     size: usize,
@@ -31,14 +31,14 @@ impl Half for Bytes<'_> {
     }
 }
 
-/// A message as it was heard: its payload, or its length where nobody fetches it.
+/// A received message with its payload, or with its length if the payload was not fetched.
 type Heard = (Header, Result<Vec<u8>, u64>);
 
-/// Fetches payloads that fit a process, and notes everything.
+/// A handler that fetches payloads of limited size and records everything.
 #[derive(Default)]
 struct Ear(Arc<Mutex<Vec<Heard>>>);
 
-/// The largest payload that is fetched.
+/// The largest payload that is fetched, in bytes.
 const MOST: u64 = 1 << 16;
 
 impl Handler for Ear {
@@ -64,7 +64,8 @@ impl Handler for Ear {
     fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }
 
-/// Reads `bytes` as a connection's; returns what was heard and how it ended.
+/// Reads `bytes` as those of a connection; returns the received messages and the reason for the
+/// end.
 fn read(shared: &Arc<Shared>, bytes: &[u8], bulk: bool, size: usize) -> (Vec<Heard>, String) {
     let ear = Ear::default();
     let heard = ear.0.clone();

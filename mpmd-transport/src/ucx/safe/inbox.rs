@@ -1,7 +1,7 @@
-//! What UCX's callbacks leave behind, and the callbacks.
+//! The callbacks for UCX, and the inbox that they write to.
 //!
-//! UCX calls back from within its own functions, on the worker's thread. A callback only writes
-//! down what happened; all else is done after UCX has returned.
+//! UCX calls back from within its own functions, on the worker's thread. A callback only records
+//! the event; everything else is done after UCX has returned.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
@@ -12,39 +12,39 @@ use super::super::sys::{Status, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_ep_
 use super::HEADER_MAX;
 use crate::memory::{OwnedBuffer, Pool, SharedBuffer};
 
-/// What happened, in order.
+/// An event that a callback has recorded.
 pub(super) enum Happened {
     Message {
         id: u32,
         header: ([u8; HEADER_MAX], usize),
         body: Body,
     },
-    /// The operation of this number is over.
+    /// The operation with this number is over.
     Ended(usize, Status),
-    /// The endpoint of this number has failed.
+    /// The endpoint with this number has failed.
     Failed(usize, Status),
 }
 
 /// The bytes of a message.
 pub(in super::super) enum Body {
     Here(SharedBuffer),
-    /// So many bytes lie with the sender.
+    /// This many bytes lie with the sender.
     There(Descriptor, usize),
 }
 
-/// Stands for bytes that lie with a sender. Has to be given back to its worker, which fetches or
-/// discards them.
+/// Stands for bytes that lie with their sender. Must be returned to its worker, which fetches or
+/// discards the bytes.
 pub(in super::super) struct Descriptor(pub(super) NonNull<c_void>);
 
-/// Collects what happens during a call.
+/// Collects the events of a call to UCX.
 pub(super) struct Inbox {
     pub(super) happened: RefCell<Vec<Happened>>,
-    /// Where bytes that came with their message are copied into.
+    /// The pool for copies of bytes that came with their message.
     pub(super) pool: RefCell<Option<Pool>>,
 }
 
 thread_local! {
-    /// The inbox of the call of UCX's that is on this thread's stack.
+    /// The inbox of the current call to UCX on this thread; null outside such calls.
     static CURRENT: Cell<*const Inbox> = const { Cell::new(std::ptr::null()) };
 }
 
@@ -53,7 +53,7 @@ impl Inbox {
         Box::new(Self { happened: RefCell::new(Vec::new()), pool: RefCell::new(None) })
     }
 
-    /// Runs `call`, whose callbacks write into this inbox.
+    /// Runs `call`; its callbacks write into this inbox.
     pub(super) fn during<T>(&self, call: impl FnOnce() -> T) -> T {
         struct Restore(*const Inbox);
         impl Drop for Restore {
@@ -69,18 +69,19 @@ impl Inbox {
 fn with_current(write: impl FnOnce(&Inbox)) {
     let inbox = CURRENT.get();
     if inbox.is_null() {
-        // Every call that can call back is made through `during`.
+        // Every call that can call back runs inside `during`.
         debug_assert!(false, "UCX calls back outside any call");
         return;
     }
-    // SAFETY: `during` has put the pointer there from a reference that lives as long as its call is
-    // on this thread's stack, and takes it away on the way out. Access through it is shared.
+    // SAFETY: `during` sets the pointer from a reference that lives while its call is on this
+    // thread's stack. It restores the old pointer before it returns. All access through it is
+    // shared.
     write(unsafe { &*inbox });
 }
 
 /// # Safety
 ///
-/// Called by UCX.
+/// Called only by UCX.
 pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, number: *mut c_void) {
     with_current(|inbox| {
         inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status))
@@ -90,7 +91,7 @@ pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, numbe
 
 /// # Safety
 ///
-/// Called by UCX.
+/// Called only by UCX.
 pub(super) unsafe extern "C" fn fetched(
     request: *mut c_void,
     status: Status,
@@ -105,7 +106,7 @@ pub(super) unsafe extern "C" fn fetched(
 
 /// # Safety
 ///
-/// Called by UCX.
+/// Called only by UCX.
 pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status: Status) {
     with_current(|inbox| {
         inbox.happened.borrow_mut().push(Happened::Failed(number as usize, status))
@@ -114,8 +115,8 @@ pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status:
 
 /// # Safety
 ///
-/// Called by UCX, with a header and data that are there while it is called, or, for a rendezvous,
-/// with a descriptor that stays until it is given back.
+/// Called only by UCX. The header and the data are valid during the call. For a rendezvous, the
+/// descriptor is valid until it is given back.
 pub(super) unsafe extern "C" fn arrived(
     id: *mut c_void,
     header: *const c_void,
@@ -125,16 +126,16 @@ pub(super) unsafe extern "C" fn arrived(
     param: *const ucp_am_recv_param_t,
 ) -> Status {
     if header_bytes > HEADER_MAX {
-        // Nobody of ours sends that; done with it.
+        // No process of this job sends so long a header; the message is dropped.
         return Status::OK;
     }
     let mut kept = [0; HEADER_MAX];
     if header_bytes > 0 {
-        // SAFETY: UCX says that so many bytes are there.
+        // SAFETY: UCX guarantees that `header_bytes` bytes are readable there.
         let header = unsafe { std::slice::from_raw_parts(header.cast::<u8>(), header_bytes) };
         kept[..header_bytes].copy_from_slice(header);
     }
-    // SAFETY: UCX gives parameters with every message, whose attributes are always set.
+    // SAFETY: UCX passes parameters with every message, and always sets their attributes.
     let attributes = unsafe { (*param).recv_attr };
     let rendezvous = attributes & ucp_am_recv_attr_t::UCP_AM_RECV_ATTR_FLAG_RNDV as u64 != 0;
     let (body, status) = match NonNull::new(data) {
@@ -142,7 +143,7 @@ pub(super) unsafe extern "C" fn arrived(
             (Body::There(Descriptor(descriptor), bytes), Status::IN_PROGRESS)
         }
         Some(data) if bytes > 0 => {
-            // SAFETY: without the flag above, so many bytes are there while this is called.
+            // SAFETY: without the flag above, `bytes` bytes are readable there during this call.
             let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), bytes) };
             let mut copy = None;
             with_current(|inbox| copy = Some(inbox.copy(data)));
@@ -171,7 +172,7 @@ impl Inbox {
 
 fn free(request: *mut c_void) {
     if let Some(request) = NonNull::new(request) {
-        // SAFETY: UCX gives the request that it speaks of, and nobody else keeps it.
+        // SAFETY: UCX passes the request that has ended, and nobody else holds it.
         unsafe { result::request_free(request) };
     }
 }

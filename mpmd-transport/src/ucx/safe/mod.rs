@@ -1,12 +1,13 @@
-//! Who owns what of UCX: a [`Worker`] owns its context, its endpoints, and the memory of all
-//! operations under way.
+//! Ownership of UCX's objects: a [`Worker`] owns its context, its endpoints, and the memory of all
+//! operations in flight.
 //!
-//! A worker lives on one thread and dies there; only its [`Signal`] goes elsewhere. Memory that is
-//! given to an operation comes back with its end, but where that was no good end: then UCX may
-//! still write late, so the memory stays in quarantine until the worker is destroyed. Even that
-//! does not keep a peer out that reads and writes memory of this process by itself, as processes of
-//! one host do, and that was stopped meanwhile: what it was told of is never given back, unless it
-//! has [said](Worker::is_done_with) that it is done.
+//! A worker lives on one thread and is dropped there; only its [`Signal`] goes to other threads.
+//! Memory that is given to an operation comes back when the operation ends well. After a failure
+//! UCX may still write late, so the memory stays in quarantine until the worker is destroyed.
+//!
+//! Even that is not enough for peers that read and write this process's memory directly, as
+//! processes of one host do. Such a peer may have been stopped and go on later. So memory that it
+//! knows of is never freed, unless the peer is [known to be done](Worker::is_done_with).
 
 mod inbox;
 mod slots;
@@ -32,20 +33,21 @@ pub(super) use slots::{Held, OpId};
 /// The longest header of a message, in bytes.
 pub(super) const HEADER_MAX: usize = 80;
 
-/// A large message over sockets takes many steps of UCX's; this many are taken at a time.
+/// Progress calls per turn: over sockets, a large message takes many steps.
 const STEPS: usize = 32;
 
-/// How often a worker that is dropped gives UCX a chance to finish what it has closed.
+/// Most progress calls of a dropped worker, for UCX to finish closing.
 const LAST_TURNS: usize = 1000;
 
-/// What peers may still reach for, for as long as this process lives.
+/// Memory that peers may still access, kept for the life of this process.
 static KEPT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
 
-/// UCX's context; ends when dropped.
+/// UCX's context; `drop` ends it.
 struct Context(NonNull<result::Context>);
 
 impl Context {
-    /// A context for so many processes, with these settings beside those of the user's variables.
+    /// Creates a context for so many processes, with these settings in addition to the user's
+    /// variables.
     fn new(processes: usize, settings: &[(&str, &str)]) -> Result<Self, UcxError> {
         // SAFETY: `Worker::new`, the only caller, has loaded the library; `drop` ends the context.
         unsafe { result::init(processes, settings) }.map(Self)
@@ -54,65 +56,66 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: a worker destroys itself before its context is dropped, and there is none without
-        // one.
+        // SAFETY: a context belongs to a worker, and the worker destroys itself before its context
+        // is dropped.
         unsafe { result::cleanup(self.0) };
     }
 }
 
-/// Names an endpoint of a worker.
+/// The id of an endpoint of a worker.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct EndpointId(usize);
 
 struct Endpoint {
     /// `None` once it is closed.
     raw: Option<NonNull<result::Endpoint>>,
-    /// The peer reaches for no memory of ours any more: it has said so, or is dead.
+    /// True if the peer no longer accesses this process's memory: it has said so, or is dead.
     done: bool,
 }
 
-/// What a worker reports, in the order in which it happened.
+/// An event of a worker. Events are reported in the order in which they happened.
 pub(super) enum Event {
     /// A message arrived.
     Message {
-        /// Its number, as given to [`Worker::send`].
+        /// The message's id, as given to [`Worker::send`].
         id: u32,
-        /// Its header, and how much of it there is.
+        /// The header's bytes, and the length of the header.
         header: ([u8; HEADER_MAX], usize),
-        /// Its bytes.
+        /// The payload.
         body: Body,
     },
-    /// An operation is over. Its memory comes back where it has ended well.
+    /// An operation is over. Its memory comes back if it ended well.
     Ended(OpId, Result<(), UcxError>, Held),
-    /// An endpoint has failed: it has to be closed by force.
+    /// An endpoint has failed and must be closed by force.
     Failed(EndpointId, UcxError),
 }
 
-/// One end of everything: receives messages, sends them over its endpoints.
+/// A UCX worker: receives messages, and sends them over its endpoints.
 pub(super) struct Worker {
     raw: NonNull<result::Worker>,
     signal: Signal,
     inbox: Box<Inbox>,
     slots: Slots,
     endpoints: Vec<Endpoint>,
-    /// Closing under way.
+    /// Requests of endpoints that are being closed.
     closing: Vec<NonNull<c_void>>,
     quarantine: Vec<(EndpointId, Held)>,
-    // After the worker.
+    // Declared last: dropped after the worker.
     context: Context,
-    /// Stays on its thread, which is what UCX is told.
+    /// Keeps the worker on its thread: UCX is told that one thread uses it.
     _here: PhantomData<*mut ()>,
 }
 
 impl Worker {
-    /// A worker on this thread that receives messages of these numbers.
+    /// Creates a worker on this thread that receives messages with these ids.
     pub(super) fn new(
         processes: usize,
         settings: &[(&str, &str)],
         ids: impl IntoIterator<Item = u32>,
     ) -> Result<Self, UcxError> {
         let context = Context::new(processes, settings)?;
-        // SAFETY: the context lives in the worker made below, which is dropped before it.
+        // SAFETY: the context lives in the worker created below, and the worker is destroyed before
+        // it.
         let raw = unsafe { result::worker_create(context.0) }?;
         let worker = Self {
             raw,
@@ -126,19 +129,19 @@ impl Worker {
             _here: PhantomData,
         };
         for id in ids {
-            // SAFETY: the worker was made here, on this thread. The callback needs nothing but what
-            // `Inbox::during` sets, around every call that calls back.
+            // SAFETY: the worker was created here, on this thread. The callback needs nothing but
+            // the pointer that `Inbox::during` sets around every call that calls back.
             unsafe { result::worker_on_message(worker.raw, id, inbox::arrived) }?;
         }
         Ok(worker)
     }
 
-    /// Where bytes that come with their message are copied into.
+    /// Sets the pool for copies of bytes that come with their message.
     pub(super) fn copy_into(&self, pool: Pool) {
         *self.inbox.pool.borrow_mut() = Some(pool);
     }
 
-    /// Whether memory of CUDA devices may be sent and fetched into.
+    /// Returns true if memory of CUDA devices may be sent and fetched into.
     pub(super) fn moves_cuda(&self) -> bool {
         // SAFETY: the context lives as long as its worker.
         let found = unsafe { result::context_moves_cuda(self.context.0) };
@@ -147,39 +150,40 @@ impl Worker {
             .unwrap_or(false)
     }
 
-    /// What others need to reach this worker.
+    /// Returns the address by which other workers connect to this one.
     pub(super) fn address(&self) -> Result<Vec<u8>, UcxError> {
         // SAFETY: the worker is alive.
         unsafe { result::worker_address(self.raw) }
     }
 
-    /// Wakes this worker from other threads.
+    /// Returns a handle that wakes this worker from other threads.
     pub(super) fn signal(&self) -> Signal {
         self.signal.clone()
     }
 
-    /// The descriptor that becomes readable when the worker was armed and has something to do.
+    /// Returns the descriptor that becomes readable when an armed worker has work.
     pub(super) fn descriptor(&self) -> Result<BorrowedFd<'_>, UcxError> {
         // SAFETY: the worker is alive.
         let descriptor = unsafe { result::worker_descriptor(self.raw) }?;
-        // SAFETY: the descriptor is open as long as the worker lives, which the borrow outlasts
-        // not.
+        // SAFETY: the descriptor is open as long as the worker lives, and the borrow ends before
+        // the worker.
         Ok(unsafe { BorrowedFd::borrow_raw(descriptor) })
     }
 
-    /// Prepares for sleep; false where there is something to do first.
+    /// Prepares for sleep. Returns false if there is work to do first.
     pub(super) fn arm(&self) -> Result<bool, UcxError> {
         // SAFETY: the worker is alive and, being bound to its thread, used by no other.
         self.inbox.during(|| unsafe { result::worker_arm(self.raw) })
     }
 
-    /// Lets UCX work for a moment, or until something has happened; true where it did anything.
+    /// Lets UCX work for some steps, or until an event was recorded. Returns true if it did
+    /// anything.
     pub(super) fn progress(&mut self) -> bool {
         self.inbox.during(|| {
             (0..STEPS)
                 .take_while(|_| {
-                    // SAFETY: the worker is alive and used by no other thread; a callback has no
-                    // worker, so none is on the stack.
+                    // SAFETY: the worker is alive and used by no other thread. A callback has no
+                    // worker, so no other progress call is on the stack.
                     let worked = unsafe { result::worker_progress(self.raw) };
                     worked && self.inbox.happened.borrow().is_empty()
                 })
@@ -188,8 +192,8 @@ impl Worker {
         }) || !self.inbox.happened.borrow().is_empty()
     }
 
-    /// Moves what happened since the last time to the end of `events`. Whoever calls has dealt with
-    /// the events of the last time: from here on their operations' names are used again.
+    /// Appends the events since the last call to `events`. The caller has handled all earlier
+    /// events: their operation ids are reused from here on.
     pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
         self.slots.recycle();
         let happened = self.inbox.happened.take();
@@ -226,7 +230,7 @@ impl Worker {
         Held::Nothing
     }
 
-    /// The peer at this endpoint reaches for no memory of this process any more.
+    /// Notes that the peer at this endpoint no longer accesses this process's memory.
     pub(super) fn is_done_with(&mut self, endpoint: EndpointId) {
         self.endpoints[endpoint.0].done = true;
     }
@@ -234,9 +238,10 @@ impl Worker {
     /// Connects to the worker with this address.
     pub(super) fn connect(&mut self, address: &[u8]) -> Result<EndpointId, UcxError> {
         let number = self.endpoints.len();
-        // SAFETY: the worker is alive and used by no other thread. `Address::parse`, where
-        // addresses come from, takes none but those that `address` has given to a process of the
-        // same job, whole and of this version. The callback needs only what `during` sets.
+        // SAFETY: the worker is alive and used by no other thread. Addresses come from
+        // `Address::parse`, which accepts only complete addresses that `address` has given to a
+        // process of the same job and version. The callback needs only the pointer that `during`
+        // sets.
         let raw = self.inbox.during(|| unsafe {
             result::endpoint_create(self.raw, address, inbox::failed, number)
         })?;
@@ -244,11 +249,11 @@ impl Worker {
         Ok(EndpointId(number))
     }
 
-    /// Sends a message; its end is an event. `None` where the endpoint is closed.
+    /// Sends a message; its end is an event. Returns `None` if the endpoint is closed.
     ///
     /// # Panics
     ///
-    /// Where the header is longer than [`HEADER_MAX`].
+    /// If the header is longer than [`HEADER_MAX`].
     pub(super) fn send(
         &mut self,
         endpoint: EndpointId,
@@ -271,9 +276,9 @@ impl Worker {
             prepare(payload.bind());
         }
         let header = &slot.header[..header.len()];
-        // SAFETY: the endpoint is open, and its worker used by no other thread. The slot is boxed
-        // and its payload shared, so both stay where they are, unchanged, until `collect` ends the
-        // slot, after the callback or just below.
+        // SAFETY: the endpoint is open, and no other thread uses its worker. The slot is boxed and
+        // its payload shared. So both stay in place, unchanged, until `collect` ends the slot,
+        // after the callback or just below.
         let started = self.inbox.during(|| unsafe {
             result::message_send(raw, id, header, payload, way, inbox::sent, op.0)
         });
@@ -281,11 +286,11 @@ impl Worker {
         Some(op)
     }
 
-    /// Fetches bytes that lie with the sender into a buffer of that length; its end is an event.
+    /// Fetches `bytes` bytes that lie with the sender into `into`; the end is an event.
     ///
     /// # Panics
     ///
-    /// Where the buffer has another length than the body said.
+    /// If `into` does not have `bytes` bytes.
     pub(super) fn fetch(
         &mut self,
         endpoint: EndpointId,
@@ -304,7 +309,7 @@ impl Worker {
             _ => place(None, || (std::ptr::null_mut(), 0)),
         };
         // SAFETY: the worker is alive and used by no other thread. The descriptor came from its
-        // inbox and is consumed here. The buffer is the slot's alone until `collect` ends it.
+        // inbox and is consumed here. Only the slot has the buffer until `collect` ends it.
         let started = self.inbox.during(|| unsafe {
             result::message_fetch(self.raw, descriptor.0, place, inbox::fetched, op.0)
         });
@@ -313,25 +318,25 @@ impl Worker {
     }
 
     fn note(&self, op: OpId, started: Started) {
-        // The request of what is under way is freed by its callback.
+        // The callback frees the request of an operation in flight.
         if let Started::Over(status) = started {
             self.inbox.happened.borrow_mut().push(Happened::Ended(op.0, status));
         }
     }
 
-    /// Gives up bytes that lie with the sender, which hears that they are not needed.
+    /// Discards bytes that lie with the sender. The sender is told that they are not needed.
     pub(super) fn discard(&mut self, descriptor: Descriptor) {
         // SAFETY: the worker is alive and used by no other thread; the descriptor came from its
         // inbox and is consumed here.
         self.inbox.during(|| unsafe { result::message_discard(self.raw, descriptor.0) });
     }
 
-    /// Closes an endpoint: in order, after what was sent has left, or by force, which ends its
-    /// operations.
+    /// Closes an endpoint: by force, which ends its operations, or in order, after everything sent
+    /// has left.
     pub(super) fn close(&mut self, endpoint: EndpointId, by_force: bool) {
         let Some(raw) = self.endpoints[endpoint.0].raw.take() else { return };
-        // SAFETY: the endpoint was open, its worker is used by no other thread, and nobody finds it
-        // any more.
+        // SAFETY: the endpoint was open, and no other thread uses its worker. It was taken out
+        // above, so nothing uses it again.
         match self.inbox.during(|| unsafe { result::endpoint_close(raw, by_force) }) {
             Started::UnderWay(request) => self.closing.push(request),
             Started::Over(Status::OK | Status::CANCELLED) => {}
@@ -341,36 +346,38 @@ impl Worker {
         }
     }
 
-    /// Whether endpoints are still being closed.
+    /// Returns true if endpoints are still being closed.
     pub(super) fn is_closing(&mut self) -> bool {
         self.closing.retain(|request| {
-            // SAFETY: the request came from UCX, and is freed below at the latest.
+            // SAFETY: the request came from UCX and has not been freed: the lines below free it and
+            // remove it from the list.
             if unsafe { result::request_status(*request) } == Status::IN_PROGRESS {
                 return true;
             }
-            // SAFETY: it is over and leaves the list.
+            // SAFETY: the request is over and leaves the list.
             unsafe { result::request_free(*request) };
             false
         });
         !self.closing.is_empty()
     }
 
-    /// What UCX has found on this machine, in its own words.
+    /// Returns UCX's description of the resources on this machine.
     pub(super) fn resources(&self) -> String {
         // SAFETY: the context lives as long as its worker, and only this thread uses it.
         unsafe { result::context_info(self.context.0) }
     }
 
-    /// What an endpoint uses, in UCX's own words; nothing where it is closed.
+    /// Returns UCX's description of an endpoint's lanes; empty if the endpoint is closed.
     pub(super) fn lanes(&self, endpoint: EndpointId) -> String {
-        // SAFETY: the endpoint is open, and its worker used by no other thread.
+        // SAFETY: the endpoint is open, and no other thread uses its worker.
         self.endpoints[endpoint.0]
             .raw
             .map_or_else(String::new, |raw| unsafe { result::endpoint_info(raw) })
     }
 }
 
-/// Where bytes are: on a device, or else, looked up only then, on the host.
+/// Returns the location of a buffer: on `device`, or, without one, the host memory that `host`
+/// returns.
 fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -> Bytes {
     match device {
         Some(DevicePlace { address, bytes, .. }) => {
@@ -383,8 +390,8 @@ fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -
     }
 }
 
-/// UCX takes a device to be the thread's own; what it makes of a device that cannot be used it says
-/// itself.
+/// Logs that a device could not be made current on this thread, as UCX expects. UCX itself reports
+/// devices that it cannot use.
 fn prepare(bound: std::io::Result<()>) {
     if let Err(error) = bound {
         tracing::debug!(%error, "preparing UCX's thread for memory of a device");
@@ -402,20 +409,20 @@ impl Drop for Worker {
                 break;
             }
         }
-        // From here on nobody else reaches the worker.
+        // From here on no other thread reaches the worker.
         self.signal.0.lock().take();
         for request in self.closing.drain(..) {
-            // SAFETY: the request came from UCX and is used no more.
+            // SAFETY: the request came from UCX and is not used again.
             unsafe { result::request_free(request) };
         }
-        // Descriptors that nobody has given back.
+        // Descriptors that were never given back.
         for happened in self.inbox.happened.take() {
             if let Happened::Message { body: Body::There(descriptor, _), .. } = happened {
                 self.discard(descriptor);
             }
         }
-        // SAFETY: the worker is alive, this is its thread, and the signal has lost it. All memory
-        // of operations is dropped after this: slots, quarantine, inbox.
+        // SAFETY: the worker is alive, this is its thread, and the signal no longer has it. All
+        // memory of operations is dropped after this: slots, quarantine and inbox.
         self.inbox.during(|| unsafe { result::worker_destroy(self.raw) });
         let cut_off = self.quarantine.drain(..).chain(self.slots.drain());
         let kept = cut_off.filter(|(endpoint, held)| {
@@ -425,13 +432,13 @@ impl Drop for Worker {
     }
 }
 
-/// Wakes a worker from any thread, as long as there is one.
+/// Wakes a worker from any thread, as long as the worker exists.
 #[derive(Clone)]
 pub(super) struct Signal(Arc<Mutex<Option<Awake>>>);
 
 struct Awake(NonNull<result::Worker>);
 
-// SAFETY: the pointer is used for `ucp_worker_signal` alone, which any thread may call.
+// SAFETY: the pointer is used for `ucp_worker_signal` only, which any thread may call.
 unsafe impl Send for Awake {}
 
 impl Signal {
@@ -439,7 +446,7 @@ impl Signal {
     pub(super) fn wake(&self) {
         let worker = self.0.lock();
         if let Some(Awake(raw)) = &*worker {
-            // SAFETY: a worker takes itself out of here, under this lock, before it is destroyed.
+            // SAFETY: before a worker is destroyed, it removes itself from here under this lock.
             if let Err(error) = unsafe { result::worker_signal(*raw) } {
                 tracing::debug!(%error, "waking the engine of UCX");
             }

@@ -1,44 +1,43 @@
-//! The memory of operations under way: it stays where it is until UCX has said that it is done with
-//! it.
+//! The memory of operations in flight. It does not move until UCX has reported the operation's end.
 
 use super::{EndpointId, HEADER_MAX};
 use crate::memory::{OwnedBuffer, SharedBuffer};
 
-/// Names an operation until its [`Event::Ended`](super::Event::Ended).
+/// The id of an operation, valid until its [`Event::Ended`](super::Event::Ended).
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(in super::super) struct OpId(pub(super) usize);
 
 impl OpId {
-    /// The number as an index: small, and used again after the operation's end.
+    /// Returns the id as a small index. It is reused after the operation's end.
     pub(in super::super) fn index(self) -> usize {
         self.0
     }
 }
 
-/// What an operation reads from or writes into.
+/// The buffer that an operation reads from or writes into.
 pub(in super::super) enum Held {
     Nothing,
     Sent(SharedBuffer),
     Fetched(OwnedBuffer),
 }
 
-/// An operation under way.
+/// The endpoint and the memory of an operation in flight.
 pub(super) struct Slot {
     pub(super) endpoint: EndpointId,
     pub(super) header: [u8; HEADER_MAX],
     pub(super) held: Held,
 }
 
-/// All operations under way, by number. A number is used again only after whoever asks for events
-/// was told of its operation's end: between the two it still names that one.
+/// All operations in flight, by id. An id is reused only after the caller was told of its
+/// operation's end; until then it still names that operation.
 #[derive(Default)]
 pub(super) struct Slots {
-    // Boxed: a header must not move when the list grows.
+    // Boxed: a header must not move when the vector grows.
     #[allow(clippy::vec_box, reason = "UCX holds pointers into the slots")]
     slots: Vec<Box<Slot>>,
     in_use: Vec<bool>,
     free: Vec<usize>,
-    /// Ended since the last [`Slots::recycle`].
+    /// Ids of operations that have ended since the last [`Slots::recycle`].
     ended: Vec<usize>,
 }
 
@@ -68,19 +67,19 @@ impl Slots {
         &mut self.slots[op.0]
     }
 
-    /// Everything that has not ended.
+    /// Removes and returns the memory of all operations that have not ended.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = (EndpointId, Held)> {
         let slots =
             std::mem::take(&mut self.slots).into_iter().zip(std::mem::take(&mut self.in_use));
         slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
     }
 
-    /// The ends so far were told: their numbers are free.
+    /// Frees the ids of ended operations; the caller has been told of these ends.
     pub(super) fn recycle(&mut self) {
         self.free.append(&mut self.ended);
     }
 
-    /// Ends the operation; `None` where there is none of that number.
+    /// Ends an operation and returns its memory, or `None` if no operation has this id.
     pub(super) fn remove(&mut self, number: usize) -> Option<(EndpointId, Held)> {
         if !self.in_use.get_mut(number).is_some_and(std::mem::take) {
             return None;
@@ -96,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_stay_in_place_while_others_come_and_go() {
+    fn headers_do_not_move_and_ids_are_reused_late() {
         let mut slots = Slots::default();
         let first = slots.insert(EndpointId(0), &[7; 8], Held::Nothing);
         let place = slots.get(first).header.as_ptr();

@@ -1,5 +1,5 @@
-//! The calls that find the driver and its libraries. Nothing here is called twice in a process but
-//! for the three libraries' versions.
+//! Finds the CUDA driver and its libraries. The driver is asked once in a process; the versions of
+//! the other libraries at every call.
 
 use std::panic::{UnwindSafe, catch_unwind};
 use std::sync::OnceLock;
@@ -10,12 +10,12 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use super::super::calls::{self, Answer, DriverError};
 use super::{Attributes, Driver, Gpu, NoCuda, OLDEST, Uuid, Version};
 
-/// The driver for people.
+/// The driver's name in messages.
 const DRIVER: &str = "CUDA driver";
-/// Bytes of the name of a device, at most.
+/// Room for a device's name, in bytes.
 const NAME_BYTES: usize = 256;
 
-/// As [`found`](super::found).
+/// Returns the CUDA driver; see [`found`](super::found).
 pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
     static DRIVER: OnceLock<Result<Driver, NoCuda>> = OnceLock::new();
     let found = DRIVER.get_or_init(|| guarded(self::DRIVER, look));
@@ -23,19 +23,19 @@ pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
 }
 
 fn look() -> Result<Driver, NoCuda> {
-    // SAFETY: loading a library runs its initialisers. These are names of the driver alone, whose
-    // own are made to run in any program; whoever puts another file of such a name into the
-    // loader's way has the process anyway.
+    // SAFETY: loading a library runs its initialisers. Only the driver has these names, and its
+    // initialisers are made to run in any program. A user able to put another file of such a name
+    // into the loader's path controls the process anyway.
     if !unsafe { sys::is_culib_present() } {
         return Err(missing(DRIVER, &["cuda", "nvcuda"]));
     }
-    // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called by
-    // this type.
+    // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called
+    // through this type.
     whole(DRIVER, calls::DRIVER, |name| unsafe {
         sys::culib().get::<unsafe extern "C" fn()>(name).is_ok()
     })?;
     let no_gpu = || NoCuda::NoGpu { visible: variable("CUDA_VISIBLE_DEVICES") };
-    // SAFETY: it takes no more than flags, of which there are none.
+    // SAFETY: its only argument is a number of flags, which must be 0.
     unsafe { calls::cuInit(0) }.result().map_err(|error| match error {
         error if error.is(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
         error => refused("cuInit", error),
@@ -74,7 +74,7 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
         match unsafe { calls::cuDeviceGetAttribute(&raw mut number, attribute, device) }.result() {
             Ok(()) => Ok(u32::try_from(number).unwrap_or(0)),
-            // An attribute that is younger than the driver is one of what the driver cannot do.
+            // An attribute newer than the driver: the driver does not support the feature.
             Err(error) if error.is(sys::CUresult::CUDA_ERROR_INVALID_VALUE) => Ok(0),
             Err(error) => Err(refused("cuDeviceGetAttribute", error)),
         }
@@ -103,18 +103,18 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         .result()
         .map_err(|error| refused("cuDeviceTotalMem", error))?;
     let mut name = [0u8; NAME_BYTES];
-    // SAFETY: the device comes from `cuDeviceGet`, and there is room for as many bytes as is said.
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number of bytes that
+    // is passed.
     unsafe { calls::cuDeviceGetName(name.as_mut_ptr().cast(), NAME_BYTES as i32, device) }
         .result()
         .map_err(|error| refused("cuDeviceGetName", error))?;
     let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version
-    // of the call tells the parts of a divided processor from each other.
+    // of the call distinguishes the parts of a divided device.
     let got = unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) };
     got.result().map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
     Ok(Gpu {
-        // Counted from 0 upwards.
         ordinal: ordinal.unsigned_abs(),
         name: String::from_utf8_lossy(name).into_owned(),
         uuid: Uuid(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])),
@@ -124,12 +124,12 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
     })
 }
 
-/// The driver's own words for an error.
+/// Creates an error with the driver's name and description of it.
 pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
     NoCuda::Refused { what: DRIVER, call, name: error.name(), text: error.text() }
 }
 
-/// As [`nvrtc`](super::nvrtc).
+/// Returns NVRTC's version; see [`nvrtc`](super::nvrtc).
 pub(super) fn nvrtc() -> Result<String, NoCuda> {
     use cudarc::nvrtc::sys;
     const WHAT: &str = "NVRTC";
@@ -152,7 +152,7 @@ pub(super) fn nvrtc() -> Result<String, NoCuda> {
     })
 }
 
-/// As [`cublas`](super::cublas).
+/// Returns cuBLAS's version; see [`cublas`](super::cublas).
 pub(super) fn cublas() -> Result<String, NoCuda> {
     use cudarc::cublas::sys::{self, libraryPropertyType as Property};
     const WHAT: &str = "cuBLAS";
@@ -166,7 +166,7 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
         let has = |name: &[u8]| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() };
         whole(WHAT, &["cublasCreate_v2", "cublasGemmEx", "cublasGemmStridedBatchedEx"], has)?;
         if !has(b"cublasGetProperty") {
-            return Ok("of a version that it does not tell".to_owned());
+            return Ok("of unknown version".to_owned());
         }
         let number = |property: Property| {
             let mut number = 0;
@@ -186,7 +186,7 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
     })
 }
 
-/// As [`nccl`](super::nccl).
+/// Returns NCCL's version; see [`nccl`](super::nccl).
 pub(super) fn nccl() -> Result<String, NoCuda> {
     use super::NCCL as WHAT;
     use crate::device::cuda::{NCCL_NAMES, NCCL_SYMBOLS, nccl_library, nccl_version_of};
@@ -198,7 +198,7 @@ pub(super) fn nccl() -> Result<String, NoCuda> {
             library_path: variable("LD_LIBRARY_PATH"),
         });
     };
-    // SAFETY: names are only looked up: nothing is called by this type.
+    // SAFETY: names are only looked up: nothing is called through this type.
     whole(WHAT, NCCL_SYMBOLS, |name| unsafe {
         library.get::<unsafe extern "C" fn()>(name).is_ok()
     })?;
@@ -206,8 +206,7 @@ pub(super) fn nccl() -> Result<String, NoCuda> {
     number.map(nccl_version).map_err(|error| NoCuda::Broken { what: WHAT, why: error.to_string() })
 }
 
-/// NCCL's way to write a version in a number, as NCCL_VERSION in its header has it since 2.9: 22203
-/// is 2.22.3.
+/// Formats NCCL's number for a version, encoded as in NCCL_VERSION since 2.9: 22203 is 2.22.3.
 fn nccl_version(number: i32) -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
@@ -217,11 +216,11 @@ fn status(what: &'static str, call: &'static str, answer: Answer) -> NoCuda {
         what,
         call,
         name: format!("error {}", answer.0),
-        text: "no more is said".to_owned(),
+        text: "no further details".to_owned(),
     }
 }
 
-/// Fails where a library `has` not all of these functions.
+/// Returns an error if a library lacks some of these functions.
 fn whole(what: &'static str, names: &[&str], has: impl Fn(&[u8]) -> bool) -> Result<(), NoCuda> {
     let lacking = names.iter().filter(|name| !has(name.as_bytes())).map(|name| (*name).to_owned());
     let symbols: Vec<String> = lacking.collect();
@@ -243,8 +242,8 @@ fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// Says a panic of the binding's as an error: it has them where a library went away or lacks a
-/// function.
+/// Converts a panic of the binding to an error. The binding panics if a library has disappeared or
+/// lacks a function.
 fn guarded<T>(
     what: &'static str,
     ask: impl FnOnce() -> Result<T, NoCuda> + UnwindSafe,

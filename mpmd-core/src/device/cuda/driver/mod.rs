@@ -1,9 +1,9 @@
-//! [`Driver`]: what the CUDA driver of this machine shows this process, or why there is none.
+//! [`Driver`]: the CUDA driver of this machine and its devices, or the reason why there is none.
 //!
-//! The libraries are loaded when they are first asked for, so one executable runs with and without
-//! them. `cudarc` panics where a library or one of its functions is missing; [`found`] looks for
-//! both first and says it as an error, so whoever has a [`Driver`] may call everything that
-//! `DRIVER` in `calls` lists.
+//! The libraries are loaded at their first use, so one executable runs with and without them.
+//! `cudarc` panics if a library or one of its functions is missing. [`found`] checks for both first
+//! and returns an error instead. So code that has a [`Driver`] may call all functions that `DRIVER`
+//! in `calls` lists.
 
 #[cfg(feature = "cuda")]
 mod ask;
@@ -12,72 +12,74 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-/// The driver, as this process sees it. It does not change while the process runs.
+/// The CUDA driver, as this process sees it. It does not change while the process runs.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Driver {
-    /// The CUDA version that it knows.
+    /// The newest CUDA version that the driver supports.
     pub version: Version,
-    /// Its graphics processors, by the numbers that it gives them: at least one.
-    /// `CUDA_VISIBLE_DEVICES` hides others, and numbers those that are left.
+    /// The visible graphics processors, in the order of their ordinals; at least one.
+    /// `CUDA_VISIBLE_DEVICES` hides some and numbers the others.
     pub gpus: Vec<Gpu>,
 }
 
 /// A graphics processor.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Gpu {
-    /// The number that the driver gives it in this process.
+    /// The driver's number of the device in this process.
     pub ordinal: u32,
-    /// Its name for people.
+    /// The product name.
     pub name: String,
-    /// The same in every process, whatever number it has there.
+    /// The identity of the device, the same in every process.
     pub uuid: Uuid,
-    /// Its memory, in bytes, whoever uses it.
+    /// Total memory in bytes, used or not.
     pub memory_bytes: u64,
-    /// What it can do, as the version of its architecture.
+    /// The compute capability.
     pub capability: Version,
-    /// What decides how it is used.
+    /// Further properties.
     pub attributes: Attributes,
 }
 
-/// What a graphics processor has and can.
+/// Properties of a graphics processor.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
 pub struct Attributes {
-    /// Streaming multiprocessors.
+    /// The number of streaming multiprocessors.
     pub processors: u32,
-    /// Engines that copy while kernels run: with two, both ways at once.
+    /// The number of engines that copy while kernels run. With two, copies run in both directions
+    /// at once.
     pub copy_engines: u32,
-    /// One range of addresses for the host and all processors, so that an address says where it is.
+    /// True if the host and all devices share one address range, so that an address identifies its
+    /// device.
     pub unified_addressing: bool,
-    /// Other processes can open its memory and its events (IPC).
+    /// True if other processes can open its memory and its events (CUDA IPC).
     pub ipc: bool,
-    /// One process alone may use it, as `nvidia-smi -c EXCLUSIVE_PROCESS` has it.
+    /// True if only one process may use it, as set by `nvidia-smi -c EXCLUSIVE_PROCESS`.
     pub exclusive: bool,
-    /// Nobody may use it for computing.
+    /// True if no process may use it for computing.
     pub prohibited: bool,
-    /// Shares the host's memory; there IPC of memory does not exist.
+    /// True if it shares the host's memory. Such devices have no IPC of memory.
     pub integrated: bool,
-    /// The most shared memory that a block may have where it asks for more than usual, in bytes.
+    /// The most shared memory, in bytes, that a block can request (opt-in limit).
     pub shared_memory_bytes: u32,
 }
 
-/// What a graphics processor is known by in all processes.
+/// The identity of a graphics processor, the same in all processes.
 #[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Uuid(pub [u8; 16]);
 
-/// A version of CUDA or of one of its libraries, or of an architecture.
+/// A version of CUDA, of one of its libraries, or of an architecture.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Version {
-    /// Before the point.
+    /// The number before the point.
     pub major: u32,
-    /// Behind it.
+    /// The number after the point.
     pub minor: u32,
 }
 
-/// Why there is no CUDA here, or not the library of it that was asked for. The environment's fault.
+/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoCuda {
-    /// The program lacks the back end.
+    /// The program was built without the feature `cuda`.
     #[error("no CUDA driver found: this program was built without the feature `cuda`")]
     NotBuilt,
     /// No library of any of these names can be loaded.
@@ -88,64 +90,64 @@ pub enum NoCuda {
         .library_path.as_deref().unwrap_or("not set")
     )]
     NoLibrary {
-        /// What it is for people: `CUDA driver`, `NVRTC`.
+        /// The library's name in messages: `CUDA driver`, `NVRTC`.
         what: &'static str,
-        /// All names that were tried.
+        /// All file names that were tried.
         looked_for: Vec<String>,
-        /// `LD_LIBRARY_PATH`, where it is set.
+        /// The value of `LD_LIBRARY_PATH`, if set.
         library_path: Option<String>,
     },
-    /// The library is there and not whole, or too old for this program.
+    /// The library lacks functions: it is incomplete or too old for this program.
     #[error("no {what} found that can be used: the library here has no {}", .symbols.join(", "))]
     NoSymbols {
-        /// What it is for people.
+        /// The library's name in messages.
         what: &'static str,
-        /// The functions that it lacks.
+        /// The missing functions.
         symbols: Vec<String>,
     },
-    /// The library refuses to work. A kernel module that is missing or of another version says so
-    /// here.
+    /// A function of the library fails. This includes a kernel module that is missing or of another
+    /// version.
     #[error("no {what} found that can be used: {call} fails with {name} ({text})")]
     Refused {
-        /// What it is for people.
+        /// The library's name in messages.
         what: &'static str,
         /// The function that was called.
         call: &'static str,
-        /// The error's name.
+        /// The name of the error.
         name: String,
-        /// The library's words for it.
+        /// The library's description of the error.
         text: String,
     },
-    /// The driver is older than this program can use.
+    /// The driver is older than [`OLDEST`].
     #[error(
         "no CUDA driver found that can be used: the one here is for CUDA {version}, this program \
          needs {OLDEST}"
     )]
     TooOld {
-        /// What the driver knows.
+        /// The CUDA version that the driver supports.
         version: Version,
     },
-    /// The driver works, but has no graphics processor to show.
+    /// The driver works but shows no graphics processor.
     #[error(
         "the CUDA driver shows no graphics processor; CUDA_VISIBLE_DEVICES is {}",
         .visible.as_deref().unwrap_or("not set")
     )]
     NoGpu {
-        /// `CUDA_VISIBLE_DEVICES`, where it is set.
+        /// The value of `CUDA_VISIBLE_DEVICES`, if set.
         visible: Option<String>,
     },
-    /// Looking for it ended in a panic of the binding's.
+    /// The binding `cudarc` panicked while it looked for the library.
     #[error("no {what} found that can be used: {why}")]
     Broken {
-        /// What it is for people.
+        /// The library's name in messages.
         what: &'static str,
-        /// The panic's words.
+        /// The panic message.
         why: String,
     },
 }
 
 impl NoCuda {
-    /// Whether it is NCCL that is missing.
+    /// Returns true if the missing library is NCCL.
     pub(crate) fn is_of_nccl(&self) -> bool {
         match self {
             Self::NoLibrary { what, .. }
@@ -157,17 +159,18 @@ impl NoCuda {
     }
 }
 
-/// NCCL for people.
+/// NCCL's name in messages.
 const NCCL: &str = "NCCL";
 
-/// The oldest driver that is used, as the CUDA version that it knows.
+/// The oldest CUDA version that a driver must support.
 pub const OLDEST: Version = Version { major: 12, minor: 0 };
 
-/// The driver, looked for once in a process. The first call may take seconds: it starts the driver.
+/// Returns the CUDA driver. It is looked for once in a process: the first call starts the driver
+/// and may take seconds. Never panics.
 ///
 /// # Errors
 ///
-/// [`NoCuda`] where there is no driver, none that works, or no graphics processor. Never panics.
+/// If there is no driver, it does not work, or it shows no graphics processor.
 pub fn found() -> Result<&'static Driver, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::driver();
@@ -175,11 +178,11 @@ pub fn found() -> Result<&'static Driver, NoCuda> {
     Err(NoCuda::NotBuilt)
 }
 
-/// The version of NVRTC, the compiler of kernels.
+/// Returns the version of NVRTC, the compiler of kernels.
 ///
 /// # Errors
 ///
-/// [`NoCuda`] where it cannot be loaded or does not work.
+/// If it cannot be loaded or does not work.
 pub fn nvrtc() -> Result<String, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::nvrtc();
@@ -187,11 +190,11 @@ pub fn nvrtc() -> Result<String, NoCuda> {
     Err(NoCuda::NotBuilt)
 }
 
-/// The version of cuBLAS, the products of matrices.
+/// Returns the version of cuBLAS, the library for matrix products.
 ///
 /// # Errors
 ///
-/// [`NoCuda`] where it cannot be loaded or does not work.
+/// If it cannot be loaded or does not work.
 pub fn cublas() -> Result<String, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::cublas();
@@ -199,11 +202,11 @@ pub fn cublas() -> Result<String, NoCuda> {
     Err(NoCuda::NotBuilt)
 }
 
-/// The version of NCCL, the collectives.
+/// Returns the version of NCCL, the library for collectives.
 ///
 /// # Errors
 ///
-/// [`NoCuda`] where it cannot be loaded or does not work.
+/// If it cannot be loaded or does not work.
 pub fn nccl() -> Result<String, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::nccl();
@@ -212,7 +215,7 @@ pub fn nccl() -> Result<String, NoCuda> {
 }
 
 impl Version {
-    /// From CUDA's own way to write it in a number: 12080 is 12.8.
+    /// Converts CUDA's number for a version: 12080 is 12.8.
     pub fn of_number(number: u32) -> Self {
         Self { major: number / 1000, minor: number % 1000 / 10 }
     }
@@ -224,7 +227,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// As `nvidia-smi -L` writes it.
+/// Writes it as `nvidia-smi -L` does.
 impl fmt::Display for Uuid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GPU")?;
@@ -243,25 +246,24 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// As text.
+/// Serialised as text.
 impl Serialize for Version {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// As text.
+/// Serialised as text.
 impl Serialize for Uuid {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// The names that a system is likely to have, and how many others there are.
+/// Lists the names that a Linux system is likely to have, and the number of others.
 fn some_of(names: &[String]) -> String {
-    /// More do not fit on a line.
     const FEW: usize = 4;
-    // Others have the number of a version in the middle, as no library on Linux does.
+    // Names with a version number before `.so` do not exist on Linux.
     let plain = |name: &&String| {
         let stem = name.split_once(".so").map_or(name.as_str(), |(stem, _)| stem);
         !stem.contains(|c: char| c.is_ascii_digit())
@@ -288,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said_with_what_was_looked_for() {
+    fn missing_library_error_lists_names_and_search_path() {
         let names =
             ["libcuda.so", "libcuda64.so", "libcuda64_12.so", "libcuda.so.12", "libcuda.so.1"];
         let none = |library_path: Option<&str>| NoCuda::NoLibrary {
@@ -313,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_twice_finds_the_same_and_never_panics() {
+    fn found_is_repeatable_and_never_panics() {
         assert_eq!(found(), found());
         match found() {
             Ok(driver) => {
@@ -332,7 +334,7 @@ mod tests {
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn a_program_without_the_back_end_says_so() {
+    fn without_the_feature_all_are_not_built() {
         assert_eq!(found(), Err(NoCuda::NotBuilt));
         assert_eq!([nvrtc(), cublas(), nccl()], [const { Err(NoCuda::NotBuilt) }; 3]);
         assert!(NoCuda::NotBuilt.to_string().contains("built without the feature `cuda`"));

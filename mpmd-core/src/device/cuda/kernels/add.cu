@@ -1,13 +1,14 @@
-// Sums of two arrays, element by element, in place: the bits that the host's processors make of them.
+// Element-wise in-place sums of two arrays, with the same bits as on the host.
 //
-// Halves are added as single floats and rounded to the nearest, to even where two are near. They come as their bits,
-// so that no header is needed.
+// Half-precision numbers are added in single precision and rounded to nearest even. They are passed
+// as their bits, so that no header is needed.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-// The first element of a thread, and how many elements on its next is: a grid may have fewer threads than elements.
+// The first element of a thread and the step to its next one. A grid may have fewer threads than
+// elements.
 #define FIRST (blockIdx.x * (u64)blockDim.x + threadIdx.x)
 #define STEP (gridDim.x * (u64)blockDim.x)
 
@@ -27,7 +28,7 @@ static __device__ inline float from_bf16(u16 half) { return float_of((u32)half <
 
 static __device__ inline u16 to_bf16(float value) {
     u32 bits = bits_of(value);
-    // A NaN stays one.
+    // A NaN stays a NaN.
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)((bits >> 16) | 0x40u);
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
@@ -36,10 +37,10 @@ static __device__ inline float from_f16(u16 half) {
     u32 sign = (u32)(half & 0x8000u) << 16;
     u32 exponent = (half >> 10) & 0x1fu;
     u32 mantissa = half & 0x3ffu;
-    // A NaN becomes a quiet one.
+    // A NaN becomes a quiet NaN.
     if (exponent == 31u) return float_of(sign | 0x7f800000u | (mantissa ? 0x400000u | (mantissa << 13) : 0u));
     if (exponent > 0u) return float_of(sign | ((exponent + 112u) << 23) | (mantissa << 13));
-    // Below the least normal number: a multiple of 2^-24, which is exact.
+    // Subnormal: a multiple of 2^-24, which is exact.
     float value = (float)mantissa * float_of(103u << 23);
     return sign ? -value : value;
 }
@@ -58,7 +59,7 @@ static __device__ inline u16 to_f16(float value) {
     if (scaled > 0) {
         half |= (u32)scaled << 10;
     } else {
-        // No normal number: the leading one is one of its bits.
+        // The result is subnormal: the leading one becomes a mantissa bit.
         if (scaled < -10) return (u16)sign;
         whole |= 0x800000u;
         shift = (u32)(14 - scaled);
@@ -66,7 +67,7 @@ static __device__ inline u16 to_f16(float value) {
     half |= whole >> shift;
     u32 rest = whole & ((1u << shift) - 1u);
     u32 middle = 1u << (shift - 1u);
-    // What is carried over goes on into the exponent, and from the largest number to infinity.
+    // A carry goes into the exponent, and from the largest number to infinity.
     if (rest > middle || (rest == middle && (half & 1u))) half += 1u;
     return (u16)half;
 }

@@ -1,4 +1,4 @@
-//! The functions of NCCL, looked for once; and what it answers.
+//! Loads NCCL's functions once, and converts its status codes, dtypes and reductions.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -10,22 +10,21 @@ use super::super::error::CudaError;
 use crate::device::collective::Reduce;
 use mpmd_layout::aval::DType;
 
-/// It went well.
+/// The status of a successful call.
 pub(super) const SUCCESS: u32 = 0;
-/// It goes on by itself; the communicator knows how it ends.
+/// The status of a call that continues in the background. The communicator reports its result.
 pub(super) const IN_PROGRESS: u32 = 7;
 
-/// Declares functions of NCCL: their names, for who looks whether they are there, and where they
-/// are.
+/// Declares functions of NCCL: a list of their names and a struct of function pointers.
 ///
-/// Not `cudarc`'s own, which panic where one is missing, and read answers as one of those that
-/// their version of NCCL has: a younger library may give others.
+/// It replaces `cudarc`'s functions, which panic if one is missing. They also read a status as an
+/// enumeration of their own NCCL version, but a newer library may return other values.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {
-        /// Functions without which NCCL is not used.
+        /// Functions that NCCL must have.
         pub(crate) const SYMBOLS: &[&str] = &["ncclGetVersion", $(stringify!($name)),*];
 
-        /// Where they are.
+        /// The function pointers.
         #[expect(non_snake_case, reason = "NCCL's own names")]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument: $type),*) -> $answer,)*
@@ -34,7 +33,7 @@ macro_rules! functions {
         fn load() -> Result<Functions, CudaError> {
             let missing = |why: String| CudaError::new(DOING, "", why);
             super::super::driver::nccl().map_err(|error| missing(error.to_string()))?;
-            let library = library().ok_or_else(|| missing("it is not there".to_owned()))?;
+            let library = library().ok_or_else(|| missing("the library cannot be loaded".to_owned()))?;
             // SAFETY: their types are those of `cudarc`'s bindings, but for the answers, which are
             // numbers.
             unsafe {
@@ -84,25 +83,24 @@ functions! {
     fn ncclGetLastError(communicator: ncclComm_t) -> *const c_char;
 }
 
-/// Under which names it is looked for. `cudarc` knows only the second, which comes with NCCL's
-/// headers.
+/// The file names that are tried. `cudarc` knows only the second, which comes with NCCL's headers.
 pub(crate) const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// NCCL's library, loaded when it is first asked for; `None` where there is none.
+/// Returns NCCL's library, loaded at the first call. `None` if there is none.
 pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
-    // SAFETY: loading a library runs its initialisers. These are names of NCCL's alone, whose own
-    // are made to run in any program; whoever puts another file of such a name into the loader's
-    // way has the process anyway.
+    // SAFETY: loading a library runs its initialisers. Only NCCL has these names, and its
+    // initialisers are made to run in any program. A user able to put another file of such a name
+    // into the loader's path controls the process anyway.
     let load = || NAMES.into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
     LIBRARY.get_or_init(load).as_ref()
 }
 
-/// The number by which NCCL says its version.
+/// Returns NCCL's version as its number: 22203 is 2.22.3.
 pub(crate) fn version(library: &Library) -> Result<i32, CudaError> {
     let refused = |why: String| CudaError::new("asking NCCL for its version", "", why);
     let mut number = 0;
-    // SAFETY: so it is in NCCL's header; it writes one number, for which there is room.
+    // SAFETY: the type is that of NCCL's header; it writes one number, for which there is room.
     let answer = unsafe {
         let ask = library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"ncclGetVersion");
         ask.map_err(|error| refused(error.to_string()))?(&raw mut number)
@@ -110,25 +108,25 @@ pub(crate) fn version(library: &Library) -> Result<i32, CudaError> {
     if answer == SUCCESS { Ok(number) } else { Err(refused(name(answer))) }
 }
 
-/// What is being done where NCCL is looked for.
+/// The operation named in errors of loading NCCL.
 const DOING: &str = "making NCCL ready";
 
-/// NCCL's functions.
+/// Returns NCCL's functions, loaded at the first call.
 ///
 /// # Errors
 ///
-/// Where there is no NCCL, or one that lacks some of them.
+/// If NCCL is missing or lacks some of them.
 pub(super) fn functions() -> Result<&'static Functions, CudaError> {
     static FUNCTIONS: OnceLock<Result<Functions, CudaError>> = OnceLock::new();
     FUNCTIONS.get_or_init(load).as_ref().map_err(CudaError::clone)
 }
 
 impl Functions {
-    /// Fails where NCCL has answered with an error; what goes on by itself is none.
+    /// Returns an error if a status is one. A call that continues in the background is no error.
     ///
     /// # Safety
     ///
-    /// The communicator is alive, or null.
+    /// The communicator must be alive, or null.
     pub(super) unsafe fn check(
         &self,
         doing: &str,
@@ -154,7 +152,7 @@ impl Functions {
     }
 }
 
-/// The name of an answer, as in NCCL's header.
+/// Returns the name of a status, as in NCCL's header.
 fn name(answer: u32) -> String {
     const NAMES: [&str; 9] = [
         "ncclSuccess",
@@ -172,7 +170,7 @@ fn name(answer: u32) -> String {
         .map_or_else(|| format!("NCCL error {answer}"), |name| (*name).to_owned())
 }
 
-/// NCCL's number for a dtype; others than these are not given to it.
+/// Returns NCCL's number for a dtype. `None` if NCCL does not have it.
 pub(super) fn data_type(dtype: DType) -> Option<u32> {
     use cudarc::nccl::sys::ncclDataType_t as Type;
     let found = match dtype {
@@ -191,7 +189,7 @@ pub(super) fn data_type(dtype: DType) -> Option<u32> {
     Some(found as u32)
 }
 
-/// NCCL's number for a reduction.
+/// Returns NCCL's number for a reduction.
 pub(super) fn operation(reduce: Reduce) -> u32 {
     use cudarc::nccl::sys::ncclRedOp_t as Operation;
     let operation = match reduce {
@@ -207,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_goes_by_nccl_has_a_number_there_and_nothing_else() {
+    fn data_type_numbers_exist_exactly_for_nccl_dtypes() {
         use DType::*;
         for dtype in [Bool, I8, I16, I32, I64, U8, U16, U32, U64, Bf16, F16, F32, F64, C64, C128] {
             assert_eq!(data_type(dtype).is_some(), crate::kernel::nccl_has(dtype), "{dtype}");
@@ -217,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_have_names_also_those_of_younger_libraries() {
+    fn unknown_statuses_are_named_by_number() {
         assert_eq!(
             (name(5), name(42)),
             ("ncclInvalidUsage".to_owned(), "NCCL error 42".to_owned())

@@ -1,16 +1,16 @@
-//! Communicators of NCCL: what devices work together by.
+//! NCCL communicators for groups of devices.
 //!
-//! A communicator is made when a group of devices first works together, and kept until the runtime
-//! ends. All of them are *non-blocking*: no call of NCCL's waits for other ranks, and what a call
-//! began goes on by itself while its caller looks, asleep in between, how it ends, and whether it
-//! still can.
+//! A communicator is created when a group of devices first works together, and kept until the
+//! runtime ends. All are *non-blocking*: no NCCL call waits for other ranks. The caller polls,
+//! sleeping in between, until the call has finished in the background, or can no longer finish.
 //!
-//! Work of a communicator waits on the device for that of the other ranks. NCCL does not say when
-//! one of those is no more, so whoever hears of it [gives up](Communicators::give_up) all
-//! communicators: they are aborted, and the streams go on, past work that has not been done. Who
-//! issued it asks each communicator at its end whether it [was given up](Communicator::given_up).
-//! Aborting may wait for the device, so each has a thread for it: one may be stuck behind the work
-//! of another.
+//! On the device, work of a communicator waits for the other ranks. NCCL does not report that a
+//! rank has died. When this process learns of it, it [gives up](Communicators::give_up) all
+//! communicators: they are aborted, and the streams skip the unfinished work. So at the end of a
+//! call, its issuer asks each communicator if it [was given up](Communicator::given_up).
+//!
+//! Each abort has its own thread, because it may wait for the device behind another communicator's
+//! work.
 
 pub(super) mod library;
 
@@ -34,10 +34,10 @@ use super::{CommunicatorId, Joint, NotJoined};
 use crate::device::collective::CollectiveKind;
 use mpmd_layout::topology::DeviceId;
 
-/// The first pause between two looks at what goes on by itself, and the longest.
+/// The first and the longest pause between two polls.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
-/// How long who cannot go on waits for the communicator to be gone, so that nothing more of it
-/// comes to the stream.
+/// The time to wait for an abort to finish after a communicator was given up. Until then NCCL may
+/// still add work to the stream.
 const UNTIL_GONE: Duration = Duration::from_secs(2);
 
 /// A process's communicators.
@@ -49,19 +49,19 @@ pub(crate) struct Communicators {
 
 #[derive(Default)]
 struct State {
-    /// By the group's devices, in order, and the rank among them: several may be of this process.
+    /// Keyed by the group's devices, in order, and the rank. Several ranks may be in this process.
     open: HashMap<(Vec<DeviceId>, usize), Arc<Communicator>>,
     given_up: Option<Arc<Failure>>,
-    /// Those that are being aborted, or were.
+    /// Communicators that are being aborted or were aborted.
     leaving: Vec<Arc<Communicator>>,
 }
 
-/// A device's place in a group that works together.
+/// One rank of an NCCL communicator.
 pub(crate) struct Communicator {
     functions: &'static Functions,
     context: Arc<Context>,
     rank: usize,
-    /// None before it is made and after it was ended.
+    /// `None` before it is created and after it was ended.
     raw: Mutex<Option<Raw>>,
     given_up: OnceLock<Arc<Failure>>,
     is_gone: Mutex<bool>,
@@ -71,22 +71,22 @@ pub(crate) struct Communicator {
 #[derive(Clone, Copy)]
 struct Raw(sys::ncclComm_t);
 
-// SAFETY: a communicator may be used by any thread, by one at a time, which the lock around it sees
-// to.
+// SAFETY: a communicator may be used by any thread, but by one at a time, which the lock around it
+// ensures.
 unsafe impl Send for Raw {}
 
-/// What a group of devices knows its communicators by, before they are made.
+/// Returns a new id, by which a group of devices creates its communicators.
 ///
 /// # Errors
 ///
-/// Where there is no NCCL, or it finds no network.
+/// If NCCL is missing or finds no network.
 pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
     let functions = functions()?;
     let mut id = sys::ncclUniqueId { internal: [0; 128] };
     // SAFETY: there is room for the id.
     unsafe {
         functions.check(
-            "beginning a group of NCCL's",
+            "creating an NCCL group id",
             (functions.ncclGetUniqueId)(&raw mut id),
             NONE,
         )?
@@ -97,11 +97,11 @@ pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
 const NONE: sys::ncclComm_t = std::ptr::null_mut();
 
 impl Communicators {
-    /// The communicator of a rank of these devices; `None` where it was not made yet.
+    /// Returns the communicator of a rank of these devices. `None` if it was not created yet.
     ///
     /// # Errors
     ///
-    /// Where all were given up.
+    /// If all communicators were given up.
     pub(crate) fn find(
         &self,
         devices: &[DeviceId],
@@ -114,13 +114,13 @@ impl Communicators {
         }
     }
 
-    /// Makes the communicator of a rank of these devices, which all others of the group do too;
-    /// waits for that. The device's context is this thread's current one.
+    /// Creates the communicator of a rank of these devices. Blocks until every rank of the group
+    /// has done so. The device's context must be current.
     ///
     /// # Errors
     ///
-    /// Where NCCL refuses, the others do not come until the deadline, or all are given up
-    /// meanwhile.
+    /// If NCCL fails, the other ranks do not come until the deadline, or all communicators are
+    /// given up meanwhile.
     pub(crate) fn open(
         &self,
         gpu: &Gpu,
@@ -142,16 +142,16 @@ impl Communicators {
             if let Some(failure) = &state.given_up {
                 return Err(NotJoined::GivenUp(failure.clone()));
             }
-            // Known before there is anything to wait for, so that it is given up with the others.
+            // Registered before the wait, so that `give_up` reaches it.
             state.open.insert((devices.to_vec(), rank), made.clone());
         }
         made.begin(devices.len(), id)?;
-        made.until_done("joining a group of NCCL's", deadline)?;
+        made.until_done("creating an NCCL communicator", deadline)?;
         Ok(made)
     }
 
-    /// Nothing that waits for others will end: all communicators are aborted, by threads of their
-    /// own, and there will be no others. Never blocks.
+    /// Aborts all communicators, each on a thread of its own, and refuses new ones. Called when a
+    /// rank has died, because work that waits for it would never end. Never blocks.
     pub(crate) fn give_up(&self, why: &Arc<Failure>) {
         let open = {
             let mut state = self.state.lock();
@@ -161,16 +161,16 @@ impl Communicators {
             open
         };
         for communicator in open {
-            // Once: those that are open were not given up before.
+            // Set only once: open communicators were not given up before.
             let _ = communicator.given_up.set(why.clone());
             in_a_thread("nccl-abort", move || communicator.end(|raw| communicator.abort(raw)));
         }
     }
 
-    /// What went wrong with one of them, by NCCL's own account, unless all were given up.
+    /// Returns the first error that NCCL reports for an open communicator.
     pub(crate) fn look(&self) -> Option<CudaError> {
         let open: Vec<_> = self.state.lock().open.values().cloned().collect();
-        // Whoever has it locked is told.
+        // A locked communicator is skipped: the thread that holds it gets the error.
         let states = open.iter().filter_map(|communicator| {
             let raw = communicator.raw.try_lock()?;
             communicator.state("working by NCCL", (*raw)?).err()
@@ -178,13 +178,13 @@ impl Communicators {
         states.into_iter().next()
     }
 
-    /// Whether nobody looks after them yet; from now on the caller does.
+    /// Returns true at the first call. Then the caller must start to watch the communicators.
     pub(crate) fn are_to_be_watched(&self) -> bool {
         !self.is_watched.swap(true, Ordering::Relaxed)
     }
 
-    /// Ends all communicators that were not given up: their work is over, and so is the others'.
-    /// Waits for the ends of all so long at most, then leaves them to their threads.
+    /// Ends all communicators that were not given up. Their work must be over on all ranks. Blocks
+    /// for at most `within`; communicators still open then are left to their threads.
     pub(crate) fn close(&self, within: Duration) {
         let (open, mut closing) = {
             let mut state = self.state.lock();
@@ -193,28 +193,29 @@ impl Communicators {
         let deadline = Instant::now() + within;
         for communicator in open.into_values() {
             closing.push(communicator.clone());
-            // All at once: NCCL may have the ranks of a host wait for each other.
+            // In parallel: NCCL may make the ranks of one host wait for each other.
             in_a_thread("nccl-close", move || {
                 communicator.end(|raw| communicator.close(raw, deadline))
             });
         }
         for communicator in closing {
             if !communicator.wait_until_gone(deadline) {
-                tracing::debug!("a communicator of NCCL's did not end in time");
+                tracing::debug!("an NCCL communicator did not end in time");
             }
         }
     }
 }
 
 impl Communicator {
-    /// Why its work may not have been done, though the device has come past it.
+    /// Returns the failure because of which it was given up. Then its work may be undone although
+    /// the device has passed it.
     pub(crate) fn given_up(&self) -> Option<&Arc<Failure>> {
         self.given_up.get()
     }
 
-    /// Begins to make it.
+    /// Starts to create it, without waiting for the other ranks.
     fn begin(&self, ranks: usize, id: &CommunicatorId) -> Result<(), NotJoined> {
-        const DOING: &str = "joining a group of NCCL's";
+        const DOING: &str = "creating an NCCL communicator";
         let mut held = self.raw.lock();
         self.still_joined()?;
         let number = |number: usize| {
@@ -236,32 +237,32 @@ impl Communicator {
             );
             self.functions.check(DOING, answer, raw)
         };
-        // What has failed may have left one all the same.
+        // A failed call may still have created one.
         *held = (raw != NONE).then_some(Raw(raw));
         Ok(begun?)
     }
 
-    /// Issues work to a stream, of the device whose context is current. It is not all there before
-    /// [`until_done`](Self::until_done) says so.
+    /// Issues a collective to a stream of the device with the current context. NCCL may still be
+    /// issuing in the background until [`until_done`](Self::until_done) returns.
     ///
     /// # Errors
     ///
-    /// Where NCCL refuses, or the communicator was given up.
+    /// If NCCL fails or the communicator was given up.
     pub(crate) fn issue(&self, stream: &Stream, joint: &Joint<'_>) -> Result<(), NotJoined> {
         let held = self.held()?;
         let Some(Raw(raw)) = *held else { return Err(self.is_over()) };
         let Joint { kind, dtype, elements, ranks, from, to } = *joint;
         let doing = || format!("{} by NCCL", kind.verb());
         let Some(dtype_number) = data_type(dtype) else {
-            return Err(CudaError::new(doing(), "", format!("it has no {dtype} values")).into());
+            return Err(CudaError::new(doing(), "", format!("NCCL has no dtype {dtype}")).into());
         };
         let functions = self.functions;
         let stream = stream.handle().cast();
         let (source, target) = (at(from, 0), at(to, 0));
-        // Sizes were checked where the collective was called: both places have as many elements as
-        // it takes. SAFETY: the communicator is alive and held by this thread, the stream of its
-        // device and alive. The places are memory of the device, as long as NCCL makes of the
-        // number of elements, and stay until the stream is past this.
+        // Sizes were checked where the collective was called: both places have the number of
+        // elements that it needs. SAFETY: the communicator is alive and held by this thread, the
+        // stream of its device and alive. The places are memory of the device, as long as NCCL
+        // makes of the number of elements, and stay until the stream is past this.
         let answer = unsafe {
             match kind {
                 CollectiveKind::AllReduce(reduce) => {
@@ -292,7 +293,7 @@ impl Communicator {
                     (functions.ncclAllGather)(source, target, elements, dtype_number, raw, stream)
                 }
                 CollectiveKind::Broadcast(root) => {
-                    // A rank, of which there are as many as NCCL's numbers reach.
+                    // NCCL counts ranks as `c_int`, so it fits.
                     let root = *root as c_int;
                     (functions.ncclBroadcast)(
                         source,
@@ -355,7 +356,7 @@ impl Communicator {
         unsafe { functions.check(&doing(), answer, raw) }.map_err(NotJoined::from)
     }
 
-    /// Makes several calls as one piece of work, none of which comes without the others.
+    /// Makes several NCCL calls as one group, which NCCL issues together.
     ///
     /// # Safety
     ///
@@ -375,11 +376,11 @@ impl Communicator {
         worse(called, unsafe { (self.functions.ncclGroupEnd)() })
     }
 
-    /// Waits until what was begun is done: asleep, and no longer than until the deadline.
+    /// Waits until the background work of the last call is done, sleeping between polls.
     ///
     /// # Errors
     ///
-    /// Where it failed, did not end, or the communicator is given up meanwhile.
+    /// If it failed, did not end before the deadline, or the communicator was given up meanwhile.
     pub(crate) fn until_done(&self, doing: &str, deadline: Instant) -> Result<(), NotJoined> {
         let [mut pause, longest] = PAUSES;
         loop {
@@ -399,7 +400,7 @@ impl Communicator {
         }
     }
 
-    /// How it is with what was begun: done or not.
+    /// Returns the status of the background work: `SUCCESS` or `IN_PROGRESS`.
     fn state(&self, doing: &str, Raw(raw): Raw) -> Result<u32, CudaError> {
         let mut state = SUCCESS;
         // SAFETY: it is alive, as its lock is held, and there is room for the number.
@@ -418,18 +419,17 @@ impl Communicator {
         }
     }
 
-    /// The communicator, for this thread alone.
+    /// Locks the communicator. If it was given up, waits until it is gone and fails.
     fn held(&self) -> Result<MutexGuard<'_, Option<Raw>>, NotJoined> {
         if let Err(error) = self.still_joined() {
-            // What NCCL has begun may still come to the stream: not behind what the caller does
-            // next.
+            // Until it is gone, NCCL may add work to the stream behind the caller's next work.
             self.wait_until_gone(Instant::now() + UNTIL_GONE);
             return Err(error);
         }
         Ok(self.raw.lock())
     }
 
-    /// Why there is nothing any more.
+    /// Returns the reason why the communicator no longer exists.
     fn is_over(&self) -> NotJoined {
         match self.still_joined() {
             Err(given_up) => given_up,
@@ -437,11 +437,11 @@ impl Communicator {
         }
     }
 
-    /// Takes it from whoever would use it and has it ended.
+    /// Takes the communicator from all users and calls `end` with it.
     fn end(&self, end: impl FnOnce(Raw)) {
         let raw = self.raw.lock().take();
         if let Some(raw) = raw {
-            // Where the device has failed NCCL says so too.
+            // If the device has failed, NCCL reports the error itself.
             let _ = self.context.bind();
             end(raw);
         }
@@ -456,20 +456,20 @@ impl Communicator {
     }
 
     fn abort(&self, Raw(raw): Raw) {
-        // SAFETY: it is alive, and was taken from where others would use it.
+        // SAFETY: it is alive, and no other thread can reach it any more.
         let aborted = unsafe {
             self.functions.check("leaving NCCL", (self.functions.ncclCommAbort)(raw), NONE)
         };
         if let Err(error) = aborted {
-            tracing::debug!(%error, "giving up a communicator");
+            tracing::debug!(%error, "aborting an NCCL communicator");
         }
     }
 
-    /// Ends it in order, or without where it does not come to an end.
+    /// Finalises and destroys it. Aborts it if it does not finish until the deadline.
     fn close(&self, held: Raw, deadline: Instant) {
         const DOING: &str = "leaving NCCL";
         let Raw(raw) = held;
-        // SAFETY: it is alive, and was taken from where others would use it.
+        // SAFETY: it is alive, and no other thread can reach it any more.
         let mut is_over =
             unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
                 .and_then(|()| self.state(DOING, held));
@@ -484,12 +484,12 @@ impl Communicator {
         let closed =
             unsafe { self.functions.check(DOING, (self.functions.ncclCommDestroy)(raw), NONE) };
         if let Err(error) = closed {
-            tracing::debug!(%error, "closing a communicator");
+            tracing::debug!(%error, "closing an NCCL communicator");
         }
     }
 }
 
-/// What of two answers says more: an error before anything else.
+/// Returns the more severe of two statuses: an error, else `IN_PROGRESS`, else `SUCCESS`.
 fn worse(one: u32, other: u32) -> u32 {
     match (one, other) {
         (SUCCESS, other) => other,
@@ -499,31 +499,31 @@ fn worse(one: u32, other: u32) -> u32 {
     }
 }
 
-/// An address of a device's memory, as NCCL takes it.
+/// Returns a device address, `skip` bytes on, as a pointer.
 fn at(place: DevicePlace, skip: usize) -> *mut std::ffi::c_void {
     std::ptr::with_exposed_provenance_mut(place.address as usize + skip)
 }
 
-/// Non-blocking; for the rest as NCCL likes. Filled as far as NCCL 2.14 knew it, and said to be of
-/// that: what it has not, younger libraries set by themselves.
+/// Returns a non-blocking configuration, otherwise with NCCL's defaults. It has only the fields of
+/// NCCL 2.14 and says so; newer libraries use defaults for the rest.
 fn config() -> sys::ncclConfig_t {
-    /// What C makes of the length: a multiple of that of the first field.
+    /// The C size of the structure in that version: rounded up to the alignment of the first field.
     const BYTES: usize = (std::mem::offset_of!(sys::ncclConfig_t, blocking) + size_of::<c_int>())
         .next_multiple_of(size_of::<usize>());
-    // SAFETY: it is of numbers and pointers, for all of which zeros are valid.
+    // SAFETY: all fields are numbers and pointers, for which zeros are valid.
     let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
     config.size = BYTES;
     config.magic = 0xcafe_beef;
     config.version = 21_400;
     config.blocking = 0;
-    // Within the length, and of no meaning in that version: not said.
+    // Within that size as padding, but not a field of that version. Marked as undefined.
     config.cgaClusterSize = c_int::MIN;
     config
 }
 
 fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     if let Err(error) = std::thread::Builder::new().name(name.to_owned()).spawn(work) {
-        tracing::warn!(%error, "starting a thread that ends a communicator of NCCL's");
+        tracing::warn!(%error, "cannot start the thread that ends an NCCL communicator");
     }
 }
 
@@ -535,7 +535,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_count_for_more_than_what_goes_on() {
+    fn errors_are_worse_than_work_in_progress() {
         assert_eq!(
             [worse(0, 7), worse(7, 0), worse(7, 5), worse(3, 5), worse(0, 0)],
             [7, 7, 5, 3, 0]
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_is_that_of_the_first_version_that_does_not_block() {
+    fn configuration_is_non_blocking_in_the_2_14_layout() {
         let config = config();
         assert_eq!(
             (config.size, config.magic, config.version, config.blocking),
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_joins_a_group_once_all_were_given_up() {
+    fn no_communicator_is_found_after_give_up() {
         let all = Communicators::default();
         assert!(all.find(&[DeviceId(0), DeviceId(1)], 0).is_ok_and(|found| found.is_none()));
         let why = Arc::new(Failure::new(FailureKind::PeerLost, ProcessId(1), 3, "it is gone"));
