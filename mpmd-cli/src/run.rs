@@ -44,7 +44,7 @@ pub(crate) struct Run {
     device: Option<String>,
     /// The peer timeout: the longest time that a process waits for another
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
-    patience: Duration,
+    peer_timeout: Duration,
     /// The time that the other processes have to end after one has failed
     #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
     grace: Duration,
@@ -96,7 +96,7 @@ impl Run {
             .transport(self.transport)
             .devices_per_process(self.devices_per_process.map(|devices| devices as usize))
             .device(self.device)
-            .patience(self.patience)
+            .peer_timeout(self.peer_timeout)
             .grace(self.grace)
             .prefix(!self.no_prefix)
             .run()?;

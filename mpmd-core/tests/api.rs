@@ -49,11 +49,12 @@ impl Kernel for Sum {
 /// Runs a whole job. Returns the agreed value and the last array's values.
 fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     let stages = p.mesh(&[("stage", 4), ("x", 2)])?.split("stage")?;
-    let planning = p.is_planning();
-    let mut x = p.make(f32s([8]), &stages[0].sharding(spec!["x"]), move |_, mut view| {
-        assert!(!planning, "nothing is made in a plan");
-        Ok(view.fill(1.0f32)?)
-    })?;
+    let planning = p.is_dry_run();
+    let mut x =
+        p.array_from_fn(f32s([8]), &stages[0].sharding(spec!["x"]), move |_, mut view| {
+            assert!(!planning, "nothing is made in a plan");
+            Ok(view.fill(1.0f32)?)
+        })?;
     for stage in stages.iter().cycle().take(12) {
         let sum = p.jit(Sum).on(stage).outputs(stage.sharding(spec!["x"])).build()?;
         x = p.device_put(&x, stage.sharding(spec!["x"]))?;
@@ -63,7 +64,7 @@ fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     }
     let whole = stages[3].replicated();
     let x = p.device_put(&x, whole)?;
-    let agreed = p.agree(ProcessId(0), 7, || Ok(8))?;
+    let agreed = p.broadcast_value(ProcessId(0), 7, || Ok(8))?;
     let values = x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?;
     Ok((agreed, values))
 }
@@ -72,8 +73,8 @@ fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
 fn dry_run_executes_a_whole_program_without_data() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4, 8] {
-        let mut p = Program::builder().devices(8).spectator(processes).unwrap();
-        assert!(p.is_planning() && p.processes() == processes);
+        let mut p = Program::builder().devices(8).dry_run(processes).unwrap();
+        assert!(p.is_dry_run() && p.processes() == processes);
         assert!(p.topology().devices_of(p.process()).is_empty(), "it owns nothing");
         let (agreed, values) = job(&mut p).unwrap();
         assert_eq!((agreed, values), (7, None), "the value for plans, and nothing to read");
@@ -103,7 +104,7 @@ fn dry_run_executes_a_whole_program_without_data() {
 #[test]
 fn dry_run_may_be_dropped() {
     let _limit = watchdog(60);
-    let mut p = Program::builder().spectator(3).unwrap();
+    let mut p = Program::builder().dry_run(3).unwrap();
     let mesh = p.mesh(&[("x", 3)]).unwrap();
     let _x = p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated()).unwrap();
     drop(p);

@@ -46,7 +46,7 @@ fn assert_contains(texts: &[String], expected: &[&str]) {
 
 #[track_caller]
 fn ones(p: &mut Program, shape: &[usize], to: &Sharding) -> Result<MpmdArray> {
-    p.make(f32s(shape), to, |_, mut view| Ok(view.fill(1.0f32)?))
+    p.array_from_fn(f32s(shape), to, |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
 #[test]
@@ -63,13 +63,13 @@ fn shardings_that_do_not_fit_are_refused() {
             refused!(p, p.device_put(&x, mesh.sharding(spec![None, "x"]))),
             refused!(p, p.device_put(&x, mesh.sharding(spec!["z"]))),
             refused!(p, p.device_put(&x, mesh.sharding(spec![("x", "x")]))),
-            refused!(p, p.make(f32s([4, 2]), &mesh.sharding(spec!["x", "x"]), fill)),
-            refused!(p, p.make(f32s([3]), &mesh.sharding(spec!["x"]), fill)),
+            refused!(p, p.array_from_fn(f32s([4, 2]), &mesh.sharding(spec!["x", "x"]), fill)),
+            refused!(p, p.array_from_fn(f32s([3]), &mesh.sharding(spec!["x"]), fill)),
             refused!(p, p.device_put(&MpmdArray::scalar(1u8), mesh.sharding(spec!["x"]))),
             refused!(p, same.call(p, vec![x.clone()])),
             refused!(p, p.device_put(&x, Sharding::single_device(DeviceId(2)))),
             refused!(p, p.device_put(&x, foreign.replicated())),
-            refused!(p, p.make(f32s([4]), &foreign.sharding(spec!["x"]), fill)),
+            refused!(p, p.array_from_fn(f32s([4]), &foreign.sharding(spec!["x"]), fill)),
         ])
     });
     let expected = [
@@ -156,10 +156,10 @@ fn invalid_shards_are_refused() {
         Ok(vec![
             refused!(p, p.device_put(&x, Sharding::chunk(2, devices([0, 1]))?)),
             refused!(p, p.device_put(&x, Sharding::chunk(0, devices([0, 7]))?)),
-            refused!(p, p.make(f32s([]), &Sharding::chunk(0, devices([0, 1]))?, fill)),
+            refused!(p, p.array_from_fn(f32s([]), &Sharding::chunk(0, devices([0, 1]))?, fill)),
             refused!(p, p.device_put(&x, &diagonal)),
-            refused!(p, p.make(f32s([4, 3]), &diagonal, fill)),
-            refused!(p, p.make(f32s([4]), &diagonal, fill)),
+            refused!(p, p.array_from_fn(f32s([4, 3]), &diagonal, fill)),
+            refused!(p, p.array_from_fn(f32s([4]), &diagonal, fill)),
         ])
     });
     let expected = [
@@ -330,7 +330,7 @@ fn invalid_microbatches_and_agreements_are_refused() {
             refused!(p, x.microbatches(p, 1, 4)),
             refused!(p, x.microbatches(p, 2, 1)),
             refused!(p, MpmdArray::scalar(1u8).microbatches(p, 0, 1)),
-            refused!(p, p.agree(ProcessId(2), 0u8, || Ok(1))),
+            refused!(p, p.broadcast_value(ProcessId(2), 0u8, || Ok(1))),
         ])
     });
     let expected = [
@@ -553,7 +553,7 @@ fn failed_make_fails_everything_made_from_it() {
     for panics in [false, true] {
         let results = Simulation::new(3, 3).run(|p| {
             let [first, last] = [0, 2].map(|device| Sharding::single_device(DeviceId(device)));
-            let x = p.make(f32s([4]), &first, move |_, _| {
+            let x = p.array_from_fn(f32s([4]), &first, move |_, _| {
                 if panics { panic!("no values") } else { Err(Error::kernel("no values")) }
             })?;
             let y = p.device_put(&x, &last)?;

@@ -369,7 +369,7 @@ fn failing(
 ) -> Vec<String> {
     let simulation = simulation(processes, devices)
         .delays(seed, Duration::from_millis(2))
-        .settings(|settings| settings.patience(Duration::from_secs(5)));
+        .settings(|settings| settings.peer_timeout(Duration::from_secs(5)));
     let results = simulation.run(|p| {
         let mesh = p.mesh(&[("x", devices)])?;
         let infer = move |x: &[ShapedArray]| Ok(infer(like_first(x)?));

@@ -22,13 +22,13 @@ fn on(device: u32) -> Sharding {
 fn maximal_peer_timeout_does_not_panic() {
     let _limit = watchdog(60);
     let simulation =
-        Simulation::new(2, 2).settings(|b| b.patience(Duration::MAX).run_ahead(1, 1 << 30));
+        Simulation::new(2, 2).settings(|b| b.peer_timeout(Duration::MAX).run_ahead(1, 1 << 30));
     let results = simulation.run(|p| {
-        let x = p.make(f32s([4096]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let x = p.array_from_fn(f32s([4096]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
         let y = p.device_put(&x, on(1))?;
         y.wait_timeout(Duration::MAX)?;
         y.block_until_ready()?;
-        p.agree(ProcessId(0), 7u8, || Ok(7)).map(drop)
+        p.broadcast_value(ProcessId(0), 7u8, || Ok(7)).map(drop)
     });
     results.into_iter().for_each(Result::unwrap);
 }
@@ -43,8 +43,9 @@ fn small_pieces_beyond_the_credit_arrive_unchanged() {
         }
         let mut moved = Vec::new();
         for i in 0..100u8 {
-            let x =
-                p.make(f32s([4096]), &on(0), move |_, mut view| Ok(view.fill(f32::from(i))?))?;
+            let x = p.array_from_fn(f32s([4096]), &on(0), move |_, mut view| {
+                Ok(view.fill(f32::from(i))?)
+            })?;
             moved.push(p.device_put(&x, on(1))?);
         }
         for (i, y) in (0..100u8).zip(&moved) {
@@ -91,7 +92,7 @@ fn donated_host_values_are_not_overwritten_by_shards() {
     let same = fun("same", infer, |_, _, _| Ok(()));
     let same = p.jit(same).on(&mesh).outputs(&rows).donate("0").build().unwrap();
     for _ in 0..20 {
-        let x = p.make(f32s([64]), &on(0), |_, mut view| {
+        let x = p.array_from_fn(f32s([64]), &on(0), |_, mut view| {
             (0..).zip(view.as_mut_slice::<f32>()?).for_each(|(i, value)| *value = i as f32);
             Ok(())
         });
@@ -109,7 +110,9 @@ fn kernels_failed_on_both_sides_do_not_block_finish() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let mesh = p.mesh(&[("model", 2)])?;
-        let x = p.make(f32s([32768]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let x = p.array_from_fn(f32s([32768]), &mesh.replicated(), |_, mut view| {
+            Ok(view.fill(1.0f32)?)
+        })?;
         for broken in 0..2 {
             let reduce = |x: &[ShapedArray]| {
                 Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
@@ -142,7 +145,7 @@ fn then_before_a_donation_gets_the_values() {
     let mesh = p.mesh(&[("rows", 2)]).unwrap();
     let rows = mesh.sharding(spec!["rows"]);
     // The first shard is ready long after the second one.
-    let x = p.make(f32s([2]), &rows, |region, mut view| {
+    let x = p.array_from_fn(f32s([2]), &rows, |region, mut view| {
         if region.range(0).start == 0 {
             std::thread::sleep(Duration::from_millis(200));
         }
@@ -176,8 +179,9 @@ fn collective_with_different_lengths_fails_on_each_device() {
                 cx.all_reduce("model", &mut y[0].as_mut_slice::<f32>()?[..length])
             });
             let sum = p.jit(sum).on(&mesh).outputs(mesh.replicated()).build()?;
-            let x =
-                p.make(f32s([30_000]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let x = p.array_from_fn(f32s([30_000]), &mesh.replicated(), |_, mut view| {
+                Ok(view.fill(1.0f32)?)
+            })?;
             sum.call(p, vec![x])?[0].to_host()
         });
         for result in results {

@@ -37,7 +37,7 @@ fn numbered(shape: &[usize]) -> HostArray {
 
 /// Creates the same array, filled by the owners of its shards.
 fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> {
-    p.make(f32s(shape), to, move |region, mut view| {
+    p.array_from_fn(f32s(shape), to, move |region, mut view| {
         let columns = region.range(1);
         let values =
             region.range(0).flat_map(|i| columns.clone().map(move |j| (i * shape[1] + j) as f32));

@@ -550,7 +550,7 @@ fn lost_process_is_named_by_the_others() {
 fn plan_needs_no_nccl_and_shows_its_groups() {
     let planned = |way| {
         let builder = Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way);
-        let mut p = builder.spectator(2).unwrap();
+        let mut p = builder.dry_run(2).unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let infer = |x: &[ShapedArray]| {
             Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([1000])))

@@ -26,7 +26,7 @@ fn on(device: u32) -> Sharding {
 }
 
 fn ones(p: &mut Program, elements: usize, to: &Sharding) -> Result<MpmdArray> {
-    p.make(f32s([elements]), to, |_, mut view| Ok(view.fill(1.0f32)?))
+    p.array_from_fn(f32s([elements]), to, |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
 /// Runs every kind of operation, over four processes with a device each.
@@ -51,7 +51,7 @@ fn everything(p: &mut Program) -> Result<f32> {
         let parts = x.microbatches(p, 0, 2)?;
         let there = p.device_put(&parts, stages[1].replicated())?;
         let y = back.call(p, vec![there[1].clone()])?.remove(0);
-        sum += p.agree(ProcessId(2), 0.0, || {
+        sum += p.broadcast_value(ProcessId(2), 0.0, || {
             Ok(y.to_host()?.map_or(Ok(0.0), |y| y.to_vec::<f32>().map(|y| y[0]))?)
         })?;
         let small = p.device_put(&MpmdArray::scalar(step), stages[1].replicated())?;
@@ -130,20 +130,23 @@ fn extra_transfer_that_meets_another_message_is_detected() {
         // Small transfers are sent at once, large ones are requested.
         for elements in [4, 100_000] {
             let seen = Mutex::new(Vec::new());
-            let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
-                let x = ones(p, elements, &on(0))?;
-                let y = p.make(f32s([elements]), &on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
-                if p.process() == ProcessId(1) {
-                    let extra = p.device_put(&x, on(1))?;
-                    let extra = extra.to_host();
-                    seen.lock().unwrap().push(extra.is_ok());
-                }
-                let moved = p.device_put(&y, on(1))?;
-                if p.process() == ProcessId(1) {
-                    seen.lock().unwrap().push(moved.to_host().is_ok());
-                }
-                Ok(())
-            });
+            let results =
+                simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
+                    let x = ones(p, elements, &on(0))?;
+                    let y = p.array_from_fn(f32s([elements]), &on(0), |_, mut view| {
+                        Ok(view.fill(2.0f32)?)
+                    })?;
+                    if p.process() == ProcessId(1) {
+                        let extra = p.device_put(&x, on(1))?;
+                        let extra = extra.to_host();
+                        seen.lock().unwrap().push(extra.is_ok());
+                    }
+                    let moved = p.device_put(&y, on(1))?;
+                    if p.process() == ProcessId(1) {
+                        seen.lock().unwrap().push(moved.to_host().is_ok());
+                    }
+                    Ok(())
+                });
             assert_eq!(seen.into_inner().unwrap(), [false, false], "nothing is delivered");
             let text = diverged_alike(results);
             let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
@@ -237,7 +240,7 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
                 let z = p.device_put(&y, on(2))?;
                 let back = p.device_put(&z, on(0))?;
                 back.block_until_ready()?;
-                p.agree(ProcessId(0), 0, || Ok(1))?;
+                p.broadcast_value(ProcessId(0), 0, || Ok(1))?;
                 Ok(())
             });
             for (process, result) in results.into_iter().enumerate() {
@@ -308,12 +311,15 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
         for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000].into_iter().enumerate()
         {
             let from = ProcessId(round as u32 % 4);
-            let text = p.agree(from, String::new(), || Ok("x".repeat(size)))?;
+            let text = p.broadcast_value(from, String::new(), || Ok("x".repeat(size)))?;
             assert_eq!(text.len(), size);
         }
         // Repeated without waiting for the others: more than the credit for unrequested messages.
         for i in 0..200u64 {
-            assert_eq!(p.agree(ProcessId(0), Vec::new(), || Ok(vec![i; 1500]))?, vec![i; 1500]);
+            assert_eq!(
+                p.broadcast_value(ProcessId(0), Vec::new(), || Ok(vec![i; 1500]))?,
+                vec![i; 1500]
+            );
         }
         Ok(())
     });
@@ -324,7 +330,8 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
         (|| Ok("x".repeat(2 << 20)), "agree (operation 1)"),
     ];
     for (fault, expected) in faults {
-        let results = simulation(3, 3).run(|p| p.agree(ProcessId(1), String::new(), fault));
+        let results =
+            simulation(3, 3).run(|p| p.broadcast_value(ProcessId(1), String::new(), fault));
         for (process, result) in results.into_iter().enumerate() {
             let error = result.unwrap_err().to_string();
             assert!(

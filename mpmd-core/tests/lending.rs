@@ -27,7 +27,7 @@ fn sharing(processes: usize) -> Simulation {
 
 /// Creates 1 MiB on a device.
 fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
-    p.make(f32s([MIB as usize / 4]), &on(device), |_, mut view| {
+    p.array_from_fn(f32s([MIB as usize / 4]), &on(device), |_, mut view| {
         let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
         values.for_each(|(i, value)| *value = i as f32);
         Ok(())
@@ -47,7 +47,7 @@ fn is_lent(array: &MpmdArray) -> Result<bool> {
 /// Waits until all processes have arrived here.
 fn meet(p: &mut Program) -> Result<()> {
     (0..p.processes() as u32)
-        .try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
+        .try_for_each(|process| p.broadcast_value(ProcessId(process), 0u8, || Ok(0)).map(drop))
 }
 
 fn becomes(what: &str, found: impl Fn() -> u64, expected: u64) {
@@ -126,7 +126,7 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
         let bools = ShapedArray::new(&[1 << 20], DType::Bool);
-        let x = p.make(bools, &on(0), |_, mut view| {
+        let x = p.array_from_fn(bools, &on(0), |_, mut view| {
             view.as_mut_slice::<bool>()?.fill(true);
             Ok(())
         })?;
@@ -236,7 +236,7 @@ fn aligned_reads_use_lent_memory_and_others_copy() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
         // Rows of 20 bytes: only the first and every sixteenth row start at an aligned address.
-        let x = p.make(f32s([32, 5]), &on(0), |_, mut view| {
+        let x = p.array_from_fn(f32s([32, 5]), &on(0), |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
             values.for_each(|(i, value)| *value = i as f32);
             Ok(())
@@ -272,7 +272,9 @@ fn kept_arrays_block_neither_lender_nor_finish() {
     let results = simulation.run(|p| {
         let kept: Vec<MpmdArray> = (0..100)
             .map(|i| {
-                let x = p.make(f32s([64]), &on(0), move |_, mut view| Ok(view.fill(i as f32)?))?;
+                let x = p.array_from_fn(f32s([64]), &on(0), move |_, mut view| {
+                    Ok(view.fill(i as f32)?)
+                })?;
                 p.device_put(&x, on(1))
             })
             .collect::<Result<_>>()?;
@@ -289,7 +291,7 @@ fn kept_arrays_block_neither_lender_nor_finish() {
 #[test]
 fn kept_lent_memory_is_awaited_up_to_the_peer_timeout() {
     let _limit = watchdog(60);
-    let settings = |b: Builder| b.device_memory(MIB + MIB / 2).patience(Duration::from_secs(2));
+    let settings = |b: Builder| b.device_memory(MIB + MIB / 2).peer_timeout(Duration::from_secs(2));
     let results = sharing(2).settings(settings).run(|p| {
         let x = numbered(p, 0)?;
         let y = p.device_put(&x, on(1))?;
@@ -316,7 +318,7 @@ fn kept_lent_memory_is_awaited_up_to_the_peer_timeout() {
             assert!(counts_from(&kept, 0.0)?);
         }
         // No process leaves before the other has checked.
-        p.agree(ProcessId(0), 0u8, || Ok(0)).map(drop)
+        p.broadcast_value(ProcessId(0), 0u8, || Ok(0)).map(drop)
     });
     for result in results {
         assert!(result.unwrap_err().to_string().contains("out of memory"));

@@ -3,7 +3,7 @@
 mod stages;
 
 use mpmd_core::Simulation;
-use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, Storage};
+use mpmd_core::pipeline::{Microbatch, ParamSharding, Pipeline, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use stages::{Rows, Scale, Square};
@@ -151,7 +151,7 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
         Pipeline::first(Scale::of(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
     if rows == Rows::Part {
         for (stage, mesh) in meshes.iter().enumerate() {
-            let storage = Storage::new(vec![mesh.replicated()]).partial_over(&["data"])?;
+            let storage = ParamSharding::new(vec![mesh.replicated()]).partial_over(&["data"])?;
             pipeline.store(stage, storage)?;
         }
     }
@@ -253,7 +253,8 @@ fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
     pipeline.replay(replay);
     let mut pipeline = pipeline.then(Square(rows), &meshes[1], w1)?;
     for (stage, mesh) in meshes.iter().enumerate() {
-        pipeline.store(stage, Storage::new(vec![mesh.replicated()]).partial_over(&["data"])?)?;
+        pipeline
+            .store(stage, ParamSharding::new(vec![mesh.replicated()]).partial_over(&["data"])?)?;
     }
     let schedules = [Schedule::one_f_one_b(2, 4), Schedule::gpipe(2, 4)].map(Result::unwrap);
     let (mut read_here, mut counts) = (Vec::new(), Vec::new());
@@ -311,12 +312,13 @@ fn param_sharding_that_does_not_fit_the_stage_is_refused() {
         let w = p.device_put(&w, meshes[0].sharding(spec!["data"]))?;
         let mut pipeline = Pipeline::first(Scale::of(Rows::Part), &meshes[0], w)?;
         let mut refused = |shardings: Vec<Sharding>| {
-            let refused = pipeline.store(0, Storage::new(shardings));
+            let refused = pipeline.store(0, ParamSharding::new(shardings));
             refused.err().map_or_else(String::new, |error| error.to_string())
         };
         let here = &meshes[0];
-        let axis = Storage::new(vec![here.replicated()]).partial_over(&["model"]);
-        let divided = Storage::new(vec![here.sharding(spec!["data"])]).partial_over(&["data"]);
+        let axis = ParamSharding::new(vec![here.replicated()]).partial_over(&["model"]);
+        let divided =
+            ParamSharding::new(vec![here.sharding(spec!["data"])]).partial_over(&["data"]);
         Ok([
             refused(vec![here.replicated(); 2]),
             refused(vec![meshes[1].replicated()]),

@@ -212,7 +212,7 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
     let gated = |stage: usize| Gated { stage, gate: gate.clone() };
     let made = |p: &mut Program, stage: usize| {
-        p.make(unit(), &mesh(stage).replicated(), |_, mut view| {
+        p.array_from_fn(unit(), &mesh(stage).replicated(), |_, mut view| {
             view.zero();
             Ok(())
         })

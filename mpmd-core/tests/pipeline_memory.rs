@@ -127,7 +127,7 @@ impl Kernel for Update {
 
 /// Measurements of one process.
 #[derive(Debug)]
-struct Found {
+struct MeasuredPeak {
     expected: u64,
     at_most: u64,
     peak: u64,
@@ -135,18 +135,22 @@ struct Found {
     mapped: [u64; 2],
 }
 
-fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
+fn train(p: &mut Program, schedule: &Schedule, how: ExitKind) -> Result<MeasuredPeak> {
     let count = schedule.stages();
     let ranks = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
     let meshes: Vec<_> = (0..count).map(|stage| ranks[schedule.rank_of(stage)].clone()).collect();
     let params = meshes
         .iter()
-        .map(|mesh| p.make(f32s([PARAMS]), &mesh.replicated(), |_, mut view| write(&mut view)))
+        .map(|mesh| {
+            p.array_from_fn(f32s([PARAMS]), &mesh.replicated(), |_, mut view| write(&mut view))
+        })
         .collect::<Result<Vec<_>>>()?;
     // Arrays that an optimiser would hold.
     let beside = meshes
         .iter()
-        .map(|mesh| p.make(f32s([PARAMS / 2]), &mesh.replicated(), |_, mut view| write(&mut view)))
+        .map(|mesh| {
+            p.array_from_fn(f32s([PARAMS / 2]), &mesh.replicated(), |_, mut view| write(&mut view))
+        })
         .collect::<Result<Vec<_>>>()?;
     let (last, mut params) = (count - 1, params.into_iter());
     let mut next = || params.next().expect("one for each stage");
@@ -159,8 +163,8 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
         }
         front.then(Last, &meshes[last], next())?
     };
-    (0..count).for_each(|stage| pipeline.recompute(stage, how == How::Again));
-    pipeline.buffer_gradients(how == How::InOrder);
+    (0..count).for_each(|stage| pipeline.recompute(stage, how == ExitKind::Again));
+    pipeline.buffer_gradients(how == ExitKind::InOrder);
     let updates = meshes
         .iter()
         .map(|mesh| p.jit(Update).on(mesh).outputs(mesh.replicated()).donate("0").build())
@@ -169,11 +173,15 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
     let plan = pipeline.memory(p, schedule, &shapes, &beside)?;
     pipeline.map_memory(p, schedule, &shapes, &beside)?;
     let planned = plan.of(p.topology().devices_of(p.process()));
-    let mut found =
-        Found { expected: planned.expected, at_most: planned.at_most, peak: 0, mapped: [0; 2] };
+    let mut found = MeasuredPeak {
+        expected: planned.expected,
+        at_most: planned.at_most,
+        peak: 0,
+        mapped: [0; 2],
+    };
     for step in 0..3 + STEPS {
         let mut made = |mesh: &mpmd_core::topology::Mesh| {
-            p.make(f32s([ACTIVATION]), &mesh.replicated(), |_, mut view| write(&mut view))
+            p.array_from_fn(f32s([ACTIVATION]), &mesh.replicated(), |_, mut view| write(&mut view))
         };
         let batch = (0..schedule.microbatches())
             .map(|_| Ok(Microbatch::new(made(&meshes[0])?).side(last, made(&meshes[last])?)))
@@ -193,7 +201,7 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
                     .try_for_each(|(_, array)| array.block_until_ready().map(drop))?;
             }
             for process in 0..p.processes() as u32 {
-                p.agree(ProcessId(process), (), || Ok(()))?;
+                p.broadcast_value(ProcessId(process), (), || Ok(()))?;
             }
             found.mapped[usize::from(step > 2)] = p.memory().mapped;
             found.peak = p.memory().recent_peak + p.memory().staging_recent_peak;
@@ -205,7 +213,7 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
 
 /// Pipeline options beside the schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum How {
+enum ExitKind {
     AsItIs,
     /// Forward passes are recomputed.
     Again,
@@ -214,11 +222,11 @@ enum How {
 }
 
 /// Returns a line for each process with memory outside the bounds.
-fn off(simulation: &Simulation, schedule: &Schedule, how: How, what: &str) -> Vec<String> {
+fn off(simulation: &Simulation, schedule: &Schedule, how: ExitKind, what: &str) -> Vec<String> {
     let mut off = Vec::new();
     for (process, found) in simulation.run(|p| train(p, schedule, how)).into_iter().enumerate() {
         let found = found.unwrap();
-        let Found { expected, at_most, peak, mapped } = found;
+        let MeasuredPeak { expected, at_most, peak, mapped } = found;
         let ratio = peak as f64 / expected as f64;
         let share = peak as f64 / at_most as f64;
         let line = format!(
@@ -245,7 +253,7 @@ fn step_memory_matches_its_plan_and_stays_flat() {
                 }
                 let how = if hands_over { "handed over" } else { "copied" };
                 let what = format!("{name}, {stages} stages, {processes} processes, {how}");
-                all.extend(off(&simulation, &schedule, How::AsItIs, &what));
+                all.extend(off(&simulation, &schedule, ExitKind::AsItIs, &what));
             }
         }
     }
@@ -256,15 +264,15 @@ fn step_memory_matches_its_plan_and_stays_flat() {
 fn step_memory_matches_its_plan_with_several_stages_per_rank() {
     let mut all = Vec::new();
     for (name, chunks, how, ranks, processes) in [
-        ("interleaved", 2, How::AsItIs, 4, 4),
-        ("zb-h1", 1, How::AsItIs, 4, 2),
-        ("zb1p", 2, How::AsItIs, 2, 2),
-        ("zbv", 2, How::AsItIs, 4, 4),
-        ("dualpipev", 2, How::AsItIs, 4, 2),
-        ("bfs", 2, How::AsItIs, 2, 2),
-        ("bfs", 2, How::InOrder, 2, 1),
-        ("1f1b", 1, How::Again, 4, 4),
-        ("zbv", 2, How::Again, 2, 2),
+        ("interleaved", 2, ExitKind::AsItIs, 4, 4),
+        ("zb-h1", 1, ExitKind::AsItIs, 4, 2),
+        ("zb1p", 2, ExitKind::AsItIs, 2, 2),
+        ("zbv", 2, ExitKind::AsItIs, 4, 4),
+        ("dualpipev", 2, ExitKind::AsItIs, 4, 2),
+        ("bfs", 2, ExitKind::AsItIs, 2, 2),
+        ("bfs", 2, ExitKind::InOrder, 2, 1),
+        ("1f1b", 1, ExitKind::Again, 4, 4),
+        ("zbv", 2, ExitKind::Again, 2, 2),
     ] {
         let schedule = Schedule::named(name, ranks, 8, Some(chunks)).unwrap();
         let mut simulation = Simulation::new(processes, ranks);

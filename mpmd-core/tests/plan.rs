@@ -67,7 +67,7 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
     let scale = MpmdArray::scalar(2.0f32);
     let scale = p.device_put(&scale, on(0))?;
-    let mut state = p.make(f32s([WIDTH]), &on(0), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let mut state = p.array_from_fn(f32s([WIDTH]), &on(0), |_, mut view| Ok(view.fill(0.0f32)?))?;
     let around = |p: &mut Program, mut state: MpmdArray| -> Result<MpmdArray> {
         let _also = p.device_put(&scale, on(devices - 1))?;
         for device in (1..devices).chain([0]) {
@@ -103,7 +103,7 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
 fn replayed_steps_are_planned_like_issued_ones() {
     let _limit = watchdog(120);
     let planned = |replays| {
-        let mut p = Program::builder().devices(4).spectator(4).unwrap();
+        let mut p = Program::builder().devices(4).dry_run(4).unwrap();
         rounds(&mut p, 6, replays).unwrap();
         let plan = p.plan().unwrap();
         p.finish().unwrap();
@@ -112,7 +112,7 @@ fn replayed_steps_are_planned_like_issued_ones() {
     let (by_hand, replayed) = (planned(false), planned(true));
     assert_eq!(by_hand.end, End::Open);
     assert_eq!(by_hand.operations, replayed.operations);
-    assert_eq!(by_hand.forms, replayed.forms);
+    assert_eq!(by_hand.descriptors, replayed.descriptors);
     for step in 0..6 {
         assert_eq!(by_hand.step(step), replayed.step(step));
     }
@@ -148,7 +148,8 @@ fn planned_memory_equals_use_of_a_fully_waiting_program() {
         });
         let double = p.jit(double).on(&mesh).outputs(&half).build()?;
         let mut kept = Vec::new();
-        let mut x = p.make(f32s([16 * WIDTH]), &half, |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let mut x =
+            p.array_from_fn(f32s([16 * WIDTH]), &half, |_, mut view| Ok(view.fill(1.0f32)?))?;
         x.block_until_ready()?;
         for round in 0..4 {
             let y = double.call(p, vec![x])?.remove(0);
@@ -167,9 +168,9 @@ fn planned_memory_equals_use_of_a_fully_waiting_program() {
         Ok(())
     };
     for processes in [1, 2] {
-        let mut spectator = Program::builder().devices(2).spectator(processes).unwrap();
-        program(&mut spectator).unwrap();
-        let plan = spectator.plan().unwrap();
+        let mut dry_run = Program::builder().devices(2).dry_run(processes).unwrap();
+        program(&mut dry_run).unwrap();
+        let plan = dry_run.plan().unwrap();
         let memory = plan.memory(&plan.flow());
         let half = Pool::rounded(8 * WIDTH * 4);
         assert!(
@@ -200,12 +201,12 @@ fn only_dry_runs_have_a_plan() {
     let alone = Program::builder().alone().unwrap();
     assert_eq!(alone.plan(), None);
     alone.finish().unwrap();
-    let mut p = Program::builder().devices(2).spectator(2).unwrap();
+    let mut p = Program::builder().devices(2).dry_run(2).unwrap();
     assert!(p.plan().unwrap().operations.is_empty());
-    let agreed = p.agree(mpmd_core::ProcessId(1), 7u8, || Ok(8)).unwrap();
+    let agreed = p.broadcast_value(mpmd_core::ProcessId(1), 7u8, || Ok(8)).unwrap();
     assert_eq!(agreed, 7);
     let plan = p.plan().unwrap();
-    assert_eq!(plan.form_of(1).unwrap().kind, Kind::Agree { from: 1, bytes: 1 });
+    assert_eq!(plan.descriptor_of(1).unwrap().kind, Kind::BroadcastValue { from: 1, bytes: 1 });
     assert!(plan.describe(1).contains("plan.rs:"), "{}", plan.describe(1));
     p.finish().unwrap();
 }

@@ -77,8 +77,8 @@ fn init(key: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> {
 fn two_stages(p: &mut Program) -> Result<Option<Vec<f32>>> {
     let stages = p.mesh(&[("stage", 2), ("model", 2)])?.split("stage")?;
     let (front, back) = (&stages[0], &stages[1]);
-    let w0 = p.make(f32s([16, 64]), &front.sharding(spec![None, "model"]), init(0))?;
-    let w1 = p.make(f32s([64, 8]), &back.sharding(spec!["model", None]), init(1))?;
+    let w0 = p.array_from_fn(f32s([16, 64]), &front.sharding(spec![None, "model"]), init(0))?;
+    let w1 = p.array_from_fn(f32s([64, 8]), &back.sharding(spec!["model", None]), init(1))?;
     let first = p.jit(Up).on(front).outputs(front.sharding(spec![None, "model"])).build()?;
     let second = p.jit(Down).on(back).outputs(back.replicated()).build()?;
 

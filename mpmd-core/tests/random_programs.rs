@@ -30,7 +30,7 @@ const STEPS: usize = 40;
 
 /// A step that all processes execute. Arrays are named by the order of their creation.
 #[derive(Clone, Debug)]
-enum Step {
+enum RandomStep {
     Make { rows: usize, to: Sharding, key: u64 },
     Host { rows: usize, to: Sharding, value: f32 },
     Put { source: usize, to: Sharding, options: PutOptions },
@@ -129,7 +129,7 @@ impl Random {
 }
 
 /// Returns the program of a seed, for that many devices.
-fn program(seed: u64, devices: usize) -> Vec<Step> {
+fn program(seed: u64, devices: usize) -> Vec<RandomStep> {
     let mut random = Random(seed);
     let mut arrays: Vec<Option<Known>> = Vec::new();
     let mut steps = Vec::new();
@@ -140,8 +140,8 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
             let to = random.sharding(devices, rows);
             arrays.push(Some(Known { rows, sharding: to.clone() }));
             steps.push(match random.below(3) {
-                0 => Step::Host { rows, to, value: key as f32 },
-                _ => Step::Make { rows, to, key },
+                0 => RandomStep::Host { rows, to, value: key as f32 },
+                _ => RandomStep::Make { rows, to, key },
             });
             continue;
         }
@@ -156,7 +156,7 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 if donate {
                     arrays[source] = None;
                 }
-                Step::Put {
+                RandomStep::Put {
                     source,
                     to,
                     options: PutOptions::default().donate(donate).may_alias(may_alias),
@@ -164,13 +164,13 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
             }
             (5..7, Some(_)) => {
                 arrays.push(Some(known));
-                Step::Scale { source, factor: (1 + random.below(7)) as f32 / 8.0 }
+                RandomStep::Scale { source, factor: (1 + random.below(7)) as f32 / 8.0 }
             }
             (7..9, Some(mesh)) => {
                 let axis = random.pick(mesh.axis_names()).clone();
                 let size = mesh.axis_size(&axis).unwrap();
                 arrays.push(Some(known));
-                Step::Reduce { source, axis, size }
+                RandomStep::Reduce { source, axis, size }
             }
             (9..11, Some(_)) => {
                 let donate = random.below(3) != 0;
@@ -178,7 +178,7 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 if donate {
                     arrays[source] = None;
                 }
-                Step::Update { source, donate }
+                RandomStep::Update { source, donate }
             }
             (11, Some(_)) => {
                 let is_like = |i: &&usize| {
@@ -189,7 +189,7 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 let alike: Vec<usize> = alive.iter().filter(is_like).copied().collect();
                 let right = *random.pick(&alike);
                 arrays.push(Some(known));
-                Step::Add { left: source, right }
+                RandomStep::Add { left: source, right }
             }
             (12, _) => {
                 let m = *random.pick(&[1, 2]);
@@ -206,20 +206,20 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 (0..m).for_each(|_| {
                     arrays.push(Some(Known { rows, sharding: known.sharding.clone() }))
                 });
-                Step::Microbatches { source, m }
+                RandomStep::Microbatches { source, m }
             }
             (13, _) => {
                 arrays[source] = None;
-                Step::Drop { source }
+                RandomStep::Drop { source }
             }
             (14, _) => match random.below(4) {
-                0 => Step::Agree {
+                0 => RandomStep::Agree {
                     from: random.below(devices) as u32,
                     value: random.below(1000) as u64,
                 },
-                1 => Step::Then { source },
-                2 => Step::Await { source },
-                _ => Step::Compare,
+                1 => RandomStep::Then { source },
+                2 => RandomStep::Await { source },
+                _ => RandomStep::Compare,
             },
             _ => continue,
         };
@@ -231,15 +231,15 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
 /// The shards that this process holds at the end, by array and device.
 type Shards = BTreeMap<(usize, DeviceId), Vec<u8>>;
 
-fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
+fn execute(p: &mut Program, steps: &[RandomStep]) -> Result<Shards> {
     let mut arrays: Vec<Option<MpmdArray>> = Vec::new();
     let rows_of = |rows: usize| f32s([rows, COLUMNS]);
     for step in steps {
         let array = |i: &usize| arrays[*i].clone().expect("the generator tracks live arrays");
         match step {
-            Step::Make { rows, to, key } => {
+            RandomStep::Make { rows, to, key } => {
                 let key = Key(*key);
-                let made = p.make(rows_of(*rows), to, move |region, mut view| {
+                let made = p.array_from_fn(rows_of(*rows), to, move |region, mut view| {
                     let elements = region
                         .range(0)
                         .flat_map(|i| region.range(1).map(move |j| (i * COLUMNS + j) as u64));
@@ -251,19 +251,19 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 })?;
                 arrays.push(Some(made));
             }
-            Step::Host { rows, to, value } => {
+            RandomStep::Host { rows, to, value } => {
                 let values: Vec<f32> = (0..rows * COLUMNS).map(|i| value + i as f32).collect();
                 let host = MpmdArray::from_slice(&[*rows, COLUMNS], &values)?;
                 arrays.push(Some(p.device_put(&host, to)?));
             }
-            Step::Put { source, to, options } => {
+            RandomStep::Put { source, to, options } => {
                 let moved = p.device_put_with(&array(source), to, *options)?;
                 arrays.push(Some(moved));
                 if options.donate {
                     arrays[*source] = None;
                 }
             }
-            Step::Scale { source, factor } => {
+            RandomStep::Scale { source, factor } => {
                 let x = array(source);
                 let (mesh, sharding) = bound(&x);
                 let factor = MpmdArray::scalar(*factor);
@@ -283,7 +283,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                     .build()?;
                 arrays.extend(scale.call(p, vec![x, factor])?.into_iter().map(Some));
             }
-            Step::Reduce { source, axis, size } => {
+            RandomStep::Reduce { source, axis, size } => {
                 let x = array(source);
                 let (mesh, sharding) = bound(&x);
                 let (name, size) = (axis.clone(), *size as f32);
@@ -307,7 +307,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let reduce = p.jit(reduce).on(&mesh).outputs(&sharding).build()?;
                 arrays.extend(reduce.call(p, vec![x])?.into_iter().map(Some));
             }
-            Step::Update { source, donate } => {
+            RandomStep::Update { source, donate } => {
                 let x = array(source);
                 let (mesh, sharding) = bound(&x);
                 let update = fun(
@@ -325,7 +325,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                     arrays[*source] = None;
                 }
             }
-            Step::Add { left, right } => {
+            RandomStep::Add { left, right } => {
                 let (left, right) = (array(left), array(right));
                 let (mesh, sharding) = bound(&left);
                 let add = fun("add", like_first, |_, x, mut y| {
@@ -337,20 +337,20 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let add = p.jit(add).on(&mesh).outputs(&sharding).build()?;
                 arrays.extend(add.call(p, vec![left, right])?.into_iter().map(Some));
             }
-            Step::Microbatches { source, m } => {
+            RandomStep::Microbatches { source, m } => {
                 let parts = array(source).microbatches(p, 0, *m)?;
                 arrays.extend(parts.into_iter().map(Some));
             }
-            Step::Then { source } => array(source).then(drop),
-            Step::Await { source } => {
+            RandomStep::Then { source } => array(source).then(drop),
+            RandomStep::Await { source } => {
                 drop(futures::executor::block_on(array(source).into_future())?)
             }
-            Step::Drop { source } => arrays[*source] = None,
-            Step::Agree { from, value } => {
+            RandomStep::Drop { source } => arrays[*source] = None,
+            RandomStep::Agree { from, value } => {
                 let from = ProcessId(from % p.processes() as u32);
-                assert_eq!(p.agree(from, *value, || Ok(*value))?, *value);
+                assert_eq!(p.broadcast_value(from, *value, || Ok(*value))?, *value);
             }
-            Step::Compare => p.step_end()?,
+            RandomStep::Compare => p.step_end()?,
         }
     }
     let mut shards = Shards::new();
@@ -478,11 +478,11 @@ fn seeds_0_to_59_send_the_bytes_of_their_dry_run() {
         let devices = [4, 6, 8][seed as usize % 3];
         let steps = program(seed, devices);
         let (processes, hosts) = processes_of(seed, devices);
-        let mut spectator =
-            Program::builder().devices(devices).hosts(&hosts).spectator(processes).unwrap();
-        assert!(execute(&mut spectator, &steps).unwrap().is_empty(), "it owns nothing");
-        let plan = spectator.plan().unwrap();
-        let operations = spectator.operations();
+        let mut dry_run =
+            Program::builder().devices(devices).hosts(&hosts).dry_run(processes).unwrap();
+        assert!(execute(&mut dry_run, &steps).unwrap().is_empty(), "it owns nothing");
+        let plan = dry_run.plan().unwrap();
+        let operations = dry_run.operations();
         assert_eq!(plan.operations.len() as u64, operations);
         let mut planned = vec![vec![0; processes]; processes];
         for ((from, to), link) in plan.links(1..operations + 1) {

@@ -117,7 +117,7 @@ fn shards_are_right_and_sent_bytes_match_the_plan() {
             let mut planned = [0; 2];
             let mut passed_on = 0;
             for (name, from, to) in ways(p)? {
-                let x = p.make(f32s(SHAPE), &from, numbered(SHAPE[1]))?;
+                let x = p.array_from_fn(f32s(SHAPE), &from, numbered(SHAPE[1]))?;
                 let y = p.device_put(&x, &to)?;
                 check(&y, name)?;
                 let plan =
@@ -173,7 +173,7 @@ fn chain() -> (Simulation, [u32; 3]) {
 
 fn eight_mib(p: &mut Program, device: u32) -> Result<MpmdArray> {
     let fill = numbered(MIB / 4);
-    p.make(f32s([8, MIB / 4]), &Sharding::single_device(DeviceId(device)), fill)
+    p.array_from_fn(f32s([8, MIB / 4]), &Sharding::single_device(DeviceId(device)), fill)
 }
 
 #[test]
@@ -182,7 +182,8 @@ fn source_failure_reaches_all_through_the_relays() {
     let (simulation, _) = chain();
     let results = simulation.delays(3, Duration::from_millis(2)).run(|p| {
         let fails = |_: &Region, _: ViewMut<'_>| Err(Error::kernel("no values today"));
-        let x = p.make(f32s([8, MIB / 4]), &Sharding::single_device(DeviceId(0)), fails)?;
+        let x =
+            p.array_from_fn(f32s([8, MIB / 4]), &Sharding::single_device(DeviceId(0)), fails)?;
         let y = p.device_put(&x, mesh(p, &[("x", 3)], 1..4)?.replicated())?;
         let mine = if p.process() == ProcessId(0) { x } else { y };
         let error = mine.block_until_ready().unwrap_err();
@@ -251,7 +252,7 @@ fn relay_without_room_still_passes_on() {
             }
             // No process leaves before all have checked.
             for process in [first, middle, last] {
-                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+                p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
             }
             drop(holder);
             Ok(())
@@ -274,8 +275,11 @@ fn devices_of_a_process_share_one_arrival() {
             None => b,
         });
         let results = simulation.run(|p| {
-            let x =
-                p.make(f32s([rows, 1024]), &Sharding::single_device(DeviceId(0)), numbered(1024))?;
+            let x = p.array_from_fn(
+                f32s([rows, 1024]),
+                &Sharding::single_device(DeviceId(0)),
+                numbered(1024),
+            )?;
             let y = p.device_put(&x, mesh(p, &[("x", 6)], 3..9)?.replicated())?;
             check(&y, "shared")?;
             // Small arrays may stay in the message's memory.

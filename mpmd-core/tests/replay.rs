@@ -114,7 +114,7 @@ impl Model {
 
     fn sums(&self, p: &mut Program) -> Result<Vec<MpmdArray>> {
         let zeros = |mesh: &Mesh| {
-            p.make(f32s([WIDTH]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
+            p.array_from_fn(f32s([WIDTH]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
         };
         self.meshes.iter().map(zeros).collect()
     }
@@ -159,7 +159,7 @@ impl Model {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum How {
+enum ExitKind {
     Issued,
     Replayed,
 }
@@ -180,7 +180,7 @@ fn settled(p: &Program, expected: u64) -> u64 {
     p.memory().live
 }
 
-fn train(p: &mut Program, how: How) -> Result<Ran> {
+fn train(p: &mut Program, how: ExitKind) -> Result<Ran> {
     let model = Model::new(p)?;
     let mut sums = model.sums(p)?;
     let mut values = Vec::new();
@@ -190,7 +190,7 @@ fn train(p: &mut Program, how: How) -> Result<Ran> {
         let donated = given.0[3].clone();
         let (new, first, outputs) = match &recorded {
             Some(recorded) => recorded.replay(p, given)?,
-            None if how == How::Issued => model.step(p, given)?,
+            None if how == ExitKind::Issued => model.step(p, given)?,
             None => {
                 let (results, new) = p.record(given, |p, given| model.step(p, given))?;
                 assert_eq!(new.operations(), 5 * 18, "{new:?}");
@@ -222,7 +222,7 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
             let run = |how| {
                 simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap()
             };
-            let (issued, replayed) = (run(How::Issued), run(How::Replayed));
+            let (issued, replayed) = (run(ExitKind::Issued), run(ExitKind::Replayed));
             assert!(
                 issued == replayed,
                 "{processes} processes, seed {seed}: {issued:?} {replayed:?}"
@@ -239,7 +239,7 @@ fn a_program_that_may_run_one_operation_ahead_replays() {
     let simulation = Simulation::new(2, STAGES).settings(|builder| builder.run_ahead(1, 1 << 30));
     let run =
         |how| simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap();
-    assert_eq!(run(How::Issued), run(How::Replayed));
+    assert_eq!(run(ExitKind::Issued), run(ExitKind::Replayed));
 }
 
 #[test]
@@ -400,7 +400,7 @@ fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     // Lost before the first step, in its recording, and in a replay of 90 operations each.
     for op in [130, 170, 210] {
         let results =
-            Simulation::new(4, STAGES).lose(ProcessId(2), op).run(|p| train(p, How::Replayed));
+            Simulation::new(4, STAGES).lose(ProcessId(2), op).run(|p| train(p, ExitKind::Replayed));
         for result in results {
             let error = result.unwrap_err();
             assert!(error.is_peer_failure(), "{op}: {error}");
@@ -433,8 +433,8 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
         let mut texts = Vec::new();
         let donate = PutOptions::default().donate(true);
         let (_, _) = p.record(x.clone(), |p, x| {
-            texts.push(text(p.make(f32s([2]), &both, |_, _| Ok(()))));
-            texts.push(text(p.agree(ProcessId(0), 0, || Ok(1))));
+            texts.push(text(p.array_from_fn(f32s([2]), &both, |_, _| Ok(()))));
+            texts.push(text(p.broadcast_value(ProcessId(0), 0, || Ok(1))));
             texts.push(text(x.microbatches(p, 0, 2)));
             texts.push(text(p.split_by_mesh_axis(&x, "x", 2, SplitOptions::default())));
             texts.push(text(p.step_end()));
@@ -491,7 +491,7 @@ fn step_failing_at_issue_records_nothing_and_program_goes_on() {
             drop(p.device_put(&x, on(1))?);
             Err(Error::kernel("not today"))
         });
-        let y = p.make(f32s([]), &on(1), |_, mut view| Ok(view.fill(2.0f32)?))?;
+        let y = p.array_from_fn(f32s([]), &on(1), |_, mut view| Ok(view.fill(2.0f32)?))?;
         drop(y.to_host()?);
         Ok(vec![text(failed)])
     });
@@ -567,8 +567,9 @@ fn process_without_work_releases_a_donated_source() {
     let results = Simulation::new(2, 2).run(|p| {
         let both = p.mesh(&[("x", 2)])?.replicated();
         let donate = PutOptions::default().donate(true);
-        let make =
-            |p: &mut Program| p.make(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?));
+        let make = |p: &mut Program| {
+            p.array_from_fn(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?))
+        };
         let x = make(p)?;
         // Process 0 keeps its part, and process 1 has nothing to do.
         let (y, step) = p.record(x, |p, x| p.device_put_with(&x, on(0), donate))?;
@@ -621,7 +622,7 @@ fn an_output_that_the_step_donates_is_refused_everywhere() {
 
 #[test]
 fn dry_run_replays_all_operations_without_executing() {
-    let mut p = Program::builder().devices(STAGES).spectator(STAGES).unwrap();
+    let mut p = Program::builder().devices(STAGES).dry_run(STAGES).unwrap();
     let model = Model::new(&mut p).unwrap();
     let sums = model.sums(&mut p).unwrap();
     let given = model.given(&mut p, sums, 0).unwrap();

@@ -227,7 +227,7 @@ fn donation_needs_memory_for_one_more_leaf_only() {
                 let rows = mesh.sharding(spec!["x"]);
                 let columns = mesh.sharding(spec![None, "x"]);
                 let make = |p: &mut Program| {
-                    p.make(f32s([1024, 1024]), &rows, |region, mut view| {
+                    p.array_from_fn(f32s([1024, 1024]), &rows, |region, mut view| {
                         Ok(view.fill(region.range(0).start as f32)?)
                     })
                 };

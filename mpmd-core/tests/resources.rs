@@ -26,7 +26,7 @@ fn on(device: u32) -> Sharding {
 /// Creates 8 MiB on one device, ready after `delay`.
 #[track_caller]
 fn large(p: &mut Program, device: u32, value: f32, delay: Duration) -> Result<MpmdArray> {
-    p.make(f32s([2 * MIB]), &on(device), move |_, mut view| {
+    p.array_from_fn(f32s([2 * MIB]), &on(device), move |_, mut view| {
         std::thread::sleep(delay);
         Ok(view.fill(value)?)
     })
@@ -168,7 +168,8 @@ fn host_memory_is_counted_separately_and_never_shared() {
         // More than the device has room for; each a copy.
         let kept: Vec<MpmdArray> =
             (0..3).map(|_| p.device_put(&x, &there)).collect::<Result<_>>()?;
-        let made = p.make(f32s([2 * MIB]), &there, |_, mut view| Ok(view.fill(2.0f32)?))?;
+        let made =
+            p.array_from_fn(f32s([2 * MIB]), &there, |_, mut view| Ok(view.fill(2.0f32)?))?;
         for array in &kept {
             assert!(is_all(array, 1.0)?);
         }
@@ -248,7 +249,8 @@ fn an_update_in_place_needs_no_second_copy() {
         );
         let rows = mesh.sharding(spec!["x"]);
         let update = p.jit(update).on(&mesh).outputs(&rows).donate("0").build()?;
-        let mut x = p.make(f32s([4 * MIB]), &rows, |_, mut view| Ok(view.fill(0.0f32)?))?;
+        let mut x =
+            p.array_from_fn(f32s([4 * MIB]), &rows, |_, mut view| Ok(view.fill(0.0f32)?))?;
         for _ in 0..10 {
             x = update.call(p, vec![x])?.remove(0);
         }
@@ -318,8 +320,9 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             );
             let fast = p.jit(fast).on(&stages[0]).outputs(stages[0].replicated()).build()?;
             let slow = p.jit(slow).on(&stages[1]).outputs(stages[1].replicated()).build()?;
-            let x =
-                p.make(f32s([MIB / 4]), &stages[0].replicated(), |_, mut v| Ok(v.fill(0.0f32)?))?;
+            let x = p.array_from_fn(f32s([MIB / 4]), &stages[0].replicated(), |_, mut v| {
+                Ok(v.fill(0.0f32)?)
+            })?;
             let mut last = None;
             for _ in 0..60 {
                 let y = fast.call(p, vec![x.clone()])?.remove(0);
@@ -356,7 +359,7 @@ fn memory_stays_flat_over_many_steps() {
         let shardings = [stages[0].sharding(spec!["x"]), stages[1].sharding(spec![None, "x"])];
         let jit = p.jit(work).on(&stages[0]).outputs(&shardings[0]).build()?;
         let mut x =
-            p.make(f32s([128, 256]), &shardings[0], |_, mut view| Ok(view.fill(1.0f32)?))?;
+            p.array_from_fn(f32s([128, 256]), &shardings[0], |_, mut view| Ok(view.fill(1.0f32)?))?;
         let mut mapped = 0;
         for step in 0..500 {
             let parts = jit.call(p, vec![x])?.remove(0).microbatches(p, 0, 2)?;
@@ -367,7 +370,7 @@ fn memory_stays_flat_over_many_steps() {
             p.step_end()?;
             if step % 10 == 0 {
                 there.iter().try_for_each(|part| part.block_until_ready().map(drop))?;
-                p.agree(ProcessId(0), 0, || x.block_until_ready().map(|_| step))?;
+                p.broadcast_value(ProcessId(0), 0, || x.block_until_ready().map(|_| step))?;
             }
             if step == 100 {
                 mapped = p.memory().mapped;
@@ -425,7 +428,8 @@ fn devices_of_a_process_join_a_collective_at_any_time() {
         let jit = p.jit(late).on(&mesh).outputs(&rows).build()?;
         // Small arrays that are sent at once, and large ones that are requested.
         for elements in [2usize, 16384] {
-            let x = p.make(f32s([elements]), &rows, |_, mut view| Ok(view.fill(0.0f32)?))?;
+            let x =
+                p.array_from_fn(f32s([elements]), &rows, |_, mut view| Ok(view.fill(0.0f32)?))?;
             for _ in 0..5 {
                 let y = jit.call(p, vec![x.clone()])?;
                 for shard in y[0].addressable_shards()? {

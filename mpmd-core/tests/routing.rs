@@ -67,18 +67,18 @@ fn shardings(p: &Program) -> Result<Vec<Sharding>> {
 }
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-enum Place {
+enum Residence {
     Remote,
     Local,
     Partial,
 }
 
-fn place(p: &Program, sharding: &Sharding) -> Place {
+fn place(p: &Program, sharding: &Sharding) -> Residence {
     let here = p.topology().devices_of(p.process());
     match sharding.devices().iter().filter(|device| here.contains(device)).count() {
-        0 => Place::Remote,
-        n if n == sharding.devices().len() => Place::Local,
-        _ => Place::Partial,
+        0 => Residence::Remote,
+        n if n == sharding.devices().len() => Residence::Local,
+        _ => Residence::Partial,
     }
 }
 
@@ -117,7 +117,7 @@ fn every_cell_of_the_routing_table_works() {
         });
         results.into_iter().for_each(|cells| seen.extend(cells.unwrap()));
     }
-    use Place::{Local, Partial, Remote};
+    use Residence::{Local, Partial, Remote};
     let sources = [
         ("mesh", Some(Remote)),
         ("mesh", Some(Local)),
@@ -248,9 +248,11 @@ fn same_place_takes_no_memory_unless_a_copy_is_requested() {
     const BYTES: u64 = 4 << 20;
     let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
-        let x = p.make(f32s([1 << 10, 1 << 10]), &mesh.sharding(spec!["x"]), |_, mut view| {
-            Ok(view.fill(p_value(view.region()))?)
-        })?;
+        let x = p.array_from_fn(
+            f32s([1 << 10, 1 << 10]),
+            &mesh.sharding(spec!["x"]),
+            |_, mut view| Ok(view.fill(p_value(view.region()))?),
+        )?;
         let before = x.block_until_ready().map(|_| p.memory().live)?;
         assert!(before >= BYTES, "two devices hold half of it each");
 
@@ -299,8 +301,9 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
     let _limit = watchdog(60);
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
-        let x =
-            p.make(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| Ok(v.fill(1.0f32)?))?;
+        let x = p.array_from_fn(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| {
+            Ok(v.fill(1.0f32)?)
+        })?;
         let other = x.clone();
         x.block_until_ready()?;
         assert!(p.memory().live >= 1 << 19);
@@ -339,7 +342,7 @@ fn a_donated_array_serves_all_uses_issued_before() {
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let rows = mesh.sharding(spec!["x"]);
-        let x = p.make(f32s([8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let x = p.array_from_fn(f32s([8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
         let slow = p
             .jit(fun("slow", like_first, |_, x, mut y| {
                 std::thread::sleep(Duration::from_millis(50));
@@ -375,7 +378,7 @@ fn values_requested_before_a_donation_still_arrive() {
         let mesh = p.mesh(&[("x", 1)])?;
         let to = mesh.replicated();
         for _ in 0..50 {
-            let x = p.make(f32s([4]), &to, |_, mut view| Ok(view.fill(2.0f32)?))?;
+            let x = p.array_from_fn(f32s([4]), &to, |_, mut view| Ok(view.fill(2.0f32)?))?;
             let (send, told) = std::sync::mpsc::channel();
             x.then(move |values| drop(send.send(values)));
             let _moved =

@@ -113,7 +113,7 @@ fn every_kind_moves_to_every_other() {
                     view.as_mut_slice::<f32>()?.copy_from_slice(&part(&[5, 6], region));
                     Ok(())
                 };
-                let made = p.make(f32s(shape), from, fill)?;
+                let made = p.array_from_fn(f32s(shape), from, fill)?;
                 check(p, &x, 1.0)?;
                 check(p, &made, 1.0)?;
                 for to in &all {

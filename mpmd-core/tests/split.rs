@@ -238,9 +238,10 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
         let results = simulate(processes, 8, 3, |p| {
             let mesh = grid(p)?;
             let shape = [64, 256];
-            let x = p.make(f32s(shape), &mesh.sharding(spec!["x", "y"]), |_, mut view| {
-                Ok(view.fill(2.0f32)?)
-            })?;
+            let x =
+                p.array_from_fn(f32s(shape), &mesh.sharding(spec!["x", "y"]), |_, mut view| {
+                    Ok(view.fill(2.0f32)?)
+                })?;
             let clone = x.clone();
             let parts = p.split_by_mesh_axis(&x, "y", Sections::Each, keep().donate(true))?;
             let error = refusal(p.split_by_mesh_axis(&clone, "y", Sections::Each, keep()));

@@ -279,11 +279,11 @@ mod tests {
     use super::*;
 
     fn failing(p: &mut Program) -> mpmd::Result<Verdict> {
-        p.agree(ProcessId(0), 0u32, || Ok(7))?;
+        p.broadcast_value(ProcessId(0), 0u32, || Ok(7))?;
         if p.process() == ProcessId(1) {
             return Err(Error::kernel("out of paper"));
         }
-        p.agree(ProcessId(1), 0u32, || Ok(7))?;
+        p.broadcast_value(ProcessId(1), 0u32, || Ok(7))?;
         Ok(None)
     }
 

@@ -76,7 +76,7 @@ pub(crate) fn make_contexts(
     rows: usize,
     window: impl Fn(usize) -> Window + Send + Sync + 'static,
 ) -> Result<MpmdArray> {
-    p.make(u8s([rows, CONTEXT]), &mesh.replicated(), move |region, mut contexts| {
+    p.array_from_fn(u8s([rows, CONTEXT]), &mesh.replicated(), move |region, mut contexts| {
         let contexts = contexts.as_mut_slice::<u8>()?.chunks_exact_mut(CONTEXT);
         contexts
             .zip(region.range(0))
@@ -92,7 +92,7 @@ pub(crate) fn make_targets(
     rows: usize,
     window: impl Fn(usize) -> Window + Send + Sync + 'static,
 ) -> Result<MpmdArray> {
-    p.make(u8s([rows]), &mesh.replicated(), move |region, mut targets| {
+    p.array_from_fn(u8s([rows]), &mesh.replicated(), move |region, mut targets| {
         let targets = targets.as_mut_slice::<u8>()?.iter_mut();
         targets.zip(region.range(0)).for_each(|(target, row)| *target = window(row).target);
         Ok(())
@@ -107,7 +107,7 @@ pub(crate) fn make_random(
     stream: u64,
     scale: f64,
 ) -> Result<MpmdArray> {
-    p.make(f32s(shape), &mesh.replicated(), move |region, mut values| {
+    p.array_from_fn(f32s(shape), &mesh.replicated(), move |region, mut values| {
         let elements =
             region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
         for (value, (row, column)) in values.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
@@ -124,7 +124,7 @@ pub(crate) fn make_zeros<T: Element + Default>(
     shape: &[usize],
 ) -> Result<MpmdArray> {
     let aval = ShapedArray::new(shape, T::DTYPE);
-    p.make(aval, &mesh.replicated(), |_, mut values| Ok(values.fill(T::default())?))
+    p.array_from_fn(aval, &mesh.replicated(), |_, mut values| Ok(values.fill(T::default())?))
 }
 
 #[cfg(test)]

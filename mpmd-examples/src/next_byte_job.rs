@@ -163,7 +163,7 @@ pub fn mean_loss(sum: &MpmdArray, windows: usize) -> Result<Option<f32>> {
 /// Every process reads files of its own, and draws windows of them by number.
 pub(crate) fn agree_on_text(p: &mut Program, text: &Text) -> Result<()> {
     let mine = text.fingerprint();
-    let first = p.agree(ProcessId(0), mine, || Ok(mine))?;
+    let first = p.broadcast_value(ProcessId(0), mine, || Ok(mine))?;
     if first == mine {
         return Ok(());
     }
@@ -526,7 +526,7 @@ mod tests {
         // Between threads an array may be the sender's own memory.
         drop(sum);
         for process in 0..p.processes() as u32 {
-            p.agree(ProcessId(process), (), || Ok(())).unwrap();
+            p.broadcast_value(ProcessId(process), (), || Ok(())).unwrap();
         }
         // What was read for the last time is given back a moment later.
         let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());

@@ -208,7 +208,7 @@ fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
         array.block_until_ready().unwrap();
     }
     for process in 0..p.processes() as u32 {
-        p.agree(ProcessId(process), (), || Ok(())).unwrap();
+        p.broadcast_value(ProcessId(process), (), || Ok(())).unwrap();
     }
     // What was read for the last time is given back a moment later.
     let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());

@@ -7,7 +7,7 @@ use mpmd_ids::ProcessId;
 use mpmd_transport::FailureKind;
 use mpmd_transport::rendezvous::{RendezvousError, Report};
 
-use super::How;
+use super::ExitKind;
 
 /// The failure that ended a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -17,7 +17,7 @@ pub struct Failure {
     /// are several if the minority has several processes, or if there is no majority.
     pub processes: Vec<ProcessId>,
     /// The way in which the first of them ended.
-    pub how: How,
+    pub how: ExitKind,
     /// The failure as the processes or the rendezvous reported it, if they did.
     pub why: Option<String>,
 }
@@ -25,7 +25,7 @@ pub struct Failure {
 impl Failure {
     /// Returns the exit code for the job: that of the process at fault, or 1 if that code is 0.
     pub fn code(&self) -> i32 {
-        if self.how == How::Exit(0) { 1 } else { self.how.code() }
+        if self.how == ExitKind::Exit(0) { 1 } else { self.how.code() }
     }
 }
 
@@ -42,9 +42,9 @@ impl fmt::Display for Failure {
 /// The launcher's information on a job that has failed.
 pub(super) struct Known<'a> {
     /// The process that failed first by the order of ends, and the way it ended.
-    pub(super) first: (ProcessId, How),
+    pub(super) first: (ProcessId, ExitKind),
     /// The way each process ended, by process.
-    pub(super) ends: &'a [How],
+    pub(super) ends: &'a [ExitKind],
     /// Reports of processes, in the order of arrival.
     pub(super) reports: &'a [(ProcessId, Report)],
     /// The reason why the job never formed, if it did not.
@@ -56,7 +56,7 @@ impl Known<'_> {
     /// else the first end.
     pub(super) fn cause(&self) -> Failure {
         let (first, how) = self.first;
-        if matches!(how, How::Exit(_)) {
+        if matches!(how, ExitKind::Exit(_)) {
             if let Some(error @ RendezvousError::Missing { missing, .. }) = self.unformed
                 && !missing.contains(&first)
             {
@@ -91,7 +91,7 @@ impl Known<'_> {
         let accused = report.failure.process;
         // The loss of a process adds nothing to its exit status.
         let is_end = report.failure.kind == FailureKind::PeerLost
-            && (self.first.0 == accused && self.first.1 != How::Exit(0));
+            && (self.first.0 == accused && self.first.1 != ExitKind::Exit(0));
         self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
     }
 
@@ -168,8 +168,8 @@ mod tests {
 
     /// Returns the cause for a job in which all processes ended with code 1, process 0 first.
     fn cause(processes: usize, reports: &[(ProcessId, Report)]) -> String {
-        let ends = vec![How::Exit(1); processes];
-        let first = (ProcessId(0), How::Exit(1));
+        let ends = vec![ExitKind::Exit(1); processes];
+        let first = (ProcessId(0), ExitKind::Exit(1));
         Known { first, ends: &ends, reports, unformed: None }.cause().to_string()
     }
 
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn signal_is_the_cause_despite_other_reports() {
         let reports = [report(0, Kernel, 0, None)];
-        let ends = [How::Exit(1), How::Signal(9)];
+        let ends = [ExitKind::Exit(1), ExitKind::Signal(9)];
         let known = Known {
             first: (ProcessId(1), ends[1]),
             ends: &ends,
@@ -243,11 +243,11 @@ mod tests {
     #[test]
     fn missing_processes_are_named() {
         let missing = vec![ProcessId(1), ProcessId(2)];
-        let patience = Duration::from_secs(3);
-        let unformed = RendezvousError::Missing { missing, processes: 3, patience };
-        let ends = [How::Exit(1), How::Signal(15), How::Signal(15)];
+        let peer_timeout = Duration::from_secs(3);
+        let unformed = RendezvousError::Missing { missing, processes: 3, peer_timeout };
+        let ends = [ExitKind::Exit(1), ExitKind::Signal(15), ExitKind::Signal(15)];
         let of = |first: usize| {
-            let first = (ProcessId(first as u32), How::Exit(4));
+            let first = (ProcessId(first as u32), ExitKind::Exit(4));
             Known { first, ends: &ends, reports: &[], unformed: Some(&unformed) }
                 .cause()
                 .to_string()

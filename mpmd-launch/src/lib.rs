@@ -39,7 +39,7 @@ pub use error::LaunchError;
 pub use output::Color;
 pub use spawn::{Launch, OutputMode, adopt, guard};
 pub use spin::spin;
-pub use supervise::{How, Outcome};
+pub use supervise::{ExitKind, Outcome};
 
 /// The environment variables that our launcher sets for its processes.
 pub mod variables {
@@ -81,7 +81,7 @@ pub mod variables {
     /// NCCL supports. The same on all processes.
     pub const CUDA_COLLECTIVES: &str = "MPMD_CUDA_COLLECTIVES";
     /// The peer timeout: how long processes wait for each other, in seconds.
-    pub const PATIENCE: &str = "MPMD_PATIENCE";
+    pub const PEER_TIMEOUT: &str = "MPMD_PEER_TIMEOUT";
     /// The name of this process's host, if it differs from the system's name: in containers, and in
     /// tests that simulate several hosts. The planner treats processes with the same name as
     /// neighbours.

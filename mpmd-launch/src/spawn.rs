@@ -32,7 +32,7 @@ pub struct Launch {
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     pub(super) color: Color,
-    pub(super) patience: Duration,
+    pub(super) peer_timeout: Duration,
     pub(super) grace: Duration,
     pub(super) output: OutputMode,
     pub(super) guard: Option<(OsString, Vec<OsString>)>,
@@ -64,7 +64,7 @@ impl Launch {
             variables: Vec::new(),
             prefix: true,
             color: Color::Auto,
-            patience: Duration::from_secs(60),
+            peer_timeout: Duration::from_secs(60),
             grace: Duration::from_secs(6),
             output: OutputMode::Prefixed,
             guard: None,
@@ -129,8 +129,8 @@ impl Launch {
 
     /// Sets the peer timeout: the time for which the processes wait for each other. It is 60
     /// seconds by default.
-    pub fn patience(mut self, patience: Duration) -> Self {
-        self.patience = patience;
+    pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
+        self.peer_timeout = peer_timeout;
         self
     }
 
@@ -186,7 +186,7 @@ impl Launch {
             .env(variables::COORDINATOR, server.address().to_string())
             .env(variables::HOSTED, "1")
             .env(variables::JOB_TOKEN, token.to_hex())
-            .env(variables::PATIENCE, self.patience.as_secs_f64().to_string())
+            .env(variables::PEER_TIMEOUT, self.peer_timeout.as_secs_f64().to_string())
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .stdin(Stdio::null())
             .process_group(0);
@@ -282,8 +282,11 @@ mod tests {
     #[test]
     fn set_variables_override_inherited_but_not_own_ones() {
         let token = Token::new([1; 32]);
-        let config =
-            ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
+        let config = ServerConfig {
+            processes: 2,
+            token: token.clone(),
+            peer_timeout: Duration::from_secs(1),
+        };
         let server = Server::bind("127.0.0.1:0".parse().unwrap(), config).unwrap();
         let launch = Launch::new(2, "true")
             .env("HOME", "first")

@@ -44,14 +44,14 @@ impl Outcome {
 
 /// The end of a process.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum How {
+pub enum ExitKind {
     /// It exited with this code.
     Exit(i32),
     /// A signal with this number ended it.
     Signal(i32),
 }
 
-impl How {
+impl ExitKind {
     /// Returns the exit code that a shell would show: for a signal, 128 plus its number.
     pub fn code(self) -> i32 {
         match self {
@@ -68,7 +68,7 @@ impl How {
     }
 }
 
-impl fmt::Display for How {
+impl fmt::Display for ExitKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Exit(code) => write!(f, "it ended with exit code {code}"),
@@ -101,7 +101,8 @@ pub(super) fn run(launch: &Launch) -> Result<Outcome, LaunchError> {
     }
     let token = Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
     let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let config = ServerConfig { processes, token: token.clone(), patience: launch.patience };
+    let config =
+        ServerConfig { processes, token: token.clone(), peer_timeout: launch.peer_timeout };
     let server = Server::bind(here, config)?;
     let (events, happened) = mpsc::channel();
     // Before the first process starts: from then on no signal may end the launcher and leave
@@ -155,7 +156,7 @@ struct Running {
     child: Child,
     /// Also the id of its process group.
     pid: Pid,
-    how: Option<How>,
+    how: Option<ExitKind>,
     output: Vec<Receiver<()>>,
 }
 
@@ -212,7 +213,7 @@ impl Processes {
     /// ones: `grace`, then SIGTERM, then SIGKILL.
     fn watch(mut self, happened: &Receiver<Event>, grace: Duration, server: &Server) -> Outcome {
         let mut ending = Ending::NotYet;
-        let mut first: Option<(ProcessId, How, Instant)> = None;
+        let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
         let mut interrupted = false;
         while self.running.iter().any(|running| running.how.is_none()) {
             let event = match ending {
@@ -230,7 +231,7 @@ impl Processes {
                     let process = ProcessId(process as u32);
                     // A process with exit code 0 has failed too if it reported an unfinished
                     // program.
-                    if how == How::Exit(0)
+                    if how == ExitKind::Exit(0)
                         && server.reports().iter().all(|(who, _)| *who != process)
                     {
                         continue;
@@ -240,7 +241,10 @@ impl Processes {
                         (Some((_, before, when)), Ending::Grace(_))
                             if !interrupted
                                 && when.elapsed() < SAME_MOMENT
-                                && matches!((before, how), (How::Exit(_), How::Signal(_))) =>
+                                && matches!(
+                                    (before, how),
+                                    (ExitKind::Exit(_), ExitKind::Signal(_))
+                                ) =>
                         {
                             first = Some((process, how, when));
                         }
@@ -297,23 +301,23 @@ impl Processes {
             // The wait ends by disconnection when the output's thread ends.
             let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
-        let ends: Vec<How> =
-            self.running.iter().map(|running| running.how.unwrap_or(How::Exit(1))).collect();
+        let ends: Vec<ExitKind> =
+            self.running.iter().map(|running| running.how.unwrap_or(ExitKind::Exit(1))).collect();
         let first_failure = first.map(|(process, how, _)| {
             let (reports, unformed) = (server.reports(), server.failure());
             let first = (process, how);
             Known { first, ends: &ends, reports: &reports, unformed: unformed.as_ref() }.cause()
         });
-        Outcome { first_failure, codes: ends.into_iter().map(How::code).collect() }
+        Outcome { first_failure, codes: ends.into_iter().map(ExitKind::code).collect() }
     }
 
     /// Kills the rest of an ended process's group, reaps the process and returns the way it ended.
-    fn reap(&mut self, process: usize) -> How {
+    fn reap(&mut self, process: usize) -> ExitKind {
         let running = &mut self.running[process];
         let _ = kill_process_group(running.pid, Signal::KILL);
         self.guard.tell('-', running.pid);
         // The status is unknown if another part of this program has reaped the process.
-        let how = running.child.wait().map_or(How::Exit(1), How::of);
+        let how = running.child.wait().map_or(ExitKind::Exit(1), ExitKind::of);
         running.how = Some(how);
         how
     }
@@ -450,8 +454,8 @@ mod tests {
 
     #[test]
     fn exit_kind_has_message_and_code() {
-        assert_eq!(How::Exit(3).to_string(), "it ended with exit code 3");
-        assert_eq!(How::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
-        assert_eq!(How::Signal(15).code(), 143);
+        assert_eq!(ExitKind::Exit(3).to_string(), "it ended with exit code 3");
+        assert_eq!(ExitKind::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
+        assert_eq!(ExitKind::Signal(15).code(), 143);
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_launch::{How, Launch, LaunchError, OutputMode};
+use mpmd_launch::{ExitKind, Launch, LaunchError, OutputMode};
 
 /// Returns a shell script as a job.
 fn sh(processes: usize, script: &str) -> Launch {
@@ -41,9 +41,11 @@ impl Drop for Folder {
 #[test]
 fn a_job_that_goes_well_has_no_failure() {
     let folder = Folder::new("well");
-    let script = folder
-        .in_script("echo $MPMD_RANK/$MPMD_WORLD_SIZE $MPMD_TRANSPORT $MPMD_PATIENCE > $MPMD_RANK");
-    let job = sh(3, &script).transport(Some("tcp".into())).patience(Duration::from_millis(2500));
+    let script = folder.in_script(
+        "echo $MPMD_RANK/$MPMD_WORLD_SIZE $MPMD_TRANSPORT $MPMD_PEER_TIMEOUT > $MPMD_RANK",
+    );
+    let job =
+        sh(3, &script).transport(Some("tcp".into())).peer_timeout(Duration::from_millis(2500));
     let outcome = job.run().unwrap();
     assert_eq!((outcome.code(), &outcome.first_failure), (0, &None));
     assert_eq!(outcome.codes, [0, 0, 0]);
@@ -55,8 +57,8 @@ fn a_job_that_goes_well_has_no_failure() {
 #[test]
 fn maximal_peer_timeout_and_grace_do_not_panic() {
     let folder = Folder::new("endless");
-    let script = folder.in_script("echo $MPMD_PATIENCE > $MPMD_RANK; exit $MPMD_RANK");
-    let outcome = sh(2, &script).patience(Duration::MAX).grace(Duration::MAX).run().unwrap();
+    let script = folder.in_script("echo $MPMD_PEER_TIMEOUT > $MPMD_RANK; exit $MPMD_RANK");
+    let outcome = sh(2, &script).peer_timeout(Duration::MAX).grace(Duration::MAX).run().unwrap();
     assert_eq!(outcome.codes, [0, 1]);
     assert_eq!(folder.read("0"), "18446744073709552000\n");
 }
@@ -69,7 +71,7 @@ fn the_first_failure_decides_and_the_rest_is_ended() {
     let failure = outcome.first_failure.clone().unwrap();
     assert_eq!(
         (failure.processes, failure.how, failure.why),
-        (vec![ProcessId(1)], How::Exit(7), None)
+        (vec![ProcessId(1)], ExitKind::Exit(7), None)
     );
     assert_eq!(outcome.code(), 7);
     assert_eq!(outcome.codes, [143, 7, 143]);
@@ -95,7 +97,7 @@ fn death_by_signal_ranks_before_its_consequences() {
     );
     let outcome = sh(2, &script).run().unwrap();
     let failure = outcome.first_failure.unwrap();
-    assert_eq!((failure.processes, failure.how), (vec![ProcessId(0)], How::Signal(9)));
+    assert_eq!((failure.processes, failure.how), (vec![ProcessId(0)], ExitKind::Signal(9)));
     assert_eq!(outcome.codes, [137, 5]);
 }
 

@@ -85,7 +85,7 @@ impl Costs {
 
     /// Like `to_toml`, with the stages in an array of tables of this name.
     pub(super) fn to_toml_in(&self, stages: &str) -> String {
-        let mut text = format!("unit = {}\n", super::sidecar::quoted(&self.unit));
+        let mut text = format!("unit = {}\n", super::metadata::quoted(&self.unit));
         for stage in &self.stage {
             let StageCosts {
                 forward,

@@ -143,11 +143,11 @@ fn with_reductions(row: Vec<Cell>, schedule: &Schedule) -> Vec<Cell> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::text::{Flavour, Text};
+    use super::super::text::{Dialect, Text};
     use super::*;
 
     fn gathers(line: &str) -> String {
-        let text = Text::parse(line, Some(Flavour::ComputeOnly)).unwrap();
+        let text = Text::parse(line, Some(Dialect::ComputeOnly)).unwrap();
         with_gathers(&text.rows[0], 9).iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
     }
 

@@ -26,9 +26,9 @@
 //!
 //! Effects of one rank's own order are exact. The progress of the neighbours is a question of time:
 //!
-//! - [`MemoryPlan::expected`] starts every rank as soon as it can. Passes have equal length (both
+//! - [`StepMemory::expected`] starts every rank as soon as it can. Passes have equal length (both
 //!   gradients take two), and transfers take next to no time.
-//! - [`MemoryPlan::at_most`] lets every array arrive as early, and return as late, as the orders
+//! - [`StepMemory::at_most`] lets every array arrive as early, and return as late, as the orders
 //!   allow.
 //!
 //! Not counted are temporary buffers of kernels, collectives, and packing.
@@ -84,13 +84,13 @@ pub struct StageBytes {
 
 /// The peak memory of each device in a step, in bytes.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct MemoryPlan {
-    devices: BTreeMap<DeviceId, DeviceMemory>,
+pub struct StepMemory {
+    devices: BTreeMap<DeviceId, StepDeviceMemory>,
 }
 
 /// The peak memory of a device, or of a process, in a step, in bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct DeviceMemory {
+pub struct StepDeviceMemory {
     /// Memory that exists all the time.
     pub kept: u64,
     /// The peak if all ranks run at the same pace.
@@ -99,7 +99,7 @@ pub struct DeviceMemory {
     pub at_most: u64,
 }
 
-impl MemoryPlan {
+impl StepMemory {
     /// Computes the plan of a schedule from the memory of each stage's devices. Each stage takes
     /// the outputs of the stage before.
     ///
@@ -154,7 +154,7 @@ impl MemoryPlan {
                 all.extend(holds(&pace, stage, on, schedule.microbatches(), paces[stage].fuses));
             }
         }
-        let memory = |(lane, kept, holds): (usize, u64, Vec<Hold>)| DeviceMemory {
+        let memory = |(lane, kept, holds): (usize, u64, Vec<Hold>)| StepDeviceMemory {
             kept,
             expected: kept + most(holds.iter().map(|hold| (hold.bytes, hold.expected(&pace)))),
             at_most: kept + most(holds.iter().map(|hold| (hold.bytes, hold.at_most(&pace, lane)))),
@@ -163,15 +163,15 @@ impl MemoryPlan {
     }
 
     /// Returns the memory of each device, in the order of device numbers.
-    pub fn devices(&self) -> impl Iterator<Item = (DeviceId, DeviceMemory)> + '_ {
+    pub fn devices(&self) -> impl Iterator<Item = (DeviceId, StepDeviceMemory)> + '_ {
         self.devices.iter().map(|(device, memory)| (*device, *memory))
     }
 
     /// Returns the sum over these devices, for instance those of a process. Each device counts with
     /// its own peak.
-    pub fn of(&self, devices: &[DeviceId]) -> DeviceMemory {
+    pub fn of(&self, devices: &[DeviceId]) -> StepDeviceMemory {
         let found = devices.iter().filter_map(|device| self.devices.get(device));
-        found.fold(DeviceMemory::default(), |sum, one| DeviceMemory {
+        found.fold(StepDeviceMemory::default(), |sum, one| StepDeviceMemory {
             kept: sum.kept + one.kept,
             expected: sum.expected + one.expected,
             at_most: sum.at_most + one.at_most,
@@ -231,7 +231,7 @@ mod tests {
             .enumerate()
             .map(|(stage, bytes)| BTreeMap::from([(DeviceId(stage as u32), *bytes)]))
             .collect();
-        let plan = MemoryPlan::new(schedule, &stages).unwrap();
+        let plan = StepMemory::new(schedule, &stages).unwrap();
         plan.devices().map(|(_, memory)| (memory.expected, memory.at_most)).collect()
     }
 

@@ -128,7 +128,7 @@ pub struct MemoryPoint {
 
 /// A step of a program, from its mark to its end. Steps may overlap.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Step {
+pub struct TimelineStep {
     /// The name of the mark that begins it.
     pub name: String,
     /// Start time.
@@ -142,24 +142,29 @@ pub struct Step {
 
 impl Timeline {
     /// Returns the steps that take time. A timeline without marks is one step without a name.
-    pub fn steps(&self) -> Vec<Step> {
+    pub fn steps(&self) -> Vec<TimelineStep> {
         let next = self.marks.iter().skip(1).map(|mark| mark.at).chain([self.end]);
-        let mut steps: Vec<Step> = Vec::new();
+        let mut steps: Vec<TimelineStep> = Vec::new();
         for (mark, next) in self.marks.iter().zip(next) {
             let (from, until) = (mark.at, mark.end.unwrap_or(next));
             if until > from {
                 let takes = until - steps.last().map_or(from, |before| before.until);
-                steps.push(Step { name: mark.name.clone(), from, until, takes });
+                steps.push(TimelineStep { name: mark.name.clone(), from, until, takes });
             }
         }
         if steps.is_empty() && self.end > 0.0 {
-            steps.push(Step { name: String::new(), from: 0.0, until: self.end, takes: self.end });
+            steps.push(TimelineStep {
+                name: String::new(),
+                from: 0.0,
+                until: self.end,
+                takes: self.end,
+            });
         }
         steps
     }
 
     /// Returns the step that takes the median time; of two in the middle, the shorter one.
-    pub fn median_step(&self) -> Option<Step> {
+    pub fn median_step(&self) -> Option<TimelineStep> {
         let mut steps = self.steps();
         steps.sort_by(|a, b| a.takes.total_cmp(&b.takes));
         (!steps.is_empty()).then(|| steps.swap_remove((steps.len() - 1) / 2))

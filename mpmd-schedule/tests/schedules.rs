@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use mpmd_schedule::{Action, ActionKind, Builtin, Flavour, Schedule, Text};
+use mpmd_schedule::{Action, ActionKind, Builtin, Dialect, Schedule, Text};
 use serde_json::Value;
 
 fn cases(golden: &str) -> Vec<Value> {
@@ -41,7 +41,7 @@ fn text_matches_torch_to_the_byte() {
     for case in &cases {
         let (schedule, called) = schedule(case);
         let theirs = |flavour: &str| case[flavour].as_str().expect("a text");
-        for flavour in [Flavour::ComputeOnly, Flavour::ComputeComms] {
+        for flavour in [Dialect::ComputeOnly, Dialect::ComputeComms] {
             let theirs = theirs(flavour.name());
             for asked in [None, Some(flavour)] {
                 let read = Text::parse(theirs, asked).unwrap();
@@ -50,10 +50,10 @@ fn text_matches_torch_to_the_byte() {
                 assert_eq!(read.schedule(schedule.name()).unwrap(), schedule, "{called}");
             }
         }
-        let lowered = Text::of(&schedule, Flavour::ComputeComms).unwrap();
+        let lowered = Text::of(&schedule, Dialect::ComputeComms).unwrap();
         assert_eq!(lowered.to_csv(), theirs("compute_comms"), "{called}");
         // Torch's text includes waits; this one does not.
-        let ours = Text::of(&schedule, Flavour::ComputeOnly).unwrap();
+        let ours = Text::of(&schedule, Dialect::ComputeOnly).unwrap();
         assert_eq!(
             ours.hash(),
             Text::parse(theirs("compute_only"), None).unwrap().hash(),

@@ -109,7 +109,7 @@ impl Transport for Mixed {
         &self,
         sharing: Arc<dyn DeviceSharing>,
         with: &[bool],
-        patience: Duration,
+        peer_timeout: Duration,
     ) -> Result<(), TransportError> {
         for (transport, near) in [(&self.near, true), (&self.far, false)] {
             let with: Vec<bool> = with
@@ -117,7 +117,7 @@ impl Transport for Mixed {
                 .zip(&*self.is_near)
                 .map(|(has, is_near)| *has && *is_near == near)
                 .collect();
-            transport.share_devices(sharing.clone(), &with, patience)?;
+            transport.share_devices(sharing.clone(), &with, peer_timeout)?;
         }
         Ok(())
     }

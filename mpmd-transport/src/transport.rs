@@ -56,7 +56,7 @@ pub trait Transport: Send + Sync {
 
     /// Finds out with which peers device memory can be shared. Every process that has devices calls
     /// it at most once, before [`Transport::start`]. `with` says for each process if it has
-    /// devices. Blocks until those processes have called it too, for at most `patience`.
+    /// devices. Blocks until those processes have called it too, for at most `peer_timeout`.
     ///
     /// # Errors
     ///
@@ -66,9 +66,9 @@ pub trait Transport: Send + Sync {
         &self,
         sharing: Arc<dyn DeviceSharing>,
         with: &[bool],
-        patience: Duration,
+        peer_timeout: Duration,
     ) -> Result<(), TransportError> {
-        let _ = (sharing, with, patience);
+        let _ = (sharing, with, peer_timeout);
         Ok(())
     }
 
@@ -261,12 +261,12 @@ pub enum TransportError {
         why: String,
     },
     /// Something did not happen within the peer timeout.
-    #[error("{what} took longer than {patience:?}")]
+    #[error("{what} took longer than {peer_timeout:?}")]
     TimedOut {
         /// The awaited event.
         what: String,
         /// The timeout.
-        patience: Duration,
+        peer_timeout: Duration,
     },
     /// The transport cannot be used in this program, or on this machine.
     #[error("the transport {transport} is not available: {why}")]

@@ -23,14 +23,20 @@ fn token() -> Token {
     Token::new([42; 32])
 }
 
-fn server(processes: usize, patience: Duration) -> Server {
+fn server(processes: usize, peer_timeout: Duration) -> Server {
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    Server::bind(any, ServerConfig { processes, token: token(), patience }).unwrap()
+    Server::bind(any, ServerConfig { processes, token: token(), peer_timeout }).unwrap()
 }
 
 fn config(server: &Server, process: u32, processes: usize) -> JoinConfig {
     let server = server.address().to_string();
-    JoinConfig { server, process: ProcessId(process), processes, token: token(), patience: LONG }
+    JoinConfig {
+        server,
+        process: ProcessId(process),
+        processes,
+        token: token(),
+        peer_timeout: LONG,
+    }
 }
 
 fn member(process: u32) -> Member {
@@ -135,12 +141,12 @@ fn the_server_may_come_up_later() {
         process: ProcessId(0),
         processes: 1,
         token: token(),
-        patience: LONG,
+        peer_timeout: LONG,
     };
     let joining = thread::spawn(move || join(late).map(drop));
     thread::sleep(Duration::from_millis(100));
     let _server =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG })
+        Server::bind(address, ServerConfig { processes: 1, token: token(), peer_timeout: LONG })
             .unwrap();
     joining.join().unwrap().unwrap();
 }
@@ -157,7 +163,10 @@ fn values_are_shared_and_waited_for() {
     all[1].set("weights", vec![]).unwrap();
     assert_eq!(all[0].get("weights", LONG), Ok(vec![]));
     let unset = all[0].get("nobody sets this", SHORT).unwrap_err();
-    assert_eq!(unset, RendezvousError::Unset { key: "nobody sets this".into(), patience: SHORT });
+    assert_eq!(
+        unset,
+        RendezvousError::Unset { key: "nobody sets this".into(), peer_timeout: SHORT }
+    );
     let long = all[0].set("long", vec![0; MAX_VALUE_BYTES + 1]);
     assert!(matches!(long, Err(RendezvousError::TooLong { .. })));
     assert_eq!(all[0].get("weights", LONG), Ok(vec![]), "an error of the caller harms nothing");
@@ -179,7 +188,10 @@ fn barrier_waits_for_all_and_names_the_missing() {
     let error = all[1].barrier("alone", SHORT).unwrap_err();
     let missing = vec![ProcessId(0), ProcessId(2)];
     let name = "alone".to_owned();
-    assert_eq!(error, RendezvousError::Barrier { name, missing, processes: 3, patience: SHORT });
+    assert_eq!(
+        error,
+        RendezvousError::Barrier { name, missing, processes: 3, peer_timeout: SHORT }
+    );
     assert!(error.to_string().contains("processes 0 and 2 of 3 have not arrived"), "{error}");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| all[1].barrier("left", LONG));
@@ -249,18 +261,18 @@ fn deaths_before_the_first_listener_are_kept() {
 
 #[test]
 fn silent_client_is_given_up_and_a_pinging_one_is_not() {
-    let patience = Duration::from_secs(2);
-    let server = server(2, patience);
+    let peer_timeout = Duration::from_secs(2);
+    let server = server(2, peer_timeout);
     // Joins by hand, then answers no ping, like a stopped process.
     let mut stopped = TcpStream::connect(server.address()).unwrap();
     stopped.set_read_timeout(Some(LONG)).unwrap();
     stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
     stopped.read_exact(&mut [0; 16]).unwrap();
-    // Join {ask 1, process 1, processes 2, patience 30 s, member of empty fields}, in bincode's
+    // Join {ask 1, process 1, processes 2, peer_timeout 30 s, member of empty fields}, in bincode's
     // standard form.
     stopped.write_all(&[12, 0, 0, 0, 0, 1, 1, 2, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut mine = config(&server, 0, 2);
-    mine.patience = LONG;
+    mine.peer_timeout = LONG;
     let rendezvous = Rendezvous::connect(mine).unwrap();
     rendezvous.join(Member::default()).unwrap();
     match downs(&rendezvous).recv_timeout(LONG).unwrap() {
@@ -268,7 +280,7 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
         other => panic!("{other:?}"),
     }
     // One timeout later, the process that only answers pings is still in the job.
-    thread::sleep(patience);
+    thread::sleep(peer_timeout);
     rendezvous.set("alive", vec![]).unwrap();
 }
 
@@ -293,7 +305,7 @@ fn a_silent_server_is_noticed() {
     });
     let (process, processes, token) = (ProcessId(0), 1, token());
     let rendezvous =
-        Rendezvous::connect(JoinConfig { server, process, processes, token, patience: SHORT })
+        Rendezvous::connect(JoinConfig { server, process, processes, token, peer_timeout: SHORT })
             .unwrap();
     match downs(&rendezvous).recv_timeout(LONG).unwrap() {
         Down::Server(why) => assert!(why.contains("silent"), "{why}"),
@@ -359,7 +371,8 @@ fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
     let relay = Relay::to(server);
     let server = relay.address.to_string();
     let (process, processes, token) = (ProcessId(0), 1, token());
-    let config = JoinConfig { server, process, processes, token, patience: Duration::from_secs(1) };
+    let config =
+        JoinConfig { server, process, processes, token, peer_timeout: Duration::from_secs(1) };
     let rendezvous = Rendezvous::connect(config).unwrap();
     rendezvous.join(member(0)).unwrap();
     (rendezvous, relay)
@@ -409,14 +422,14 @@ fn client_that_is_closed_without_a_word_tries_again() {
         process: ProcessId(0),
         processes: 1,
         token: token(),
-        patience: LONG,
+        peer_timeout: LONG,
     };
     let joining = thread::spawn(move || join(config).map(drop));
     // Like a server that closes the oldest silent connection to make room.
     drop(listener.accept().unwrap());
     drop(listener);
     let _server =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG })
+        Server::bind(address, ServerConfig { processes: 1, token: token(), peer_timeout: LONG })
             .unwrap();
     joining.join().unwrap().unwrap();
 }
@@ -428,7 +441,7 @@ fn missing_processes_are_named_to_members_and_owner() {
     let missing = RendezvousError::Missing {
         missing: vec![ProcessId(1), ProcessId(2)],
         processes: 4,
-        patience: SHORT,
+        peer_timeout: SHORT,
     };
     for result in results {
         assert_eq!(result.unwrap_err(), missing);
@@ -514,16 +527,16 @@ fn a_taken_port_and_an_unreachable_server_are_named() {
     let first = server(1, LONG);
     let address = first.address();
     let second =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG });
+        Server::bind(address, ServerConfig { processes: 1, token: token(), peer_timeout: LONG });
     let taken = second.unwrap_err();
     assert!(
         matches!(&taken, RendezvousError::Bind { address: a, .. } if *a == address.to_string())
     );
     let mut nowhere = config(&first, 0, 1);
-    nowhere.patience = SHORT;
+    nowhere.peer_timeout = SHORT;
     drop(first);
     match Rendezvous::connect(nowhere).unwrap_err() {
-        RendezvousError::Unreachable { server, patience: SHORT, why } => {
+        RendezvousError::Unreachable { server, peer_timeout: SHORT, why } => {
             assert_eq!(server, address.to_string());
             assert!(why.contains("refused"), "{why}");
         }

@@ -28,7 +28,7 @@ pub struct JobOptions {
     /// Number of processes.
     pub processes: usize,
     /// The peer timeout of the processes.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
     /// The time limit of the job.
     pub limit: Duration,
     /// The carrier of their messages.
@@ -41,7 +41,7 @@ impl JobOptions {
         Self {
             program: program.into(),
             processes,
-            patience: LONG / 2,
+            peer_timeout: LONG / 2,
             limit: LONG,
             carrier: Carrier::TCP,
         }
@@ -56,8 +56,8 @@ impl JobOptions {
 
     /// Sets the peer timeout of the processes.
     #[must_use]
-    pub fn patience(mut self, patience: Duration) -> Self {
-        self.patience = patience;
+    pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
+        self.peer_timeout = peer_timeout;
         self
     }
 
@@ -84,8 +84,8 @@ pub struct Job {
     folder: TempDir,
 }
 
-/// The result of a job in which one process was [struck](Job::strike).
-pub struct Struck {
+/// The result of a job in which one process was [injected a fault](Job::inject_fault).
+pub struct FaultOutcome {
     /// The results of the others, by process number.
     pub ended: Vec<Ended>,
     /// Time from the signal to the end of the last of them.
@@ -105,7 +105,7 @@ impl Job {
         let config = ServerConfig {
             processes: options.processes,
             token: token.clone(),
-            patience: options.patience,
+            peer_timeout: options.peer_timeout,
         };
         let server =
             Server::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).expect("a port");
@@ -143,7 +143,7 @@ impl Job {
             .env(variables::COORDINATOR, self.server.address().to_string())
             .env(variables::HOSTED, "1")
             .env(variables::JOB_TOKEN, self.token.to_hex())
-            .env(variables::PATIENCE, self.options.patience.as_secs_f64().to_string())
+            .env(variables::PEER_TIMEOUT, self.options.peer_timeout.as_secs_f64().to_string())
             .env(variables::LAUNCHER_PID, std::process::id().to_string());
         command
     }
@@ -237,7 +237,7 @@ impl Job {
     /// # Panics
     ///
     /// As [`Job::wait`].
-    pub fn strike(&mut self, victim: usize, signal: Signal) -> Struck {
+    pub fn inject_fault(&mut self, victim: usize, signal: Signal) -> FaultOutcome {
         let begin = Instant::now();
         self.processes[victim].signal(signal);
         let deadline = self.deadline;
@@ -249,7 +249,7 @@ impl Job {
         self.processes[victim].signal(Signal::KILL);
         // Also checks that nothing is left.
         self.wait();
-        Struck { ended, took: last - begin, report: self.report() }
+        FaultOutcome { ended, took: last - begin, report: self.report() }
     }
 
     /// Returns the output of all processes, for the message of a failed test.

@@ -6,7 +6,7 @@
 //!   left, however the test ends.
 //! - [`Carrier`] selects their transport; [`over_each_carrier!`] makes a test for each.
 //! - [`Watched`] does the same for a program of another package, such as `mpmd run`.
-//! - [`Site`] does it for launchers of other projects, and [`Slurm`] is one of them with all its
+//! - [`Sandbox`] does it for launchers of other projects, and [`Slurm`] is one of them with all its
 //!   daemons.
 //!
 //! Every wait has a deadline. When one passes, the message contains the output of all processes.
@@ -16,13 +16,13 @@ mod job;
 mod left;
 pub mod programs;
 mod random;
-mod site;
+mod sandbox;
 mod slurm;
 mod watched;
 
 pub use carriers::Carrier;
-pub use job::{Job, JobOptions, Struck, bare_command};
+pub use job::{FaultOutcome, Job, JobOptions, bare_command};
 pub use random::Random;
-pub use site::{Site, system_program};
+pub use sandbox::{Sandbox, system_program};
 pub use slurm::Slurm;
 pub use watched::{Ended, Watched, alive, package_program, processes_of};

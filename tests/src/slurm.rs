@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::geteuid;
 
-use crate::site::{Site, system_program};
+use crate::sandbox::{Sandbox, system_program};
 use crate::watched::Watched;
 
 /// The programs that must be installed, and Debian's packages with them.
@@ -27,7 +27,7 @@ const CPUS: usize = 4;
 /// A cluster of one node, this machine, with ports, keys and files of its own. The test's user is
 /// its administrator.
 ///
-/// Dropping it ends its daemons; processes that they have started end with the [`Site`].
+/// Dropping it ends its daemons; processes that they have started end with the [`Sandbox`].
 pub struct Slurm {
     daemons: Vec<Watched>,
     settings: PathBuf,
@@ -43,7 +43,7 @@ impl Slurm {
     /// # Panics
     ///
     /// If a daemon ends, or if the node is not ready by `deadline`; also as [`system_program`].
-    pub fn start(site: &Site, deadline: Instant) -> Option<Self> {
+    pub fn start(site: &Sandbox, deadline: Instant) -> Option<Self> {
         let found: Option<Vec<PathBuf>> =
             NEEDED.iter().map(|(program, package)| system_program(program, package)).collect();
         let [munged, slurmctld, slurmd, ..] = &found?[..] else { return None };
@@ -99,7 +99,7 @@ impl Slurm {
     }
 
     /// Returns the command of a program that talks to this cluster, such as `srun`.
-    pub fn command(&self, site: &Site, program: &Path) -> Command {
+    pub fn command(&self, site: &Sandbox, program: &Path) -> Command {
         let mut command = site.command(program);
         command.env("SLURM_CONF", &self.settings);
         command
@@ -110,7 +110,7 @@ impl Slurm {
     /// # Panics
     ///
     /// If one is left at `deadline`.
-    pub fn wait_until_idle(&mut self, site: &Site, deadline: Instant) {
+    pub fn wait_until_idle(&mut self, site: &Sandbox, deadline: Instant) {
         // The controller has a helper process as its child.
         let own: Vec<u32> = self.daemons.iter().map(Watched::pid).collect();
         let is_own =

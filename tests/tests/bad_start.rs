@@ -9,13 +9,13 @@ use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command};
 use mpmd_transport::rendezvous::Token;
 
 /// The peer timeout of these jobs.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIME_LIMIT: Duration = Duration::from_secs(2);
 
 /// Far more than the job takes, and far less than the default peer timeout.
 const PROMPT: Duration = Duration::from_secs(20);
 
 fn options(processes: usize) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).patience(PATIENCE)
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).peer_timeout(TIME_LIMIT)
 }
 
 /// Runs a process without a launcher, with these variables.
@@ -57,7 +57,7 @@ fn process_0_hosts_the_rendezvous_without_a_launcher() {
     // Free a moment ago; nothing else here takes ports of its own choice.
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
-    let mut job = Job::prepare(options(3).patience(PROMPT));
+    let mut job = Job::prepare(options(3).peer_timeout(PROMPT));
     // The process that the others look for comes last.
     for process in [2, 1, 0] {
         let mut command = hello(job.command(process));
@@ -80,14 +80,14 @@ fn taken_port_is_named() {
         (variables::WORLD_SIZE, "2"),
         (variables::COORDINATOR, &address),
         (variables::JOB_TOKEN, &token),
-        (variables::PATIENCE, "2"),
+        (variables::PEER_TIMEOUT, "2"),
     ];
     refused(&vars, &["cannot listen at", &address]);
 }
 
 #[test]
 fn wrong_token_is_refused_and_the_job_goes_on() {
-    let mut job = Job::prepare(options(2).patience(PROMPT));
+    let mut job = Job::prepare(options(2).peer_timeout(PROMPT));
     let first = hello(job.command(0));
     job.spawn(first);
     let mut stranger = hello(job.command(1));
@@ -130,14 +130,14 @@ fn unreachable_rendezvous_error_names_the_address() {
         (variables::WORLD_SIZE, "2"),
         (variables::COORDINATOR, &address),
         (variables::JOB_TOKEN, &token),
-        (variables::PATIENCE, "2"),
+        (variables::PEER_TIMEOUT, "2"),
     ];
     refused(&vars, &["could not be reached within 2s", &address]);
 }
 
 #[test]
 fn duplicate_process_is_refused_and_the_job_goes_on() {
-    let mut job = Job::prepare(options(2).patience(PROMPT));
+    let mut job = Job::prepare(options(2).peer_timeout(PROMPT));
     let first = hello(job.command(0));
     job.spawn(first);
     // Either of the two may join first.
@@ -194,7 +194,7 @@ fn invalid_values_are_shown() {
             (variables::WORLD_SIZE, "2"),
             (variables::COORDINATOR, "127.0.0.1:1"),
             (variables::JOB_TOKEN, token.as_str()),
-            (variables::PATIENCE, "2"),
+            (variables::PEER_TIMEOUT, "2"),
         ];
         vars.retain(|(known, _)| *known != name);
         vars.push((name, value));
@@ -204,7 +204,7 @@ fn invalid_values_are_shown() {
         (variables::RANK, "first"),
         (variables::WORLD_SIZE, "-2"),
         (variables::COORDINATOR, "nowhere"),
-        (variables::PATIENCE, "soon"),
+        (variables::PEER_TIMEOUT, "soon"),
         (variables::DEVICES_PER_PROCESS, "many"),
         (variables::SPIN, "often"),
     ] {
@@ -236,7 +236,7 @@ fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
     // Longer than the job's own limit: no test waits for it.
-    let mut job = Job::prepare(options(names.len()).patience(Duration::from_secs(600)));
+    let mut job = Job::prepare(options(names.len()).peer_timeout(Duration::from_secs(600)));
     for (process, name) in names.iter().enumerate() {
         let mut command = hello(job.command(process));
         command.env(variables::TRANSPORT, name);
@@ -295,7 +295,7 @@ fn invalid_link_costs_are_an_error_on_all_processes() {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
     for hosted in [true, false] {
-        let mut job = Job::prepare(options(3).patience(PROMPT));
+        let mut job = Job::prepare(options(3).peer_timeout(PROMPT));
         for process in 0..3 {
             let mut command = hello(job.command(process));
             if !hosted {
@@ -322,7 +322,7 @@ fn invalid_link_costs_are_an_error_on_all_processes() {
         .map(|class| format!(r#""{class}": {{"latency_ns": 2000, "bytes_per_us": 9000}}"#))
         .collect();
     std::fs::write(&file, format!("{{{}}}", costs.join(", "))).expect("the folder is ours");
-    let mut job = Job::prepare(options(2).patience(PROMPT));
+    let mut job = Job::prepare(options(2).peer_timeout(PROMPT));
     for process in 0..2 {
         let mut command = hello(job.command(process));
         command.env(variables::LINKS, &file);
@@ -352,7 +352,7 @@ fn another_build_or_device_count_is_reported_by_all() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let other = another_build(folder.path());
     for by_build in [true, false] {
-        let mut job = Job::prepare(options(3).patience(PROMPT));
+        let mut job = Job::prepare(options(3).peer_timeout(PROMPT));
         for process in 0..3 {
             let mut command = hello(job.command(process));
             if process == 1 && by_build {

@@ -126,7 +126,7 @@ fn failed_dry_run_shows_the_programs_error() {
         (&["-n", "2", "--", "true"][..], "true ended without a plan"),
         (&["-n", "2", "--", "mpmd-no-such-program"], "there is no program mpmd-no-such-program"),
         (
-            &["-n", "2", "--patience", "0.2", "--", "sleep", "20"],
+            &["-n", "2", "--peer-timeout", "0.2", "--", "sleep", "20"],
             "sleep has not ended a plan after 200ms",
         ),
         (

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Job, JobOptions, Struck};
+use mpmd_tests::{Carrier, FaultOutcome, Job, JobOptions};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.
@@ -19,7 +19,7 @@ fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, te
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
     let options = options
         .over(Carrier::SHM)
-        .patience(Duration::from_secs(30))
+        .peer_timeout(Duration::from_secs(30))
         .limit(Duration::from_secs(120));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver =
@@ -93,10 +93,10 @@ fn many_arrays_are_lent_and_relent_at_once() {
 }
 
 /// Kills one process in the middle of the steps.
-fn strike(processes: usize, victim: usize, pace: &str) -> Struck {
+fn inject_fault(processes: usize, victim: usize, pace: &str) -> FaultOutcome {
     let (mut job, _folder) = start(processes, &["steps"], &[("SOFTCUDA_PACE", pace)]);
     job.wait_for_output("step 25\n");
-    job.strike(victim, Signal::KILL)
+    job.inject_fault(victim, Signal::KILL)
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn killed_process_with_lent_memory_is_named_by_the_others() {
     for (processes, victim, pace) in
         [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")]
     {
-        let Struck { ended, took, report } = strike(processes, victim, pace);
+        let FaultOutcome { ended, took, report } = inject_fault(processes, victim, pace);
         for end in ended {
             assert_eq!(end.code, 1, "{report}");
             // With three processes, one may first hear that the other has left because of the

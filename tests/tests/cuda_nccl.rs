@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Ended, Job, JobOptions, Struck};
+use mpmd_tests::{Carrier, Ended, FaultOutcome, Job, JobOptions};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death or a wrong setting.
@@ -25,7 +25,7 @@ fn start(
     let processes = ways.len();
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
     let options =
-        options.over(carrier).patience(Duration::from_secs(30)).limit(Duration::from_secs(100));
+        options.over(carrier).peer_timeout(Duration::from_secs(30)).limit(Duration::from_secs(100));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver = softcuda::install(folder.path()).expect("the driver is built");
     let mut job = Job::prepare(options);
@@ -96,7 +96,7 @@ fn killed_process_is_named_by_those_waiting_in_nccl() {
         let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
         job.wait_for_output("step 2\n");
         std::thread::sleep(Duration::from_millis(50));
-        let Struck { ended, took, report } = job.strike(victim, Signal::KILL);
+        let FaultOutcome { ended, took, report } = job.inject_fault(victim, Signal::KILL);
         for end in ended {
             assert_eq!(end.code, 1, "{report}");
             assert!(end.stderr.contains(&format!("process {victim} is gone")), "{report}");

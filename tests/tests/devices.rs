@@ -11,7 +11,7 @@ use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command, package_program}
 const PROMPT: Duration = Duration::from_secs(30);
 
 /// Longer than any test may take.
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIME_LIMIT: Duration = Duration::from_secs(600);
 
 /// Hides the GPUs of this machine, if it has any.
 fn without_gpus(command: &mut Command) -> &mut Command {
@@ -39,7 +39,7 @@ fn is_reason(text: &str) -> bool {
 fn missing_devices_are_reported_by_every_process() {
     for processes in ["1", "2"] {
         let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
-        command.args(["run", "-n", processes, "--device", "cuda", "--patience", "600", "--"]);
+        command.args(["run", "-n", processes, "--device", "cuda", "--peer-timeout", "600", "--"]);
         without_gpus(command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
         let end = start_and_wait(command);
         assert_eq!(end.code, 1, "{end:?}");
@@ -82,8 +82,9 @@ fn device_kinds_come_from_the_environment_without_launcher() {
 /// Runs a job with one process for each entry of `kinds`, which sets the process's kinds of
 /// devices.
 fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
-    let options =
-        JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len()).patience(PATIENCE).limit(PROMPT);
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len())
+        .peer_timeout(TIME_LIMIT)
+        .limit(PROMPT);
     let mut job = Job::prepare(options);
     let port = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();

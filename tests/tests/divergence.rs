@@ -25,7 +25,7 @@ fn issued(process: usize) -> String {
 /// output of each process.
 fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<String> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
-    let options = options.patience(Duration::from_secs(15));
+    let options = options.peer_timeout(Duration::from_secs(15));
     let (who, elements) = (who.to_string(), elements.to_string());
     let mut job = Job::start(options, &["diverging", how, &who, &elements]);
     let ended = job.wait();

@@ -23,7 +23,7 @@ fn reports(
     is_enough: impl Fn(usize, &str) -> bool,
 ) -> Vec<String> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
-    let mut job = Job::start(options.patience(Duration::from_secs(3)), args);
+    let mut job = Job::start(options.peer_timeout(Duration::from_secs(3)), args);
     let find = |job: &Job, process: usize| {
         let said = job.processes[process].report();
         let mut reports = said.split("mpmd: still waiting").skip(1);

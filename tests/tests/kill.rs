@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, Ended, Job, JobOptions, Struck, over_each_carrier};
+use mpmd_tests::{Carrier, Ended, FaultOutcome, Job, JobOptions, over_each_carrier};
 use rustix::process::Signal;
 
 over_each_carrier! {
@@ -26,16 +26,16 @@ fn names_an_operation(error: &str) -> bool {
     operation && error.contains("tests/src/programs/looping.rs:")
 }
 
-fn options(carrier: Carrier, patience: Duration) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).patience(patience)
+fn options(carrier: Carrier, peer_timeout: Duration) -> JobOptions {
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).peer_timeout(peer_timeout)
 }
 
 /// Sends a signal to process `victim` while all are at work.
-fn strike(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> Struck {
+fn inject_fault(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> FaultOutcome {
     let mut job = Job::start(options, &["looping", mode]);
     // Late enough that all are at work.
     job.wait_for_output("step 6\n");
-    job.strike(victim, signal)
+    job.inject_fault(victim, signal)
 }
 
 fn check_errors(victim: usize, ended: &[Ended], report: &str) {
@@ -61,7 +61,8 @@ fn killed_process_is_named_by_all_others_in_five_seconds(carrier: Carrier) {
     for mode in ["reading", "running-ahead", "large"] {
         for victim in victims.clone() {
             let options = options(carrier, Duration::from_secs(30));
-            let Struck { ended, took, report } = strike(options, mode, victim, Signal::KILL);
+            let FaultOutcome { ended, took, report } =
+                inject_fault(options, mode, victim, Signal::KILL);
             check_errors(victim, &ended, &report);
             assert!(
                 took <= SOON,
@@ -78,7 +79,8 @@ fn killed_process_is_named_by_all_others_in_five_seconds(carrier: Carrier) {
 fn stopped_process_is_named_by_all_others_after_timeout(carrier: Carrier) {
     for victim in [0, 2] {
         let options = options(carrier, Duration::from_secs(3));
-        let Struck { ended, report, .. } = strike(options, "running-ahead", victim, Signal::STOP);
+        let FaultOutcome { ended, report, .. } =
+            inject_fault(options, "running-ahead", victim, Signal::STOP);
         check_errors(victim, &ended, &report);
     }
 }

@@ -109,7 +109,7 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
 fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
     let mut random = Random::of_this_run();
     for _ in 0..faults(1) {
-        let mut job = Launched::start(carrier, &["--patience", "2"], "reading");
+        let mut job = Launched::start(carrier, &["--peer-timeout", "2"], "reading");
         let pids = job.pids();
         std::thread::sleep(Duration::from_micros(random.below(WITHIN_MICROS) as u64));
         job.launcher.signal(Signal::TSTP);

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Ended, Site, Slurm, Watched, package_program, system_program};
+use mpmd_tests::{Ended, Sandbox, Slurm, Watched, package_program, system_program};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// No run takes this long, on any machine.
@@ -29,8 +29,8 @@ fn readme(begin: &str) -> &'static str {
 }
 
 /// Creates a sandbox where `./pipeline` and `./named` can be started.
-fn site() -> Site {
-    let site = Site::new();
+fn site() -> Sandbox {
+    let site = Sandbox::new();
     let named = PathBuf::from(env!("CARGO_BIN_EXE_named"));
     for (program, name) in
         [(package_program("mpmd-examples", "pipeline"), "pipeline"), (named, "named")]
@@ -41,7 +41,7 @@ fn site() -> Site {
 }
 
 /// Starts a shell that runs a script, on the cluster or on this machine alone.
-fn shell(site: &Site, slurm: Option<&Slurm>, transport: &str, script: &str) -> Watched {
+fn shell(site: &Sandbox, slurm: Option<&Slurm>, transport: &str, script: &str) -> Watched {
     let sh = Path::new("sh");
     let mut command = slurm.map_or_else(|| site.command(sh), |slurm| slurm.command(site, sh));
     command.args(["-ec", script]).env(variables::TRANSPORT, transport);
@@ -60,7 +60,7 @@ fn deadline() -> Instant {
     Instant::now() + LONG
 }
 
-fn run(site: &Site, slurm: Option<&Slurm>, transport: &str, script: &str) -> Ended {
+fn run(site: &Sandbox, slurm: Option<&Slurm>, transport: &str, script: &str) -> Ended {
     let mut process = shell(site, slurm, transport, script);
     let end = process.wait(deadline());
     assert_eq!(end.code, 0, "{script} over {transport}\n{}", process.report());

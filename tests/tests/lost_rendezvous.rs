@@ -116,7 +116,7 @@ fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
 }
 
 fn silent_service_is_a_warning_and_the_job_goes_on(carrier: Carrier) {
-    let options = options(carrier).patience(Duration::from_secs(2));
+    let options = options(carrier).peer_timeout(Duration::from_secs(2));
     let (mut job, relay) = start(options, &["looping", "reading"], &[0, 1, 2, 3]);
     job.wait_for_output("step 6\n");
     relay.is_still.store(true, Ordering::Relaxed);

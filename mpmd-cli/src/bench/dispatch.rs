@@ -234,7 +234,7 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
 }
 
 fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
-    p.make(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
+    p.array_from_fn(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
 /// Returns the mean time of a call in each batch. The device catches up between batches.

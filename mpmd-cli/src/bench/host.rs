@@ -81,7 +81,7 @@ impl Meanwhile {
     fn new(p: &mut Program, on: &Sharding) -> Result<Self> {
         let device = on.layout(&[WORK])?.devices()[0];
         let mesh = p.mesh_of(&[("x", 1)], &[device])?;
-        let mut x = p.make(f32s([WORK]), on, |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let mut x = p.array_from_fn(f32s([WORK]), on, |_, mut view| Ok(view.fill(1.0f32)?))?;
         let mut rounds = ROUNDS.0;
         loop {
             let kernel = p.jit(Busy(rounds)).on(&mesh).outputs(on.clone()).donate("").build()?;
@@ -112,7 +112,8 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Re
     let there = Sharding::single_device(device);
     let here = there.clone().with_memory_kind(MemoryKind::Host);
     let mut meanwhile = Meanwhile::new(p, &there)?;
-    let on_host = p.make(f32s([bytes / 4]), &here, |_, mut view| Ok(view.fill(1.0f32)?))?;
+    let on_host =
+        p.array_from_fn(f32s([bytes / 4]), &here, |_, mut view| Ok(view.fill(1.0f32)?))?;
     let on_device = p.device_put(&on_host, &there)?;
     on_device.block_until_ready()?;
     let mut cases = Vec::new();

@@ -119,7 +119,7 @@ fn there_and_back(
 ) -> mpmd_core::Result<Vec<Duration>> {
     let (here, there) = (Sharding::single_device(DeviceId(0)), Sharding::single_device(other));
     let options = PutOptions::default().may_alias(false);
-    let mut x = p.make(u8s([bytes]), &here, |_, mut view| Ok(view.fill(1u8)?))?;
+    let mut x = p.array_from_fn(u8s([bytes]), &here, |_, mut view| Ok(view.fill(1u8)?))?;
     x.block_until_ready()?;
     let mut times = Vec::new();
     for repeat in 0..=args.repeats {

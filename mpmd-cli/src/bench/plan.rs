@@ -149,10 +149,10 @@ fn cached(
 ) -> Result<Vec<Duration>> {
     const BATCH: u32 = 64;
     let processes = devices.div_ceil(PER_PROCESS);
-    let mut program = Program::builder().devices(processes * PER_PROCESS).spectator(processes)?;
+    let mut program = Program::builder().devices(processes * PER_PROCESS).dry_run(processes)?;
     let (from, to) = (from.sharding()?, to.sharding()?);
     let aval = f32s([shape[0], shape[1]]);
-    let array = program.make(aval, &from, |_, _| Ok(()))?;
+    let array = program.array_from_fn(aval, &from, |_, _| Ok(()))?;
     drop(program.device_put(&array, &to)?);
     (0..repeats)
         .map(|_| {

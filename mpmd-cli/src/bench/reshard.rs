@@ -137,7 +137,7 @@ fn put(
 ) -> mpmd_core::Result<Vec<Duration>> {
     let rounds = (SAMPLE_BYTES / bytes).max(1);
     let mesh = from.mesh().expect("a named sharding").clone();
-    let x = p.make(f32s(shape(bytes)), from, |_, mut view| Ok(view.fill(1.0f32)?))?;
+    let x = p.array_from_fn(f32s(shape(bytes)), from, |_, mut view| Ok(view.fill(1.0f32)?))?;
     x.block_until_ready()?;
     let mut times = Vec::new();
     for repeat in 0..=args.options.repeats.min(10) {
@@ -159,8 +159,9 @@ fn put(
 fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     // Each process sends its part when it issues this, after it has waited for its earlier
     // operations.
-    let here =
-        p.make(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let here = p.array_from_fn(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| {
+        Ok(view.fill(0.0f32)?)
+    })?;
     p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
 }
 

@@ -111,7 +111,7 @@ impl fmt::Display for Others {
             writeln!(
                 f,
                 "issue    not checked: {numbers}; the time limit of {within:?} had passed \
-                 (--patience)"
+                 (--peer-timeout)"
             )?;
         }
         Ok(())
@@ -176,7 +176,7 @@ mod tests {
     fn processes_without_time_are_named() {
         let others = Others::compare(&plan(), Duration::ZERO, |_| unreachable!()).unwrap();
         let left = "issue    not checked: processes 1 to 7; the time limit of 0ns had passed \
-            (--patience)\n";
+            (--peer-timeout)\n";
         assert_eq!(others.to_string(), left);
     }
 

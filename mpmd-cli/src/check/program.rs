@@ -37,7 +37,7 @@ pub(crate) struct ProgramArgs {
     /// The time limit for one dry run of the program; after this time no dry run is started for a
     /// further process
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
-    patience: Duration,
+    peer_timeout: Duration,
     /// Keep the plan of process 0 in this file
     #[arg(long, value_name = "FILE", requires = "processes")]
     out: Option<PathBuf>,
@@ -66,7 +66,7 @@ impl ProgramArgs {
         let planned =
             DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
         let plan = planned.plan(0, &file)?;
-        let others = Others::compare(&plan, self.patience, |process| {
+        let others = Others::compare(&plan, self.peer_timeout, |process| {
             let file = folder.path().join(format!("plan-{process}.json"));
             let plan = planned.plan(process, &file)?;
             // Removed at once: the plans of all processes may take much space.
@@ -121,8 +121,8 @@ impl DryRuns<'_> {
         }
         let name = self.name.display();
         let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
-        let patience = self.settings.patience;
-        let deadline = after(Instant::now(), patience);
+        let peer_timeout = self.settings.peer_timeout;
+        let deadline = after(Instant::now(), peer_timeout);
         let status = loop {
             match child.try_wait()? {
                 Some(status) => break Some(status),
@@ -141,7 +141,7 @@ impl DryRuns<'_> {
                     .to_owned()
             }
             Some(status) => format!("failed while it was planned ({status})"),
-            None => format!("has not ended a plan after {patience:?}"),
+            None => format!("has not ended a plan after {peer_timeout:?}"),
         };
         let said = std::fs::read(&said).unwrap_or_default();
         let said = String::from_utf8_lossy(&said);

@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::Range;
 
 use mpmd_core::pipeline::check::{self, Channel, Deadlock, Names, Proof};
-use mpmd_core::plan::{End, Kind, Link, MemoryPlan, Peak, Plan, PlannedFlow};
+use mpmd_core::plan::{End, Kind, Link, MemoryPeak, MemoryPlan, Plan, PlannedFlow};
 
 use super::others::Others;
 
@@ -49,8 +49,9 @@ impl<'a> Report<'a> {
     }
 
     /// Returns the devices that exceed the budget, with their peak memory.
-    fn over_budget(&self) -> impl Iterator<Item = (u32, Peak)> {
-        let most = |one: Peak, other: Peak| if other.bytes > one.bytes { other } else { one };
+    fn over_budget(&self) -> impl Iterator<Item = (u32, MemoryPeak)> {
+        let most =
+            |one: MemoryPeak, other: MemoryPeak| if other.bytes > one.bytes { other } else { one };
         let peaks =
             self.memory.devices.iter().map(move |d| (d.device, most(d.in_order, d.in_time)));
         peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
@@ -172,8 +173,8 @@ impl<'a> Report<'a> {
     /// Writes the conditions of the proof: values that the program reads and could branch on.
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms = (1..=self.plan.operations.len() as u64)
-            .filter_map(|operation| self.plan.form_of(operation));
-        let agreed = forms.filter(|form| matches!(form.kind, Kind::Agree { .. })).count();
+            .filter_map(|operation| self.plan.descriptor_of(operation));
+        let agreed = forms.filter(|form| matches!(form.kind, Kind::BroadcastValue { .. })).count();
         if agreed > 0 {
             writeln!(
                 f,

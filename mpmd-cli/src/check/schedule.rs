@@ -9,7 +9,7 @@ use clap::Args;
 use mpmd_core::pipeline::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
 use mpmd_core::pipeline::flow::{Leaves, StepNames};
 use mpmd_core::pipeline::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
-use mpmd_core::pipeline::{Builtin, Costs, Lowered, Schedule, Sidecar, Text, lower};
+use mpmd_core::pipeline::{Builtin, Costs, Lowered, Schedule, ScheduleMetadata, Text, lower};
 use serde_json::{Value, json};
 
 use crate::schedule::{is_file, read, read_costs};
@@ -196,7 +196,7 @@ impl ScheduleArgs {
         let mut costs = None;
         if beside != path && beside.exists() && self.costs.is_none() {
             let there = || beside.display().to_string();
-            let sidecar = Sidecar::parse(&read(&beside)?).with_context(there)?;
+            let sidecar = ScheduleMetadata::parse(&read(&beside)?).with_context(there)?;
             // A sidecar is checked only against a valid schedule.
             if let Ok(schedule) = text.schedule(name.clone()) {
                 sidecar.check(&schedule, &text).with_context(there)?;

@@ -14,7 +14,7 @@ use serde::Serialize;
 pub(crate) const READ_MEMORY: &str = "__read-memory";
 
 /// The time limit for the other process.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIME_LIMIT: Duration = Duration::from_secs(10);
 
 /// The result of an attempt to read another process's memory.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
@@ -121,7 +121,7 @@ fn line(stdout: ChildStdout) -> Result<String> {
         // The receiver is gone if the time limit has passed.
         let _ = sender.send(read);
     });
-    let read = receiver.recv_timeout(PATIENCE).context("the other process does not answer")?;
+    let read = receiver.recv_timeout(TIME_LIMIT).context("the other process does not answer")?;
     read.context("reading the other process's answer")
 }
 

@@ -20,7 +20,7 @@ pub(super) struct Case {
 }
 
 #[derive(Debug)]
-struct Found {
+struct ChunkAnswer {
     case: Case,
     chunks: ChunkRanks,
 }
@@ -37,11 +37,11 @@ impl Case {
 
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let chunks = chunk_by_rank(&self.shape, self.dim, &self.placements, self.world)?;
-        Ok(Box::new(Found { case: self, chunks }))
+        Ok(Box::new(ChunkAnswer { case: self, chunks }))
     }
 }
 
-impl Found {
+impl ChunkAnswer {
     fn holding(&self) -> Holding {
         let Case { shape, dim, placements, .. } = &self.case;
         let title = format!("{shape:?}: chunks of dimension {dim} on ranks {placements:?}");
@@ -57,7 +57,7 @@ impl Found {
     }
 }
 
-impl Answer for Found {
+impl Answer for ChunkAnswer {
     fn json(&self) -> String {
         json_text(&self.chunks)
     }

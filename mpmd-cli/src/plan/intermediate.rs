@@ -17,7 +17,7 @@ pub(super) struct Case {
 }
 
 #[derive(Debug)]
-struct Found {
+struct IntermediateAnswer {
     src: Sharding,
     dst: Sharding,
     found: Result<Intermediate, NoIntermediate>,
@@ -26,7 +26,7 @@ struct Found {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Json<'a> {
-    Found { intermediate: Option<NamedJson>, replica_axes: &'a [String] },
+    IntermediateAnswer { intermediate: Option<NamedJson>, replica_axes: &'a [String] },
     NotNeeded { error: &'static str },
     None { error: &'static str, reason: &'static str },
 }
@@ -41,7 +41,7 @@ impl Case {
         let src = checked(&self.src).map_err(|refusal| refusal.of("src"))?;
         let dst = checked(&self.dst).map_err(|refusal| refusal.of("dst"))?;
         let found = find_intermediate_sharding(&src, &dst);
-        Ok(Box::new(Found { src, dst, found }))
+        Ok(Box::new(IntermediateAnswer { src, dst, found }))
     }
 }
 
@@ -56,10 +56,10 @@ fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
     Ok(sharding)
 }
 
-impl Answer for Found {
+impl Answer for IntermediateAnswer {
     fn json(&self) -> String {
         json_text(&match &self.found {
-            Ok(found) => Json::Found {
+            Ok(found) => Json::IntermediateAnswer {
                 intermediate: NamedJson::of(&found.sharding),
                 replica_axes: &found.replica_axes,
             },

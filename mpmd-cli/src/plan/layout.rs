@@ -24,7 +24,7 @@ pub(super) struct Case {
 }
 
 #[derive(Debug)]
-struct Found {
+struct LayoutAnswer {
     sharding: Sharding,
     layout: Arc<Layout>,
 }
@@ -47,18 +47,18 @@ impl Case {
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let sharding = self.sharding.sharding()?;
         let layout = sharding.layout(&self.shape)?;
-        Ok(Box::new(Found { sharding, layout }))
+        Ok(Box::new(LayoutAnswer { sharding, layout }))
     }
 }
 
-impl Found {
+impl LayoutAnswer {
     fn holding(&self) -> Holding {
         let title = format!("{:?}: {}", self.layout.shape(), self.sharding);
         Holding::of_layout(title, "device", &self.layout)
     }
 }
 
-impl Answer for Found {
+impl Answer for LayoutAnswer {
     fn json(&self) -> String {
         let regions = self.layout.iter().collect();
         json_text(&Json { regions, fully_replicated: self.layout.fully_replicated() })

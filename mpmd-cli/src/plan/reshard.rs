@@ -27,7 +27,7 @@ pub(super) struct Case {
 
 /// A plan with everything that its drawings need.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct ReshardAnswer {
     pub(super) aval: ShapedArray,
     pub(super) src: Holding,
     pub(super) dst: Holding,
@@ -93,11 +93,11 @@ impl Case {
         let (pieces, summary) = (plan.pieces(), plan.summary());
         let src = Holding::of_layout(format!("from {src}"), "device", &src_layout);
         let dst = Holding::of_layout(format!("to   {dst}"), "device", &dst_layout);
-        Ok(Box::new(Found { aval, src, dst, job, pieces, summary }))
+        Ok(Box::new(ReshardAnswer { aval, src, dst, job, pieces, summary }))
     }
 }
 
-impl Found {
+impl ReshardAnswer {
     /// Returns the traffic over each class of links, nearest first.
     pub(super) fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
         let by_class = self.traffic(|piece| Some(self.class(piece)));
@@ -233,7 +233,7 @@ impl Traffic {
     }
 }
 
-impl Answer for Found {
+impl Answer for ReshardAnswer {
     fn json(&self) -> String {
         let bytes = |class| self.summary.bytes_over(class);
         json_text(&Json {

@@ -37,7 +37,7 @@ struct CaseLeaf {
 }
 
 #[derive(Debug)]
-struct Found(Inferred);
+struct RulesAnswer(Inferred);
 
 #[derive(Serialize)]
 struct Json<'a> {
@@ -99,7 +99,7 @@ impl Case {
             logical = logical.rule(name.as_str(), &axes);
         }
         let strategy = Strategy::parse(&self.strategy, &Registry::default())?.with_logical(logical);
-        Ok(Box::new(Found(infer(&leaves, &strategy, &mesh)?)))
+        Ok(Box::new(RulesAnswer(infer(&leaves, &strategy, &mesh)?)))
     }
 }
 
@@ -154,7 +154,7 @@ fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
     Ok(Mesh::new(&axes, (0..devices as u32).map(DeviceId).collect())?)
 }
 
-impl Answer for Found {
+impl Answer for RulesAnswer {
     fn json(&self) -> String {
         let leaves = self.0.leaves().iter();
         json_text(&Json {

@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 
 use super::holding::{Grid, Holding, bytes_text};
-use super::reshard::Found;
+use super::reshard::ReshardAnswer;
 
 /// The minimum width of a document.
 const WIDTH: f64 = 900.0;
@@ -53,7 +53,7 @@ pub(super) fn one(holding: &Holding) -> String {
 }
 
 /// Draws the source and destination of a plan, and its traffic.
-pub(super) fn reshard(found: &Found) -> String {
+pub(super) fn reshard(found: &ReshardAnswer) -> String {
     const BETWEEN: f64 = 64.0;
     let least = (WIDTH - 2.0 * MARGIN - BETWEEN) / 2.0;
     let widths = [&found.src, &found.dst].map(|holding| panel_width(holding).max(least));
@@ -208,7 +208,7 @@ impl Page {
     }
 
     /// Draws the colour of each process, with its host and devices.
-    fn legend(&mut self, found: &Found) {
+    fn legend(&mut self, found: &ReshardAnswer) {
         let processes = found.job.processes();
         self.bottom += 18.0;
         for (place, (process, host)) in processes.iter().enumerate().take(MOST_ROWS) {
@@ -224,7 +224,7 @@ impl Page {
     }
 
     /// Draws the traffic over each class of links, and between each pair of processes.
-    fn links(&mut self, found: &Found) {
+    fn links(&mut self, found: &ReshardAnswer) {
         let most =
             found.by_class().iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
         self.bottom += 20.0;

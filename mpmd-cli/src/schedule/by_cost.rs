@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use mpmd_core::pipeline::check::Budget;
-use mpmd_core::pipeline::{Builtin, Costs, Found, Schedule, SearchOptions, search};
+use mpmd_core::pipeline::{Builtin, Costs, Schedule, SearchOptions, SearchResult, search};
 
 /// True if a name requests the search for the best order.
 pub(crate) fn is_by_cost(name: &str) -> bool {
@@ -25,7 +25,7 @@ pub(crate) fn by_cost(
     chunks: Option<usize>,
     costs: Option<&Costs>,
     budget: Option<Budget>,
-) -> Result<Found> {
+) -> Result<SearchResult> {
     let chunks = match (chunks, costs) {
         (Some(chunks), _) => chunks,
         (None, Some(costs)) => costs.stage.len() / ranks.max(1),
@@ -43,7 +43,7 @@ pub(crate) fn by_cost(
     let (found, expected) = (costs.stage.len(), first.stages());
     ensure!(found == expected, "the costs are of {found} stages, and there are {expected}");
     let options = SearchOptions { budget, ..SearchOptions::default() };
-    let mut best: Option<Found> = None;
+    let mut best: Option<SearchResult> = None;
     let mut refused = None;
     let mut placements: Vec<&[usize]> = Vec::new();
     for schedule in &known {

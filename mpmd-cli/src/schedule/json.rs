@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use mpmd_core::pipeline::simulate::SimulatedSchedule;
-use mpmd_core::pipeline::{Flavour, Text};
+use mpmd_core::pipeline::{Dialect, Text};
 use serde::Serialize;
 
 use super::source::Source;
@@ -49,7 +49,7 @@ pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<Str
         placement: schedule.placement().name(),
         rank_of_stage: schedule.ranks_of_stages(),
         rows: (0..schedule.ranks()).map(|rank| schedule.cells(rank)).collect(),
-        hash: format!("{:016x}", Text::of(schedule, Flavour::ComputeOnly)?.hash()),
+        hash: format!("{:016x}", Text::of(schedule, Dialect::ComputeOnly)?.hash()),
         unit: source.costs().unit,
         makespan: simulated.simulated.makespan,
         bubble: simulated.simulated.bubble(),

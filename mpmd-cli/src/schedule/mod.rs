@@ -15,7 +15,7 @@ use clap::{Args, ValueEnum};
 use mpmd_core::pipeline::check::{Budget, Channel, check};
 use mpmd_core::pipeline::flow::{Flow, Leaves};
 use mpmd_core::pipeline::simulate::{SimulatedSchedule, simulate_lowered};
-use mpmd_core::pipeline::{Flavour, Lowered, Schedule, Sidecar, Text};
+use mpmd_core::pipeline::{Dialect, Lowered, Schedule, ScheduleMetadata, Text};
 
 pub(crate) use by_cost::{by_cost, is_by_cost};
 use source::Source;
@@ -131,9 +131,9 @@ fn show(args: &ScheduleArgs) -> Result<()> {
 
 fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     let text = match (&source.text, args.comms) {
-        (Some(text), true) if text.flavour == Flavour::ComputeComms => text.clone(),
-        (_, true) => Text::of(&source.schedule, Flavour::ComputeComms)?,
-        (_, false) => Text::of(&source.schedule, Flavour::ComputeOnly)?,
+        (Some(text), true) if text.flavour == Dialect::ComputeComms => text.clone(),
+        (_, true) => Text::of(&source.schedule, Dialect::ComputeComms)?,
+        (_, false) => Text::of(&source.schedule, Dialect::ComputeOnly)?,
     };
     if let Some(path) = args.output.as_ref().filter(|_| args.sidecar) {
         let same = path.extension().is_some_and(|extension| extension == "toml");
@@ -146,10 +146,10 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     };
     write(args, text.to_csv().as_bytes())?;
     if args.sidecar {
-        let mut sidecar = Sidecar::new(&source.schedule, &text);
+        let mut sidecar = ScheduleMetadata::new(&source.schedule, &text);
         let steps = match text.flavour {
-            Flavour::ComputeComms => Lowered::of_text(&text),
-            Flavour::ComputeOnly => mpmd_core::pipeline::lower(&source.schedule)?,
+            Dialect::ComputeComms => Lowered::of_text(&text),
+            Dialect::ComputeOnly => mpmd_core::pipeline::lower(&source.schedule)?,
         };
         sidecar.channel = proved_for(&steps)?.map(|channel| channel.to_string());
         sidecar.costs.clone_from(&source.costs);
@@ -170,7 +170,7 @@ fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
 /// Returns the steps of each rank with the moves: those of the text if it has moves.
 fn steps(source: &Source) -> Result<Lowered> {
     match &source.text {
-        Some(text) if text.flavour == Flavour::ComputeComms => Ok(Lowered::of_text(text)),
+        Some(text) if text.flavour == Dialect::ComputeComms => Ok(Lowered::of_text(text)),
         _ => Ok(mpmd_core::pipeline::lower(&source.schedule)?),
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use mpmd_core::pipeline::{Builtin, Costs, Flavour, Schedule, Sidecar, Text};
+use mpmd_core::pipeline::{Builtin, Costs, Dialect, Schedule, ScheduleMetadata, Text};
 
 use super::{Asked, ScheduleArgs, by_cost, is_by_cost};
 
@@ -84,8 +84,8 @@ impl Source {
 
     fn read(args: &ScheduleArgs, path: &Path) -> Result<Self> {
         let flavour = args.flavour.map(|asked| match asked {
-            Asked::ComputeOnly => Flavour::ComputeOnly,
-            Asked::ComputeComms => Flavour::ComputeComms,
+            Asked::ComputeOnly => Dialect::ComputeOnly,
+            Asked::ComputeComms => Dialect::ComputeComms,
         });
         let here = || path.display().to_string();
         let text = Text::parse(&read(path)?, flavour).with_context(here)?;
@@ -95,7 +95,7 @@ impl Source {
         let mut costs = None;
         if beside != path && beside.exists() {
             let there = || beside.display().to_string();
-            let sidecar = Sidecar::parse(&read(&beside)?).with_context(there)?;
+            let sidecar = ScheduleMetadata::parse(&read(&beside)?).with_context(there)?;
             sidecar.check(&schedule, &text).with_context(there)?;
             schedule = schedule.renamed(sidecar.name);
             costs = sidecar.costs;

@@ -12,10 +12,10 @@ use mpmd_transport::{Failure, FailureKind};
 use crate::api::program::{Program, PutKey};
 use crate::api::replay::{Again, Here};
 use crate::device::copy::{contiguous_bytes, copy_region};
-use crate::dry_run::{self, Form, Kind, Memory};
+use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::exec::{OpGuard, Promise, PutPlan, Rolling, Runtime, Slot, Source, follow};
+use crate::exec::{AsyncBuffer, OpGuard, PutPlan, Resolver, Rolling, Runtime, Source, follow};
 use crate::kernel::{ShardInfo, ViewMut};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
@@ -238,7 +238,7 @@ impl Program {
         let words = [0x9a7, plan.fingerprint, flags, op, u64::from(leaf)];
         let values = self.hash_values([array]);
         let op = self.issue_with_values(words, values, plan.what.clone(), at);
-        let (label, planning) = (self.label(), self.is_planning());
+        let (label, planning) = (self.label(), self.is_dry_run());
         if let Some(recording) = &mut self.recording {
             // A process that holds a shard of a donated source must release it, even if it takes no
             // other part in the move.
@@ -277,21 +277,22 @@ impl Program {
     /// If the sharding does not fit the shape, or has unreduced axes. An error or a panic of `fill`
     /// fails the array instead.
     #[track_caller]
-    pub fn make(
+    pub fn array_from_fn(
         &mut self,
         aval: ShapedArray,
         sharding: &Sharding,
         fill: impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
         let at = Location::caller();
-        self.refuse_recording(at, "make")?;
-        let wrong = |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "make");
+        self.refuse_recording(at, "array_from_fn")?;
+        let wrong =
+            |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "array_from_fn");
         sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
         if !sharding.unreduced_axes().is_empty() {
             let (sharding, reduced) = (sharding.to_string(), sharding.reduced().to_string());
             let problem = IssueProblem::Unreduced { path: String::new(), sharding, reduced };
-            return Err(problem.at(at, "make"));
+            return Err(problem.at(at, "array_from_fn"));
         }
         let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
         let local: Vec<_> = layout
@@ -311,7 +312,12 @@ impl Program {
                 MemoryKind::Host => Memory::Host,
             };
             let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| memory)];
-            Form { what: what.to_string(), kind: Kind::Make, results, messages: Vec::new() }
+            OpDescriptor {
+                what: what.to_string(),
+                kind: Kind::ArrayFromFn,
+                results,
+                messages: Vec::new(),
+            }
         });
         let runtime = self.runtime.clone();
         let fill = Arc::new(fill);
@@ -324,7 +330,7 @@ impl Program {
         let shards: Vec<LocalShard> = local
             .into_iter()
             .map(|(local_index, device, region)| {
-                let (promise, slot) = Slot::new();
+                let (resolver, slot) = AsyncBuffer::new();
                 let shard = LocalShard { device, slot };
                 let reservation = match runtime.reserve(
                     local_index,
@@ -336,7 +342,7 @@ impl Program {
                     Ok(reservation) => reservation,
                     Err(failure) => {
                         runtime.remember(&failure);
-                        promise.keep(Err(failure));
+                        resolver.keep(Err(failure));
                         return shard;
                     }
                 };
@@ -375,10 +381,10 @@ impl Program {
                     here.trace_end(local_index, op);
                     match (outcome, copied, guard) {
                         (Ok(values), Some(reservation), Some(guard)) => {
-                            here.copy_in(device, op, values, reservation, promise, guard);
+                            here.copy_in(device, op, values, reservation, resolver, guard);
                         }
                         (outcome, _, guard) => {
-                            promise.keep(outcome);
+                            resolver.keep(outcome);
                             drop(guard);
                         }
                     }
@@ -449,7 +455,12 @@ impl MpmdArray {
         let op = program.issue(words, what.clone(), at);
         program.record_operation(at, [(self, false)], None, || {
             let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
-            Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
+            OpDescriptor {
+                what: what.to_string(),
+                kind: Kind::Relabel,
+                results,
+                messages: Vec::new(),
+            }
         });
         let runtime = program.runtime.clone();
         let guard = (!placed.shards.is_empty()).then(|| {
@@ -470,14 +481,14 @@ impl MpmdArray {
                 .map(|shard| {
                     let whole = Region::full(&placed.region(shard.device).shape());
                     let cut = cut(&whole, dim, m, j);
-                    let (promise, slot) = Slot::new();
+                    let (resolver, slot) = AsyncBuffer::new();
                     let (runtime, item) = (runtime.clone(), self.dtype().size());
                     let guard = guard.clone();
                     match (contiguous_bytes(&whole, &cut, item), guard) {
                         (Some(range), guard) => {
                             follow(
                                 &shard.slot,
-                                promise,
+                                resolver,
                                 move |bytes| bytes.slice(range),
                                 None,
                                 guard,
@@ -489,12 +500,12 @@ impl MpmdArray {
                                 &runtime,
                                 shard,
                                 placed.made.sharding.memory_kind(),
-                                promise,
+                                resolver,
                                 guard,
                             );
                         }
                         // A process that holds a shard has a guard, so this case does not occur.
-                        (None, None) => drop(promise),
+                        (None, None) => drop(resolver),
                     }
                     LocalShard { device: shard.device, slot }
                 })
@@ -514,14 +525,14 @@ struct Cut {
 }
 
 impl Cut {
-    /// Copies the part of `shard` and resolves `promise` with it, in the same memory kind. The copy
+    /// Copies the part of `shard` and resolves `resolver` with it, in the same memory kind. The copy
     /// runs on the device's stream or on a copy worker.
     fn copy(
         self,
         runtime: &Arc<Runtime>,
         shard: &LocalShard,
         kind: MemoryKind,
-        promise: Promise,
+        resolver: Resolver,
         guard: OpGuard,
     ) {
         let Self { whole, part, item, op } = self;
@@ -531,7 +542,7 @@ impl Cut {
                 op,
                 &shard.slot,
                 (whole, part, item),
-                promise,
+                resolver,
                 guard,
             );
         }
@@ -539,7 +550,7 @@ impl Cut {
         shard.slot.on_end(move |outcome| {
             let buffer = match outcome {
                 Ok(buffer) => buffer.clone(),
-                Err(failure) => return promise.keep(Err(failure.clone())),
+                Err(failure) => return resolver.keep(Err(failure.clone())),
             };
             let mover = runtime.clone();
             mover.move_data(Box::new(move || {
@@ -551,7 +562,7 @@ impl Cut {
                     Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string()))
                 });
                 drop(buffer);
-                promise.keep(outcome);
+                resolver.keep(outcome);
                 drop(guard);
             }));
         });

@@ -10,10 +10,10 @@ use mpmd_transport::SharedBuffer;
 
 use crate::api::device_put::refuse_twice;
 use crate::api::program::Program;
-use crate::dry_run::{self, Form, Kind, Memory};
+use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::{IssueProblem, Result, leaf};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::exec::{OpGuard, Rolling, Slot, follow};
+use crate::exec::{AsyncBuffer, OpGuard, Rolling, follow};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh};
@@ -294,7 +294,12 @@ impl Program {
                 dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
             };
             let results = made.iter().map(shards).collect();
-            Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
+            OpDescriptor {
+                what: what.to_string(),
+                kind: Kind::Relabel,
+                results,
+                messages: Vec::new(),
+            }
         });
         let runtime = self.runtime.clone();
         let guard = takes_part.then(|| {
@@ -529,9 +534,9 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
 }
 
 /// Returns a slot that gets the same buffer as `source`.
-fn alias(source: &Slot, guard: Option<OpGuard>) -> Slot {
-    let (promise, slot) = Slot::new();
-    follow(source, promise, SharedBuffer::clone, None, guard);
+fn alias(source: &AsyncBuffer, guard: Option<OpGuard>) -> AsyncBuffer {
+    let (resolver, slot) = AsyncBuffer::new();
+    follow(source, resolver, SharedBuffer::clone, None, guard);
     slot
 }
 

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::device::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, Stream};
+use crate::device::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, StreamingStores};
 use mpmd_layout::region::Region;
 
 /// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds
@@ -39,7 +39,7 @@ pub fn copy_region(
         8 => loops.each(|s, d| fixed::<8>(src, dst, s, d)),
         16 => loops.each(|s, d| fixed::<16>(src, dst, s, d)),
         run if run >= SHORTEST_RUN && piece.elements() * item_bytes >= STREAM_BYTES => {
-            let mut stream = Stream::new();
+            let mut stream = StreamingStores::new();
             loops.each(|s, d| stream.copy(&mut dst[d..d + run], &src[s..s + run]));
         }
         run => loops.each(|s, d| dst[d..d + run].copy_from_slice(&src[s..s + run])),

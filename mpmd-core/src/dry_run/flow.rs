@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{Array, Form, Kind, Memory, Plan, Read, Taken};
+use super::{Array, Kind, Memory, OpDescriptor, Plan, Read, Taken};
 use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
 /// A [`Flow`] of a whole program, and the meaning of its nodes and transfers.
@@ -43,8 +43,8 @@ pub enum Computed {
         operation: u64,
     },
     /// The program of a process sends or receives a value by
-    /// [`Program::agree`](crate::Program::agree). Takes no time.
-    Agree {
+    /// [`Program::broadcast_value`](crate::Program::broadcast_value). Takes no time.
+    BroadcastValue {
         /// The operation.
         operation: u64,
     },
@@ -94,7 +94,7 @@ struct Builder<'a> {
     ready: HashMap<(Array, u32), Ready>,
     /// Extra lanes of processes: for the program's waits, and for nodes that combine data to send.
     programs: BTreeMap<u32, u32>,
-    movers: BTreeMap<u32, u32>,
+    copy_engines: BTreeMap<u32, u32>,
     /// The node of the last wait of each process's program.
     waited: Vec<Option<u32>>,
 }
@@ -120,7 +120,7 @@ impl Plan {
             made: PlannedFlow { flow, ..PlannedFlow::default() },
             ready: HashMap::new(),
             programs: BTreeMap::new(),
-            movers: BTreeMap::new(),
+            copy_engines: BTreeMap::new(),
             waited: vec![None; self.processes as usize],
         };
         let mut reads = self.reads.iter().enumerate().peekable();
@@ -138,14 +138,14 @@ impl Plan {
 impl Builder<'_> {
     fn operation(&mut self, operation: u64) {
         let plan = self.plan;
-        let Some(form) = plan.form_of(operation) else { return };
+        let Some(descriptor) = plan.descriptor_of(operation) else { return };
         let takes = &plan.operations[operation as usize - 1].takes;
-        match &form.kind {
-            Kind::Call { .. } | Kind::Make => self.run(operation, form, takes),
-            Kind::Put => self.put(operation, form, takes),
-            Kind::Relabel => self.relabel(operation, form, takes),
-            Kind::Agree { from, bytes } => self.agree(operation, *from, *bytes),
-            Kind::Compare => {}
+        match &descriptor.kind {
+            Kind::Call { .. } | Kind::ArrayFromFn => self.run(operation, descriptor, takes),
+            Kind::Put => self.put(operation, descriptor, takes),
+            Kind::Relabel => self.relabel(operation, descriptor, takes),
+            Kind::BroadcastValue { from, bytes } => self.agree(operation, *from, *bytes),
+            Kind::AssertSame => {}
         }
     }
 
@@ -164,9 +164,9 @@ impl Builder<'_> {
         ready
     }
 
-    fn run(&mut self, operation: u64, form: &Form, takes: &[Taken]) {
-        let devices = form.computes_on();
-        let crosses = form
+    fn run(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
+        let devices = descriptor.computes_on();
+        let crosses = descriptor
             .messages
             .iter()
             .filter(|message| self.process_of(message.from) != self.process_of(message.to));
@@ -204,7 +204,7 @@ impl Builder<'_> {
                 .flatten()
                 .for_each(|more| ready.with(more));
             let node = self.node(device, process, ready, Computed::Run { operation });
-            for (result, shards) in form.results.iter().enumerate() {
+            for (result, shards) in descriptor.results.iter().enumerate() {
                 if shards.iter().any(|shard| shard.device == device) {
                     let made = Ready { nodes: BTreeSet::from([node]), transfers: BTreeSet::new() };
                     self.ready.insert((Array { operation, result: result as u32 }, device), made);
@@ -213,18 +213,18 @@ impl Builder<'_> {
         }
     }
 
-    fn put(&mut self, operation: u64, form: &Form, takes: &[Taken]) {
+    fn put(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
         let source = takes.first().and_then(|taken| taken.array);
         let result = Array { operation, result: 0 };
         let at_source = |this: &Self, device: u32| {
             source.and_then(|array| this.ready.get(&(array, device)).cloned()).unwrap_or_default()
         };
         // A device keeps or copies the parts that it already has.
-        for shard in form.results.iter().flatten() {
+        for shard in descriptor.results.iter().flatten() {
             let own = at_source(self, shard.device);
             self.ready.insert((result, shard.device), own);
         }
-        let mut messages = &form.messages[..];
+        let mut messages = &descriptor.messages[..];
         while let Some(step) = messages.first().map(|message| message.step) {
             let (now, later) =
                 messages.split_at(messages.partition_point(|message| message.step <= step));
@@ -259,8 +259,8 @@ impl Builder<'_> {
         }
     }
 
-    fn relabel(&mut self, operation: u64, form: &Form, takes: &[Taken]) {
-        for (result, shards) in form.results.iter().enumerate() {
+    fn relabel(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
+        for (result, shards) in descriptor.results.iter().enumerate() {
             for shard in shards {
                 let Memory::Of(input) = shard.memory else { continue };
                 let array = takes.get(input as usize).and_then(|taken| taken.array);
@@ -272,7 +272,7 @@ impl Builder<'_> {
     }
 
     fn agree(&mut self, operation: u64, from: u32, bytes: u64) {
-        let what = Computed::Agree { operation };
+        let what = Computed::BroadcastValue { operation };
         let given = self.program_node(from, Ready::default(), what);
         for to in (0..self.plan.processes).filter(|to| *to != from) {
             let after = Ready { nodes: BTreeSet::from([given]), transfers: BTreeSet::new() };
@@ -284,8 +284,9 @@ impl Builder<'_> {
 
     /// Adds a wait of the program on each process with a part of the array.
     fn wait(&mut self, place: usize, read: &Read) {
-        let form = self.plan.form_of(read.array.operation);
-        let shards = form.and_then(|form| form.results.get(read.array.result as usize));
+        let descriptor = self.plan.descriptor_of(read.array.operation);
+        let shards =
+            descriptor.and_then(|descriptor| descriptor.results.get(read.array.result as usize));
         let mut parts: BTreeMap<u32, Ready> = BTreeMap::new();
         for shard in shards.into_iter().flatten() {
             let process = self.process_of(shard.device);
@@ -326,7 +327,7 @@ impl Builder<'_> {
             (0, 0) => u32::MAX,
             (1, 0) => after.nodes.first().copied().unwrap_or(u32::MAX),
             _ => {
-                let lane = lane(&mut self.movers, &mut self.made.flow.lanes, from);
+                let lane = lane(&mut self.copy_engines, &mut self.made.flow.lanes, from);
                 self.node(lane, from, after, Computed::Join { operation })
             }
         };
@@ -355,7 +356,7 @@ impl Computed {
             Self::Run { operation }
             | Self::Arrive { operation }
             | Self::Join { operation }
-            | Self::Agree { operation } => Some(operation),
+            | Self::BroadcastValue { operation } => Some(operation),
             Self::Wait { .. } => None,
         }
     }
@@ -378,7 +379,7 @@ impl PlannedFlow {
             Some(Computed::Join { operation }) => {
                 format!("the data to send in {}", plan.describe(*operation))
             }
-            Some(Computed::Agree { operation }) => plan.describe(*operation),
+            Some(Computed::BroadcastValue { operation }) => plan.describe(*operation),
             Some(Computed::Wait { read }) => match plan.reads.get(*read) {
                 Some(read) => format!("the program waits at {} for {}", at(read.line), read.array),
                 None => "the program waits".to_owned(),
@@ -431,8 +432,8 @@ mod tests {
         let mut plan = small();
         plan.processes = 3;
         plan.devices = vec![0, 1, 2];
-        plan.forms[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
-        plan.forms[1].messages.push(Message { from: 1, to: 2, bytes: 64, step: 2 });
+        plan.descriptors[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
+        plan.descriptors[1].messages.push(Message { from: 1, to: 2, bytes: 64, step: 2 });
         let PlannedFlow { flow, nodes, .. } = plan.flow();
         let [first, second] = [flow.transfers[0], flow.transfers[1]];
         assert_eq!((first.from, first.to, second.from, second.to), (0, 1, 1, 2));
@@ -443,9 +444,9 @@ mod tests {
     #[test]
     fn collectives_wait_for_all_participants() {
         let mut plan = small();
-        plan.forms[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
+        plan.descriptors[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
         let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1 });
-        plan.forms[2].messages = vec![to, back];
+        plan.descriptors[2].messages = vec![to, back];
         let PlannedFlow { flow, nodes, .. } = plan.flow();
         let find = |what: Computed| -> Vec<usize> {
             (0..nodes.len()).filter(|node| nodes[*node] == what).collect()
@@ -468,15 +469,17 @@ mod tests {
     #[test]
     fn operations_after_agree_wait_for_the_value() {
         let mut plan = small();
-        let kind = Kind::Agree { from: 1, bytes: 1 };
-        plan.forms.push(Form {
-            what: "agree".into(),
+        let kind = Kind::BroadcastValue { from: 1, bytes: 1 };
+        plan.descriptors.push(OpDescriptor {
+            what: "broadcast_value".into(),
             kind,
             results: Vec::new(),
             messages: Vec::new(),
         });
-        plan.operations
-            .insert(0, Operation { form: 3, takes: Vec::new(), ..plan.operations[0].clone() });
+        plan.operations.insert(
+            0,
+            Operation { descriptor: 3, takes: Vec::new(), ..plan.operations[0].clone() },
+        );
         for operation in &mut plan.operations {
             operation
                 .takes
@@ -486,7 +489,7 @@ mod tests {
         }
         (plan.reads, plan.drops) = (Vec::new(), Vec::new());
         let PlannedFlow { flow, nodes, .. } = plan.flow();
-        assert_eq!(nodes[..2], [Computed::Agree { operation: 1 }; 2]);
+        assert_eq!(nodes[..2], [Computed::BroadcastValue { operation: 1 }; 2]);
         assert_eq!(before(&flow, 1), (&[][..], &[0][..]));
         assert_eq!(nodes[2], Computed::Run { operation: 2 });
         assert_eq!(before(&flow, 2).0, [1], "it is process 0's");

@@ -14,7 +14,7 @@ pub struct MemoryPlan {
     /// Memory use by device.
     pub devices: Vec<DeviceMemory>,
     /// By process: peak of the sum over its devices, in simulated time.
-    pub processes: Vec<Peak>,
+    pub processes: Vec<MemoryPeak>,
 }
 
 /// Memory of one device.
@@ -26,17 +26,17 @@ pub struct DeviceMemory {
     /// Its process.
     pub process: u32,
     /// The peak if each operation runs when it is issued.
-    pub in_order: Peak,
+    pub in_order: MemoryPeak,
     /// The peak in simulated time. Devices compute at their own pace, and all kernels take equally
     /// long. The result of a move takes memory as soon as its source is ready.
-    pub in_time: Peak,
+    pub in_time: MemoryPeak,
     /// Bytes in use when the plan ends.
     pub left: u64,
 }
 
 /// The largest memory use at one time.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Peak {
+pub struct MemoryPeak {
     /// Bytes, rounded as pools round them.
     pub bytes: u64,
     /// The operation that reaches this peak.
@@ -140,10 +140,10 @@ struct Blocks<'a> {
 impl Blocks<'_> {
     fn operation(&mut self, operation: u64, times: &Times) {
         let plan = self.plan;
-        let Some(form) = plan.form_of(operation) else { return };
+        let Some(descriptor) = plan.descriptor_of(operation) else { return };
         let takes = &plan.operations[operation as usize - 1].takes;
-        let is_put = matches!(form.kind, Kind::Put);
-        for (result, shards) in form.results.iter().enumerate() {
+        let is_put = matches!(descriptor.kind, Kind::Put);
+        for (result, shards) in descriptor.results.iter().enumerate() {
             let array = Array { operation, result: result as u32 };
             for shard in shards {
                 let block = match shard.memory {
@@ -276,15 +276,15 @@ fn peaks(
     events: &[(u64, bool, &Block)],
     count: usize,
     whose: impl Fn(&Block) -> usize,
-) -> Vec<Peak> {
+) -> Vec<MemoryPeak> {
     let mut live = vec![0u64; count];
-    let mut peaks = vec![Peak::default(); count];
+    let mut peaks = vec![MemoryPeak::default(); count];
     for (_, comes, block) in events {
         let who = whose(block);
         if *comes {
             live[who] += block.bytes;
             if live[who] > peaks[who].bytes {
-                peaks[who] = Peak { bytes: live[who], operation: block.operation };
+                peaks[who] = MemoryPeak { bytes: live[who], operation: block.operation };
             }
         } else {
             live[who] -= block.bytes;
@@ -325,7 +325,7 @@ mod tests {
         let peak = |plan: &Plan| plan.memory(&plan.flow()).devices[1].in_order.bytes / one;
         assert_eq!(peak(&plan), 4);
         // The kernel writes its input in place.
-        plan.forms[2].results[0][0].memory = Memory::Of(0);
+        plan.descriptors[2].results[0][0].memory = Memory::Of(0);
         for call in [2, 4] {
             plan.operations[call].takes[0].donated = true;
         }
@@ -339,8 +339,8 @@ mod tests {
     fn memory_shared_by_two_devices_counts_once() {
         let mut plan = small();
         plan.devices = vec![0, 0];
-        plan.forms[1].results[0][0].memory = Memory::Of(0);
-        plan.forms[1].messages = vec![Message { from: 0, to: 1, bytes: 64, step: 1 }];
+        plan.descriptors[1].results[0][0].memory = Memory::Of(0);
+        plan.descriptors[1].messages = vec![Message { from: 0, to: 1, bytes: 64, step: 1 }];
         let memory = plan.memory(&plan.flow());
         assert_eq!(memory.devices[0].in_order.bytes, Pool::rounded(64));
         assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "its kernel's result");

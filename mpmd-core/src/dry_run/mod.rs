@@ -1,6 +1,6 @@
 //! A [`Plan`]: the operations of all processes of a job, as a dry run issues them.
 //!
-//! A dry run ([`Builder::spectator`](crate::Builder::spectator)) runs the whole program and records
+//! A dry run ([`Builder::dry_run`](crate::Builder::dry_run)) runs the whole program and records
 //! its operations here. A plan contains each operation's effect on each device, messages between
 //! devices, input arrays, dropped handles, reads of values, and ends of steps. It is the only
 //! description of a program. [`Plan::flow`] is the input of proofs and simulations,
@@ -8,8 +8,8 @@
 //!
 //! All functions here are pure functions of the plan.
 
+mod descriptor;
 mod flow;
-mod form;
 mod memory;
 mod parting;
 mod steady;
@@ -19,13 +19,13 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
+pub use descriptor::{Kind, Memory, Message, OpDescriptor, Shard};
 pub use flow::{Computed, PlannedFlow, Sent};
-pub use form::{Form, Kind, Memory, Message, Shard};
-pub use memory::{DeviceMemory, MemoryPlan, Peak};
+pub use memory::{DeviceMemory, MemoryPeak, MemoryPlan};
 pub use parting::Parting;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use form::shards;
+pub(crate) use descriptor::shards;
 
 use crate::trace::Label;
 
@@ -47,7 +47,7 @@ pub struct Plan {
     /// Source lines, `file:line:column`.
     pub lines: Vec<String>,
     /// Descriptions of operations without their input arrays, each stored once.
-    pub forms: Vec<Form>,
+    pub descriptors: Vec<OpDescriptor>,
     /// Operations in order; the first is operation 1.
     pub operations: Vec<Operation>,
     /// The rolling hash of the program at each operation, as the processes of a job compare it. It
@@ -84,8 +84,8 @@ pub enum End {
 /// One operation.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Operation {
-    /// Its description: an index into [`Plan::forms`].
-    pub form: u32,
+    /// Its description: an index into [`Plan::descriptors`].
+    pub descriptor: u32,
     /// The line that issued it: an index into [`Plan::lines`].
     pub line: u32,
     /// Its part in a pipeline, if it has one.
@@ -170,7 +170,7 @@ pub enum PlanError {
     },
     /// The file is not a plan.
     #[error("{path} is no plan: {why}")]
-    Form {
+    OpDescriptor {
         /// The file.
         path: String,
         /// The problem of the file.
@@ -193,7 +193,7 @@ impl Plan {
         let bytes = std::fs::read(path)
             .map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
         Self::from_json(&bytes)
-            .map_err(|why| PlanError::Form { path: path.display().to_string(), why })
+            .map_err(|why| PlanError::OpDescriptor { path: path.display().to_string(), why })
     }
 
     /// Writes the plan to a file. On an error the file is left as it was.
@@ -232,30 +232,31 @@ impl Plan {
         if let Some(process) = self.devices.iter().find(|process| **process >= self.processes) {
             return Err(format!("there is no process {process} among {}", self.processes));
         }
-        for form in &self.forms {
-            form.devices().try_for_each(device)?;
-            if let Kind::Agree { from, .. } = form.kind
+        for descriptor in &self.descriptors {
+            descriptor.devices().try_for_each(device)?;
+            if let Kind::BroadcastValue { from, .. } = descriptor.kind
                 && from >= self.processes
             {
                 return Err(format!("there is no process {from} among {}", self.processes));
             }
         }
         let made = |array: Array, before: u64| {
-            let form = (array.operation >= 1 && array.operation <= before)
-                .then(|| self.form_of(array.operation))
+            let descriptor = (array.operation >= 1 && array.operation <= before)
+                .then(|| self.descriptor_of(array.operation))
                 .flatten();
-            match form {
-                Some(form) if (array.result as usize) < form.results.len() => Ok(()),
+            match descriptor {
+                Some(descriptor) if (array.result as usize) < descriptor.results.len() => Ok(()),
                 _ => Err(format!("{array} is not made before it is used")),
             }
         };
         for (index, operation) in self.operations.iter().enumerate() {
-            let form = self.forms.get(operation.form as usize);
-            let form = form.ok_or_else(|| format!("operation {} has no form", index + 1))?;
+            let descriptor = self.descriptors.get(operation.descriptor as usize);
+            let descriptor =
+                descriptor.ok_or_else(|| format!("operation {} has no descriptor", index + 1))?;
             for taken in operation.takes.iter().filter_map(|taken| taken.array) {
                 made(taken, index as u64)?;
             }
-            if form.inputs().any(|input| input as usize >= operation.takes.len()) {
+            if descriptor.inputs().any(|input| input as usize >= operation.takes.len()) {
                 return Err(format!(
                     "operation {} shares memory with an array that it does not take",
                     index + 1
@@ -295,9 +296,9 @@ impl Plan {
     }
 
     /// Returns the description of operation `operation`, if the plan has it.
-    pub fn form_of(&self, operation: u64) -> Option<&Form> {
+    pub fn descriptor_of(&self, operation: u64) -> Option<&OpDescriptor> {
         let index = usize::try_from(operation.checked_sub(1)?).ok()?;
-        self.forms.get(self.operations.get(index)?.form as usize)
+        self.descriptors.get(self.operations.get(index)?.descriptor as usize)
     }
 
     /// Describes an operation for messages: number, label, effect and line.
@@ -307,7 +308,7 @@ impl Plan {
             return format!("operation {operation}");
         };
         let label = issued.label.map(|label| format!("{label}: ")).unwrap_or_default();
-        let what = self.form_of(operation).map_or("", |form| &form.what);
+        let what = self.descriptor_of(operation).map_or("", |descriptor| &descriptor.what);
         let line = self.line(issued.line).unwrap_or("nowhere");
         format!("operation {operation} ({label}{what}) at {line}")
     }
@@ -322,8 +323,8 @@ impl Plan {
     /// Returns the traffic between processes in these operations, by `(from, to)`.
     pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), Link> {
         let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
-        for form in operations.filter_map(|operation| self.form_of(operation)) {
-            for (between, bytes) in self.crossings(form) {
+        for descriptor in operations.filter_map(|operation| self.descriptor_of(operation)) {
+            for (between, bytes) in self.crossings(descriptor) {
                 let link = links.entry(between).or_default();
                 link.messages += 1;
                 link.bytes += bytes;
@@ -333,13 +334,16 @@ impl Plan {
     }
 
     /// Returns the messages of a form that cross between processes: `(from, to)` and bytes.
-    fn crossings<'a>(&'a self, form: &'a Form) -> Box<dyn Iterator<Item = ((u32, u32), u64)> + 'a> {
-        if let Kind::Agree { from, bytes } = form.kind {
+    fn crossings<'a>(
+        &'a self,
+        descriptor: &'a OpDescriptor,
+    ) -> Box<dyn Iterator<Item = ((u32, u32), u64)> + 'a> {
+        if let Kind::BroadcastValue { from, bytes } = descriptor.kind {
             let others = (0..self.processes).filter(move |to| *to != from);
             return Box::new(others.map(move |to| ((from, to), bytes)));
         }
         let process = |device: u32| self.devices[device as usize];
-        let messages = form.messages.iter();
+        let messages = descriptor.messages.iter();
         Box::new(
             messages
                 .map(move |message| ((process(message.from), process(message.to)), message.bytes))
@@ -362,19 +366,19 @@ pub(crate) mod tests {
     /// 1 of another process, runs a kernel there, and drops both results.
     pub(crate) fn small() -> Plan {
         let own = |device| Shard { device, bytes: 64, memory: Memory::Own };
-        let make = Form {
-            what: "make".into(),
-            kind: Kind::Make,
+        let make = OpDescriptor {
+            what: "array_from_fn".into(),
+            kind: Kind::ArrayFromFn,
             results: vec![vec![own(0)]],
             messages: Vec::new(),
         };
-        let put = Form {
+        let put = OpDescriptor {
             what: "put".into(),
             kind: Kind::Put,
             results: vec![vec![own(1)]],
             messages: vec![Message { from: 0, to: 1, bytes: 64, step: 1 }],
         };
-        let call = Form {
+        let call = OpDescriptor {
             what: "jit k".into(),
             kind: Kind::Call { kernel: "k".into(), devices: vec![1] },
             results: vec![vec![own(1)]],
@@ -383,10 +387,10 @@ pub(crate) mod tests {
         let first = Array { operation: 1, result: 0 };
         let take =
             |operation| vec![Taken { array: Some(Array { operation, result: 0 }), donated: false }];
-        let operation = |form, takes| Operation { form, line: 0, label: None, takes };
+        let operation = |descriptor, takes| Operation { descriptor, line: 0, label: None, takes };
         Plan {
             lines: vec!["train.rs:1:2".into()],
-            forms: vec![make, put, call],
+            descriptors: vec![make, put, call],
             operations: vec![
                 operation(0, Vec::new()),
                 operation(1, take(1)),
@@ -424,7 +428,7 @@ pub(crate) mod tests {
         assert_eq!(wrong(|plan| plan.version = 7), "it has version 7, and this is for 1");
         assert_eq!(wrong(|plan| plan.devices.truncate(1)), "there is no device 1 among 1");
         assert_eq!(wrong(|plan| plan.processes = 1), "there is no process 1 among 1");
-        assert_eq!(wrong(|plan| plan.forms.truncate(2)), "operation 3 has no form");
+        assert_eq!(wrong(|plan| plan.descriptors.truncate(2)), "operation 3 has no descriptor");
         let late = wrong(|plan| plan.operations[1].takes = plan.operations[4].takes.clone());
         assert_eq!(late, "result 0 of operation 4 is not made before it is used");
         assert_eq!(wrong(|plan| plan.lines.clear()), "there is no line 0");

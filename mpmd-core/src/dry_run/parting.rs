@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Array, End, Form, Kind, Plan, Taken};
+use super::{Array, End, Kind, OpDescriptor, Plan, Taken};
 
 /// The first operation at which two plans of one job diverge.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
@@ -26,16 +26,20 @@ impl Plan {
     /// labels may differ. A plan that ends [steady](End::Steady) repeats its last step forever, so
     /// it also matches a longer plan.
     pub fn parting(&self, other: &Self) -> Option<Parting> {
-        let mut forms: HashMap<(u32, u32), bool> = HashMap::new();
+        let mut descriptors: HashMap<(u32, u32), bool> = HashMap::new();
         let both = self.operations.len().min(other.operations.len());
         for index in 0..both {
             let (one, two) = (&self.operations[index], &other.operations[index]);
-            let same_form = *forms.entry((one.form, two.form)).or_insert_with(|| {
-                match (self.forms.get(one.form as usize), other.forms.get(two.form as usize)) {
-                    (Some(one), Some(two)) => one.does_the_same(two),
-                    _ => false,
-                }
-            });
+            let same_form =
+                *descriptors.entry((one.descriptor, two.descriptor)).or_insert_with(|| {
+                    match (
+                        self.descriptors.get(one.descriptor as usize),
+                        other.descriptors.get(two.descriptor as usize),
+                    ) {
+                        (Some(one), Some(two)) => one.does_the_same(two),
+                        _ => false,
+                    }
+                });
             let same_hash = match (self.hashes.get(index), other.hashes.get(index)) {
                 (Some(one), Some(two)) => one == two,
                 // A plan of an earlier version has no hashes.
@@ -102,12 +106,12 @@ impl Plan {
     }
 }
 
-impl Form {
+impl OpDescriptor {
     /// True if operations of these forms have the same effect on all processes.
     fn does_the_same(&self, other: &Self) -> bool {
         match (&self.kind, &other.kind) {
             // Each process may use its own value for the dry run.
-            (Kind::Agree { from, .. }, Kind::Agree { from: other_from, .. }) => {
+            (Kind::BroadcastValue { from, .. }, Kind::BroadcastValue { from: other_from, .. }) => {
                 from == other_from && self.what == other.what
             }
             _ => self == other,
@@ -141,15 +145,15 @@ mod tests {
     fn lines_do_not_count_as_a_difference() {
         let mut other = hashed();
         other.lines = vec!["other.rs:7:9".into()];
-        other.forms.insert(0, other.forms[2].clone());
-        other.operations.iter_mut().for_each(|operation| operation.form += 1);
+        other.descriptors.insert(0, other.descriptors[2].clone());
+        other.operations.iter_mut().for_each(|operation| operation.descriptor += 1);
         assert_eq!(hashed().parting(&other), None);
         assert_eq!(hashed().parting(&Plan { hashes: Vec::new(), ..hashed() }), None);
     }
 
     #[test]
     fn differing_operations_are_both_described() {
-        let (operation, issued, why) = parted(|plan| plan.operations[3].form = 2);
+        let (operation, issued, why) = parted(|plan| plan.operations[3].descriptor = 2);
         assert_eq!((operation, why), (4, None));
         let shown = ["operation 4 (put) at train.rs:1:2", "operation 4 (jit k) at train.rs:1:2"];
         assert_eq!(issued, shown);

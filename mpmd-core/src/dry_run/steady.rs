@@ -3,7 +3,7 @@
 use super::{Array, Dropped, Operation, Plan, Read, StepEnd};
 
 /// The part of a plan between two ends of steps.
-struct Step<'a> {
+struct RecordedStep<'a> {
     before: u64,
     operations: &'a [Operation],
     drops: &'a [Dropped],
@@ -22,10 +22,10 @@ impl Plan {
         }
     }
 
-    fn step_at(&self, place: usize) -> Option<Step<'_>> {
+    fn step_at(&self, place: usize) -> Option<RecordedStep<'_>> {
         let end = self.steps.get(place)?;
         let start = place.checked_sub(1).map_or(StepEnd::default(), |before| self.steps[before]);
-        Some(Step {
+        Some(RecordedStep {
             before: start.operation,
             operations: self.operations.get(start.operation as usize..end.operation as usize)?,
             drops: self.drops.get(start.drops as usize..end.drops as usize)?,
@@ -34,7 +34,7 @@ impl Plan {
     }
 }
 
-impl Step<'_> {
+impl RecordedStep<'_> {
     fn is_like(&self, other: &Self) -> bool {
         // `other` is the later step, so the difference is not negative.
         let shift = other.before - self.before;
@@ -58,7 +58,7 @@ impl Operation {
             (Some(a), Some(b)) => same_array(a, b, shift),
             (a, b) => a.is_none() && b.is_none(),
         };
-        self.form == later.form
+        self.descriptor == later.descriptor
             && self.label == later.label
             && same_length(&self.takes, &later.takes, |a, b| {
                 a.donated == b.donated && same_input(a.array, b.array)
@@ -92,7 +92,7 @@ mod tests {
     #[test]
     fn difference_relative_to_the_step_is_not_steady() {
         let mut other = small();
-        other.operations[3].form = 2;
+        other.operations[3].descriptor = 2;
         assert!(!other.is_steady());
         let mut other = small();
         other.operations[4].takes[0].donated = true;

@@ -53,7 +53,7 @@ struct Piece {
 }
 
 /// The right to use one chunk, until this is dropped.
-struct Turn(Arc<Runtime>);
+struct StreamTurn(Arc<Runtime>);
 
 impl Chunked {
     /// Starts to copy a piece to its place in a shard.
@@ -92,13 +92,13 @@ fn go_on(runtime: &Arc<Runtime>) {
             state.taken += 1;
             next
         };
-        let turn = Turn(runtime.clone());
+        let turn = StreamTurn(runtime.clone());
         runtime.move_data(Box::new(move || piece.copy(&chunk, turn)));
     }
 }
 
 impl Piece {
-    fn copy(self: Arc<Self>, chunk: &Region, turn: Turn) {
+    fn copy(self: Arc<Self>, chunk: &Region, turn: StreamTurn) {
         let Self { shard, transfer, bytes, missing, .. } = &*self;
         // A shard that has failed meanwhile does not need it.
         if shard.is_open()
@@ -112,7 +112,7 @@ impl Piece {
     }
 }
 
-impl Drop for Turn {
+impl Drop for StreamTurn {
     fn drop(&mut self) {
         self.0.chunks.0.lock().taken -= 1;
         go_on(&self.0);

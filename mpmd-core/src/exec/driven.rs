@@ -24,11 +24,11 @@ type Event = Box<dyn FnOnce(&dyn Handler) + Send>;
 /// An `inproc` transport that queues its events until a thread fetches them.
 struct Driven {
     inner: Arc<Inproc>,
-    door: Arc<Door>,
+    door: Arc<TransportHandler>,
 }
 
 #[derive(Default)]
-struct Door {
+struct TransportHandler {
     state: Mutex<State>,
     changed: Condvar,
     /// Locked by the thread that passes events to the handler, which keeps them in order.
@@ -44,7 +44,7 @@ struct State {
     changes: u32,
 }
 
-impl Door {
+impl TransportHandler {
     fn push(&self, event: Event) {
         self.change(|state| state.events.push_back(event));
     }
@@ -71,7 +71,7 @@ impl Door {
     }
 }
 
-impl Handler for Door {
+impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         self.push(Box::new(move |handler| handler.arrived(from, header, payload)));
     }
@@ -169,8 +169,9 @@ fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", 2)])?;
     let sides = mesh.split("x")?;
     let sum = p.jit(SumOfAll).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
-    let mut x =
-        p.make(f32s([2]), &mesh.sharding(spec!["x"]), |_, mut view| Ok(view.fill(0.25f32)?))?;
+    let mut x = p.array_from_fn(f32s([2]), &mesh.sharding(spec!["x"]), |_, mut view| {
+        Ok(view.fill(0.25f32)?)
+    })?;
     let mut read = Vec::new();
     for round in 0..40 {
         x = p.device_put(&x, sides[round % 2].replicated())?;
@@ -180,7 +181,7 @@ fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
         x = p.device_put(&all, mesh.replicated())?;
         let value = x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?;
         read.push(value.map(|value| vec![value[0] % 64.0]));
-        x = p.make(f32s([2]), &mesh.sharding(spec!["x"]), move |_, mut view| {
+        x = p.array_from_fn(f32s([2]), &mesh.sharding(spec!["x"]), move |_, mut view| {
             Ok(view.fill(round as f32)?)
         })?;
     }
@@ -197,7 +198,7 @@ fn results_do_not_depend_on_driver_or_spin_setting() {
     for spin in [Spin::Auto, Spin::Never, Spin::For(Duration::from_micros(200))] {
         let fabric = Fabric::new(2, Faults::default());
         let one = |process: u32| {
-            let door = Arc::<Door>::default();
+            let door = Arc::<TransportHandler>::default();
             let transport =
                 Arc::new(Driven { inner: fabric.endpoint(ProcessId(process)), door: door.clone() });
             let mut p = Builder::default().devices(2).spin(spin).over(transport).unwrap();

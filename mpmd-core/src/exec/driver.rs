@@ -23,9 +23,9 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
 /// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
 /// it.
-pub(super) struct Door(pub(super) Weak<Runtime>);
+pub(super) struct TransportHandler(pub(super) Weak<Runtime>);
 
-impl Handler for Door {
+impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         let Some(runtime) = self.0.upgrade() else { return };
         if matches!(header.kind, Kind::Eager | Kind::Data) {
@@ -111,7 +111,7 @@ impl Runtime {
             "process {} has lost the rendezvous service of the job ({why}). The job goes on; a \
              process that dies \
              without closing its connections is noticed only after {:?}",
-            self.me, self.config.patience
+            self.me, self.config.peer_timeout
         ));
     }
 
@@ -143,11 +143,11 @@ impl Runtime {
                 return Err(failure);
             }
             let waited = since.elapsed();
-            if !asked && waited >= self.config.patience / 2 {
+            if !asked && waited >= self.config.peer_timeout / 2 {
                 self.with_router(Router::ask_all);
                 asked = true;
             }
-            if waited >= self.config.patience {
+            if waited >= self.config.peer_timeout {
                 let said = self.with_router(|router| router.last_words()).join("\n  ");
                 self.report_hang(&format!(
                     "process {} has ended, and waits for others:\n  {said}",
@@ -196,7 +196,7 @@ impl Runtime {
     /// the peer timeout expires.
     pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
-        let half = self.config.patience / 2;
+        let half = self.config.peer_timeout / 2;
         let wait = || {
             self.in_flight.wait_until(after(Instant::now(), half), |counts| {
                 counts.ops == 0 && counts.reads == 0
@@ -251,7 +251,7 @@ impl Runtime {
         let (done, all_done) = std::sync::mpsc::channel::<()>();
         // Runs after the other closures. Dropping the sender is the signal.
         self.call_back(Box::new(move || drop(done)));
-        while all_done.recv_timeout(self.config.patience) == Err(RecvTimeoutError::Timeout) {
+        while all_done.recv_timeout(self.config.peer_timeout) == Err(RecvTimeoutError::Timeout) {
             let text = "finish waits for a closure given to `then`";
             self.report_hang(&format!("process {}: {text}; {}", self.me, self.doing()));
         }
@@ -277,7 +277,8 @@ impl Runtime {
     /// Writes to the log and to stderr that something has waited longer than the peer timeout.
     pub(crate) fn report_hang(&self, text: &str) {
         tracing::warn!(target: "mpmd::hang", "{text}");
-        let message = format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.patience);
+        let message =
+            format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.peer_timeout);
         // In one write: other processes of the job may write to the same terminal.
         let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     }
@@ -357,9 +358,9 @@ impl Runtime {
 
     fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
-            Waiter::Piece(passage) => self.pass(passage, result),
-            Waiter::Bytes { promise, from, op, piece } => {
-                self.deliver_bytes(promise, from, (op, piece), result);
+            Waiter::Piece(receive) => self.pass(receive, result),
+            Waiter::Bytes { resolver, from, op, piece } => {
+                self.deliver_bytes(resolver, from, (op, piece), result);
             }
             Waiter::Nobody(_) => drop(result),
         }
@@ -367,20 +368,20 @@ impl Runtime {
 
     fn deliver_bytes(
         self: &Arc<Self>,
-        promise: super::Promise,
+        resolver: super::Resolver,
         from: ProcessId,
         key: (u64, u64),
         result: Result<Payload, Arc<Failure>>,
     ) {
         let op = key.0;
         match result {
-            Err(failure) => promise.keep(Err(failure)),
-            Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
+            Err(failure) => resolver.keep(Err(failure)),
+            Ok(Payload::Empty) => resolver.keep(Ok(Vec::new().into())),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) if bytes.device().is_some() => {
                 // Collectives send each other host memory.
                 let message =
                     format!("operation {op}: process {from} sent device memory to a collective");
-                promise.keep(Err(Arc::new(Failure::new(
+                resolver.keep(Err(Arc::new(Failure::new(
                     FailureKind::Transport,
                     from,
                     op,
@@ -389,7 +390,7 @@ impl Runtime {
             }
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
-                promise.keep(Ok(bytes));
+                resolver.keep(Ok(bytes));
             }
             // The router has checked that this piece may have this length.
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(in_memory(fetch.bytes())) {
@@ -400,7 +401,7 @@ impl Runtime {
                         fetch,
                         buffer,
                         Box::new(move |result| {
-                            promise.keep(match result {
+                            resolver.keep(match result {
                                 Ok(buffer) => {
                                     runtime.trace_piece(
                                         PieceStep::Taken,
@@ -417,7 +418,7 @@ impl Runtime {
                 }
                 Err(error) => {
                     let message = format!("{error}, for a piece of operation {op}");
-                    promise.keep(Err(Arc::new(Failure::new(
+                    resolver.keep(Err(Arc::new(Failure::new(
                         FailureKind::Memory,
                         self.me,
                         op,

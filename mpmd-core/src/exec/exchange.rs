@@ -13,8 +13,8 @@ use mpmd_ids::ProcessId;
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
 
+use super::async_buffer::{AsyncBuffer, Outcome};
 use super::mailbox::Key;
-use super::slot::{Outcome, Slot};
 use super::{OpGuard, Outgoing, Runtime, Waiter};
 use mpmd_layout::topology::DeviceId;
 
@@ -255,7 +255,7 @@ impl Exchange {
         round: &Round<'_>,
         likely: impl Fn(usize) -> usize,
     ) -> Result<Vec<Option<SharedBuffer>>, Arc<Failure>> {
-        let slots: Vec<(usize, Slot)> = round
+        let slots: Vec<(usize, AsyncBuffer)> = round
             .incoming()
             .map(|message| {
                 let slot = if message.process == self.runtime.me {
@@ -269,10 +269,10 @@ impl Exchange {
         // This ends: each wait is for a kernel earlier in a device's queue, for this operation on
         // another device, or for a peer that the router watches. All messages are taken before the
         // first failure is returned.
-        let waits = &self.runtime.waits;
+        let parker = &self.runtime.parker;
         let outcomes: Vec<(usize, Outcome)> = slots
             .into_iter()
-            .map(|(rank, slot)| (rank, waits.wait(&slot, None).expect("no deadline was set")))
+            .map(|(rank, slot)| (rank, parker.wait(&slot, None).expect("no deadline was set")))
             .collect();
         let mut parts = vec![None; round.group.devices.len()];
         for (rank, outcome) in outcomes {
@@ -283,30 +283,30 @@ impl Exchange {
 
     /// Returns the async buffer of a message from another process. Asks the router for it unless
     /// another device has.
-    fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> Slot {
-        let (slot, promise) = if message.takers == 1 {
-            let (promise, slot) = Slot::new();
-            (slot, Some(promise))
+    fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> AsyncBuffer {
+        let (slot, resolver) = if message.takers == 1 {
+            let (resolver, slot) = AsyncBuffer::new();
+            (slot, Some(resolver))
         } else {
             self.runtime.mailbox.take_from_afar(message.key, message.takers)
         };
-        if let Some(promise) = promise {
-            self.expect(round, message, likely, promise);
+        if let Some(resolver) = resolver {
+            self.expect(round, message, likely, resolver);
         }
         slot
     }
 
     /// Same as [`want`](Self::want), for a device that does not need the message. `None` if another
     /// device has asked for it.
-    fn ask(&self, round: &Round<'_>, message: &Message) -> Option<Slot> {
-        let (slot, promise) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
-        self.expect(round, message, u64::MAX, promise?);
+    fn ask(&self, round: &Round<'_>, message: &Message) -> Option<AsyncBuffer> {
+        let (slot, resolver) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
+        self.expect(round, message, u64::MAX, resolver?);
         Some(slot)
     }
 
-    fn expect(&self, round: &Round<'_>, message: &Message, likely: u64, promise: super::Promise) {
+    fn expect(&self, round: &Round<'_>, message: &Message, likely: u64, resolver: super::Resolver) {
         let (op, from, sizes) = (round.op, message.process, (likely, round.group.most));
-        let waiter = Waiter::Bytes { promise, from, op, piece: message.key.1 };
+        let waiter = Waiter::Bytes { resolver, from, op, piece: message.key.1 };
         let (hash, now) = (self.guard.hash(), self.runtime.now());
         self.runtime.with_router(|router| {
             router.expect_any_size(from, message.key, hash, sizes, waiter, now);

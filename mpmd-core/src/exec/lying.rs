@@ -136,11 +136,11 @@ impl Move {
         Self { plan, mine, source, pieces, known }
     }
 
-    fn issue(&self, runtime: &Arc<Runtime>, op: u64) -> Slot {
+    fn issue(&self, runtime: &Arc<Runtime>, op: u64) -> AsyncBuffer {
         let guard = runtime.in_flight.begin(op, hash(op), self.plan.bytes());
         let shard = |(device, bytes): &(DeviceId, SharedBuffer)| LocalShard {
             device: *device,
-            slot: Slot::filled(bytes.clone()),
+            slot: AsyncBuffer::filled(bytes.clone()),
         };
         let shards: Vec<LocalShard> = self.source.iter().map(shard).collect();
         let mut made = self.plan.run(runtime, op, &guard, &Source::Shards(&shards), false);
@@ -170,10 +170,10 @@ struct Scene {
 #[derive(Default)]
 struct Issued {
     pieces: Vec<(ProcessId, u64, u64, SharedBuffer)>,
-    moved: Vec<(usize, Slot)>,
+    moved: Vec<(usize, AsyncBuffer)>,
     /// Messages of collectives: the bytes of the correct process, or the maximum length for the
     /// dishonest one.
-    bytes: Vec<(Slot, Result<SharedBuffer, u64>)>,
+    bytes: Vec<(AsyncBuffer, Result<SharedBuffer, u64>)>,
 }
 
 fn hash(op: u64) -> u128 {
@@ -196,7 +196,7 @@ impl Scene {
             Arc::new(Nowhere { lends, handler: Mutex::default(), posted: Mutex::default() });
         let config = RuntimeConfig {
             epoch: 1,
-            patience: Duration::from_secs(3600),
+            peer_timeout: Duration::from_secs(3600),
             heartbeat: Duration::from_secs(10),
             run_ahead_ops: 1024,
             run_ahead_bytes: 1 << 30,
@@ -231,7 +231,7 @@ impl Scene {
             process: ME,
             processes: 3,
             epoch: config.epoch,
-            patience: config.patience,
+            peer_timeout: config.peer_timeout,
             heartbeat: config.heartbeat,
             hands_over: hands_over.clone(),
             is_stand_in: false,
@@ -254,11 +254,11 @@ impl Scene {
         }
         // Expects messages as a collective does.
         for (from, piece) in [(LIAR, 1 << 63), (OTHER, 1 << 63 | 1)] {
-            let (promise, slot) = Slot::new();
+            let (resolver, slot) = AsyncBuffer::new();
             let most = one_of(rng, &[100, 30_000]);
             let values = self.garbage.slice(0..most as usize);
             let expected = if from == OTHER { Ok(values.clone()) } else { Err(most) };
-            let waiter = Waiter::Bytes { promise, from, op, piece };
+            let waiter = Waiter::Bytes { resolver, from, op, piece };
             let now = self.runtime.now();
             self.runtime.with_router(|router| {
                 router.expect_any_size(from, (op, piece), hash(op), (most, most), waiter, now);
@@ -350,9 +350,10 @@ impl Scene {
 
     /// Ends all operations. Checks that those without a part of the dishonest peer ended well.
     fn end(&self, issued: Issued) {
-        let Runtime { waits, in_flight, router, staging, .. } = &*self.runtime;
-        let wait =
-            |slot: &Slot| waits.wait(slot, Some(Instant::now() + SOON)).expect("every wait ends");
+        let Runtime { parker, in_flight, router, staging, .. } = &*self.runtime;
+        let wait = |slot: &AsyncBuffer| {
+            parker.wait(slot, Some(Instant::now() + SOON)).expect("every wait ends")
+        };
         let has_failed = || router.lock().failed().is_some();
         for (slot, expected) in &issued.bytes {
             if let Ok(values) = expected {
@@ -462,8 +463,8 @@ fn unexpected_lengths_take_no_memory() {
     for (bytes, payload) in long.into_iter().chain(other) {
         scene.begin();
         runtime.record(record(1));
-        let (promise, slot) = Slot::new();
-        let waiter = Waiter::Bytes { promise, from: LIAR, op: 1, piece: 0 };
+        let (resolver, slot) = AsyncBuffer::new();
+        let waiter = Waiter::Bytes { resolver, from: LIAR, op: 1, piece: 0 };
         let now = runtime.now();
         runtime.with_router(|router| {
             router.expect_any_size(LIAR, (1, 0), hash(1), (100_000, 100_000), waiter, now);

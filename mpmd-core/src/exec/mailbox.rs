@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use parking_lot::Mutex;
 
-use super::slot::{Outcome, Promise, Slot};
+use super::async_buffer::{AsyncBuffer, Outcome, Resolver};
 
 /// Key of a contribution: operation and piece number, as for a piece.
 pub(super) type Key = (u64, u64);
@@ -18,34 +18,34 @@ pub(crate) struct Mailbox(Mutex<HashMap<Key, Letter>>);
 
 struct Letter {
     /// `None` once the contribution is posted, or a taker fetches it from another process.
-    promise: Option<Promise>,
-    slot: Slot,
+    resolver: Option<Resolver>,
+    slot: AsyncBuffer,
     /// Devices of this process that have not called yet.
     takers: usize,
 }
 
 impl Letter {
     fn new(takers: usize) -> Self {
-        let (promise, slot) = Slot::new();
-        Self { promise: Some(promise), slot, takers }
+        let (resolver, slot) = AsyncBuffer::new();
+        Self { resolver: Some(resolver), slot, takers }
     }
 
     fn is_done(&self) -> bool {
-        self.takers == 0 && self.promise.is_none()
+        self.takers == 0 && self.resolver.is_none()
     }
 }
 
 impl Mailbox {
     /// Posts a contribution that `takers` devices of this process will take.
     pub(super) fn post(&self, key: Key, takers: usize, outcome: Outcome) {
-        let promise = self.with(key, takers, |letter| letter.promise.take());
-        if let Some(promise) = promise {
-            promise.keep(outcome);
+        let resolver = self.with(key, takers, |letter| letter.resolver.take());
+        if let Some(resolver) = resolver {
+            resolver.keep(outcome);
         }
     }
 
     /// Takes a contribution that a device of this process posts, as one of `takers`.
-    pub(super) fn take(&self, key: Key, takers: usize) -> Slot {
+    pub(super) fn take(&self, key: Key, takers: usize) -> AsyncBuffer {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);
             letter.slot.clone()
@@ -54,10 +54,14 @@ impl Mailbox {
 
     /// Takes a contribution from another process, as one of `takers`. The first taker also gets the
     /// resolver, and must have the buffer filled for all of them.
-    pub(super) fn take_from_afar(&self, key: Key, takers: usize) -> (Slot, Option<Promise>) {
+    pub(super) fn take_from_afar(
+        &self,
+        key: Key,
+        takers: usize,
+    ) -> (AsyncBuffer, Option<Resolver>) {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);
-            (letter.slot.clone(), letter.promise.take())
+            (letter.slot.clone(), letter.resolver.take())
         })
     }
 
@@ -95,7 +99,7 @@ mod tests {
     #[test]
     fn entry_is_removed_with_its_last_taker() {
         let mailbox = Mailbox::default();
-        let bytes = |slot: Slot| slot.peek().unwrap().unwrap().to_vec();
+        let bytes = |slot: AsyncBuffer| slot.peek().unwrap().unwrap().to_vec();
         mailbox.post((1, 7), 2, Ok(vec![3].into()));
         assert_eq!(bytes(mailbox.take((1, 7), 2)), [3]);
         assert_eq!(mailbox.len(), 1);
@@ -111,10 +115,10 @@ mod tests {
     #[test]
     fn first_taker_of_a_remote_message_fetches_for_all() {
         let mailbox = Mailbox::default();
-        let (first, promise) = mailbox.take_from_afar((1, 7), 3);
+        let (first, resolver) = mailbox.take_from_afar((1, 7), 3);
         let (second, none) = mailbox.take_from_afar((1, 7), 3);
         assert!(none.is_none());
-        promise.expect("for the first").keep(Ok(vec![5].into()));
+        resolver.expect("for the first").keep(Ok(vec![5].into()));
         let (third, none) = mailbox.take_from_afar((1, 7), 3);
         assert!(none.is_none());
         assert_eq!(mailbox.len(), 0);

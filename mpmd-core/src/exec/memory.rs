@@ -149,8 +149,8 @@ impl Runtime {
             match pool.allocate(memory.len()) {
                 Ok(other) => return Ok((other, Some(memory))),
                 Err(error) => {
-                    let waits = any || (patient && loans_are_enough(&error, before.lent));
-                    if !waits {
+                    let parker = any || (patient && loans_are_enough(&error, before.lent));
+                    if !parker {
                         return Err(error);
                     }
                 }
@@ -174,7 +174,7 @@ impl Runtime {
     /// the whole job.
     fn has_ended_since(&self, ended: u64) -> bool {
         const SLICE: Duration = Duration::from_secs(1);
-        let mut left = self.config.patience;
+        let mut left = self.config.peer_timeout;
         loop {
             let slice = left.min(SLICE);
             if self.in_flight.wait_until(Instant::now() + slice, |counts| counts.ended > ended) {

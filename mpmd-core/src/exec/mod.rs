@@ -12,6 +12,7 @@
 
 pub mod array;
 mod assembly;
+mod async_buffer;
 mod chunks;
 #[cfg(test)]
 mod driven;
@@ -24,16 +25,15 @@ mod in_flight;
 mod lying;
 mod mailbox;
 mod memory;
-mod passage;
+mod parker;
 mod planned;
 mod put;
 mod reach;
+mod receive;
 pub(crate) mod recorder;
-mod slot;
 mod spin;
 mod status;
 mod under_way;
-mod waits;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -48,6 +48,7 @@ use mpmd_transport::{Payload, Pool, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
 use assembly::{Assembly, DeviceAssembly, HostAssembly};
+pub(crate) use async_buffer::{AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers};
 use chunks::Chunks;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round};
 pub(crate) use hash::Rolling;
@@ -56,14 +57,13 @@ use mailbox::Mailbox;
 use memory::Holders;
 /// The router's view of a replayed step.
 pub(crate) use mpmd_transport::router::{Span, Values};
-pub(crate) use passage::Passage;
+pub(crate) use parker::Parker;
 pub(crate) use put::{PutPlan, Source};
 pub(crate) use reach::follow;
-pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
-use spin::{Room, Spin};
+pub(crate) use receive::Receive;
+use spin::{CoreBudget, Spin};
 pub(crate) use status::{Doing, Status};
 use under_way::UnderWay;
-pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
@@ -82,7 +82,7 @@ const MOST_MOVERS: usize = 4;
 #[derive(Clone, Debug)]
 pub(crate) struct RuntimeConfig {
     pub(crate) epoch: u64,
-    pub(crate) patience: Duration,
+    pub(crate) peer_timeout: Duration,
     pub(crate) heartbeat: Duration,
     pub(crate) run_ahead_ops: usize,
     pub(crate) run_ahead_bytes: u64,
@@ -122,7 +122,7 @@ pub(crate) struct Runtime {
     pub(crate) status: Status,
     /// Records the events of operations, if tracing is on.
     pub(crate) trace: Trace,
-    pub(crate) waits: Waits,
+    pub(crate) parker: Parker,
     /// Spin policy of the program thread when it waits for arrays and cannot drive the transport.
     pub(crate) wait_spin: Spin,
     start: Instant,
@@ -130,7 +130,7 @@ pub(crate) struct Runtime {
     transport: Option<Arc<dyn Transport>>,
     /// By process: true if pieces to and from it are transferred zero-copy.
     hands_over: Vec<bool>,
-    movers: Crew,
+    copy_workers: Crew,
     chunks: Chunks,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
@@ -182,9 +182,9 @@ pub(crate) struct Outgoing {
 /// The receiver of a piece.
 pub(crate) enum Waiter {
     /// Shards of this process that contain the piece, and processes to which it is forwarded.
-    Piece(Box<Passage>),
-    /// The bytes themselves, which resolve `promise`.
-    Bytes { promise: Promise, from: ProcessId, op: u64, piece: u64 },
+    Piece(Box<Receive>),
+    /// The bytes themselves, which resolve `resolver`.
+    Bytes { resolver: Resolver, from: ProcessId, op: u64, piece: u64 },
     /// No receiver. The piece is still taken, so that its sender does not wait.
     Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
 }
@@ -209,8 +209,8 @@ impl Runtime {
             .as_ref()
             .and_then(|transport| transport.arena())
             .unwrap_or_else(Arena::private);
-        let room = Room::of(me, &topology, cores());
-        let spins = room == Room::All;
+        let room = CoreBudget::of(me, &topology, cores());
+        let spins = room == CoreBudget::All;
         let devices = open_devices(me, &topology, &config, &arena, spins)?;
         share_devices(me, &topology, &config, &devices, transport.as_deref())?;
         let hands_over = |peer: usize| {
@@ -221,7 +221,7 @@ impl Runtime {
             process: me,
             processes: topology.processes(),
             epoch: config.epoch,
-            patience: config.patience,
+            peer_timeout: config.peer_timeout,
             heartbeat: config.heartbeat,
             hands_over: hands_over.clone(),
             is_stand_in: transport.as_ref().is_some_and(|transport| transport.is_stand_in()),
@@ -233,7 +233,7 @@ impl Runtime {
                 let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
                 format!("device {}{kind}", device.id)
             })),
-            waits: Waits::new(transport.clone(), config.spin, room),
+            parker: Parker::new(transport.clone(), config.spin, room),
             wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
             topology,
@@ -246,7 +246,7 @@ impl Runtime {
             router: Mutex::new(router),
             transport,
             hands_over,
-            movers: Crew::start("mpmd-mover", movers())?,
+            copy_workers: Crew::start("mpmd-copy", copy_workers())?,
             chunks: Chunks::default(),
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::new(false))?,
             mailbox: Mailbox::default(),
@@ -262,7 +262,7 @@ impl Runtime {
         });
         runtime.say_ways();
         if let Some(transport) = &runtime.transport {
-            transport.start(Arc::new(driver::Door(Arc::downgrade(&runtime))));
+            transport.start(Arc::new(driver::TransportHandler(Arc::downgrade(&runtime))));
             runtime.start_ticker()?;
         }
         Ok(runtime)
@@ -350,7 +350,7 @@ impl Runtime {
 
     /// Queues a copy on the copy workers.
     pub(crate) fn move_data(&self, job: Job) {
-        self.movers.push(job);
+        self.copy_workers.push(job);
     }
 
     /// Queues a user closure.
@@ -465,10 +465,10 @@ fn share_devices(
     let with: Vec<bool> = (0..topology.processes()).map(has).collect();
     let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
     let Some(sharing) = cuda::sharing(gpus) else { return Ok(()) };
-    transport.share_devices(sharing, &with, config.patience).map_err(std::io::Error::other)
+    transport.share_devices(sharing, &with, config.peer_timeout).map_err(std::io::Error::other)
 }
 
-fn movers() -> usize {
+fn copy_workers() -> usize {
     cores().min(MOST_MOVERS)
 }
 

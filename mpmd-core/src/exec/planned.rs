@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::Runtime;
 use super::put::{PutPlan, PutWhat};
-use crate::dry_run::{Form, Kind, Memory, Message, Shard};
+use crate::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{self, Piece};
 use mpmd_layout::sharding::{Layout, MemoryKind};
@@ -13,7 +13,7 @@ use mpmd_layout::topology::DeviceId;
 impl PutPlan {
     /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the
     /// source.
-    pub(crate) fn form(&self, runtime: &Runtime, may_alias: bool) -> Form {
+    pub(crate) fn form(&self, runtime: &Runtime, may_alias: bool) -> OpDescriptor {
         let PutWhat { aval, from, to } = &*self.what;
         let item = aval.dtype().size();
         let layout = &self.made.layout;
@@ -72,7 +72,7 @@ impl PutPlan {
             step: piece.step,
         };
         let moved = pieces.iter().filter(|piece| piece.src != piece.dst);
-        Form {
+        OpDescriptor {
             what: self.what.to_string(),
             kind: Kind::Put,
             results: vec![layout.iter().map(shard).collect()],

@@ -7,7 +7,7 @@ use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::slot::Slot;
+use super::async_buffer::AsyncBuffer;
 use super::{OpGuard, Runtime};
 use crate::device::cuda::{CudaError, Gpu, Part};
 use mpmd_layout::region::Region;
@@ -80,25 +80,25 @@ impl Runtime {
 
     /// Returns an async buffer in host memory with the values of `slot`. It is the same buffer if
     /// that is in host memory, otherwise a copy that begins as soon as a device can.
-    pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &Slot) -> Slot {
-        let (promise, found) = Slot::new();
+    pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &AsyncBuffer) -> AsyncBuffer {
+        let (resolver, found) = AsyncBuffer::new();
         let (runtime, source) = (self.clone(), slot.clone());
         let reading = self.in_flight.reading();
         slot.on_issued(move |outcome| {
             let bytes = match outcome {
                 Ok(bytes) if bytes.device().is_some() => bytes,
-                ended => return promise.keep(ended.clone()),
+                ended => return resolver.keep(ended.clone()),
             };
             let to = match runtime.staging.allocate(bytes.len()) {
                 Ok(to) => to,
                 Err(error) => {
-                    return promise.keep(Err(runtime.out_of_memory(op, &error.to_string())));
+                    return resolver.keep(Err(runtime.out_of_memory(op, &error.to_string())));
                 }
             };
             let all = Region::full(&[bytes.len()]);
             let part = Part { from: &all, to: &all, piece: &all, item_bytes: 1 };
             runtime.read_device(op, bytes, Some(source), part, to, move |result| {
-                promise.keep(result.map(OwnedBuffer::freeze));
+                resolver.keep(result.map(OwnedBuffer::freeze));
                 drop(reading);
             });
         });
@@ -114,7 +114,7 @@ impl Runtime {
         self: &Arc<Self>,
         op: u64,
         bytes: &SharedBuffer,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         part: Part<'_>,
         to: OwnedBuffer,
         then: impl FnOnce(Result<OwnedBuffer, Arc<Failure>>) + Send + 'static,
@@ -153,7 +153,7 @@ impl Runtime {
 /// Calls `then` with the completion status of an issued async buffer, once it is known. Without one
 /// the status is success.
 pub(super) fn when_made(
-    source: Option<Slot>,
+    source: Option<AsyncBuffer>,
     then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
 ) {
     match source {
@@ -162,13 +162,13 @@ pub(super) fn when_made(
     }
 }
 
-/// Resolves `promise` with the buffer of `source`, or a part of it, as soon as `source` is issued.
+/// Resolves `resolver` with the buffer of `source`, or a part of it, as soon as `source` is issued.
 ///
 /// With `remember`, a failure of `source` also counts as a failure on this process. `guard` is
 /// dropped last.
 pub(crate) fn follow(
-    source: &Slot,
-    promise: super::Promise,
+    source: &AsyncBuffer,
+    resolver: super::Resolver,
     part: impl FnOnce(&SharedBuffer) -> SharedBuffer + Send + 'static,
     remember: Option<Arc<Runtime>>,
     guard: Option<OpGuard>,
@@ -181,7 +181,7 @@ pub(crate) fn follow(
     };
     source.on_issued(move |outcome| match outcome {
         Ok(bytes) if bytes.device().is_some() => {
-            let issued = promise.issue(part(bytes));
+            let issued = resolver.issue(part(bytes));
             slot.on_verdict(move |made| {
                 if let Err(failure) = &made {
                     failed(failure);
@@ -191,12 +191,12 @@ pub(crate) fn follow(
             });
         }
         Ok(bytes) => {
-            promise.keep(Ok(part(bytes)));
+            resolver.keep(Ok(part(bytes)));
             drop(guard);
         }
         Err(failure) => {
             failed(failure);
-            promise.keep(Err(failure.clone()));
+            resolver.keep(Err(failure.clone()));
             drop(guard);
         }
     });

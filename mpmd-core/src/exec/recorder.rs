@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use mpmd_ids::ProcessId;
 use parking_lot::Mutex;
 
-use crate::dry_run::{Array, Dropped, End, Form, Operation, Plan, Read, StepEnd, Taken};
+use crate::dry_run::{Array, Dropped, End, OpDescriptor, Operation, Plan, Read, StepEnd, Taken};
 use crate::error::{Error, Result};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::trace::Label;
@@ -39,14 +39,14 @@ pub(crate) struct Order {
 #[derive(Default)]
 struct State {
     plan: Plan,
-    forms: HashMap<Form, u32>,
+    descriptors: HashMap<OpDescriptor, u32>,
     lines: HashMap<&'static Location<'static>, u32>,
 }
 
 /// Index of the recorded form of a kernel call or a move, once it is known. It is valid for one
 /// recorder, which is enough: a program has one.
 #[derive(Debug, Default)]
-pub(crate) struct KnownForm(OnceLock<u32>);
+pub(crate) struct KnownDescriptor(OnceLock<u32>);
 
 impl Recorder {
     pub(crate) fn new(process: ProcessId, topology: &Topology, order: Option<Order>) -> Self {
@@ -60,13 +60,13 @@ impl Recorder {
     }
 
     /// Records the next operation. `hash` is the rolling hash up to it. `known` caches the index of
-    /// its form, so that `form` runs once.
+    /// its form, so that `descriptor` runs once.
     pub(crate) fn operation<'a>(
         &self,
         (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
         takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
-        known: Option<&KnownForm>,
-        form: impl FnOnce() -> Form,
+        known: Option<&KnownDescriptor>,
+        descriptor: impl FnOnce() -> OpDescriptor,
     ) {
         let takes = takes.into_iter().map(|(array, donated)| match &array.repr {
             Repr::Host(_) => Taken { array: None, donated: false },
@@ -77,15 +77,15 @@ impl Recorder {
         });
         let takes = takes.collect();
         let mut state = self.state.lock();
-        let form = match known.and_then(|known| known.0.get()) {
-            Some(form) => *form,
-            None => state.form(form()),
+        let descriptor = match known.and_then(|known| known.0.get()) {
+            Some(descriptor) => *descriptor,
+            None => state.descriptor(descriptor()),
         };
         if let Some(known) = known {
-            known.0.get_or_init(|| form);
+            known.0.get_or_init(|| descriptor);
         }
         let line = state.line(at);
-        state.plan.operations.push(Operation { form, line, label, takes });
+        state.plan.operations.push(Operation { descriptor, line, label, takes });
         state.plan.hashes.push(hash);
     }
 
@@ -138,12 +138,12 @@ impl Recorder {
 }
 
 impl State {
-    fn form(&mut self, form: Form) -> u32 {
-        let next = self.plan.forms.len() as u32;
-        match self.forms.entry(form) {
+    fn descriptor(&mut self, descriptor: OpDescriptor) -> u32 {
+        let next = self.plan.descriptors.len() as u32;
+        match self.descriptors.entry(descriptor) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
-                self.plan.forms.push(new.key().clone());
+                self.plan.descriptors.push(new.key().clone());
                 *new.insert(next)
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! Sleeping and waking cost some microseconds on both sides, more than an empty kernel. But a
 //! polling thread takes a core from threads that have work. So a thread polls only if the core
-//! budget ([`Room`]) allows it, never for long, and less often after it has polled in vain.
+//! budget ([`CoreBudget`]) allows it, never for long, and less often after it has polled in vain.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -71,7 +71,7 @@ impl Spin {
 /// The core budget: how many threads of a process may poll at the same time, so that threads with
 /// work find a core.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Room {
+pub(crate) enum CoreBudget {
     /// The job has more processes on this host than the host has cores.
     None,
     /// Each process has a core.
@@ -80,7 +80,7 @@ pub(crate) enum Room {
     All,
 }
 
-impl Room {
+impl CoreBudget {
     /// Returns the core budget of process `me` on a host with `cores` cores.
     pub(crate) fn of(me: ProcessId, topology: &Topology, cores: usize) -> Self {
         let host = topology.host_of(me);
@@ -142,13 +142,17 @@ mod tests {
     fn core_budget_depends_on_cores_of_the_host() {
         let topology = Topology::even(2, 1);
         let me = ProcessId(0);
-        let rooms = |topology: &Topology| [1, 2, 3, 4].map(|cores| Room::of(me, topology, cores));
+        let rooms =
+            |topology: &Topology| [1, 2, 3, 4].map(|cores| CoreBudget::of(me, topology, cores));
         assert_eq!(
             rooms(&topology),
-            [Room::None, Room::One, Room::One, Room::All],
+            [CoreBudget::None, CoreBudget::One, CoreBudget::One, CoreBudget::All],
             "two programs, two devices"
         );
         let apart = topology.on_hosts(&["a", "b"]).unwrap();
-        assert_eq!(rooms(&apart), [Room::One, Room::All, Room::All, Room::All]);
+        assert_eq!(
+            rooms(&apart),
+            [CoreBudget::One, CoreBudget::All, CoreBudget::All, CoreBudget::All]
+        );
     }
 }

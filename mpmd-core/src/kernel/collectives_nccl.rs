@@ -27,7 +27,7 @@ use super::collectives::{Call, Fallible};
 use super::context::{Context, OnCuda};
 use super::signature::Collective;
 use crate::device::collective::CollectiveKind;
-use crate::device::cuda::{Communicator, CommunicatorId, Joint, NotJoined, Turn, new_id};
+use crate::device::cuda::{Communicator, CommunicatorId, Joint, NotJoined, StreamTurn, new_id};
 use crate::error::Result;
 use crate::exec::Runtime;
 use crate::kernel::cuda::{Cuda, Part};
@@ -183,7 +183,7 @@ impl<'a> Context<'a> {
     fn agree_and_join(
         &mut self,
         cuda: Cuda<'_>,
-        turn: &mut Turn<'_>,
+        turn: &mut StreamTurn<'_>,
         call: &Call<'_>,
         joint: &Joint<'_>,
     ) -> Fallible<()> {
@@ -211,7 +211,7 @@ impl<'a> Context<'a> {
             _ if call.elements == 0 => Ok(()),
             Some(communicator) => self.join(cuda, turn, call, &communicator, joint),
             None => {
-                let deadline = after(Instant::now(), runtime.config.patience);
+                let deadline = after(Instant::now(), runtime.config.peer_timeout);
                 let place = (&devices[..], rank);
                 let open = || runtime.communicators.open(cuda.gpu(), place, &id, deadline);
                 let communicator = turn.pause(open)?;
@@ -232,7 +232,7 @@ impl<'a> Context<'a> {
     fn join(
         &mut self,
         cuda: Cuda<'_>,
-        turn: &mut Turn<'_>,
+        turn: &mut StreamTurn<'_>,
         call: &Call<'_>,
         communicator: &Arc<Communicator>,
         joint: &Joint<'_>,
@@ -264,7 +264,7 @@ impl<'a> Context<'a> {
         // Registered before the communicator can be given up, because the call's end checks it.
         self.joined.add(communicator);
         communicator.issue(cuda.issues_to(), joint)?;
-        let deadline = after(Instant::now(), self.exchange.runtime.config.patience);
+        let deadline = after(Instant::now(), self.exchange.runtime.config.peer_timeout);
         // Waits only until NCCL has issued all its work, not for the device.
         turn.pause(|| communicator.until_done(joint.kind.verb(), deadline))?;
         turn.begin()?;

@@ -7,7 +7,7 @@ use mpmd_transport::Failure;
 use super::collectives_nccl::Joined;
 use super::signature::Collective;
 use super::view::ViewMut;
-use crate::device::cuda::Turn;
+use crate::device::cuda::StreamTurn;
 use crate::error::{Error, Result};
 use crate::exec::{Exchange, Group, OpGuard, Round};
 use crate::kernel::cuda::Cuda;
@@ -16,7 +16,7 @@ use mpmd_layout::topology::{DeviceId, Mesh};
 /// One device's position in a kernel's mesh, and its collective groups. Created once for each call
 /// shape.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct MeshPosition {
     pub(crate) device: DeviceId,
     /// Coordinates along the mesh's axes.
     pub(crate) position: Vec<usize>,
@@ -26,15 +26,15 @@ pub(crate) struct Place {
 
 /// The mesh and the declared collectives of a kernel. Shared by the devices of one call shape.
 #[derive(Debug)]
-pub(crate) struct Seats {
+pub(crate) struct DeviceBindings {
     pub(crate) mesh: Mesh,
     pub(crate) collectives: Vec<Collective>,
 }
 
 /// The surroundings of a running kernel: its position in the mesh, its device and its collectives.
 pub struct Context<'a> {
-    pub(super) seats: &'a Seats,
-    pub(super) place: &'a Place,
+    pub(super) seats: &'a DeviceBindings,
+    pub(super) place: &'a MeshPosition,
     pub(super) exchange: Exchange,
     pub(super) op: u64,
     /// The number of declared collectives that have ended, also by failure.
@@ -51,11 +51,16 @@ pub struct Context<'a> {
 pub(crate) struct OnCuda<'a> {
     pub(crate) cuda: Cuda<'a>,
     /// Access to the device's compute stream.
-    pub(crate) turn: Turn<'a>,
+    pub(crate) turn: StreamTurn<'a>,
 }
 
 impl<'a> Context<'a> {
-    pub(crate) fn new(seats: &'a Seats, place: &'a Place, exchange: Exchange, op: u64) -> Self {
+    pub(crate) fn new(
+        seats: &'a DeviceBindings,
+        place: &'a MeshPosition,
+        exchange: Exchange,
+        op: u64,
+    ) -> Self {
         Self {
             seats,
             place,

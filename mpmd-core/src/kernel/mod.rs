@@ -20,7 +20,7 @@ pub use collectives::TWO_ROUNDS_FROM_BYTES;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use collectives_nccl::nccl_has;
 pub use context::Context;
-pub(crate) use context::{OnCuda, Place, Seats};
+pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
 pub(crate) use sent::agreeing;
 pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;

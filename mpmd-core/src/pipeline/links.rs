@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::wired::Bundle;
+use super::erased::Bundle;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Structure, Tree};

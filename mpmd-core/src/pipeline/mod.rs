@@ -7,29 +7,29 @@
 //! one global order that keeps each rank's order. No second description of a run exists. The runner
 //! drops each buffer after the last action that needs it.
 
+mod erased;
+mod graph;
 mod kernels;
 mod links;
-mod net;
+mod param_sharding;
 mod replay;
 mod run;
 mod shapes;
 mod stage;
-mod storage;
-mod wired;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
 
+use erased::ErasedStage;
+use graph::StageGraph;
 pub use links::{Output, Outputs};
 pub use mpmd_schedule::*;
-use net::Net;
+pub use param_sharding::ParamSharding;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
-pub use storage::Storage;
-use wired::Wired;
 
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
@@ -39,7 +39,7 @@ use mpmd_layout::tree::Tree;
 
 /// Stages in sequence. The first stage takes `In`, the last one returns `Out`.
 pub struct Pipeline<In, Out> {
-    net: Net,
+    graph: StageGraph,
     replays: bool,
     /// The recorded step, for replay.
     kept: Option<Kept>,
@@ -61,12 +61,12 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         params: S::Params,
     ) -> Result<Self> {
         let at = Location::caller();
-        let named = net::named(0, stage.name());
-        let stage = Wired::new(stage, mesh, params, true);
-        let net = Net::new(Box::new(
+        let named = graph::named(0, stage.name());
+        let stage = ErasedStage::new(stage, mesh, params, true);
+        let graph = StageGraph::new(Box::new(
             stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?,
         ));
-        Ok(Self { net, replays: false, kept: None, compared: None, types: PhantomData })
+        Ok(Self { graph, replays: false, kept: None, compared: None, types: PhantomData })
     }
 
     /// Appends a stage that takes the outputs of the last stage.
@@ -99,7 +99,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]
     /// to feed them to a later stage.
     pub fn output(&self) -> Output<Out> {
-        Output::new(self.net.stages.len() - 1, self.net.identity.clone())
+        Output::new(self.graph.stages.len() - 1, self.graph.identity.clone())
     }
 
     /// Appends a stage that takes outputs of any earlier stages, for skip connections.
@@ -147,14 +147,14 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         from: &X,
     ) -> Result<Pipeline<In, S::Out>> {
         let at = Location::caller();
-        let named = net::named(self.stages(), stage.name());
-        let feed = from.feed().checked(&self.net.identity);
-        let wired = feed.and_then(|feed| Ok((Wired::new(stage, mesh, params, false)?, feed)));
+        let named = graph::named(self.stages(), stage.name());
+        let feed = from.feed().checked(&self.graph.identity);
+        let wired = feed.and_then(|feed| Ok((ErasedStage::new(stage, mesh, params, false)?, feed)));
         let (stage, feed) =
             wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
-        self.net.push(Box::new(stage), feed);
+        self.graph.push(Box::new(stage), feed);
         Ok(Pipeline {
-            net: self.net,
+            graph: self.graph,
             replays: self.replays,
             kept: None,
             compared: None,
@@ -179,7 +179,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
         self.kept = None;
-        self.net.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
+        self.graph.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
     /// Turns recomputation of a stage on or off; off by default.
@@ -194,8 +194,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// If the stage does not exist.
     #[track_caller]
     pub fn recompute(&mut self, stage: usize, yes: bool) {
-        self.net.stage(stage);
-        (self.net.recomputes[stage], self.kept) = (yes, None);
+        self.graph.stage(stage);
+        (self.graph.recomputes[stage], self.kept) = (yes, None);
     }
 
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
@@ -205,7 +205,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// microbatch before it. Gradients then equal, to the bit, those of schedules with ascending
     /// order. [`Pipeline::memory`] includes the cost.
     pub fn buffer_gradients(&mut self, yes: bool) {
-        (self.net.ascending, self.kept) = (yes, None);
+        (self.graph.ascending, self.kept) = (yes, None);
     }
 
     /// If `yes`, records training steps and replays them; off by default. A replaying process does
@@ -221,7 +221,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 
     /// Returns the number of stages.
     pub fn stages(&self) -> usize {
-        self.net.stages.len()
+        self.graph.stages.len()
     }
 
     /// Returns the mesh of a stage.
@@ -231,11 +231,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// If the stage does not exist.
     #[track_caller]
     pub fn mesh(&self, stage: usize) -> &Mesh {
-        self.net.stage(stage).mesh()
+        self.graph.stage(stage).mesh()
     }
 
     /// Stores parameters in their current shardings and computes in those of `storage`: see
-    /// [`Storage`]. Gradients are returned in the stored shardings, too.
+    /// [`ParamSharding`]. Gradients are returned in the stored shardings, too.
     ///
     /// # Errors
     ///
@@ -243,10 +243,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// - If the number of shardings differs from the number of parameters.
     /// - If a sharding is not on the devices of the stage's mesh, or does not divide its parameter.
     #[track_caller]
-    pub fn store(&mut self, stage: usize, storage: Storage) -> Result<()> {
+    pub fn store(&mut self, stage: usize, storage: ParamSharding) -> Result<()> {
         let at = Location::caller();
         self.kept = None;
-        self.net
+        self.graph
             .change(stage, |stage| stage.store(storage))
             .map_err(|why| refused(why, at, "Pipeline::store", None))
     }
@@ -259,7 +259,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// If the stage does not exist.
     #[track_caller]
     pub fn params(&self, stage: usize) -> Vec<(String, MpmdArray)> {
-        let stage = self.net.stage(stage);
+        let stage = self.graph.stage(stage);
         let paths = stage.paths();
         let own = stage.own().into_iter().map(|place| paths[place].clone());
         own.zip(stage.params()).collect()
@@ -275,7 +275,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
         let at = Location::caller();
-        let set = self.net.change(stage, |stage| stage.set_params(params));
+        let set = self.graph.change(stage, |stage| stage.set_params(params));
         set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
@@ -286,9 +286,12 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Those of the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
-        issue((&mut self.net, program), Location::caller(), "Pipeline::forward", |net, program| {
-            run::forward(net, program, microbatch.into_parts())
-        })
+        issue(
+            (&mut self.graph, program),
+            Location::caller(),
+            "Pipeline::forward",
+            |graph, program| run::forward(graph, program, microbatch.into_parts()),
+        )
     }
 
     /// Runs the forward passes of a schedule in its order, and returns the outputs of the last
@@ -310,17 +313,17 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ) -> Result<Vec<Out>> {
         let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
         issue(
-            (&mut self.net, program),
+            (&mut self.graph, program),
             Location::caller(),
             "Pipeline::forward_all",
-            |net, program| run::forward_all(net, program, schedule, parts),
+            |graph, program| run::forward_all(graph, program, schedule, parts),
         )
     }
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// Estimates the peak memory of a training step on the devices of this process: see
-    /// [`MemoryPlan`]. Issues nothing.
+    /// [`StepMemory`]. Issues nothing.
     ///
     /// `beside` are arrays that the caller keeps throughout, such as the state of an optimiser.
     /// Arrays of the microbatches are counted separately and do not belong there. The plan also
@@ -339,7 +342,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         schedule: &Schedule,
         microbatch: &MicrobatchShapes<In>,
         beside: &[MpmdArray],
-    ) -> Result<MemoryPlan> {
+    ) -> Result<StepMemory> {
         let at = Location::caller();
         let plan =
             self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| {
@@ -361,7 +364,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         schedule: &Schedule,
         microbatches: &[MicrobatchShapes<In>],
         beside: &[MpmdArray],
-    ) -> Result<MemoryPlan> {
+    ) -> Result<StepMemory> {
         let at = Location::caller();
         let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| bytes);
         plan.map_err(|why| refused(why, at, "Pipeline::memory_of", None))
@@ -374,11 +377,11 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatches: &[MicrobatchShapes<In>],
         beside: &[MpmdArray],
         counts: &mut dyn FnMut(u64) -> u64,
-    ) -> Result<MemoryPlan> {
-        let schedule = run::effective(&self.net, schedule)?;
+    ) -> Result<StepMemory> {
+        let schedule = run::effective(&self.graph, schedule)?;
         let stages =
-            shapes::stage_bytes(&self.net, program, &schedule, microbatches, beside, counts)?;
-        Ok(MemoryPlan::of_net(&schedule, &stages)?)
+            shapes::stage_bytes(&self.graph, program, &schedule, microbatches, beside, counts)?;
+        Ok(StepMemory::of_net(&schedule, &stages)?)
     }
 
     /// Maps in advance the peak memory that a training step may need on the devices of this
@@ -408,7 +411,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
             bytes
         });
         plan.map_err(|why| refused(why, at, "Pipeline::map_memory", None))?;
-        let params = self.net.stages.iter().flat_map(|stage| stage.params());
+        let params = self.graph.stages.iter().flat_map(|stage| stage.params());
         for array in params.chain(beside.iter().cloned()) {
             array.block_until_ready()?;
         }
@@ -450,16 +453,16 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         // A step inside a larger recording is not recorded on its own.
         let replays = self.replays && program.recording.is_none();
         issue(
-            (&mut self.net, program),
+            (&mut self.graph, program),
             Location::caller(),
             "Pipeline::train_step",
-            |net, program| {
-                run::check_sides(net, &parts)?;
-                run::compare(compared, (net, parts.len()), program, schedule)?;
+            |graph, program| {
+                run::check_sides(graph, &parts)?;
+                run::compare(compared, (graph, parts.len()), program, schedule)?;
                 if replays {
-                    return replay::train_step(kept, net, program, schedule, parts);
+                    return replay::train_step(kept, graph, program, schedule, parts);
                 }
-                run::train_step(net, program, schedule, parts)
+                run::train_step(graph, program, schedule, parts)
             },
         )
     }
@@ -468,22 +471,22 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
 /// Runs `f` with `at` as the source location of all issued operations. An error gets the location,
 /// `call`, and the stage and microbatch that the runner had reached.
 fn issue<T>(
-    (net, program): (&mut Net, &mut Program),
+    (graph, program): (&mut StageGraph, &mut Program),
     at: &'static Location<'static>,
     call: &str,
-    f: impl FnOnce(&mut Net, &mut Program) -> Result<T>,
+    f: impl FnOnce(&mut StageGraph, &mut Program) -> Result<T>,
 ) -> Result<T> {
     let before = (program.set_label(None), program.caller(at));
     let caller = program.set_caller(Some(before.1));
-    let result = f(net, program);
-    let place = program.set_label(before.0).map(|label| place(net, label));
+    let result = f(graph, program);
+    let place = program.set_label(before.0).map(|label| place(graph, label));
     program.set_caller(caller);
     result.map_err(|why| refused(why, before.1, call, place.as_deref()))
 }
 
 /// Describes a label in words, with the name of the stage.
-fn place(net: &Net, label: Label) -> String {
-    let stage = net.named(label.stage as usize);
+fn place(graph: &StageGraph, label: Label) -> String {
+    let stage = graph.named(label.stage as usize);
     let microbatch =
         label.microbatch.map_or_else(String::new, |number| format!(", microbatch {number}"));
     format!("{stage}{microbatch}, {}", label.role.name())

@@ -1,9 +1,9 @@
 //! Records a training step once and replays it: [`Pipeline::replay`](super::Pipeline::replay).
 
-use super::net::Net;
+use super::erased::Bundle;
+use super::graph::StageGraph;
 use super::run::{self, Parts, StepOutput};
 use super::stage::Loss;
-use super::wired::Bundle;
 use crate::api::program::Program;
 use crate::api::replay::Recorded;
 use crate::error::Result;
@@ -14,7 +14,7 @@ use mpmd_schedule::Schedule;
 /// The last recorded step, with the schedule and the form that it is valid for.
 pub(super) struct Kept {
     schedule: Schedule,
-    form: Form,
+    form: StepShape,
     recorded: Recorded<Vec<MpmdArray>, Vec<MpmdArray>>,
     given: Given,
 }
@@ -22,7 +22,7 @@ pub(super) struct Kept {
 /// The layout of a step's inputs: the parameters that each stage stores, then the microbatches.
 /// `params` are their numbers by stage.
 #[derive(Eq, PartialEq)]
-struct Form {
+struct StepShape {
     params: Vec<usize>,
     /// (structure of the input, side inputs as (stage, structure) in order of stages)
     microbatches: Vec<(Structure, Vec<(usize, Structure)>)>,
@@ -38,12 +38,12 @@ struct Given {
 /// Replays the kept step if it fits these arguments; otherwise records this one.
 pub(super) fn train_step(
     kept: &mut Option<Kept>,
-    net: &mut Net,
+    graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
-    let (form, inputs) = Form::take_apart(net, microbatches);
+    let (form, inputs) = StepShape::take_apart(graph, microbatches);
     if let Some(Kept { schedule: known, form: of, recorded, given }) = kept
         && *known == *schedule
         && *of == form
@@ -54,8 +54,8 @@ pub(super) fn train_step(
     *kept = None;
     let mut given = Given { losses: 0, paths: Vec::new() };
     let (results, recorded) = program.record(inputs, |program, inputs| {
-        let microbatches = form.put_together(net, inputs)?;
-        let output = run::train_step(net, program, schedule, microbatches)?;
+        let microbatches = form.put_together(graph, inputs)?;
+        let output = run::train_step(graph, program, schedule, microbatches)?;
         let results;
         (given, results) = Given::take_apart(output);
         Ok(results)
@@ -65,11 +65,11 @@ pub(super) fn train_step(
     Ok(output)
 }
 
-impl Form {
-    fn take_apart(net: &Net, microbatches: Vec<Parts>) -> (Self, Vec<MpmdArray>) {
+impl StepShape {
+    fn take_apart(graph: &StageGraph, microbatches: Vec<Parts>) -> (Self, Vec<MpmdArray>) {
         let mut all = Vec::new();
-        let mut params = Vec::with_capacity(net.stages.len());
-        for stage in &net.stages {
+        let mut params = Vec::with_capacity(graph.stages.len());
+        for stage in &graph.stages {
             let own = stage.params();
             params.push(own.len());
             all.extend(own);
@@ -89,9 +89,9 @@ impl Form {
     }
 
     /// Puts the parameters in place and returns the microbatches.
-    fn put_together(&self, net: &mut Net, all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
+    fn put_together(&self, graph: &mut StageGraph, all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
         let mut all = all.into_iter();
-        for (stage, own) in net.stages.iter_mut().zip(&self.params) {
+        for (stage, own) in graph.stages.iter_mut().zip(&self.params) {
             stage.set_params(all.by_ref().take(*own).collect())?;
         }
         let mut bundle = |structure: &Structure| {

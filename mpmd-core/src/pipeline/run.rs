@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
+use super::erased::{AnyStage, Bundle};
+use super::graph::{StageGraph, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
-use super::net::{Net, label};
+use super::param_sharding::put_each;
 use super::stage::Loss;
-use super::storage::put_each;
-use super::wired::{AnyStage, Bundle};
 use crate::api::jit::Jit;
 use crate::device::cuda::kernels::ADD;
 use crate::device::cuda::source::Source;
@@ -131,8 +131,8 @@ struct Arrived {
 }
 
 /// The state of a running step.
-struct Step<'a> {
-    net: &'a mut Net,
+struct RunningStep<'a> {
+    graph: &'a mut StageGraph,
     program: &'a mut Program,
     /// Indexed by stage and microbatch.
     held: Vec<Held>,
@@ -143,8 +143,8 @@ struct Step<'a> {
 
 /// Returns the schedule as it is run: with ascending weight gradients if the pipeline asks for
 /// that.
-pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
-    Ok(if net.ascending { mpmd_schedule::ascending(schedule)? } else { schedule.clone() })
+pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Schedule> {
+    Ok(if graph.ascending { mpmd_schedule::ascending(schedule)? } else { schedule.clone() })
 }
 
 /// The maximal number of operations for comparing a schedule.
@@ -154,11 +154,11 @@ const COMPARED: usize = 64;
 /// last.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
-    (net, microbatches): (&Net, usize),
+    (graph, microbatches): (&StageGraph, usize),
     program: &mut Program,
     schedule: &Schedule,
 ) -> Result<()> {
-    check_training(net, schedule, microbatches)?;
+    check_training(graph, schedule, microbatches)?;
     // A replay could not repeat the comparison, so a recording must not contain it.
     if known.as_ref() == Some(schedule) || program.recording.is_some() {
         return Ok(());
@@ -172,77 +172,78 @@ pub(super) fn compare(
                 let _ = write!(text, " {action}");
             });
         }
-        program.compare(text)?;
+        program.assert_same(text)?;
     }
     *known = Some(schedule.clone());
     Ok(())
 }
 
 pub(super) fn train_step(
-    net: &mut Net,
+    graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
-    check_training(net, schedule, microbatches.len())?;
-    let schedule = effective(net, schedule)?;
+    check_training(graph, schedule, microbatches.len())?;
+    let schedule = effective(graph, schedule)?;
     program.runtime.trace.schedule(&schedule);
     let order = schedule.global_order()?;
-    let output = Step::new(net, program, microbatches).train(&order);
+    let output = RunningStep::new(graph, program, microbatches).train(&order);
     if output.is_err() {
-        net.release();
+        graph.release();
     }
     output
 }
 
 /// Runs the forward passes of a schedule. Returns the outputs of each microbatch.
 pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
-    net: &mut Net,
+    graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<Vec<Out>> {
-    check(net, schedule, microbatches.len())?;
+    check(graph, schedule, microbatches.len())?;
     let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward);
-    check_sides(net, &microbatches)?;
-    let outputs = Step::new(net, program, microbatches).forward_all(&order);
+    check_sides(graph, &microbatches)?;
+    let outputs = RunningStep::new(graph, program, microbatches).forward_all(&order);
     if outputs.is_err() {
-        net.release();
+        graph.release();
     }
     outputs
 }
 
 /// Runs one microbatch through all stages in order.
 pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
-    net: &mut Net,
+    graph: &mut StageGraph,
     program: &mut Program,
     microbatch: Parts,
 ) -> Result<Out> {
     let pass = |stage| Action { stage, kind: ActionKind::Forward, microbatch: 0 };
-    let order: Vec<Action> = (0..net.stages.len()).map(pass).collect();
+    let order: Vec<Action> = (0..graph.stages.len()).map(pass).collect();
     let microbatches = vec![microbatch];
-    check_sides(net, &microbatches)?;
-    let outputs = Step::new(net, program, microbatches).forward_all(&order);
+    check_sides(graph, &microbatches)?;
+    let outputs = RunningStep::new(graph, program, microbatches).forward_all(&order);
     if outputs.is_err() {
-        net.release();
+        graph.release();
     }
     let outputs: Vec<Out> = outputs?;
     outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
 }
 
 /// Checks that the microbatches bring each stage the side input that it takes.
-pub(super) fn check_sides(net: &Net, microbatches: &[Parts]) -> Result<()> {
+pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<()> {
     let check = |(number, parts): (usize, &Parts)| {
         let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
-        net.check_sides(sides)
+        graph
+            .check_sides(sides)
             .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
     };
     microbatches.iter().enumerate().try_for_each(check)
 }
 
-fn check_training(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
-    check(net, schedule, microbatches)?;
+fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
+    check(graph, schedule, microbatches)?;
     if !schedule.has_backward() {
         let problem = format!(
             "schedule {} has no backward passes to train with: take another, or call `forward_all`",
@@ -253,8 +254,8 @@ fn check_training(net: &Net, schedule: &Schedule, microbatches: usize) -> Result
     Ok(())
 }
 
-fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
-    check_stages(net, schedule)?;
+fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
+    check_stages(graph, schedule)?;
     let (name, expected) = (schedule.name(), schedule.microbatches());
     if expected == microbatches {
         return Ok(());
@@ -267,9 +268,9 @@ fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
 }
 
 /// Fails if the schedule has another number of stages than the pipeline.
-pub(super) fn check_stages(net: &Net, schedule: &Schedule) -> Result<()> {
+pub(super) fn check_stages(graph: &StageGraph, schedule: &Schedule) -> Result<()> {
     let (name, ranks, expected, stages) =
-        (schedule.name(), schedule.ranks(), schedule.stages(), net.stages.len());
+        (schedule.name(), schedule.ranks(), schedule.stages(), graph.stages.len());
     if expected == stages {
         return Ok(());
     }
@@ -308,9 +309,9 @@ fn counted(kind: ActionKind) -> (usize, usize) {
     }
 }
 
-impl<'a> Step<'a> {
-    fn new(net: &'a mut Net, program: &'a mut Program, microbatches: Vec<Parts>) -> Self {
-        let (stages, count) = (net.stages.len(), microbatches.len());
+impl<'a> RunningStep<'a> {
+    fn new(graph: &'a mut StageGraph, program: &'a mut Program, microbatches: Vec<Parts>) -> Self {
+        let (stages, count) = (graph.stages.len(), microbatches.len());
         let mut held: Vec<Held> = (0..stages * count).map(|_| Held::default()).collect();
         for (microbatch, parts) in microbatches.into_iter().enumerate() {
             held[microbatch].parts = vec![Some(parts.x)];
@@ -321,14 +322,14 @@ impl<'a> Step<'a> {
             }
         }
         // A failed step may have left gathered parameters.
-        net.release();
+        graph.release();
         Self {
             program,
             held,
             microbatches: count,
             gradients: (0..stages).map(|_| None).collect(),
             losses: (0..count).map(|_| None).collect(),
-            net,
+            graph,
         }
     }
 
@@ -341,7 +342,7 @@ impl<'a> Step<'a> {
     }
 
     fn train(mut self, order: &[Action]) -> Result<StepOutput> {
-        let stages = self.net.stages.len();
+        let stages = self.graph.stages.len();
         let last = stages - 1;
         let mut left = uses(stages, order);
         for action in order {
@@ -349,7 +350,7 @@ impl<'a> Step<'a> {
             // Labels the position of the step for errors.
             self.label(key, role(action.kind));
             if action.kind != ActionKind::BackwardWeight {
-                self.net.gather(self.program, action.stage)?;
+                self.graph.gather(self.program, action.stage)?;
             }
             match action.kind {
                 ActionKind::Forward => {
@@ -362,7 +363,7 @@ impl<'a> Step<'a> {
                 }
                 ActionKind::BackwardInput => self.input_pass(key)?,
                 ActionKind::BackwardWeight => self.weight_pass(key)?,
-                ActionKind::Backward if self.net.stages[action.stage].fuses() => {
+                ActionKind::Backward if self.graph.stages[action.stage].fuses() => {
                     self.both_passes(key)?
                 }
                 ActionKind::Backward => {
@@ -374,7 +375,7 @@ impl<'a> Step<'a> {
             let left = &mut left[action.stage];
             (left.params, left.weights) = (left.params - params, left.weights - weights);
             if left.params == 0 {
-                self.net.stages[action.stage].release();
+                self.graph.stages[action.stage].release();
             }
             if weights > 0 && left.weights == 0 {
                 self.reduce(action.stage)?;
@@ -383,9 +384,9 @@ impl<'a> Step<'a> {
         self.add_tied()?;
         let losses: Vec<Loss<MpmdArray>> = self.losses.into_iter().flatten().collect();
         label(self.program, (last, None), Role::Loss);
-        let loss = sum_losses(self.net.stages[last].as_ref(), self.program, &losses)?;
+        let loss = sum_losses(self.graph.stages[last].as_ref(), self.program, &losses)?;
         let gradients = self.gradients.into_iter().enumerate().map(|(stage, gradients)| {
-            let stage = &self.net.stages[stage];
+            let stage = &self.graph.stages[stage];
             let (paths, own) = (stage.paths(), stage.own());
             let leaves = gradients.map(|gradients| gradients.leaves).unwrap_or_default();
             let pairs = paths.into_iter().zip(leaves).enumerate();
@@ -395,13 +396,13 @@ impl<'a> Step<'a> {
     }
 
     fn forward_all<Out: Tree<Leaf = MpmdArray>>(mut self, order: &[Action]) -> Result<Vec<Out>> {
-        let last = self.net.stages.len() - 1;
+        let last = self.graph.stages.len() - 1;
         let mut left = uses(last + 1, order);
         let mut outputs: Vec<Option<Out>> = (0..self.microbatches).map(|_| None).collect();
         for Action { stage, microbatch, .. } in order.iter().copied() {
             let key = (stage, microbatch);
             self.label(key, Role::Forward);
-            self.net.gather(self.program, stage)?;
+            self.graph.gather(self.program, stage)?;
             let y = self.forward_pass(key)?;
             // No backward pass will read the residuals.
             *self.held(key) = Held::default();
@@ -412,7 +413,7 @@ impl<'a> Step<'a> {
             }
             left[stage].params -= 1;
             if left[stage].params == 0 {
-                self.net.stages[stage].release();
+                self.graph.stages[stage].release();
             }
         }
         Ok(outputs.into_iter().flatten().collect())
@@ -420,14 +421,14 @@ impl<'a> Step<'a> {
 
     /// Runs the forward pass of one stage and returns its outputs.
     fn forward_pass(&mut self, key: (usize, usize)) -> Result<Bundle> {
-        let recomputes = self.net.recomputes[key.0];
+        let recomputes = self.graph.recomputes[key.0];
         let held = self.held(key);
         let parts: Option<Vec<Bundle>> = std::mem::take(&mut held.parts).into_iter().collect();
         let side = held.side.take().unwrap_or_else(nothing);
         let parts = there(parts.filter(|parts| !parts.is_empty()), key, "input")?;
         held.leaves = parts.iter().map(|part| part.leaves.len()).collect();
         let structure = parts.iter().map(|part| part.structure.clone()).collect();
-        let structure = self.net.feeds[key.0].structure(structure);
+        let structure = self.graph.feeds[key.0].structure(structure);
         let x =
             Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
         if recomputes {
@@ -435,7 +436,7 @@ impl<'a> Step<'a> {
             (held.x, held.side) = (Some(x.clone()), Some(side.clone()));
         }
         self.label(key, Role::Forward);
-        let (y, residual, kernels) = self.net.stages[key.0].forward(self.program, x, side)?;
+        let (y, residual, kernels) = self.graph.stages[key.0].forward(self.program, x, side)?;
         let held = self.held(key);
         held.kernels = kernels;
         held.outputs = Some(y.structure.clone());
@@ -447,15 +448,15 @@ impl<'a> Step<'a> {
     fn send_outputs(&mut self, key: (usize, usize), y: &Bundle) -> Result<()> {
         let (stage, microbatch) = key;
         self.label(key, Role::SendForward);
-        let readers = &self.net.readers[stage];
+        let readers = &self.graph.readers[stage];
         check_all_read(
             stage,
             &y.structure,
-            readers.iter().map(|(to, part)| &self.net.feeds[*to].parts[*part]),
+            readers.iter().map(|(to, part)| &self.graph.feeds[*to].parts[*part]),
         )?;
         for (to, part) in readers.iter().copied() {
-            let feed = &self.net.feeds[to];
-            let moved = feed.parts[part].of(y)?.put(self.program, self.net.stages[to].input())?;
+            let feed = &self.graph.feeds[to];
+            let moved = feed.parts[part].of(y)?.put(self.program, self.graph.stages[to].input())?;
             let parts = &mut self.held[to * self.microbatches + microbatch].parts;
             parts.resize(feed.parts.len(), None);
             parts[part] = Some(moved);
@@ -479,12 +480,12 @@ impl<'a> Step<'a> {
     /// Returns the inputs of a backward pass: the residuals, recomputed if they were not kept, and
     /// the output gradient.
     fn backward_inputs(&mut self, key: (usize, usize)) -> Result<(Bundle, Bundle)> {
-        let residual = if self.net.recomputes[key.0] {
+        let residual = if self.graph.recomputes[key.0] {
             let held = self.held(key);
             let (x, side) =
                 (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
             self.label(key, Role::Recompute);
-            self.net.stages[key.0].forward(self.program, x, side)?.1
+            self.graph.stages[key.0].forward(self.program, x, side)?.1
         } else {
             there(self.held(key).residual.take(), key, "residual")?
         };
@@ -514,7 +515,7 @@ impl<'a> Step<'a> {
         self.label(key, Role::BackwardInput);
         let sum = |arrays: Vec<MpmdArray>| {
             let arrays = (!arrays.is_empty()).then_some(arrays);
-            self.net.add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
+            self.graph.add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
         };
         let leaves = leaves.into_iter().map(sum).collect::<Result<_>>()?;
         Ok(Bundle { structure, leaves })
@@ -524,7 +525,7 @@ impl<'a> Step<'a> {
         let (residual, dy) = self.backward_inputs(key)?;
         let kernels = self.held(key).kernels;
         let (dx, weight) =
-            self.net.stages[key.0].backward_input(self.program, kernels, residual, dy)?;
+            self.graph.stages[key.0].backward_input(self.program, kernels, residual, dy)?;
         self.held(key).weight_residual = Some(weight);
         self.send_gradients(key, dx)
     }
@@ -533,12 +534,12 @@ impl<'a> Step<'a> {
         let held = self.held(key);
         let kernels = held.kernels;
         let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
-        if !self.net.stages[key.0].has_params() {
+        if !self.graph.stages[key.0].has_params() {
             return Ok(());
         }
         self.label(key, Role::BackwardWeight);
         let so_far = self.gradients[key.0].take();
-        let stage = &mut self.net.stages[key.0];
+        let stage = &mut self.graph.stages[key.0];
         self.gradients[key.0] =
             Some(stage.backward_weight(self.program, kernels, weight_residual, so_far)?);
         Ok(())
@@ -551,7 +552,7 @@ impl<'a> Step<'a> {
         // Without parameters there is no gradient to add to.
         let so_far = self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
         let (dx, gradients) =
-            self.net.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
+            self.graph.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
         self.gradients[key.0] = Some(gradients);
         self.send_gradients(key, dx)
     }
@@ -564,12 +565,12 @@ impl<'a> Step<'a> {
         self.label(key, Role::SendBackward);
         let mut dx = dx.leaves.into_iter();
         for (part, leaves) in leaves.into_iter().enumerate() {
-            let Some(from) = self.net.feeds[stage].parts.get(part) else { break };
+            let Some(from) = self.graph.feeds[stage].parts.get(part) else { break };
             let held = &mut self.held[from.stage * self.microbatches + microbatch];
             let outputs = there(held.outputs.as_ref(), (from.stage, microbatch), "output")?;
             let (first, structure) = (from.places(outputs)?.start, from.structure(outputs));
             let gradient = Bundle { structure, leaves: dx.by_ref().take(leaves).collect() };
-            let gradient = gradient.put(self.program, self.net.stages[from.stage].output())?;
+            let gradient = gradient.put(self.program, self.graph.stages[from.stage].output())?;
             held.gradients.push(Arrived { from: (stage, part), first, gradient });
         }
         Ok(())
@@ -580,11 +581,11 @@ impl<'a> Step<'a> {
         let Some(finished) = self.gradients[stage].take() else { return Ok(()) };
         label(self.program, (stage, None), Role::Reduce);
         let mut to: Vec<Sharding> = (0..finished.leaves.len())
-            .map(|place| self.net.stages[stage].place(place).sharding.clone())
+            .map(|place| self.graph.stages[stage].place(place).sharding.clone())
             .collect();
-        for tie in self.net.ties.iter().filter(|tie| tie.user.0 == stage) {
+        for tie in self.graph.ties.iter().filter(|tie| tie.user.0 == stage) {
             let (owner, place) = tie.owner;
-            to[tie.user.1] = self.net.stages[owner].place(place).sharding.clone();
+            to[tie.user.1] = self.graph.stages[owner].place(place).sharding.clone();
         }
         let Bundle { structure, leaves } = finished;
         self.gradients[stage] =
@@ -595,14 +596,14 @@ impl<'a> Step<'a> {
     /// Adds the gradients of tied parameters to those of the stages that store them, in the order
     /// of the stages.
     fn add_tied(&mut self) -> Result<()> {
-        for tie in self.net.ties.clone() {
+        for tie in self.graph.ties.clone() {
             let ((owner, at), (user, from)) = (tie.owner, tie.user);
             let (Some(sums), Some(more)) = (&self.gradients[owner], &self.gradients[user]) else {
                 continue;
             };
             let pair = (sums.leaves[at].clone(), more.leaves[from].clone());
             label(self.program, (owner, None), Role::Reduce);
-            let stage = &self.net.stages[owner];
+            let stage = &self.graph.stages[owner];
             let add =
                 self.program.jit(AddArrays).on(stage.mesh()).outputs(&stage.place(at).sharding);
             let sum = add.donate("0").build()?.call(self.program, pair)?;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use mpmd_ids::ProcessId;
 use mpmd_transport::Pool;
 
-use super::net::Net;
+use super::graph::StageGraph;
 use crate::api::program::Program;
 use crate::device::copy::contiguous_bytes;
 use crate::error::{Error, Result};
@@ -98,17 +98,17 @@ impl ShapeBundle {
 /// counts with its largest size in any of them. `counts` maps the size of a buffer in its pool, in
 /// bytes, to the size that counts here.
 pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
-    net: &Net,
+    graph: &StageGraph,
     program: &Program,
     schedule: &Schedule,
     microbatches: &[MicrobatchShapes<In>],
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
-    super::run::check_stages(net, schedule)?;
+    super::run::check_stages(graph, schedule)?;
     let mut all: Option<Vec<BTreeMap<DeviceId, OnDevice>>> = None;
     for microbatch in microbatches {
-        let found = bytes_of(net, program, schedule.microbatches(), microbatch, beside, counts)?;
+        let found = bytes_of(graph, program, schedule.microbatches(), microbatch, beside, counts)?;
         match &mut all {
             None => all = Some(found),
             Some(all) => {
@@ -124,15 +124,15 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
 
 /// Returns the shapes of all stages for one microbatch.
 fn shapes_of<In: Tree<Leaf = MpmdArray>>(
-    net: &Net,
+    graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,
 ) -> Result<Vec<StageShapes>> {
     let sides = microbatch.side.iter().map(|(stage, side)| (*stage, &side.structure));
-    net.check_sides(sides).map_err(Error::kernel)?;
+    graph.check_sides(sides).map_err(Error::kernel)?;
     let nothing = ShapeBundle::of(&Empty::<ShapedArray>::new());
-    let mut shapes: Vec<StageShapes> = Vec::with_capacity(net.stages.len());
-    for (index, stage) in net.stages.iter().enumerate() {
-        let feed = &net.feeds[index];
+    let mut shapes: Vec<StageShapes> = Vec::with_capacity(graph.stages.len());
+    for (index, stage) in graph.stages.iter().enumerate() {
+        let feed = &graph.feeds[index];
         let x = if index == 0 {
             ShapeBundle::of(&microbatch.x)
         } else {
@@ -145,20 +145,20 @@ fn shapes_of<In: Tree<Leaf = MpmdArray>>(
             ShapeBundle { structure: feed.structure(structures), avals }
         };
         let of_stage = stage.shapes(&x, microbatch.side.get(&index).unwrap_or(&nothing));
-        shapes.push(of_stage.map_err(|why| net.at(index, &why))?);
+        shapes.push(of_stage.map_err(|why| graph.at(index, &why))?);
     }
     Ok(shapes)
 }
 
 fn bytes_of<In: Tree<Leaf = MpmdArray>>(
-    net: &Net,
+    graph: &StageGraph,
     program: &Program,
     count: usize,
     microbatch: &MicrobatchShapes<In>,
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
-    let shapes = shapes_of(net, microbatch)?;
+    let shapes = shapes_of(graph, microbatch)?;
     let beside: Places = beside
         .iter()
         .filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone())))
@@ -167,11 +167,11 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     let mut charged = BTreeSet::new();
     let mut found = Vec::with_capacity(shapes.len());
     for (index, stage) in shapes.iter().enumerate() {
-        let params = Params::new(net, &shapes, index);
+        let params = Params::new(graph, &shapes, index);
         let mut devices = BTreeMap::new();
         let on =
             |device, counts: &mut dyn FnMut(u64) -> u64, places: &[(ShapedArray, Sharding)]| {
-                on(device, counts, places).map_err(|why| net.at(index, &why))
+                on(device, counts, places).map_err(|why| graph.at(index, &why))
             };
         for device in stage.mesh.devices().iter().copied() {
             let mut bytes = StageBytes {
@@ -182,7 +182,7 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                 residual: on(device, counts, &stage.residual)?,
                 kept_residual: on(device, counts, &stage.kept_residual)?,
                 weight_residual: on(device, counts, &stage.weight_residual)?,
-                recomputes: net.recomputes[index],
+                recomputes: graph.recomputes[index],
                 fuses: stage.fuses,
                 ..StageBytes::default()
             };
@@ -215,8 +215,8 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                 OnDevice {
                     bytes,
                     moved_gradients: on(device, counts, &params.moved)?,
-                    inputs: inputs(net, program, &shapes, (index, device), counts)?,
-                    outputs: outputs(net, program, &shapes, (index, device), counts)?,
+                    inputs: inputs(graph, program, &shapes, (index, device), counts)?,
+                    outputs: outputs(graph, program, &shapes, (index, device), counts)?,
                     tied,
                 },
             );
@@ -238,10 +238,10 @@ struct Params {
 }
 
 impl Params {
-    fn new(net: &Net, shapes: &[StageShapes], index: usize) -> Self {
+    fn new(graph: &StageGraph, shapes: &[StageShapes], index: usize) -> Self {
         let stage = &shapes[index];
         let owner_of = |place: usize| {
-            let tie = net.ties.iter().find(|tie| tie.user == (index, place))?;
+            let tie = graph.ties.iter().find(|tie| tie.user == (index, place))?;
             Some(&shapes[tie.owner.0].params[tie.owner.1].1)
         };
         let mut params =
@@ -265,7 +265,7 @@ impl Params {
                 params.moved.push((aval.clone(), gradient.clone()));
             }
         }
-        for tie in net.ties.iter().filter(|tie| tie.owner.0 == index) {
+        for tie in graph.ties.iter().filter(|tie| tie.owner.0 == index) {
             let (aval, stored) = &stage.params[tie.owner.1];
             if shapes[tie.user.0].gradients[tie.user.1].1 != *stored {
                 params.tied.push((tie.user.0, (aval.clone(), stored.clone())));
@@ -277,7 +277,7 @@ impl Params {
 
 /// Returns the memory of a device for each part of a stage's input, and for its gradient.
 fn inputs(
-    net: &Net,
+    graph: &StageGraph,
     program: &Program,
     shapes: &[StageShapes],
     (index, device): (usize, DeviceId),
@@ -285,7 +285,7 @@ fn inputs(
 ) -> Result<Vec<Input>> {
     let mut first = 0;
     let mut found = Vec::new();
-    for part in &net.feeds[index].parts {
+    for part in &graph.feeds[index].parts {
         let giver = &shapes[part.stage];
         let given = &giver.output[part.places(&giver.out.structure)?];
         let here = &shapes[index].input[first..first + given.len()];
@@ -302,7 +302,7 @@ fn inputs(
 
 /// Returns the memory of a device for each output of a stage, and for its gradient.
 fn outputs(
-    net: &Net,
+    graph: &StageGraph,
     program: &Program,
     shapes: &[StageShapes],
     (index, device): (usize, DeviceId),
@@ -314,10 +314,10 @@ fn outputs(
         let bytes = on(device, counts, std::slice::from_ref(output))?;
         all.push(Output { bytes, takers: Vec::new(), gradients: Vec::new() });
     }
-    for (reader, part) in net.readers[index].iter().copied() {
+    for (reader, part) in graph.readers[index].iter().copied() {
         let places = |part: usize| {
-            net.feeds[reader].parts[part]
-                .places(&shapes[net.feeds[reader].parts[part].stage].out.structure)
+            graph.feeds[reader].parts[part]
+                .places(&shapes[graph.feeds[reader].parts[part].stage].out.structure)
         };
         let first = (0..part).map(|part| Ok(places(part)?.len())).sum::<Result<usize>>()?;
         for (nth, place) in places(part)?.enumerate() {

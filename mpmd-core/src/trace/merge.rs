@@ -29,7 +29,7 @@ pub struct Run {
     /// Waits, sorted by process and time.
     pub waits: Vec<Wait>,
     /// Steps, in order.
-    pub steps: Vec<Step>,
+    pub steps: Vec<RunStep>,
     /// Names of schedules, and their rows in torch's text format.
     pub schedules: Vec<(String, String)>,
     /// Time at which the last kernel ended or the last piece arrived.
@@ -134,7 +134,7 @@ pub struct Wait {
 
 /// A step of the program, with the time span of its kernels.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Step {
+pub struct RunStep {
     /// Number of the step, from 1.
     pub number: u64,
     /// Its operations: those after the first number, up to and including the second.
@@ -429,9 +429,10 @@ impl Merging {
             operation.ended.iter_mut().for_each(|ended| *ended = ended.max(started));
         }
         let mut before = 0;
-        let mut by_last: BTreeMap<u64, Step> = BTreeMap::new();
+        let mut by_last: BTreeMap<u64, RunStep> = BTreeMap::new();
         for (number, op) in step_ends {
-            let step = Step { number: *number, ops: (before, *op), start: f64::INFINITY, end: 0.0 };
+            let step =
+                RunStep { number: *number, ops: (before, *op), start: f64::INFINITY, end: 0.0 };
             by_last.insert(*op, step);
             before = *op;
         }

@@ -6,7 +6,7 @@ use mpmd_schedule::check::Channel;
 use mpmd_schedule::flow::Leaves;
 use mpmd_schedule::simulate::{SimulateError, simulate_schedule};
 use mpmd_schedule::timeline::Timeline;
-use mpmd_schedule::{Flavour, ScheduleError, Text, TextError};
+use mpmd_schedule::{Dialect, ScheduleError, Text, TextError};
 
 /// The reason why a run has no plan to compare with.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +39,7 @@ impl Run {
     /// If the run has no pipeline, or the traces lack data for its costs.
     pub fn plan(&self) -> Result<Timeline, PlanError> {
         let (name, rows) = self.schedules.first().ok_or(PlanError::NoSchedule)?;
-        let schedule = Text::parse(rows, Some(Flavour::ComputeOnly))?.schedule(name.as_str())?;
+        let schedule = Text::parse(rows, Some(Dialect::ComputeOnly))?.schedule(name.as_str())?;
         let costs = self.costs()?;
         let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS)?;
         Ok(simulated.timeline(name, &costs.unit))

@@ -36,8 +36,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let double = p.jit(Double).on(&stages[1]).outputs(&back).build()?;
 
     let shape = f32s([args.rows, args.columns]);
-    let a = p.make(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
-    let b = p.make(shape, &front, |_, mut b| Ok(b.fill(1.0f32)?))?;
+    let a = p.array_from_fn(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
+    let b = p.array_from_fn(shape, &front, |_, mut b| Ok(b.fill(1.0f32)?))?;
     for round in 0..args.rounds {
         // Everything is issued before anything is waited for: `b` is computed while `a` is on its
         // way.

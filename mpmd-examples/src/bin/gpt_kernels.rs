@@ -7,7 +7,7 @@ use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 use mpmd::tree::Tree as _;
-use mpmd_examples::gpt::adamw::{AdamW, Step, WarmupCosine, clip_factor, square_sum};
+use mpmd_examples::gpt::adamw::{AdamStep, AdamW, WarmupCosine, clip_factor, square_sum};
 use mpmd_examples::gpt::block::{
     self, BlockGradients, BlockInputs, BlockInterior, BlockParameters,
 };
@@ -134,7 +134,7 @@ fn main() {
         let updating = Instant::now();
         let sums = gradients.leaves_mut().into_iter().map(|leaf| square_sum(leaf));
         let (clip, norm) = clip_factor(sums.map(|sum| sum / (SHAPE.rows() as f64).powi(2)), 1.0);
-        let step_of = Step {
+        let step_of = AdamStep {
             number: step,
             rate: rates.rate(step),
             gradient_factor: clip / SHAPE.rows() as f64,

@@ -48,10 +48,10 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
         // step.
         let scale = 1.0 / (width as f64).sqrt();
         let weight = move |i| (scale * normal_f64(Key(s as u64), i)) as f32;
-        weights.push(p.make(f32s([width, width]), &mesh.replicated(), fill(weight))?);
+        weights.push(p.array_from_fn(f32s([width, width]), &mesh.replicated(), fill(weight))?);
     }
     let input = |i| uniform_f32(Key(100), i);
-    let mut x = p.make(f32s([batch, width]), &stages[0].replicated(), fill(input))?;
+    let mut x = p.array_from_fn(f32s([batch, width]), &stages[0].replicated(), fill(input))?;
 
     let start = Instant::now();
     for _ in 0..args.steps {

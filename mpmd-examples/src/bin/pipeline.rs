@@ -64,7 +64,7 @@ fn main() -> anyhow::Result<ExitCode> {
 
 fn run_check(p: &mut Program, learning_rate: f64) -> anyhow::Result<()> {
     let report = check(p, learning_rate)?;
-    if p.is_planning() {
+    if p.is_dry_run() {
         return Ok(());
     }
     if p.process() == ProcessId(0) {
@@ -145,7 +145,8 @@ fn where_time_went(p: &mut Program, meter: &Meter, total: Duration) -> Result<()
     let mine = [meter.computing(), meter.summing(), total].map(|time| time.as_secs_f64());
     let mut lines = Vec::new();
     for process in 0..p.processes() as u32 {
-        let [computing, summing, total] = p.agree(ProcessId(process), mine, || Ok(mine))?;
+        let [computing, summing, total] =
+            p.broadcast_value(ProcessId(process), mine, || Ok(mine))?;
         let devices = p.topology().devices_of(ProcessId(process)).len();
         // Each device has a thread of its own, so the process has this much time to spend.
         let available = total * devices as f64;

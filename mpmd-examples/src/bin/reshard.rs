@@ -71,7 +71,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
         let ((path, _), sharding) =
             places.next().ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
         let key = key(&path);
-        p.make(shape.clone(), sharding, move |region, mut view| {
+        p.array_from_fn(shape.clone(), sharding, move |region, mut view| {
             let places = elements(region, view.global().shape());
             view.as_mut_slice::<f32>()?
                 .iter_mut()

@@ -262,7 +262,7 @@ fn run(
     text: &Arc<Text>,
 ) -> anyhow::Result<Option<i32>> {
     // A dry run as process 0 must leave files alone.
-    let first = p.process() == ProcessId(0) && !p.is_planning();
+    let first = p.process() == ProcessId(0) && !p.is_dry_run();
     let losses_out = args.losses_out.as_deref().filter(|_| first).map(create).transpose()?;
     if first {
         announce(p, text, args, config);
@@ -502,7 +502,8 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
         (seconds(trainer.clock().times()), seconds(trainer.clock().idle()), took.as_secs_f64());
     let processes = p.processes() as u32;
     for process in 0..processes {
-        let (times, idle, took) = p.agree(ProcessId(process), mine.clone(), || Ok(mine.clone()))?;
+        let (times, idle, took) =
+            p.broadcast_value(ProcessId(process), mine.clone(), || Ok(mine.clone()))?;
         let devices = p.topology().devices_of(ProcessId(process)).len();
         // Each device has a thread of its own, so the process has this much time to spend.
         let available = (took * devices as f64).max(f64::MIN_POSITIVE);

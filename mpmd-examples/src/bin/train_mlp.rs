@@ -77,7 +77,7 @@ fn main() -> anyhow::Result<ExitCode> {
 fn run(p: &mut Program, args: &Args, text: &Arc<Text>) -> anyhow::Result<()> {
     let config = args.config();
     // The losses are read where the first stage is, which is here.
-    if p.process() != ProcessId(0) || p.is_planning() {
+    if p.process() != ProcessId(0) || p.is_dry_run() {
         train(p, text, &config, |_, _| {})?;
         return Ok(());
     }

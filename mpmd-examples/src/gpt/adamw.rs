@@ -27,7 +27,7 @@ impl Default for AdamW {
 
 /// What is the same for all leaves of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Step {
+pub struct AdamStep {
     /// Updates so far and this one: counts from 1.
     pub number: u64,
     /// The learning rate, for instance of [`WarmupCosine`].
@@ -45,7 +45,7 @@ impl AdamW {
     /// Panics where the slices differ in length or the step's number is zero.
     pub fn update<T: Real>(
         &self,
-        step: Step,
+        step: AdamStep,
         w: &mut [T],
         mean: &mut [T],
         square: &mut [T],
@@ -128,7 +128,7 @@ mod tests {
         let (mut w, mut mean, mut square) = (vec![1.0, -2.0], vec![0.0; 2], vec![0.0; 2]);
         let (mut expected, mut m, mut v) = ([1.0f64, -2.0], [0.0f64; 2], [0.0f64; 2]);
         for (number, gradient) in [[4.0, -0.01], [0.0, 3.0], [-1.0, 2.0]].into_iter().enumerate() {
-            let step = Step { number: number as u64 + 1, rate: 0.1, gradient_factor: 0.5 };
+            let step = AdamStep { number: number as u64 + 1, rate: 0.1, gradient_factor: 0.5 };
             adamw.update(step, &mut w, &mut mean, &mut square, &gradient);
             for i in 0..2 {
                 let g: f64 = gradient[i] / 2.0;

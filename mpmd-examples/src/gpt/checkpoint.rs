@@ -40,7 +40,7 @@ pub fn save(
     let device = program.topology().devices_of(writer)[0];
     let beside = path.with_extension("partial");
     let mut file = None;
-    if program.process() == writer && !program.is_planning() {
+    if program.process() == writer && !program.is_dry_run() {
         file = Some(header(arrays, metadata).and_then(|header| {
             let mut file = File::create(&beside).map_err(|error| at(&beside, &error))?;
             file.write_all(&header).map_err(|error| at(&beside, &error))?;
@@ -56,7 +56,7 @@ pub fn save(
             file = Some(Err(at(&beside, &error)));
         }
     }
-    program.agree(writer, (), move || match file {
+    program.broadcast_value(writer, (), move || match file {
         Some(written) => written
             .and_then(|file| file.sync_all().map_err(|error| at(&beside, &error)))
             .and_then(|()| std::fs::rename(&beside, path).map_err(|error| at(path, &error))),
@@ -164,7 +164,7 @@ impl Checkpoint {
             )));
         }
         let (path, start) = (self.path.clone(), self.start + info.data_offsets.0 as u64);
-        program.make(aval.clone(), sharding, move |region, view| {
+        program.array_from_fn(aval.clone(), sharding, move |region, view| {
             let file = File::open(&path).map_err(|error| at(&path, &error))?;
             read_region(&file, start, region, view).map_err(|error| at(&path, &error))
         })
@@ -272,8 +272,9 @@ mod tests {
     fn saved(path: &Path) -> Vec<Result<()>> {
         Simulation::new(2, 4).run(|p| {
             let mesh = p.mesh(&[("a", 2), ("b", 2)])?;
-            let w = p.make(f32s([8, 6]), &mesh.sharding(spec!["b", "a"]), fill)?;
-            let step = p.make(f32s([]), &mesh.replicated(), |_, mut v| Ok(v.fill(7.0f32)?))?;
+            let w = p.array_from_fn(f32s([8, 6]), &mesh.sharding(spec!["b", "a"]), fill)?;
+            let step =
+                p.array_from_fn(f32s([]), &mesh.replicated(), |_, mut v| Ok(v.fill(7.0f32)?))?;
             let metadata = BTreeMap::from([("kind".to_owned(), "test".to_owned())]);
             save(p, path, &[("w".to_owned(), w), ("step".to_owned(), step)], &metadata)
         })
@@ -362,9 +363,10 @@ mod tests {
         let before = std::fs::read(&path).unwrap();
         let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("c", 2)])?;
-            let good = p.make(f32s([4, 4]), &mesh.replicated(), fill)?;
-            let bad =
-                p.make(f32s([4, 4]), &mesh.replicated(), |_, _| Err(Error::kernel("out of ink")))?;
+            let good = p.array_from_fn(f32s([4, 4]), &mesh.replicated(), fill)?;
+            let bad = p.array_from_fn(f32s([4, 4]), &mesh.replicated(), |_, _| {
+                Err(Error::kernel("out of ink"))
+            })?;
             save(p, &path, &[("good".to_owned(), good), ("bad".to_owned(), bad)], &BTreeMap::new())
         });
         for result in results {

@@ -60,7 +60,7 @@ impl Sequences {
     ///
     /// # Errors
     ///
-    /// As [`Program::make`].
+    /// As [`Program::array_from_fn`].
     pub fn make_training(
         &self,
         p: &mut Program,
@@ -87,7 +87,7 @@ impl Sequences {
     ///
     /// # Errors
     ///
-    /// As [`Program::make`].
+    /// As [`Program::array_from_fn`].
     pub fn make_held_out(
         &self,
         p: &mut Program,
@@ -115,11 +115,15 @@ impl Sequences {
         let time = self.time;
         let mut made = |mesh: &Mesh, side| {
             let fill = fill.clone();
-            p.make(u8s([rows, time]), &mesh.sharding(spec![DATA_AXIS]), move |region, mut out| {
-                let out = out.as_mut_slice::<u8>()?.chunks_exact_mut(time);
-                out.zip(region.range(0)).for_each(|(out, row)| fill(row, side, out));
-                Ok(())
-            })
+            p.array_from_fn(
+                u8s([rows, time]),
+                &mesh.sharding(spec![DATA_AXIS]),
+                move |region, mut out| {
+                    let out = out.as_mut_slice::<u8>()?.chunks_exact_mut(time);
+                    out.zip(region.range(0)).for_each(|(out, row)| fill(row, side, out));
+                    Ok(())
+                },
+            )
         };
         Ok((made(first, Side::Tokens)?, made(last, Side::Targets)?))
     }

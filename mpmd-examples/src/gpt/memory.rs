@@ -1,6 +1,6 @@
 //! The memory of a training, by process: what its plan says before it runs, and what it took.
 
-use mpmd::pipeline::DeviceMemory;
+use mpmd::pipeline::StepDeviceMemory;
 use mpmd::prelude::*;
 use mpmd::{MemoryUse, ProcessId};
 
@@ -30,10 +30,10 @@ impl Expected {
     /// # Errors
     ///
     /// Where the job fails.
-    pub fn agree(p: &mut Program, mine: DeviceMemory) -> Result<Self> {
+    pub fn agree(p: &mut Program, mine: StepDeviceMemory) -> Result<Self> {
         let all = (0..p.processes() as u32).map(|process| {
             let mine = (mine.expected, mine.at_most);
-            let (expected, at_most) = p.agree(ProcessId(process), mine, || Ok(mine))?;
+            let (expected, at_most) = p.broadcast_value(ProcessId(process), mine, || Ok(mine))?;
             Ok(Memory { expected, at_most })
         });
         Ok(Self(all.collect::<Result<_>>()?))
@@ -55,7 +55,7 @@ impl Expected {
         let mut lines = String::new();
         for (process, Memory { expected, .. }) in self.0.iter().enumerate() {
             let mine = (mine.peak, mine.mapped_later);
-            let (peak, mapped) = p.agree(ProcessId(process as u32), mine, || Ok(mine))?;
+            let (peak, mapped) = p.broadcast_value(ProcessId(process as u32), mine, || Ok(mine))?;
             lines += &format!(
                 "memory of process {process}: {} MiB expected, {} MiB at most ({:.2}); {} MiB \
                  more after step {}\n",

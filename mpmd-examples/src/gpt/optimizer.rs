@@ -421,7 +421,7 @@ impl<T: Float> Kernel for Update<T> {
                 cuda::adamw::update(device, adamw, (number, rate), (&x.factor).into(), leaf)?;
                 continue;
             }
-            let step = adamw::Step { number, rate, gradient_factor: x.factor.scalar::<f64>()? };
+            let step = adamw::AdamStep { number, rate, gradient_factor: x.factor.scalar::<f64>()? };
             let (w, gradient) = (w.as_mut_slice::<T>()?, gradient.as_slice::<T>()?);
             adamw.update(step, w, mean.as_mut_slice()?, square.as_mut_slice()?, gradient);
         }

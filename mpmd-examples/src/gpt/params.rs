@@ -188,7 +188,7 @@ fn make<T: Real + Element>(
     key: Key,
 ) -> Result<MpmdArray> {
     let dims = shape.dims.clone();
-    p.make(ShapedArray::new(&shape.dims, T::DTYPE), sharding, move |region, mut values| {
+    p.array_from_fn(ShapedArray::new(&shape.dims, T::DTYPE), sharding, move |region, mut values| {
         let values = values.as_mut_slice::<T>()?;
         match initial {
             Initial::Constant(value) => values.fill(T::of(value)),

@@ -7,7 +7,7 @@
 //! part alone. A step gathers what its kernels read, once, and scatters the sums of the gradients.
 
 use mpmd::aval::DType;
-use mpmd::pipeline::Storage;
+use mpmd::pipeline::ParamSharding;
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
@@ -126,9 +126,9 @@ impl Placement {
     /// # Errors
     ///
     /// Where a parameter is computed with divided over [`DATA_AXIS`].
-    pub fn storage(&self) -> Result<Option<Storage>> {
+    pub fn storage(&self) -> Result<Option<ParamSharding>> {
         let compute: Vec<Sharding> = self.compute.iter().flat_map(Inferred::shardings).collect();
-        let storage = Storage::new(compute.clone());
+        let storage = ParamSharding::new(compute.clone());
         if self.grid.data > 1 {
             return storage.partial_over(&[DATA_AXIS]).map(Some);
         }

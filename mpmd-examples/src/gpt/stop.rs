@@ -30,7 +30,7 @@ impl StopFlag {
     }
 
     /// Returns whether the flag is set. One process sees this, so a program must
-    /// [agree](Program::agree) on it.
+    /// [agree](Program::broadcast_value) on it.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
     }
@@ -39,9 +39,9 @@ impl StopFlag {
     ///
     /// # Errors
     ///
-    /// As [`Program::agree`].
+    /// As [`Program::broadcast_value`].
     pub fn agree(&self, p: &mut Program) -> Result<Option<i32>> {
-        p.agree(ProcessId(0), None, || {
+        p.broadcast_value(ProcessId(0), None, || {
             let signal = i32::try_from(self.0.load(Ordering::Relaxed)).unwrap_or(SIGTERM);
             Ok((signal != 0).then_some(signal))
         })

@@ -8,7 +8,7 @@ use mpmd::ProcessId;
 use mpmd::aval::DType;
 use mpmd::cuda::Math;
 use mpmd::pipeline::{
-    DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput,
+    Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepDeviceMemory, StepOutput,
 };
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
@@ -337,7 +337,7 @@ impl<T: Float> Trainer<T> {
     /// # Errors
     ///
     /// As [`Pipeline::map_memory`].
-    pub fn memory(&self, p: &Program, map: bool) -> Result<DeviceMemory> {
+    pub fn memory(&self, p: &Program, map: bool) -> Result<StepDeviceMemory> {
         let Config { batch, stages, model, .. } = self.config;
         let bytes = || u8s([batch, model.time]);
         let shapes = MicrobatchShapes::new(Tokens { tokens: bytes() });
@@ -361,7 +361,8 @@ impl<T: Float> Trainer<T> {
         for (_, array) in self.state() {
             array.block_until_ready()?;
         }
-        (0..p.processes() as u32).try_for_each(|process| p.agree(ProcessId(process), (), || Ok(())))
+        (0..p.processes() as u32)
+            .try_for_each(|process| p.broadcast_value(ProcessId(process), (), || Ok(())))
     }
 
     /// The mean loss over [held-out sequences](Sequences::held_out), nats per byte: on process 0,
@@ -393,7 +394,7 @@ impl<T: Float> Trainer<T> {
         let (mut start, mut passes) = (0, 0usize);
         while start < count {
             if passes.is_multiple_of(microbatches)
-                && !p.agree(ProcessId(0), true, || Ok(go_on(start, count)))?
+                && !p.broadcast_value(ProcessId(0), true, || Ok(go_on(start, count)))?
             {
                 return Ok(None);
             }
@@ -459,7 +460,7 @@ impl<T: Float> Trainer<T> {
             let context = bytes[bytes.len().saturating_sub(time)..].to_vec();
             let last = context.len() - 1;
             let rows = self.meshes[0].sharding(spec![DATA_AXIS]);
-            let tokens = p.make(u8s([copies, time]), &rows, move |_, mut tokens| {
+            let tokens = p.array_from_fn(u8s([copies, time]), &rows, move |_, mut tokens| {
                 // What comes after the context is not looked at: attention is causal.
                 tokens.zero();
                 for row in tokens.as_mut_slice::<u8>()?.chunks_exact_mut(time) {
@@ -469,7 +470,7 @@ impl<T: Float> Trainer<T> {
             })?;
             let Logits { logits } = pipeline.forward(p, Microbatch::new(Tokens { tokens }))?;
             let logits = p.device_put(&logits, to_process_0(p))?;
-            let byte = p.agree(ProcessId(0), Some(0), || {
+            let byte = p.broadcast_value(ProcessId(0), Some(0), || {
                 let logits =
                     logits.to_host()?.ok_or_else(|| Error::kernel("logits that are remote"))?;
                 let row = &logits.as_slice::<T>()?[last * BYTES..][..BYTES];
@@ -653,7 +654,7 @@ pub fn train<T: Float>(
         let steps = trainer.steps();
         // The rate of a plan is anybody's guess, and changes nothing of it.
         let planned = (steps < PLANNED_STEPS).then_some(1.0);
-        let Some(rate) = p.agree(ProcessId(0), planned, || {
+        let Some(rate) = p.broadcast_value(ProcessId(0), planned, || {
             if pending.len() > LOSSES_PENDING
                 && let Some(report) = pending.pop_front()
             {
@@ -670,7 +671,7 @@ pub fn train<T: Float>(
             pending.push_back((steps + 1, clipped));
         }
     }
-    p.agree(ProcessId(0), (), || pending.into_iter().try_for_each(&mut read))
+    p.broadcast_value(ProcessId(0), (), || pending.into_iter().try_for_each(&mut read))
 }
 
 /// A device of process 0.

@@ -63,7 +63,7 @@ pub fn check(p: &mut Program, learning_rate: f64) -> Result<Report> {
     }
     for process in 0..p.processes() as u32 {
         let theirs: Vec<Finding> =
-            p.agree(ProcessId(process), Vec::new(), || Ok(findings.clone()))?;
+            p.broadcast_value(ProcessId(process), Vec::new(), || Ok(findings.clone()))?;
         theirs.into_iter().for_each(|finding| report.add(finding));
     }
     Ok(report)

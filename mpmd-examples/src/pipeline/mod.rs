@@ -296,8 +296,8 @@ impl<T: Number> Stage<T> {
         let split = layer_sharding(&self.mesh);
         let zeros = |_: &Region, mut view: ViewMut<'_>| Ok(view.fill(T::ZERO)?);
         Ok(Layer {
-            wa: p.make(self.weights.wa.aval().clone(), &split.wa, zeros)?,
-            wb: p.make(self.weights.wb.aval().clone(), &split.wb, zeros)?,
+            wa: p.array_from_fn(self.weights.wa.aval().clone(), &split.wa, zeros)?,
+            wb: p.array_from_fn(self.weights.wb.aval().clone(), &split.wb, zeros)?,
         })
     }
 }
@@ -316,7 +316,7 @@ fn matrix<T: Number>(
     element: impl Fn(usize, usize) -> f64 + Send + Sync + 'static,
 ) -> Result<MpmdArray> {
     let aval = ShapedArray::try_new(&[rows, columns], T::DTYPE)?;
-    p.make(aval, sharding, move |region, mut view| {
+    p.array_from_fn(aval, sharding, move |region, mut view| {
         let places =
             region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
         for (value, (row, column)) in view.as_mut_slice::<T>()?.iter_mut().zip(places) {

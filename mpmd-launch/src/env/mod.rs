@@ -64,7 +64,7 @@ pub struct JobEnv {
     /// Path of collectives of CUDA devices, if set.
     pub cuda_collectives: Option<CudaCollectives>,
     /// Peer timeout, if set.
-    pub patience: Option<Duration>,
+    pub peer_timeout: Option<Duration>,
     /// Name of this process's host, if it differs from the system's name.
     pub host: Option<String>,
     /// The file with the costs of links. Only the value on process 0 is used.
@@ -95,7 +95,7 @@ impl JobEnv {
     /// Looks for the variables of these launchers, in this order: our own, torchrun, Open MPI,
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
-    /// `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST`, `MPMD_LINKS` and
+    /// `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`, `MPMD_LINKS` and
     /// `MPMD_CHECK` count under every launcher. If `MPMD_PLAN` is set, no launcher is asked. The
     /// process is then a dry run of a job of `MPMD_PLAN_PROCESSES` processes. It stands for process
     /// `MPMD_PLAN_PROCESS`, or for a number beyond the job.
@@ -271,14 +271,21 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             });
         }
     };
-    let patience = match vars.number::<f64>(ours::PATIENCE)? {
+    if let Some(value) = vars.get("MPMD_PATIENCE") {
+        return Err(LaunchError::Variable {
+            variable: "MPMD_PATIENCE".into(),
+            value,
+            expected: format!("{}, its name from now on", ours::PEER_TIMEOUT),
+        });
+    }
+    let peer_timeout = match vars.number::<f64>(ours::PEER_TIMEOUT)? {
         None => None,
         // More than a `Duration` can hold. `Duration::MAX` itself becomes such a value when written
         // in decimals.
         Some(seconds) if seconds >= u64::MAX as f64 => Some(Duration::MAX),
         Some(seconds) => {
             Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
-                variable: ours::PATIENCE.into(),
+                variable: ours::PEER_TIMEOUT.into(),
                 value: seconds.to_string(),
                 expected: "a number of seconds".into(),
             })?)
@@ -300,7 +307,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             .get(ours::CUDA_COLLECTIVES)
             .map(|text| cuda_collectives(&text))
             .transpose()?,
-        patience,
+        peer_timeout,
         host: vars.get(ours::HOST),
         links: vars.get(ours::LINKS).map(PathBuf::from),
         check_uncommitted,

@@ -43,7 +43,7 @@ fn variables_of_every_launcher_are_read() {
         ("MPMD_DEVICES_PER_PROCESS", "2"),
         ("MPMD_DEVICE", "cpu,cuda"),
         ("MPMD_CUDA_COLLECTIVES", "nccl"),
-        ("MPMD_PATIENCE", "1.5"),
+        ("MPMD_PEER_TIMEOUT", "1.5"),
         ("MPMD_HOST", "left"),
         ("MPMD_LINKS", "links.json"),
         ("MPMD_CHECK", "uncommitted"),
@@ -53,7 +53,7 @@ fn variables_of_every_launcher_are_read() {
     ]);
     assert_eq!(who(&ours), (1, 4, Some(1), "10.0.0.1:77", "mpmd"));
     assert_eq!((ours.token, ours.hosted), (token, true));
-    assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
+    assert_eq!(ours.peer_timeout, Some(Duration::from_millis(1500)));
     assert_eq!(
         (ours.host.as_deref(), ours.links),
         (Some("left"), Some(PathBuf::from("links.json")))
@@ -191,7 +191,7 @@ fn invalid_value_error_names_the_variable() {
         ("MPMD_COORDINATOR", "h:99999"),
         ("MPMD_JOB_TOKEN", "secret"),
         ("MPMD_DEVICES_PER_PROCESS", "0"),
-        ("MPMD_PATIENCE", "-3"),
+        ("MPMD_PEER_TIMEOUT", "-3"),
         ("MPMD_SPIN", "often"),
         ("MPMD_CHECK", "everything"),
         ("MPMD_DEVICE", "gpu"),
@@ -325,18 +325,18 @@ fn unsafe_secret_files_are_refused() {
 
 #[test]
 fn timeout_may_be_endless_but_not_negative() {
-    let patience = |text: &str| {
-        read(&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "1"), ("MPMD_PATIENCE", text)])
-            .map(|env| env.unwrap().patience)
+    let peer_timeout = |text: &str| {
+        read(&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "1"), ("MPMD_PEER_TIMEOUT", text)])
+            .map(|env| env.unwrap().peer_timeout)
     };
-    assert_eq!(patience("1e19").unwrap(), Some(Duration::from_secs_f64(1e19)));
+    assert_eq!(peer_timeout("1e19").unwrap(), Some(Duration::from_secs_f64(1e19)));
     // The launcher writes `Duration::MAX` as the first value; the others are larger.
     let longest = Duration::MAX.as_secs_f64().to_string();
     for endless in [&longest, "1e20", "inf"] {
-        assert_eq!(patience(endless).unwrap(), Some(Duration::MAX), "{endless}");
+        assert_eq!(peer_timeout(endless).unwrap(), Some(Duration::MAX), "{endless}");
     }
     for senseless in ["-1", "NaN", "soon"] {
-        assert!(patience(senseless).is_err(), "{senseless}");
+        assert!(peer_timeout(senseless).is_err(), "{senseless}");
     }
 }
 
@@ -372,7 +372,8 @@ fn counts_above_the_limits_are_refused() {
     let planned =
         [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
     assert!(read(&planned).unwrap_err().to_string().contains("at most 1048576"));
-    assert!(refused("MPMD_PATIENCE", "NaN").contains("a number of seconds"));
+    assert!(refused("MPMD_PATIENCE", "5").contains("MPMD_PEER_TIMEOUT"));
+    assert!(refused("MPMD_PEER_TIMEOUT", "NaN").contains("a number of seconds"));
 }
 
 #[test]
@@ -426,7 +427,7 @@ fn fuzz_environment() {
         ("MPMD_DEVICE", "cpu,cuda"),
         ("MPMD_DEVICES_PER_PROCESS", "2"),
         ("MPMD_SPIN", "250"),
-        ("MPMD_PATIENCE", "1.5"),
+        ("MPMD_PEER_TIMEOUT", "1.5"),
         ("MPMD_JOB_TOKEN", token.as_str()),
         ("MPMD_CUDA_COLLECTIVES", "nccl"),
         ("TORCHELASTIC_USE_AGENT_STORE", "true"),

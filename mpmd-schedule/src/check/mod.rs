@@ -18,7 +18,7 @@ pub use channel::{Channel, NoChannel, Protocol, Queues};
 pub use cycle::{Deadlock, Item, Missing, Wait, Why};
 pub(super) use engine::{Begin, Causes, Engine};
 pub use names::Names;
-pub use peak::Peak;
+pub use peak::RankPeak;
 pub(super) use peak::{Ledger, Unit};
 pub use report::{Budget, Limits, Link, Problem, Report, check_lowered, check_schedule};
 

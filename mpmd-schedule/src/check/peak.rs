@@ -5,7 +5,7 @@ use crate::{ActionKind, Costs, StepKind};
 
 /// The peak memory of a rank.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Peak {
+pub struct RankPeak {
     /// The largest number of forward passes that have begun and wait for the end of their weight
     /// gradient.
     pub activations: u64,
@@ -76,8 +76,8 @@ impl<'a> Ledger<'a> {
     }
 
     /// Returns the peak of each lane.
-    pub(crate) fn peaks(&self, flow: &Flow) -> Vec<Peak> {
-        let mut peaks = vec![Peak::default(); flow.lanes.len()];
+    pub(crate) fn peaks(&self, flow: &Flow) -> Vec<RankPeak> {
+        let mut peaks = vec![RankPeak::default(); flow.lanes.len()];
         let mut kept = vec![(0i64, 0i64); flow.lanes.len()];
         for node in &flow.nodes {
             let lane = node.lane as usize;

@@ -1,6 +1,6 @@
 //! Checks a schedule: reports all its faults, its memory and its transfers.
 
-use super::{Channel, Deadlock, Ledger, Names, Peak, Proof, check};
+use super::{Channel, Deadlock, Ledger, Names, Proof, RankPeak, check};
 use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::lower::{lower, lower_late};
 use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
@@ -36,7 +36,7 @@ pub struct Report {
     /// The proof that it has no deadlock; `None` if there is none.
     pub proof: Option<Proof>,
     /// The peak memory of each rank; empty if the rows are not a schedule.
-    pub peaks: Vec<Peak>,
+    pub peaks: Vec<RankPeak>,
     /// The transfers between ranks, sorted by sending and receiving rank.
     pub links: Vec<Link>,
 }

@@ -43,7 +43,7 @@ impl Default for SearchOptions {
 
 /// The result of [`search`].
 #[derive(Clone, Debug, PartialEq)]
-pub struct Found {
+pub struct SearchResult {
     /// The order.
     pub schedule: Schedule,
     /// Its makespan in the unit of the costs. Transfers delay only the passes that wait for them.
@@ -71,7 +71,7 @@ pub fn search(
     fixed: &[Schedule],
     costs: &Costs,
     options: &SearchOptions,
-) -> Result<Found, ScheduleError> {
+) -> Result<SearchResult, ScheduleError> {
     let wrong = |problem: String| ScheduleError::Search { problem };
     let Some(first) = fixed.first() else {
         return Err(wrong(
@@ -176,7 +176,7 @@ pub fn search(
         return Err(wrong("nothing was tried".to_owned()));
     };
     let rows = rows.iter().map(|row| row.iter().map(|id| shop.action(*id)).collect()).collect();
-    Ok(Found { schedule: Schedule::new("by cost", rows)?, makespan, fixed: known })
+    Ok(SearchResult { schedule: Schedule::new("by cost", rows)?, makespan, fixed: known })
 }
 
 #[cfg(test)]
@@ -200,7 +200,7 @@ mod tests {
         Schedule::one_f_one_b(ranks, microbatches).unwrap()
     }
 
-    fn best(fixed: &Schedule, costs: &Costs, budget: impl Into<Option<Budget>>) -> Found {
+    fn best(fixed: &Schedule, costs: &Costs, budget: impl Into<Option<Budget>>) -> SearchResult {
         let options = SearchOptions { budget: budget.into(), tries: 3000, seed: 1 };
         search(std::slice::from_ref(fixed), costs, &options).unwrap()
     }

@@ -3,7 +3,7 @@
 //!
 //! A cell is an action, as `2F0`; an overlapped pair, as `(2F3;5B1)OVERLAP_F_B`; or empty. There is
 //! no header, no version and no escape. Further data of a schedule are in its metadata file, the
-//! [`Sidecar`](super::Sidecar).
+//! [`ScheduleMetadata`](super::ScheduleMetadata).
 
 mod parse;
 
@@ -19,14 +19,14 @@ use super::schedule::{Action, Schedule, ScheduleError};
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Text {
     /// The dialect, which limits the kinds of cells.
-    pub flavour: Flavour,
+    pub flavour: Dialect,
     /// The cells of each rank.
     pub rows: Vec<Vec<Cell>>,
 }
 
 /// The dialect of a text. Torch must be told the dialect when it loads a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub enum Flavour {
+pub enum Dialect {
     /// Computations only; the transfers follow from them. Cells may be empty: the rank waits, as if
     /// every action took the same time.
     ComputeOnly,
@@ -58,7 +58,7 @@ pub enum Entry {
     ReduceGrad(u32),
 }
 
-impl Flavour {
+impl Dialect {
     /// Returns torch's name of the dialect: `compute_only` or `compute_comms`.
     pub fn name(self) -> &'static str {
         match self {
@@ -112,7 +112,7 @@ impl Text {
     /// # Errors
     ///
     /// Lists the first invalid cells, each with line, column, byte offset and problem.
-    pub fn parse(text: &str, flavour: Option<Flavour>) -> Result<Self, TextError> {
+    pub fn parse(text: &str, flavour: Option<Dialect>) -> Result<Self, TextError> {
         parse::parse(text, flavour)
     }
 
@@ -122,12 +122,12 @@ impl Text {
     /// # Errors
     ///
     /// If the transfers cannot be put in order. This does not happen for a valid schedule.
-    pub fn of(schedule: &Schedule, flavour: Flavour) -> Result<Self, LowerError> {
+    pub fn of(schedule: &Schedule, flavour: Dialect) -> Result<Self, LowerError> {
         let rows = match flavour {
-            Flavour::ComputeOnly => {
+            Dialect::ComputeOnly => {
                 (0..schedule.ranks()).map(|rank| cells(schedule, rank)).collect()
             }
-            Flavour::ComputeComms => lower_comms(schedule)?,
+            Dialect::ComputeComms => lower_comms(schedule)?,
         };
         Ok(Self { flavour, rows })
     }
@@ -242,7 +242,7 @@ mod tests {
     fn schedules_go_through_text_unchanged() {
         for builtin in crate::Builtin::ALL {
             let schedule = builtin.schedule(3, 6, builtin.default_chunks()).unwrap();
-            for flavour in [Flavour::ComputeOnly, Flavour::ComputeComms] {
+            for flavour in [Dialect::ComputeOnly, Dialect::ComputeComms] {
                 let text = Text::of(&schedule, flavour).unwrap();
                 let csv = text.to_csv();
                 let read = Text::parse(&csv, None).unwrap();
@@ -268,7 +268,7 @@ mod tests {
             None,
         );
         let text = text.unwrap();
-        assert_eq!(text.flavour, Flavour::ComputeComms);
+        assert_eq!(text.flavour, Dialect::ComputeComms);
         let steps = text.steps();
         let said =
             |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Action, Cell, Entry, Flavour, Step, StepKind, Text};
+use super::{Action, Cell, Dialect, Entry, Step, StepKind, Text};
 use crate::ActionKind;
 
 /// The number of faults that an error lists; further ones are only counted.
@@ -50,14 +50,14 @@ fn and_more(more: &usize) -> String {
     if *more == 0 { String::new() } else { format!("; and {more} more") }
 }
 
-pub(super) fn parse(text: &str, asked: Option<Flavour>) -> Result<Text, TextError> {
+pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextError> {
     let mut faults = Faults::default();
     let mut rows = Vec::new();
     let mut moves = false;
     // The first empty cell of each line, for `compute_comms`.
     let mut empty = Vec::new();
     for (line, (start, content)) in lines(text).enumerate() {
-        let mut place = Place { line: line + 1, column: 1, byte: start };
+        let mut place = TextPosition { line: line + 1, column: 1, byte: start };
         if content.is_empty() {
             let problem = "an empty line is, to torch, a rank that does nothing; remove it";
             faults.add(place, content, problem.to_owned());
@@ -68,7 +68,7 @@ pub(super) fn parse(text: &str, asked: Option<Flavour>) -> Result<Text, TextErro
             match cell(raw) {
                 Ok(cell) => {
                     moves |= is_move(cell);
-                    if asked == Some(Flavour::ComputeOnly) && is_move(cell) {
+                    if asked == Some(Dialect::ComputeOnly) && is_move(cell) {
                         let problem = "moves and gathers are not in a compute_only text: read it \
                             as compute_comms";
                         faults.add(place, raw, problem.to_owned());
@@ -92,11 +92,15 @@ pub(super) fn parse(text: &str, asked: Option<Flavour>) -> Result<Text, TextErro
         rows.push(row);
     }
     if rows.is_empty() {
-        faults.add(Place { line: 1, column: 1, byte: 0 }, "", "there are no lines".to_owned());
+        faults.add(
+            TextPosition { line: 1, column: 1, byte: 0 },
+            "",
+            "there are no lines".to_owned(),
+        );
     }
-    let found = if moves { Flavour::ComputeComms } else { Flavour::ComputeOnly };
+    let found = if moves { Dialect::ComputeComms } else { Dialect::ComputeOnly };
     let flavour = asked.unwrap_or(found);
-    if flavour == Flavour::ComputeComms {
+    if flavour == Dialect::ComputeComms {
         for (place, padding) in empty {
             let problem = match padding {
                 Some(cells) => format!(
@@ -256,7 +260,7 @@ fn shown(text: &str) -> String {
 }
 
 #[derive(Clone, Copy)]
-struct Place {
+struct TextPosition {
     line: usize,
     column: usize,
     byte: usize,
@@ -269,8 +273,8 @@ struct Faults {
 }
 
 impl Faults {
-    fn add(&mut self, place: Place, cell: &str, problem: String) {
-        let Place { line, column, byte } = place;
+    fn add(&mut self, place: TextPosition, cell: &str, problem: String) {
+        let TextPosition { line, column, byte } = place;
         if self.named.len() < NAMED {
             self.named.push(CellFault { line, column, byte, cell: shown(cell), problem });
         } else {
@@ -363,14 +367,14 @@ mod tests {
             padded.contains("line 2, column 2 (byte 23), ``: a compute_comms text has no empty"),
             "{padded}"
         );
-        let asked = Text::parse("0F0,,0B0", Some(Flavour::ComputeComms)).unwrap_err().to_string();
+        let asked = Text::parse("0F0,,0B0", Some(Dialect::ComputeComms)).unwrap_err().to_string();
         assert!(asked.contains("a wait is not written"), "{asked}");
-        assert!(Text::parse("0F0,0B0", Some(Flavour::ComputeComms)).is_ok());
+        assert!(Text::parse("0F0,0B0", Some(Dialect::ComputeComms)).is_ok());
         let moves =
-            Text::parse("0F0,0SEND_F0", Some(Flavour::ComputeOnly)).unwrap_err().to_string();
+            Text::parse("0F0,0SEND_F0", Some(Dialect::ComputeOnly)).unwrap_err().to_string();
         assert!(moves.contains("read it as compute_comms"), "{moves}");
         let reduced = Text::parse("0F0,,0B0,0REDUCE_GRAD", None).unwrap();
-        assert_eq!(reduced.flavour, Flavour::ComputeOnly);
+        assert_eq!(reduced.flavour, Dialect::ComputeOnly);
     }
 
     /// Returns the grammar of a cell as a regular expression, including spaces around the cell.
@@ -481,19 +485,19 @@ mod tests {
     fn fuzz_schedule_text() {
         let schedule = Schedule::named("zbv", 2, 2, None).unwrap();
         let of = |flavour| Text::of(&schedule, flavour).unwrap().to_csv().into_bytes();
-        let mut samples = vec![of(Flavour::ComputeOnly), of(Flavour::ComputeComms)];
+        let mut samples = vec![of(Dialect::ComputeOnly), of(Dialect::ComputeComms)];
         samples.push(b"0F0,,(0F1;0B0)OVERLAP_F_B,\"0B1\"\n1F0, 1I0,1W0,1F1,1B1,\n".to_vec());
         samples.push(b"0F0,0B0,0F1,0B1\r\n1F0,1B0,1F1,1B1\r\n".to_vec());
         mpmd_fuzz::bytes("schedule-text", &samples, |bytes| {
             let text = String::from_utf8_lossy(bytes);
-            for flavour in [None, Some(Flavour::ComputeOnly), Some(Flavour::ComputeComms)] {
+            for flavour in [None, Some(Dialect::ComputeOnly), Some(Dialect::ComputeComms)] {
                 match Text::parse(&text, flavour) {
                     Ok(read) => {
                         let again = Text::parse(&read.to_csv(), Some(read.flavour)).unwrap();
                         assert_eq!((again.hash(), &again), (read.hash(), &read));
                         let _ = read.steps();
                         if let Ok(schedule) = read.schedule("x") {
-                            let written = Text::of(&schedule, Flavour::ComputeComms).unwrap();
+                            let written = Text::of(&schedule, Dialect::ComputeComms).unwrap();
                             assert_eq!(written.schedule("x").unwrap(), schedule);
                         }
                     }

@@ -117,7 +117,7 @@ impl OwnedBuffer {
         self.fences.clear();
     }
 
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<SegmentPosition> {
         match &self.backing {
             Backing::Block(block) => Some(block.place()),
             Backing::Part(part) => part.place(),
@@ -201,7 +201,7 @@ pub trait Loan: Send + Sync {
     }
 
     /// Their place in a segment, if they can be re-lent to another process.
-    fn place(&self) -> Option<Place> {
+    fn place(&self) -> Option<SegmentPosition> {
         None
     }
 
@@ -215,12 +215,12 @@ pub trait Loan: Send + Sync {
 
 /// A position in a segment.
 #[derive(Clone)]
-pub struct Place {
+pub struct SegmentPosition {
     pub(crate) segment: Arc<Segment>,
     pub(crate) offset: usize,
 }
 
-impl Place {
+impl SegmentPosition {
     fn plus(self, bytes: usize) -> Self {
         Self { offset: self.offset + bytes, ..self }
     }
@@ -460,7 +460,7 @@ impl SharedBuffer {
     }
 
     /// Their place in a segment, if other processes can map it.
-    pub(crate) fn place(&self) -> Option<Place> {
+    pub(crate) fn place(&self) -> Option<SegmentPosition> {
         let place = match &self.whole.memory {
             Memory::Owned(buffer) => buffer.place(),
             Memory::Lent(loan) => loan.place(),

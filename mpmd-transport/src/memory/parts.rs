@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::{Backing, Fences, OwnedBuffer, Place};
+use super::{Backing, Fences, OwnedBuffer, SegmentPosition};
 
 /// A buffer that is handed out in parts which never overlap. It is whole again when all parts have
 /// been dropped.
@@ -78,7 +78,7 @@ impl Divided {
 }
 
 impl Part {
-    pub(super) fn place(&self) -> Option<Place> {
+    pub(super) fn place(&self) -> Option<SegmentPosition> {
         self.whole.buffer.place().map(|place| place.plus(self.start))
     }
 

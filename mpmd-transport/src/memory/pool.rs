@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::segment::Segment;
-use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, Place};
+use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition};
 
 /// Blocks up to this size share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
@@ -499,10 +499,10 @@ impl Block {
         Some(DevicePlace { device, address: start.addr().get() as u64, bytes: *capacity })
     }
 
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> SegmentPosition {
         let Carved { start, segment, .. } = self.carved();
         let offset = start.addr().get() - segment.start().addr().get();
-        Place { segment: segment.clone(), offset }
+        SegmentPosition { segment: segment.clone(), offset }
     }
 
     fn carved(&self) -> &Carved {
@@ -613,7 +613,7 @@ mod tests {
             let mut buffer = pool.allocate(bytes).unwrap();
             buffer[64..68].copy_from_slice(&[1, 2, 3, 4]);
             let part = buffer.freeze().slice(65..67);
-            let Place { segment, offset } = part.place().unwrap();
+            let SegmentPosition { segment, offset } = part.place().unwrap();
             assert_eq!(segment.lent(offset..offset + 2).unwrap(), [2, 3]);
             assert_eq!(segment.number(&arena), segment.number(&arena));
             lent.lock().push(part);

@@ -50,7 +50,7 @@ pub struct JoinConfig {
     pub token: Token,
     /// The peer timeout: the longest wait for the server, for the other processes, and for a sign
     /// of life.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
 }
 
 impl Rendezvous {
@@ -58,7 +58,7 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// - [`Unreachable`](RendezvousError::Unreachable) after `patience`.
+    /// - [`Unreachable`](RendezvousError::Unreachable) after `peer_timeout`.
     /// - [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
     ///   [`Stranger`](RendezvousError::Stranger) at once, by the server's answer to the preamble.
     /// - [`NoSuchProcess`](RendezvousError::NoSuchProcess) if `process` is not below `processes`.
@@ -75,7 +75,7 @@ impl Rendezvous {
         let local = stream.local_addr().map_err(|e| environment("asking for the address of", e))?;
         // The server pings at an interval that follows its own peer timeout. A shorter one here
         // must not expire between two pings.
-        let silence = config.patience.max(ping.saturating_mul(4));
+        let silence = config.peer_timeout.max(ping.saturating_mul(4));
         // Reads are short, so that the thread notices silence. A whole write may take the full
         // timeout.
         stream
@@ -126,10 +126,10 @@ impl Rendezvous {
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
     pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
-        let JoinConfig { process, processes, patience, .. } = self.config;
+        let JoinConfig { process, processes, peer_timeout, .. } = self.config;
         let processes = processes as u64;
-        let join = |ask| Request::Join { ask, process, processes, patience, member };
-        match self.link.ask(patience, join)?.1 {
+        let join = |ask| Request::Join { ask, process, processes, peer_timeout, member };
+        match self.link.ask(peer_timeout, join)?.1 {
             Answer::Members { members, .. } if members.len() as u64 == processes => {
                 Ok(members.to_vec())
             }
@@ -149,28 +149,28 @@ impl Rendezvous {
             let (what, limit) = (format!("the value of {key:?}"), protocol::MAX_VALUE_BYTES);
             return Err(RendezvousError::TooLong { what, bytes: value.len(), limit });
         }
-        self.link.ask(self.config.patience, |ask| Request::Set { ask, key, value }).map(drop)
+        self.link.ask(self.config.peer_timeout, |ask| Request::Set { ask, key, value }).map(drop)
     }
 
-    /// Returns the value under `key`. Waits at most `patience` until a process sets one.
+    /// Returns the value under `key`. Waits at most `peer_timeout` until a process sets one.
     ///
     /// # Errors
     ///
-    /// [`Unset`](RendezvousError::Unset) after `patience`;
+    /// [`Unset`](RendezvousError::Unset) after `peer_timeout`;
     /// [`ServerGone`](RendezvousError::ServerGone).
     pub fn get(
         &self,
         key: impl Into<String>,
-        patience: Duration,
+        peer_timeout: Duration,
     ) -> Result<Vec<u8>, RendezvousError> {
         let key = key.into();
-        match self.link.ask(patience, |ask| Request::Get { ask, key, patience })?.1 {
+        match self.link.ask(peer_timeout, |ask| Request::Get { ask, key, peer_timeout })?.1 {
             Answer::Value(value) => Ok(value),
             other => Err(self.link.senseless(&other)),
         }
     }
 
-    /// Waits at most `patience` until all processes of the job wait here. A name can be used again.
+    /// Waits at most `peer_timeout` until all processes of the job wait here. A name can be used again.
     ///
     /// # Errors
     ///
@@ -181,10 +181,10 @@ impl Rendezvous {
     pub fn barrier(
         &self,
         name: impl Into<String>,
-        patience: Duration,
+        peer_timeout: Duration,
     ) -> Result<(), RendezvousError> {
         let name = name.into();
-        self.link.ask(patience, |ask| Request::Barrier { ask, name, patience }).map(drop)
+        self.link.ask(peer_timeout, |ask| Request::Barrier { ask, name, peer_timeout }).map(drop)
     }
 
     /// Calls `tell` for every process, and the server, that goes without leaving in order. Events
@@ -226,8 +226,8 @@ impl Rendezvous {
     /// left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
-        let patience = self.config.patience.min(LEAVE_WITHIN);
-        let left = self.link.ask(patience, |ask| Request::Leave { ask }).map(drop);
+        let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
+        let left = self.link.ask(peer_timeout, |ask| Request::Leave { ask }).map(drop);
         if left.is_ok() {
             // The server closes after its answer, and the listening thread may already have
             // recorded that.
@@ -247,7 +247,7 @@ impl Rendezvous {
         let mut trips = Vec::with_capacity(TRIPS);
         for _ in 0..TRIPS {
             let asked = clock();
-            match self.link.ask(self.config.patience, |ask| Request::Clock { ask })? {
+            match self.link.ask(self.config.peer_timeout, |ask| Request::Clock { ask })? {
                 (answered, Answer::Clock(server)) => trips.push((asked, server, answered)),
                 (_, other) => return Err(self.link.senseless(&other)),
             }
@@ -333,7 +333,7 @@ impl Connection {
     /// answer. If the server is silent, the request is still sent, but fails at once.
     fn ask(
         &self,
-        patience: Duration,
+        peer_timeout: Duration,
         request: impl FnOnce(u64) -> Request,
     ) -> Result<(i64, Answer), RendezvousError> {
         let (sender, answer) = mpsc::channel();
@@ -354,14 +354,12 @@ impl Connection {
         if let Some(silent) = self.silence_of(ask) {
             return Err(silent);
         }
-        let answered = wait_awake(&answer, patience.saturating_add(SLACK));
+        let answered = wait_awake(&answer, peer_timeout.saturating_add(SLACK));
         self.state.lock().asks.remove(&ask);
         match answered {
             Ok((when, result)) => result.map(|answer| (when, answer)),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(self
-                    .gone(format!("it has not answered for {:?}", patience.saturating_add(SLACK))))
-            }
+            Err(RecvTimeoutError::Timeout) => Err(self
+                .gone(format!("it has not answered for {:?}", peer_timeout.saturating_add(SLACK)))),
             Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
         }
     }
@@ -544,14 +542,14 @@ impl Connection {
     }
 }
 
-/// Waits at most `patience` for an answer. Time in which this process was stopped hardly counts:
+/// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly counts:
 /// the whole job may have been stopped.
 fn wait_awake(
     answer: &mpsc::Receiver<Answered>,
-    patience: Duration,
+    peer_timeout: Duration,
 ) -> Result<Answered, RecvTimeoutError> {
     const SLICE: Duration = Duration::from_secs(1);
-    let mut left = patience;
+    let mut left = peer_timeout;
     loop {
         let slice = left.min(SLICE);
         match answer.recv_timeout(slice) {

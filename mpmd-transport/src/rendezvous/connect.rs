@@ -14,10 +14,10 @@ const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
 /// Connects and shows the token. Also returns the interval of the server's pings.
 pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), RendezvousError> {
-    let until = after(Instant::now(), config.patience);
+    let until = after(Instant::now(), config.peer_timeout);
     let mut tries = 0;
     loop {
-        let mut stream = reach(&config.server, config.patience, until)?;
+        let mut stream = reach(&config.server, config.peer_timeout, until)?;
         tries += 1;
         match greet(&mut stream, config, until) {
             // The server may also have closed its oldest stranger, or have found this process too
@@ -31,7 +31,11 @@ pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), Rendezv
 }
 
 /// Connects, with retries until `until`.
-fn reach(server: &str, patience: Duration, until: Instant) -> Result<TcpStream, RendezvousError> {
+fn reach(
+    server: &str,
+    peer_timeout: Duration,
+    until: Instant,
+) -> Result<TcpStream, RendezvousError> {
     let mut pause = Duration::from_millis(10);
     loop {
         let why = match attempt(server, until) {
@@ -40,7 +44,7 @@ fn reach(server: &str, patience: Duration, until: Instant) -> Result<TcpStream, 
         };
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(RendezvousError::Unreachable { server: server.into(), patience, why });
+            return Err(RendezvousError::Unreachable { server: server.into(), peer_timeout, why });
         }
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(Duration::from_millis(500));
@@ -82,7 +86,7 @@ fn greet(
         | ErrorKind::BrokenPipe => RendezvousError::Token { server: config.server.clone() },
         ErrorKind::WouldBlock | ErrorKind::TimedOut => RendezvousError::Unreachable {
             server: config.server.clone(),
-            patience: config.patience,
+            peer_timeout: config.peer_timeout,
             why: "a program accepts connections there, but does not answer".into(),
         },
         _ => RendezvousError::ServerGone { server: config.server.clone(), why: e.to_string() },

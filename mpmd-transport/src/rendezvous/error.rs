@@ -19,12 +19,14 @@ pub enum RendezvousError {
         why: String,
     },
     /// The server's address does not answer. The environment's fault.
-    #[error("the rendezvous service at {server} could not be reached within {patience:?}: {why}")]
+    #[error(
+        "the rendezvous service at {server} could not be reached within {peer_timeout:?}: {why}"
+    )]
     Unreachable {
         /// The address tried.
         server: String,
         /// The peer timeout.
-        patience: Duration,
+        peer_timeout: Duration,
         /// The error of the last attempt.
         why: String,
     },
@@ -55,14 +57,14 @@ pub enum RendezvousError {
     },
     /// Some processes of the job did not join in time. All that did join get this error. A peer's
     /// fault.
-    #[error("{} not joined after {patience:?}", have(missing, *processes))]
+    #[error("{} not joined after {peer_timeout:?}", have(missing, *processes))]
     Missing {
         /// The missing processes, ascending.
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
         /// The time that the others waited.
-        patience: Duration,
+        peer_timeout: Duration,
     },
     /// Another living process has this number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
@@ -136,15 +138,15 @@ pub enum RendezvousError {
         when: String,
     },
     /// No process set the value in time. A peer's fault.
-    #[error("no process has set {key:?} after {patience:?}")]
+    #[error("no process has set {key:?} after {peer_timeout:?}")]
     Unset {
         /// The key.
         key: String,
         /// The time waited.
-        patience: Duration,
+        peer_timeout: Duration,
     },
     /// Some processes did not reach the barrier in time. A peer's fault.
-    #[error("barrier {name:?}: {} not arrived after {patience:?}", have(missing, *processes))]
+    #[error("barrier {name:?}: {} not arrived after {peer_timeout:?}", have(missing, *processes))]
     Barrier {
         /// The barrier.
         name: String,
@@ -153,7 +155,7 @@ pub enum RendezvousError {
         /// Number of processes in the job.
         processes: usize,
         /// The time that the others waited.
-        patience: Duration,
+        peer_timeout: Duration,
     },
     /// A process that a barrier needs will never reach it. A peer's fault.
     #[error("barrier {name:?}: process {process} will not come: {why}")]
@@ -219,7 +221,7 @@ mod tests {
 
     fn missing(who: impl IntoIterator<Item = u32>, processes: usize) -> String {
         let missing = who.into_iter().map(ProcessId).collect();
-        RendezvousError::Missing { missing, processes, patience: Duration::from_secs(60) }
+        RendezvousError::Missing { missing, processes, peer_timeout: Duration::from_secs(60) }
             .to_string()
     }
 

@@ -29,7 +29,7 @@ pub(super) enum Phase {
 }
 
 pub(super) struct Job {
-    patience: Duration,
+    peer_timeout: Duration,
     ping: Duration,
     phase: Phase,
     gather_until: Instant,
@@ -65,7 +65,7 @@ struct Client {
 struct Wait {
     ask: u64,
     until: Instant,
-    patience: Duration,
+    peer_timeout: Duration,
 }
 
 struct Get {
@@ -81,12 +81,12 @@ struct Arrival {
 }
 
 impl Job {
-    pub(super) fn new(processes: usize, patience: Duration, now: Instant) -> Self {
+    pub(super) fn new(processes: usize, peer_timeout: Duration, now: Instant) -> Self {
         Self {
-            patience,
-            ping: ping_interval(patience),
+            peer_timeout,
+            ping: ping_interval(peer_timeout),
             phase: Phase::Gathering,
-            gather_until: after(now, patience),
+            gather_until: after(now, peer_timeout),
             seats: (0..processes).map(|_| None).collect(),
             links: BTreeMap::new(),
             values: HashMap::new(),
@@ -119,7 +119,7 @@ impl Job {
 
     /// Adds a client that has shown the right token.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
-        let join_by = after(now, self.patience);
+        let join_by = after(now, self.peer_timeout);
         self.links.insert(
             link,
             Client { process: None, heard: now, ping_at: after(now, self.ping), join_by },
@@ -140,8 +140,8 @@ impl Job {
         match request {
             // The connection answers clock requests itself, without the delay of this queue.
             Request::Pong | Request::Clock { .. } => {}
-            Request::Join { ask, process, processes, patience, member } => {
-                let wait = Wait { ask, until: after(now, patience), patience };
+            Request::Join { ask, process, processes, peer_timeout, member } => {
+                let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
                 if let Err(refusal) = self.join(link, process, processes as usize, member, wait) {
                     self.answer(link, ask, Err(refusal));
                 }
@@ -150,8 +150,8 @@ impl Job {
                 let result = self.set(key, value);
                 self.answer(link, ask, result);
             }
-            Request::Get { ask, key, patience } => {
-                let wait = Wait { ask, until: after(now, patience), patience };
+            Request::Get { ask, key, peer_timeout } => {
+                let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
                 match (check_name("a key", &key), self.values.get(&key)) {
                     // No process can set such a key, and an answer that contains it would not fit a
                     // message.
@@ -163,8 +163,8 @@ impl Job {
                     (Ok(()), None) => self.gets.push(Get { link, key, wait }),
                 }
             }
-            Request::Barrier { ask, name, patience } => {
-                let wait = Wait { ask, until: after(now, patience), patience };
+            Request::Barrier { ask, name, peer_timeout } => {
+                let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
                 if let Err(refusal) = self.barrier(link, process, name, wait) {
                     self.answer(link, ask, Err(refusal));
                 }
@@ -188,7 +188,7 @@ impl Job {
     pub(super) fn tick(&mut self, now: Instant) -> Instant {
         self.watch(now);
         if self.phase == Phase::Gathering && now >= self.gather_until {
-            let error = self.missing(self.patience);
+            let error = self.missing(self.peer_timeout);
             self.fail(error);
         }
         self.expire(now);
@@ -215,10 +215,10 @@ impl Job {
         }
         let mut silent = Vec::new();
         for (&link, client) in &mut self.links {
-            if now.saturating_duration_since(client.heard) > self.patience {
-                silent.push((link, format!("it has been silent for {:?}", self.patience)));
+            if now.saturating_duration_since(client.heard) > self.peer_timeout {
+                silent.push((link, format!("it has been silent for {:?}", self.peer_timeout)));
             } else if client.process.is_none() && now >= client.join_by {
-                silent.push((link, format!("it has not joined within {:?}", self.patience)));
+                silent.push((link, format!("it has not joined within {:?}", self.peer_timeout)));
             } else if now >= client.ping_at {
                 client.ping_at = after(now, self.ping);
                 self.actions.push(Action::Say(link, Reply::Ping));
@@ -259,7 +259,8 @@ impl Job {
                 .collect();
             // Computed before any of them is removed: a process that times out at the same moment
             // is not missing to the others.
-            let errors: Vec<_> = late.iter().map(|(_, wait)| self.missing(wait.patience)).collect();
+            let errors: Vec<_> =
+                late.iter().map(|(_, wait)| self.missing(wait.peer_timeout)).collect();
             for ((link, wait), error) in late.into_iter().zip(errors) {
                 self.answer(link, wait.ask, Err(error));
                 if let Some(process) =
@@ -275,7 +276,7 @@ impl Job {
             self.answer(
                 link,
                 wait.ask,
-                Err(RendezvousError::Unset { key, patience: wait.patience }),
+                Err(RendezvousError::Unset { key, peer_timeout: wait.peer_timeout }),
             );
         }
         let mut answers = Vec::new();
@@ -295,7 +296,7 @@ impl Job {
                     name: name.clone(),
                     missing: missing.clone(),
                     processes: self.seats.len(),
-                    patience: wait.patience,
+                    peer_timeout: wait.peer_timeout,
                 };
                 answers.push((arrival.link, wait.ask, error));
                 false
@@ -512,13 +513,13 @@ impl Job {
         self.phase = Phase::Failed(error);
     }
 
-    fn missing(&self, patience: Duration) -> RendezvousError {
+    fn missing(&self, peer_timeout: Duration) -> RendezvousError {
         let missing =
             processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
         RendezvousError::Missing {
             missing: missing.map(|(process, _)| process).collect(),
             processes: self.seats.len(),
-            patience,
+            peer_timeout,
         }
     }
 
@@ -527,9 +528,9 @@ impl Job {
     }
 }
 
-/// Interval of pings to clients: several within `patience`, and at least one a second.
-pub(super) fn ping_interval(patience: Duration) -> Duration {
-    (patience / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
+/// Interval of pings to clients: several within `peer_timeout`, and at least one a second.
+pub(super) fn ping_interval(peer_timeout: Duration) -> Duration {
+    (peer_timeout / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
 }
 
 fn processes(count: usize) -> impl Iterator<Item = ProcessId> {

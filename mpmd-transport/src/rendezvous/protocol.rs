@@ -92,10 +92,10 @@ impl Greeting {
 /// A client's message. `ask` identifies the answer.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Request {
-    Join { ask: u64, process: ProcessId, processes: u64, patience: Duration, member: Member },
+    Join { ask: u64, process: ProcessId, processes: u64, peer_timeout: Duration, member: Member },
     Set { ask: u64, key: String, value: Vec<u8> },
-    Get { ask: u64, key: String, patience: Duration },
-    Barrier { ask: u64, name: String, patience: Duration },
+    Get { ask: u64, key: String, peer_timeout: Duration },
+    Barrier { ask: u64, name: String, peer_timeout: Duration },
     Clock { ask: u64 },
     Leave { ask: u64 },
     Pong,
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn fuzz_rendezvous_frames() {
-        let (patience, process) = (Duration::from_secs(9), ProcessId(1));
+        let (peer_timeout, process) = (Duration::from_secs(9), ProcessId(1));
         let member = Member {
             host: "left".into(),
             pid: 7,
@@ -307,19 +307,19 @@ mod tests {
             trouble: Some("none".into()),
         };
         let join =
-            Request::Join { ask: 1, process, processes: 2, patience, member: member.clone() };
+            Request::Join { ask: 1, process, processes: 2, peer_timeout, member: member.clone() };
         let requests = [
             join,
             Request::Set { ask: 2, key: "k".into(), value: vec![7; 20] },
-            Request::Get { ask: 300, key: "k".into(), patience },
-            Request::Barrier { ask: 4, name: "b".into(), patience },
+            Request::Get { ask: 300, key: "k".into(), peer_timeout },
+            Request::Barrier { ask: 4, name: "b".into(), peer_timeout },
             Request::Clock { ask: 70_000 },
             Request::Leave { ask: 6 },
             Request::Pong,
         ];
         let (name, why) = ("b".to_owned(), "it has gone".to_owned());
         let missing =
-            RendezvousError::Barrier { name, missing: vec![process], processes: 2, patience };
+            RendezvousError::Barrier { name, missing: vec![process], processes: 2, peer_timeout };
         let answer = |result| Reply::Answer { ask: 1 << 40, result };
         let replies = [
             answer(Ok(Answer::Done)),
@@ -336,7 +336,7 @@ mod tests {
         samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
         samples.extend([samples[..7].concat(), samples[7..].concat()]);
         samples.push(preamble(&Token::new([7; 32])).to_vec());
-        samples.push(Greeting::Welcome { ping: patience }.encode().to_vec());
+        samples.push(Greeting::Welcome { ping: peer_timeout }.encode().to_vec());
         mpmd_fuzz::bytes("rendezvous-frames", &samples, |bytes| {
             let (requests, why) = heard::<Request>(bytes, usize::MAX);
             let (cut, cut_why) = heard::<Request>(bytes, 7);

@@ -45,7 +45,7 @@ pub struct ServerConfig {
     pub token: Token,
     /// The peer timeout: the time for all processes to join, counted from [`Server::bind`], and the
     /// longest silence of a process.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
 }
 
 impl Server {
@@ -85,15 +85,15 @@ impl Server {
         self.address
     }
 
-    /// Waits at most `patience` until all processes have joined.
+    /// Waits at most `peer_timeout` until all processes have joined.
     ///
     /// # Errors
     ///
     /// [`Missing`](RendezvousError::Missing) or [`Program`](RendezvousError::Program) if the job
     /// can never be complete; the processes get the same error.
-    /// [`OutOfTurn`](RendezvousError::OutOfTurn) if `patience` ended first.
-    pub fn wait_complete(&self, patience: Duration) -> Result<(), RendezvousError> {
-        let until = after(Instant::now(), patience);
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) if `peer_timeout` ended first.
+    pub fn wait_complete(&self, peer_timeout: Duration) -> Result<(), RendezvousError> {
+        let until = after(Instant::now(), peer_timeout);
         let mut state = self.stage.state.lock();
         loop {
             if let Some(error) = &state.failed {
@@ -121,11 +121,11 @@ impl Server {
         self.stage.state.lock().reports.clone()
     }
 
-    /// Waits at most `patience` until no process is left in the job. Returns true if none is left.
+    /// Waits at most `peer_timeout` until no process is left in the job. Returns true if none is left.
     ///
     /// For the process that owns the server and wants to end while others still need the server.
-    pub fn wait_empty(&self, patience: Duration) -> bool {
-        let until = after(Instant::now(), patience);
+    pub fn wait_empty(&self, peer_timeout: Duration) -> bool {
+        let until = after(Instant::now(), peer_timeout);
         let mut state = self.stage.state.lock();
         while state.present > 0 {
             if self.stage.changed.wait_until(&mut state, until).timed_out() {
@@ -192,7 +192,7 @@ struct Hub {
 
 impl Hub {
     fn new(config: ServerConfig, stage: Arc<Stage>) -> Self {
-        let job = Job::new(config.processes, config.patience, Instant::now());
+        let job = Job::new(config.processes, config.peer_timeout, Instant::now());
         Self { config, stage, job, says: HashMap::new(), tasks: JoinSet::new() }
     }
 
@@ -211,7 +211,7 @@ impl Hub {
                     Ok((stream, _)) => {
                         next_link += 1;
                         let link = next_link;
-                        let ping = ping_interval(self.config.patience);
+                        let ping = ping_interval(self.config.peer_timeout);
                         let token = self.config.token.clone();
                         let greeted = strangers.clone();
                         let events = events.clone();

@@ -87,7 +87,7 @@ pub struct Config {
     pub epoch: u64,
     /// The peer timeout: a peer that is silent for longer counts as lost. A wait that lasts longer
     /// is reported.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
     /// Time between heartbeats.
     pub heartbeat: Duration,
     /// By process: true if pieces go to and from it by zero-copy transfer
@@ -327,7 +327,7 @@ impl<C: Cargo> Router<C> {
             bytes,
             since: now,
             probe_at: now + watch::PROBE_AFTER,
-            report_at: now.saturating_add(self.config.patience),
+            report_at: now.saturating_add(self.config.peer_timeout),
             granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);

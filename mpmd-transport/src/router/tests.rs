@@ -95,7 +95,7 @@ impl Job {
                 process: ProcessId(process as u32),
                 processes,
                 epoch: 1,
-                patience: at(60_000),
+                peer_timeout: at(60_000),
                 heartbeat: at(500),
                 hands_over: (0..processes)
                     .map(|peer| peer != process && pairs(process, peer))

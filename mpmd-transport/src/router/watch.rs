@@ -35,7 +35,7 @@ pub struct Answer {
 impl<C: Cargo> Router<C> {
     /// Tells the router that time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
-        if now.saturating_sub(self.ticked) > self.config.patience / 2 {
+        if now.saturating_sub(self.ticked) > self.config.peer_timeout / 2 {
             self.forget_stop(now - self.ticked, now);
         }
         self.ticked = now;
@@ -181,18 +181,18 @@ impl<C: Cargo> Router<C> {
     }
 
     fn find_silent_peers(&mut self, now: Duration) {
-        let patience = self.config.patience;
+        let peer_timeout = self.config.peer_timeout;
         for process in self.others() {
             let peer = &self.peers[process.index()];
-            if !peer.has_left() && now.saturating_sub(peer.heard) > patience {
-                let why = format!("no sign of life for {} s", patience.as_secs_f32());
+            if !peer.has_left() && now.saturating_sub(peer.heard) > peer_timeout {
+                let why = format!("no sign of life for {} s", peer_timeout.as_secs_f32());
                 self.lose(process, why);
             }
         }
     }
 
     fn watch_waits_for(&mut self, process: ProcessId, now: Duration) {
-        let patience = self.config.patience;
+        let peer_timeout = self.config.peer_timeout;
         let mut probe = None;
         let mut report = None;
         // The lowest operation stands for those behind it.
@@ -204,7 +204,7 @@ impl<C: Cargo> Router<C> {
             }
             if now >= expected.report_at {
                 report = Some((*key, now.saturating_sub(expected.since)));
-                expected.report_at = now.saturating_add(patience);
+                expected.report_at = now.saturating_add(peer_timeout);
             }
         }
         if let Some(((op, piece), hash)) = probe

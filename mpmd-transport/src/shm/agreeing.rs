@@ -35,9 +35,9 @@ impl Shared {
         &self,
         sharing: Arc<dyn DeviceSharing>,
         with: &[bool],
-        patience: Duration,
+        peer_timeout: Duration,
     ) -> Result<(), TransportError> {
-        let deadline = after(Instant::now(), patience);
+        let deadline = after(Instant::now(), peer_timeout);
         let asked =
             |(index, peer)| with.get(index).is_some_and(|with| *with).then_some((index, peer));
         let peers = self
@@ -53,7 +53,7 @@ impl Shared {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 Err(TransportError::TimedOut {
                     what: format!("process {peer} to say which memory of devices it can share"),
-                    patience,
+                    peer_timeout,
                 })
             }
             // The peer is gone or sent an invalid packet. Here it only matters that it does not

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use rustix::thread::futex;
 use rustix::time::Timespec;
 
-use super::door::Futex;
+use super::doorbell::Futex;
 use super::sync::AtomicU32;
 
 /// Duration of a wait that the system refuses, so that a caller in a loop does not spin.

@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::devices::Foreign;
-use super::door::Door;
+use super::doorbell::Doorbell;
 use super::futex::SystemFutex;
 use super::record::{CLOSED, PASSED_ON, RETURNED};
 use super::ring::{Consumer, Corrupt, Producer};
-use crate::memory::{DevicePlace, Fence, Loan, Place, Segment, SharedBuffer};
+use crate::memory::{DevicePlace, Fence, Loan, Segment, SegmentPosition, SharedBuffer};
 use crate::transport::Ticket;
 
 /// The memory that this process has lent to one peer.
@@ -170,7 +170,7 @@ impl Book {
 pub(super) struct Returns {
     state: Mutex<State>,
     /// The peer's doorbell.
-    door: Door,
+    door: Doorbell,
     /// Bytes of the peer's memory that are held here.
     borrowed: AtomicU64,
 }
@@ -182,7 +182,7 @@ struct State {
 }
 
 impl Returns {
-    pub(super) fn new(ring: Producer, door: Door) -> Arc<Self> {
+    pub(super) fn new(ring: Producer, door: Doorbell) -> Arc<Self> {
         let state = Mutex::new(State { ring, late: Vec::new() });
         Arc::new(Self { state, door, borrowed: AtomicU64::new(0) })
     }
@@ -294,8 +294,8 @@ impl Loan for Borrowed {
         self.is_awaited
     }
 
-    fn place(&self) -> Option<Place> {
-        Some(Place { segment: self.segment.clone(), offset: self.range.start })
+    fn place(&self) -> Option<SegmentPosition> {
+        Some(SegmentPosition { segment: self.segment.clone(), offset: self.range.start })
     }
 
     fn pass_on(&self) -> bool {
@@ -322,12 +322,12 @@ mod tests {
 
     fn lender() -> (Book, Arc<Returns>) {
         let ring = Ring::alone(1024);
-        (Book::new(ring.consumer()), Returns::new(ring.producer(), Door::alone()))
+        (Book::new(ring.consumer()), Returns::new(ring.producer(), Doorbell::alone()))
     }
 
     /// Borrows `buffer`'s place as a receiver does.
     fn borrow(buffer: &SharedBuffer, loan: u64, returns: &Arc<Returns>) -> SharedBuffer {
-        let Place { segment, offset } = buffer.place().unwrap();
+        let SegmentPosition { segment, offset } = buffer.place().unwrap();
         let fd = segment.descriptor().unwrap().try_clone_to_owned().unwrap();
         let segment = Arc::new(Segment::foreign(fd, segment.bytes() as u64).unwrap());
         let borrowed =

@@ -14,7 +14,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::address::{Address, VERSION};
-use super::door::Door;
+use super::doorbell::Doorbell;
 use super::loans::{Book, Returns};
 use super::mapped::Mapped;
 use super::peer::{Inbound, Outbound, Peer};
@@ -59,12 +59,12 @@ pub(super) struct Hello {
 /// The memory of this process's doorbell, which all peers map.
 pub(super) struct OwnDoor {
     memory: Arc<Mapped>,
-    pub(super) door: Door,
+    pub(super) door: Doorbell,
 }
 
 impl OwnDoor {
     pub(super) fn new() -> io::Result<Self> {
-        let memory = Arc::new(Mapped::new(Door::BYTES)?);
+        let memory = Arc::new(Mapped::new(Doorbell::BYTES)?);
         Ok(Self { door: door(&memory), memory })
     }
 
@@ -81,7 +81,7 @@ pub(super) fn meet(
     own: &OwnDoor,
     config: &ShmConfig,
 ) -> Result<Vec<Option<Met>>, TransportError> {
-    let deadline = after(Instant::now(), config.patience);
+    let deadline = after(Instant::now(), config.peer_timeout);
     let me = config.process.index();
     let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
     // Connects to all lower ones first: no process waits here for one that waits for others.
@@ -156,7 +156,7 @@ pub(super) fn meet(
                     missing.join(", "),
                     refused.unwrap_or_default()
                 ),
-                patience: config.patience,
+                peer_timeout: config.peer_timeout,
             });
         }
     }
@@ -232,7 +232,7 @@ fn answered(
         Ok(packet) => packet,
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             let what = format!("process {id} to share memory");
-            return Err(TransportError::TimedOut { what, patience: config.patience });
+            return Err(TransportError::TimedOut { what, peer_timeout: config.peer_timeout });
         }
         Err(error) => return Err(TransportError::PeerGone { peer: id, why: error.to_string() }),
     };
@@ -283,7 +283,7 @@ fn pair(
 ) -> io::Result<Met> {
     let user = socket.peer()?;
     let exit = pidfd_open(user.pid, PidfdFlags::empty())?;
-    let door = door(&Arc::new(Mapped::of(door_of_peer, Door::BYTES)?));
+    let door = door(&Arc::new(Mapped::of(door_of_peer, Doorbell::BYTES)?));
     let mut offset = 0;
     let [from_lower, from_higher, back_from_lower, back_from_higher] = CAPACITIES.map(|capacity| {
         let first = rings.at(offset, Ring::bytes(capacity));
@@ -313,12 +313,12 @@ fn pair(
     Ok((peer, Inbound::new(there.consumer())))
 }
 
-fn door(memory: &Arc<Mapped>) -> Door {
-    let first = memory.at(0, Door::BYTES);
+fn door(memory: &Arc<Mapped>) -> Doorbell {
+    let first = memory.at(0, Doorbell::BYTES);
     // SAFETY: `Mapped::at` has checked that the bytes are within the mapping, which is for reading
     // and writing and which the doorbell keeps. All processes that have it access it only through
     // doorbells, which use atomic words of 4 bytes.
-    unsafe { Door::at(first, memory.clone()) }
+    unsafe { Doorbell::at(first, memory.clone()) }
 }
 
 /// Returns the error of a failed meeting: the peer's if it is gone, else this process's.

@@ -28,7 +28,7 @@
 mod address;
 mod agreeing;
 mod devices;
-mod door;
+mod doorbell;
 mod futex;
 mod loans;
 mod mapped;
@@ -71,7 +71,7 @@ pub struct ShmConfig {
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,
     /// The peer timeout: the time for all peers together to connect.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
 }
 
 impl fmt::Debug for ShmConfig {
@@ -81,7 +81,7 @@ impl fmt::Debug for ShmConfig {
             .field("process", &self.process)
             .field("peers", &self.peers)
             .field("epoch", &self.epoch)
-            .field("patience", &self.patience)
+            .field("peer_timeout", &self.peer_timeout)
             .finish_non_exhaustive()
     }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use super::devices::{DeviceGiven, Devices, Foreign};
-use super::door::Door;
+use super::doorbell::Doorbell;
 use super::loans::{Book, Returns};
 use super::mappings::{Given, Mappings};
 use super::ring::{Consumer, Producer};
@@ -33,7 +33,7 @@ pub(super) struct Peer {
     pub(super) outbound: Mutex<Outbound>,
     pub(super) book: Mutex<Book>,
     pub(super) returns: Arc<Returns>,
-    pub(super) door: Door,
+    pub(super) door: Doorbell,
     pub(super) socket: Socket,
     /// The peer's pidfd, which shows when its process has exited.
     pub(super) exit: OwnedFd,

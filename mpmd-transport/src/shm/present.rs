@@ -78,7 +78,7 @@ impl Opened {
         self.address.to_string()
     }
 
-    /// Connects to all peers in the configuration. Blocks for at most its `patience`.
+    /// Connects to all peers in the configuration. Blocks for at most its `peer_timeout`.
     ///
     /// # Errors
     ///
@@ -186,9 +186,9 @@ impl Transport for Shm {
         &self,
         sharing: Arc<dyn DeviceSharing>,
         with: &[bool],
-        patience: Duration,
+        peer_timeout: Duration,
     ) -> Result<(), TransportError> {
-        self.shared.share_devices(sharing, with, patience)
+        self.shared.share_devices(sharing, with, peer_timeout)
     }
 
     fn lent_to(&self, peer: ProcessId) -> u64 {

@@ -131,7 +131,7 @@ pub(super) struct Producer {
 
 impl Producer {
     /// Pushes a record of the concatenated parts. Returns false, and writes nothing, if there is no
-    /// room. The caller decides whether to ring the consumer's [doorbell](super::door::Door::ring).
+    /// room. The caller decides whether to ring the consumer's [doorbell](super::doorbell::Doorbell::ring).
     ///
     /// If the consumer writes invalid counts, it counts as having popped nothing: the ring stays
     /// full.
@@ -310,7 +310,7 @@ impl Consumer {
 
     /// Returns true, once, if the producer [waits for room](Producer::wants_room). Must be called
     /// after popping; on true the caller must ring the producer's
-    /// [doorbell](super::door::Door::ring).
+    /// [doorbell](super::doorbell::Doorbell::ring).
     pub(super) fn take_wanted(&mut self) -> bool {
         // Either this sees the producer's word, or the producer, which then checks for room, sees
         // the new head.

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
 use super::devices::{Devices, Unreadable};
-use super::door::Door;
+use super::doorbell::Doorbell;
 use super::futex::SystemFutex;
 use super::loans::Borrowed;
 use super::mappings::Mappings;
@@ -34,7 +34,7 @@ pub(super) struct Shared {
     pub(super) process: ProcessId,
     /// By process; `None` if this transport does not reach it.
     pub(super) peers: Vec<Option<Peer>>,
-    pub(super) door: Door,
+    pub(super) door: Doorbell,
     pub(super) arena: Arena,
     pub(super) devices: Devices,
     /// For inline payloads, and for copies of payloads that cannot be lent.
@@ -56,7 +56,7 @@ impl Shared {
     pub(super) fn new(
         process: ProcessId,
         peers: Vec<Option<(Peer, Inbound)>>,
-        door: Door,
+        door: Doorbell,
         arena: Arena,
     ) -> Arc<Self> {
         let (peers, inbound): (Vec<_>, Vec<_>) = peers.into_iter().map(Option::unzip).unzip();

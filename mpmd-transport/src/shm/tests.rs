@@ -3,7 +3,7 @@
 //! so these tests are not at their bottom.
 
 mod devices;
-mod door;
+mod doorbell;
 mod ear;
 mod ends;
 mod fuzz;

@@ -63,7 +63,7 @@ impl Listener {
         self.address
     }
 
-    /// Connects to all peers. Blocks until all are connected, at most for [`TcpConfig::patience`].
+    /// Connects to all peers. Blocks until all are connected, at most for [`TcpConfig::peer_timeout`].
     ///
     /// May be called from any thread, also from one that runs an async runtime of its own (which it
     /// blocks).
@@ -145,8 +145,8 @@ async fn connect_all(
     listener: Listener,
     config: TcpConfig,
 ) -> Result<Vec<Option<Pair>>, TransportError> {
-    let deadline: Instant = after(std::time::Instant::now(), config.patience).into();
-    let TcpConfig { process, peers, token, epoch, patience, .. } = config;
+    let deadline: Instant = after(std::time::Instant::now(), config.peer_timeout).into();
+    let TcpConfig { process, peers, token, epoch, peer_timeout, .. } = config;
     let job = Job { process, processes: peers.len(), token, epoch };
     let own = listener.address;
     let listener = tokio::net::TcpListener::from_std(listener.socket)
@@ -172,7 +172,7 @@ async fn connect_all(
         tokio::select! {
             () = sleep_until(deadline) => return Err(TransportError::TimedOut {
                 what: name_missing(&missing, peers.len(), &words.lock()),
-                patience,
+                peer_timeout,
             }),
             accepted = listener.accept(), if expects => match accepted {
                 Ok((stream, _)) => {
@@ -345,7 +345,7 @@ mod tests {
         );
     }
     /// Connects two processes while `strangers` silent connections to the first are open.
-    fn pair(patience: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
+    fn pair(peer_timeout: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
         let bind = || Listener::bind(IpAddr::from([127, 0, 0, 1])).unwrap();
         let listeners = [bind(), bind()];
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
@@ -354,7 +354,7 @@ mod tests {
             peers: peers.clone(),
             token: [7; 32],
             epoch: 1,
-            patience,
+            peer_timeout,
             pool: crate::Pool::new("tcp", None),
         };
         let (configs, [zero, one]) = ([config(0), config(1)], listeners);

@@ -14,7 +14,7 @@ use crate::memory::{Pool, SharedBuffer};
 use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-use super::line::{Ending, Endings, Line};
+use super::connection::{Connection, Ending, Endings};
 use super::read::{self, End, LINGER};
 
 /// Extra time, beyond its deadline, that a shutdown waits for a handler call in progress.
@@ -31,8 +31,8 @@ pub(super) struct Shared {
 }
 
 struct Peer {
-    control: Line,
-    bulk: Line,
+    control: Connection,
+    bulk: Connection,
 }
 
 /// A pair's connections, by channel.
@@ -72,7 +72,7 @@ impl Shared {
         }
     }
 
-    fn lines(&self) -> impl Iterator<Item = &Line> {
+    fn lines(&self) -> impl Iterator<Item = &Connection> {
         self.peers.iter().flatten().flat_map(|peer| [&peer.control, &peer.bulk])
     }
 
@@ -97,7 +97,7 @@ impl Drive {
             let (control_read, control) = control.into_split();
             let (bulk_read, bulk) = bulk.into_split();
             halves.push((ProcessId(id), [control_read, bulk_read]));
-            Some(Peer { control: Line::new(control), bulk: Line::new(bulk) })
+            Some(Peer { control: Connection::new(control), bulk: Connection::new(bulk) })
         });
         let peers = peers.collect();
         let shared = Shared {
@@ -170,7 +170,7 @@ impl Drive {
         shared.fail_all();
         // The tasks are gone, but a posting thread may be in the middle of a write, which never
         // waits.
-        while shared.lines().any(Line::is_in_use) {
+        while shared.lines().any(Connection::is_in_use) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         loop {

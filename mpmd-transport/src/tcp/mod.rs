@@ -17,8 +17,8 @@
 //! closed in order are still sent as long as the peer takes them.
 
 mod connect;
+mod connection;
 mod drive;
-mod line;
 mod preamble;
 mod read;
 
@@ -49,7 +49,7 @@ pub struct TcpConfig {
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,
     /// The peer timeout: all peers together must connect within it.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
     /// The pool for control payloads.
     pub pool: Pool,
 }
@@ -61,7 +61,7 @@ impl fmt::Debug for TcpConfig {
             .field("process", &self.process)
             .field("peers", &self.peers)
             .field("epoch", &self.epoch)
-            .field("patience", &self.patience)
+            .field("peer_timeout", &self.peer_timeout)
             .finish_non_exhaustive()
     }
 }

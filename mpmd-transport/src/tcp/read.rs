@@ -319,7 +319,7 @@ struct Waiting {
     peer: ProcessId,
     bytes: u64,
     /// `None` once fetched.
-    asks: Option<oneshot::Sender<Place>>,
+    asks: Option<oneshot::Sender<PayloadTarget>>,
 }
 
 impl Fetch for Waiting {
@@ -335,7 +335,7 @@ impl Fetch for Waiting {
         );
         let Some(asks) = self.asks.take() else { return };
         // If the reading task has ended, the place is dropped, and its `drop` reports the error.
-        let _ = asks.send(Place {
+        let _ = asks.send(PayloadTarget {
             shared: self.shared.clone(),
             peer: self.peer,
             given: Some((into, then)),
@@ -345,14 +345,14 @@ impl Fetch for Waiting {
 
 /// The destination of a payload, on its way to the reading task. That task may end before it takes
 /// the place. The place is then dropped, and its `drop` fails the fetch.
-struct Place {
+struct PayloadTarget {
     shared: Arc<Shared>,
     peer: ProcessId,
     /// `None` once taken.
     given: Option<(OwnedBuffer, FetchDone)>,
 }
 
-impl Drop for Place {
+impl Drop for PayloadTarget {
     fn drop(&mut self) {
         if let Some((into, then)) = self.given.take() {
             drop(into);

@@ -296,7 +296,7 @@ impl Engine {
             })
             .collect();
         let failed = self.greet_all(&config).err();
-        let until = after(if failed.is_some() { LAST_WORDS } else { config.patience });
+        let until = after(if failed.is_some() { LAST_WORDS } else { config.peer_timeout });
         self.meeting = Some(Meeting { config, reply, until, failed });
         for hello in std::mem::take(&mut self.hellos) {
             self.greeted(&hello);
@@ -376,7 +376,7 @@ impl Engine {
             None if silent.is_empty() => Ok(self.met()),
             None if late => {
                 let what = name_missing(&silent, self.peers.len());
-                Err(TransportError::TimedOut { what, patience: meeting.config.patience })
+                Err(TransportError::TimedOut { what, peer_timeout: meeting.config.peer_timeout })
             }
             None => {
                 self.meeting = Some(meeting);

@@ -25,7 +25,7 @@ pub fn examine(limit: Duration) -> Result<Report, TransportError> {
         peers: peers.clone(),
         token: [0; 32],
         epoch: 0,
-        patience: until.saturating_duration_since(Instant::now()),
+        peer_timeout: until.saturating_duration_since(Instant::now()),
         pool: Pool::new("ucx", None),
         spin: Spin::Never,
         neighbours: 2,

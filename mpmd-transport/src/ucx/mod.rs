@@ -72,7 +72,7 @@ pub struct UcxConfig {
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,
     /// The peer timeout: all peers together must connect within it.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
     /// The pool for copies of payloads that arrive with their message.
     pub pool: Pool,
     /// The time for which the engine polls for work before it sleeps.
@@ -88,7 +88,7 @@ impl fmt::Debug for UcxConfig {
             .field("process", &self.process)
             .field("processes", &self.peers.len())
             .field("epoch", &self.epoch)
-            .field("patience", &self.patience)
+            .field("peer_timeout", &self.peer_timeout)
             .field("spin", &self.spin)
             .field("neighbours", &self.neighbours)
             .finish_non_exhaustive()

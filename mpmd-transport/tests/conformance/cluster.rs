@@ -224,7 +224,7 @@ fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
             peers: peers.clone(),
             token: TOKEN,
             epoch: EPOCH,
-            patience: Duration::from_secs(20),
+            peer_timeout: Duration::from_secs(20),
             pool: Pool::new("unexpected", None),
             spin: Spin::Auto,
             neighbours: processes,
@@ -245,7 +245,7 @@ pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
             peers: peers.clone(),
             token: TOKEN,
             epoch: EPOCH,
-            patience: Duration::from_secs(20),
+            peer_timeout: Duration::from_secs(20),
         };
         std::thread::spawn(move || opened.connect(&config))
     });
@@ -275,7 +275,7 @@ pub(crate) fn config(process: usize, peers: Vec<std::net::SocketAddr>) -> TcpCon
         peers,
         token: TOKEN,
         epoch: EPOCH,
-        patience: Duration::from_secs(20),
+        peer_timeout: Duration::from_secs(20),
         pool: Pool::new("control", None),
     }
 }

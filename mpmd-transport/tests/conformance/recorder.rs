@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::cluster::pattern_is_intact;
 
 /// Time limit for an event that has to come.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// The treatment of payloads that can be fetched.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -85,7 +85,7 @@ impl Recorder {
 
     /// Waits until `enough` returns a value; fails the test if that takes too long.
     pub(crate) fn wait<T>(&self, what: &str, enough: impl Fn(&Seen) -> Option<T>) -> T {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         let mut seen = self.seen.lock();
         loop {
             if let Some(found) = enough(&seen) {

@@ -26,7 +26,7 @@ const RARE: u64 = 50;
 const LEAD: usize = 40;
 
 /// Time limit for an event that has to come, under valgrind.
-const PATIENCE: Duration = Duration::from_secs(150);
+const TIME_LIMIT: Duration = Duration::from_secs(150);
 
 /// Most buffers that are kept for a while.
 const HELD: usize = 8;
@@ -107,7 +107,7 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         end.forget();
     }
     // The transport drops its buffers when its thread ends.
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     while pools.iter().any(|pool| pool.stats().live > 0) {
         assert!(Instant::now() < until, "still in use: {pools:?}");
         std::thread::sleep(Duration::from_millis(1));
@@ -129,7 +129,7 @@ fn engines() -> usize {
 
 /// Waits until one of the ends has seen `enough`. Meanwhile reads or drops held payloads at random.
 fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     loop {
         ends.iter().for_each(|end| end.decide());
         let mut seen = ends[which].seen.lock();

@@ -335,7 +335,7 @@ fn missing_processes_are_named_after_peer_timeout() {
         let listener = listen();
         let gone = listen().address();
         let peers = vec![gone, listener.address(), listener.address(), listener.address()];
-        let waits = TcpConfig { patience: Duration::from_secs(1), ..config(1, peers.clone()) };
+        let waits = TcpConfig { peer_timeout: Duration::from_secs(1), ..config(1, peers.clone()) };
         let waits = connecting(listener, waits);
         // Process 2 opens only one of its two connections.
         let _half = Preamble { from: 2, to: 1, ..PREAMBLE }.meet(peers[1]);
@@ -356,10 +356,11 @@ fn wrong_token_is_suggested_as_the_cause() {
         let listeners = [listen(), listen()];
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
         let [zero, one] = listeners;
-        let patience = Duration::from_secs(2);
-        let zero = connecting(zero, TcpConfig { patience, ..config(0, peers.clone()) });
+        let peer_timeout = Duration::from_secs(2);
+        let zero = connecting(zero, TcpConfig { peer_timeout, ..config(0, peers.clone()) });
         // Gives up first, while process 0 still refuses its connections.
-        let wrong = TcpConfig { token: [9; 32], patience: patience / 2, ..config(1, peers) };
+        let wrong =
+            TcpConfig { token: [9; 32], peer_timeout: peer_timeout / 2, ..config(1, peers) };
         let error = one.connect(wrong).unwrap_err().to_string();
         assert!(error.contains("process 0") && error.contains("token"), "{error}");
         let error = zero.join().unwrap().unwrap_err().to_string();

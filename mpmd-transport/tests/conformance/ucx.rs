@@ -28,7 +28,7 @@ fn config(process: usize, peers: Vec<String>) -> UcxConfig {
         peers,
         token: TOKEN,
         epoch: EPOCH,
-        patience: Duration::from_secs(20),
+        peer_timeout: Duration::from_secs(20),
         pool: Pool::new("ucx", None),
         spin: Spin::Auto,
         neighbours,
@@ -73,9 +73,9 @@ fn process_with_a_wrong_token_is_reported_missing() {
     within(LIMIT, || {
         let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
         let peers = vec![zero.address().to_owned(), one.address().to_owned()];
-        let patience = Duration::from_secs(1);
-        let first = UcxConfig { patience, ..config(0, peers.clone()) };
-        let second = UcxConfig { patience, token: [1; 32], ..config(1, peers) };
+        let peer_timeout = Duration::from_secs(1);
+        let first = UcxConfig { peer_timeout, ..config(0, peers.clone()) };
+        let second = UcxConfig { peer_timeout, token: [1; 32], ..config(1, peers) };
         let zero = std::thread::spawn(move || zero.connect(first));
         let one = one.connect(second);
         for (end, missed) in [(zero.join().unwrap(), "process 1 of 2"), (one, "process 0 of 2")] {
@@ -109,7 +109,7 @@ fn missing_processes_are_named_after_patience() {
         let mut opened = opened.into_iter();
         let waits = opened.next().unwrap();
         let waits =
-            waits.connect(UcxConfig { patience: Duration::from_secs(1), ..config(0, peers) });
+            waits.connect(UcxConfig { peer_timeout: Duration::from_secs(1), ..config(0, peers) });
         let error = waits.unwrap_err();
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
         assert!(error.to_string().contains("process 1 and process 2 of 3"), "{error}");

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use loom::sync::{Condvar, Mutex};
 
-use crate::door::Futex;
+use crate::doorbell::Futex;
 use crate::sync::{AtomicU32, Ordering};
 
 /// Has the guarantees of the system's futex and no more; has no timeouts.

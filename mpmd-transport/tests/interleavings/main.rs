@@ -10,8 +10,8 @@
 //! forbids that.
 
 #[expect(dead_code, reason = "models do not need all of it")]
-#[path = "../../src/shm/door.rs"]
-mod door;
+#[path = "../../src/shm/doorbell.rs"]
+mod doorbell;
 mod futex;
 mod process;
 #[expect(dead_code, reason = "models do not need all of it")]
@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use loom::thread;
 
-use door::Door;
+use doorbell::Doorbell;
 use futex::ModelFutex;
 use process::{Process, Slot};
 use ring::Ring;
@@ -114,7 +114,7 @@ fn producer_waiting_for_room_is_woken() {
         for _ in 0..8 {
             assert!(producer.push(0, &[]));
         }
-        let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
+        let (door, futex) = (Doorbell::alone(), Arc::new(ModelFutex::new()));
         let (bell, bell_futex) = (door.clone(), futex.clone());
         // The new record needs both lines that are popped: the first ring of the doorbell may come
         // too early.
@@ -141,7 +141,7 @@ fn driver_waiting_for_room_is_woken() {
         for _ in 0..4 {
             assert!(producer.push(0, &[]));
         }
-        let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
+        let (door, futex) = (Doorbell::alone(), Arc::new(ModelFutex::new()));
         let (bell, bell_futex) = (door.clone(), futex.clone());
         let popping = thread::spawn(move || {
             assert_eq!(consumer.pop(|kind, _| kind), Ok(Some(0)));

@@ -7,7 +7,7 @@ use loom::sync::{Condvar, Mutex};
 use loom::thread::{self, JoinHandle};
 
 use crate::SMALL;
-use crate::door::Door;
+use crate::doorbell::Doorbell;
 use crate::futex::ModelFutex;
 use crate::ring::{Consumer, Producer, Ring};
 
@@ -22,7 +22,7 @@ pub(crate) enum Slot {
 
 /// The process.
 pub(crate) struct Process {
-    door: Door,
+    door: Doorbell,
     futex: Arc<ModelFutex>,
     inbox: Mutex<Inbox>,
     more: Condvar,
@@ -40,7 +40,7 @@ struct Inbox {
 /// The peer's side.
 pub(crate) struct Peer {
     ring: Producer,
-    door: Door,
+    door: Doorbell,
     futex: Arc<ModelFutex>,
 }
 
@@ -55,7 +55,7 @@ impl Peer {
 impl Process {
     pub(crate) fn with_peer() -> (Arc<Self>, Peer) {
         let ring = Ring::alone(SMALL);
-        let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
+        let (door, futex) = (Doorbell::alone(), Arc::new(ModelFutex::new()));
         let peer = Peer { ring: ring.producer(), door: door.clone(), futex: futex.clone() };
         let process = Self {
             door,

@@ -14,16 +14,16 @@ use crate::stream::{Stream, Work, own_stream};
 
 /// Where rows of bytes lie.
 #[derive(Clone, Copy)]
-struct Place {
+struct CopyEnd {
     address: u64,
     /// From one row to the next, and from one slice to the next.
     pitch: u64,
     slice: u64,
 }
 
-impl Place {
-    fn flat(address: u64) -> Place {
-        Place { address, pitch: 0, slice: 0 }
+impl CopyEnd {
+    fn flat(address: u64) -> CopyEnd {
+        CopyEnd { address, pitch: 0, slice: 0 }
     }
 }
 
@@ -45,12 +45,12 @@ impl Extent {
     }
 
     /// Bytes from the first to the last that is touched.
-    fn reach(&self, place: &Place) -> u64 {
+    fn reach(&self, place: &CopyEnd) -> u64 {
         (self.depth - 1) * place.slice + (self.height - 1) * place.pitch + self.width
     }
 
     /// First bytes of the rows, counted from the start of each place.
-    fn rows(self, from: Place, to: Place) -> impl Iterator<Item = (u64, u64)> {
+    fn rows(self, from: CopyEnd, to: CopyEnd) -> impl Iterator<Item = (u64, u64)> {
         (0..self.depth).flat_map(move |z| {
             (0..self.height)
                 .map(move |y| (z * from.slice + y * from.pitch, z * to.slice + y * to.pitch))
@@ -69,7 +69,7 @@ enum Side {
 }
 
 impl Side {
-    fn of(place: &Place, extent: &Extent) -> Side {
+    fn of(place: &CopyEnd, extent: &Extent) -> Side {
         if space().covers(place.address) {
             return Side::Device;
         }
@@ -96,8 +96,8 @@ enum When {
 /// Issues a copy, and waits as long as CUDA says that the call takes.
 fn copy(
     stream: &Arc<Stream>,
-    to: (Place, Asked),
-    from: (Place, Asked),
+    to: (CopyEnd, Asked),
+    from: (CopyEnd, Asked),
     extent: Extent,
     when: When,
 ) -> Result {
@@ -145,7 +145,7 @@ fn copy(
             let _keep = &keep;
             match staged {
                 Some(bytes) => {
-                    let packed = Place {
+                    let packed = CopyEnd {
                         address: bytes.as_ptr() as u64,
                         pitch: extent.width,
                         slice: extent.width * extent.height,
@@ -175,7 +175,7 @@ fn copy(
     Ok(())
 }
 
-fn use_of(place: &Place, extent: &Extent, side: &Side, write: bool) -> Option<Use> {
+fn use_of(place: &CopyEnd, extent: &Extent, side: &Side, write: bool) -> Option<Use> {
     matches!(side, Side::Device).then(|| Use {
         address: place.address,
         bytes: extent.reach(place),
@@ -184,9 +184,9 @@ fn use_of(place: &Place, extent: &Extent, side: &Side, write: bool) -> Option<Us
 }
 
 /// The bytes of pageable host memory, row after row.
-fn stage(from: &Place, extent: &Extent) -> Vec<u8> {
+fn stage(from: &CopyEnd, extent: &Extent) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(extent.bytes() as usize);
-    for (at, _) in extent.rows(*from, Place::flat(0)) {
+    for (at, _) in extent.rows(*from, CopyEnd::flat(0)) {
         let row = (from.address + at) as *const u8;
         // SAFETY: the caller of the copy promised host memory of this extent, for as long as the
         // call takes.
@@ -200,9 +200,9 @@ fn stage(from: &Place, extent: &Extent) -> Vec<u8> {
 /// # Errors
 ///
 /// `CUDA_ERROR_ILLEGAL_ADDRESS` where a device's bytes are not of one live allocation.
-fn move_rows(to: &Place, from: &Place, extent: Extent) -> Result {
+fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
     // The spans keep what they are of mapped while the bytes move.
-    let span = |place: &Place| {
+    let span = |place: &CopyEnd| {
         space()
             .covers(place.address)
             .then(|| space().span(place.address, extent.reach(place)))
@@ -226,8 +226,8 @@ fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handl
     let stream = own_stream(stream.unwrap_or(0))?;
     copy(
         &stream,
-        (Place::flat(to.0), to.1),
-        (Place::flat(from.0), from.1),
+        (CopyEnd::flat(to.0), to.1),
+        (CopyEnd::flat(from.0), from.1),
         Extent::flat(bytes),
         when,
     )
@@ -383,19 +383,19 @@ fn base(memory_type: u32, host: u64, device: u64) -> Result<(u64, Asked)> {
 }
 
 impl Side2D {
-    fn place(&self, copy: &Copy2D) -> Result<(Place, Asked)> {
+    fn place(&self, copy: &Copy2D) -> Result<(CopyEnd, Asked)> {
         let (base, asked) = base(self.memory_type, self.host, self.device)?;
         // A single row needs no pitch.
         if self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height > 1) {
             return Err(Code::INVALID_VALUE);
         }
         let address = base + (self.y * self.pitch + self.x) as u64;
-        Ok((Place { address, pitch: self.pitch as u64, slice: 0 }, asked))
+        Ok((CopyEnd { address, pitch: self.pitch as u64, slice: 0 }, asked))
     }
 }
 
 impl Side3D {
-    fn place(&self, copy: &Copy3D) -> Result<(Place, Asked)> {
+    fn place(&self, copy: &Copy3D) -> Result<(CopyEnd, Asked)> {
         let (base, asked) = base(self.memory_type, self.host, self.device)?;
         let pitch_short =
             self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height * copy.depth > 1);
@@ -406,7 +406,7 @@ impl Side3D {
         }
         let slice = self.pitch * self.height;
         let address = base + (self.z * slice + self.y * self.pitch + self.x) as u64;
-        Ok((Place { address, pitch: self.pitch as u64, slice: slice as u64 }, asked))
+        Ok((CopyEnd { address, pitch: self.pitch as u64, slice: slice as u64 }, asked))
     }
 }
 

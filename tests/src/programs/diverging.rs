@@ -40,7 +40,8 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
                 continue;
             }
             let value = (step * 10 + microbatch) as f32;
-            let mut x = p.make(f32s(shape), &whole[0], move |_, mut view| Ok(view.fill(value)?))?;
+            let mut x =
+                p.array_from_fn(f32s(shape), &whole[0], move |_, mut view| Ok(view.fill(value)?))?;
             for stage in 0..stages.len() {
                 if stage == 3 && !(now && *how == "skip-aside") {
                     // Used by nothing; only process 3 takes part.
@@ -80,7 +81,7 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
         }
     }
     if astray == (*how == "extra-at-end") && how.ends_with("-at-end") {
-        let _ = p.make(f32s(shape), &whole[2], |_, mut view| Ok(view.fill(0.0f32)?))?;
+        let _ = p.array_from_fn(f32s(shape), &whole[2], |_, mut view| Ok(view.fill(0.0f32)?))?;
     }
     Ok(())
 }

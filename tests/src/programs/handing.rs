@@ -101,7 +101,7 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     }
     // No process prints before all have received their arrays.
     for process in 0..p.processes() as u32 {
-        p.agree(ProcessId(process), 0u8, || Ok(0))?;
+        p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
     }
     let after = counted();
     let names = [
@@ -141,7 +141,7 @@ impl Hand {
     /// Sends an array around all processes; returns the array at each process, the one at home
     /// last.
     fn around(&mut self, p: &mut Program, number: usize) -> Result<Vec<MpmdArray>> {
-        let mut x = p.make(f32s([ELEMENTS]), &self.on[0], move |_, mut view| {
+        let mut x = p.array_from_fn(f32s([ELEMENTS]), &self.on[0], move |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
             values.for_each(|(i, value)| *value = (number + i % 100) as f32);
             Ok(())
@@ -186,9 +186,11 @@ impl Hand {
         let n = p.processes();
         let mut all = Vec::new();
         for number in 0..AT_ONCE {
-            let x = p.make(f32s([ELEMENTS / 16]), &self.on[number % n], move |_, mut view| {
-                Ok(view.fill(number as f32)?)
-            })?;
+            let x = p.array_from_fn(
+                f32s([ELEMENTS / 16]),
+                &self.on[number % n],
+                move |_, mut view| Ok(view.fill(number as f32)?),
+            )?;
             let x = self.add[number % n].call(p, x)?;
             let y = p.device_put(&x, &self.on[(number + 1) % n])?;
             let z = p.device_put(&y, &self.on[(number + 2) % n])?;
@@ -212,7 +214,7 @@ fn parts(p: &mut Program) -> Result<()> {
     let mesh = p.mesh(&[("x", n)])?;
     let shape = [ROWS, ROWS / 2];
     let rows = mesh.sharding(spec!["x"]);
-    let x = p.make(f32s(shape), &rows, |region, mut view| {
+    let x = p.array_from_fn(f32s(shape), &rows, |region, mut view| {
         let (rows, columns) = (region.range(0), region.range(1));
         let values = rows.flat_map(|i| columns.clone().map(move |j| (i * ROWS + j) as f32));
         view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);

@@ -14,7 +14,7 @@ use super::parts::numbered;
 const ELEMENTS: usize = 256 << 10;
 
 /// Time limit for the last message of a meeting to come back.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Process 0 sends an array to both others, and process 1 sends one to process 2; then all drop the
 /// arrays. Before and after the drop, prints the line about this process's memory. It waits until
@@ -22,8 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let me = p.process().index();
-    let first = p.make(f32s([ELEMENTS]), &on(0), numbered(0))?;
-    let second = p.make(f32s([ELEMENTS]), &on(1), numbered(1))?;
+    let first = p.array_from_fn(f32s([ELEMENTS]), &on(0), numbered(0))?;
+    let second = p.array_from_fn(f32s([ELEMENTS]), &on(1), numbered(1))?;
     let there = vec![
         p.device_put(&first, on(1))?,
         p.device_put(&first, on(2))?,
@@ -42,11 +42,11 @@ pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
 
 fn meet(p: &mut Program) -> Result<()> {
     (0..p.processes() as u32)
-        .try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
+        .try_for_each(|process| p.broadcast_value(ProcessId(process), 0u8, || Ok(0)).map(drop))
 }
 
 fn settled(p: &Program, expected: [u64; 2], say: &mut Say<'_>) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     loop {
         let found = p.metrics().holdings;
         let sums: [u64; 2] = [&found.lent_to, &found.borrowed_from].map(|bytes| bytes.iter().sum());

@@ -97,7 +97,7 @@ pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     }
     // No process prints before all are done.
     for process in 0..p.processes() as u32 {
-        p.agree(ProcessId(process), 0u8, || Ok(0))?;
+        p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
     }
     for (name, function) in
         [("reductions by NCCL", "ncclAllReduce"), ("groups joined", "ncclCommInitRankConfig")]

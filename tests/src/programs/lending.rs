@@ -42,7 +42,7 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `lending HAND-OVERS SEED PATIENCE`: moves this many arrays from one process to another. Arrays
+/// `lending HAND-OVERS SEED TIME_LIMIT`: moves this many arrays from one process to another. Arrays
 /// that are checked are compared to the bit. After each fifth of them, prints the memory in use. At
 /// the end, prints the number of arrays checked here and by all processes. Wrong data is printed as
 /// `WRONG`, even if the program ends with another error.
@@ -50,10 +50,10 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
-    let [hand_overs, seed, patience] = numbers[..] else {
-        return Err(Error::kernel("lending HAND-OVERS SEED PATIENCE"));
+    let [hand_overs, seed, peer_timeout] = numbers[..] else {
+        return Err(Error::kernel("lending HAND-OVERS SEED TIME_LIMIT"));
     };
-    let mut lending = Lending::new(p, seed as u64, Duration::from_secs(patience as u64))?;
+    let mut lending = Lending::new(p, seed as u64, Duration::from_secs(peer_timeout as u64))?;
     let end = lending.run(p, hand_overs, say);
     if end.is_err() {
         // Held arrays are right even after an unwanted end. Meanwhile other processes may have died
@@ -71,7 +71,7 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
 struct Lending {
     random: Random,
     /// Time limit until memory that nobody holds is no longer in use.
-    patience: Duration,
+    peer_timeout: Duration,
     sizes: [Vec<usize>; 3],
     pattern: Arc<Vec<u8>>,
     /// One sharding for each process.
@@ -105,7 +105,7 @@ struct Expected {
 }
 
 impl Lending {
-    fn new(p: &mut Program, seed: u64, patience: Duration) -> Result<Self> {
+    fn new(p: &mut Program, seed: u64, peer_timeout: Duration) -> Result<Self> {
         let mut random = Random::new(seed);
         let mut sizes = |most: usize| -> Vec<usize> {
             let mut size = || {
@@ -122,7 +122,7 @@ impl Lending {
         }
         Ok(Self {
             random,
-            patience,
+            peer_timeout,
             sizes,
             pattern: Arc::new(Random::new(8).bytes(MOST_BYTES + PLACES)),
             on: meshes.iter().map(|mesh| mesh.replicated()).collect(),
@@ -167,7 +167,7 @@ impl Lending {
         let mut at = from;
         let expected = self.expected();
         let fill = expected.clone();
-        let mut x = p.make(
+        let mut x = p.array_from_fn(
             u8s([expected.bytes]),
             &self.on[from],
             move |_: &Region, mut view: ViewMut<'_>| {
@@ -256,7 +256,7 @@ impl Lending {
         while let Some(kept) = self.kept.pop() {
             self.look(kept)?;
         }
-        let until = Instant::now() + self.patience;
+        let until = Instant::now() + self.peer_timeout;
         loop {
             let memory = p.memory();
             let looked_at = self.looked_at.load(Ordering::Relaxed);
@@ -267,7 +267,7 @@ impl Lending {
                 // If a process has died, that is the error. Otherwise no process answers, or all
                 // have the same problem.
                 for process in 0..p.processes() {
-                    p.agree(ProcessId(process as u32), 0, || Ok(0))?;
+                    p.broadcast_value(ProcessId(process as u32), 0, || Ok(0))?;
                 }
                 let missing = self.awaited_here - looked_at;
                 let message =
@@ -326,10 +326,11 @@ impl Kernel for Flip {
 pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let pattern = Arc::new(Random::new(8).bytes(MOST_BYTES));
     let fill = pattern.clone();
-    let x = p.make(u8s([MOST_BYTES]), &on(0), move |_: &Region, mut view: ViewMut<'_>| {
-        view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
-        Ok(())
-    })?;
+    let x =
+        p.array_from_fn(u8s([MOST_BYTES]), &on(0), move |_: &Region, mut view: ViewMut<'_>| {
+            view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
+            Ok(())
+        })?;
     // Lent before the first look: on a busy machine the owner would otherwise find nothing lent
     // yet, and report that all is back.
     x.block_until_ready()?;

@@ -39,9 +39,9 @@ pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let mut batch = Vec::new();
     let large = args.contains(&"large");
     for shape in if large { [LARGE; MICROBATCHES] } else { [WIDE, NARROW, WIDE] } {
-        batch.push(
-            p.make(f32s(shape), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?,
-        );
+        batch.push(p.array_from_fn(f32s(shape), &stages[0].replicated(), |_, mut view| {
+            Ok(view.fill(0.0f32)?)
+        })?);
     }
     for step in 0..args.iter().find_map(|arg| arg.parse().ok()).unwrap_or(STEPS) {
         for x in &mut batch {

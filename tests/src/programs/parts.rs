@@ -8,7 +8,7 @@ use super::Say;
 
 /// The smallest program: sends one value from process 0 to all, which print it.
 pub(super) fn hello(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let value = p.agree(mpmd_core::ProcessId(0), 0, || Ok(42))?;
+    let value = p.broadcast_value(mpmd_core::ProcessId(0), 0, || Ok(42))?;
     say(format!("hello from process {} of {}: {value}", p.process(), p.processes()));
     Ok(())
 }

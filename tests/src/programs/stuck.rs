@@ -48,8 +48,9 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     let mut outputs = Vec::new();
     for microbatch in 0..MICROBATCHES {
         label(p, 0, microbatch, Role::Load);
-        let mut x =
-            p.make(f32s([64]), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
+        let mut x = p.array_from_fn(f32s([64]), &stages[0].replicated(), |_, mut view| {
+            Ok(view.fill(0.0f32)?)
+        })?;
         for (stage, pass) in passes.iter().enumerate() {
             label(p, stage, microbatch, Role::Forward);
             x = if (stage, microbatch) == STUCK { stuck.call(p, x)? } else { pass.call(p, x)? };

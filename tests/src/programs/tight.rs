@@ -31,11 +31,11 @@ pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(1))];
     let mut ready = Vec::new();
     for (salt, end) in (0..).zip(&ends) {
-        ready.push(p.make(f32s([ELEMENTS]), end, numbered(salt))?);
+        ready.push(p.array_from_fn(f32s([ELEMENTS]), end, numbered(salt))?);
     }
     let mut late = Vec::new();
     for (salt, end) in (2..).zip(&ends) {
-        late.push(p.make(f32s([ELEMENTS]), end, slowly(salt))?);
+        late.push(p.array_from_fn(f32s([ELEMENTS]), end, slowly(salt))?);
     }
     let mut moved = Vec::new();
     for (name, arrays) in [("late", &late), ("ready", &ready)] {
@@ -59,8 +59,8 @@ pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     let on = |device| Sharding::single_device(DeviceId(device));
     let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;
     let sum = p.jit(Sum).on(&mesh).outputs(on(1)).build()?;
-    let late = p.make(f32s([ELEMENTS]), &on(0), slowly(1))?;
-    let ready = p.make(f32s([ELEMENTS]), &on(2), numbered(2))?;
+    let late = p.array_from_fn(f32s([ELEMENTS]), &on(0), slowly(1))?;
+    let ready = p.array_from_fn(f32s([ELEMENTS]), &on(2), numbered(2))?;
     let mut sums = Vec::new();
     for x in [late, ready] {
         let x = p.device_put(&x, on(1))?;

@@ -69,7 +69,7 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     // process, and the program goes on.
     let mut moved = Vec::new();
     for (i, (name, shape, from, to)) in ways.iter().enumerate() {
-        match p.make(f32s(*shape), from, numbered(i as u64)) {
+        match p.array_from_fn(f32s(*shape), from, numbered(i as u64)) {
             Ok(x) => moved.push((*name, p.device_put(&x, to)?)),
             Err(Error::Issue(error)) if *name == "a refused cut" => {
                 say(format!("{name}: {}", error.why))
@@ -82,7 +82,7 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
         say_shards(name, x, say)?;
     }
 
-    let start = p.make(f32s([16, 24]), &all.sharding(by_rows), numbered(99))?;
+    let start = p.array_from_fn(f32s([16, 24]), &all.sharding(by_rows), numbered(99))?;
     let mut x = start.clone();
     for to in [back.sharding(by_columns), first.replicated(), grid.sharding(spec!["b", "a"])] {
         x = p.device_put(&x, to)?;
@@ -112,13 +112,13 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
     let mut moved = Vec::new();
     for bytes in [LIMIT - 1, LIMIT, LIMIT + 1] {
         for (from, to) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
-            let x = p.make(u8s([bytes]), from, fill)?;
+            let x = p.array_from_fn(u8s([bytes]), from, fill)?;
             moved.push(p.device_put(&x, to)?);
         }
     }
     let unasked = mpmd_transport::router::EAGER_CREDIT as usize / LIMIT;
     for i in 0..unasked * 3 / 2 {
-        let x = p.make(f32s([LIMIT / 4]), &ends[0], numbered(i as u64))?;
+        let x = p.array_from_fn(f32s([LIMIT / 4]), &ends[0], numbered(i as u64))?;
         moved.push(p.device_put(&x, &ends[1])?);
     }
     for (i, x) in moved.iter().enumerate() {
@@ -130,7 +130,7 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
 /// Moves 64 MiB from the rows of one half to the columns of the other.
 pub(super) fn large(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = (chosen(p, &[0, 1, 2, 3])?, chosen(p, &[4, 5, 6, 7])?);
-    let x = p.make(f32s([4096, 4096]), &front.sharding(spec!["d"]), numbered(5))?;
+    let x = p.array_from_fn(f32s([4096, 4096]), &front.sharding(spec!["d"]), numbered(5))?;
     let x = p.device_put(&x, back.sharding(spec![None, "d"]))?;
     say_shards("large", &x, say)
 }

@@ -184,7 +184,7 @@ fn measure(
     let warm_up = 2;
     for repeat in 0..warm_up + args.options.repeats.max(1) {
         // All processes start together.
-        p.agree(ProcessId(0), (), || Ok(()))?;
+        p.broadcast_value(ProcessId(0), (), || Ok(()))?;
         let start = Instant::now();
         let sums = match &recorded {
             Some(recorded) => recorded.replay(p, given)?,

@@ -96,7 +96,9 @@ impl Steps {
     /// Returns the arguments of the first step.
     pub(super) fn given(&self, p: &mut Program) -> Result<Given> {
         let mut zeros = |mesh: &Mesh| {
-            p.make(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
+            p.array_from_fn(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| {
+                Ok(view.fill(0.0f32)?)
+            })
         };
         let sums = self.meshes.iter().map(&mut zeros).collect::<Result<_>>()?;
         let inputs =

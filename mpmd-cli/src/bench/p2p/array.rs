@@ -10,7 +10,7 @@ use mpmd_core::topology::DeviceKind;
 use mpmd_core::{Result, Simulation};
 use mpmd_transport::ProcessId;
 
-use super::found::{Found, Test};
+use super::found::{Samples, Test};
 use super::handover::handover;
 use super::pace::{self, Pace};
 use super::words::{Carrier, Case, Size};
@@ -26,7 +26,7 @@ pub(super) fn in_job(
     sizes: &[Size],
     cases: &[Case],
     pace: &Pace,
-) -> anyhow::Result<Vec<Found>> {
+) -> anyhow::Result<Vec<Samples>> {
     let mut p = Program::builder().devices(2).device_kinds(&[device]).from_env()?;
     check_transport(&p, carrier.name())?;
     let found = measure(&mut p, sizes, cases, pace)?;
@@ -40,7 +40,7 @@ pub(super) fn in_threads(
     sizes: &[Size],
     cases: &[Case],
     pace: &Pace,
-) -> Result<Vec<Found>> {
+) -> Result<Vec<Samples>> {
     let simulation = Simulation::new(2, 2).settings(|program| program.device_kinds(&[device]));
     let mut results = simulation.run(|p| measure(p, sizes, cases, pace));
     let other = results.pop().map(|result| result.map(drop));
@@ -54,7 +54,7 @@ pub(super) struct Pair {
     pub(super) there: Sharding,
 }
 
-fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
+fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Samples>> {
     let devices = p.topology().device_ids().to_vec();
     let pair = Pair {
         here: Sharding::single_device(devices[0]),
@@ -68,7 +68,7 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
             true => handover(p, &pair, bytes, pace)?,
             false => Vec::new(),
         };
-        let x = p.make(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
+        let x = p.array_from_fn(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
         x.block_until_ready()?;
         if cases.contains(&Case::Latency) {
             found.push(latency(p, &pair, &x, bytes, pace)?);
@@ -80,7 +80,7 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
             // In two parts, so that the receiver must copy them into one array.
             let halves = p.mesh_of(&[("half", 2)], &devices)?.sharding(spec!["half"]);
             let even = bytes / 2 * 2;
-            let x = p.make(u8s([even]), &halves, |_, mut view| Ok(view.fill(7u8)?))?;
+            let x = p.array_from_fn(u8s([even]), &halves, |_, mut view| Ok(view.fill(7u8)?))?;
             found.push(bandwidth(p, &pair, &x, Test::OneCopy, bytes, pace)?);
         }
         found.extend(handed);
@@ -95,7 +95,7 @@ fn latency(
     x: &MpmdArray,
     bytes: usize,
     pace: &Pace,
-) -> Result<Found> {
+) -> Result<Samples> {
     let run = |p: &mut Program, rounds: u64| -> Result<Duration> {
         let start = Instant::now();
         let mut x = x.clone();
@@ -110,8 +110,8 @@ fn latency(
     };
     let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
     // All processes must issue the same operations, so process 0 decides.
-    let rounds = p.agree(FIRST, 1, || Ok(pace.rounds(one)))?;
-    let mut found = Found::new(Test::Latency, bytes);
+    let rounds = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one)))?;
+    let mut found = Samples::new(Test::Latency, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         found.add(rounds, run(p, rounds)?);
     }
@@ -126,9 +126,9 @@ fn bandwidth(
     test: Test,
     bytes: usize,
     pace: &Pace,
-) -> Result<Found> {
+) -> Result<Samples> {
     let window = pace::window(bytes);
-    let done = p.make(u8s([1]), &pair.there, |_, mut view| Ok(view.fill(1u8)?))?;
+    let done = p.array_from_fn(u8s([1]), &pair.there, |_, mut view| Ok(view.fill(1u8)?))?;
     let run = |p: &mut Program, arrays: u64| -> Result<Duration> {
         let start = Instant::now();
         let mut under_way: VecDeque<MpmdArray> = VecDeque::with_capacity(window);
@@ -149,8 +149,8 @@ fn bandwidth(
         Ok(start.elapsed())
     };
     let one = Pace::warm(bytes, window, |arrays| run(p, arrays).map(|time| (arrays, time)))?;
-    let arrays = p.agree(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
-    let mut found = Found::new(test, bytes);
+    let arrays = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
+    let mut found = Samples::new(test, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         found.add(arrays, run(p, arrays)?);
     }

@@ -35,7 +35,7 @@ const CHECKED: u64 = 1;
 const LARGEST_EAGER: usize = 16 << 10;
 
 /// The time limit of every wait.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// The maximum length of a sample, which then ends with fewer rounds. On a busy machine two
 /// spinning engines can be a thousand times slower than in the warm-up.
@@ -239,9 +239,9 @@ impl Inner {
         self.changed.notify_all();
     }
 
-    /// Waits until `look` returns a value. Fails after `PATIENCE`, or if the transport fails.
+    /// Waits until `look` returns a value. Fails after `TIME_LIMIT`, or if the transport fails.
     fn wait<T>(&self, what: &str, mut look: impl FnMut(&mut State) -> Option<T>) -> Result<T> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         let mut state = self.state();
         loop {
             // An arrival counts even if the other process has gone since.
@@ -253,7 +253,7 @@ impl Inner {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(anyhow!("process {} waited for {what} for {PATIENCE:?}", self.me));
+                return Err(anyhow!("process {} waited for {what} for {TIME_LIMIT:?}", self.me));
             }
             if self.transport.parking().is_none() {
                 state = self

@@ -60,13 +60,13 @@ impl Test {
 
 /// Samples of one test at one size, in the test's unit.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-pub(super) struct Found {
+pub(super) struct Samples {
     pub(super) test: Test,
     pub(super) bytes: usize,
     pub(super) samples: Vec<f64>,
 }
 
-impl Found {
+impl Samples {
     pub(super) fn new(test: Test, bytes: usize) -> Self {
         Self { test, bytes, samples: Vec::new() }
     }
@@ -83,13 +83,13 @@ impl Found {
 }
 
 /// Writes the results to the file that the launcher of the pair reads.
-pub(super) fn hand_over(found: &[Found], to: &Path) -> Result<()> {
+pub(super) fn hand_over(found: &[Samples], to: &Path) -> Result<()> {
     std::fs::write(to, serde_json::to_vec(found)?)
         .with_context(|| format!("writing {}", to.display()))
 }
 
 /// Reads the results that [`hand_over`] wrote.
-pub(super) fn take_over(from: &Path) -> Result<Vec<Found>> {
+pub(super) fn take_over(from: &Path) -> Result<Vec<Samples>> {
     let bytes = std::fs::read(from).with_context(|| format!("reading {}", from.display()))?;
     serde_json::from_slice(&bytes).context("the pair of processes left no samples")
 }
@@ -100,10 +100,10 @@ mod tests {
 
     #[test]
     fn samples_are_half_round_trips_and_gigabytes_per_second() {
-        let mut latency = Found::new(Test::Latency, 8);
+        let mut latency = Samples::new(Test::Latency, 8);
         latency.add(10, Duration::from_micros(100));
         assert!((latency.samples[0] - 5.0).abs() < 1e-9);
-        let mut bandwidth = Found::new(Test::Bandwidth, 500_000_000);
+        let mut bandwidth = Samples::new(Test::Bandwidth, 500_000_000);
         bandwidth.add(2, Duration::from_millis(500));
         assert!((bandwidth.samples[0] - 2.0).abs() < 1e-9);
     }

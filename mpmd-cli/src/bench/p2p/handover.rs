@@ -22,7 +22,7 @@ use mpmd_transport::ProcessId;
 use rustix::time::{ClockId, clock_gettime};
 
 use super::array::{FIRST, Pair};
-use super::found::{Found, Test};
+use super::found::{Samples, Test};
 use super::memory::available;
 use super::pace::Pace;
 use super::words::Size;
@@ -92,13 +92,13 @@ pub(super) fn handover(
     pair: &Pair,
     bytes: usize,
     pace: &Pace,
-) -> Result<Vec<Found>> {
+) -> Result<Vec<Samples>> {
     let devices = p.topology().device_ids().to_vec();
     let link = p.topology().link_between(devices[0], devices[1]);
     let on_gpu = p.topology().kind_of(devices[0]) == Some(DeviceKind::Cuda);
     // Each device has memory of its own, and reports itself if it has too little.
     let known = || if on_gpu { None } else { available() };
-    let room = p.agree(FIRST, u64::MAX, || Ok(known().unwrap_or(u64::MAX)))?;
+    let room = p.broadcast_value(FIRST, u64::MAX, || Ok(known().unwrap_or(u64::MAX)))?;
     let why_not = why_not(link, room, bytes);
     if let Some(why) = why_not {
         if p.process() == FIRST {
@@ -127,10 +127,10 @@ fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
     })
 }
 
-fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result<Vec<Found>> {
+fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result<Vec<Samples>> {
     let mesh = p.mesh_of(&[("x", 1)], pair.here.devices())?;
     let write = p.jit(Write(u8s([bytes]))).on(&mesh).outputs(pair.here.clone()).build()?;
-    let small = p.make(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
+    let small = p.array_from_fn(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
     let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
     // The moments that this process records: as the sender, of each `device_put`; as the receiver,
     // of each arrival, with the time to read the array.
@@ -171,7 +171,7 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
             }
         }
     }
-    let had = p.agree(SECOND, Vec::new(), || Ok(had))?;
+    let had = p.broadcast_value(SECOND, Vec::new(), || Ok(had))?;
     Ok(evaluate(bytes, &given, &had))
 }
 
@@ -207,9 +207,9 @@ fn now() -> u64 {
 }
 
 /// Computes the samples from the send times, the arrival times and the read times.
-fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Found> {
+fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Samples> {
     let of = |test: Test, spans: &mut dyn Iterator<Item = u64>| {
-        let mut found = Found::new(test, bytes);
+        let mut found = Samples::new(test, bytes);
         spans.for_each(|nanos| found.add(1, Duration::from_nanos(nanos)));
         found
     };

@@ -18,7 +18,7 @@ use super::words::Carrier;
 const EPOCH: u64 = 1;
 
 /// The peer timeout, if the launcher sets none.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// The time that a process 0 with the rendezvous server waits for the other to leave.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
@@ -39,12 +39,12 @@ impl Meeting {
     /// processes.
     pub(super) fn of(env: &JobEnv, carrier: Carrier, spin: Spin, pool: &Pool) -> Result<Self> {
         launch::adopt()?;
-        let patience = env.patience.unwrap_or(PATIENCE);
+        let peer_timeout = env.peer_timeout.unwrap_or(TIME_LIMIT);
         let server = if env.hosted || env.process.index() != 0 {
             None
         } else {
             let config =
-                ServerConfig { processes: env.processes, token: env.token.clone(), patience };
+                ServerConfig { processes: env.processes, token: env.token.clone(), peer_timeout };
             Some(Server::bind(env.listen_address()?, config)?)
         };
         let rendezvous = Rendezvous::connect(JoinConfig {
@@ -52,9 +52,9 @@ impl Meeting {
             process: env.process,
             processes: env.processes,
             token: env.token.clone(),
-            patience,
+            peer_timeout,
         })?;
-        let door = Door::open(carrier, &rendezvous)?;
+        let door = OpenTransport::open(carrier, &rendezvous)?;
         let member = Member {
             host: env.host.clone().unwrap_or_else(hostname),
             pid: std::process::id(),
@@ -67,7 +67,7 @@ impl Meeting {
         let members = rendezvous.join(member)?;
         let job = Job {
             env,
-            patience,
+            peer_timeout,
             pool,
             spin,
             neighbours: members.iter().filter(|member| member.host == host).count(),
@@ -99,7 +99,7 @@ impl Meeting {
 /// The data that every transport needs to connect.
 struct Job<'a> {
     env: &'a JobEnv,
-    patience: Duration,
+    peer_timeout: Duration,
     pool: &'a Pool,
     spin: Spin,
     neighbours: usize,
@@ -107,13 +107,13 @@ struct Job<'a> {
 }
 
 /// A transport with an address that is not connected yet.
-enum Door {
+enum OpenTransport {
     Shm(shm::Opened),
     Tcp(Listener),
     Ucx(Opened),
 }
 
-impl Door {
+impl OpenTransport {
     fn open(carrier: Carrier, rendezvous: &Rendezvous) -> Result<Self> {
         Ok(match carrier {
             Carrier::Shm => Self::Shm(shm::Opened::open()?),
@@ -135,11 +135,11 @@ impl Door {
 
     fn connect(self, job: Job<'_>) -> Result<Arc<dyn Transport>> {
         let (process, token) = (job.env.process, *job.env.token.bytes());
-        let (patience, pool) = (job.patience, job.pool.clone());
+        let (peer_timeout, pool) = (job.peer_timeout, job.pool.clone());
         Ok(match self {
             Self::Shm(opened) => {
                 let peers = job.addresses.into_iter().map(Some).collect();
-                opened.connect(&ShmConfig { process, peers, token, epoch: EPOCH, patience })?
+                opened.connect(&ShmConfig { process, peers, token, epoch: EPOCH, peer_timeout })?
             }
             Self::Tcp(listener) => {
                 let peers = job.addresses.iter().map(|address| {
@@ -153,7 +153,7 @@ impl Door {
                     peers,
                     token,
                     epoch: EPOCH,
-                    patience,
+                    peer_timeout,
                     pool,
                 })?
             }
@@ -162,7 +162,7 @@ impl Door {
                 peers: job.addresses,
                 token,
                 epoch: EPOCH,
-                patience,
+                peer_timeout,
                 pool,
                 spin: job.spin,
                 neighbours: job.neighbours,

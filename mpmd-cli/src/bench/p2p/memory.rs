@@ -3,11 +3,11 @@
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
-use super::found::{Found, Test};
+use super::found::{Samples, Test};
 use super::pace::Pace;
 
 /// Measures one thread's copies between two warm buffers.
-pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
+pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Samples {
     let source = vec![7u8; bytes];
     let mut target = vec![1u8; bytes];
     let mut copy = |times: u64| -> Duration {
@@ -20,7 +20,7 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
     };
     let Ok(one) = Pace::warm(bytes, 1, |times| Ok::<_, Infallible>((times, copy(times))));
     let times = pace.rounds(one);
-    let mut found = Found::new(Test::Memcpy, bytes);
+    let mut found = Samples::new(Test::Memcpy, bytes);
     for _ in 0..repeats {
         found.add(times, copy(times));
     }

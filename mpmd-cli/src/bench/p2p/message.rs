@@ -9,7 +9,7 @@ use mpmd_transport::ucx::Spin;
 use mpmd_transport::{Pool, ProcessId, Transport};
 
 use super::ends::{Ends, NEXT, READY};
-use super::found::{Found, Test};
+use super::found::{Samples, Test};
 use super::meet::Meeting;
 use super::pace::{self, Pace};
 use super::words::{Carrier, Case, Size};
@@ -21,7 +21,7 @@ pub(super) fn in_job(
     spin: Spin,
     (sizes, cases): (&[Size], &[Case]),
     pace: &Pace,
-) -> Result<Vec<Found>> {
+) -> Result<Vec<Samples>> {
     let pool = Pool::new("bench", None);
     let meeting = Meeting::of(env, carrier, spin, &pool)?;
     // Zero-copy transfers need memory from the transport's arena.
@@ -33,7 +33,7 @@ pub(super) fn in_job(
 }
 
 /// Measures between two threads.
-pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
+pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Samples>> {
     let fabric = Fabric::new(2, Faults::default());
     let one = |process| {
         measure(fabric.endpoint(ProcessId(process)), Pool::new("bench", None), sizes, cases, pace)
@@ -53,7 +53,7 @@ fn measure(
     sizes: &[Size],
     cases: &[Case],
     pace: &Pace,
-) -> Result<Vec<Found>> {
+) -> Result<Vec<Samples>> {
     let ends = Ends::start(transport, pool);
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
@@ -77,10 +77,10 @@ fn measure(
     Ok(found)
 }
 
-fn latency(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
+fn latency(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Samples> {
     ends.ping(0, true)?;
     let rounds = pace.rounds(Pace::warm(bytes, 1, |rounds| ends.ping(rounds, false))?);
-    let mut latency = Found::new(Test::Latency, bytes);
+    let mut latency = Samples::new(Test::Latency, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         let (rounds, time) = ends.ping(rounds, false)?;
         latency.add(rounds, time);
@@ -88,13 +88,13 @@ fn latency(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
     Ok(latency)
 }
 
-fn bandwidth(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
+fn bandwidth(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Samples> {
     // At least the whole window, so that every buffer is used.
     let window = pace::window(bytes);
     ends.stream(1, window, true)?;
     let one = Pace::warm(bytes, window, |messages| ends.stream(messages, window, false))?;
     let messages = pace.rounds(one).max(window as u64);
-    let mut bandwidth = Found::new(Test::Bandwidth, bytes);
+    let mut bandwidth = Samples::new(Test::Bandwidth, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         let (messages, time) = ends.stream(messages, window, false)?;
         bandwidth.add(messages, time);

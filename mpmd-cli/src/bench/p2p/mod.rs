@@ -29,7 +29,7 @@ use mpmd_core::topology::DeviceKind;
 
 use super::{DeviceOption, plain, quantile};
 use busy::Busy;
-use found::{Found, Test};
+use found::{Samples, Test};
 use pace::Pace;
 use perftest::Perftest;
 use table::{Row, Setting};
@@ -210,8 +210,8 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
 }
 
 /// Measures the driver's own copies within a device's memory.
-fn on_device(bytes: usize, repeats: usize) -> Result<Found> {
-    let mut found = Found::new(Test::DeviceCopy, bytes);
+fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
+    let mut found = Samples::new(Test::DeviceCopy, bytes);
     for time in plain::copies(plain::Way::OnDevice, bytes, repeats)? {
         found.add(1, time);
     }
@@ -243,7 +243,7 @@ fn in_turns(
 }
 
 /// Starts a pair of processes and returns its samples.
-fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Samples>> {
     if args.transport == Carrier::Inproc {
         return match level {
             Level::Message => message::in_threads(sizes, &args.case, pace),
@@ -285,8 +285,8 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
 struct Rows(Vec<Row>);
 
 impl Rows {
-    fn take(&mut self, level: Option<Level>, found: impl IntoIterator<Item = Found>) {
-        for Found { test, bytes, samples } in found {
+    fn take(&mut self, level: Option<Level>, found: impl IntoIterator<Item = Samples>) {
+        for Samples { test, bytes, samples } in found {
             self.row(level, test, bytes).ours.extend(samples);
         }
     }

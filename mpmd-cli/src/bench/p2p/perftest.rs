@@ -232,12 +232,12 @@ impl Running {
         }
     }
 
-    /// Waits up to `patience` for the child to end. Returns its status and output.
-    fn end(&mut self, patience: Duration) -> Result<(ExitStatus, String)> {
-        let text = self.text.recv_timeout(patience);
+    /// Waits up to `peer_timeout` for the child to end. Returns its status and output.
+    fn end(&mut self, peer_timeout: Duration) -> Result<(ExitStatus, String)> {
+        let text = self.text.recv_timeout(peer_timeout);
         let Ok(text) = text else {
             self.stop();
-            return Err(TooLong(patience).into());
+            return Err(TooLong(peer_timeout).into());
         };
         // Its output is closed: it has ended, or is about to.
         let until = Instant::now() + END_WITHIN;

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_core::pipeline::{DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
+use mpmd_core::pipeline::{
+    Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepDeviceMemory,
+};
 use mpmd_core::prelude::*;
 use mpmd_core::{Jit, ProcessId};
 use serde::{Deserialize, Serialize};
@@ -165,10 +167,10 @@ fn meet(p: &mut Program) -> Result<()> {
 fn agree<T: Serialize + for<'a> Deserialize<'a>>(
     p: &mut Program,
     from: usize,
-    while_planning: T,
+    in_dry_run: T,
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    p.agree(ProcessId(from as u32), while_planning, f)
+    p.broadcast_value(ProcessId(from as u32), in_dry_run, f)
 }
 
 /// Returns the payload bytes sent so far. The empty values of `meet` have none.
@@ -203,7 +205,7 @@ impl Job {
         let meshes = p.mesh(&[("stage", shape.stages)])?.split("stage")?;
         let (dim, per_stage, last) = (shape.dim, shape.layers_of_stage(), shape.stages - 1);
         let make = |p: &mut Program, stage: usize, aval: ShapedArray, values: Values| {
-            p.make(aval, &meshes[stage].replicated(), move |_, mut view| {
+            p.array_from_fn(aval, &meshes[stage].replicated(), move |_, mut view| {
                 values.fill(dim, view.as_mut_slice()?);
                 Ok(())
             })
@@ -245,7 +247,7 @@ impl Job {
 
     /// Returns the expected peak memory of a step on this process. Maps it now, as late mapping
     /// would delay the other processes.
-    fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<DeviceMemory> {
+    fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<StepDeviceMemory> {
         let rows = || f32s([shape.rows, shape.dim]);
         let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
         self.stages.map_memory(p, schedule, &shapes, &[])?;

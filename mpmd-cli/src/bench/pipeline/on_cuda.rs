@@ -19,7 +19,7 @@ use super::{PipelineArgs, check, job, parameters};
 
 /// The measurements of a schedule.
 #[derive(Debug)]
-struct Found {
+struct Measured {
     /// The seconds from the first pass of each step to its last.
     spans: Vec<f64>,
     /// The share of this time in which the devices compute no pass, in percent.
@@ -74,7 +74,7 @@ pub(super) fn as_one(
     Ok(())
 }
 
-fn of_found(parameters: &str, found: &Found) -> [Case; 3] {
+fn of_found(parameters: &str, found: &Measured) -> [Case; 3] {
     let points = |name, samples| Case {
         name,
         parameters: parameters.to_owned(),
@@ -89,10 +89,10 @@ fn of_found(parameters: &str, found: &Found) -> [Case; 3] {
 }
 
 /// Computes the figures of a run with `devices` devices.
-fn found(run: &Run, devices: usize) -> Result<Found> {
+fn found(run: &Run, devices: usize) -> Result<Measured> {
     let plan = run.plan().context("the trace is compared with the simulation of its schedule")?;
     let mut found =
-        Found { spans: Vec::new(), idle: Vec::new(), simulated: idle_of(&plan, devices) };
+        Measured { spans: Vec::new(), idle: Vec::new(), simulated: idle_of(&plan, devices) };
     for step in &run.steps {
         let passes = run.kernels.iter().filter(|kernel| {
             let operation = run.operations.get(&(kernel.process, kernel.op));

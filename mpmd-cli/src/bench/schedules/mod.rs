@@ -187,7 +187,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
     let last = schedule.stages() - 1;
     ensure!(last > 0, "a pipeline of one stage has no schedule to measure");
     let param = |p: &mut Program, stage: usize| {
-        p.make(f32s([1]), &mesh(stage).replicated(), |_, mut w| Ok(w.fill(0.0f32)?))
+        p.array_from_fn(f32s([1]), &mesh(stage).replicated(), |_, mut w| Ok(w.fill(0.0f32)?))
     };
     let w = param(p, 0)?;
     let mut pipeline = Pipeline::first(Waits(passes(0)), mesh(0), w)?;
@@ -213,7 +213,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
         }
         // Each other process reports to the first one.
         for other in (1..p.processes()).rev() {
-            p.agree(ProcessId(other as u32), (), || Ok(()))?;
+            p.broadcast_value(ProcessId(other as u32), (), || Ok(()))?;
         }
         if step > 0 {
             steps.push(start.elapsed());
@@ -243,5 +243,6 @@ fn check(gradients: &[Vec<(String, MpmdArray)>], schedule: &Schedule) -> Result<
 }
 
 fn meet(p: &mut Program) -> mpmd_core::Result<()> {
-    (0..p.processes()).try_for_each(|process| p.agree(ProcessId(process as u32), (), || Ok(())))
+    (0..p.processes())
+        .try_for_each(|process| p.broadcast_value(ProcessId(process as u32), (), || Ok(())))
 }

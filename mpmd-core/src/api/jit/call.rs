@@ -9,14 +9,14 @@ use mpmd_transport::memory::Reservation;
 use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::plan::{Bound, CallPlan, Seat};
+use super::plan::{Bound, CallPlan, DeviceBinding};
 use crate::api::device_put::panic_text;
 use crate::api::program::Program;
 use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
 use crate::exec::array::{Handle, MpmdArray};
 use crate::exec::host_array::HostArray;
-use crate::exec::{Exchange, Job, OpGuard, Promises, Runtime, SlotUse, Waits, Work};
+use crate::exec::{BufferUse, Exchange, Job, OpGuard, Parker, Resolvers, Runtime, Work};
 use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
@@ -43,7 +43,7 @@ pub(super) struct Issued<K: Kernel> {
     pub(super) seat: usize,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
-    pub(super) promises: Promises,
+    pub(super) resolvers: Resolvers,
     /// Memory for all outputs that do not take over an input's memory, reserved when the call was
     /// issued. Otherwise the failure of that.
     pub(super) memory: Fallible<Reservation>,
@@ -70,7 +70,7 @@ impl Drop for Leftovers {
 pub(super) enum Input {
     Host(SharedBuffer),
     /// The use of an async buffer, and the operation that fills it.
-    Slot(SlotUse, u64),
+    AsyncBuffer(BufferUse, u64),
     /// An array that this call takes over. Later readers get a failure.
     Donated(Handle),
 }
@@ -99,7 +99,7 @@ impl<K: Kernel> DeviceCall<K> {
         let Self { inputs, arrived, outputs, .. } = self;
         let (runtime, seat) = (call.runtime(), call.seat);
         let since = runtime.trace.now();
-        let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.waits)?;
+        let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.parker)?;
         let started = runtime.trace.now();
         runtime.status.device_starts(seat.local_index, call.op, seat.what.clone());
         prepare_outputs(call, arrived, memory?, |mut buffer, fill, info| {
@@ -120,7 +120,7 @@ impl<K: Kernel> DeviceCall<K> {
 
     /// Runs the call on a CPU device and ends its outputs.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, mut promises, memory, guard, leftovers } = issued;
+        let Issued { bound, seat, op, at, mut resolvers, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, seat) = (call.runtime(), call.seat);
         let exchange = Exchange { runtime: runtime.clone(), guard };
@@ -130,7 +130,7 @@ impl<K: Kernel> DeviceCall<K> {
         runtime.trace_end(seat.local_index, op);
         match result {
             Ok(()) => {
-                self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze())))
+                self.outputs.drain(..).for_each(|buffer| resolvers.keep_next(Ok(buffer.freeze())))
             }
             Err(failure) => {
                 // Freed first: threads that wait for memory check it when operations end.
@@ -138,7 +138,7 @@ impl<K: Kernel> DeviceCall<K> {
                 runtime.remember(&failure);
                 // Devices that wait for this one in a collective must not wait forever.
                 context.abandon(&failure);
-                promises.fail(&failure);
+                resolvers.fail(&failure);
             }
         }
         bound.keep(self);
@@ -183,7 +183,7 @@ impl<K: Kernel> Default for DeviceCall<K> {
 
 /// An input that was taken before it was filled. The work that fills it may fail.
 pub(super) enum Unfilled {
-    Use(SlotUse),
+    Use(BufferUse),
     Donated(Handle),
 }
 
@@ -202,7 +202,7 @@ pub(super) type Memory = Fallible<Reservation>;
 /// A call on one device.
 pub(super) struct Call<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
-    pub(super) seat: &'a Seat,
+    pub(super) seat: &'a DeviceBinding,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
 }
@@ -262,17 +262,17 @@ fn wait_for_inputs(
     inputs: &mut Vec<Input>,
     arrived: &mut Vec<Option<SharedBuffer>>,
     device: DeviceId,
-    waits: &Waits,
+    parker: &Parker,
 ) -> Fallible<Option<u64>> {
     let mut last = None;
     for input in inputs.drain(..) {
         arrived.push(Some(match input {
             Input::Host(bytes) => bytes,
-            Input::Slot(slot, op) => {
+            Input::AsyncBuffer(slot, op) => {
                 if !slot.has_ended() {
                     last = Some(op);
                 }
-                slot.wait(waits)?
+                slot.wait(parker)?
             }
             Input::Donated(placed) => {
                 let slot =
@@ -280,7 +280,7 @@ fn wait_for_inputs(
                 if !slot.has_ended() {
                     last = Some(placed.origin.op);
                 }
-                drop(waits.wait(slot, None));
+                drop(parker.wait(slot, None));
                 slot.take(placed.donated_failure()).expect("it has ended")?
             }
         }));
@@ -359,7 +359,7 @@ fn poison(buffer: &mut OwnedBuffer) {
 fn run_kernel<K: Kernel>(
     kernel: &K,
     plan: &CallPlan,
-    seat: &Seat,
+    seat: &DeviceBinding,
     context: &mut Context<'_>,
     inputs: &[Option<SharedBuffer>],
     outputs: &mut [OwnedBuffer],

@@ -20,7 +20,7 @@ use crate::api::program::Program;
 use crate::api::replay::{Again, Here};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Repr};
-use crate::exec::{Job, Runtime, Slot, Slots};
+use crate::exec::{AsyncBuffer, AsyncBuffers, Job, Runtime};
 use crate::kernel::Kernel;
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
@@ -50,7 +50,7 @@ struct Lists {
 #[derive(Default)]
 struct Prepared {
     /// The async buffers of a call's outputs, by local device.
-    slots: Vec<(DeviceId, Slots)>,
+    slots: Vec<(DeviceId, AsyncBuffers)>,
     /// The job of each of these devices.
     calls: Vec<(usize, Job)>,
 }
@@ -217,7 +217,7 @@ impl<K: Kernel> Jit<K> {
             ));
         let values = program.hash_values(leaves.iter().copied());
         let op = program.issue_with_values(words, values, plan.what.clone(), at);
-        let (label, planning) = (program.label(), program.is_planning());
+        let (label, planning) = (program.label(), program.is_dry_run());
         if let Some(recording) = &mut program.recording {
             let here = (!plan.seats.is_empty() || planning)
                 .then(|| Here::new(plan.what.clone(), bound.clone()));
@@ -286,9 +286,9 @@ fn prepare<K: Kernel>(
             Repr::Host(host) => Input::Host(host.bytes().clone()),
             Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
             Repr::Placed(placed) => match placed.slot(seat.place.device) {
-                Some(slot) => Input::Slot(slot.issue_use(), placed.origin.op),
+                Some(slot) => Input::AsyncBuffer(slot.issue_use(), placed.origin.op),
                 // Cannot happen: the plan has checked that every device has its part.
-                None => Input::Slot(Slot::filled(Vec::new().into()).issue_use(), 0),
+                None => Input::AsyncBuffer(AsyncBuffer::filled(Vec::new().into()).issue_use(), 0),
             },
         });
         let memory = runtime.reserve_all(
@@ -298,7 +298,7 @@ fn prepare<K: Kernel>(
             op,
             &*plan.what,
         );
-        let (promises, slots) = Slot::several(plan.outputs.len());
+        let (resolvers, slots) = AsyncBuffer::several(plan.outputs.len());
         prepared.slots.push((seat.place.device, slots));
         let last = seat_index + 1 == plan.seats.len();
         let Some(guard) = (if last { guard.take() } else { guard.clone() }) else { break };
@@ -307,7 +307,7 @@ fn prepare<K: Kernel>(
             seat: seat_index,
             op,
             at,
-            promises,
+            resolvers,
             memory,
             guard,
             leftovers: leftovers.clone(),

@@ -10,8 +10,8 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, prepare_outputs};
-use crate::device::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn};
-use crate::exec::{Exchange, Slot, Waits};
+use crate::device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
+use crate::exec::{AsyncBuffer, Exchange, Parker};
 use crate::kernel::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};
 use mpmd_layout::topology::DeviceId;
@@ -20,7 +20,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// Issues the call. The outputs end when its work is over. Blocks until the inputs are issued;
     /// inputs on the host must also be filled. Blocks for memory only as calls on CPU devices do.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, promises, memory, guard, leftovers } = issued;
+        let Issued { bound, seat, op, at, resolvers, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, place) = (call.runtime(), &call.seat.place);
         let local_index = call.seat.local_index;
@@ -41,7 +41,7 @@ impl<K: Kernel> DeviceCall<K> {
                 self.clear();
                 runtime.remember(&failure);
                 context.abandon(&failure);
-                promises.fail(&failure);
+                resolvers.fail(&failure);
                 bound.keep(self);
                 drop(leftovers);
                 return drop(context);
@@ -52,7 +52,7 @@ impl<K: Kernel> DeviceCall<K> {
         let unfilled: Vec<Unfilled> = self.unfilled.drain(..).collect();
         let issued = match result {
             Ok(()) => {
-                let issued = promises.issue(self.outputs.drain(..).map(OwnedBuffer::freeze));
+                let issued = resolvers.issue(self.outputs.drain(..).map(OwnedBuffer::freeze));
                 if unfilled.is_empty() && !context.has_joined() {
                     issued.end_with_their_work();
                 }
@@ -62,7 +62,7 @@ impl<K: Kernel> DeviceCall<K> {
                 self.clear();
                 runtime.remember(&failure);
                 context.abandon(&failure);
-                promises.fail(&failure);
+                resolvers.fail(&failure);
                 Err(())
             }
         };
@@ -82,11 +82,11 @@ impl<K: Kernel> DeviceCall<K> {
             let result = result.map_err(|error| call.failure(&error));
             let result = joined.end(&runtime, result, |why| call.failure(why));
             settle(unfilled, call.seat.place.device, result, move |result| {
-                if let Ok(promises) = issued {
+                if let Ok(resolvers) = issued {
                     if let Err(failure) = &result {
                         runtime.remember(failure);
                     }
-                    promises.end(result);
+                    resolvers.end(result);
                 }
                 // This ends the operation.
                 drop(guard);
@@ -98,14 +98,15 @@ impl<K: Kernel> DeviceCall<K> {
     /// filled by then.
     fn take_inputs(&mut self, gpu: &Gpu, call: &Call<'_, K>) -> Fallible<Option<u64>> {
         let Self { inputs, arrived, unfilled, .. } = self;
-        let waits = &call.runtime().waits;
+        let parker = &call.runtime().parker;
         let mut last = None;
         for input in inputs.drain(..) {
             let (buffer, unfilled_by) = match input {
                 Input::Host(bytes) => (bytes, None),
-                Input::Slot(slot, op) => {
+                Input::AsyncBuffer(slot, op) => {
                     let ended = slot.has_ended();
-                    let buffer = on_device_or_filled(slot.wait_issued(waits)?, slot.slot(), waits)?;
+                    let buffer =
+                        on_device_or_filled(slot.wait_issued(parker)?, slot.slot(), parker)?;
                     let alone = slot.slot().ends_with_its_work();
                     (buffer, (!ended).then_some((op, alone, Unfilled::Use(slot))))
                 }
@@ -115,7 +116,7 @@ impl<K: Kernel> DeviceCall<K> {
                         .expect("the plan has checked that the device has its part");
                     let (ended, alone, op) =
                         (slot.has_ended(), slot.ends_with_its_work(), placed.origin.op);
-                    on_device_or_filled(waits.wait_issued(slot)?, slot, waits)?;
+                    on_device_or_filled(parker.wait_issued(slot)?, slot, parker)?;
                     let buffer =
                         slot.take_issued(placed.donated_failure()).expect("it is issued")?;
                     (buffer, (!ended).then_some((op, alone, Unfilled::Donated(placed))))
@@ -188,17 +189,21 @@ impl<K: Kernel> DeviceCall<K> {
 
 /// Returns an input's buffer. If it is not on a device, the kernel may read it on the host: blocks
 /// until it is filled.
-fn on_device_or_filled(buffer: SharedBuffer, slot: &Slot, waits: &Waits) -> Fallible<SharedBuffer> {
+fn on_device_or_filled(
+    buffer: SharedBuffer,
+    slot: &AsyncBuffer,
+    parker: &Parker,
+) -> Fallible<SharedBuffer> {
     match buffer.device() {
         Some(_) => Ok(buffer),
-        None => waits.wait(slot, None).expect("no deadline was set"),
+        None => parker.wait(slot, None).expect("no deadline was set"),
     }
 }
 
 /// Orders the work of this turn behind the work that makes the inputs, and behind all work on
 /// memory that is written.
 fn come_after(
-    turn: &Turn<'_>,
+    turn: &StreamTurn<'_>,
     inputs: &[Option<SharedBuffer>],
     outputs: &[OwnedBuffer],
     fills: &[Fill],
@@ -214,7 +219,7 @@ fn come_after(
 /// Issues the work that gives outputs their initial contents.
 fn fill<K: Kernel>(
     call: &Call<'_, K>,
-    stream: &Stream,
+    stream: &RawStream,
     outputs: &[OwnedBuffer],
     fills: &[Fill],
     staged: &mut Vec<OwnedBuffer>,

@@ -13,9 +13,9 @@ use super::call::DeviceCall;
 use super::warm::Warm;
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
-use crate::exec::{Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime, Slots};
-use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
-use crate::{api::program::Program, exec::recorder::KnownForm};
+use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
+use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, ShardInfo};
+use crate::{api::program::Program, exec::recorder::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
@@ -67,16 +67,16 @@ pub(super) struct CallPlan {
     pub(super) outputs: Vec<OutputPlan>,
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
-    pub(super) mesh: Seats,
+    pub(super) mesh: DeviceBindings,
     /// This process's devices of the mesh.
-    pub(super) seats: Vec<Seat>,
+    pub(super) seats: Vec<DeviceBinding>,
     /// Bytes of new memory that a call takes on this process.
     pub(super) bytes: u64,
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
     /// Index of the call's descriptor in a dry run.
-    pub(super) known_form: KnownForm,
+    pub(super) known_form: KnownDescriptor,
 }
 
 pub(super) struct InputPlan {
@@ -94,12 +94,12 @@ pub(super) struct OutputPlan {
 }
 
 /// A device of this process that runs the kernel.
-pub(super) struct Seat {
+pub(super) struct DeviceBinding {
     /// Describes the call. A separate object for each device, so that device threads and the
     /// program thread do not share a reference count.
     pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(super) local_index: usize,
-    pub(super) place: Place,
+    pub(super) place: MeshPosition,
     pub(super) inputs: Vec<ShardInfo>,
     pub(super) outputs: Vec<ShardInfo>,
 }
@@ -138,7 +138,10 @@ impl CallPlan {
     }
 
     /// Returns the bytes of each output on a device that does not take over an input's memory.
-    pub(super) fn fresh<'a>(&'a self, seat: &'a Seat) -> impl Iterator<Item = usize> + Clone + 'a {
+    pub(super) fn fresh<'a>(
+        &'a self,
+        seat: &'a DeviceBinding,
+    ) -> impl Iterator<Item = usize> + Clone + 'a {
         let outputs = self.outputs.iter().zip(&seat.outputs);
         outputs.filter(|(output, _)| !self.takes_over(output)).map(|(_, info)| info.bytes())
     }
@@ -185,12 +188,12 @@ impl CallPlan {
     /// Returns the outputs of operation `op`, with the async buffers of each local device.
     pub(super) fn arrays(
         &self,
-        slots: &mut [(DeviceId, Slots)],
+        slots: &mut [(DeviceId, AsyncBuffers)],
         op: u64,
         at: &'static Location<'static>,
     ) -> impl Iterator<Item = MpmdArray> + use<> {
         let all = self.outputs.iter().enumerate().map(|(i, output)| {
-            let next = |(device, slots): &mut (DeviceId, Slots)| {
+            let next = |(device, slots): &mut (DeviceId, AsyncBuffers)| {
                 Some(LocalShard { device: *device, slot: slots.next()? })
             };
             let shards = match &mut *slots {
@@ -293,7 +296,7 @@ impl CallPlan {
             )));
         }
 
-        let mesh = Seats { mesh: jit.mesh.clone(), collectives: signature.collectives };
+        let mesh = DeviceBindings { mesh: jit.mesh.clone(), collectives: signature.collectives };
         let seats = jit
             .mesh
             .devices()
@@ -318,7 +321,7 @@ impl CallPlan {
             fingerprint,
             what,
             paths,
-            known_form: KnownForm::default(),
+            known_form: KnownDescriptor::default(),
         })
     }
 }
@@ -442,11 +445,11 @@ fn check_alias(
 fn seat(
     (local_index, device): (usize, DeviceId),
     what: &Arc<CallWhat>,
-    mesh: &Seats,
+    mesh: &DeviceBindings,
     leaves: &[&MpmdArray],
     outputs: &[OutputPlan],
     topology: &Topology,
-) -> Problem<Seat> {
+) -> Problem<DeviceBinding> {
     let groups = mesh
         .collectives
         .iter()
@@ -461,10 +464,14 @@ fn seat(
         Repr::Host(host) => part(host.aval(), None),
         Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
     });
-    Ok(Seat {
+    Ok(DeviceBinding {
         what: Arc::new(what.clone()),
         local_index,
-        place: Place { device, position: mesh.mesh.position(device).unwrap_or_default(), groups },
+        place: MeshPosition {
+            device,
+            position: mesh.mesh.position(device).unwrap_or_default(),
+            groups,
+        },
         inputs: inputs.collect(),
         outputs: outputs
             .iter()
@@ -510,7 +517,7 @@ fn is_below(path: &str, prefix: &str) -> bool {
 
 fn fingerprint<K: Kernel>(
     kernel: &K,
-    mesh: &Seats,
+    mesh: &DeviceBindings,
     inputs: &[InputPlan],
     outputs: &[OutputPlan],
 ) -> u64 {

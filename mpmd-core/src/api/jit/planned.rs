@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use super::plan::{CallPlan, OutputPlan};
 use crate::api::program::Program;
-use crate::dry_run::{self, Form, Kind, Memory};
+use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::exec::array::MpmdArray;
 
 impl CallPlan {
@@ -19,7 +19,7 @@ impl CallPlan {
         program.record_operation(at, takes, Some(&self.known_form), || self.form(program));
     }
 
-    fn form(&self, program: &Program) -> Form {
+    fn form(&self, program: &Program) -> OpDescriptor {
         let shards = |output: &OutputPlan| {
             let memory = match output.alias {
                 Some(input) if self.takes_over(output) => Memory::Of(input as u32),
@@ -34,7 +34,7 @@ impl CallPlan {
             &self.mesh.collectives,
             program.topology(),
         );
-        Form {
+        OpDescriptor {
             what: self.what.to_string(),
             kind: Kind::Call {
                 kernel: self.what.name.clone(),

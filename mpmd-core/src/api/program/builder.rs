@@ -28,7 +28,7 @@ pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
 #[must_use = "a builder does nothing until it starts a program"]
 pub struct Builder {
     pub(super) devices: Option<usize>,
-    pub(super) patience: Option<Duration>,
+    pub(super) peer_timeout: Option<Duration>,
     pub(super) spin: Option<Spin>,
     heartbeat: Duration,
     run_ahead_ops: usize,
@@ -47,7 +47,7 @@ impl Default for Builder {
     fn default() -> Self {
         Self {
             devices: None,
-            patience: None,
+            peer_timeout: None,
             spin: None,
             heartbeat: Duration::from_millis(500),
             run_ahead_ops: 1024,
@@ -98,9 +98,9 @@ impl Builder {
 
     /// Sets the peer timeout. After this time an operation is reported as hanging, a missing
     /// process is given up, and a silent peer counts as lost. The default is the launcher's value
-    /// (`mpmd run --patience`), else 60 seconds.
-    pub fn patience(mut self, patience: Duration) -> Self {
-        self.patience = Some(patience);
+    /// (`mpmd run --peer-timeout`), else 60 seconds.
+    pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
+        self.peer_timeout = Some(peer_timeout);
         self
     }
 
@@ -220,7 +220,7 @@ impl Builder {
     /// # Errors
     ///
     /// If the devices cannot be spread evenly.
-    pub fn spectator(self, processes: usize) -> Result<Program> {
+    pub fn dry_run(self, processes: usize) -> Result<Program> {
         let topology = self.topology(processes, None)?;
         self.spectate(beyond(&topology), topology, None)
     }
@@ -388,12 +388,12 @@ impl Builder {
     }
 
     fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
-        let patience = self.patience.unwrap_or(DEFAULT_PATIENCE);
+        let peer_timeout = self.peer_timeout.unwrap_or(DEFAULT_PATIENCE);
         RuntimeConfig {
             epoch: connect::EPOCH,
-            patience,
+            peer_timeout,
             // A live peer must not count as lost between two heartbeats.
-            heartbeat: self.heartbeat.min(patience / 4),
+            heartbeat: self.heartbeat.min(peer_timeout / 4),
             run_ahead_ops: self.run_ahead_ops,
             run_ahead_bytes: self.run_ahead_bytes,
             spin: self.spin.unwrap_or_default(),
@@ -461,7 +461,7 @@ mod tests {
     #[test]
     fn program_alone_or_planning_has_no_transport() {
         assert_eq!(Builder::default().alone().unwrap().transport(), "none");
-        assert_eq!(Builder::default().spectator(3).unwrap().transport(), "none");
+        assert_eq!(Builder::default().dry_run(3).unwrap().transport(), "none");
     }
 
     #[test]
@@ -502,7 +502,7 @@ mod tests {
     #[test]
     fn cuda_devices_need_a_driver_only_on_their_owner() {
         let program = || Builder::default().device_kinds(&[DeviceKind::Cuda]);
-        let planned = program().spectator(2).unwrap();
+        let planned = program().dry_run(2).unwrap();
         assert!(planned.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
         match (program().alone(), cuda::found()) {
             (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.cuda, [0]),
@@ -515,9 +515,9 @@ mod tests {
     fn heartbeat_is_at_most_a_quarter_of_the_timeout() {
         for millis in [40, 400, 60_000] {
             let config = Builder::default()
-                .patience(Duration::from_millis(millis))
+                .peer_timeout(Duration::from_millis(millis))
                 .config(Trace::default(), Vec::new());
-            assert!(4 * config.heartbeat <= config.patience, "{config:?}");
+            assert!(4 * config.heartbeat <= config.peer_timeout, "{config:?}");
         }
     }
 }

@@ -168,7 +168,8 @@ fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
 }
 
 fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
-    let patience = *builder.patience.get_or_insert(env.patience.unwrap_or(DEFAULT_PATIENCE));
+    let peer_timeout =
+        *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PATIENCE));
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     if env.token_is_guessable && env.process.index() == 0 {
@@ -182,13 +183,13 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         ));
     }
     let server =
-        if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
+        if env.hosted || env.process.index() != 0 { None } else { Some(host(env, peer_timeout)?) };
     let rendezvous = Rendezvous::connect(JoinConfig {
         server: env.coordinator.clone(),
         process: env.process,
         processes: env.processes,
         token: env.token.clone(),
-        patience,
+        peer_timeout,
     })
     .map_err(wrong)?;
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
@@ -222,8 +223,8 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
             (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
             (Err(error), _) => return Err(error.into()),
         };
-        let links = costs::hear(&membership.rendezvous, patience)?;
-        let topology = hear_gpus(&membership.rendezvous, topology, patience)?;
+        let links = costs::hear(&membership.rendezvous, peer_timeout)?;
+        let topology = hear_gpus(&membership.rendezvous, topology, peer_timeout)?;
         Ok((opened, placed(&builder, topology, &members, links)?))
     };
     let (opened, topology) = match agreed() {
@@ -235,7 +236,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         }
     };
     let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
-    match opened.connect(env, &members, patience, spin) {
+    match opened.connect(env, &members, peer_timeout, spin) {
         Ok(transport) => builder.start(env.process, topology, Some(transport), Some(membership)),
         Err(error) => {
             membership.give_up(env.process, &error);
@@ -272,12 +273,12 @@ fn tell_gpus(
 fn hear_gpus(
     rendezvous: &Rendezvous,
     topology: Topology,
-    patience: Duration,
+    peer_timeout: Duration,
 ) -> Result<Topology, LaunchError> {
     let processes = (0..topology.processes() as u32).map(ProcessId);
     let told = processes.filter(|process| are_gpus_told(*process, &topology)).collect::<Vec<_>>();
     told.into_iter().try_fold(topology, |topology, process| {
-        let told = rendezvous.get(gpus_key(process), patience)?;
+        let told = rendezvous.get(gpus_key(process), peer_timeout)?;
         let (gpus, _) = told.as_chunks::<{ size_of::<GpuId>() }>();
         Ok(topology.with_gpus_of(process, gpus))
     })
@@ -312,9 +313,9 @@ fn lack(error: &Error) -> String {
 }
 
 /// Starts the rendezvous service on process 0, if no launcher hosts it.
-fn host(env: &JobEnv, patience: Duration) -> Result<Server> {
+fn host(env: &JobEnv, peer_timeout: Duration) -> Result<Server> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-    let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };
+    let config = ServerConfig { processes: env.processes, token: env.token.clone(), peer_timeout };
     Server::bind(env.listen_address()?, config).map_err(wrong)
 }
 

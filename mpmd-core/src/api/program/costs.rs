@@ -41,8 +41,8 @@ pub(super) fn tell(
 }
 
 /// Waits for the result of process 0 and returns it. It is the same on every process.
-pub(super) fn hear(rendezvous: &Rendezvous, patience: Duration) -> Result<Links, LaunchError> {
-    let told = rendezvous.get(KEY, patience)?;
+pub(super) fn hear(rendezvous: &Rendezvous, peer_timeout: Duration) -> Result<Links, LaunchError> {
+    let told = rendezvous.get(KEY, peer_timeout)?;
     match serde_json::from_slice(&told) {
         Ok(Told::Costs(links)) => Ok(links),
         Ok(Told::Failed { path, why }) => {

@@ -4,9 +4,9 @@
 //! how far the program runs ahead, and ends the job's connections. The runtime carries out the
 //! operations.
 
-mod agree;
+mod assert_same;
+mod broadcast_value;
 mod builder;
-mod compare;
 mod connect;
 mod costs;
 mod holdings;
@@ -36,7 +36,7 @@ pub(crate) use connect::Membership;
 pub use holdings::{Holdings, MemoryUse};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
-use simulate::Vanishing;
+use simulate::FaultInjection;
 pub use simulate::{Simulation, simulate};
 
 use crate::api::replay::Recording;
@@ -50,7 +50,7 @@ use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 /// operations in the same order.
 ///
 /// `Send` but not `Sync`, and issuing takes `&mut`, so the order of operations is unique. Only
-/// [`Program::agree`], [`Program::finish`] and the bounds on running ahead block.
+/// [`Program::broadcast_value`], [`Program::finish`] and the bounds on running ahead block.
 ///
 /// [`Program::run`] joins, runs and finishes. After [`Program::from_env`], call [`Program::finish`]
 /// at the end. A program that is dropped without it waits at most two seconds for its issued work.
@@ -76,7 +76,7 @@ pub struct Program {
     steps: u64,
     planning: bool,
     ended: bool,
-    vanishing: Option<Vanishing>,
+    faults: Option<FaultInjection>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
@@ -139,13 +139,13 @@ impl Program {
             steps: 0,
             planning,
             ended: false,
-            vanishing: None,
+            faults: None,
             membership,
             one_issuer: PhantomData,
         }
     }
 
-    /// Returns this process. In a [dry run](Self::is_planning) this is the process that the program
+    /// Returns this process. In a [dry run](Self::is_dry_run) this is the process that the program
     /// stands for, or a number beyond those of the job.
     pub fn process(&self) -> ProcessId {
         self.runtime.recorder.as_ref().map_or(self.runtime.me, Recorder::process)
@@ -170,7 +170,7 @@ impl Program {
     /// devices, and runs neither kernels nor closures. Use this to guard output and files. The
     /// number of [the process](Self::process) is not enough, since `mpmd check` runs the program
     /// under each number of the job.
-    pub fn is_planning(&self) -> bool {
+    pub fn is_dry_run(&self) -> bool {
         self.planning
     }
 
@@ -371,8 +371,8 @@ impl Program {
         let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
         self.hash = hash;
         self.hash_at_last = hash.value();
-        if let Some(vanishing) = &self.vanishing {
-            vanishing.strike(self.count, &self.runtime);
+        if let Some(faults) = &self.faults {
+            faults.inject(self.count, &self.runtime);
         }
         self.runtime.record(OpRecord {
             op: self.count,
@@ -398,8 +398,8 @@ impl Program {
         if op == self.count {
             return;
         }
-        if let Some(vanishing) = &self.vanishing {
-            (self.count + 1..=op).for_each(|op| vanishing.strike(op, &self.runtime));
+        if let Some(faults) = &self.faults {
+            (self.count + 1..=op).for_each(|op| faults.inject(op, &self.runtime));
         }
         self.count = op;
         self.hash_at_last = span.hash_at(op);
@@ -439,7 +439,7 @@ impl Program {
         let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
         let _waiting = runtime.trace.wait("running ahead", at);
         loop {
-            let deadline = after(Instant::now(), runtime.config.patience);
+            let deadline = after(Instant::now(), runtime.config.peer_timeout);
             let enough = runtime.in_flight.wait_until(deadline, |counts| {
                 counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
             });

@@ -3,14 +3,14 @@
 use std::panic::Location;
 
 use super::Program;
-use crate::dry_run::{End, Form, Plan};
+use crate::dry_run::{End, OpDescriptor, Plan};
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
-use crate::exec::recorder::KnownForm;
+use crate::exec::recorder::KnownDescriptor;
 
 impl Program {
     /// Returns the operations of all processes that were recorded so far. `None` unless this
-    /// process is [a dry run](super::Builder::spectator).
+    /// process is [a dry run](super::Builder::dry_run).
     pub fn plan(&self) -> Option<Plan> {
         Some(self.runtime.recorder.as_ref()?.plan(End::Open))
     }
@@ -41,8 +41,8 @@ impl Program {
         &self,
         at: &'static Location<'static>,
         takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
-        known: Option<&KnownForm>,
-        form: impl FnOnce() -> Form,
+        known: Option<&KnownDescriptor>,
+        form: impl FnOnce() -> OpDescriptor,
     ) {
         if let Some(recorder) = &self.runtime.recorder {
             recorder.operation((self.label, at, self.hash.word()), takes, known, form);

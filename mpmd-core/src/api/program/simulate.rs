@@ -123,18 +123,18 @@ impl Simulation {
 }
 
 /// Fault injection: the operation at which a simulated process disappears.
-pub(crate) struct Vanishing {
+pub(crate) struct FaultInjection {
     at: u64,
     fabric: Fabric,
 }
 
-impl Vanishing {
+impl FaultInjection {
     pub(super) fn new(at: u64, fabric: Fabric) -> Self {
         Self { at, fabric }
     }
 
     /// Kills this process if `op` is the operation to fail at. From then on its operations fail.
-    pub(super) fn strike(&self, op: u64, runtime: &Arc<Runtime>) {
+    pub(super) fn inject(&self, op: u64, runtime: &Arc<Runtime>) {
         if op == self.at {
             self.fabric.kill(runtime.me);
             let message =
@@ -151,6 +151,6 @@ impl Vanishing {
 
 impl Program {
     fn vanish_at(&mut self, op: u64, fabric: Fabric) {
-        self.vanishing = Some(Vanishing::new(op, fabric));
+        self.faults = Some(FaultInjection::new(op, fabric));
     }
 }

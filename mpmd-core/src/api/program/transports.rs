@@ -108,7 +108,7 @@ impl Opened {
         self,
         env: &JobEnv,
         members: &[Member],
-        patience: Duration,
+        peer_timeout: Duration,
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
         let (process, token, epoch) = (env.process, *env.token.bytes(), EPOCH);
@@ -120,14 +120,14 @@ impl Opened {
                 Error::Environment("a process of the job has no address for tcp".to_owned())
             })?;
             let pool = Pool::new(TCP, None);
-            Ok(listener.connect(TcpConfig { process, peers, token, epoch, patience, pool })?)
+            Ok(listener.connect(TcpConfig { process, peers, token, epoch, peer_timeout, pool })?)
         };
         let shm = |opened: shm::Opened, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
             let peer = |(member, near): (&Member, &bool)| {
                 near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
             };
             let peers = members.iter().zip(is_near).map(peer).collect();
-            Ok(opened.connect(&ShmConfig { process, peers, token, epoch, patience })?)
+            Ok(opened.connect(&ShmConfig { process, peers, token, epoch, peer_timeout })?)
         };
         match self {
             Self::Tcp(listener) => tcp(listener),
@@ -157,7 +157,7 @@ impl Opened {
                     peers,
                     token,
                     epoch,
-                    patience,
+                    peer_timeout,
                     pool,
                     spin,
                     neighbours,

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 pub(crate) use recording::{Here, Recording};
-use step::Step;
+use step::ReplayStep;
 
 use crate::api::program::Program;
 use crate::error::{IssueProblem, Result};
@@ -43,7 +43,7 @@ pub(crate) trait Again: Send + Sync {
 ///
 /// It keeps the arrays from outside that the step uses, but no array that the step made.
 pub struct Recorded<T, U> {
-    step: Step,
+    step: ReplayStep,
     results: Structure,
     types: PhantomData<fn(T) -> U>,
 }
@@ -58,7 +58,7 @@ impl Program {
     ///
     /// A replay does not run the code of `step`, so this code must not depend on values. Within
     /// `step` these calls are refused: reads of arrays that the step makes,
-    /// [`agree`](Program::agree), [`make`](Program::make),
+    /// [`agree`](Program::broadcast_value), [`make`](Program::array_from_fn),
     /// [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
     /// [`step_end`](Program::step_end), and nested recording.
     ///

@@ -1,4 +1,4 @@
-//! The record of a step's operations while it is recorded, and its conversion to a `Step`.
+//! The record of a step's operations while it is recorded, and its conversion to a `ReplayStep`.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::Again;
 use super::span::{Name, Names};
-use super::step::{Input, Operation, Outcome, Source, Step};
+use super::step::{Input, Operation, Outcome, ReplayStep, Source};
 use crate::error::{IssueProblem, leaf};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};
@@ -47,12 +47,12 @@ struct Noted {
     label: Option<Label>,
     at: &'static Location<'static>,
     here: Here,
-    inputs: Vec<Found>,
+    inputs: Vec<ArrayOrigin>,
 }
 
 /// The origin of an operation's array, while the step is recorded.
 #[derive(Clone, Copy)]
-enum Found {
+enum ArrayOrigin {
     Input(u32),
     Constant(u32),
     Other(u32),
@@ -135,7 +135,7 @@ impl Recording {
         let mut found = Vec::with_capacity(if here.is_some() { inputs.len() } else { 0 });
         for (i, input) in inputs.iter().enumerate() {
             let source = self.find(input, here.is_some());
-            if let Some(Found::Input(input)) = source
+            if let Some(ArrayOrigin::Input(input)) = source
                 && donated(i)
             {
                 self.inputs[input as usize].donated.get_or_insert((place, at));
@@ -149,13 +149,13 @@ impl Recording {
 
     /// Finds the origin of an array. Keeps arrays from outside, and arrays without another source
     /// if they are `needed`.
-    fn find(&mut self, array: &MpmdArray, needed: bool) -> Option<Found> {
+    fn find(&mut self, array: &MpmdArray, needed: bool) -> Option<ArrayOrigin> {
         let placed = match &array.repr {
             Repr::Placed(placed) => placed,
             Repr::Host(host) => {
                 let input = self.uncommitted.get(&(host.bytes().as_ptr() as usize));
                 return match input {
-                    Some(input) if !host.bytes().is_empty() => Some(Found::Input(*input)),
+                    Some(input) if !host.bytes().is_empty() => Some(ArrayOrigin::Input(*input)),
                     _ => needed.then(|| self.other(array)),
                 };
             }
@@ -165,14 +165,14 @@ impl Recording {
             let elsewhere = placed.shards.is_empty() && placed.made.runtime.recorder.is_none();
             return match needed && elsewhere {
                 true => Some(self.other(array)),
-                false => Some(Found::Made(origin.0 - self.before, origin.1)),
+                false => Some(ArrayOrigin::Made(origin.0 - self.before, origin.1)),
             };
         }
         if let Some(input) = self.placed.get(&origin) {
-            return Some(Found::Input(*input));
+            return Some(ArrayOrigin::Input(*input));
         }
         let next = self.constants.len() as u32;
-        Some(Found::Constant(match self.constant.entry(origin) {
+        Some(ArrayOrigin::Constant(match self.constant.entry(origin) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
                 self.constants.push(array.clone());
@@ -181,9 +181,9 @@ impl Recording {
         }))
     }
 
-    fn other(&mut self, array: &MpmdArray) -> Found {
+    fn other(&mut self, array: &MpmdArray) -> ArrayOrigin {
         self.others.push(array.clone());
-        Found::Other(self.others.len() as u32 - 1)
+        ArrayOrigin::Other(self.others.len() as u32 - 1)
     }
 
     /// Returns the recorded step with these results.
@@ -193,8 +193,8 @@ impl Recording {
         results: &[&MpmdArray],
         issued: u64,
         hash: Rolling,
-    ) -> Step {
-        let found: Vec<Found> = results
+    ) -> ReplayStep {
+        let found: Vec<ArrayOrigin> = results
             .iter()
             .map(|result| match self.find(result, false) {
                 Some(found) => found,
@@ -203,18 +203,18 @@ impl Recording {
             .collect();
         let (mut operations, values, of_results) = self.place_values(&found);
         let constants = self.constants.len();
-        let kept = |found: Found| match found {
-            Found::Input(input) => Some(Source::Input(input)),
-            Found::Constant(constant) => Some(Source::Kept(constant)),
-            Found::Other(other) => Some(Source::Kept(constants as u32 + other)),
-            Found::Made(..) => None,
+        let kept = |found: ArrayOrigin| match found {
+            ArrayOrigin::Input(input) => Some(Source::Input(input)),
+            ArrayOrigin::Constant(constant) => Some(Source::Kept(constant)),
+            ArrayOrigin::Other(other) => Some(Source::Kept(constants as u32 + other)),
+            ArrayOrigin::Made(..) => None,
         };
         for (operation, noted) in operations.iter_mut().zip(&self.here) {
             for (source, found) in operation.inputs.iter_mut().zip(&noted.inputs) {
                 *source = kept(*found).unwrap_or(*source);
             }
         }
-        let outcome = |((result, found), value): ((&&MpmdArray, &Found), &Option<u32>)| {
+        let outcome = |((result, found), value): ((&&MpmdArray, &ArrayOrigin), &Option<u32>)| {
             let source = kept(*found).or(value.map(Source::Value));
             let donated = match &result.repr {
                 Repr::Placed(placed) if placed.origin().0 > self.before => {
@@ -248,7 +248,7 @@ impl Recording {
             here: self.here.iter().map(name).collect(),
         };
         self.constants.append(&mut self.others);
-        Step {
+        ReplayStep {
             runtime: runtime.clone(),
             structure: self.structure,
             inputs: self.inputs,
@@ -265,10 +265,10 @@ impl Recording {
     /// Assigns a storage place to each array that an operation makes and a later one or a result
     /// needs. A place is reused after the last use. Returns the operations, the number of places,
     /// and the places of the results.
-    fn place_values(&self, results: &[Found]) -> (Vec<Operation>, usize, Vec<Option<u32>>) {
+    fn place_values(&self, results: &[ArrayOrigin]) -> (Vec<Operation>, usize, Vec<Option<u32>>) {
         let maker = |place: u64| self.here.binary_search_by_key(&place, |noted| noted.place).ok();
-        let value = |found: &Found| match found {
-            Found::Made(place, leaf) => maker(*place).map(|maker| (maker, *leaf)),
+        let value = |found: &ArrayOrigin| match found {
+            ArrayOrigin::Made(place, leaf) => maker(*place).map(|maker| (maker, *leaf)),
             _ => None,
         };
         let mut last: HashMap<(usize, u32), usize> = HashMap::new();

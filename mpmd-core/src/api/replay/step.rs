@@ -19,7 +19,7 @@ use mpmd_layout::tree::Structure;
 pub(super) type Donation = (u64, &'static Location<'static>);
 
 /// This process's part of a recorded step.
-pub(super) struct Step {
+pub(super) struct ReplayStep {
     pub(super) runtime: Arc<Runtime>,
     pub(super) structure: Structure,
     pub(super) inputs: Vec<Input>,
@@ -79,7 +79,7 @@ pub(super) enum Outcome {
     Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
 }
 
-impl Step {
+impl ReplayStep {
     pub(super) fn operations(&self) -> u64 {
         self.names.operations
     }
@@ -239,7 +239,7 @@ impl Step {
     }
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for ReplayStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (all, here) = (self.operations(), self.operations_here());
         write!(f, "{here} of {all} operations here, recorded at {}", self.names.at)

@@ -14,9 +14,9 @@ pub(crate) const SHORTEST_RUN: usize = 256;
 /// A series of streaming copies. Other threads may read the written data only after this is
 /// dropped, which issues the fence.
 #[derive(Debug)]
-pub(crate) struct Stream(());
+pub(crate) struct StreamingStores(());
 
-impl Stream {
+impl StreamingStores {
     /// Begins a series of copies.
     pub(crate) fn new() -> Self {
         Self(())
@@ -37,7 +37,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for StreamingStores {
     fn drop(&mut self) {
         #[cfg(target_arch = "x86_64")]
         x86::fence();
@@ -99,7 +99,7 @@ mod tests {
         for offset in 0..70 {
             for length in [0, 1, 15, 16, 63, 64, 65, 127, 128, 400, 500] {
                 let mut dst = vec![0xee; 700];
-                let mut stream = Stream::new();
+                let mut stream = StreamingStores::new();
                 stream.copy(&mut dst[offset..offset + length], &src[3..3 + length]);
                 drop(stream);
                 assert_eq!(dst[offset..offset + length], src[3..3 + length]);
@@ -113,6 +113,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "one length")]
     fn different_lengths_panic() {
-        Stream::new().copy(&mut [0; 3], &[0; 4]);
+        StreamingStores::new().copy(&mut [0; 3], &[0; 4]);
     }
 }

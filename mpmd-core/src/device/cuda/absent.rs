@@ -22,16 +22,16 @@ const NOT_BUILT: &str = "this program was built without the feature `cuda`";
 pub(crate) enum Gpu {}
 
 /// A CUDA stream and its waiter thread. Cannot be constructed in this build.
-pub(crate) enum Line {}
+pub(crate) enum Stream {}
 
 /// A raw CUDA stream. Cannot be constructed in this build.
-pub(crate) enum Stream {}
+pub(crate) enum RawStream {}
 
 /// The preparation of a kernel's sources for a device. Cannot be constructed in this build.
 pub(crate) enum WarmUp {}
 
 /// Exclusive access to a stream for issuing work. Cannot be constructed in this build.
-pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
+pub(crate) struct StreamTurn<'a>(Never, PhantomData<&'a ()>);
 
 /// The end of issued work. Cannot be constructed in this build.
 pub(crate) struct Ending(Never);
@@ -68,15 +68,15 @@ impl Gpu {
         match *self {}
     }
 
-    pub(crate) fn compute(&self) -> &Line {
+    pub(crate) fn compute(&self) -> &Stream {
         match *self {}
     }
 
-    pub(crate) fn inward(&self) -> &Line {
+    pub(crate) fn inward(&self) -> &Stream {
         match *self {}
     }
 
-    pub(crate) fn outward(&self) -> &Line {
+    pub(crate) fn outward(&self) -> &Stream {
         match *self {}
     }
 
@@ -94,7 +94,7 @@ impl Gpu {
 
     pub(crate) fn launch(
         &self,
-        _: &Stream,
+        _: &RawStream,
         _: &'static Source,
         _: &str,
         _: Grid,
@@ -105,7 +105,7 @@ impl Gpu {
 
     pub(crate) fn gemm(
         &self,
-        _: &Stream,
+        _: &RawStream,
         _: &Pool,
         _: &Product,
         _: [DevicePlace; 3],
@@ -114,7 +114,7 @@ impl Gpu {
     }
 }
 
-impl Stream {
+impl RawStream {
     pub(crate) fn handle(&self) -> *mut c_void {
         match *self {}
     }
@@ -147,11 +147,11 @@ pub(crate) fn sharing(_: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
     None
 }
 
-impl Line {
+impl Stream {
     pub(crate) fn submit(
         &self,
         _: &[&Fences],
-        _: impl FnOnce(&Stream) -> Result<(), CudaError>,
+        _: impl FnOnce(&RawStream) -> Result<(), CudaError>,
         _: Then,
     ) -> Arc<dyn Fence> {
         match *self {}
@@ -176,8 +176,8 @@ impl Line {
     }
 }
 
-impl Line {
-    pub(crate) fn turn(&self) -> Turn<'_> {
+impl Stream {
+    pub(crate) fn turn(&self) -> StreamTurn<'_> {
         match *self {}
     }
 
@@ -186,12 +186,12 @@ impl Line {
     }
 }
 
-impl<'a> Turn<'a> {
+impl<'a> StreamTurn<'a> {
     pub(crate) fn come_after(&self, _: &Fences) -> Result<(), CudaError> {
         match self.0 {}
     }
 
-    pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
+    pub(crate) fn begin(&mut self) -> Result<&'a RawStream, CudaError> {
         match self.0 {}
     }
 
@@ -260,7 +260,7 @@ impl Communicator {
         match *self {}
     }
 
-    pub(crate) fn issue(&self, _: &Stream, _: &Joint<'_>) -> Result<(), NotJoined> {
+    pub(crate) fn issue(&self, _: &RawStream, _: &Joint<'_>) -> Result<(), NotJoined> {
         match *self {}
     }
 

@@ -12,7 +12,7 @@ use super::calls::{self, Answer, static_text};
 use super::compile::Architecture;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu};
-use super::line::Stream;
+use super::stream::RawStream;
 use crate::device::cuda::work::{Math, Types};
 use mpmd_layout::aval::DType;
 
@@ -46,7 +46,7 @@ impl Blas {
     /// If cuBLAS is missing or fails, or the pool has no room for the workspace.
     pub(super) fn new(
         context: &Arc<Context>,
-        stream: &Stream,
+        stream: &RawStream,
         architecture: Architecture,
         pool: &Pool,
     ) -> Result<Self, CudaError> {
@@ -186,7 +186,7 @@ impl Gpu {
     /// If cuBLAS is missing or fails.
     pub(crate) fn gemm(
         &self,
-        _: &Stream,
+        _: &RawStream,
         pool: &Pool,
         product: &Product,
         places: [DevicePlace; 3],

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::Times;
 use super::error::CudaError;
-use super::line::{Event, Line, create_event};
+use super::stream::{Event, Stream, create_event};
 
 /// The number of attempts to measure the initial offset, and the error in nanoseconds that ends
 /// them early.
@@ -29,7 +29,7 @@ pub(super) struct Clock {
 impl Clock {
     /// Creates a clock for a stream to which nothing was issued yet. Waits for the device.
     pub(super) fn new(
-        line: &Line,
+        line: &Stream,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
     ) -> Result<Self, CudaError> {
         line.stream.context.bind()?;

@@ -16,7 +16,7 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 use super::calls;
 use super::error::CudaError;
 use super::gpu::cuda;
-use super::line::{Line, Stream};
+use super::stream::{RawStream, Stream};
 use super::{Part, Then};
 use crate::device::copy::{Loop, Loops};
 
@@ -30,7 +30,7 @@ enum End {
     Host(*mut c_void),
 }
 
-impl Line {
+impl Stream {
     /// Copies a part of `from` into `to`, which is in the memory of this stream's device. `from`
     /// may be on the host or on any device of this process.
     ///
@@ -52,7 +52,7 @@ impl Line {
         let loops = part.loops(from.len(), place.bytes);
         let ends = (End::of(from), End::Device { ordinal: place.device, address: place.address });
         let mut reached = false;
-        let work = |stream: &Stream| {
+        let work = |stream: &RawStream| {
             reached = true;
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
             // filled; this work runs after that, and the read added below keeps its memory. `to` is
@@ -87,7 +87,7 @@ impl Line {
         let loops = part.loops(from.len(), to.len());
         let ends = (End::of(from), End::Host(to.as_mut_ptr().cast()));
         let before = to.fences().clone();
-        let work = |stream: &Stream| {
+        let work = |stream: &RawStream| {
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
             // filled; this work runs after that, and the read added below keeps its memory. `done`
             // owns `to` from here on and does not touch it until the copy is over.
@@ -120,7 +120,7 @@ impl Line {
     /// If `to` is on the host.
     pub(crate) fn zero(&self, to: &mut OwnedBuffer, then: Then) {
         let place = to.device().expect("a device's memory is set by its own work");
-        let work = |stream: &Stream| {
+        let work = |stream: &RawStream| {
             // SAFETY: the range is that of the buffer, which is borrowed exclusively. Its earlier
             // uses come before this work, and the fence added below keeps it.
             let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
@@ -138,7 +138,7 @@ impl Part<'_> {
     }
 }
 
-impl Stream {
+impl RawStream {
     /// Issues the copies of all runs.
     ///
     /// # Safety
@@ -157,7 +157,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy_all`].
+    /// As [`RawStream::copy_all`].
     unsafe fn copy_loops(
         &self,
         dims: &[Loop],
@@ -184,7 +184,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy_all`].
+    /// As [`RawStream::copy_all`].
     unsafe fn copy_run(&self, bytes: usize, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says. Between devices the driver tells by the addresses on which
         // device each of them is.
@@ -213,7 +213,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy_all`].
+    /// As [`RawStream::copy_all`].
     unsafe fn copy_rows(
         &self,
         rows: Loop,
@@ -247,7 +247,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy_all`].
+    /// As [`RawStream::copy_all`].
     unsafe fn copy_blocks(
         &self,
         blocks: Loop,
@@ -385,13 +385,13 @@ mod tests {
     use mpmd_layout::region::Region;
 
     /// A device, with a pool of its memory and a pool of pinned host memory.
-    struct Place {
+    struct CopyEnd {
         gpu: Arc<Gpu>,
         memory: Pool,
         pinned: Pool,
     }
 
-    impl Place {
+    impl CopyEnd {
         fn open(ordinal: u32) -> Self {
             let gpu = Gpu::open(ordinal).unwrap();
             let memory = Pool::in_arena("device", None, &Arena::device(gpu.allocator()));
@@ -448,7 +448,7 @@ mod tests {
         if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:3") {
             return;
         }
-        let places = [Place::open(0), Place::open(if softcuda::real() { 0 } else { 1 })];
+        let places = [CopyEnd::open(0), CopyEnd::open(if softcuda::real() { 0 } else { 1 })];
         let items = prop::sample::select(vec![1usize, 2, 4, 8, 16]);
         let strategy = (nested(5, 4), items, any::<bool>());
         let mut runner = TestRunner::new(ProptestConfig { cases: 200, ..Default::default() });
@@ -498,7 +498,7 @@ mod tests {
         if softcuda::again!("SOFTCUDA_PACE" = "lazy") {
             return;
         }
-        let place = Place::open(0);
+        let place = CopyEnd::open(0);
         let mut buffer = place.on_device(&[7; 1000]);
         let (then, end) = ended();
         place.gpu.inward().zero(&mut buffer, then);

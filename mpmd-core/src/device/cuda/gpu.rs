@@ -13,9 +13,9 @@ use super::calls::{self, DriverError};
 use super::compile::Architecture;
 use super::error::CudaError;
 use super::ipc::Shown;
-use super::line::{Ends, Line};
 use super::memory::Allocator;
 use super::module::Modules;
+use super::stream::{Ends, Stream};
 use crate::device::cuda::spare::Spare;
 
 /// A CUDA device, its context in this process, and its streams.
@@ -25,9 +25,9 @@ pub(crate) struct Gpu {
     blas: OnceLock<Result<Blas, CudaError>>,
     /// Scratch memory for the compute stream, kept between calls.
     spare: Spare,
-    compute: Line,
-    inward: Line,
-    outward: Line,
+    compute: Stream,
+    inward: Stream,
+    outward: Stream,
     modules: Modules,
     architecture: Architecture,
     processors: u32,
@@ -71,7 +71,7 @@ impl Gpu {
     /// If there is no driver: look for it first with [`found`](super::found).
     pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
         let context = Arc::new(Context::open(ordinal)?);
-        let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
+        let line = |what: &str| Stream::start(&context, format!("cuda-{ordinal}-{what}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
         let figure = |attribute| context.figure(attribute);
         let architecture = Architecture::new(
@@ -133,17 +133,17 @@ impl Gpu {
     }
 
     /// Returns the stream that runs kernels, in the order of their operations.
-    pub(crate) fn compute(&self) -> &Line {
+    pub(crate) fn compute(&self) -> &Stream {
         &self.compute
     }
 
     /// Returns the stream for copies into the device's memory, from the host or from other devices.
-    pub(crate) fn inward(&self) -> &Line {
+    pub(crate) fn inward(&self) -> &Stream {
         &self.inward
     }
 
     /// Returns the stream for copies from the device's memory to the host.
-    pub(crate) fn outward(&self) -> &Line {
+    pub(crate) fn outward(&self) -> &Stream {
         &self.outward
     }
 
@@ -244,8 +244,8 @@ impl Context {
     /// # Errors
     ///
     /// As [`bind`](Self::bind).
-    pub(super) fn visit(&self) -> Result<Visit, CudaError> {
-        let visit = Visit::from_here();
+    pub(super) fn visit(&self) -> Result<ContextGuard, CudaError> {
+        let visit = ContextGuard::from_here();
         self.bind()?;
         Ok(visit)
     }
@@ -253,8 +253,8 @@ impl Context {
     /// Makes this the current context for cleaning up, even if work on the device has failed.
     /// Returns `None` if some of that work [will never end](Self::is_stuck), because cleaning up
     /// would wait for it.
-    fn last_visit(&self) -> Option<Visit> {
-        let visit = Visit::from_here();
+    fn last_visit(&self) -> Option<ContextGuard> {
+        let visit = ContextGuard::from_here();
         let is_stuck = self.is_stuck.load(Ordering::Acquire);
         (!is_stuck && self.bind_failed().is_ok()).then_some(visit)
     }
@@ -347,9 +347,9 @@ impl Drop for Context {
 }
 
 /// Makes a context current on this thread. Restores the previous one when dropped.
-pub(super) struct Visit(sys::CUcontext);
+pub(super) struct ContextGuard(sys::CUcontext);
 
-impl Visit {
+impl ContextGuard {
     /// Remembers the current context. If there is none, or it no longer exists, null is restored.
     fn from_here() -> Self {
         let mut current = std::ptr::null_mut();
@@ -359,7 +359,7 @@ impl Visit {
     }
 }
 
-impl Drop for Visit {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         // SAFETY: it was current on this thread and its user keeps it alive, or it is null, which
         // stands for no context.

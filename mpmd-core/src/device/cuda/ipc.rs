@@ -28,8 +28,8 @@ use parking_lot::Mutex;
 use super::calls;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu, cuda};
-use super::line::{Event, RawEvent, Stream, WAIT_DEFAULT, create_event, is_passed};
 use super::orphan;
+use super::stream::{Event, RawEvent, RawStream, WAIT_DEFAULT, create_event, is_passed};
 use mpmd_launch::variables;
 
 /// Lengths in bytes of a CUDA handle and of a device's UUID.
@@ -435,7 +435,7 @@ impl Landing {
     }
 
     /// Makes later work on a stream wait, on the device, for these events.
-    pub(super) fn before(&self, stream: &Stream) -> Result<(), CudaError> {
+    pub(super) fn before(&self, stream: &RawStream) -> Result<(), CudaError> {
         for event in &self.events {
             // SAFETY: the event is open, as `self` holds it, and was recorded before its owner
             // described it to any process; the stream is alive.
@@ -510,7 +510,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIME_LIMIT: Duration = Duration::from_secs(60);
 
     #[test]
     fn own_handles_are_found_again_and_bad_ones_refused() {
@@ -548,7 +548,7 @@ mod tests {
             words,
             "a third process gets the same description"
         );
-        told.recv_timeout(PATIENCE).unwrap().unwrap();
+        told.recv_timeout(TIME_LIMIT).unwrap().unwrap();
         assert!(!heard.is_over(), "only its owner reports the end");
         heard.pass(Err("it fell over".to_owned()));
         assert_eq!((heard.is_over(), heard.failure().as_deref()), (true, Some("it fell over")));
@@ -557,7 +557,11 @@ mod tests {
         let then = Box::new(move |result| said.send(result).unwrap());
         gpu.compute().submit(&[&after], |_| unreachable!("its input is never made"), then);
         assert!(
-            told.recv_timeout(PATIENCE).unwrap().unwrap_err().to_string().contains("it fell over")
+            told.recv_timeout(TIME_LIMIT)
+                .unwrap()
+                .unwrap_err()
+                .to_string()
+                .contains("it fell over")
         );
     }
 
@@ -565,7 +569,7 @@ mod tests {
 
     fn issued(
         gpu: &Gpu,
-        work: impl FnOnce(&Stream) -> Result<(), CudaError>,
+        work: impl FnOnce(&RawStream) -> Result<(), CudaError>,
     ) -> (Arc<dyn Fence>, Told) {
         let (said, told) = channel();
         let fence =
@@ -608,17 +612,17 @@ mod tests {
             gpu.compute().submit(&[&Fences::of([landing.clone().fence()])], |_| Ok(()), then);
         assert!(!fence.is_over());
         landing.pass(Err("process 3 has ended".to_owned()));
-        let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        let error = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
         assert!(error.to_string().contains("process 3 has ended") && fence.is_over(), "{error}");
         assert!(error.is_lost() && fence.is_lost(), "the work may still run");
-        assert_eq!(told_there.recv_timeout(PATIENCE).unwrap(), Err(error.clone()));
+        assert_eq!(told_there.recv_timeout(TIME_LIMIT).unwrap(), Err(error.clone()));
         let (said, told) = channel();
         let fence = gpu.compute().submit(
             &[],
             |_| Ok(()),
             Box::new(move |result| said.send(result).unwrap()),
         );
-        let later = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        let later = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
         assert_eq!(later.to_string(), error.to_string(), "same message");
         assert!(
             !later.is_lost() && fence.is_over() && !fence.is_lost(),

@@ -2,7 +2,7 @@
 //! from and to the host.
 //!
 //! All of it goes to a raw stream, the context of which is current on the calling thread. See
-//! [`Line::submit`](super::Line::submit).
+//! [`Stream::submit`](super::Stream::submit).
 
 use std::ffi::c_void;
 use std::sync::OnceLock;
@@ -14,7 +14,7 @@ use super::asked::RawArg;
 use super::calls::{self, DriverError};
 use super::error::CudaError;
 use super::gpu::{Gpu, cuda};
-use super::line::Stream;
+use super::stream::RawStream;
 use crate::device::cuda::{source::Source, work::Grid};
 
 /// The number of arguments that need no heap allocation.
@@ -29,7 +29,7 @@ impl Gpu {
     /// launch. Also if the number or sizes of the arguments differ from the function's parameters.
     pub(crate) fn launch(
         &self,
-        stream: &Stream,
+        stream: &RawStream,
         source: &'static Source,
         function: &str,
         grid: Grid,
@@ -77,7 +77,7 @@ impl Gpu {
     }
 }
 
-impl Stream {
+impl RawStream {
     /// Returns the stream as a `CUstream`, for other libraries.
     pub(crate) fn handle(&self) -> *mut c_void {
         self.raw.cast()
@@ -183,7 +183,7 @@ fn failed(source: &Source, function: &str, error: DriverError) -> CudaError {
 /// of work.
 type NoteUse = unsafe extern "C" fn(sys::CUstream, sys::CUdeviceptr, usize, i32);
 
-fn note_uses(stream: &Stream, args: &[RawArg]) {
+fn note_uses(stream: &RawStream, args: &[RawArg]) {
     static NOTE_USE: OnceLock<Option<NoteUse>> = OnceLock::new();
     let note = NOTE_USE.get_or_init(|| {
         // SAFETY: there is a driver, as there is a `Gpu`. Only the software driver has a symbol of

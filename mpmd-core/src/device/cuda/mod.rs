@@ -5,14 +5,14 @@
 //! CUDA device. Without the feature, this module exports the same names and a `Gpu` that cannot be
 //! constructed.
 //!
-//! A `Gpu` has three streams (`Line`): one for kernels and one for each direction of copies. Any
+//! A `Gpu` has three streams (`Stream`): one for kernels and one for each direction of copies. Any
 //! thread may issue work to a stream. Issuing does not wait for the device; the work runs later, in
 //! order. When work uses memory that another stream uses, the device orders it after that use
 //! ([`Fences`](mpmd_transport::memory::Fences)). No host thread waits for this.
 //!
 //! Each stream has a waiter thread, which waits for the ends of issued work and calls the
 //! completion callbacks. Only one other thread ever waits for device work: a device's own thread,
-//! in a kernel with collectives (`Turn::wait`).
+//! in a kernel with collectives (`StreamTurn::wait`).
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -39,8 +39,6 @@ pub(crate) mod kernels;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
-mod line;
-#[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
@@ -51,7 +49,9 @@ mod orphan;
 #[cfg(feature = "cuda")]
 pub mod plain;
 #[cfg(feature = "cuda")]
-mod turn;
+mod stream;
+#[cfg(feature = "cuda")]
+mod stream_turn;
 #[cfg(feature = "cuda")]
 mod warm;
 
@@ -63,8 +63,8 @@ use mpmd_layout::region::Region;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{
-    Communicator, Communicators, Ending, Gpu, Stream, Turn, WarmUp, new_id, reach_each_other,
-    sharing,
+    Communicator, Communicators, Ending, Gpu, RawStream, StreamTurn, WarmUp, new_id,
+    reach_each_other, sharing,
 };
 pub(crate) use asked::{CommunicatorId, Joint, NotJoined, Operand, Product, RawArg};
 pub use driver::{
@@ -76,8 +76,6 @@ pub(crate) use gpu::{Gpu, reach_each_other};
 #[cfg(feature = "cuda")]
 pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
-pub(crate) use line::Stream;
-#[cfg(feature = "cuda")]
 pub(crate) use nccl::library::{
     NAMES as NCCL_NAMES, SYMBOLS as NCCL_SYMBOLS, library as nccl_library,
     version as nccl_version_of,
@@ -85,7 +83,9 @@ pub(crate) use nccl::library::{
 #[cfg(feature = "cuda")]
 pub(crate) use nccl::{Communicator, Communicators, new_id};
 #[cfg(feature = "cuda")]
-pub(crate) use turn::{Ending, Turn};
+pub(crate) use stream::RawStream;
+#[cfg(feature = "cuda")]
+pub(crate) use stream_turn::{Ending, StreamTurn};
 #[cfg(feature = "cuda")]
 pub(crate) use warm::WarmUp;
 

@@ -29,11 +29,11 @@ pub(super) struct Modules {
     context: Arc<Context>,
     architecture: Architecture,
     /// Keyed by the address of the source.
-    slots: RwLock<HashMap<usize, Arc<Slot>>>,
+    slots: RwLock<HashMap<usize, Arc<AsyncBuffer>>>,
 }
 
 /// A source that was announced or launched, and its module.
-struct Slot {
+struct AsyncBuffer {
     source: &'static Source,
     /// Created by the first thread that needs it; other threads wait.
     module: OnceLock<Result<Module, CudaError>>,
@@ -70,7 +70,7 @@ impl Modules {
         if self.slots.read().contains_key(&key(source)) {
             return;
         }
-        self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(Slot::new(source)));
+        self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(AsyncBuffer::new(source)));
     }
 
     /// Compiles and loads a source, unless that was done before. Waits if another thread is doing
@@ -144,7 +144,7 @@ impl Modules {
         Ok(())
     }
 
-    fn module<'s>(&self, slot: &'s Slot) -> Result<&'s Module, CudaError> {
+    fn module<'s>(&self, slot: &'s AsyncBuffer) -> Result<&'s Module, CudaError> {
         let made =
             slot.module.get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
         made.as_ref().map_err(CudaError::clone)
@@ -179,7 +179,7 @@ impl Modules {
     }
 }
 
-impl Slot {
+impl AsyncBuffer {
     fn new(source: &'static Source) -> Self {
         Self { source, module: OnceLock::new() }
     }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::error::CudaError;
 use super::gpu::Context;
 use super::ipc::Imported;
-use super::line::Ends;
+use super::stream::Ends;
 
 /// The time that such waits have to end.
 const GRACE: Duration = Duration::from_secs(2);

@@ -18,7 +18,7 @@ pub use read::Shard;
 
 use crate::error::{IssueProblem, Result};
 use crate::exec::host_array::HostArray;
-use crate::exec::{Runtime, Slot};
+use crate::exec::{AsyncBuffer, Runtime};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, Sharding};
@@ -81,7 +81,7 @@ pub(crate) enum Shards {
 #[derive(Clone)]
 pub(crate) struct LocalShard {
     pub(crate) device: DeviceId,
-    pub(crate) slot: Slot,
+    pub(crate) slot: AsyncBuffer,
 }
 
 /// The operation that made an array, and the line that issued it.
@@ -259,7 +259,7 @@ impl Placed {
         layout.region_of(device).cloned().unwrap_or_else(|| Region::full(aval.shape()))
     }
 
-    pub(crate) fn slot(&self, device: DeviceId) -> Option<&Slot> {
+    pub(crate) fn slot(&self, device: DeviceId) -> Option<&AsyncBuffer> {
         self.shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
     }
 

@@ -12,7 +12,7 @@ use super::{LocalShard, Made, MpmdArray, Placed, Repr};
 use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
 use crate::exec::host_array::HostArray;
-use crate::exec::{Doing, Outcome, Slot};
+use crate::exec::{AsyncBuffer, Doing, Outcome};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
@@ -238,7 +238,7 @@ impl MpmdArray {
 
 impl Placed {
     /// Returns the local shards in host memory. Copies from CUDA devices begin now.
-    fn in_host_memory(&self) -> Vec<Slot> {
+    fn in_host_memory(&self) -> Vec<AsyncBuffer> {
         let Made { runtime, sharding, .. } = &*self.made;
         let slot = |shard: &LocalShard| match runtime.gpu_of(shard.device, sharding.memory_kind()) {
             Some(_) => runtime.in_host_memory(self.origin.op, &shard.slot),
@@ -250,14 +250,14 @@ impl Placed {
     /// Polls for a shard, then blocks until it is there.
     fn wait_look(
         &self,
-        slot: &Slot,
+        slot: &AsyncBuffer,
         deadline: Option<Instant>,
         at: &'static Location<'static>,
     ) -> Option<Outcome> {
         let runtime = &self.made.runtime;
         let ended = || slot.has_ended().then_some(());
         // A thread that drives the transport polls by itself.
-        let here = if runtime.waits.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
+        let here = if runtime.parker.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
         match here {
             Some(()) => slot.peek(),
             None => self.wait_for(slot, deadline, at),
@@ -267,7 +267,7 @@ impl Placed {
     /// Blocks until a shard is there. Reports a hang each time the peer timeout expires.
     fn wait_for(
         &self,
-        slot: &Slot,
+        slot: &AsyncBuffer,
         deadline: Option<Instant>,
         at: &'static Location<'static>,
     ) -> Option<Outcome> {
@@ -275,9 +275,9 @@ impl Placed {
         let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
         let _waiting = runtime.trace.wait("a read of an array", at);
         loop {
-            let patience = after(Instant::now(), runtime.config.patience);
-            let until = deadline.map_or(patience, |deadline| deadline.min(patience));
-            if let Some(outcome) = runtime.waits.wait(slot, Some(until)) {
+            let peer_timeout = after(Instant::now(), runtime.config.peer_timeout);
+            let until = deadline.map_or(peer_timeout, |deadline| deadline.min(peer_timeout));
+            if let Some(outcome) = runtime.parker.wait(slot, Some(until)) {
                 return Some(outcome);
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -337,7 +337,7 @@ impl Placed {
 ///
 /// Registers on each of them now: a later operation may take the buffer of one before another has
 /// ended.
-fn collect_all(slots: &[Slot], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
+fn collect_all(slots: &[AsyncBuffer], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
     let missing = slots.iter().map(|_| None).collect::<Vec<Option<Outcome>>>();
     let collected = Arc::new(Mutex::new((missing, slots.len(), Some(then))));
     for (i, slot) in slots.iter().enumerate() {

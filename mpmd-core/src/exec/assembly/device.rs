@@ -11,11 +11,11 @@ use parking_lot::Mutex;
 use crate::device::copy::copy_region;
 use crate::device::cuda::kernels::ADD;
 use crate::device::cuda::work::Grid;
-use crate::device::cuda::{Gpu, Part, RawArg, Stream};
+use crate::device::cuda::{Gpu, Part, RawArg, RawStream};
+use crate::exec::async_buffer::{AsyncBuffer, IssuedPromises, Resolver};
 use crate::exec::chunks::Chunked;
 use crate::exec::put::{COPY_INLINE, Transfer};
 use crate::exec::reach::when_made;
-use crate::exec::slot::{IssuedPromises, Promise, Slot};
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
@@ -44,7 +44,7 @@ pub(crate) struct DeviceAssembly {
 
 /// The state of a shard until all its copies are issued.
 struct Open {
-    promise: Promise,
+    resolver: Resolver,
     memory: Memory,
     /// By partial sum: pieces that are not completely issued.
     missing: Vec<usize>,
@@ -58,7 +58,7 @@ struct Open {
 struct Piece {
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
-    source: Option<Slot>,
+    source: Option<AsyncBuffer>,
     // Last, so that it is dropped after the bytes.
     guard: OpGuard,
 }
@@ -129,12 +129,12 @@ impl DeviceAssembly {
         missing: Vec<usize>,
         sum: Option<Sum>,
         reservation: Reservation,
-        promise: Promise,
+        resolver: Resolver,
         guard: OpGuard,
     ) -> Arc<Self> {
         let memory = Memory::Reserved(reservation);
         let open =
-            Mutex::new(Some(Open { promise, memory, missing, term: 0, waiting: Vec::new() }));
+            Mutex::new(Some(Open { resolver, memory, missing, term: 0, waiting: Vec::new() }));
         let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
         let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
         Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
@@ -161,25 +161,25 @@ impl DeviceAssembly {
     /// Ends the shard with its complete bytes, or with a failure. Copies that were issued still run
     /// to their end.
     pub(in crate::exec) fn end(&self, outcome: Outcome) {
-        let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
+        let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
         match outcome {
             Ok(bytes) => {
-                promise.keep(Ok(bytes));
+                resolver.keep(Ok(bytes));
                 self.ending.over(Ok(()));
             }
             Err(failure) => {
-                promise.keep(Err(failure.clone()));
+                resolver.keep(Err(failure.clone()));
                 self.ending.over(Err(failure));
             }
         }
     }
 
     /// Ends the shard with its complete bytes, which the work of `source` makes.
-    pub(super) fn end_as(&self, bytes: SharedBuffer, source: &Slot) {
-        let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: &AsyncBuffer) {
+        let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
-        self.ending.issued(promise.issue(bytes));
+        self.ending.issued(resolver.issue(bytes));
         let ending = self.ending.clone();
         source.on_verdict(move |made| ending.over(made));
     }
@@ -190,7 +190,7 @@ impl DeviceAssembly {
         self: &Arc<Self>,
         transfer: &Arc<Transfer>,
         bytes: SharedBuffer,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         guard: &OpGuard,
     ) {
         if let Some(open) = self.open.lock().as_mut()
@@ -252,7 +252,7 @@ impl DeviceAssembly {
         bytes: &SharedBuffer,
         holds: &Region,
         region: &Region,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         until: impl Send + 'static,
     ) {
         let part =
@@ -313,11 +313,11 @@ impl DeviceAssembly {
             }
             return;
         }
-        if let Some(Open { promise, memory: Memory::Here(shard, beside), .. }) = guard.take() {
+        if let Some(Open { resolver, memory: Memory::Here(shard, beside), .. }) = guard.take() {
             drop(guard);
             // Goes back to the pool once the addition is over.
             drop(beside);
-            self.ending.issued(promise.issue(shard.freeze()));
+            self.ending.issued(resolver.issue(shard.freeze()));
             self.ending.over(Ok(()));
         }
     }
@@ -337,8 +337,9 @@ impl DeviceAssembly {
         let then = move |result: Result<(), _>| {
             ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
         };
-        let work =
-            |stream: &Stream| self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args);
+        let work = |stream: &RawStream| {
+            self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args)
+        };
         let fence =
             self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
         shard.add_fence(fence.clone());
@@ -380,7 +381,7 @@ impl DeviceAssembly {
 }
 
 impl Runtime {
-    /// Resolves `promise` with a shard of a CUDA device that is a copy of `values`, in memory that
+    /// Resolves `resolver` with a shard of a CUDA device that is a copy of `values`, in memory that
     /// was reserved for it.
     pub(crate) fn copy_in(
         self: &Arc<Self>,
@@ -388,7 +389,7 @@ impl Runtime {
         op: u64,
         values: SharedBuffer,
         reservation: Reservation,
-        promise: Promise,
+        resolver: Resolver,
         guard: OpGuard,
     ) {
         let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
@@ -402,21 +403,21 @@ impl Runtime {
             vec![1],
             None,
             reservation,
-            promise,
+            resolver,
             guard,
         );
         shard.fill(&values);
     }
 
-    /// Resolves `promise` with a part of the buffer of `slot`, copied by the device that holds
+    /// Resolves `resolver` with a part of the buffer of `slot`, copied by the device that holds
     /// both. The tuple is the region of `slot`, the part, and the bytes per element.
     pub(crate) fn copy_on_device(
         self: &Arc<Self>,
         device: DeviceId,
         op: u64,
-        slot: &Slot,
+        slot: &AsyncBuffer,
         (whole, part, item): (Region, Region, usize),
-        promise: Promise,
+        resolver: Resolver,
         guard: OpGuard,
     ) {
         let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
@@ -426,7 +427,7 @@ impl Runtime {
             Some(Err(error)) => {
                 let failure = self.out_of_memory(op, &error.to_string());
                 self.remember(&failure);
-                return promise.keep(Err(failure));
+                return resolver.keep(Err(failure));
             }
             None => return,
         };
@@ -440,7 +441,7 @@ impl Runtime {
             vec![1],
             None,
             reservation,
-            promise,
+            resolver,
             guard,
         );
         let source = slot.clone();
@@ -460,8 +461,8 @@ impl Ending {
         self.clone()
     }
 
-    fn issued(&self, promise: IssuedPromises) {
-        self.state.lock().issued = Some(promise);
+    fn issued(&self, resolver: IssuedPromises) {
+        self.state.lock().issued = Some(resolver);
     }
 
     /// Notes the end of one copy, or of the shard's issue. After the last one the shard ends.

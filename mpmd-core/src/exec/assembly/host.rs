@@ -14,8 +14,8 @@ use crate::device::{
     copy::{contiguous_bytes, copy_region},
     sum::add_region,
 };
+use crate::exec::async_buffer::Resolver;
 use crate::exec::put::Transfer;
-use crate::exec::slot::Promise;
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
@@ -50,7 +50,7 @@ struct State {
 }
 
 struct Open {
-    promise: Promise,
+    resolver: Resolver,
     memory: Memory,
     /// By partial sum: pieces that are not in place yet.
     missing: Vec<usize>,
@@ -93,10 +93,11 @@ impl HostAssembly {
         missing: Vec<usize>,
         in_parts: bool,
         reservation: Reservation,
-        promise: Promise,
+        resolver: Resolver,
         guard: OpGuard,
     ) -> Arc<Self> {
-        let open = Open { promise, memory: Memory::Reserved(reservation), missing, term: 0, guard };
+        let open =
+            Open { resolver, memory: Memory::Reserved(reservation), missing, term: 0, guard };
         let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
         Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
     }
@@ -118,9 +119,9 @@ impl HostAssembly {
             (state.open.take(), std::mem::take(&mut state.waiting))
         };
         drop(waiting);
-        if let Some(Open { promise, memory, guard, .. }) = open {
+        if let Some(Open { resolver, memory, guard, .. }) = open {
             drop(memory);
-            promise.keep(outcome);
+            resolver.keep(outcome);
             drop(guard);
         }
     }

@@ -13,8 +13,8 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 pub(crate) use device::{DeviceAssembly, Sum};
 pub(crate) use host::HostAssembly;
 
+use super::async_buffer::AsyncBuffer;
 use super::put::Transfer;
-use super::slot::Slot;
 use super::{OpGuard, Outcome, Runtime};
 use crate::device::cuda::Part;
 use mpmd_layout::region::Region;
@@ -29,7 +29,7 @@ pub(crate) enum Assembly {
 }
 
 /// The destination of a copy from a device.
-enum Place {
+enum CopyTarget {
     Whole,
     Part,
     /// A staging buffer, from which the piece is copied on.
@@ -72,7 +72,7 @@ impl Assembly {
 
     /// Ends the shard with its complete bytes. If `source` is given, the shard ends once the work
     /// of `source` has made them.
-    pub(super) fn end_as(&self, bytes: SharedBuffer, source: Option<Slot>) {
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: Option<AsyncBuffer>) {
         match (self, source) {
             (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
             _ => self.end(Ok(bytes)),
@@ -112,7 +112,7 @@ impl Assembly {
         runtime: &Arc<Runtime>,
         transfer: &Arc<Transfer>,
         bytes: SharedBuffer,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         guard: &OpGuard,
     ) {
         match self {
@@ -142,19 +142,19 @@ impl HostAssembly {
         runtime: &Arc<Runtime>,
         transfer: &Arc<Transfer>,
         bytes: &SharedBuffer,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         guard: &OpGuard,
     ) {
         let region = &transfer.region;
         let (to, place) = if let Some(whole) = self.take_whole(region) {
-            (whole, Place::Whole)
+            (whole, CopyTarget::Whole)
         } else if let Some(part) = self.take_part(region) {
-            (part, Place::Part)
+            (part, CopyTarget::Part)
         } else if !self.is_open() {
             return;
         } else {
             match runtime.staging.allocate(transfer.bytes) {
-                Ok(staging) => (staging, Place::Staging),
+                Ok(staging) => (staging, CopyTarget::Staging),
                 Err(error) => {
                     let failure = runtime.out_of_memory(self.op(), &error.to_string());
                     runtime.remember(&failure);
@@ -172,9 +172,9 @@ impl HostAssembly {
             (self.clone(), runtime.clone(), transfer.alone(), guard.clone());
         runtime.read_device(self.op(), bytes, source, part, to, move |result| {
             match (result, place) {
-                (Ok(whole), Place::Whole) => shard.end(Ok(whole.freeze())),
-                (Ok(part), Place::Part) => shard.give_back(part),
-                (Ok(staging), Place::Staging) => {
+                (Ok(whole), CopyTarget::Whole) => shard.end(Ok(whole.freeze())),
+                (Ok(part), CopyTarget::Part) => shard.give_back(part),
+                (Ok(staging), CopyTarget::Staging) => {
                     shard.place(&here, &alone, staging.freeze(), &guard)
                 }
                 (Err(failure), _) => {

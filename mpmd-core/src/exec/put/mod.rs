@@ -17,13 +17,13 @@ pub(super) use transfer::Transfer;
 use transfer::{Origin, Target, from_host, in_place};
 
 use super::assembly::Sum;
-use super::{OpGuard, Runtime, Slot};
+use super::{AsyncBuffer, OpGuard, Runtime};
 use crate::device::copy::contiguous_bytes;
 use crate::device::cuda::WarmUp;
 use crate::device::cuda::kernels::ADD;
 use crate::exec::array::{LocalShard, Made};
 use crate::exec::host_array::HostArray;
-use crate::exec::recorder::KnownForm;
+use crate::exec::recorder::KnownDescriptor;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{self, ReshardError};
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
@@ -45,7 +45,7 @@ pub(crate) struct PutPlan {
     bytes: u64,
     /// Indices of the move's descriptors in a dry run: without and with memory shared with the
     /// source.
-    pub(crate) known_forms: [KnownForm; 2],
+    pub(crate) known_forms: [KnownDescriptor; 2],
     /// Compilation of the kernel that adds partial sums, for each CUDA device of this process that
     /// needs it.
     warm_ups: Vec<(DeviceId, WarmUp)>,
@@ -284,7 +284,7 @@ impl PutPlan {
 }
 
 impl Source<'_> {
-    fn slot(&self, device: DeviceId) -> Option<&Slot> {
+    fn slot(&self, device: DeviceId) -> Option<&AsyncBuffer> {
         match self {
             Source::Host(_) => None,
             Source::Shards(shards) => {
@@ -322,7 +322,7 @@ mod tests {
         let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
-            let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let x = p.array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
             let mut bytes =
                 |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
             // A shard has 32 elements. The other process gets 16 elements that are not contiguous
@@ -341,7 +341,7 @@ mod tests {
         let results = simulation.run(|p| {
             let mesh = p.mesh(&[("x", p.processes())])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
-            let x = p.make(f32s([12, 24]), &rows, |region, mut view| {
+            let x = p.array_from_fn(f32s([12, 24]), &rows, |region, mut view| {
                 let (rows, columns) = (region.range(0), region.range(1));
                 let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
                 view.as_mut_slice::<f32>()?
@@ -362,7 +362,7 @@ mod tests {
             }
             // A barrier: every process has sent before any reads its counters.
             for process in 0..p.processes() as u32 {
-                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+                p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
             }
             Ok((p.runtime.staging.stats().peak, bytes))
         });
@@ -390,12 +390,15 @@ mod tests {
         let simulation =
             Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
         let results = simulation.run(|p| {
-            let x =
-                p.make(f32s([8, 8]), &Sharding::single_device(DeviceId(0)), |_, mut view| {
+            let x = p.array_from_fn(
+                f32s([8, 8]),
+                &Sharding::single_device(DeviceId(0)),
+                |_, mut view| {
                     let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
                     values.for_each(|(i, value)| *value = i as f32);
                     Ok(())
-                })?;
+                },
+            )?;
             let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
             let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
             let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
@@ -405,7 +408,7 @@ mod tests {
                 assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
             }
             for process in 0..3 {
-                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+                p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
             }
             Ok(p.runtime.staging.stats().peak)
         });

@@ -13,8 +13,8 @@ use super::{COPY_INLINE, PutPlan, PutWhat, Source, kind_of};
 use crate::device::cuda::Gpu;
 use crate::exec::assembly::Sum;
 use crate::exec::{
-    Assembly, DeviceAssembly, HostAssembly, OpGuard, Outcome, Passage, Promise, Runtime, Slot,
-    Waiter, follow,
+    Assembly, AsyncBuffer, DeviceAssembly, HostAssembly, OpGuard, Outcome, Receive, Resolver,
+    Runtime, Waiter, follow,
 };
 use crate::trace::PieceStep;
 use mpmd_layout::topology::DeviceId;
@@ -66,7 +66,7 @@ impl Start<'_> {
     /// Same as [`send`](Self::send), for a shard in a CUDA device's memory. Peers that take device
     /// memory get the shard itself, even before it is filled. The others get a copy that begins as
     /// soon as the device can.
-    fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &Slot) {
+    fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &AsyncBuffer) {
         let carried = |peer: &ProcessId| self.runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
         if !takers.is_empty() {
@@ -99,10 +99,10 @@ impl Start<'_> {
     }
 
     /// Opens a shard of this process. Also returns its assembly, if it is put together from pieces.
-    pub(super) fn open(&self, target: &Target, may_alias: bool) -> (Slot, Option<Assembly>) {
+    pub(super) fn open(&self, target: &Target, may_alias: bool) -> (AsyncBuffer, Option<Assembly>) {
         let Self { plan, runtime, op, guard, source, .. } = *self;
         if target.region.is_empty() {
-            return (Slot::filled(Vec::new().into()), None);
+            return (AsyncBuffer::filled(Vec::new().into()), None);
         }
         if may_alias {
             match (target.alias, source) {
@@ -110,13 +110,13 @@ impl Start<'_> {
                     return (alias(runtime, guard, source.slot(device)), None);
                 }
                 (Some(Origin::Host), Source::Host(host)) => {
-                    return (Slot::filled(host.bytes().clone()), None);
+                    return (AsyncBuffer::filled(host.bytes().clone()), None);
                 }
                 _ => {}
             }
         }
         let PutWhat { aval, to, .. } = &*plan.what;
-        let (promise, slot) = Slot::new();
+        let (resolver, slot) = AsyncBuffer::new();
         let bytes = target.region.elements() * plan.item_bytes();
         let gpu = runtime.gpu_of(target.device, to.memory_kind());
         // Partial sums that a device adds need a second buffer of the shard's size.
@@ -126,10 +126,10 @@ impl Start<'_> {
             runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
         match (reserved, gpu) {
             (Ok(reservation), Some(gpu)) => {
-                (slot, self.open_on_gpu(target, gpu, sum, reservation, promise))
+                (slot, self.open_on_gpu(target, gpu, sum, reservation, resolver))
             }
             (Ok(reservation), None) if target.pieces.is_empty() => {
-                self.zeros(reservation, promise);
+                self.zeros(reservation, resolver);
                 (slot, None)
             }
             (Ok(reservation), None) => {
@@ -143,14 +143,14 @@ impl Start<'_> {
                     missing,
                     target.in_parts && target.pieces != [1] && bytes >= WRITTEN_IN_PARTS,
                     reservation,
-                    promise,
+                    resolver,
                     guard,
                 );
                 (slot, Some(Assembly::Host(shard)))
             }
             (Err(failure), _) => {
                 runtime.remember(&failure);
-                promise.keep(Err(failure));
+                resolver.keep(Err(failure));
                 (slot, None)
             }
         }
@@ -163,7 +163,7 @@ impl Start<'_> {
         gpu: &Arc<Gpu>,
         sum: Option<Sum>,
         reservation: Reservation,
-        promise: Promise,
+        resolver: Resolver,
     ) -> Option<Assembly> {
         let Self { plan, runtime, op, guard, .. } = *self;
         let (item, region) = (plan.item_bytes(), target.region.clone());
@@ -179,7 +179,7 @@ impl Start<'_> {
             missing,
             sum,
             reservation,
-            promise,
+            resolver,
             guard.clone(),
         );
         if target.pieces.is_empty() {
@@ -199,7 +199,7 @@ impl Start<'_> {
                 return None;
             }
         };
-        let (promise, sum) = Slot::new();
+        let (resolver, sum) = AsyncBuffer::new();
         let host = HostAssembly::new(
             runtime.me,
             op,
@@ -208,7 +208,7 @@ impl Start<'_> {
             target.pieces.clone(),
             false,
             reservation,
-            promise,
+            resolver,
             guard.clone(),
         );
         sum.on_end(move |outcome| match outcome {
@@ -219,14 +219,14 @@ impl Start<'_> {
     }
 
     /// Fills with zeros a shard to which no piece contributes.
-    fn zeros(&self, reservation: Reservation, promise: Promise) {
+    fn zeros(&self, reservation: Reservation, resolver: Resolver) {
         let (me, op, guard) = (self.runtime.me, self.op, self.guard.clone());
         self.runtime.move_data(Box::new(move || {
             let zeros = reservation.allocate().map(|mut buffer| {
                 buffer.fill(0);
                 buffer.freeze()
             });
-            promise.keep(zeros.map_err(|error| {
+            resolver.keep(zeros.map_err(|error| {
                 let message = format!("operation {op}: {error}");
                 Arc::new(Failure::new(FailureKind::Memory, me, op, message))
             }));
@@ -247,7 +247,7 @@ impl Start<'_> {
                 let waiter = if shards.is_empty() && transfer.peers.is_empty() {
                     Waiter::Nobody(guard)
                 } else {
-                    Waiter::Piece(Box::new(Passage {
+                    Waiter::Piece(Box::new(Receive {
                         op,
                         from,
                         transfer: transfer.clone(),
@@ -303,10 +303,10 @@ impl Start<'_> {
 }
 
 /// Returns a shard that shares the memory of `source`.
-fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&Slot>) -> Slot {
-    let (promise, slot) = Slot::new();
+fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&AsyncBuffer>) -> AsyncBuffer {
+    let (resolver, slot) = AsyncBuffer::new();
     if let Some(source) = source {
-        follow(source, promise, SharedBuffer::clone, Some(runtime.clone()), Some(guard.clone()));
+        follow(source, resolver, SharedBuffer::clone, Some(runtime.clone()), Some(guard.clone()));
     }
     slot
 }

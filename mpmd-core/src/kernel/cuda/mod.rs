@@ -34,7 +34,7 @@ use args::{Memory, Value};
 pub use crate::device::cuda::CudaError;
 pub use crate::device::cuda::source::{CUBLAS, Source};
 pub use crate::device::cuda::work::{Grid, Math};
-use crate::device::cuda::{Gpu, RawArg, Stream};
+use crate::device::cuda::{Gpu, RawArg, RawStream};
 use crate::error::ViewError;
 use crate::error::{Error, Result};
 use mpmd_layout::aval::{DType, Element};
@@ -88,14 +88,14 @@ use mpmd_layout::aval::{DType, Element};
 #[derive(Clone, Copy)]
 pub struct Cuda<'a> {
     gpu: &'a Gpu,
-    stream: &'a Stream,
+    stream: &'a RawStream,
     memory: &'a CallMemory,
 }
 
 impl<'a> Cuda<'a> {
     /// Creates the interface for one call. `stream` is the device's compute stream. The caller
     /// [ends](CallMemory::end) the memory with the fence behind the issued work.
-    pub(crate) fn new(gpu: &'a Gpu, stream: &'a Stream, memory: &'a CallMemory) -> Self {
+    pub(crate) fn new(gpu: &'a Gpu, stream: &'a RawStream, memory: &'a CallMemory) -> Self {
         Self { gpu, stream, memory }
     }
 
@@ -282,7 +282,7 @@ impl<'a> Cuda<'a> {
     }
 
     /// Returns the raw stream that all work is issued to.
-    pub(crate) fn issues_to(&self) -> &'a Stream {
+    pub(crate) fn issues_to(&self) -> &'a RawStream {
         self.stream
     }
 

@@ -94,7 +94,7 @@ mod tests {
     use mpmd::aval::DType;
 
     use super::*;
-    use crate::gpt::adamw::{self as host, Step};
+    use crate::gpt::adamw::{self as host, AdamStep};
     use crate::gpt::cuda::testing::{
         array, assert_near, elsewhere, floats, floats_on_device, on_device,
     };
@@ -110,7 +110,7 @@ mod tests {
         let adamw = AdamW::default();
         let mut expected = [w.clone(), mean.clone(), square.clone()];
         let [new_w, new_mean, new_square] = &mut expected;
-        let step = Step { number: 3, rate, gradient_factor: factor };
+        let step = AdamStep { number: 3, rate, gradient_factor: factor };
         adamw.update(step, new_w, new_mean, new_square, &gradient);
         let mut inputs = [&w, &mean, &square, &gradient].map(|values| array(values)).to_vec();
         inputs.push(array(&[factor]));

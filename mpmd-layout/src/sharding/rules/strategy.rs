@@ -58,12 +58,12 @@ pub(super) struct Rule {
     pub(super) pattern: String,
     /// Anchored: matches the whole text only.
     regex: Regex,
-    pub(super) steps: Vec<Step>,
+    pub(super) steps: Vec<TacticOp>,
 }
 
 /// One op of a tactic.
 #[derive(Clone)]
-pub(super) struct Step {
+pub(super) struct TacticOp {
     /// The op as written.
     pub(super) text: String,
     pub(super) op: Arc<dyn Op>,
@@ -283,7 +283,7 @@ fn steps(
     pattern: &str,
     tactic: &str,
     registry: &Registry,
-) -> Result<Vec<Step>, RulesError> {
+) -> Result<Vec<TacticOp>, RulesError> {
     let pattern = || pattern.to_owned();
     let calls = Call::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
         rule,
@@ -298,7 +298,7 @@ fn steps(
         };
         let text = call.text().to_owned();
         match make(call) {
-            Ok(op) => Ok(Step { text, op }),
+            Ok(op) => Ok(TacticOp { text, op }),
             Err(ArgumentError(message)) => {
                 Err(RulesError::Arguments { rule, pattern: pattern(), op: text, message })
             }

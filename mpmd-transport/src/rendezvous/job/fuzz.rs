@@ -7,7 +7,7 @@ use super::super::protocol::{frame, parts};
 use super::*;
 use crate::router::{Failure, FailureKind};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// A job, and the requests of its clients.
 struct Table {
@@ -114,7 +114,7 @@ fn text(rng: &mut Rng, is_long: bool) -> String {
 fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
     let text = |rng: &mut Rng| text(rng, is_long);
     let ask = rng.u64(..4);
-    let patience = match rng.u8(..3) {
+    let peer_timeout = match rng.u8(..3) {
         0 => Duration::from_millis(rng.u64(..100_000)),
         1 => Duration::ZERO,
         _ => Duration::new(integer(rng), rng.u32(..1_000_000_000)),
@@ -131,11 +131,11 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 2 => member.trouble = Some(text(rng)),
                 _ => {}
             }
-            Request::Join { ask, process: ProcessId(process), processes, patience, member }
+            Request::Join { ask, process: ProcessId(process), processes, peer_timeout, member }
         }
         3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
-        4 => Request::Get { ask, key: text(rng), patience },
-        5 => Request::Barrier { ask, name: text(rng), patience },
+        4 => Request::Get { ask, key: text(rng), peer_timeout },
+        5 => Request::Barrier { ask, name: text(rng), peer_timeout },
         6 => Request::Leave { ask },
         7 => {
             let process = ProcessId(integer(rng) as u32);
@@ -151,7 +151,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
 fn fuzz_rendezvous_job() {
     let start = Instant::now();
     mpmd_fuzz::cases("rendezvous-job", |rng| {
-        let (job, asks) = (Job::new(rng.usize(1..5), PATIENCE, start), BTreeMap::new());
+        let (job, asks) = (Job::new(rng.usize(1..5), TIME_LIMIT, start), BTreeMap::new());
         let is_long = rng.u32(..512) == 0;
         let mut table = Table { job, now: start, asks, next: 0, is_long };
         for _ in 0..rng.u32(..60) {
@@ -159,7 +159,7 @@ fn fuzz_rendezvous_job() {
         }
         // All clients are silent from now on, so no request may stay open, however long its
         // timeout. A larger step would count as a stop of the server.
-        let end = table.now + PATIENCE * 2;
+        let end = table.now + TIME_LIMIT * 2;
         while table.now < end {
             table.now += Duration::from_secs(2);
             table.tick();

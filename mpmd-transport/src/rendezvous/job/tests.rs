@@ -2,7 +2,7 @@
 
 use super::*;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// A job in which process `p` is connected by link `p + 10`.
 struct Table {
@@ -13,7 +13,7 @@ struct Table {
 impl Table {
     fn new(processes: usize) -> Self {
         let now = Instant::now();
-        Self { job: Job::new(processes, PATIENCE, now), now }
+        Self { job: Job::new(processes, TIME_LIMIT, now), now }
     }
 
     fn running(processes: usize) -> Self {
@@ -34,14 +34,14 @@ impl Table {
         self.job.opened(link, self.now);
         let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
         let processes = self.job.seats.len() as u64;
-        let patience = Duration::from_secs(3600);
+        let peer_timeout = Duration::from_secs(3600);
         let join =
-            Request::Join { ask: 1, process: ProcessId(process), processes, patience, member };
+            Request::Join { ask: 1, process: ProcessId(process), processes, peer_timeout, member };
         self.job.said(link, join, self.now);
     }
 
-    fn barrier(&mut self, link: Link, patience: Duration) {
-        self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), patience }, self.now);
+    fn barrier(&mut self, link: Link, peer_timeout: Duration) {
+        self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), peer_timeout }, self.now);
     }
 
     /// Takes all replies except pings.
@@ -100,11 +100,11 @@ fn missing_processes_are_named_also_to_late_comers() {
     let mut table = Table::new(4);
     table.join(0, "");
     table.join(3, "");
-    table.pass(PATIENCE, &[10, 13]);
+    table.pass(TIME_LIMIT, &[10, 13]);
     let missing = RendezvousError::Missing {
         missing: vec![ProcessId(1), ProcessId(2)],
         processes: 4,
-        patience: PATIENCE,
+        peer_timeout: TIME_LIMIT,
     };
     assert_eq!(errors(table.said()), [(10, missing.clone()), (13, missing.clone())]);
     assert_eq!(table.job.phase(), &Phase::Failed(missing.clone()));
@@ -117,9 +117,9 @@ fn duplicate_is_refused_and_the_job_goes_on() {
     let mut table = Table::new(2);
     table.join(1, "");
     table.job.opened(50, table.now);
-    let patience = Duration::from_secs(3600);
+    let peer_timeout = Duration::from_secs(3600);
     let member = Member { pid: 7, ..Member::default() };
-    let join = Request::Join { ask: 1, process: ProcessId(1), processes: 2, patience, member };
+    let join = Request::Join { ask: 1, process: ProcessId(1), processes: 2, peer_timeout, member };
     table.job.said(50, join, table.now);
     let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
     assert_eq!(errors(table.said()), [(50, held)]);
@@ -185,7 +185,7 @@ fn different_programs_fail_the_job_for_all() {
 #[test]
 fn silent_process_is_dropped_after_peer_timeout() {
     let mut table = Table::running(3);
-    table.pass(PATIENCE - Duration::from_secs(2), &[10, 12]);
+    table.pass(TIME_LIMIT - Duration::from_secs(2), &[10, 12]);
     assert!(table.said().is_empty());
     table.pass(Duration::from_secs(4), &[10, 12]);
     let said = table.said();
@@ -202,7 +202,7 @@ fn silent_process_is_dropped_after_peer_timeout() {
 fn stopped_server_drops_no_client() {
     let mut table = Table::running(2);
     table.job.tick(table.now);
-    table.now += PATIENCE * 3;
+    table.now += TIME_LIMIT * 3;
     table.job.tick(table.now);
     assert!(table.said().is_empty());
     assert_eq!(table.job.present(), 2);
@@ -213,9 +213,13 @@ fn server_stop_extends_all_deadlines() {
     let mut table = Table::new(2);
     table.join(0, "");
     table.job.opened(50, table.now);
-    table.job.said(10, Request::Get { ask: 3, key: "k".into(), patience: PATIENCE }, table.now);
+    table.job.said(
+        10,
+        Request::Get { ask: 3, key: "k".into(), peer_timeout: TIME_LIMIT },
+        table.now,
+    );
     table.job.tick(table.now);
-    table.now += PATIENCE * 3;
+    table.now += TIME_LIMIT * 3;
     table.job.tick(table.now);
     assert!(table.said().is_empty());
     table.join(1, "");
@@ -235,7 +239,7 @@ fn late_barrier_names_missing_and_can_be_retried() {
         name: "b".into(),
         missing: vec![ProcessId(1)],
         processes: 3,
-        patience: Duration::from_secs(5),
+        peer_timeout: Duration::from_secs(5),
     };
     assert_eq!(errors(table.said()), [(10, error)]);
     table.barrier(10, Duration::from_secs(5));
@@ -248,7 +252,7 @@ fn late_barrier_names_missing_and_can_be_retried() {
 #[test]
 fn barrier_breaks_when_a_process_is_gone() {
     let mut table = Table::running(3);
-    table.barrier(10, PATIENCE);
+    table.barrier(10, TIME_LIMIT);
     table.job.closed(11, "connection reset");
     let said = table.said();
     assert!(
@@ -256,14 +260,18 @@ fn barrier_breaks_when_a_process_is_gone() {
     );
     let broken = |said| matches!(&errors(said)[..], [(10, RendezvousError::BarrierBroken { .. })]);
     assert!(broken(said));
-    table.barrier(10, PATIENCE);
+    table.barrier(10, TIME_LIMIT);
     assert!(broken(table.said()));
 }
 
 #[test]
 fn set_answers_pending_get_and_leave_is_not_down() {
     let mut table = Table::running(2);
-    table.job.said(10, Request::Get { ask: 3, key: "k".into(), patience: PATIENCE }, table.now);
+    table.job.said(
+        10,
+        Request::Get { ask: 3, key: "k".into(), peer_timeout: TIME_LIMIT },
+        table.now,
+    );
     table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
     let said = table.said();
     assert_eq!(said[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
@@ -277,7 +285,7 @@ fn set_answers_pending_get_and_leave_is_not_down() {
 fn too_long_keys_hosts_and_programs_are_refused() {
     let mut table = Table::running(2);
     let long = || "x".repeat(MAX_KEY_BYTES + 1);
-    table.job.said(10, Request::Get { ask: 7, key: long(), patience: PATIENCE }, table.now);
+    table.job.said(10, Request::Get { ask: 7, key: long(), peer_timeout: TIME_LIMIT }, table.now);
     let refusals = errors(table.said());
     let [(10, RendezvousError::TooLong { what, bytes: 1025, limit: 1024 })] = &refusals[..] else {
         panic!("{refusals:?}")
@@ -290,7 +298,8 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     ] {
         table.job.opened(link, table.now);
         let process = ProcessId(link as u32 - 10);
-        let join = Request::Join { ask: 1, process, processes: 2, patience: PATIENCE, member };
+        let join =
+            Request::Join { ask: 1, process, processes: 2, peer_timeout: TIME_LIMIT, member };
         table.job.said(link, join, table.now);
         let said = errors(table.said());
         assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");

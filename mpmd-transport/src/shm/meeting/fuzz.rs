@@ -6,9 +6,9 @@ use super::*;
 
 #[test]
 fn fuzz_shm_meeting() {
-    let patience = Duration::from_secs(1);
+    let peer_timeout = Duration::from_secs(1);
     let peers = vec![None, None, None];
-    let config = ShmConfig { process: ProcessId(0), peers, token: [7; 32], epoch: 3, patience };
+    let config = ShmConfig { process: ProcessId(0), peers, token: [7; 32], epoch: 3, peer_timeout };
     let own = OwnDoor::new().unwrap();
     let sample = hello(&ShmConfig { process: ProcessId(2), ..config.clone() });
     mpmd_fuzz::bytes("shm-meeting", &[sample.as_bytes().to_vec()], |bytes| {

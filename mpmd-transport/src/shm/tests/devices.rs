@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use super::ear::{Ear, PATIENCE, config, later};
+use super::ear::{Ear, TIME_LIMIT, config, later};
 use crate::memory::{
     Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool,
     SharedBuffer,
@@ -223,7 +223,7 @@ impl<const N: usize> Team<N> {
                 let (config, site) = (config(process as u32, &peers), sites[process].clone());
                 later(move || {
                     let shm = opened.connect(&config).unwrap();
-                    shm.share_devices(site, &[true; N], PATIENCE).unwrap();
+                    shm.share_devices(site, &[true; N], TIME_LIMIT).unwrap();
                     shm
                 })
             })
@@ -259,7 +259,7 @@ impl<const N: usize> Team<N> {
         let into = vec![0; fetch.bytes() as usize].into();
         let (said, hears) = std::sync::mpsc::channel();
         fetch.fetch(into, Box::new(move |result| said.send(result.map(drop)).unwrap()));
-        hears.recv_timeout(PATIENCE).unwrap().unwrap_err()
+        hears.recv_timeout(TIME_LIMIT).unwrap().unwrap_err()
     }
 
     fn done(&self, at: usize, ticket: u64) -> Result<(), TransportError> {
@@ -269,13 +269,13 @@ impl<const N: usize> Team<N> {
     }
 
     fn finish(self) {
-        let leaving = self.shm.map(|shm| later(move || shm.shutdown(PATIENCE)));
+        let leaving = self.shm.map(|shm| later(move || shm.shutdown(TIME_LIMIT)));
         leaving.into_iter().for_each(|leaving| leaving.join().unwrap());
     }
 }
 
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     while !is_so() {
         assert!(Instant::now() < until, "{what}");
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -517,7 +517,7 @@ fn pending_memory_fails_when_its_lender_leaves() {
     own.add_fence(team.world.fence(b"event 1"));
     team.post(0, 1, &own.freeze(), 1);
     let there = team.take(1, 0);
-    team.shm[0].shutdown(PATIENCE);
+    team.shm[0].shutdown(TIME_LIMIT);
     team.ears[1].down(0);
     until("the end of a fence", || there.ready().are_over());
     assert!(there.ready().failure().unwrap().contains("it has left"));

@@ -9,7 +9,7 @@ use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
 /// Longer than anything in these tests takes.
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// A handler that records its calls.
 #[derive(Default)]
 pub(super) struct Ear {
@@ -31,7 +31,7 @@ impl Ear {
     }
 
     pub(super) fn wait<T>(&self, what: &str, mut found: impl FnMut(&mut Heard) -> Option<T>) -> T {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         let mut heard = self.heard.lock();
         loop {
             if let Some(found) = found(&mut heard) {
@@ -74,7 +74,13 @@ impl Handler for Ear {
 /// Returns the configuration of a process in a job with these addresses.
 pub(super) fn config(process: u32, peers: &[&str]) -> ShmConfig {
     let peers = peers.iter().map(|peer| Some((*peer).to_owned())).collect();
-    ShmConfig { process: ProcessId(process), peers, token: [7; 32], epoch: 1, patience: PATIENCE }
+    ShmConfig {
+        process: ProcessId(process),
+        peers,
+        token: [7; 32],
+        epoch: 1,
+        peer_timeout: TIME_LIMIT,
+    }
 }
 
 pub(super) fn later<T: Send + 'static>(

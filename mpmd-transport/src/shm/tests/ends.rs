@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::ear::{Ear, PATIENCE, config, later};
+use super::ear::{Ear, TIME_LIMIT, config, later};
 use crate::memory::{Pool, SharedBuffer};
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport};
@@ -41,7 +41,7 @@ fn lent_memory_stays_unchanged_after_lender_is_gone() {
         }
         let held: Vec<Payload> = (0..2).map(|_| ears[1].next_from(0)).collect();
         if in_order {
-            zero.shutdown(PATIENCE);
+            zero.shutdown(TIME_LIMIT);
         }
         drop(zero);
         ears[1].down(0);
@@ -55,7 +55,7 @@ fn lent_memory_stays_unchanged_after_lender_is_gone() {
             let Payload::Lent(bytes) = payload else { panic!("it is lent") };
             assert!(bytes.iter().all(|byte| *byte == 7), "memory is reused while it is read");
         }
-        one.shutdown(PATIENCE);
+        one.shutdown(TIME_LIMIT);
     }
 }
 
@@ -86,14 +86,14 @@ fn segment_sent_to_and_fro_is_mapped_once() {
     }
     assert_eq!(mappings(BYTES), 3, "the owner's mapping, and one of each process's for the other");
     drop(ball);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     while mappings(BYTES) > 0 {
         assert!(Instant::now() < until, "{:?}, {} mappings", pool.stats(), mappings(BYTES));
         pool.trim();
         std::thread::sleep(Duration::from_millis(1));
     }
-    one.shutdown(PATIENCE);
-    zero.shutdown(PATIENCE);
+    one.shutdown(TIME_LIMIT);
+    zero.shutdown(TIME_LIMIT);
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn freed_segments_are_unmapped_everywhere() {
         let payload = ears[1].next_from(0);
         assert_eq!(mappings(BYTES), 2, "one on each side");
         drop(payload);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         while zero.lent_to(ProcessId(1)) > 0 {
             assert!(Instant::now() < until);
         }
@@ -123,6 +123,6 @@ fn freed_segments_are_unmapped_everywhere() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    one.shutdown(PATIENCE);
-    zero.shutdown(PATIENCE);
+    one.shutdown(TIME_LIMIT);
+    zero.shutdown(TIME_LIMIT);
 }

@@ -15,7 +15,7 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use zerocopy::IntoBytes;
 
 use crate::memory::{Arena, Arriving, DeviceMemory, DeviceSharing, Fence, SharedBuffer};
-use crate::shm::door::Door;
+use crate::shm::doorbell::Doorbell;
 use crate::shm::loans::{Book, Returns};
 use crate::shm::peer::{Inbound, Outbound, Peer};
 use crate::shm::record::{
@@ -179,7 +179,7 @@ impl Scene {
             let rings: [Ring; 4] = std::array::from_fn(|_| Ring::alone(RING));
             let [here, there, back_here, back_there] = &rings;
             let [socket, far] = Socket::pair().unwrap();
-            let door = Door::alone();
+            let door = Doorbell::alone();
             let peer = Peer {
                 outbound: Mutex::new(Outbound::new(here.producer())),
                 book: Mutex::new(Book::new(back_there.consumer())),
@@ -196,7 +196,7 @@ impl Scene {
             liars.push(Liar { rings, messages, returns, socket: far });
         }
         peers.push(None);
-        let shared = Shared::new(ProcessId(PEERS as u32), peers, Door::alone(), arena);
+        let shared = Shared::new(ProcessId(PEERS as u32), peers, Doorbell::alone(), arena);
         let (ear, devices) = (Arc::<Ear>::default(), Arc::<Devices>::default());
         shared.start(ear.clone());
         Self { shared, ear, devices, liars }

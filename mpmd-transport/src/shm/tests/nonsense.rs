@@ -12,10 +12,10 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use zerocopy::IntoBytes;
 
 use super::devices::{Site, World};
-use super::ear::{Ear, Heard, PATIENCE, config, later};
+use super::ear::{Ear, Heard, TIME_LIMIT, config, later};
 use crate::memory::Pool;
 use crate::shm::address::Address;
-use crate::shm::door::Door;
+use crate::shm::doorbell::Doorbell;
 use crate::shm::mapped::Mapped;
 use crate::shm::meeting::{CAPACITIES, Hello, OwnDoor, hello};
 use crate::shm::record::{
@@ -38,7 +38,7 @@ struct Fake {
     messages: Producer,
     returns: Producer,
     /// The doorbell of the real process.
-    door: Door,
+    door: Doorbell,
     _own: OwnDoor,
 }
 
@@ -46,7 +46,7 @@ impl Fake {
     /// Connects to a process, with the hello of `config`, as the higher of the two.
     fn knock(at: &str, config: &ShmConfig) -> Self {
         let address: Address = at.parse().unwrap();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         let socket = Socket::connect(&address.socket_name(), until).unwrap();
         let own = OwnDoor::new().unwrap();
         let door = own.descriptor();
@@ -63,9 +63,9 @@ impl Fake {
             // Both sides use atomic words of 8 bytes.
             unsafe { Ring::at(first, capacity, memory.clone()) }
         });
-        let memory = Arc::new(Mapped::of(door, Door::BYTES).unwrap());
+        let memory = Arc::new(Mapped::of(door, Doorbell::BYTES).unwrap());
         // SAFETY: as above, with words of 4 bytes.
-        let door = unsafe { Door::at(memory.at(0, Door::BYTES), memory.clone()) };
+        let door = unsafe { Doorbell::at(memory.at(0, Doorbell::BYTES), memory.clone()) };
         let (messages, returns) = (rings[MESSAGES].producer(), rings[RETURNS].producer());
         Self { socket, rings, messages, returns, door, _own: own }
     }
@@ -169,16 +169,18 @@ impl Trio {
                 Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
             let real = zero.clone();
             let sharing = later(move || {
-                real.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap()
+                real.share_devices(Arc::new(site), &[false, true, false], TIME_LIMIT).unwrap()
             });
             for packet in ["OVER", "GOOD"] {
-                fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
+                fake.socket
+                    .send_until(packet.as_bytes(), &[], Instant::now() + TIME_LIMIT)
+                    .unwrap();
             }
             sharing.join().unwrap();
             // Process 0 has sent three samples, their end, and that it could open all samples of
             // process 1, which sent none.
-            let said =
-                (0..5).map(|_| fake.socket.receive_until(Instant::now() + PATIENCE).unwrap().bytes);
+            let said = (0..5)
+                .map(|_| fake.socket.receive_until(Instant::now() + TIME_LIMIT).unwrap().bytes);
             assert_eq!(
                 said.map(|packet| packet[..4].to_vec()).collect::<Vec<_>>()[2..],
                 [b"SAMP", b"OVER", b"GOOD"]
@@ -211,8 +213,8 @@ impl Trio {
     fn finish(self) {
         self.check_others();
         let Self { zero, two, .. } = self;
-        let two = later(move || two.shutdown(PATIENCE));
-        zero.shutdown(PATIENCE);
+        let two = later(move || two.shutdown(TIME_LIMIT));
+        zero.shutdown(TIME_LIMIT);
         two.join().unwrap();
     }
 }
@@ -235,7 +237,7 @@ fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
         heard.done.iter().find(|done| done.0 == Ticket(5)).map(|done| done.1.clone())
     };
     assert_eq!(trio.ears[0].wait("the end of a ticket", ended), Err(why));
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     // It may have been given memory before.
     let end = loop {
         if let Err(error) = trio.fake.socket.receive_until(until) {
@@ -374,9 +376,11 @@ fn unknown_device_memory_is_refused_bad_range_is_fatal() {
                 |process| Site { world: world.clone(), process, without: None, blind: false };
             own = Some(crate::memory::DeviceAllocator::allocate(&site(1), 4096).unwrap());
             for packet in ["OVER", "GOOD"] {
-                fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
+                fake.socket
+                    .send_until(packet.as_bytes(), &[], Instant::now() + TIME_LIMIT)
+                    .unwrap();
             }
-            zero.share_devices(Arc::new(site(0)), &[false, true, false], PATIENCE).unwrap();
+            zero.share_devices(Arc::new(site(0)), &[false, true, false], TIME_LIMIT).unwrap();
         });
         ends_in(trio, "are not there", |fake| {
             fake.give_device(7, 4096, b"memory 1");
@@ -390,19 +394,20 @@ fn peer_with_invalid_samples_shares_no_devices() {
     for says in [&b"SAM"[..], b"WHAT", b"NONEof your business", b"GOOD"] {
         let trio = Trio::new_with(|zero, fake| {
             for packet in [says, b"GOOD"] {
-                fake.socket.send_until(packet, &[], Instant::now() + PATIENCE).unwrap();
+                fake.socket.send_until(packet, &[], Instant::now() + TIME_LIMIT).unwrap();
             }
             let site =
                 Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
-            zero.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap();
+            zero.share_devices(Arc::new(site), &[false, true, false], TIME_LIMIT).unwrap();
         });
         assert!(!trio.zero.carries_device_memory(ProcessId(1)));
         trio.finish();
     }
     let trio = Trio::new_with(|zero, _| {
         let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
-        let patience = std::time::Duration::from_millis(20);
-        let late = zero.share_devices(Arc::new(site), &[false, true, false], patience).unwrap_err();
+        let peer_timeout = std::time::Duration::from_millis(20);
+        let late =
+            zero.share_devices(Arc::new(site), &[false, true, false], peer_timeout).unwrap_err();
         assert!(
             matches!(&late, TransportError::TimedOut { .. })
                 && late.to_string().contains("process 1"),
@@ -551,7 +556,7 @@ proptest! {
 
 /// Connects to process 0 and sends these bytes and descriptors.
 fn knock(at: &str, bytes: &[u8], give: &[BorrowedFd<'_>]) -> Socket {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     let address: Address = at.parse().unwrap();
     let socket = Socket::connect(&address.socket_name(), until).unwrap();
     socket.send_until(bytes, give, until).unwrap();
@@ -594,7 +599,7 @@ fn strangers_do_not_disturb_the_meeting() {
     ];
     let (zero_config, one_config) = (of(0), of(1));
     let zero = later(move || zero.connect(&zero_config).unwrap());
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     for stranger in wrong {
         assert!(
             stranger
@@ -606,13 +611,13 @@ fn strangers_do_not_disturb_the_meeting() {
     let zero = zero.join().unwrap();
     let fds: Vec<_> = silent.iter().map(AsFd::as_fd).collect();
     assert!(something_comes(&fds, until).unwrap(), "they are sent away when all have met");
-    one.shutdown(PATIENCE);
-    zero.shutdown(PATIENCE);
+    one.shutdown(TIME_LIMIT);
+    zero.shutdown(TIME_LIMIT);
 }
 
 #[test]
 fn process_that_gives_invalid_memory_is_named() {
-    for (bytes, sealed) in [(Door::BYTES as u64, false), (1, true), (4096, true)] {
+    for (bytes, sealed) in [(Doorbell::BYTES as u64, false), (1, true), (4096, true)] {
         let zero = Opened::open().unwrap();
         let at = zero.address();
         let zero_config = config(0, &[&at, &at]);
@@ -631,7 +636,7 @@ fn process_that_ended_after_its_hello_is_gone() {
     let address: Address = at.parse().unwrap();
     let socket = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
     let (config, hello) = (config(0, &[&at, &at]), hello(&config(1, &[&at, &at])));
-    socket.send_until(hello.as_bytes(), &[own.descriptor()], Instant::now() + PATIENCE).unwrap();
+    socket.send_until(hello.as_bytes(), &[own.descriptor()], Instant::now() + TIME_LIMIT).unwrap();
     let error = zero.connect(&config).map(drop).unwrap_err();
     assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
 }
@@ -661,7 +666,7 @@ fn token_is_not_sent_to_other_users() {
 #[test]
 fn process_with_invalid_answer_is_named() {
     let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
-    let door = Door::BYTES as u64;
+    let door = Doorbell::BYTES as u64;
     let good = [(door, true), (rings, true)];
     let cases = [
         ("of another job", 20, good),
@@ -675,7 +680,7 @@ fn process_with_invalid_answer_is_named() {
         let of = |process| config(process, &[&lower.to_string(), &higher.address()]);
         let (zero_config, one_config) = (of(0), of(1));
         let one = later(move || higher.connect(&one_config));
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIME_LIMIT;
         assert!(something_comes(&[listener.as_fd()], until).unwrap());
         let socket = listener.accept().unwrap().unwrap();
         let hello = hello(&zero_config);

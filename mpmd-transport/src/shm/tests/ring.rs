@@ -207,16 +207,16 @@ fn two_threads_pass_records_around_a_small_ring() {
 
 /// A test's operation on a ring.
 #[derive(Clone, Debug)]
-enum Step {
+enum RingStep {
     /// Pushes a record of so many bytes in two parts, cut at the index.
     Push(usize, Index),
     Pop,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps() -> impl Strategy<Value = Vec<RingStep>> {
     let push =
-        (0..=Ring::largest(SMALL), any::<Index>()).prop_map(|(len, cut)| Step::Push(len, cut));
-    prop::collection::vec(prop_oneof![3 => push, 2 => Just(Step::Pop)], 1..200)
+        (0..=Ring::largest(SMALL), any::<Index>()).prop_map(|(len, cut)| RingStep::Push(len, cut));
+    prop::collection::vec(prop_oneof![3 => push, 2 => Just(RingStep::Pop)], 1..200)
 }
 
 proptest! {
@@ -227,7 +227,7 @@ proptest! {
         let mut inside = VecDeque::new();
         for (i, step) in steps.into_iter().enumerate() {
             match step {
-                Step::Push(len, cut) => {
+                RingStep::Push(len, cut) => {
                     let bytes = (0..len).map(|at| (at + i) as u8).collect::<Vec<_>>();
                     let (one, two) = bytes.split_at(cut.index(len + 1));
                     let free = producer.free();
@@ -239,7 +239,7 @@ proptest! {
                         prop_assert!(!inside.is_empty() && producer.wants_room());
                     }
                 }
-                Step::Pop => prop_assert_eq!(pop(&mut consumer), inside.pop_front()),
+                RingStep::Pop => prop_assert_eq!(pop(&mut consumer), inside.pop_front()),
             }
             prop_assert_eq!(consumer.is_empty(), inside.is_empty());
         }
@@ -268,12 +268,12 @@ proptest! {
             let place = if headers_only { place.index(8) * 8 } else { place.index(ring.words().len()) };
             ring.words()[place].store(value, Ordering::Relaxed);
             match step {
-                Step::Push(len, _) => {
+                RingStep::Push(len, _) => {
                     producer.push(1, &[&vec![1; len]]);
                     producer.wants_room();
                     prop_assert!(producer.free() <= SMALL);
                 }
-                Step::Pop => {
+                RingStep::Pop => {
                     let popped = consumer.pop(|_, bytes| bytes.len());
                     if let Ok(Some(len)) = popped {
                         prop_assert!(len <= Ring::largest(SMALL));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, getuid, setrlimit};
 
-use super::ear::{PATIENCE, config, later};
+use super::ear::{TIME_LIMIT, config, later};
 use crate::shm::address::Address;
 use crate::shm::socket::Socket;
 use crate::shm::{Opened, ShmConfig};
@@ -15,7 +15,7 @@ use crate::transport::Transport;
 /// Connects to a process and sends nothing.
 fn silent(at: &str) -> Socket {
     let address: Address = at.parse().unwrap();
-    Socket::connect(&address.socket_name(), Instant::now() + PATIENCE).unwrap()
+    Socket::connect(&address.socket_name(), Instant::now() + TIME_LIMIT).unwrap()
 }
 
 /// As [`silent`], by another user.
@@ -43,13 +43,13 @@ fn sockets_of_other_users_are_closed_at_once() {
     let stranger = silent_of_another_user(&addresses[0]);
     let (zero_config, one_config) = (of(0), of(1));
     let zero = later(move || zero.connect(&zero_config));
-    let ended = stranger.receive_until(Instant::now() + 2 * PATIENCE).map(drop).unwrap_err();
+    let ended = stranger.receive_until(Instant::now() + 2 * TIME_LIMIT).map(drop).unwrap_err();
     assert_eq!(ended.kind(), io::ErrorKind::UnexpectedEof);
     // The socket was closed at once, not because the meeting had ended.
     let one = one.connect(&one_config).unwrap();
     let zero = zero.join().unwrap().unwrap();
-    one.shutdown(PATIENCE);
-    zero.shutdown(PATIENCE);
+    one.shutdown(TIME_LIMIT);
+    zero.shutdown(TIME_LIMIT);
 }
 
 const OTHER: &str = "MPMD_TEST_OTHER_PROCESS";
@@ -86,7 +86,7 @@ fn strangers_with_all_descriptors_block_no_peer() {
     let address = address.expect("the other process says its address");
     let _silent: Vec<Socket> = (0..4 * SPARE).map(|_| silent(&address)).collect();
     let one = one.connect(&config(1, &[&address, &own])).unwrap();
-    one.shutdown(PATIENCE);
+    one.shutdown(TIME_LIMIT);
     let left = lines.count();
     assert!(child.0.wait().unwrap().success(), "the other process has failed, {left} lines after");
 }
@@ -103,7 +103,7 @@ fn short_of_descriptors() {
     println!("{MARK}{own}");
     io::stdout().flush().unwrap();
     let zero = zero.connect(&config(0, &[&own, &other])).unwrap();
-    zero.shutdown(PATIENCE);
+    zero.shutdown(TIME_LIMIT);
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn endless_peer_timeout_does_not_panic() {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| ShmConfig {
-        patience: Duration::MAX,
+        peer_timeout: Duration::MAX,
         ..config(process, &[&addresses[0], &addresses[1]])
     };
     let (zero_config, one_config) = (of(0), of(1));

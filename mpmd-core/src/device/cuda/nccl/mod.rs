@@ -29,7 +29,7 @@ use library::{Functions, IN_PROGRESS, SUCCESS, data_type, functions, operation};
 
 use super::error::CudaError;
 use super::gpu::{Context, Gpu};
-use super::line::Stream;
+use super::stream::RawStream;
 use super::{CommunicatorId, Joint, NotJoined};
 use crate::device::collective::CollectiveKind;
 use mpmd_layout::topology::DeviceId;
@@ -248,7 +248,7 @@ impl Communicator {
     /// # Errors
     ///
     /// If NCCL fails or the communicator was given up.
-    pub(crate) fn issue(&self, stream: &Stream, joint: &Joint<'_>) -> Result<(), NotJoined> {
+    pub(crate) fn issue(&self, stream: &RawStream, joint: &Joint<'_>) -> Result<(), NotJoined> {
         let held = self.held()?;
         let Some(Raw(raw)) = *held else { return Err(self.is_over()) };
         let Joint { kind, dtype, elements, ranks, from, to } = *joint;

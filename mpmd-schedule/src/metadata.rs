@@ -29,7 +29,7 @@ const VERSION: u32 = 1;
 /// # as of `Costs`
 /// ```
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sidecar {
+pub struct ScheduleMetadata {
     /// The schedule's name.
     pub name: String,
     /// Number of ranks.
@@ -42,7 +42,7 @@ pub struct Sidecar {
     pub placement: String,
     /// The rank of each stage.
     pub rank_of_stage: Vec<usize>,
-    /// The dialect of the text: the name of its [`Flavour`](super::Flavour).
+    /// The dialect of the text: the name of its [`Dialect`](super::Dialect).
     pub flavour: String,
     /// The hash of the text: [`Text::hash`].
     pub hash: u64,
@@ -56,7 +56,7 @@ pub struct Sidecar {
 /// An error in schedule metadata, or a mismatch with its text.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum SidecarError {
+pub enum ScheduleMetadataError {
     /// The file does not follow the format.
     #[error("the schedule metadata file is malformed: {0}")]
     Form(String),
@@ -97,7 +97,7 @@ struct Form {
     costs: Option<Costs>,
 }
 
-impl Sidecar {
+impl ScheduleMetadata {
     /// Creates the metadata of a schedule and its text, without a channel and without costs.
     pub fn new(schedule: &Schedule, text: &Text) -> Self {
         let mut chunks = vec![0_usize; schedule.ranks()];
@@ -120,23 +120,25 @@ impl Sidecar {
     ///
     /// # Errors
     ///
-    /// - [`SidecarError::Version`] if the format version differs.
-    /// - [`SidecarError::Form`] if the text is not TOML, or a value is missing, unknown or of
+    /// - [`ScheduleMetadataError::Version`] if the format version differs.
+    /// - [`ScheduleMetadataError::Form`] if the text is not TOML, or a value is missing, unknown or of
     ///   another type.
-    pub fn parse(text: &str) -> Result<Self, SidecarError> {
-        let form =
-            |error: toml::de::Error| SidecarError::Form(error.to_string().trim_end().to_owned());
+    pub fn parse(text: &str) -> Result<Self, ScheduleMetadataError> {
+        let form = |error: toml::de::Error| {
+            ScheduleMetadataError::Form(error.to_string().trim_end().to_owned())
+        };
         // Read the version first: another version may have any other values.
         let Version { format: found } = toml::from_str(text).map_err(form)?;
         if found != VERSION {
-            return Err(SidecarError::Version { found });
+            return Err(ScheduleMetadataError::Version { found });
         }
         let form: Form = toml::from_str(text).map_err(form)?;
         let digits =
             form.hash.len() == 16 && form.hash.bytes().all(|byte| byte.is_ascii_hexdigit());
         let hash = u64::from_str_radix(&form.hash, 16).ok().filter(|_| digits);
-        let hash = hash
-            .ok_or_else(|| SidecarError::Form("`hash` is not 16 hexadecimal digits".to_owned()))?;
+        let hash = hash.ok_or_else(|| {
+            ScheduleMetadataError::Form("`hash` is not 16 hexadecimal digits".to_owned())
+        })?;
         Ok(Self {
             name: form.name,
             ranks: form.ranks,
@@ -180,9 +182,9 @@ impl Sidecar {
     ///
     /// # Errors
     ///
-    /// [`SidecarError::Differs`] with all differences. It includes costs for another number of
+    /// [`ScheduleMetadataError::Differs`] with all differences. It includes costs for another number of
     /// stages.
-    pub fn check(&self, schedule: &Schedule, text: &Text) -> Result<(), SidecarError> {
+    pub fn check(&self, schedule: &Schedule, text: &Text) -> Result<(), ScheduleMetadataError> {
         let of = Self::new(schedule, text);
         let mut differences = Vec::new();
         let mut compare = |what: &str, here: String, there: String| {
@@ -211,7 +213,11 @@ impl Sidecar {
                 schedule.stages().to_string(),
             );
         }
-        if differences.is_empty() { Ok(()) } else { Err(SidecarError::Differs { differences }) }
+        if differences.is_empty() {
+            Ok(())
+        } else {
+            Err(ScheduleMetadataError::Differs { differences })
+        }
     }
 }
 
@@ -233,10 +239,10 @@ pub(super) fn quoted(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::text::Flavour;
+    use super::super::text::Dialect;
     use super::*;
 
-    fn example(flavour: Flavour) -> (Schedule, Text) {
+    fn example(flavour: Dialect) -> (Schedule, Text) {
         let schedule = Schedule::named("zbv", 2, 4, None).unwrap();
         let text = Text::of(&schedule, flavour).unwrap();
         (schedule, text)
@@ -244,22 +250,22 @@ mod tests {
 
     #[test]
     fn written_metadata_is_read_unchanged() {
-        let (schedule, text) = example(Flavour::ComputeOnly);
-        let mut sidecar = Sidecar::new(&schedule, &text);
-        assert_eq!(Sidecar::parse(&sidecar.to_toml()).unwrap(), sidecar);
+        let (schedule, text) = example(Dialect::ComputeOnly);
+        let mut sidecar = ScheduleMetadata::new(&schedule, &text);
+        assert_eq!(ScheduleMetadata::parse(&sidecar.to_toml()).unwrap(), sidecar);
         sidecar.name = "a \"b\" \\ \u{1}é\n".to_owned();
         sidecar.channel = Some("tags".to_owned());
         sidecar.costs = Some(Costs::units(4));
         sidecar.chunks = None;
-        let read = Sidecar::parse(&sidecar.to_toml()).unwrap();
+        let read = ScheduleMetadata::parse(&sidecar.to_toml()).unwrap();
         assert_eq!(read, sidecar);
-        assert_eq!(Sidecar { chunks: Some(2), ..read }.check(&schedule, &text), Ok(()));
+        assert_eq!(ScheduleMetadata { chunks: Some(2), ..read }.check(&schedule, &text), Ok(()));
     }
 
     #[test]
     fn fuzz_sidecars() {
-        let (schedule, text) = example(Flavour::ComputeOnly);
-        let mut sidecar = Sidecar::new(&schedule, &text);
+        let (schedule, text) = example(Dialect::ComputeOnly);
+        let mut sidecar = ScheduleMetadata::new(&schedule, &text);
         let bare = sidecar.to_toml();
         sidecar.channel = Some("tags".to_owned());
         sidecar.costs = Some(Costs::units(4));
@@ -267,8 +273,10 @@ mod tests {
             "sidecars",
             &[bare.into_bytes(), sidecar.to_toml().into_bytes()],
             |bytes| {
-                let Ok(read) = Sidecar::parse(&String::from_utf8_lossy(bytes)) else { return };
-                let again = Sidecar::parse(&read.to_toml()).unwrap();
+                let Ok(read) = ScheduleMetadata::parse(&String::from_utf8_lossy(bytes)) else {
+                    return;
+                };
+                let again = ScheduleMetadata::parse(&read.to_toml()).unwrap();
                 // NaN costs differ from themselves, so compare their text.
                 assert_eq!(format!("{again:?}"), format!("{read:?}"));
                 let _ = read.check(&schedule, &text);
@@ -278,15 +286,15 @@ mod tests {
 
     #[test]
     fn all_differences_are_reported() {
-        let (schedule, text) = example(Flavour::ComputeOnly);
-        let sidecar = Sidecar::new(&schedule, &text);
-        let (_, comms) = example(Flavour::ComputeComms);
+        let (schedule, text) = example(Dialect::ComputeOnly);
+        let sidecar = ScheduleMetadata::new(&schedule, &text);
+        let (_, comms) = example(Dialect::ComputeComms);
         let error = sidecar.check(&schedule, &comms).unwrap_err().to_string();
         let expected =
             "flavour is compute_only in the metadata and compute_comms in the text; hash is";
         assert!(error.contains(expected), "{error}");
         let other = Schedule::named("interleaved", 2, 2, None).unwrap();
-        let text = Text::of(&other, Flavour::ComputeOnly).unwrap();
+        let text = Text::of(&other, Dialect::ComputeOnly).unwrap();
         let error = sidecar.check(&other, &text).unwrap_err().to_string();
         for expected in [
             "microbatches is 4 in the metadata and 2 in the text",
@@ -295,16 +303,19 @@ mod tests {
         ] {
             assert!(error.contains(expected), "{error}");
         }
-        let costs = Sidecar { costs: Some(Costs::units(3)), ..Sidecar::new(&other, &text) };
+        let costs = ScheduleMetadata {
+            costs: Some(Costs::units(3)),
+            ..ScheduleMetadata::new(&other, &text)
+        };
         let error = costs.check(&other, &text).unwrap_err().to_string();
         assert!(error.contains("stages with costs is 3 in the metadata and 4"), "{error}");
     }
 
     #[test]
     fn other_versions_and_malformed_files_are_refused() {
-        let (schedule, text) = example(Flavour::ComputeOnly);
-        let toml = Sidecar::new(&schedule, &text).to_toml();
-        let error = |toml: String| Sidecar::parse(&toml).unwrap_err().to_string();
+        let (schedule, text) = example(Dialect::ComputeOnly);
+        let toml = ScheduleMetadata::new(&schedule, &text).to_toml();
+        let error = |toml: String| ScheduleMetadata::parse(&toml).unwrap_err().to_string();
         let later = error(format!("{}novel = 1\n", toml.replace("format = 1", "format = 2")));
         assert_eq!(later, "the schedule metadata file has format version 2; this version reads 1");
         assert!(error(format!("{toml}novel = 1\n")).contains("novel"));

@@ -7,9 +7,9 @@ use super::kernels::{
     AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, FusedBackward,
     Inferred,
 };
+use super::param_sharding::{ParamSharding, put_each};
 use super::shapes::{ShapeBundle, StageShapes};
 use super::stage::{Declared, PlacedShape, Stage};
-use super::storage::{Storage, put_each};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -83,7 +83,7 @@ pub(super) trait AnyStage: Send {
     /// Returns the shapes of all arrays of the stage for inputs of these shapes.
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
     /// Makes the kernels compute with parameters in other shardings than the stored ones.
-    fn store(&mut self, storage: Storage) -> Result<()>;
+    fn store(&mut self, storage: ParamSharding) -> Result<()>;
     /// Returns true if the parameters are in the shardings that kernels compute with.
     fn is_gathered(&self) -> bool;
     /// Transfers the parameters to the shardings that kernels compute with. They stay until
@@ -135,7 +135,7 @@ pub(super) struct ParamPlace {
 }
 
 /// A stage on a mesh.
-pub(super) struct Wired<S: Stage> {
+pub(super) struct ErasedStage<S: Stage> {
     stage: Arc<S>,
     mesh: Mesh,
     input: Sharding,
@@ -145,7 +145,7 @@ pub(super) struct Wired<S: Stage> {
     /// Arrays as stored; `None` if another stage stores the parameter.
     params: Vec<Option<MpmdArray>>,
     /// Shardings that kernels compute with, if they differ from the stored ones.
-    storage: Option<Storage>,
+    storage: Option<ParamSharding>,
     /// Parameters in the shardings that kernels compute with, while a step uses them.
     gathered: Option<Vec<MpmdArray>>,
     first: bool,
@@ -171,7 +171,7 @@ enum Backward<S: Stage> {
     Later(Jit<BackwardInput<S>>),
 }
 
-impl<S: Stage> Wired<S> {
+impl<S: Stage> ErasedStage<S> {
     pub(super) fn new(stage: S, mesh: &Mesh, params: S::Params, first: bool) -> Result<Self> {
         let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
@@ -386,7 +386,7 @@ fn donated(placed: &impl Tree<Leaf = PlacedShape>, path: &'static str) -> Option
     (!placed.leaves().is_empty()).then_some(path)
 }
 
-impl<S: Stage> AnyStage for Wired<S> {
+impl<S: Stage> AnyStage for ErasedStage<S> {
     fn name(&self) -> &str {
         self.stage.name()
     }
@@ -507,7 +507,7 @@ impl<S: Stage> AnyStage for Wired<S> {
         })
     }
 
-    fn store(&mut self, storage: Storage) -> Result<()> {
+    fn store(&mut self, storage: ParamSharding) -> Result<()> {
         let avals: Vec<(String, &ShapedArray)> =
             self.paths().into_iter().zip(self.places.iter().map(|place| &place.aval)).collect();
         storage.check(&avals, &self.mesh)?;
@@ -526,7 +526,7 @@ impl<S: Stage> AnyStage for Wired<S> {
         tied.into_iter().for_each(|(place, param)| params[place] = Some(param));
         let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
         let stored = self.stored();
-        let compute = self.storage.as_ref().map_or(&stored[..], Storage::compute);
+        let compute = self.storage.as_ref().map_or(&stored[..], ParamSharding::compute);
         self.gathered = Some(put_each(program, params, compute)?);
         Ok(())
     }
@@ -592,7 +592,7 @@ impl<S: Stage> AnyStage for Wired<S> {
     }
 
     fn fuses(&self) -> bool {
-        let partial = |storage: &Storage| {
+        let partial = |storage: &ParamSharding| {
             storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
         };
         self.stage.fuses_backward() && !self.storage.as_ref().is_some_and(partial)

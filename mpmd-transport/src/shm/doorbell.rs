@@ -56,11 +56,11 @@ pub(super) trait Futex {
 ///
 /// Peers may [`ring`](Self::ring) it; the other methods are for its own process.
 #[derive(Clone)]
-pub(super) struct Door {
+pub(super) struct Doorbell {
     words: Words<AtomicU32>,
 }
 
-impl Door {
+impl Doorbell {
     /// Bytes of memory that a doorbell takes.
     pub(super) const BYTES: usize = WORDS * size_of::<u32>();
 
@@ -201,7 +201,7 @@ impl Door {
 /// A thread that looks at the rings. Leaves when dropped, but call [`leave`](Self::leave) instead.
 #[must_use]
 pub(super) struct Driver<'a> {
-    door: &'a Door,
+    door: &'a Doorbell,
 }
 
 impl Driver<'_> {
@@ -224,12 +224,12 @@ impl Drop for Driver<'_> {
 
 /// A thread that sleeps, or is about to.
 struct Parked<'a> {
-    door: &'a Door,
+    door: &'a Doorbell,
 }
 
 impl<'a> Parked<'a> {
     /// Returns `None` if too many threads are parked.
-    fn new(door: &'a Door) -> Option<Self> {
+    fn new(door: &'a Doorbell) -> Option<Self> {
         let more = |state| (parked(state) < MOST_PARKED).then(|| state + PARKED);
         let counted = door.words[STATE].fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
         counted.ok().map(|_| Self { door })

@@ -14,9 +14,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Program;
-use crate::dry_run::{Form, Kind};
+use crate::dry_run::{Kind, OpDescriptor};
 use crate::error::{Error, IssueProblem, Result};
-use crate::exec::{Doing, Outgoing, Slot, Waiter};
+use crate::exec::{AsyncBuffer, Doing, Outgoing, Waiter};
 use crate::trace::What;
 
 struct Agreement {
@@ -35,24 +35,24 @@ impl Program {
     ///
     /// Use it if a fact known only to one process, such as a loss or a request, decides which
     /// operations the program issues. There is no other safe way. Blocks until the value has
-    /// arrived. In a [dry run](Program::is_planning) it returns `while_planning`.
+    /// arrived. In a [dry run](Program::is_dry_run) it returns `in_dry_run`.
     ///
     /// # Errors
     ///
     /// If the job has no process `from`, or the call is within a recorded step. If `f` fails or
     /// panics, on every process. If `from` is gone, or the encoded value is larger than 1 MiB.
     #[track_caller]
-    pub fn agree<T: Serialize + DeserializeOwned>(
+    pub fn broadcast_value<T: Serialize + DeserializeOwned>(
         &mut self,
         from: ProcessId,
-        while_planning: T,
+        in_dry_run: T,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let at = Location::caller();
-        self.refuse_recording(at, "agree")?;
+        self.refuse_recording(at, "broadcast_value")?;
         if from.index() >= self.processes() {
             let problem = format!("there is no process {from} among {}", self.processes());
-            return Err(IssueProblem::Mesh(problem).at(at, "agree"));
+            return Err(IssueProblem::Mesh(problem).at(at, "broadcast_value"));
         }
         if from == self.process() {
             // Bounds how far a process that only sends values runs ahead of the receivers.
@@ -61,13 +61,18 @@ impl Program {
         let what = Agreement { from, of: std::any::type_name::<T>() };
         let what: Arc<dyn fmt::Display + Send + Sync> = Arc::new(what);
         let op = self.issue([0xa6ee, u64::from(from.0)], what.clone(), at);
-        if self.is_planning() {
+        if self.is_dry_run() {
             self.record_operation(at, [], None, || {
-                let bytes = control::encode(&while_planning).map_or(0, |bytes| bytes.len() as u64);
-                let kind = Kind::Agree { from: from.0, bytes };
-                Form { what: what.to_string(), kind, results: Vec::new(), messages: Vec::new() }
+                let bytes = control::encode(&in_dry_run).map_or(0, |bytes| bytes.len() as u64);
+                let kind = Kind::BroadcastValue { from: from.0, bytes };
+                OpDescriptor {
+                    what: what.to_string(),
+                    kind,
+                    results: Vec::new(),
+                    messages: Vec::new(),
+                }
             });
-            return Ok(while_planning);
+            return Ok(in_dry_run);
         }
         let runtime = self.runtime.clone();
         runtime.trace.issued(op, self.label(), at, None, || what.clone());
@@ -112,7 +117,7 @@ impl Program {
                 None => value,
             };
         }
-        let (promise, slot) = Slot::new();
+        let (resolver, slot) = AsyncBuffer::new();
         let key = (op, u64::from(runtime.me.0));
         let hash = self.hash_at_last();
         runtime.with_router(|router| {
@@ -121,16 +126,16 @@ impl Program {
                 key,
                 hash,
                 (0, MAX_CONTROL_BYTES),
-                Waiter::Bytes { promise, from, op, piece: key.1 },
+                Waiter::Bytes { resolver, from, op, piece: key.1 },
                 runtime.now(),
             );
         });
-        let _doing = runtime.status.enter(Doing::Waiting("agree", at));
-        let _waiting = runtime.trace.wait("agree", at);
+        let _doing = runtime.status.enter(Doing::Waiting("broadcast_value", at));
+        let _waiting = runtime.trace.wait("broadcast_value", at);
         let outcome = loop {
             // The router reports a silent sender. This timeout only wakes this process's wait.
-            let deadline = after(Instant::now(), runtime.config.patience);
-            if let Some(outcome) = runtime.waits.wait(&slot, Some(deadline)) {
+            let deadline = after(Instant::now(), runtime.config.peer_timeout);
+            if let Some(outcome) = runtime.parker.wait(&slot, Some(deadline)) {
                 break outcome;
             }
         };

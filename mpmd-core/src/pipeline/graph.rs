@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use super::erased::AnyStage;
 use super::kernels::AddArrays;
 use super::links::Feed;
-use super::wired::AnyStage;
 use crate::api::jit::Jit;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
@@ -15,7 +15,7 @@ use crate::{
 use mpmd_layout::tree::{Structure, TreeError};
 
 /// The stages of a pipeline, their links, and the options of its runs.
-pub(super) struct Net {
+pub(super) struct StageGraph {
     pub(super) stages: Vec<Box<dyn AnyStage>>,
     /// The input of each stage.
     pub(super) feeds: Vec<Feed>,
@@ -57,7 +57,7 @@ pub(super) fn named(stage: usize, name: &str) -> String {
     format!("stage {stage} `{name}`")
 }
 
-impl Net {
+impl StageGraph {
     pub(super) fn new(first: Box<dyn AnyStage>) -> Self {
         Self {
             stages: vec![first],

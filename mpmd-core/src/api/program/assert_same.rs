@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::Program;
-use crate::dry_run::{Form, Kind};
+use crate::dry_run::{Kind, OpDescriptor};
 use crate::error::Result;
 use crate::exec::Rolling;
 
@@ -33,9 +33,9 @@ impl Program {
     ///
     /// If this call is within a recorded step.
     #[track_caller]
-    pub fn compare(&mut self, text: impl Into<String>) -> Result<()> {
+    pub fn assert_same(&mut self, text: impl Into<String>) -> Result<()> {
         let at = self.caller(Location::caller());
-        self.refuse_recording(at, "compare")?;
+        self.refuse_recording(at, "assert_same")?;
         let text = text.into();
         // Cut into short pieces, so that the shown piece contains the difference.
         let mut rest = text.as_str();
@@ -45,9 +45,9 @@ impl Program {
             let what = Arc::new(Compared(piece.to_owned()));
             let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
             self.issue([0xc0a9a2e, word], what.clone(), at);
-            self.record_operation(at, [], None, || Form {
+            self.record_operation(at, [], None, || OpDescriptor {
                 what: what.to_string(),
-                kind: Kind::Compare,
+                kind: Kind::AssertSame,
                 results: Vec::new(),
                 messages: Vec::new(),
             });
@@ -68,8 +68,8 @@ mod tests {
     fn error_shows_the_differing_part_of_a_long_text() {
         let results = Simulation::new(2, 2).run(|p| {
             let end = if p.process() == ProcessId(1) { "0B8" } else { "0B9" };
-            p.compare("0F0 \u{2014} ".repeat(2000) + end)?;
-            p.agree(ProcessId(0), 0u8, || Ok(1))
+            p.assert_same("0F0 \u{2014} ".repeat(2000) + end)?;
+            p.broadcast_value(ProcessId(0), 0u8, || Ok(1))
         });
         let errors: Vec<String> =
             results.into_iter().filter_map(|result| Some(result.err()?.to_string())).collect();
@@ -85,8 +85,8 @@ mod tests {
         let run = |other: &str| {
             let results = Simulation::new(3, 3).run(|p| {
                 let text = if p.process() == ProcessId(1) { other } else { "rank 0: 0F0 0B0" };
-                p.compare(text)?;
-                p.agree(ProcessId(0), 0u8, || Ok(1))
+                p.assert_same(text)?;
+                p.broadcast_value(ProcessId(0), 0u8, || Ok(1))
             });
             results
                 .into_iter()

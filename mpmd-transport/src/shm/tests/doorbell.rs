@@ -12,11 +12,11 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::ProtFlags;
 
 use crate::memory::{map, unmap};
-use crate::shm::door::{Door, Futex};
+use crate::shm::doorbell::{Doorbell, Futex};
 use crate::shm::futex::SystemFutex;
 
 /// Longer than anything in these tests takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 const STATE: usize = 0;
 const ENGINE: usize = 1;
 const WAITERS: usize = 16;
@@ -42,7 +42,7 @@ impl Futex for Recorder {
 
 impl Recorder {
     /// Indices of the words woken since the last call, each with true if all sleepers were woken.
-    fn woken(&self, door: &Door) -> Vec<(usize, bool)> {
+    fn woken(&self, door: &Doorbell) -> Vec<(usize, bool)> {
         let start = ptr::from_ref(&door.words()[0]).addr();
         self.wakes.take().into_iter().map(|(word, all)| ((word - start) / 4, all)).collect()
     }
@@ -50,7 +50,7 @@ impl Recorder {
 
 #[test]
 fn ring_wakes_a_looker_only_if_none_is_awake() {
-    let (door, futex) = (Door::alone(), Recorder::default());
+    let (door, futex) = (Doorbell::alone(), Recorder::default());
     door.ring(&futex);
     assert_eq!(futex.woken(&door), [], "the engine is awake");
     door.sleep(&futex, None, || {
@@ -84,9 +84,9 @@ fn ring_wakes_a_looker_only_if_none_is_awake() {
 
 #[test]
 fn sleep_is_skipped_after_an_earlier_event() {
-    let (door, futex) = (Door::alone(), Recorder::default());
+    let (door, futex) = (Doorbell::alone(), Recorder::default());
     let slept = || futex.waits.take().len();
-    let park = |parking, found| door.park(&futex, parking, Some(PATIENCE), || found).leave(|| ());
+    let park = |parking, found| door.park(&futex, parking, Some(TIME_LIMIT), || found).leave(|| ());
 
     park(door.parking(), false);
     assert_eq!(slept(), 1);
@@ -126,9 +126,10 @@ fn sleep_is_skipped_after_an_earlier_event() {
 
 #[test]
 fn uncounted_parked_thread_sleeps_briefly() {
-    let (door, futex) = (Door::alone(), Recorder::default());
+    let (door, futex) = (Doorbell::alone(), Recorder::default());
     door.words()[STATE].store(255 << 8, Ordering::Relaxed);
-    door.park(&futex, 0, Some(PATIENCE), || panic!("this one is not woken by peers")).leave(|| ());
+    door.park(&futex, 0, Some(TIME_LIMIT), || panic!("this one is not woken by peers"))
+        .leave(|| ());
     assert_eq!(*futex.waits.borrow(), [(0, Some(Duration::from_millis(1)))]);
     assert_eq!(door.words()[STATE].load(Ordering::Relaxed), 255 << 8);
 }
@@ -136,7 +137,7 @@ fn uncounted_parked_thread_sleeps_briefly() {
 proptest! {
     #[test]
     fn random_words_in_doorbell_keep_timeouts(states: [u32; 8], engine: u32, waiters: u32) {
-        let (door, futex) = (Door::alone(), Recorder::default());
+        let (door, futex) = (Doorbell::alone(), Recorder::default());
         door.words()[ENGINE].store(engine, Ordering::Relaxed);
         door.words()[WAITERS].store(waiters, Ordering::Relaxed);
         let mut states = states.into_iter();
@@ -147,21 +148,21 @@ proptest! {
         scribble();
         door.wake(&futex);
         driver.leave(&mut scribble);
-        let driver = door.park(&futex, door.parking(), Some(PATIENCE), || { scribble(); false });
+        let driver = door.park(&futex, door.parking(), Some(TIME_LIMIT), || { scribble(); false });
         scribble();
         driver.leave(|| ());
-        door.sleep(&futex, Some(PATIENCE), || { scribble(); false });
+        door.sleep(&futex, Some(TIME_LIMIT), || { scribble(); false });
         scribble();
         door.rouse(&futex);
         door.ring(&futex);
         // Every sleep has the timeout that it was given, or a shorter one.
-        prop_assert!(futex.waits.borrow().iter().all(|(_, timeout)| timeout.is_some_and(|t| t <= PATIENCE)));
+        prop_assert!(futex.waits.borrow().iter().all(|(_, timeout)| timeout.is_some_and(|t| t <= TIME_LIMIT)));
     }
 }
 
 #[test]
 fn timeout_ends_a_wait() {
-    let (door, futex) = (Door::alone(), SystemFutex);
+    let (door, futex) = (Doorbell::alone(), SystemFutex);
     let (ended, end) = mpsc::channel();
     std::thread::spawn(move || {
         door.sleep(&futex, Some(Duration::from_millis(1)), || false);
@@ -169,7 +170,7 @@ fn timeout_ends_a_wait() {
         futex.wait(&door.words()[ENGINE], 7, None);
         ended.send(())
     });
-    end.recv_timeout(PATIENCE).unwrap();
+    end.recv_timeout(TIME_LIMIT).unwrap();
 }
 
 /// A mapped page of memory; unmapped when dropped.
@@ -188,11 +189,11 @@ impl Drop for Mapped {
     }
 }
 
-fn door_in(file: &impl std::os::fd::AsFd) -> Door {
+fn door_in(file: &impl std::os::fd::AsFd) -> Doorbell {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let page = map(4096, access, Some(file.as_fd())).unwrap();
     // SAFETY: The page stays mapped until `Mapped` is dropped, and only doorbells use it.
-    unsafe { Door::at(page, Arc::new(Mapped(page))) }
+    unsafe { Doorbell::at(page, Arc::new(Mapped(page))) }
 }
 
 /// Two mappings of one file stand for two processes: they share the memory, but not its address.
@@ -209,13 +210,13 @@ fn a_peer_wakes_through_its_own_mapping() {
         sleeper.park(&SystemFutex, sleeper.parking(), None, || false).leave(|| ());
         ended.send("parked").unwrap();
     });
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIME_LIMIT;
     for (who, flag) in [("engine", 0xff), ("parked", 0xff00)] {
         while theirs.words()[STATE].load(Ordering::Relaxed) & flag == 0 {
             assert!(Instant::now() < until, "the {who} thread does not sleep");
             std::thread::yield_now();
         }
         theirs.ring(&SystemFutex);
-        assert_eq!(end.recv_timeout(PATIENCE), Ok(who));
+        assert_eq!(end.recv_timeout(TIME_LIMIT), Ok(who));
     }
 }

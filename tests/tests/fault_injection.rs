@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, Job, JobOptions, Random, Struck, over_each_carrier};
+use mpmd_tests::{Carrier, FaultOutcome, Job, JobOptions, Random, over_each_carrier};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.
@@ -18,23 +18,28 @@ over_each_carrier! {
 }
 
 /// Sends a signal to process `victim` of a job during large transfers.
-fn strike(
+fn inject_fault(
     options: JobOptions,
     how: &str,
     victim: usize,
     delay: Duration,
     signal: Signal,
-) -> Struck {
+) -> FaultOutcome {
     let mut job = Job::start(options, &["flooding", how, &victim.to_string()]);
     // All have seen a transfer end, and another one is always in flight.
     job.wait_for_output("round 3\n");
     std::thread::sleep(delay);
-    job.strike(victim, signal)
+    job.inject_fault(victim, signal)
 }
 
 /// Strikes a sending process and a receiving one, in jobs of 2 and of 4 processes, `times` each.
 /// Returns the longest time that the others took to end.
-fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal) -> Duration {
+fn inject_faults(
+    carrier: Carrier,
+    peer_timeout: Duration,
+    times: usize,
+    signal: Signal,
+) -> Duration {
     let mut random = Random::of_this_run();
     let mut longest = Duration::ZERO;
     let mut waited = 0;
@@ -43,17 +48,18 @@ fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal
             let victim = random.below(processes);
             let delay = Duration::from_micros(random.below(1000 * WITHIN_MILLIS) as u64);
             let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier);
-            let struck = strike(options.patience(patience), how, victim, delay, signal);
+            let outcome =
+                inject_fault(options.peer_timeout(peer_timeout), how, victim, delay, signal);
             let told = format!("process {victim} of {processes} {how}, struck after {delay:?}");
-            println!("{told}: all had ended after {:?}", struck.took);
-            for end in &struck.ended {
-                assert_eq!(end.code, 1, "{told}: the others end with an error\n{}", struck.report);
+            println!("{told}: all had ended after {:?}", outcome.took);
+            for end in &outcome.ended {
+                assert_eq!(end.code, 1, "{told}: the others end with an error\n{}", outcome.report);
                 let named = end.stderr.contains(&format!("process {victim} is gone"));
-                assert!(named, "{told}: it is not named\n{}", struck.report);
-                assert!(!end.stdout.contains("WRONG"), "{told}: wrong data\n{}", struck.report);
+                assert!(named, "{told}: it is not named\n{}", outcome.report);
+                assert!(!end.stdout.contains("WRONG"), "{told}: wrong data\n{}", outcome.report);
                 waited += usize::from(end.stderr.contains("tests/src/programs/flooding.rs:"));
             }
-            longest = longest.max(struck.took);
+            longest = longest.max(outcome.took);
         }
     }
     // If no operation waits at the moment of death, the error names the latest one. That cannot
@@ -64,11 +70,11 @@ fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal
 
 fn process_killed_during_transfers_is_named_in_five_seconds(carrier: Carrier) {
     let times = if carrier.is_thorough() { 4 } else { 2 };
-    let longest = strike_all(carrier, Duration::from_secs(30), times, Signal::KILL);
+    let longest = inject_faults(carrier, Duration::from_secs(30), times, Signal::KILL);
     assert!(longest <= SOON, "the last ended after {longest:?}");
 }
 
 fn process_stopped_during_transfers_is_named_after_timeout(carrier: Carrier) {
     let times = if carrier.is_thorough() { 2 } else { 1 };
-    strike_all(carrier, Duration::from_secs(2), times, Signal::STOP);
+    inject_faults(carrier, Duration::from_secs(2), times, Signal::STOP);
 }

@@ -28,7 +28,7 @@ const WRITE_BYTES: usize = 512 << 10;
 const WRITE_PIECES: usize = 64;
 
 /// The sending half of one connection.
-pub(super) struct Line {
+pub(super) struct Connection {
     state: Mutex<State>,
     /// Notified about changes that the writer task must handle.
     wake: Notify,
@@ -61,7 +61,7 @@ struct Message {
     written: usize,
 }
 
-impl Line {
+impl Connection {
     pub(super) fn new(half: OwnedWriteHalf) -> Self {
         let state = State { half: Some(half), turn: false, queue: VecDeque::new(), end: End::Open };
         Self { state: Mutex::new(state), wake: Notify::new(), progress: AtomicU64::new(0) }
@@ -144,12 +144,12 @@ impl Line {
         matches!(self.state.lock().end, End::Now(_))
     }
 
-    /// Waits until the line has sent its last message, or has stood still for `patience`.
-    pub(super) async fn drained(&self, patience: Duration) {
+    /// Waits until the line has sent its last message, or has stood still for `peer_timeout`.
+    pub(super) async fn drained(&self, peer_timeout: Duration) {
         let mut seen = self.progress.load(Ordering::Relaxed);
         let mut still = Duration::ZERO;
-        let step = patience / 20;
-        while !self.is_ended() && still < patience {
+        let step = peer_timeout / 20;
+        while !self.is_ended() && still < peer_timeout {
             tokio::time::sleep(step).await;
             let now = self.progress.load(Ordering::Relaxed);
             still = if now == seen { still + step } else { Duration::ZERO };
@@ -207,7 +207,7 @@ enum Next<'a> {
 
 /// The right to write, with the messages to write first.
 struct Turn<'a> {
-    line: &'a Line,
+    line: &'a Connection,
     /// `None` only at the end.
     half: Option<OwnedWriteHalf>,
     queue: VecDeque<Message>,

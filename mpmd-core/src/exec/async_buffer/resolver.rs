@@ -7,21 +7,21 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::inner::Inner;
-use super::{Outcome, Slot};
+use super::{AsyncBuffer, Outcome};
 
 /// The writing side of one async buffer.
-pub(crate) struct Promise(pub(super) Option<Slot>);
+pub(crate) struct Resolver(pub(super) Option<AsyncBuffer>);
 
 /// The writing side of issued async buffers.
 pub(crate) struct IssuedPromises(Option<Arc<[Inner]>>);
 
 /// The writing side of several async buffers, which are resolved in order.
-pub(crate) struct Promises {
+pub(crate) struct Resolvers {
     pub(super) all: Arc<[Inner]>,
     pub(super) next: u32,
 }
 
-impl Promise {
+impl Resolver {
     /// Ends the async buffer with `outcome`.
     pub(crate) fn keep(mut self, outcome: Outcome) {
         if let Some(slot) = self.0.take() {
@@ -69,7 +69,7 @@ impl Drop for IssuedPromises {
     }
 }
 
-impl Drop for Promise {
+impl Drop for Resolver {
     fn drop(&mut self) {
         if let Some(slot) = self.0.take() {
             slot.inner().end(Err(abandoned()));
@@ -77,7 +77,7 @@ impl Drop for Promise {
     }
 }
 
-impl Promises {
+impl Resolvers {
     /// Ends the next async buffer with `outcome`, if there is one.
     pub(crate) fn keep_next(&mut self, outcome: Outcome) {
         let Some(inner) = self.all.get(self.next as usize) else { return };
@@ -114,7 +114,7 @@ impl Promises {
     }
 }
 
-impl Drop for Promises {
+impl Drop for Resolvers {
     fn drop(&mut self) {
         if (self.next as usize) < self.all.len() {
             self.fail_rest(&abandoned());

@@ -10,7 +10,7 @@ use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer};
 
 use super::driver::in_memory;
 use super::put::Transfer;
-use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
+use super::{Assembly, AsyncBuffer, OpGuard, Outcome, Outgoing, Runtime};
 use crate::device::copy::copy_region;
 use crate::device::cuda::Part;
 use crate::trace::PieceStep;
@@ -19,7 +19,7 @@ use crate::trace::PieceStep;
 ///
 /// The region is forwarded even if it cannot be used here. A failed shard, or one without memory,
 /// must not affect other processes. If the region does not come, all its receivers are told.
-pub(crate) struct Passage {
+pub(crate) struct Receive {
     pub(super) op: u64,
     pub(super) from: ProcessId,
     pub(super) transfer: Arc<Transfer>,
@@ -31,7 +31,7 @@ pub(crate) struct Passage {
 
 /// The buffer that a region's bytes are read into.
 #[derive(Clone, Copy)]
-enum Place {
+enum ReadTarget {
     /// The whole memory of one of the shards, by index.
     Whole(usize),
     /// The region's part of the only shard.
@@ -44,64 +44,64 @@ impl Runtime {
     /// Handles the end of a receive: the region has come, or never will.
     pub(super) fn pass(
         self: &Arc<Self>,
-        passage: Box<Passage>,
+        receive: Box<Receive>,
         result: Result<Payload, Arc<Failure>>,
     ) {
         match result {
-            Err(failure) => self.fail_passage(&passage, &failure),
-            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None, |_| false),
+            Err(failure) => self.fail_passage(&receive, &failure),
+            Ok(Payload::Empty) => self.spread(&receive, Vec::new().into(), None, |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
-                self.trace_taken(&passage);
+                self.trace_taken(&receive);
                 // Kernels read shards as typed slices, so unaligned bytes are copied. So is a
                 // region that is only a part of a lent shard.
                 let address = bytes
                     .device()
                     .map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
                 let aligned = address.is_multiple_of(ALIGNMENT as u64);
-                let fits = aligned && passage.transfer.is_by_itself();
+                let fits = aligned && receive.transfer.is_by_itself();
                 let whole = |shard: &Assembly| {
-                    fits && shard.is_whole(&passage.transfer.region) && shard.can_be(&bytes)
+                    fits && shard.is_whole(&receive.transfer.region) && shard.can_be(&bytes)
                 };
                 let mut whole: Vec<usize> =
-                    (0..passage.shards.len()).filter(|at| whole(&passage.shards[*at])).collect();
+                    (0..receive.shards.len()).filter(|at| whole(&receive.shards[*at])).collect();
                 if !bytes.is_lent() {
                     // Only lent bytes may be shared by several shards: they are not a device's own
                     // memory.
                     whole.truncate(1);
                 }
-                let source = self.arriving(&passage, &bytes);
-                self.spread(&passage, bytes, source, |at| whole.contains(&at));
+                let source = self.arriving(&receive, &bytes);
+                self.spread(&receive, bytes, source, |at| whole.contains(&at));
             }
             Ok(Payload::Waiting(fetch)) => {
-                let (buffer, place) = match self.room(&passage, fetch.bytes()) {
+                let (buffer, place) = match self.room(&receive, fetch.bytes()) {
                     Ok(Some(room)) => room,
                     // Dropped: the payload is read and discarded.
                     Ok(None) => return,
-                    Err(failure) => return self.fail_passage(&passage, &failure),
+                    Err(failure) => return self.fail_passage(&receive, &failure),
                 };
                 let runtime = self.clone();
                 self.fetch(
-                    passage.from,
+                    receive.from,
                     fetch,
                     buffer,
                     Box::new(move |result| match result {
                         Ok(buffer) => {
-                            runtime.trace_taken(&passage);
+                            runtime.trace_taken(&receive);
                             match place {
-                                Place::Part => passage.shards[0].give_back(buffer),
-                                Place::Whole(at) => {
-                                    runtime.spread(&passage, buffer.freeze(), None, |shard| {
+                                ReadTarget::Part => receive.shards[0].give_back(buffer),
+                                ReadTarget::Whole(at) => {
+                                    runtime.spread(&receive, buffer.freeze(), None, |shard| {
                                         shard == at
                                     });
                                 }
-                                Place::Staging => {
-                                    runtime.spread(&passage, buffer.freeze(), None, |_| false)
+                                ReadTarget::Staging => {
+                                    runtime.spread(&receive, buffer.freeze(), None, |_| false)
                                 }
                             }
                         }
                         Err(error) => {
-                            let failure = runtime.fetch_failed(passage.from, passage.op, &error);
-                            runtime.fail_passage(&passage, &failure);
+                            let failure = runtime.fetch_failed(receive.from, receive.op, &error);
+                            runtime.fail_passage(&receive, &failure);
                         }
                     }),
                 );
@@ -111,13 +111,13 @@ impl Runtime {
 
     /// Returns an async buffer with the completion status of device memory that a peer lent before
     /// it was filled. `None` if the bytes are already there.
-    fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
+    fn arriving(self: &Arc<Self>, receive: &Receive, bytes: &SharedBuffer) -> Option<AsyncBuffer> {
         if bytes.device().is_none() || bytes.is_made() {
             return None;
         }
-        let (promise, slot) = Slot::new();
-        let issued = promise.issue(bytes.clone());
-        let (runtime, op, from) = (self.clone(), passage.op, passage.from);
+        let (resolver, slot) = AsyncBuffer::new();
+        let issued = resolver.issue(bytes.clone());
+        let (runtime, op, from) = (self.clone(), receive.op, receive.from);
         bytes.on_made(Box::new(move |failure| {
             issued.end(failure.map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why))));
         }));
@@ -139,38 +139,38 @@ impl Runtime {
     /// needed.
     fn room(
         &self,
-        passage: &Passage,
+        receive: &Receive,
         bytes: u64,
-    ) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
-        let by_itself = passage.transfer.is_by_itself();
-        for (at, shard) in passage.shards.iter().enumerate().filter(|_| by_itself) {
-            if let Some(buffer) = shard.take_whole(&passage.transfer.region) {
-                return Ok(Some((buffer, Place::Whole(at))));
+    ) -> Result<Option<(OwnedBuffer, ReadTarget)>, Arc<Failure>> {
+        let by_itself = receive.transfer.is_by_itself();
+        for (at, shard) in receive.shards.iter().enumerate().filter(|_| by_itself) {
+            if let Some(buffer) = shard.take_whole(&receive.transfer.region) {
+                return Ok(Some((buffer, ReadTarget::Whole(at))));
             }
         }
         // A region that is also forwarded needs a buffer that outlives the shard's part.
-        if let [shard] = &passage.shards[..]
+        if let [shard] = &receive.shards[..]
             && by_itself
-            && passage.transfer.peers.is_empty()
-            && let Some(part) = shard.take_part(&passage.transfer.region)
+            && receive.transfer.peers.is_empty()
+            && let Some(part) = shard.take_part(&receive.transfer.region)
         {
-            return Ok(Some((part, Place::Part)));
+            return Ok(Some((part, ReadTarget::Part)));
         }
-        if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open())
+        if receive.transfer.peers.is_empty() && !receive.shards.iter().any(|shard| shard.is_open())
         {
             return Ok(None);
         }
         match self.staging.allocate(in_memory(bytes)) {
-            Ok(buffer) => Ok(Some((buffer, Place::Staging))),
+            Ok(buffer) => Ok(Some((buffer, ReadTarget::Staging))),
             Err(error) => {
-                let message = format!("operation {}: {error}", passage.op);
-                Err(Arc::new(Failure::new(FailureKind::Memory, self.me, passage.op, message)))
+                let message = format!("operation {}: {error}", receive.op);
+                Err(Arc::new(Failure::new(FailureKind::Memory, self.me, receive.op, message)))
             }
         }
     }
 
-    fn trace_taken(&self, passage: &Passage) {
-        let Passage { op, from, transfer, .. } = passage;
+    fn trace_taken(&self, receive: &Receive) {
+        let Receive { op, from, transfer, .. } = receive;
         self.trace_piece(PieceStep::Taken, (*op, transfer.id), *from, transfer.bytes as u64);
     }
 
@@ -182,12 +182,12 @@ impl Runtime {
     /// `source` is the async buffer of the bytes, if their work is not over.
     fn spread(
         self: &Arc<Self>,
-        passage: &Passage,
+        receive: &Receive,
         bytes: SharedBuffer,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         in_place: impl Fn(usize) -> bool,
     ) {
-        let Passage { op, transfer, shards, guard, .. } = passage;
+        let Receive { op, transfer, shards, guard, .. } = receive;
         let carried =
             |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
         if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
@@ -246,7 +246,7 @@ impl Runtime {
         transfer: Arc<Transfer>,
         peers: Vec<ProcessId>,
         bytes: SharedBuffer,
-        source: Option<Slot>,
+        source: Option<AsyncBuffer>,
         guard: OpGuard,
     ) {
         let runtime = self.clone();
@@ -309,10 +309,10 @@ impl Runtime {
         }
     }
 
-    fn fail_passage(self: &Arc<Self>, passage: &Passage, failure: &Arc<Failure>) {
+    fn fail_passage(self: &Arc<Self>, receive: &Receive, failure: &Arc<Failure>) {
         self.remember(failure);
-        self.poison_peers(passage.op, &passage.transfer, &passage.transfer.peers, failure);
-        for shard in &passage.shards {
+        self.poison_peers(receive.op, &receive.transfer, &receive.transfer.peers, failure);
+        for shard in &receive.shards {
             shard.end(Err(failure.clone()));
         }
     }

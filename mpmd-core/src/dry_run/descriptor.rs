@@ -9,7 +9,7 @@ use mpmd_layout::topology::DeviceId;
 /// The common part of operations with the same plan: kernels and their devices, results, and
 /// messages between devices.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
-pub struct Form {
+pub struct OpDescriptor {
     /// Description for messages.
     pub what: String,
     /// Kind of the operation.
@@ -35,13 +35,13 @@ pub enum Kind {
     /// An array moves to another sharding.
     Put,
     /// Devices fill their parts of a new array.
-    Make,
+    ArrayFromFn,
     /// Existing shards get new array handles: by cutting, joining or microbatches.
     Relabel,
     /// The processes compare a text. No process works or waits for it.
-    Compare,
+    AssertSame,
     /// One process sends a value to all, and they wait for it.
-    Agree {
+    BroadcastValue {
         /// The process that computes the value.
         from: u32,
         /// Encoded size in bytes of the value that the dry run uses instead.
@@ -91,7 +91,7 @@ pub struct Message {
     pub step: u32,
 }
 
-impl Form {
+impl OpDescriptor {
     /// Returns every device that it names.
     pub(super) fn devices(&self) -> impl Iterator<Item = u32> + '_ {
         let runs = match &self.kind {
@@ -116,7 +116,7 @@ impl Form {
     pub fn computes_on(&self) -> Vec<u32> {
         match &self.kind {
             Kind::Call { devices, .. } => devices.clone(),
-            Kind::Make => self.results.iter().flatten().map(|shard| shard.device).collect(),
+            Kind::ArrayFromFn => self.results.iter().flatten().map(|shard| shard.device).collect(),
             _ => Vec::new(),
         }
     }

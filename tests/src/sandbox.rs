@@ -21,11 +21,11 @@ const END_WITHIN: Duration = Duration::from_secs(10);
 ///
 /// Dropping it kills all of them. Daemons and their children may have left every process group and
 /// session, and may have cleared their environment. But they still use the folder.
-pub struct Site {
+pub struct Sandbox {
     folder: TempDir,
 }
 
-impl Site {
+impl Sandbox {
     /// Creates an empty folder.
     ///
     /// # Panics
@@ -44,7 +44,7 @@ impl Site {
         self.folder.path()
     }
 
-    /// Returns a command for `program`, to be started in the folder by [`Site::start`].
+    /// Returns a command for `program`, to be started in the folder by [`Sandbox::start`].
     pub fn command(&self, program: &Path) -> Command {
         // A test may be killed, and then drops nothing.
         let mut command = bare_command(Path::new("setpriv"));
@@ -81,13 +81,13 @@ impl Site {
     }
 }
 
-impl Default for Site {
+impl Default for Sandbox {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Drop for Site {
+impl Drop for Sandbox {
     fn drop(&mut self) {
         let end = Instant::now() + END_WITHIN;
         let mut left = Vec::new();
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn drop_kills_processes_that_left_session_and_folder() {
-        let site = Site::new();
+        let site = Sandbox::new();
         let deadline = Instant::now() + Duration::from_secs(20);
         // A process with another session, parent and folder, and without an environment. Ending a
         // program kills its group, so the script waits until the process has left the group.

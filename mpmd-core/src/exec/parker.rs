@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use mpmd_ids::block::Spin as Setting;
 use mpmd_transport::Transport;
 
-use super::slot::{Outcome, Slot};
-use super::spin::Room;
+use super::async_buffer::{AsyncBuffer, Outcome};
+use super::spin::CoreBudget;
 
 /// Maximum polling time with [`Setting::Auto`].
 const LONGEST: Duration = Duration::from_micros(50);
@@ -37,22 +37,26 @@ thread_local! {
 }
 
 /// The wait settings and state that the threads of one process share.
-pub(crate) struct Waits {
+pub(crate) struct Parker {
     transport: Option<Arc<dyn Transport>>,
     /// Polling time of every thread; `None` if it adapts.
     fixed: Option<Duration>,
-    room: Room,
+    room: CoreBudget,
     /// True while a thread polls, if the core budget allows only one.
     taken: AtomicBool,
 }
 
-impl Waits {
+impl Parker {
     /// Creates the parker of a process with this transport and core budget.
-    pub(super) fn new(transport: Option<Arc<dyn Transport>>, setting: Setting, room: Room) -> Self {
+    pub(super) fn new(
+        transport: Option<Arc<dyn Transport>>,
+        setting: Setting,
+        room: CoreBudget,
+    ) -> Self {
         let (fixed, room) = match setting {
             Setting::Auto => (None, room),
-            Setting::Never => (None, Room::None),
-            Setting::For(window) => (Some(window), Room::All),
+            Setting::Never => (None, CoreBudget::None),
+            Setting::For(window) => (Some(window), CoreBudget::All),
         };
         Self { transport, fixed, room, taken: AtomicBool::new(false) }
     }
@@ -60,7 +64,7 @@ impl Waits {
     /// Creates the parker of a process without a transport.
     #[cfg(test)]
     pub(super) fn alone() -> Self {
-        Self::new(None, Setting::Auto, Room::None)
+        Self::new(None, Setting::Auto, CoreBudget::None)
     }
 
     /// True if a thread that waits now would drive the transport.
@@ -70,17 +74,22 @@ impl Waits {
 
     /// Blocks until `slot` ends, or until `deadline`: then returns `None`. Call it without holding
     /// a lock: incoming messages are handled on this thread, and may end any async buffer.
-    pub(crate) fn wait(&self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+    pub(crate) fn wait(&self, slot: &AsyncBuffer, deadline: Option<Instant>) -> Option<Outcome> {
         self.wait_for(Until::Ended, slot, deadline)
     }
 
     /// Same as [`wait`](Self::wait), until `slot` is issued: its buffer is there, filled or not.
     /// For threads that issue work to devices.
-    pub(crate) fn wait_issued(&self, slot: &Slot) -> Outcome {
+    pub(crate) fn wait_issued(&self, slot: &AsyncBuffer) -> Outcome {
         self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
     }
 
-    fn wait_for(&self, until: Until, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+    fn wait_for(
+        &self,
+        until: Until,
+        slot: &AsyncBuffer,
+        deadline: Option<Instant>,
+    ) -> Option<Outcome> {
         if until.has_come(slot) {
             return until.peek(slot);
         }
@@ -107,7 +116,7 @@ impl Waits {
         &self,
         transport: &dyn Transport,
         until: Until,
-        slot: &Slot,
+        slot: &AsyncBuffer,
         start: Instant,
         deadline: Option<Instant>,
     ) -> bool {
@@ -139,20 +148,20 @@ impl Waits {
     }
 
     /// Takes a place among the polling threads, if the core budget has one.
-    fn place(&self) -> Option<Place<'_>> {
+    fn place(&self) -> Option<PollPermit<'_>> {
         match self.room {
-            Room::All => Some(Place(None)),
-            Room::One if !self.taken.swap(true, Ordering::Acquire) => {
-                Some(Place(Some(&self.taken)))
+            CoreBudget::All => Some(PollPermit(None)),
+            CoreBudget::One if !self.taken.swap(true, Ordering::Acquire) => {
+                Some(PollPermit(Some(&self.taken)))
             }
-            Room::One | Room::None => None,
+            CoreBudget::One | CoreBudget::None => None,
         }
     }
 }
 
-struct Place<'a>(Option<&'a AtomicBool>);
+struct PollPermit<'a>(Option<&'a AtomicBool>);
 
-impl Drop for Place<'_> {
+impl Drop for PollPermit<'_> {
     fn drop(&mut self) {
         if let Some(taken) = self.0 {
             taken.store(false, Ordering::Release);
@@ -169,28 +178,28 @@ enum Until {
 }
 
 impl Until {
-    fn has_come(self, slot: &Slot) -> bool {
+    fn has_come(self, slot: &AsyncBuffer) -> bool {
         match self {
             Self::Issued => slot.has_issued(),
             Self::Ended => slot.has_ended(),
         }
     }
 
-    fn peek(self, slot: &Slot) -> Option<Outcome> {
+    fn peek(self, slot: &AsyncBuffer) -> Option<Outcome> {
         match self {
             Self::Issued => slot.peek_issued(),
             Self::Ended => slot.peek(),
         }
     }
 
-    fn poll(self, slot: &Slot, waker: &Waker) -> Poll<Outcome> {
+    fn poll(self, slot: &AsyncBuffer, waker: &Waker) -> Poll<Outcome> {
         match self {
             Self::Issued => slot.poll_issued(waker),
             Self::Ended => slot.poll(waker),
         }
     }
 
-    fn sleep(self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+    fn sleep(self, slot: &AsyncBuffer, deadline: Option<Instant>) -> Option<Outcome> {
         match self {
             Self::Issued => slot.wait_issued_until(deadline),
             Self::Ended => slot.wait_until(deadline),
@@ -202,7 +211,7 @@ impl Until {
 fn sleep(
     transport: &Arc<dyn Transport>,
     until: Until,
-    slot: &Slot,
+    slot: &AsyncBuffer,
     deadline: Option<Instant>,
 ) -> Option<Outcome> {
     let mut bell = None;
@@ -274,7 +283,7 @@ mod tests {
     use parking_lot::{Condvar, Mutex};
 
     use super::*;
-    use crate::exec::Promise;
+    use crate::exec::Resolver;
 
     const SOON: Duration = Duration::from_secs(20);
 
@@ -282,7 +291,7 @@ mod tests {
 
     /// A transport with closures as messages. Only a thread that drives it runs them.
     #[derive(Default)]
-    struct Door {
+    struct TransportHandler {
         state: Mutex<State>,
         changed: Condvar,
         progresses: AtomicUsize,
@@ -298,7 +307,7 @@ mod tests {
         changes: u32,
     }
 
-    impl Door {
+    impl TransportHandler {
         fn arrives(&self, message: impl FnOnce() + Send + 'static) {
             self.change(|state| state.messages.push_back(Box::new(message)));
         }
@@ -323,7 +332,7 @@ mod tests {
         }
     }
 
-    impl Transport for Door {
+    impl Transport for TransportHandler {
         fn name(&self) -> &'static str {
             "door"
         }
@@ -370,12 +379,12 @@ mod tests {
         fn shutdown(&self, _: Duration) {}
     }
 
-    fn waits(door: &Arc<Door>, setting: Setting) -> Waits {
-        Waits::new(Some(door.clone()), setting, Room::All)
+    fn parker(door: &Arc<TransportHandler>, setting: Setting) -> Parker {
+        Parker::new(Some(door.clone()), setting, CoreBudget::All)
     }
 
-    fn keep(promise: Promise) {
-        promise.keep(Ok(vec![1u8, 2, 3].into()));
+    fn keep(resolver: Resolver) {
+        resolver.keep(Ok(vec![1u8, 2, 3].into()));
     }
 
     fn soon() -> Option<Instant> {
@@ -388,31 +397,32 @@ mod tests {
 
     #[test]
     fn ended_buffer_is_returned_without_a_wait() {
-        let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
-        keep(promise);
-        assert!(is_whole(waits(&door, Setting::Auto).wait(&slot, soon())));
+        let (door, (resolver, slot)) = (Arc::new(TransportHandler::default()), AsyncBuffer::new());
+        keep(resolver);
+        assert!(is_whole(parker(&door, Setting::Auto).wait(&slot, soon())));
         assert_eq!(door.progresses.load(Ordering::SeqCst), 0);
     }
 
     #[test]
     fn progress_alone_ends_a_wait_without_sleep_or_wake() {
         for setting in [Setting::Auto, Setting::Never, Setting::For(SOON)] {
-            let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
-            door.arrives(move || keep(promise));
-            assert!(is_whole(waits(&door, setting).wait(&slot, soon())));
+            let (door, (resolver, slot)) =
+                (Arc::new(TransportHandler::default()), AsyncBuffer::new());
+            door.arrives(move || keep(resolver));
+            assert!(is_whole(parker(&door, setting).wait(&slot, soon())));
             assert_eq!(door.seen(), [0, 0], "{setting:?}");
         }
     }
 
     #[test]
     fn later_message_ends_a_polling_wait() {
-        let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+        let (door, (resolver, slot)) = (Arc::new(TransportHandler::default()), AsyncBuffer::new());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| waits(&door, Setting::For(SOON)).wait(&slot, soon()));
+            let waiting = scope.spawn(|| parker(&door, Setting::For(SOON)).wait(&slot, soon()));
             while door.progresses.load(Ordering::SeqCst) == 0 {
                 std::thread::yield_now();
             }
-            door.arrives(move || keep(promise));
+            door.arrives(move || keep(resolver));
             assert!(is_whole(waiting.join().unwrap()));
         });
         assert_eq!(door.seen(), [0, 0]);
@@ -421,17 +431,18 @@ mod tests {
     #[test]
     fn sleeper_gets_messages_itself_other_threads_wake_it() {
         for by_message in [true, false] {
-            let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+            let (door, (resolver, slot)) =
+                (Arc::new(TransportHandler::default()), AsyncBuffer::new());
             std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| waits(&door, Setting::Never).wait(&slot, soon()));
+                let waiting = scope.spawn(|| parker(&door, Setting::Never).wait(&slot, soon()));
                 door.until_parks(1);
                 // An unrelated message comes first.
                 door.arrives(|| ());
                 door.until_parks(2);
                 if by_message {
-                    door.arrives(move || keep(promise));
+                    door.arrives(move || keep(resolver));
                 } else {
-                    keep(promise);
+                    keep(resolver);
                 }
                 assert!(is_whole(waiting.join().unwrap()));
             });
@@ -442,87 +453,90 @@ mod tests {
     #[test]
     fn a_wait_ends_at_its_deadline_awake_or_asleep() {
         for setting in [Setting::For(SOON), Setting::Never] {
-            let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+            let (door, (resolver, slot)) =
+                (Arc::new(TransportHandler::default()), AsyncBuffer::new());
             let deadline = Instant::now() + Duration::from_millis(5);
-            assert!(waits(&door, setting).wait(&slot, Some(deadline)).is_none());
+            assert!(parker(&door, setting).wait(&slot, Some(deadline)).is_none());
             assert!(Instant::now() >= deadline);
-            drop(promise);
+            drop(resolver);
         }
     }
 
     #[test]
     fn undriven_or_nested_wait_sleeps_on_the_buffer() {
-        let door = Arc::new(Door { shut: true, ..Door::default() });
-        let (promise, slot) = Slot::new();
-        assert!(!waits(&door, Setting::Auto).can_drive());
+        let door = Arc::new(TransportHandler { shut: true, ..TransportHandler::default() });
+        let (resolver, slot) = AsyncBuffer::new();
+        assert!(!parker(&door, Setting::Auto).can_drive());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| waits(&door, Setting::Auto).wait(&slot, soon()));
-            keep(promise);
+            let waiting = scope.spawn(|| parker(&door, Setting::Auto).wait(&slot, soon()));
+            keep(resolver);
             assert!(is_whole(waiting.join().unwrap()));
         });
         assert_eq!(door.progresses.load(Ordering::SeqCst), 0);
 
-        let door = Arc::new(Door::default());
-        let (within, (promise, slot)) = (door.clone(), Slot::new());
+        let door = Arc::new(TransportHandler::default());
+        let (within, (resolver, slot)) = (door.clone(), AsyncBuffer::new());
         door.arrives(move || {
-            let (never, other) = Slot::new();
+            let (never, other) = AsyncBuffer::new();
             let at_once = Some(Instant::now() + Duration::from_millis(5));
-            assert!(waits(&within, Setting::For(SOON)).wait(&other, at_once).is_none());
+            assert!(parker(&within, Setting::For(SOON)).wait(&other, at_once).is_none());
             drop(never);
-            keep(promise);
+            keep(resolver);
         });
-        assert!(is_whole(waits(&door, Setting::Never).wait(&slot, soon())));
+        assert!(is_whole(parker(&door, Setting::Never).wait(&slot, soon())));
         assert_eq!(door.progresses.load(Ordering::SeqCst), 1);
     }
 
     #[test]
     fn with_one_polling_place_the_second_thread_sleeps() {
-        let (door, (promise, slot), (other, second)) =
-            (Arc::new(Door::default()), Slot::new(), Slot::new());
-        let waits =
-            Waits { fixed: Some(SOON), ..Waits::new(Some(door.clone()), Setting::Auto, Room::One) };
+        let (door, (resolver, slot), (other, second)) =
+            (Arc::new(TransportHandler::default()), AsyncBuffer::new(), AsyncBuffer::new());
+        let parker = Parker {
+            fixed: Some(SOON),
+            ..Parker::new(Some(door.clone()), Setting::Auto, CoreBudget::One)
+        };
         std::thread::scope(|scope| {
-            let first = scope.spawn(|| waits.wait(&slot, soon()));
-            while !waits.taken.load(Ordering::SeqCst) {
+            let first = scope.spawn(|| parker.wait(&slot, soon()));
+            while !parker.taken.load(Ordering::SeqCst) {
                 std::thread::yield_now();
             }
-            let sleeper = scope.spawn(|| waits.wait(&second, soon()));
+            let sleeper = scope.spawn(|| parker.wait(&second, soon()));
             door.until_parks(1);
             // The polling thread ends the wait and wakes the sleeper.
             door.arrives(move || keep(other));
             assert!(is_whole(sleeper.join().unwrap()));
-            door.arrives(move || keep(promise));
+            door.arrives(move || keep(resolver));
             assert!(is_whole(first.join().unwrap()));
         });
-        assert!(waits.place().is_some(), "the place is free again");
+        assert!(parker.place().is_some(), "the place is free again");
     }
 
     #[test]
     fn no_wake_is_lost_in_races() {
         const ROUNDS: usize = 3000;
-        let door = Arc::new(Door::default());
+        let door = Arc::new(TransportHandler::default());
         for setting in [Setting::Never, Setting::Auto] {
-            let waits = waits(&door, setting);
+            let parker = parker(&door, setting);
             std::thread::scope(|scope| {
                 for waiter in 0..2 {
-                    let (give, take) = std::sync::mpsc::channel::<Promise>();
-                    let (ender, waits) = (door.clone(), &waits);
+                    let (give, take) = std::sync::mpsc::channel::<Resolver>();
+                    let (ender, parker) = (door.clone(), &parker);
                     scope.spawn(move || {
-                        for (round, promise) in take.into_iter().enumerate() {
+                        for (round, resolver) in take.into_iter().enumerate() {
                             (0..round % 64).for_each(|_| std::hint::spin_loop());
                             if (round + waiter) % 3 == 0 {
-                                keep(promise);
+                                keep(resolver);
                             } else {
-                                ender.arrives(move || keep(promise));
+                                ender.arrives(move || keep(resolver));
                             }
                         }
                     });
                     scope.spawn(move || {
                         for round in 0..ROUNDS {
-                            let (promise, slot) = Slot::new();
-                            give.send(promise).unwrap();
+                            let (resolver, slot) = AsyncBuffer::new();
+                            give.send(resolver).unwrap();
                             (0..round % 47).for_each(|_| std::hint::spin_loop());
-                            assert!(is_whole(waits.wait(&slot, soon())), "round {round}");
+                            assert!(is_whole(parker.wait(&slot, soon())), "round {round}");
                         }
                     });
                 }
@@ -532,11 +546,11 @@ mod tests {
 
     #[test]
     fn a_failure_ends_a_wait_too() {
-        let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+        let (door, (resolver, slot)) = (Arc::new(TransportHandler::default()), AsyncBuffer::new());
         door.arrives(move || {
-            promise.keep(Err(Arc::new(Failure::new(FailureKind::Kernel, ProcessId(1), 4, "why"))));
+            resolver.keep(Err(Arc::new(Failure::new(FailureKind::Kernel, ProcessId(1), 4, "why"))));
         });
-        let outcome = waits(&door, Setting::Auto).wait(&slot, soon()).expect("it ended");
+        let outcome = parker(&door, Setting::Auto).wait(&slot, soon()).expect("it ended");
         assert_eq!(outcome.unwrap_err().kind, FailureKind::Kernel);
     }
 }

@@ -1,16 +1,16 @@
 //! An async buffer: the place of one shard's buffer, pending until its operation ends, then filled
 //! or failed.
 //!
-//! The producer holds the [`Promise`], all readers hold a [`Slot`]. A resolver that is dropped
+//! The producer holds the [`Resolver`], all readers hold a [`AsyncBuffer`]. A resolver that is dropped
 //! without an outcome fails its async buffer, so that no wait lasts forever.
 //!
 //! A buffer that a device fills asynchronously is *issued* first. It is there with the fences of
 //! the work that fills it, for readers that can order device work behind them. The async buffer
 //! ends when that work has ended.
 
+mod completion;
 mod inner;
-mod promise;
-mod verdict;
+mod resolver;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,9 +21,9 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::Failure;
 
 use inner::{ENDED, Filling, GIVEN_UP, HOLDER, ISSUED, Inner, State, USE, USES};
-pub(crate) use promise::{IssuedPromises, Promise, Promises};
+pub(crate) use resolver::{IssuedPromises, Resolver, Resolvers};
 
-use super::waits::Waits;
+use super::parker::Parker;
 
 /// The final state of an async buffer: its buffer, or a failure.
 pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
@@ -32,7 +32,7 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 ///
 /// The async buffers of one operation share an allocation. The memory of each is still freed with
 /// its own last holder.
-pub(crate) struct Slot {
+pub(crate) struct AsyncBuffer {
     all: Arc<[Inner]>,
     index: u32,
     /// True once this holder was released early by `leave`.
@@ -41,27 +41,27 @@ pub(crate) struct Slot {
 
 /// A registered use of an async buffer. It gets the buffer even if the buffer is given up in the
 /// meantime.
-pub(crate) struct SlotUse(Slot);
+pub(crate) struct BufferUse(AsyncBuffer);
 
-/// The async buffers that `Promises` will resolve, in order.
-pub(crate) struct Slots {
+/// The async buffers that `Resolvers` will resolve, in order.
+pub(crate) struct AsyncBuffers {
     all: Arc<[Inner]>,
     next: u32,
 }
 
-impl Slot {
+impl AsyncBuffer {
     /// Creates a pending async buffer and its resolver.
-    pub(crate) fn new() -> (Promise, Self) {
+    pub(crate) fn new() -> (Resolver, Self) {
         let all: Arc<[Inner]> = Arc::new([Inner::new(State::Pending(None), 2 * HOLDER)]);
-        (Promise(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
+        (Resolver(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
     }
 
     /// Creates `count` pending async buffers and their resolvers. Take every one of them: one that
     /// is not taken keeps its memory while others live.
-    pub(crate) fn several(count: usize) -> (Promises, Slots) {
+    pub(crate) fn several(count: usize) -> (Resolvers, AsyncBuffers) {
         let all: Arc<[Inner]> =
             (0..count).map(|_| Inner::new(State::Pending(None), 2 * HOLDER)).collect();
-        (Promises { all: all.clone(), next: 0 }, Slots { all, next: 0 })
+        (Resolvers { all: all.clone(), next: 0 }, AsyncBuffers { all, next: 0 })
     }
 
     /// Creates an async buffer that is already filled.
@@ -117,7 +117,7 @@ impl Slot {
     }
 
     /// Blocks until the async buffer is issued, or until `deadline`: then returns `None`. Most
-    /// callers should use [`Waits::wait_issued`].
+    /// callers should use [`Parker::wait_issued`].
     pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -194,7 +194,7 @@ impl Slot {
     }
 
     /// Blocks until the async buffer ends on another thread, or until `deadline`: then returns
-    /// `None`. Most callers should use [`Waits::wait`].
+    /// `None`. Most callers should use [`Parker::wait`].
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -273,9 +273,9 @@ impl Slot {
     }
 
     /// Registers a use of the buffer.
-    pub(crate) fn issue_use(&self) -> SlotUse {
+    pub(crate) fn issue_use(&self) -> BufferUse {
         self.inner().counts.fetch_add(HOLDER + USE, Ordering::Relaxed);
-        SlotUse(Self::of(self.all.clone(), self.index))
+        BufferUse(Self::of(self.all.clone(), self.index))
     }
 
     /// Frees the buffer once the async buffer has ended and all registered uses are over. Later
@@ -291,14 +291,14 @@ impl Slot {
     }
 }
 
-impl Clone for Slot {
+impl Clone for AsyncBuffer {
     fn clone(&self) -> Self {
         self.inner().counts.fetch_add(HOLDER, Ordering::Relaxed);
         Self::of(self.all.clone(), self.index)
     }
 }
 
-impl Drop for Slot {
+impl Drop for AsyncBuffer {
     fn drop(&mut self) {
         if !self.left.load(Ordering::Relaxed) {
             self.inner().let_go(self.all.len() > 1);
@@ -306,39 +306,39 @@ impl Drop for Slot {
     }
 }
 
-impl Iterator for Slots {
-    type Item = Slot;
+impl Iterator for AsyncBuffers {
+    type Item = AsyncBuffer;
 
-    fn next(&mut self) -> Option<Slot> {
+    fn next(&mut self) -> Option<AsyncBuffer> {
         let index = self.next;
         self.next += u32::from((index as usize) < self.all.len());
-        ((index as usize) < self.all.len()).then(|| Slot::of(self.all.clone(), index))
+        ((index as usize) < self.all.len()).then(|| AsyncBuffer::of(self.all.clone(), index))
     }
 }
 
-impl SlotUse {
+impl BufferUse {
     /// True if the async buffer has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.0.has_ended()
     }
 
     /// Blocks until the async buffer ends.
-    pub(crate) fn wait(self, waits: &Waits) -> Outcome {
-        waits.wait(&self.0, None).expect("no deadline was set")
+    pub(crate) fn wait(self, parker: &Parker) -> Outcome {
+        parker.wait(&self.0, None).expect("no deadline was set")
     }
 
     /// Blocks until the buffer is there, filled or not.
-    pub(crate) fn wait_issued(&self, waits: &Waits) -> Outcome {
-        waits.wait_issued(&self.0)
+    pub(crate) fn wait_issued(&self, parker: &Parker) -> Outcome {
+        parker.wait_issued(&self.0)
     }
 
     /// Returns the async buffer that is used.
-    pub(crate) fn slot(&self) -> &Slot {
+    pub(crate) fn slot(&self) -> &AsyncBuffer {
         &self.0
     }
 }
 
-impl Drop for SlotUse {
+impl Drop for BufferUse {
     fn drop(&mut self) {
         let inner = self.0.inner();
         let counts = inner.counts.fetch_sub(USE, Ordering::AcqRel);
@@ -361,7 +361,7 @@ mod tests {
 
     #[test]
     fn end_reaches_waiters_callbacks_and_futures() {
-        let (promise, slot) = Slot::new();
+        let (resolver, slot) = AsyncBuffer::new();
         let called = Arc::new(AtomicUsize::new(0));
         let count = called.clone();
         slot.on_end(move |outcome| {
@@ -370,7 +370,7 @@ mod tests {
         assert!(slot.wait_until(Some(Instant::now() + Duration::from_millis(5))).is_none());
         let waiting = slot.clone();
         let thread = std::thread::spawn(move || waiting.wait_until(None));
-        promise.keep(Ok(vec![1u8, 2, 3].into()));
+        resolver.keep(Ok(vec![1u8, 2, 3].into()));
         assert_eq!(thread.join().unwrap().unwrap().unwrap().len(), 3);
         assert_eq!(called.load(Ordering::Relaxed), 3);
         assert!(slot.poll(Waker::noop()).is_ready());
@@ -378,14 +378,14 @@ mod tests {
 
     #[test]
     fn dropped_resolver_is_a_failure_not_a_hang() {
-        let (promise, slot) = Slot::new();
-        drop(promise);
+        let (resolver, slot) = AsyncBuffer::new();
+        drop(resolver);
         assert!(slot.wait_until(None).unwrap().is_err());
     }
 
     #[test]
     fn given_up_buffer_stays_for_registered_uses() {
-        let (promise, slot) = Slot::new();
+        let (resolver, slot) = AsyncBuffer::new();
         let (first, second) = (slot.issue_use(), slot.issue_use());
         slot.give_up(Arc::new(Failure::new(
             FailureKind::Donated,
@@ -393,8 +393,8 @@ mod tests {
             4,
             "donated",
         )));
-        promise.keep(Ok(vec![7u8].into()));
-        assert_eq!(first.wait(&Waits::alone()).unwrap().len(), 1);
+        resolver.keep(Ok(vec![7u8].into()));
+        assert_eq!(first.wait(&Parker::alone()).unwrap().len(), 1);
         assert!(slot.peek().unwrap().is_ok(), "one use is left");
         drop(second);
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
@@ -402,7 +402,7 @@ mod tests {
 
     #[test]
     fn issued_buffer_is_visible_before_it_is_filled() {
-        let (promise, slot) = Slot::new();
+        let (resolver, slot) = AsyncBuffer::new();
         let seen = Arc::new(AtomicUsize::new(0));
         let (issued, ended) = (seen.clone(), seen.clone());
         slot.on_issued(move |outcome| {
@@ -415,7 +415,7 @@ mod tests {
         let waiting = slot.clone();
         let thread =
             std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
-        let end = promise.issue(vec![1u8, 2].into());
+        let end = resolver.issue(vec![1u8, 2].into());
         assert_eq!(thread.join().unwrap(), 2);
         assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());
         assert_eq!(slot.peek_issued().unwrap().unwrap().len(), 2);
@@ -433,18 +433,18 @@ mod tests {
             || Arc::new(Failure::new(FailureKind::Kernel, mpmd_ids::ProcessId(0), 4, "no"));
         let pool = mpmd_transport::Pool::new("test", None);
         let block = || pool.allocate(1).unwrap().freeze();
-        let (promises, slots) = Slot::several(2);
-        let slots: Vec<Slot> = slots.collect();
-        let end = promises.issue([block(), block()].into_iter());
+        let (resolvers, slots) = AsyncBuffer::several(2);
+        let slots: Vec<AsyncBuffer> = slots.collect();
+        let end = resolvers.issue([block(), block()].into_iter());
         let taken = slots[0].take_issued(failure()).unwrap().unwrap();
         assert!(taken.into_owned().is_ok(), "it has no other holder");
         assert!(slots[0].peek().unwrap().is_err() && !slots[1].has_ended());
         end.end(Err(failure()));
         assert_eq!(slots[1].peek().unwrap().unwrap_err().message, "no");
         assert_eq!(pool.stats().live, 0);
-        let (promises, slots) = Slot::several(2);
-        let slots: Vec<Slot> = slots.collect();
-        drop(promises.issue([block()].into_iter()));
+        let (resolvers, slots) = AsyncBuffer::several(2);
+        let slots: Vec<AsyncBuffer> = slots.collect();
+        drop(resolvers.issue([block()].into_iter()));
         assert!(
             slots.iter().all(|slot| slot.peek().unwrap().is_err()),
             "async buffers without memory fail"
@@ -459,10 +459,10 @@ mod tests {
             || Arc::new(Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "no"));
         let told = Arc::new(Mutex::new(Vec::new()));
         for result in [Ok(()), Err(failure())] {
-            let (promise, slot) = Slot::new();
+            let (resolver, slot) = AsyncBuffer::new();
             let ends = told.clone();
             slot.on_end(move |outcome| ends.lock().push(outcome.is_ok()));
-            let end = promise.issue(vec![1u8].into());
+            let end = resolver.issue(vec![1u8].into());
             assert!(
                 slot.take_issued(failure()).unwrap().unwrap().into_owned().is_err(),
                 "it is shared"
@@ -471,8 +471,8 @@ mod tests {
             assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok()]);
             assert!(slot.peek().unwrap().is_err(), "later readers get the donation or the failure");
 
-            let (promise, slot) = Slot::new();
-            let end = promise.issue(vec![1u8].into());
+            let (resolver, slot) = AsyncBuffer::new();
+            let end = resolver.issue(vec![1u8].into());
             let ends = told.clone();
             slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
             assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_ok());
@@ -486,7 +486,7 @@ mod tests {
 
     #[test]
     fn taken_buffer_leaves_a_donated_failure() {
-        let slot = Slot::filled(vec![7u8].into());
+        let slot = AsyncBuffer::filled(vec![7u8].into());
         let failure = Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "donated");
         let taken = slot.take(Arc::new(failure)).unwrap().unwrap();
         assert!(taken.into_owned().is_ok(), "the slot no longer holds it");
@@ -496,10 +496,10 @@ mod tests {
     #[test]
     fn memory_is_freed_with_its_own_last_holder() {
         let pool = mpmd_transport::Pool::new("test", None);
-        let (mut promises, slots) = Slot::several(3);
-        let mut slots: Vec<Slot> = slots.collect();
+        let (mut resolvers, slots) = AsyncBuffer::several(3);
+        let mut slots: Vec<AsyncBuffer> = slots.collect();
         drop(slots.pop());
-        (0..3).for_each(|_| promises.keep_next(Ok(pool.allocate(1).unwrap().freeze())));
+        (0..3).for_each(|_| resolvers.keep_next(Ok(pool.allocate(1).unwrap().freeze())));
         assert_eq!(
             pool.stats().live,
             2 * mpmd_transport::Pool::rounded(1),
@@ -508,7 +508,7 @@ mod tests {
         let issued = slots[1].issue_use();
         drop(slots.pop());
         assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "a use was issued");
-        assert!(issued.wait(&Waits::alone()).is_ok());
+        assert!(issued.wait(&Parker::alone()).is_ok());
         assert_eq!(pool.stats().live, mpmd_transport::Pool::rounded(1));
         assert!(slots[0].has_ended());
     }
@@ -516,9 +516,9 @@ mod tests {
     #[test]
     fn leave_releases_the_buffer() {
         let pool = mpmd_transport::Pool::new("test", None);
-        let (mut promises, slots) = Slot::several(2);
-        let slots: Vec<Slot> = slots.collect();
-        promises.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
+        let (mut resolvers, slots) = AsyncBuffer::several(2);
+        let slots: Vec<AsyncBuffer> = slots.collect();
+        resolvers.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
         let other = slots[0].clone();
         slots[0].leave();
         slots[0].leave();
@@ -527,25 +527,25 @@ mod tests {
         assert_eq!(pool.stats().live, 0);
         // Also if the async buffer has not ended.
         slots[1].leave();
-        promises.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
+        resolvers.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
         assert_eq!(pool.stats().live, 0);
         drop(slots);
     }
 
     #[test]
     fn dropped_or_failed_resolvers_fail_all_pending_buffers() {
-        let (mut promises, slots) = Slot::several(3);
-        let slots: Vec<Slot> = slots.collect();
-        promises.keep_next(Ok(vec![1u8].into()));
-        drop(promises);
+        let (mut resolvers, slots) = AsyncBuffer::several(3);
+        let slots: Vec<AsyncBuffer> = slots.collect();
+        resolvers.keep_next(Ok(vec![1u8].into()));
+        drop(resolvers);
         let kinds =
             slots.iter().map(|slot| slot.peek().unwrap().map_err(|failure| failure.kind).err());
         assert_eq!(
             kinds.collect::<Vec<_>>(),
             [None, Some(FailureKind::Left), Some(FailureKind::Left)]
         );
-        let (promises, slots) = Slot::several(2);
-        promises.fail(&Arc::new(Failure::new(
+        let (resolvers, slots) = AsyncBuffer::several(2);
+        resolvers.fail(&Arc::new(Failure::new(
             FailureKind::Kernel,
             mpmd_ids::ProcessId(0),
             4,

@@ -13,7 +13,7 @@ use super::Outcome;
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
 /// Callback for the completion status of the work that fills a buffer.
-type Verdict = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
+type CompletionStatus = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
 
 /// One holder of the async buffer, in [`Inner::counts`].
 pub(super) const HOLDER: u64 = 1;
@@ -54,7 +54,7 @@ pub(super) enum Filling {
     #[default]
     Done,
     /// The work is not over; these callbacks wait for it.
-    UnderWay(Vec<Verdict>),
+    UnderWay(Vec<CompletionStatus>),
     Failed(Arc<Failure>),
 }
 

@@ -8,15 +8,15 @@ use parking_lot::MutexGuard;
 
 use super::Ended;
 use super::error::CudaError;
-use super::line::{Event, Line, RawEvent, Stream};
+use super::stream::{Event, RawEvent, RawStream, Stream};
 
-/// Exclusive access to a [`Line`] for issuing one piece of work. Nothing else is issued in between.
+/// Exclusive access to a [`Stream`] for issuing one piece of work. Nothing else is issued in between.
 ///
-/// First name the fences that the work runs [after](Turn::come_after), then [begin](Turn::begin),
-/// then issue, and finally [end](Turn::end), even after an error. Only `end` creates the fence
+/// First name the fences that the work runs [after](StreamTurn::come_after), then [begin](StreamTurn::begin),
+/// then issue, and finally [end](StreamTurn::end), even after an error. Only `end` creates the fence
 /// behind the issued work.
-pub(crate) struct Turn<'a> {
-    line: &'a Line,
+pub(crate) struct StreamTurn<'a> {
+    line: &'a Stream,
     issuing: MutexGuard<'a, u64>,
     /// The event before the work and its host time in nanoseconds, if times are recorded.
     begin: (Option<RawEvent>, u64),
@@ -28,8 +28,8 @@ pub(crate) struct Turn<'a> {
 #[must_use = "errors of the issued work are reported only through `then`"]
 pub(crate) struct Ending(Arc<Event>);
 
-impl<'a> Turn<'a> {
-    pub(super) fn new(line: &'a Line, issuing: MutexGuard<'a, u64>) -> Self {
+impl<'a> StreamTurn<'a> {
+    pub(super) fn new(line: &'a Stream, issuing: MutexGuard<'a, u64>) -> Self {
         Self { line, issuing, begin: (None, 0), has_begun: false }
     }
 
@@ -55,8 +55,8 @@ impl<'a> Turn<'a> {
     /// # Errors
     ///
     /// If the device has failed.
-    pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
-        let Line { stream, ends, .. } = self.line;
+    pub(crate) fn begin(&mut self) -> Result<&'a RawStream, CudaError> {
+        let Stream { stream, ends, .. } = self.line;
         stream.context.bind()?;
         self.has_begun = true;
         if let Some(clock) = ends.clock.get()
@@ -76,7 +76,7 @@ impl<'a> Turn<'a> {
     ///
     /// If work on the device has failed.
     pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
-        let Line { stream, ends, .. } = self.line;
+        let Stream { stream, ends, .. } = self.line;
         stream.context.bind()?;
         let here = ends.record(stream)?;
         *self.issuing += 1;
@@ -104,7 +104,7 @@ impl<'a> Turn<'a> {
     /// Ends the access. `issued` is the error from issuing, if any; it is reported as the work's
     /// result. The fence is behind everything that could be issued.
     pub(crate) fn end(mut self, issued: Result<(), CudaError>) -> Ending {
-        let Line { stream, ends, .. } = self.line;
+        let Stream { stream, ends, .. } = self.line;
         *self.issuing += 1;
         // Issued work is under way even if the device has been marked as failed since.
         let bound =

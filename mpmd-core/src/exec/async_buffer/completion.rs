@@ -5,29 +5,29 @@ use std::sync::{Arc, OnceLock};
 use mpmd_transport::memory::{Fence, Latch};
 use mpmd_transport::router::Failure;
 
-use super::Slot;
+use super::AsyncBuffer;
 
 /// A fence that is passed once an issued async buffer has ended. It then knows whether the buffer
 /// is valid. A device's own work may succeed on inputs that were never made.
 ///
 /// Holds neither the async buffer nor its memory.
 #[derive(Default)]
-pub(super) struct Verdict {
+pub(super) struct CompletionStatus {
     failure: OnceLock<String>,
     over: Latch,
 }
 
-impl Slot {
+impl AsyncBuffer {
     /// Returns a fence with the completion status of this async buffer, which must be issued.
     pub(crate) fn verdict(&self) -> Arc<dyn Fence> {
-        let verdict = Arc::<Verdict>::default();
+        let verdict = Arc::<CompletionStatus>::default();
         let told = verdict.clone();
         self.on_verdict(move |result| told.pass(result));
         verdict
     }
 }
 
-impl Verdict {
+impl CompletionStatus {
     fn pass(&self, result: Result<(), Arc<Failure>>) {
         if let Err(failure) = result {
             // Set only here, once.
@@ -37,7 +37,7 @@ impl Verdict {
     }
 }
 
-impl Fence for Verdict {
+impl Fence for CompletionStatus {
     fn is_over(&self) -> bool {
         self.over.is_passed()
     }
@@ -64,8 +64,8 @@ mod tests {
     fn status_is_known_at_the_end_and_has_the_failure() {
         let failure = Arc::new(Failure::new(FailureKind::Kernel, ProcessId(0), 4, "no"));
         for (result, expected) in [(Ok(()), None), (Err(failure), Some("no".to_owned()))] {
-            let (promise, slot) = Slot::new();
-            let end = promise.issue(vec![1u8].into());
+            let (resolver, slot) = AsyncBuffer::new();
+            let end = resolver.issue(vec![1u8].into());
             let (verdict, called) = (slot.verdict(), Arc::new(AtomicUsize::new(0)));
             let count = || {
                 let called = called.clone();

@@ -17,12 +17,12 @@ use mpmd_layout::tree::PrefixTree;
 /// be partial sums. After the last microbatch they are transferred to the stored shardings, which
 /// adds them up (a reduce-scatter). Both transfers are plain `device_put`s.
 #[derive(Clone, Debug)]
-pub struct Storage {
+pub struct ParamSharding {
     compute: Vec<Sharding>,
     gradients: Vec<Sharding>,
 }
 
-impl Storage {
+impl ParamSharding {
     /// Creates a storage with these compute shardings, one for each parameter in leaf order.
     /// Kernels write whole gradients in the same shardings.
     pub fn new(compute: Vec<Sharding>) -> Self {

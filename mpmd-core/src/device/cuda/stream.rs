@@ -15,7 +15,7 @@ use super::clock::Clock;
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
 use super::ipc::{Landing, Words, sharable};
-use super::turn::Turn;
+use super::stream_turn::StreamTurn;
 use super::{Ended, Then};
 
 /// The most unused events that a stream keeps for reuse. A stream needs about one for each piece of
@@ -23,25 +23,25 @@ use super::{Ended, Then};
 const MOST_SPARE: usize = 1024;
 
 /// A CUDA stream with a waiter thread. Dropping it lets issued work finish.
-pub(crate) struct Line {
-    pub(super) stream: Arc<Stream>,
+pub(crate) struct Stream {
+    pub(super) stream: Arc<RawStream>,
     /// The number of pieces of work issued so far. Locked while work is issued, so that one piece
     /// stays together and ends are reported in order.
     pub(super) issuing: Mutex<u64>,
     pub(super) ends: Arc<Ends>,
 }
 
-/// The raw CUDA stream of a [`Line`], with its context.
-pub(crate) struct Stream {
+/// The raw CUDA stream of a [`Stream`], with its context.
+pub(crate) struct RawStream {
     pub(super) context: Arc<Context>,
     pub(super) raw: sys::CUstream,
 }
 
 // SAFETY: streams may be used by any thread that has bound their context; CUDA's calls are
 // thread-safe.
-unsafe impl Send for Stream {}
+unsafe impl Send for RawStream {}
 // SAFETY: as above.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for RawStream {}
 
 /// The work of a stream that was issued and has not ended, in order.
 #[derive(Default)]
@@ -82,7 +82,7 @@ pub(super) struct Event {
     pub(super) issued_at: u64,
     /// The number of the work in its stream, counted from 1.
     number: u64,
-    stream: Arc<Stream>,
+    stream: Arc<RawStream>,
     over: Latch,
     /// True if the event counts as passed although the work may still be running.
     lost: AtomicBool,
@@ -113,7 +113,7 @@ unsafe impl Sync for RawEvent {}
 /// The flag of a normal wait for an event.
 pub(super) const WAIT_DEFAULT: u32 = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
 
-impl Line {
+impl Stream {
     /// Creates the CUDA stream and starts its waiter thread.
     pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
         context.bind()?;
@@ -123,7 +123,7 @@ impl Line {
         unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
             .result()
             .map_err(|error| cuda("making a stream", error))?;
-        let stream = Arc::new(Stream { context: context.clone(), raw });
+        let stream = Arc::new(RawStream { context: context.clone(), raw });
         let ends = Arc::<Ends>::default();
         context.note_line(&ends);
         let (theirs, of) = (ends.clone(), stream.clone());
@@ -142,7 +142,7 @@ impl Line {
     pub(crate) fn submit(
         &self,
         after: &[&Fences],
-        work: impl FnOnce(&Stream) -> Result<(), CudaError>,
+        work: impl FnOnce(&RawStream) -> Result<(), CudaError>,
         then: Then,
     ) -> Arc<dyn Fence> {
         // This thread may be in the middle of issuing work to another device.
@@ -156,15 +156,15 @@ impl Line {
         fence
     }
 
-    /// Returns the raw stream, for other libraries. Work is issued to it through [`Line::submit`]
-    /// or [`Line::turn`].
-    pub(super) fn stream(&self) -> &Stream {
+    /// Returns the raw stream, for other libraries. Work is issued to it through [`Stream::submit`]
+    /// or [`Stream::turn`].
+    pub(super) fn stream(&self) -> &RawStream {
         &self.stream
     }
 
     /// Locks the stream for issuing work. Blocks while another thread holds it.
-    pub(crate) fn turn(&self) -> Turn<'_> {
-        Turn::new(self, self.issuing.lock())
+    pub(crate) fn turn(&self) -> StreamTurn<'_> {
+        StreamTurn::new(self, self.issuing.lock())
     }
 
     /// Returns true if all `fences` belong to this stream. Then their callbacks run before those of
@@ -190,14 +190,14 @@ impl Line {
     }
 }
 
-impl Drop for Line {
+impl Drop for Stream {
     fn drop(&mut self) {
         self.ends.state.lock().closed = true;
         self.ends.changed.notify_one();
     }
 }
 
-impl Stream {
+impl RawStream {
     /// Makes later work on this stream wait, on the device, for the work before `fence`.
     pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
         if fence.is_over() {
@@ -223,10 +223,10 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for RawStream {
     fn drop(&mut self) {
         let Ok(_visit) = self.context.visit() else { return };
-        // SAFETY: made in `Line::start`, destroyed once; CUDA lets what is in it come to its end.
+        // SAFETY: made in `Stream::start`, destroyed once; CUDA lets what is in it come to its end.
         if let Err(error) = unsafe { calls::cuStreamDestroy_v2(self.raw) }.result() {
             tracing::debug!(%error, "destroying a stream");
         }
@@ -241,7 +241,7 @@ impl Ends {
     }
 
     /// Records an event in the stream, behind everything issued so far.
-    pub(super) fn record(&self, stream: &Stream) -> Result<RawEvent, CudaError> {
+    pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, CudaError> {
         let spare = self.spare.lock().pop();
         let event = match spare {
             Some(event) => event,
@@ -281,7 +281,7 @@ impl Ends {
 
     /// Runs the waiter thread: waits for each end in order and calls its callbacks. Returns when
     /// the stream was dropped and all work has ended, or when the stream was given up.
-    fn tell_all(&self, stream: &Stream) {
+    fn tell_all(&self, stream: &RawStream) {
         // A failure shows up when events are waited for.
         let _ = stream.context.bind();
         while let Some(Entry { event, issued }) = self.next() {
@@ -354,7 +354,7 @@ impl Ends {
 
 impl Event {
     pub(super) fn new(
-        line: &Line,
+        line: &Stream,
         raw: Option<RawEvent>,
         (begin, issued_at): (Option<RawEvent>, u64),
         number: u64,
@@ -462,7 +462,7 @@ impl Drop for Event {
 
 impl RawEvent {
     /// Records the event behind everything issued to the stream.
-    pub(super) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+    pub(super) fn record(&self, stream: &RawStream) -> Result<(), CudaError> {
         // SAFETY: event and stream are of the context that is bound, and alive.
         unsafe { calls::cuEventRecord(self.0, stream.raw) }
             .result()
