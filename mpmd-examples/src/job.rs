@@ -1,5 +1,5 @@
-//! One `main` for every way to start a program: alone, as threads, as processes that it starts
-//! itself, or as one of those that a launcher has started.
+//! Runs an example program as a job: as one process, as threads, as processes that it starts
+//! itself, or as one process of a job that a launcher has started.
 //!
 //! ```no_run
 //! use std::process::ExitCode;
@@ -34,33 +34,32 @@ use mpmd::topology::DeviceKind;
 use mpmd::{Error, Program, Simulation};
 use tracing_subscriber::EnvFilter;
 
-/// How long the processes have to end by themselves after Ctrl-C, or once one has failed: a last
-/// step, a checkpoint, and what is said at the end.
+/// Time for the processes to end by themselves after Ctrl-C, or after one has failed: enough for a
+/// last step, a checkpoint and the final messages.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Arguments that every example takes: how to run the job.
 ///
-/// Where a launcher (`mpmd run`, Slurm, …) has started the program, the launcher decides, and these
-/// are not read.
+/// If a launcher (`mpmd run`, Slurm, …) has started the program, the launcher decides, and these
+/// arguments are ignored.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct JobArgs {
-    /// Number of processes to run as
+    /// Number of processes of the job
     #[arg(long, value_name = "N")]
     pub processes: Option<usize>,
-    /// What the processes talk over: `inproc` makes them threads of this process
+    /// Transport between the processes; `inproc` runs them as threads of this process
     #[arg(long, value_enum, default_value_t)]
     pub transport: JobTransport,
-    /// What devices are: `cpu`, `cuda`, or one of these for each process, in order, such as
-    /// `cpu,cuda,cuda`; the last counts for all that follow
+    /// Kind of the devices: `cpu`, `cuda`, or a list with one kind for each process, such as
+    /// `cpu,cuda,cuda`; further processes use the last kind
     #[arg(long, value_name = "KIND,…", value_parser = devices)]
     pub device: Option<Devices>,
-    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd
-    /// trace`
+    /// Folder in which each process records its operations, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     pub trace: Option<PathBuf>,
 }
 
-/// Kinds of devices, by process.
+/// Kinds of devices, by process. Further processes use the last kind.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Devices(Vec<DeviceKind>);
 
@@ -69,7 +68,7 @@ fn devices(text: &str) -> Result<Devices, LaunchError> {
 }
 
 impl Devices {
-    /// Those of each of so many processes.
+    /// Returns the kinds for `processes` processes.
     fn of(&self, processes: usize) -> Vec<DeviceKind> {
         let last = self.0.last().copied().unwrap_or(DeviceKind::Cpu);
         (0..processes).map(|process| self.0.get(process).copied().unwrap_or(last)).collect()
@@ -83,30 +82,32 @@ impl fmt::Display for Devices {
     }
 }
 
-/// What the processes of an example talk over.
+/// The transport between the processes of an example.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, ValueEnum)]
 pub enum JobTransport {
-    /// Processes of their own, over memory that they share, where they can.
+    /// Separate processes, over shared memory if possible.
     #[default]
     Auto,
-    /// Processes of their own, over memory that they share.
+    /// Separate processes, over shared memory.
     Shm,
-    /// Processes of their own, over loopback.
+    /// Separate processes, over loopback.
     Tcp,
-    /// Processes of their own, over what UCX finds best; in programs built with the feature `ucx`.
+    /// Separate processes, over the transport that UCX selects. Needs the feature `ucx`.
     Ucx,
     /// Threads of this process.
     Inproc,
 }
 
 impl JobArgs {
-    /// Of which kinds the devices of the job's processes will be, each kind at least once: what a
-    /// launcher says, or else these arguments; `None` where neither says anything, so that they are
-    /// processors of the host.
+    /// Returns the kinds of the devices of the job's processes. The list contains each kind at
+    /// least once.
+    ///
+    /// If a launcher has started the program, its setting counts, otherwise these arguments.
+    /// Returns `None` if no kind is set: all devices are then CPUs.
     ///
     /// # Errors
     ///
-    /// Where the environment makes no sense.
+    /// If the environment variables of the job are invalid.
     pub fn device_kinds(&self) -> anyhow::Result<Option<Vec<DeviceKind>>> {
         match JobEnv::from_env()? {
             Some(env) => Ok(env.device_kinds),
@@ -114,21 +115,21 @@ impl JobArgs {
         }
     }
 
-    /// For programs whose kernels compute on the host's processors alone.
+    /// Checks that all devices are CPUs, for programs without kernels for other devices.
     ///
     /// # Errors
     ///
-    /// Where devices are to be others, or as [`device_kinds`](Self::device_kinds).
+    /// If the job has devices of another kind, or as [`device_kinds`](Self::device_kinds).
     pub fn only_on_cpus(&self, program: &str) -> anyhow::Result<()> {
         let kinds = self.device_kinds()?.unwrap_or_default();
         let all_cpus = kinds.iter().all(|kind| *kind == DeviceKind::Cpu);
-        anyhow::ensure!(all_cpus, "{program} has kernels for devices of kind cpu alone");
+        anyhow::ensure!(all_cpus, "{program} has kernels only for devices of kind cpu");
         Ok(())
     }
 }
 
 impl JobTransport {
-    /// The transport's name, as launchers say it.
+    /// Returns the transport's name as launchers spell it.
     fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -140,36 +141,39 @@ impl JobTransport {
     }
 }
 
-/// A program that ran to its end with a result that is not good enough: the job's exit code is 1.
+/// A program's result that is not good enough, although the program ran to its end. The job's exit
+/// code is 1.
 ///
-/// Every process must return it, as must any decision, or the others wait for one that has left.
-/// Only process 0 prints it.
+/// Every process must return it, as every decision must be the same on all processes. Otherwise the
+/// others wait for a process that has ended. Only process 0 prints it.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct Rejected(pub String);
 
-/// Runs `program` over `devices` devices, as the job that `args` and the environment ask for:
+/// Runs `program` over `devices` devices. `args` and the environment decide how:
 ///
-/// - as the one process that it is, where a launcher has started it;
-/// - as threads, over `--transport inproc` or with one process;
-/// - else by starting this executable once for each process, with the same arguments.
+/// - as this one process, if a launcher has started it;
+/// - as threads, with `--transport inproc` or with one process;
+/// - otherwise as child processes: this executable is started once for each process, with the same
+///   arguments.
 ///
-/// `default_processes` is for a command line without `--processes`. The program is finished as
-/// [`Program::run`] does. The program's own error is printed here; the exit code is the job's.
+/// `default_processes` is the number of processes without `--processes`. The program is finished as
+/// by [`Program::run`]. Prints the program's error, and returns the job's exit code. Blocks until
+/// the job has ended.
 ///
 /// # Errors
 ///
-/// Where the job could not be started.
+/// If the job could not be started.
 pub fn run<E: Into<anyhow::Error>>(
     args: &JobArgs,
     default_processes: usize,
     devices: usize,
     program: impl Fn(&mut Program) -> Result<(), E> + Sync,
 ) -> anyhow::Result<ExitCode> {
-    // The runtime says on its own what its user must know; more only where somebody asks for it.
+    // The runtime prints important messages itself. A log is written only if `RUST_LOG` is set.
     if let Ok(filter) = EnvFilter::try_from_default_env() {
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr);
-        // A host of this function may have a subscriber already.
+        // The caller may have installed a subscriber already.
         let _ = log.with_ansi(stderr().is_terminal()).try_init();
     }
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
@@ -219,10 +223,10 @@ pub fn run<E: Into<anyhow::Error>>(
     }
 }
 
-/// The reason for which the result was rejected, if it was.
+/// The reason why the result was rejected, if it was.
 type Verdict = Option<Rejected>;
 
-/// Tells a result that is not good enough from a program that could not go on.
+/// Separates a result that is not good enough from a failure of the program.
 fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
@@ -233,13 +237,14 @@ fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
     }
 }
 
-/// The whole job's result, with the process whose it is: a cause comes before its effects.
+/// Returns the job's result and its process. A cause takes precedence over its effects on other
+/// processes.
 fn threads(
     simulation: &Simulation,
     program: impl Fn(&mut Program) -> mpmd::Result<Verdict> + Sync,
 ) -> (usize, mpmd::Result<Verdict>) {
     let mut results: Vec<_> = simulation.run(program).into_iter().enumerate().collect();
-    // Stable: among equals the first process speaks.
+    // The sort is stable: among equal errors, the first process is reported.
     results.sort_by_key(|(_, result)| match result {
         Err(error) if !error.is_peer_failure() => 0,
         Err(_) => 1,
@@ -264,10 +269,10 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
     }
 }
 
-/// Prints a line in one write: `eprintln!` writes piece by piece, and process 0 shares its output
-/// with the launcher, which may be showing another process's line just then.
+/// Prints a line in one write. `eprintln!` writes in pieces, and the launcher may print another
+/// process's line to the same stream at that moment.
 fn say(line: &str) {
-    // Nobody may be reading any more.
+    // The reader may be gone already.
     let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 
@@ -288,14 +293,14 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_of_a_failure_is_reported_rather_than_its_effects() {
+    fn cause_of_a_failure_is_reported_not_its_effects() {
         let (process, result) = threads(&Simulation::new(3, 3), failing);
         assert_eq!(process, 1);
         assert!(result.unwrap_err().to_string().contains("out of paper"));
     }
 
     #[test]
-    fn the_last_kind_of_devices_counts_for_the_processes_that_follow() {
+    fn further_processes_use_the_last_device_kind() {
         let kinds = |text: &str| devices(text).unwrap().of(3);
         assert_eq!(kinds("cuda"), [DeviceKind::Cuda; 3]);
         assert_eq!(kinds("cpu,cuda"), [DeviceKind::Cpu, DeviceKind::Cuda, DeviceKind::Cuda]);
@@ -304,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rejected_result_is_no_failure_of_the_program() {
+    fn rejected_result_is_not_a_program_failure() {
         let rejected = Rejected("3.2 instead of 3.1".to_owned());
         let one = |_: &mut Program| verdict(Err(rejected.clone().into()));
         assert_eq!(threads(&Simulation::new(2, 2), one).1.unwrap(), Some(rejected.clone()));

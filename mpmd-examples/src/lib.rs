@@ -1,7 +1,8 @@
-//! What the example programs share: their arithmetic, their data, and how they are started.
+//! Code shared by the example programs: arithmetic, data, and the start of jobs.
 //!
-//! The arithmetic knows nothing of processes or devices: plain functions on slices, which the
-//! programs' kernels call and which are tested against definitions and finite differences.
+//! The arithmetic consists of plain functions on slices. It does not depend on processes or
+//! devices. The programs' kernels call it, and tests compare it with definitions and finite
+//! differences.
 
 pub mod gpt;
 pub mod job;

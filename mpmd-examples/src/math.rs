@@ -1,5 +1,5 @@
-//! Numbers the example programs compute with: `f32` and `f64` behind one trait, matrix products,
-//! and random values that depend on a seed and a counter alone.
+//! Arithmetic of the example programs: `f32` and `f64` behind one trait, matrix products, and
+//! random values that depend only on a seed and a counter.
 
 use std::fmt::{Debug, Display};
 use std::iter::Sum;
@@ -8,7 +8,7 @@ use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 use mpmd::device::cpu::matmul::Scalar;
 pub use mpmd::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 
-/// A floating-point type the examples run in: `f32` or `f64`.
+/// A floating-point type of the examples: `f32` or `f64`.
 pub trait Real:
     Scalar
     + Add<Output = Self>
@@ -25,24 +25,24 @@ pub trait Real:
     + SubAssign
     + Sum
 {
-    /// The nearest value of this type.
+    /// Converts to the nearest value of this type.
     fn of(value: f64) -> Self;
-    /// The same value in double precision.
+    /// Converts to double precision, without rounding.
     fn to_f64(self) -> f64;
-    /// e to this power.
+    /// Returns e to this power.
     fn exp(self) -> Self;
-    /// e to this power, fast in loops: code without branches or calls, which the compiler
-    /// vectorises.
+    /// Returns e to this power, fast in loops: the code has no branches or calls, so the compiler
+    /// vectorises it.
     ///
-    /// For `f32` within 3e-7 of the value, relative to it. Below -80 it is zero, so that no product
-    /// with a vanishing probability falls into the slow subnormal range; above 80 it is that of 80.
-    /// A NaN stays one. For `f64` the same as [`exp`](Self::exp).
+    /// For `f32` the relative error is below 3e-7. Below -80 the result is zero, so that products
+    /// with tiny probabilities do not become subnormal, which is slow. Above 80 the result is that
+    /// of 80. A NaN stays a NaN. For `f64` this is the same as [`exp`](Self::exp).
     fn exp_in_loop(self) -> Self;
-    /// The natural logarithm.
+    /// Returns the natural logarithm.
     fn ln(self) -> Self;
-    /// The hyperbolic tangent.
+    /// Returns the hyperbolic tangent.
     fn tanh(self) -> Self;
-    /// The square root.
+    /// Returns the square root.
     fn sqrt(self) -> Self;
 }
 
@@ -78,14 +78,15 @@ macro_rules! real {
 real!(f32, exp_f32);
 real!(f64, f64::exp);
 
-/// [`Real::exp_in_loop`] for single precision: `e^x = 2^n e^r` with whole `n` and `r` within half
-/// of ln 2, where seven terms of the series are exact to the last bit or two.
+/// Implements [`Real::exp_in_loop`] for single precision: `e^x = 2^n e^r` with an integer `n` and
+/// `|r|` at most half of ln 2. There seven terms of the series are exact to the last bit or two.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     const LIMIT: f32 = 80.0;
-    // Added to a small number, it leaves that number's nearest whole one in the lowest bits.
+    // Adding it to a small number rounds that number to an integer, which is left in the lowest
+    // bits.
     const ROUND: f32 = (3u32 << 22) as f32;
-    // ln 2 in two parts, the first of so few bits that its product with `n` is exact.
+    // ln 2 in two parts. The first has so few bits that its product with `n` is exact.
     const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = (std::f64::consts::LN_2 - 355.0 / 512.0) as f32;
     let capped = if x > LIMIT { LIMIT } else { x };
@@ -96,27 +97,27 @@ fn exp_f32(x: f32) -> f32 {
     for factorial in [120.0, 24.0, 6.0, 2.0, 1.0, 1.0] {
         series = series * r + 1.0 / factorial;
     }
-    // The shift drops all of `ROUND` and makes the whole number an exponent.
+    // The shift removes all of `ROUND` and makes the integer the exponent.
     let power = f32::from_bits((rounded.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
     if x < -LIMIT { 0.0 } else { series * power }
 }
 
-/// 64 random bits for place `counter` of the stream `seed`.
+/// Returns 64 random bits for place `counter` of the stream `seed`.
 ///
-/// A function of its arguments alone: every process draws the same value for the same place, in any
-/// order and without having drawn the ones before it.
+/// Depends only on its arguments: every process draws the same value for a place, in any order.
 pub fn random_bits(seed: u64, counter: u64) -> u64 {
-    // The odd constant walks the whole range, so places of one stream never share an input.
+    // The constant is odd, so all places of a stream have different inputs.
     scramble(scramble(seed).wrapping_add(counter.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// A random value in `[-1, 1)` for place `counter` of the stream `seed`.
+/// Returns a random value in `[-1, 1)` for place `counter` of the stream `seed`.
 pub fn random_unit(seed: u64, counter: u64) -> f64 {
-    // 53 bits are what a double holds exactly.
+    // A double holds 53 bits exactly.
     (random_bits(seed, counter) >> 11) as f64 / (1u64 << 52) as f64 - 1.0
 }
 
-/// The finishing step of splitmix64: a bijection in which every input bit reaches every output bit.
+/// Applies the last step of splitmix64: a bijection in which every input bit affects every output
+/// bit.
 fn scramble(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_exponential_for_loops_is_near_the_exact_one() {
+    fn exp_in_loop_is_near_the_exact_value() {
         for i in -800_000..=800_000 {
             let x = i as f32 * 1e-4;
             let (fast, exact) = (f64::from(x.exp_in_loop()), f64::from(x).exp());
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_and_places_differ() {
+    fn random_bits_differ_by_stream_and_place() {
         let mut seen: Vec<u64> =
             (0..50).flat_map(|seed| (0..50).map(move |i| random_bits(seed, i))).collect();
         seen.sort_unstable();

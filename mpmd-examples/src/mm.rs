@@ -1,34 +1,33 @@
-//! The arithmetic of the pipeline job: stages of two matrix products, a mean square error, its
-//! gradients.
+//! The arithmetic of the pipeline job: stages of two matrix products, the mean square error, and
+//! their gradients.
 //!
-//! A stage is `y = x WA WB` with `x` and `y` of `[rows, width]`. Under tensor parallelism a device
-//! holds columns of `WA` and the same rows of `WB`; what it computes of `y` (and of the gradient of
-//! `x`) is then one summand, and the sum over the devices is the whole. The functions here serve
-//! both cases: `hidden` is how many of those columns the caller holds.
+//! A stage is `y = x WA WB`, with `x` and `y` of shape `[rows, width]`. Under tensor parallelism a
+//! device holds some columns of `WA` and the same rows of `WB`. Its result for `y`, and for the
+//! gradient of `x`, is then one summand. The sum over the devices is the full result. The functions
+//! here serve both cases: `hidden` is the number of those columns on the device.
 //!
 //! # The check job
 //!
-//! [`reference_run`] trains a small fixed instance in one process, with nothing but this module.
-//! What the distributed job has to reproduce:
+//! [`reference_run`] trains a small fixed instance in one process and uses only this module. The
+//! distributed job must reproduce these properties:
 //!
-//! - One microbatch's loss is the mean of squares over *its own* elements, and the gradients of the
+//! - The loss of a microbatch is the mean square over *its own* elements. The gradients of the
 //!   microbatches are **summed**, not averaged, before the update.
-//! - Unsliced, each of the [`MICROBATCHES`] microbatches is the whole batch of [`BATCH`] rows, so
-//!   all their losses are equal and the summed gradient is `MICROBATCHES` times that of the batch.
-//! - Sliced, microbatch `m` is row `m` alone. Its mean is over `1/BATCH` as many elements, so each
-//!   row weighs `BATCH` times as much in its own loss as in the batch's. As many microbatches as
-//!   rows make the two factors equal: the summed gradient, hence every weight after every update,
-//!   is the same with and without slicing up to rounding, and the mean of the sliced losses is the
-//!   unsliced loss.
+//! - Unsliced, each of the [`MICROBATCHES`] microbatches is the whole batch of [`BATCH`] rows. All
+//!   their losses are equal, and the summed gradient is `MICROBATCHES` times that of the batch.
+//! - Sliced, microbatch `m` is row `m` alone. Its mean is over `1/BATCH` of the elements, so each
+//!   row weighs `BATCH` times as much as in the loss of the batch. `MICROBATCHES` equals `BATCH`,
+//!   so the two factors are equal. The summed gradients and all weights are then the same with and
+//!   without slicing, up to rounding. The mean of the sliced losses is the unsliced loss.
 //! - The losses of a step are those before its update.
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
 
-/// Stages of the check job.
+/// Number of stages of the check job.
 pub const STAGES: usize = 4;
-/// Microbatches of the check job.
+/// Number of microbatches in a step of the check job.
 pub const MICROBATCHES: usize = 4;
-/// Rows of the whole batch of the check job.
+/// Number of rows in the whole batch of the check job.
 pub const BATCH: usize = 4;
 /// Width of the activations, and of both weights, of the check job.
 pub const WIDTH: usize = 4;
@@ -42,33 +41,35 @@ pub struct StageShape {
     pub rows: usize,
     /// Width of the stage's input and output.
     pub width: usize,
-    /// Columns of `WA`, and rows of `WB`, that are here.
+    /// Columns of `WA`, and rows of `WB`, on this device.
     pub hidden: usize,
 }
 
 impl StageShape {
-    /// Elements of the stage's input, and of its output.
+    /// Returns the number of elements of the stage's input, which is also that of its output.
     pub fn activations(&self) -> usize {
         self.rows * self.width
     }
 
-    /// Elements of the product in the middle.
+    /// Returns the number of elements of the product `x WA`.
     pub fn hidden_activations(&self) -> usize {
         self.rows * self.hidden
     }
 
-    /// Elements of `WA` here, and of `WB` here.
+    /// Returns the number of elements of `WA` on this device, which is also that of `WB`.
     pub fn weights(&self) -> usize {
         self.width * self.hidden
     }
 }
 
-/// `h = x WA`, `y = h WB`: `x`, `y` `[rows, width]`, `h` `[rows, hidden]`, `wa` `[width, hidden]`,
-/// `wb` `[hidden, width]`. With part of the hidden columns, `y` is one summand of the output.
+/// Computes `h = x WA` and `y = h WB`.
+///
+/// Shapes: `x` and `y` `[rows, width]`, `h` `[rows, hidden]`, `wa` `[width, hidden]`, `wb`
+/// `[hidden, width]`. With a part of the hidden columns, `y` is one summand of the output.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn stage_forward<T: Real>(
     shape: StageShape,
     y: &mut [T],
@@ -82,13 +83,15 @@ pub fn stage_forward<T: Real>(
     matmul(y, h, wb, rows, hidden, width, false);
 }
 
-/// The gradient of the stage's input from `dy`, that of its output: `dh = dy WBᵀ`, `dx = dh WAᵀ`.
-/// Shapes as in [`stage_forward`]. With part of the hidden columns, `dx` is one summand; `dh` is
-/// what [`stage_backward_weights`] needs.
+/// Computes the gradient of the stage's input from `dy`, the gradient of its output: `dh = dy WBᵀ`,
+/// `dx = dh WAᵀ`.
+///
+/// Shapes are as in [`stage_forward`]. With a part of the hidden columns, `dx` is one summand.
+/// [`stage_backward_weights`] needs `dh`.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn stage_backward_input<T: Real>(
     shape: StageShape,
     dx: &mut [T],
@@ -102,13 +105,14 @@ pub fn stage_backward_input<T: Real>(
     matmul_nt(dx, dh, wa, rows, hidden, width, false);
 }
 
-/// Adds the gradients of the weights: `dwa += xᵀ dh`, `dwb += hᵀ dy`. `h` is from
-/// [`stage_forward`], `dh` from [`stage_backward_input`]; the gradients have the shapes of the
-/// weights.
+/// Adds the gradients of the weights: `dwa += xᵀ dh`, `dwb += hᵀ dy`.
+///
+/// `h` is from [`stage_forward`] and `dh` from [`stage_backward_input`]. The gradients have the
+/// shapes of the weights.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn stage_backward_weights<T: Real>(
     shape: StageShape,
     dwa: &mut [T],
@@ -123,11 +127,11 @@ pub fn stage_backward_weights<T: Real>(
     matmul_tn(dwb, h, dy, hidden, rows, width, true);
 }
 
-/// The mean of the squared differences over all elements; zero where there are none.
+/// Returns the mean of the squared differences over all elements, or zero without elements.
 ///
 /// # Panics
 ///
-/// Panics where the two differ in length.
+/// Panics if the two differ in length.
 pub fn mean_square_error<T: Real>(y: &[T], labels: &[T]) -> T {
     assert_eq!(y.len(), labels.len(), "outputs and labels");
     if y.is_empty() {
@@ -137,12 +141,13 @@ pub fn mean_square_error<T: Real>(y: &[T], labels: &[T]) -> T {
     sum / T::of(y.len() as f64)
 }
 
-/// The gradient of [`mean_square_error`] in `y`, times `cotangent`: that of whatever the loss goes
-/// into, one where the loss is the end.
+/// Computes the gradient of [`mean_square_error`] with respect to `y`, times `cotangent`. The
+/// cotangent is the gradient of the final result with respect to this loss: one if the loss is the
+/// final result.
 ///
 /// # Panics
 ///
-/// Panics where the slices differ in length.
+/// Panics if the slices differ in length.
 pub fn mean_square_error_gradient<T: Real>(dy: &mut [T], y: &[T], labels: &[T], cotangent: T) {
     assert_eq!((dy.len(), labels.len()), (y.len(), y.len()), "gradient, labels and outputs");
     let scale = cotangent * T::of(2.0 / y.len() as f64);
@@ -151,11 +156,11 @@ pub fn mean_square_error_gradient<T: Real>(dy: &mut [T], y: &[T], labels: &[T], 
     }
 }
 
-/// Plain gradient descent: `w -= learning_rate * gradient`.
+/// Updates weights by plain gradient descent: `w -= learning_rate * gradient`.
 ///
 /// # Panics
 ///
-/// Panics where the two differ in length.
+/// Panics if the two differ in length.
 pub fn descend<T: Real>(w: &mut [T], gradient: &[T], learning_rate: T) {
     assert_eq!(w.len(), gradient.len(), "weights and gradient");
     for (w, gradient) in w.iter_mut().zip(gradient) {
@@ -163,42 +168,43 @@ pub fn descend<T: Real>(w: &mut [T], gradient: &[T], learning_rate: T) {
     }
 }
 
-/// Element `[row, column]` of `WA` of a stage at the start of the check job.
+/// Returns element `[row, column]` of the initial `WA` of a stage of the check job.
 pub fn initial_wa(stage: usize, row: usize, column: usize) -> f64 {
     ((3 * row + 5 * column + 2 * stage) % 7) as f64 / 20.0 - 3.0 / 20.0 + diagonal(row, column)
 }
 
-/// Element `[row, column]` of `WB` of a stage at the start of the check job.
+/// Returns element `[row, column]` of the initial `WB` of a stage of the check job.
 pub fn initial_wb(stage: usize, row: usize, column: usize) -> f64 {
     ((5 * row + 2 * column + 3 * stage) % 7) as f64 / 20.0 - 3.0 / 20.0 + diagonal(row, column)
 }
 
-/// Keeps the activations at the size of the input through the stages.
+/// Returns the addend of the diagonal. It keeps the activations at the size of the input through
+/// the stages.
 fn diagonal(row: usize, column: usize) -> f64 {
     if row == column { 1.1 } else { 0.0 }
 }
 
-/// Element `[row, column]` of the check job's batch.
+/// Returns element `[row, column]` of the check job's batch.
 pub fn input(row: usize, column: usize) -> f64 {
     (WIDTH * row + column + 1) as f64 / 32.0
 }
 
-/// Element `[row, column]` of the check job's labels.
+/// Returns element `[row, column]` of the check job's labels.
 pub fn label(row: usize, column: usize) -> f64 {
     7.0 * input(row, column)
 }
 
-/// What the check job ends with.
+/// The losses and final weights of the check job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReferenceRun<T> {
-    /// By step, the loss of each microbatch.
+    /// The loss of each microbatch, by step.
     pub losses: Vec<[T; MICROBATCHES]>,
-    /// By stage, `WA` then `WB`, each `[WIDTH, WIDTH]`, after the last update.
+    /// By stage, `WA` and `WB` after the last update, each `[WIDTH, WIDTH]`.
     pub weights: Vec<[Vec<T>; 2]>,
 }
 
-/// The check job in one process: `steps` steps, each microbatch the whole batch or, `sliced`, one
-/// row of it.
+/// Runs `steps` steps of the check job in one process. Each microbatch is the whole batch or, if
+/// `sliced`, one row of it.
 pub fn reference_run<T: Real>(steps: usize, sliced: bool) -> ReferenceRun<T> {
     let rows = if sliced { BATCH / MICROBATCHES } else { BATCH };
     let shape = StageShape { rows, width: WIDTH, hidden: WIDTH };
@@ -222,7 +228,7 @@ pub fn reference_run<T: Real>(steps: usize, sliced: bool) -> ReferenceRun<T> {
     ReferenceRun { losses, weights }
 }
 
-/// Runs one microbatch forward and backward through all stages; returns its loss.
+/// Runs one microbatch forward and backward through all stages. Returns its loss.
 fn add_gradients<T: Real>(
     shape: StageShape,
     gradients: &mut [[Vec<T>; 2]],
@@ -262,7 +268,7 @@ fn matrix<T: Real>(element: impl Fn(usize, usize) -> f64) -> Vec<T> {
 mod tests {
     use super::*;
 
-    /// Figures of an independent implementation, six decimals each.
+    /// Results of an independent implementation, with six decimals.
     const LOSSES: [f64; 6] = [2.217942, 1.206537, 0.180603, 0.030177, 0.024658, 0.014348];
     const SLICED_FIRST: [f64; 4] = [0.179679, 1.032449, 2.644327, 5.015312];
     const SLICED_LAST: [f64; 4] = [0.019327, 0.008598, 0.008983, 0.020484];
@@ -300,12 +306,12 @@ mod tests {
     }
 
     #[test]
-    fn the_check_job_gives_the_reference_figures_in_f64() {
+    fn check_job_gives_reference_figures_in_f64() {
         check::<f64>();
     }
 
     #[test]
-    fn the_check_job_gives_the_reference_figures_in_f32() {
+    fn check_job_gives_reference_figures_in_f32() {
         check::<f32>();
     }
 
@@ -344,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gradient_of_the_error_is_its_slope() {
+    fn error_gradient_equals_finite_differences() {
         let (y, labels) = ([0.3, -1.2, 2.0], [0.1, 0.4, 2.5]);
         let mut dy = [0.0; 3];
         mean_square_error_gradient(&mut dy, &y, &labels, 2.0);

@@ -1,30 +1,30 @@
-//! The arithmetic of a model that predicts the next byte of a text from the last [`CONTEXT`].
+//! The arithmetic of a model that predicts the next byte of a text from the last [`CONTEXT`] bytes.
 //!
-//! Each context byte is looked up in a table; the rows found stand side by side and go through
-//! layers `tanh(x W + b)`; a last layer without `tanh` gives one logit for each byte value, and the
-//! loss is the cross-entropy of what came next, in nats. A layer's backward pass is in two halves,
-//! as pipelines need it: [`linear_backward_input`] gives what the layer before waits for and leaves
-//! `dz`, from which [`linear_backward_weights`] can be done later. All gradients of weights are
-//! *added* to what is there.
+//! Each context byte is looked up in a table. The rows found are joined and go through layers
+//! `tanh(x W + b)`. A last layer without `tanh` gives one logit for each byte value. The loss is
+//! the cross-entropy of the next byte, in nats.
 //!
-//! Sums run over rows in order on one thread, so results do not depend on how many processes there
-//! are.
+//! The backward pass of a layer has two halves, for pipelines. [`linear_backward_input`] gives the
+//! gradient that the layer before waits for, and `dz`. [`linear_backward_weights`] can use `dz`
+//! later. Gradients of weights are *added* to the values in their buffers.
+//!
+//! Sums run over rows in order on one thread, so results do not depend on the number of processes.
 
 use std::ops::Range;
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
 
-/// How many bytes the model sees.
+/// Number of bytes that the model sees.
 pub const CONTEXT: usize = 16;
-/// How many values a byte has.
+/// Number of values of a byte.
 pub const BYTES: usize = 256;
 
-/// Looks each context byte up: `contexts` `[rows, CONTEXT]`, `table` `[BYTES, width]`, `y`
-/// `[rows, CONTEXT * width]`.
+/// Looks up each context byte: `contexts` `[rows, CONTEXT]`, `table` `[BYTES, width]`, `y` `[rows,
+/// CONTEXT * width]`.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other and `width`.
+/// Panics if the slices do not fit each other and `width`.
 pub fn embed<T: Real>(y: &mut [T], contexts: &[u8], table: &[T], width: usize) {
     assert_embedding(y.len(), contexts, table.len(), width);
     for (y, byte) in y.chunks_exact_mut(width).zip(contexts) {
@@ -32,11 +32,11 @@ pub fn embed<T: Real>(y: &mut [T], contexts: &[u8], table: &[T], width: usize) {
     }
 }
 
-/// Adds the gradient of the table: `dy` is that of [`embed`]'s `y`.
+/// Adds the gradient of the table. `dy` is the gradient of [`embed`]'s `y`.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other and `width`.
+/// Panics if the slices do not fit each other and `width`.
 pub fn embed_backward<T: Real>(dtable: &mut [T], contexts: &[u8], dy: &[T], width: usize) {
     assert_embedding(dy.len(), contexts, dtable.len(), width);
     for (dy, byte) in dy.chunks_exact(width).zip(contexts) {
@@ -50,7 +50,7 @@ fn assert_embedding(outputs: usize, contexts: &[u8], table: usize, width: usize)
     assert!(width > 0, "an embedding of no width");
     assert!(
         contexts.len().is_multiple_of(CONTEXT),
-        "{} bytes are no whole contexts",
+        "{} bytes are not a whole number of contexts",
         contexts.len()
     );
     assert_eq!(outputs, contexts.len() * width, "embedded elements");
@@ -61,20 +61,19 @@ fn row(byte: u8, width: usize) -> Range<usize> {
     usize::from(byte) * width..(usize::from(byte) + 1) * width
 }
 
-/// What a layer does to its sums.
+/// The function that a layer applies to its sums.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Activation {
-    /// Nothing: the layer of the logits.
+    /// No change: for the layer of the logits.
     Identity,
-    /// Squashes them into (-1, 1). Its slope follows from its value, so nothing but outputs is
-    /// kept.
+    /// Maps into (-1, 1). Its slope follows from its value, so only outputs are kept.
     Tanh,
 }
 
 /// The sizes of a layer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LinearShape {
-    /// Rows of the batch.
+    /// Number of rows of the batch.
     pub rows: usize,
     /// Width of `x`.
     pub inputs: usize,
@@ -82,12 +81,14 @@ pub struct LinearShape {
     pub outputs: usize,
 }
 
-/// `y = activation(x w + bias)`: `x` `[rows, inputs]`, `w` `[inputs, outputs]`, `bias` `[outputs]`,
-/// `y` `[rows, outputs]`.
+/// Computes `y = activation(x w + bias)`.
+///
+/// Shapes: `x` `[rows, inputs]`, `w` `[inputs, outputs]`, `bias` `[outputs]`, `y` `[rows,
+/// outputs]`.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn linear_forward<T: Real>(
     shape: LinearShape,
     activation: Activation,
@@ -112,12 +113,14 @@ pub fn linear_forward<T: Real>(
     }
 }
 
-/// The gradient `dx` of the layer's input and `dz` of its sums before the activation, from `dy`,
-/// that of its output. `y` is the output of [`linear_forward`]; `dz` has its shape.
+/// Computes two gradients from `dy`, the gradient of the layer's output: `dx` of its input, and
+/// `dz` of its sums before the activation.
+///
+/// `y` is the output of [`linear_forward`], and `dz` has its shape.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn linear_backward_input<T: Real>(
     shape: LinearShape,
     activation: Activation,
@@ -144,12 +147,12 @@ pub fn linear_backward_input<T: Real>(
     matmul_nt(dx, dz, w, rows, outputs, inputs, false);
 }
 
-/// Adds the gradients of weights and bias: `dw += xᵀ dz`, `dbias +=` the sum of the rows of `dz`,
-/// with `dz` from [`linear_backward_input`].
+/// Adds the gradients of weights and bias: `dw += xᵀ dz`, and `dbias +=` the sum of the rows of
+/// `dz`. `dz` is from [`linear_backward_input`].
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn linear_backward_weights<T: Real>(
     shape: LinearShape,
     dw: &mut [T],
@@ -170,12 +173,12 @@ pub fn linear_backward_weights<T: Real>(
     }
 }
 
-/// The cross-entropy in nats, summed over the rows (divide by their number for a mean): `logits`
-/// `[rows, BYTES]`, `targets` `[rows]`.
+/// Returns the sum over the rows of the cross-entropy, in nats: `logits` `[rows, BYTES]`, `targets`
+/// `[rows]`. For the mean, divide by the number of rows.
 ///
 /// # Panics
 ///
-/// Panics where the two do not fit each other.
+/// Panics if the two do not fit each other.
 pub fn cross_entropy<T: Real>(logits: &[T], targets: &[u8]) -> T {
     assert_eq!(logits.len(), targets.len() * BYTES, "logits");
     logits
@@ -188,12 +191,12 @@ pub fn cross_entropy<T: Real>(logits: &[T], targets: &[u8]) -> T {
         .sum()
 }
 
-/// The gradient of [`cross_entropy`] times `scale`, for instance one over the rows of the whole
-/// batch.
+/// Computes the gradient of [`cross_entropy`] with respect to the logits, times `scale`. `scale`
+/// is, for instance, one over the number of rows of the whole batch.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other.
+/// Panics if the slices do not fit each other.
 pub fn cross_entropy_gradient<T: Real>(dlogits: &mut [T], logits: &[T], targets: &[u8], scale: T) {
     assert_eq!(
         (dlogits.len(), logits.len()),
@@ -210,7 +213,8 @@ pub fn cross_entropy_gradient<T: Real>(dlogits: &mut [T], logits: &[T], targets:
     }
 }
 
-/// The largest logit, and the sum of the exponentials of all relative to it, which cannot overflow.
+/// Returns the largest logit, and the sum of the exponentials of the logits minus the largest.
+/// These exponentials cannot overflow.
 fn exponentials<T: Real>(logits: &[T]) -> (T, T) {
     let largest = logits.iter().copied().fold(logits[0], |a, b| if b > a { b } else { a });
     (largest, logits.iter().map(|logit| (*logit - largest).exp()).sum())
@@ -221,11 +225,11 @@ fn exponentials<T: Real>(logits: &[T]) -> (T, T) {
 pub struct Adam {
     /// Step size.
     pub learning_rate: f64,
-    /// Weight of the past in the mean of the gradients.
+    /// Weight of the past values in the running mean of the gradients.
     pub beta1: f64,
-    /// Weight of the past in the mean of their squares.
+    /// Weight of the past values in the running mean of the squared gradients.
     pub beta2: f64,
-    /// Keeps the division away from zero.
+    /// Small number that prevents a division by zero.
     pub epsilon: f64,
 }
 
@@ -236,12 +240,12 @@ impl Default for Adam {
 }
 
 impl Adam {
-    /// One update of `w`. `mean` and `square` are the running means, zeros before the first update;
+    /// Updates `w` once. `mean` and `square` are the running means, zeros before the first update.
     /// `step` counts updates from one.
     ///
     /// # Panics
     ///
-    /// Panics where the slices differ in length or `step` is zero.
+    /// Panics if the slices differ in length or `step` is zero.
     pub fn update<T: Real>(
         &self,
         step: u32,
@@ -257,7 +261,7 @@ impl Adam {
             (len, len, len),
             "state and gradient"
         );
-        // The running means start at zero; these undo that for the first updates.
+        // The running means start at zero. These factors correct the bias in the first updates.
         let unbias = |beta: f64| 1.0 - beta.powf(f64::from(step));
         let rate = T::of(self.learning_rate / unbias(self.beta1));
         let root = T::of(unbias(self.beta2).sqrt().recip());
@@ -271,8 +275,8 @@ impl Adam {
     }
 }
 
-/// The half-width of the even distribution that a layer's weights start from: it keeps the size of
-/// activations and gradients about the same from layer to layer (Glorot and Bengio, 2010).
+/// Returns the half-width of the uniform distribution of a layer's initial weights. It keeps
+/// activations and gradients at about the same size from layer to layer (Glorot and Bengio, 2010).
 pub fn initial_scale(inputs: usize, outputs: usize) -> f64 {
     (6.0 / (inputs + outputs) as f64).sqrt()
 }
@@ -305,7 +309,7 @@ mod tests {
                 contexts: (0..rows * CONTEXT).map(|i| byte(2, i)).collect(),
                 targets: (0..rows).map(|i| byte(3, i)).collect(),
             };
-            // A byte met twice: its row gets two gradients.
+            // This byte occurs twice, so its row gets two gradients.
             model.contexts[1] = model.contexts[0];
             for (i, (shape, _)) in model.layers().into_iter().enumerate() {
                 let scale = initial_scale(shape.inputs, shape.outputs);
@@ -324,7 +328,7 @@ mod tests {
             ]
         }
 
-        /// Each layer's input, and the logits.
+        /// Returns each layer's input, and the logits.
         fn forward(&self) -> Vec<Vec<f64>> {
             let mut x = vec![0.0; self.contexts.len() * WIDTH];
             embed(&mut x, &self.contexts, &self.parameters[0], WIDTH);
@@ -342,7 +346,7 @@ mod tests {
             cross_entropy(&self.forward()[3], &self.targets) / self.targets.len() as f64
         }
 
-        /// By parameter, as `parameters`.
+        /// Returns the gradients, in the order of `parameters`.
         fn gradients(&self) -> Vec<Vec<f64>> {
             let outputs = self.forward();
             let mut gradients: Vec<Vec<f64>> =
@@ -368,7 +372,7 @@ mod tests {
         }
     }
 
-    /// The slope of `f` at `x` along element `at`, by central differences.
+    /// Returns the slope of `f` at `x` along element `at`, by central differences.
     fn slope(x: &[f64], at: usize, f: impl Fn(&[f64]) -> f64) -> f64 {
         let shifted = |by: f64| {
             let mut x = x.to_vec();
@@ -407,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gradient_of_a_layers_input_equals_finite_differences() {
+    fn layer_input_gradient_equals_finite_differences() {
         for (rows, activation) in
             [(1, Activation::Tanh), (4, Activation::Tanh), (3, Activation::Identity)]
         {
@@ -457,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn cross_entropy_survives_large_logits_and_knows_the_even_guess() {
+    fn cross_entropy_is_exact_for_equal_and_large_logits() {
         assert!(
             (cross_entropy(&[0.0f64; 2 * BYTES], &[3, 200]) - 2.0 * (BYTES as f64).ln()).abs()
                 < 1e-12
@@ -472,21 +476,20 @@ mod tests {
     }
 
     #[test]
-    fn adam_takes_the_steps_of_its_definition() {
+    fn adam_update_matches_its_definition() {
         let adam = Adam { learning_rate: 0.1, beta1: 0.5, beta2: 0.75, epsilon: 0.0 };
         let (mut w, mut mean, mut square) = ([1.0f64, -2.0], [0.0; 2], [0.0; 2]);
-        // After the correction the first step has the size of the learning rate, whatever the
-        // gradient.
+        // After the correction, the first step has the size of the learning rate for any gradient.
         adam.update(1, &mut w, &mut mean, &mut square, &[4.0, -0.01]);
         assert!((w[0] - 0.9).abs() < 1e-15 && (w[1] + 1.9).abs() < 1e-15, "{w:?}");
         adam.update(2, &mut w, &mut mean, &mut square, &[0.0, 0.0]);
-        // mean 4/4 = 1 of a weight of 3/4; square 16 * 3/16 = 3 of a weight of 7/16.
+        // The mean is 4/4 = 1 with weight 3/4. The square is 16 * 3/16 = 3 with weight 7/16.
         let expected = 0.9 - 0.1 * (1.0 / 0.75) / (3.0f64 / (7.0 / 16.0)).sqrt();
         assert!((w[0] - expected).abs() < 1e-15, "{w:?}");
     }
 
     #[test]
-    fn a_few_updates_lower_the_loss_in_single_precision() {
+    fn loss_falls_after_updates_in_f32() {
         let shape = LinearShape { rows: 8, inputs: 6, outputs: BYTES };
         let single = |len, seed, scale| {
             random(len, seed, scale).iter().map(|v| *v as f32).collect::<Vec<_>>()

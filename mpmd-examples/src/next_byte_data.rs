@@ -1,7 +1,6 @@
-//! The windows that each step learns from, made where they are needed, and the values that weights
-//! start from.
+//! Training windows, each made on the device that needs it, and initial values of weights.
 //!
-//! All of it is a function of a seed and of places in the whole alone, so it is the same on any
+//! All values depend only on a seed and on positions in the whole array. They are the same on any
 //! number of processes.
 
 use std::sync::Arc;
@@ -14,7 +13,7 @@ use crate::math::random_unit;
 use crate::next_byte::CONTEXT;
 use crate::text::Text;
 
-/// A context and what follows it.
+/// A context and the byte that follows it.
 pub(crate) struct Window {
     context: [u8; CONTEXT],
     target: u8,
@@ -34,19 +33,19 @@ pub struct HeldOut {
 }
 
 impl HeldOut {
-    /// At most `most` held-out windows of a text, evenly spread.
+    /// Selects at most `most` held-out windows of a text, evenly spread.
     pub fn new(text: &Text, most: usize) -> Self {
         let every = text.held_out_windows().div_ceil(most.max(1)).max(1);
         let windows = text.held_out().step_by(every).take(most);
         Self { windows: windows.map(|(context, target)| Window::new(context, target)).collect() }
     }
 
-    /// How many there are.
+    /// Returns the number of windows.
     pub fn windows(&self) -> usize {
         self.windows.len()
     }
 
-    /// The windows from `first` on, by row.
+    /// Returns a function from a row to its window: row 0 is window `first`.
     pub(crate) fn sampler(&self, first: usize) -> impl Fn(usize) -> Window + Send + Sync + 'static {
         let windows = self.windows.clone();
         move |row| {
@@ -56,7 +55,7 @@ impl HeldOut {
     }
 }
 
-/// The windows of a step's batch, by row.
+/// Returns a function from a row of a step's batch to its window.
 pub(crate) fn sampler(
     text: &Arc<Text>,
     seed: u64,
@@ -69,7 +68,7 @@ pub(crate) fn sampler(
     }
 }
 
-/// The contexts of windows, `[rows, CONTEXT]`.
+/// Makes an array of the contexts of windows, `[rows, CONTEXT]`.
 pub(crate) fn make_contexts(
     p: &mut Program,
     mesh: &Mesh,
@@ -85,7 +84,7 @@ pub(crate) fn make_contexts(
     })
 }
 
-/// What follows them, `[rows]`.
+/// Makes an array of the bytes that follow the contexts, `[rows]`.
 pub(crate) fn make_targets(
     p: &mut Program,
     mesh: &Mesh,
@@ -99,7 +98,7 @@ pub(crate) fn make_targets(
     })
 }
 
-/// Even random values between `-scale` and `scale`.
+/// Makes an array of uniformly distributed values between `-scale` and `scale`.
 pub(crate) fn make_random(
     p: &mut Program,
     mesh: &Mesh,
@@ -117,7 +116,7 @@ pub(crate) fn make_random(
     })
 }
 
-/// Zeros of type `T`.
+/// Makes an array of zeros of type `T`.
 pub(crate) fn make_zeros<T: Element + Default>(
     p: &mut Program,
     mesh: &Mesh,

@@ -1,10 +1,10 @@
 //! Trains the model of [`next_byte`](crate::next_byte) as a pipeline of [`STAGES`] stages, each on
-//! a device of its own: one program, whatever number of processes the devices are spread over.
+//! its own device. The same program runs with any number of processes.
 //!
-//! Each step draws a batch of windows of the text, cut in microbatches. Contexts are made where the
-//! first stage is and targets where the last one is; activations move from stage to stage by
-//! `device_put`, their gradients back. Nothing depends on the number of processes, nor on timing:
-//! losses are the same to the bit.
+//! Each step draws a batch of windows of the text and cuts it into microbatches. Contexts are made
+//! on the first stage and targets on the last. `device_put` moves activations from stage to stage,
+//! and their gradients back. Nothing depends on the number of processes or on timing: losses are
+//! the same to the bit.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,20 +24,20 @@ use crate::next_byte_stages::{
 };
 use crate::text::Text;
 
-/// Stages of the pipeline: embedding and first hidden layer, two hidden layers, the layer of the
-/// logits.
+/// Number of stages: embedding and first hidden layer, two hidden layers, the layer of the logits.
 pub const STAGES: usize = 4;
-/// How many steps later a loss is read: so that the pipeline never runs empty for it.
+/// Number of steps that are issued before a loss is read, so that reading it does not drain the
+/// pipeline.
 pub const LOSSES_PENDING: usize = 2;
 /// Rows of a batch of held-out windows.
 const HELD_OUT_ROWS: usize = 256;
 
-/// What to train, and for how long.
+/// Sizes of the model, and length of its training.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// Updates.
+    /// Number of updates.
     pub steps: usize,
-    /// Chooses initial weights and the windows of each step.
+    /// Seed of the initial weights and of the windows of each step.
     pub seed: u64,
     /// Width of the embedding of a byte.
     pub width: usize,
@@ -47,10 +47,10 @@ pub struct Config {
     pub microbatches: usize,
     /// Windows of a microbatch.
     pub rows: usize,
-    /// Step size at first; it falls to a tenth of that by the end.
+    /// Step size of the first update. It falls linearly to a tenth by the end.
     pub learning_rate: f64,
-    /// Held-out windows to test with at the end, at most: they are spread evenly over all there
-    /// are.
+    /// Largest number of held-out windows for the test at the end. They are spread evenly over all
+    /// held-out windows.
     pub held_out_windows: usize,
 }
 
@@ -70,12 +70,12 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Windows of a step.
+    /// Returns the number of windows of a step.
     pub fn windows(&self) -> usize {
         self.microbatches * self.rows
     }
 
-    /// Weights of the model.
+    /// Returns the number of weights of the model.
     pub fn parameters(&self) -> usize {
         let Self { width, hidden, .. } = *self;
         let layers =
@@ -83,7 +83,7 @@ impl Config {
         BYTES * width + layers.iter().map(|(inputs, outputs)| (inputs + 1) * outputs).sum::<usize>()
     }
 
-    /// The step size of a step, counted from zero.
+    /// Returns the step size of a step, counted from zero.
     pub fn learning_rate(&self, step: usize) -> f64 {
         self.learning_rate * (1.0 - 0.9 * step as f64 / self.steps as f64)
     }
@@ -98,21 +98,21 @@ impl Config {
     }
 }
 
-/// How the training went. Only process 0 knows: elsewhere there is nothing in it.
+/// The losses of a training. On processes other than 0 it is empty.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// The mean cross-entropy of each step's batch before its update, in nats per byte.
     pub losses: Vec<f32>,
-    /// The same over held-out windows at the end; `None` where nothing is held out.
+    /// The mean cross-entropy over held-out windows at the end. `None` if nothing is held out.
     pub held_out_loss: Option<f64>,
 }
 
-/// Trains a model; `on_loss` is called on process 0 with each step, counted from zero, and its
-/// loss.
+/// Trains a model. On process 0, calls `on_loss` with each step, counted from zero, and its loss.
+/// Blocks until the training has ended.
 ///
 /// # Errors
 ///
-/// Where a size is zero, where the processes have read different texts, and where the job fails.
+/// If a size is zero, if the processes have read different texts, or if the job fails.
 pub fn train(
     p: &mut Program,
     text: &Arc<Text>,
@@ -149,18 +149,19 @@ pub fn train(
     Ok(outcome)
 }
 
-/// The mean loss of a step from the sum that [`Pipeline::step`] returned; `None` where it is
-/// remote. Waits for it.
+/// Returns the mean loss of a step, from the sum that [`Pipeline::step`] returned. `None` if the
+/// sum is on another process. Waits for the sum.
 ///
 /// # Errors
 ///
-/// Where the step failed.
+/// If the step failed.
 pub fn mean_loss(sum: &MpmdArray, windows: usize) -> Result<Option<f32>> {
     let Some(sum) = sum.to_host()? else { return Ok(None) };
     Ok(Some(sum.as_slice::<f32>()?[0] / windows as f32))
 }
 
-/// Every process reads files of its own, and draws windows of them by number.
+/// Checks that all processes have read the same text: each reads its own files and draws windows by
+/// number.
 pub(crate) fn agree_on_text(p: &mut Program, text: &Text) -> Result<()> {
     let mine = text.fingerprint();
     let first = p.broadcast_value(ProcessId(0), mine, || Ok(mine))?;
@@ -175,7 +176,7 @@ pub(crate) fn agree_on_text(p: &mut Program, text: &Text) -> Result<()> {
     )))
 }
 
-/// The stages and all that they keep.
+/// The stages, their arrays and their kernels.
 pub struct Pipeline {
     config: Config,
     stages: Vec<Stage>,
@@ -193,7 +194,7 @@ struct Stage {
     update: Jit<Update<f32>>,
 }
 
-/// What is on its way through the pipeline for one microbatch, between two stages.
+/// The arrays of one microbatch at one stage.
 #[derive(Default)]
 struct InFlight {
     /// The input of the stage.
@@ -205,11 +206,11 @@ struct InFlight {
 }
 
 impl Pipeline {
-    /// Stages with their initial weights, one on each of the job's devices.
+    /// Makes the stages with their initial weights, one on each of the job's devices.
     ///
     /// # Errors
     ///
-    /// Where a size is zero or the job has not [`STAGES`] devices.
+    /// If a size is zero or the job does not have [`STAGES`] devices.
     pub fn new(p: &mut Program, config: &Config) -> Result<Self> {
         config.check()?;
         let meshes = p.mesh(&[("stage", STAGES)])?.split("stage")?;
@@ -238,12 +239,12 @@ impl Pipeline {
         })
     }
 
-    /// One update. Returns at once, with the sum of the losses of the step's windows as an array on
-    /// the first stage's device, which is of process 0.
+    /// Issues one update and returns at once. The result is the sum of the losses of the step's
+    /// windows. It is on the first stage's device, which belongs to process 0.
     ///
     /// # Errors
     ///
-    /// Where the job is known to have failed.
+    /// If the job is known to have failed.
     pub fn step(&mut self, p: &mut Program, text: &Arc<Text>, step: usize) -> Result<MpmdArray> {
         let (windows, m) = (self.config.windows(), self.config.microbatches);
         let contexts =
@@ -276,8 +277,8 @@ impl Pipeline {
                     moving[stage][microbatch].y = Some(y);
                 }
                 Action::Backward { stage, microbatch } => {
-                    // What goes out of scope here is freed when the last call that reads it has
-                    // run.
+                    // Arrays that go out of scope here are freed after the last call that reads
+                    // them.
                     let mut here = std::mem::take(&mut moving[stage][microbatch]);
                     if stage + 1 == STAGES {
                         let input = (made(&here.y)?, targets[microbatch].clone());
@@ -298,12 +299,12 @@ impl Pipeline {
         Ok(sum)
     }
 
-    /// The sum of the losses of the held-out windows, on the first stage's device: forward passes
-    /// alone. Returns at once.
+    /// Issues forward passes over the held-out windows and returns at once. The result is the sum
+    /// of their losses, on the first stage's device.
     ///
     /// # Errors
     ///
-    /// Where the job is known to have failed.
+    /// If the job is known to have failed.
     pub fn held_out_loss(&self, p: &mut Program, held_out: &HeldOut) -> Result<MpmdArray> {
         let last = &self.stages[STAGES - 1].mesh;
         let mut sum = make_zeros::<f64>(p, last, &[])?;
@@ -322,7 +323,7 @@ impl Pipeline {
         p.device_put(&sum, self.stages[0].mesh.replicated())
     }
 
-    /// All that the stages keep from step to step.
+    /// Returns the arrays that the stages keep from step to step.
     pub fn state(&self) -> impl Iterator<Item = &StageState<MpmdArray>> {
         self.stages.iter().map(|stage| &stage.state)
     }
@@ -335,7 +336,7 @@ impl Stage {
         let inputs = if first { CONTEXT * width } else { hidden };
         let outputs = if index + 1 < STAGES { hidden } else { BYTES };
         let activation = if index + 1 < STAGES { Activation::Tanh } else { Activation::Identity };
-        // Each array has a stream of random numbers of its own.
+        // Each array has its own stream of random numbers.
         let stream = |leaf: u64| random_bits(seed, u64::MAX - (index as u64 * 4 + leaf));
         let scale = initial_scale(inputs, outputs);
         let table =
@@ -374,7 +375,7 @@ impl Stage {
         self.forward.call(p, ForwardIn { parameters: self.state.parameters.clone(), x })
     }
 
-    /// Adds to the gradients, and returns that of the input.
+    /// Adds to the gradients. Returns the gradient of the input.
     fn backward(&mut self, p: &mut Program, here: &InFlight) -> Result<Option<MpmdArray>> {
         let input = BackwardIn {
             parameters: self.state.parameters.clone(),
@@ -399,27 +400,28 @@ impl Stage {
     }
 }
 
-/// What an action needs of one before it.
+/// Returns an array that an earlier action has made, or an error.
 fn made(array: &Option<MpmdArray>) -> Result<MpmdArray> {
     array
         .clone()
         .ok_or_else(|| Error::kernel("the order of actions uses an array before it is made"))
 }
 
-/// One stage's work on one microbatch.
+/// One stage's forward or backward pass of one microbatch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Action {
     Forward { stage: usize, microbatch: usize },
     Backward { stage: usize, microbatch: usize },
 }
 
-/// One order of all actions of a step, in which each stage runs one forward, one backward: forward
-/// as often as stages follow, then in turns, so that it never keeps more microbatches than that.
+/// Returns an order of all actions of a step in which each stage runs one forward, one backward. A
+/// stage first runs one forward pass for itself and for each later stage, and then alternates. It
+/// never keeps more microbatches than that.
 fn one_forward_one_backward(stages: usize, microbatches: usize) -> Vec<Action> {
     let (mut forwards, mut backwards) = (vec![0; stages], vec![0; stages]);
     let mut order = Vec::new();
     while backwards[0] < microbatches {
-        // One round: what can start after the round before, at most one action for each stage.
+        // One round: at most one action for each stage, which must depend only on earlier rounds.
         let (forwards_before, backwards_before) = (forwards.clone(), backwards.clone());
         for stage in 0..stages {
             let (forward, backward) = (forwards[stage], backwards[stage]);
@@ -462,7 +464,7 @@ mod tests {
         }
     }
 
-    /// Text with an order to be learnt.
+    /// Returns a text with a pattern that can be learnt.
     fn text() -> Arc<Text> {
         let words = ["one ", "two ", "three ", "four ", "five ", "six "];
         let text: String =
@@ -503,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn the_model_learns_more_than_frequencies_and_seeds_matter() {
+    fn model_beats_byte_frequencies_and_depends_on_its_seed() {
         let text = text();
         let train = |config: Config| {
             let results = Simulation::new(2, STAGES).run(|p| train(p, &text, &config, |_, _| {}));
@@ -516,19 +518,18 @@ mod tests {
         assert_ne!(train(small(3)).losses, other.losses);
     }
 
-    /// The memory in use once all that was issued has been carried out, on this and every other
-    /// process.
+    /// Returns the memory in use after this and every other process has finished all issued work.
     fn memory_at_rest(p: &mut Program, pipeline: &Pipeline, sum: MpmdArray) -> MemoryUse {
         let leaves = pipeline.state().flat_map(|state| state.leaves());
         leaves.chain([&sum]).for_each(|array| {
             array.block_until_ready().unwrap();
         });
-        // Between threads an array may be the sender's own memory.
+        // Between threads, an array may share the sender's memory.
         drop(sum);
         for process in 0..p.processes() as u32 {
             p.broadcast_value(ProcessId(process), (), || Ok(())).unwrap();
         }
-        // What was read for the last time is given back a moment later.
+        // Arrays are freed a moment after their last read.
         let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());
         while since.elapsed() < Duration::from_millis(300)
             && start.elapsed() < Duration::from_secs(20)
@@ -543,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_flat_over_the_steps() {
+    fn memory_does_not_grow_over_the_steps() {
         let (text, config) = (text(), small(60));
         for processes in [1, 4] {
             let results = Simulation::new(processes, STAGES).run(|p| {
@@ -566,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_of_zero_and_different_texts_are_refused() {
+    fn zero_size_and_different_texts_are_errors() {
         let text = text();
         let config = Config { hidden: 0, ..small(1) };
         let error =
@@ -588,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_is_one_forward_one_backward_on_every_stage() {
+    fn order_is_one_forward_one_backward_on_every_stage() {
         for (stages, microbatches) in
             [(1, 1), (1, 3), (2, 1), (2, 5), (4, 1), (4, 3), (4, 4), (4, 8), (5, 12)]
         {

@@ -1,12 +1,12 @@
-//! The kernels of a pipeline that trains the model of [`next_byte`](crate::next_byte): what each
-//! stage holds, and what its device computes.
+//! The kernels of a pipeline that trains the model of [`next_byte`](crate::next_byte), and the
+//! arrays of each stage.
 //!
-//! A stage is one layer, the first one with the table of the embedding before it. Its device runs
-//! [`Forward`], [`Backward`] and [`Update`]; that of the last stage also [`Loss`] and
-//! [`LossGradient`] between the two. A stage lives on one device, so regions are whole arrays here.
+//! A stage is one layer. The first stage also has the table of the embedding. A stage's device runs
+//! [`Forward`], [`Backward`] and [`Update`]. The last stage also runs [`Loss`] and [`LossGradient`]
+//! between the first two. A stage has one device, so regions are whole arrays here.
 //!
-//! All kernels are generic over the float they compute in: programs use `f32`, and in `f64`
-//! gradients can be compared with finite differences.
+//! All kernels are generic over the float type. Programs use `f32`; tests use `f64` to compare
+//! gradients with finite differences.
 
 use std::marker::PhantomData;
 
@@ -19,15 +19,16 @@ use crate::next_byte::{
     embed_backward, linear_backward_input, linear_backward_weights, linear_forward,
 };
 
-/// A float the kernels compute in: `f32` or `f64`.
+/// A float type of the kernels: `f32` or `f64`.
 pub trait Float: Real + Element {}
 
 impl<T: Real + Element> Float for T {}
 
-/// What a stage learns: or its gradients, or the optimiser's means of them.
+/// One leaf for each parameter of a stage: the parameters, their gradients, or the optimiser's
+/// running means.
 #[derive(Clone, Debug, Tree)]
 pub struct Layer<L> {
-    /// `[BYTES, width]`, on the first stage alone: each context byte is looked up in it.
+    /// `[BYTES, width]`: the embedding of each byte. On the first stage only.
     pub table: Option<L>,
     /// `[inputs, outputs]`.
     pub w: L,
@@ -35,16 +36,16 @@ pub struct Layer<L> {
     pub bias: L,
 }
 
-/// All that a stage keeps from step to step.
+/// The arrays that a stage keeps from step to step.
 #[derive(Clone, Debug, Tree)]
 pub struct StageState<L> {
-    /// What it computes with.
+    /// The parameters.
     pub parameters: Layer<L>,
     /// Sums over the microbatches of a step; zeros between steps.
     pub gradients: Layer<L>,
     /// Running mean of the gradients.
     pub mean: Layer<L>,
-    /// Running mean of their squares.
+    /// Running mean of the squared gradients.
     pub square: Layer<L>,
 }
 
@@ -53,12 +54,12 @@ pub struct StageState<L> {
 pub struct ForwardIn<L> {
     /// The stage's parameters.
     pub parameters: Layer<L>,
-    /// With a table the contexts, bytes of `[rows, CONTEXT]`; without it floats of `[rows,
+    /// With a table, the contexts: bytes of `[rows, CONTEXT]`. Otherwise floats of `[rows,
     /// inputs]`.
     pub x: L,
 }
 
-/// A stage's output, `[rows, outputs]`, from its input.
+/// Kernel that computes a stage's output, `[rows, outputs]`, from its input.
 #[derive(Clone, Copy, Debug)]
 pub struct Forward<T> {
     activation: Activation,
@@ -70,26 +71,27 @@ pub struct Forward<T> {
 pub struct BackwardIn<L> {
     /// The stage's parameters.
     pub parameters: Layer<L>,
-    /// To be added to.
+    /// The gradients so far. The kernel adds to them.
     pub gradients: Layer<L>,
     /// The input of [`Forward`].
     pub x: L,
-    /// Its output.
+    /// The output of [`Forward`].
     pub y: L,
-    /// The gradient of its output.
+    /// The gradient of the output.
     pub dy: L,
 }
 
 /// Outputs of [`Backward`].
 #[derive(Debug, Tree)]
 pub struct BackwardOut<L> {
-    /// The gradients given, with this microbatch's added: in place, where they are donated.
+    /// The gradients of the input plus this microbatch's. They are updated in place if donated.
     pub gradients: Layer<L>,
-    /// The gradient of the stage's input; none where that is bytes.
+    /// The gradient of the stage's input. `None` if the input is bytes.
     pub dx: Option<L>,
 }
 
-/// The gradients of a stage's parameters and of its input, from that of its output.
+/// Kernel that computes the gradients of a stage's parameters and input from the gradient of its
+/// output.
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<T> {
     activation: Activation,
@@ -101,23 +103,23 @@ pub struct Backward<T> {
 pub struct LossIn<L> {
     /// `[rows, BYTES]`.
     pub logits: L,
-    /// The bytes that followed, `[rows]`.
+    /// The bytes that follow the contexts, `[rows]`.
     pub targets: L,
-    /// A scalar, to be added to.
+    /// A scalar. The kernel adds to it.
     pub sum: L,
 }
 
-/// Adds the cross-entropy of each row, in nats, to a sum of type `S`.
+/// Kernel that adds the cross-entropy of each row, in nats, to a sum of type `S`.
 #[derive(Clone, Copy, Debug)]
 pub struct Loss<T, S> {
     floats: PhantomData<fn() -> (T, S)>,
 }
 
-/// The gradient of the logits (`[rows, BYTES]`), from logits and targets: that of a mean over
-/// `windows`.
+/// Kernel that computes the gradient of the logits, `[rows, BYTES]`, from logits and targets. It is
+/// the gradient of the mean loss over `windows`.
 #[derive(Clone, Copy, Debug)]
 pub struct LossGradient<T> {
-    /// Rows of all microbatches of a step together.
+    /// Number of rows of all microbatches of a step together.
     pub windows: usize,
     float: PhantomData<fn() -> T>,
 }
@@ -125,30 +127,30 @@ pub struct LossGradient<T> {
 /// Inputs of [`Update`].
 #[derive(Tree)]
 pub struct UpdateIn<L> {
-    /// What the stage keeps, with the gradients of a whole step.
+    /// The stage's state, with the gradients of a whole step.
     pub state: StageState<L>,
-    /// Counts updates from one: a `u32`.
+    /// Number of the update, counted from one: a `u32`.
     pub step: L,
     /// The step size: an `f64`.
     pub learning_rate: L,
 }
 
-/// One update by [`Adam`]: all of the state in place, where it is donated, with gradients back at
-/// zero.
+/// Kernel that makes one update by [`Adam`] and sets the gradients to zero. The state is updated in
+/// place if donated.
 #[derive(Clone, Copy, Debug)]
 pub struct Update<T> {
     float: PhantomData<fn() -> T>,
 }
 
 impl<L> Layer<L> {
-    /// In the order of the fields.
+    /// Returns the leaves in the order of the fields.
     fn into_vec(self) -> Vec<L> {
         self.table.into_iter().chain([self.w, self.bias]).collect()
     }
 }
 
 impl<T> Forward<T> {
-    /// The forward pass of a stage that ends in `activation`.
+    /// Creates the forward pass of a stage that ends in `activation`.
     pub fn new(activation: Activation) -> Self {
         Self { activation, float: PhantomData }
     }
@@ -184,7 +186,7 @@ impl<T: Float> Kernel for Forward<T> {
 }
 
 impl<T> Backward<T> {
-    /// The backward pass of a stage that ends in `activation`.
+    /// Creates the backward pass of a stage that ends in `activation`.
     pub fn new(activation: Activation) -> Self {
         Self { activation, float: PhantomData }
     }
@@ -254,7 +256,7 @@ impl<T: Float> Kernel for Backward<T> {
 }
 
 impl<T, S> Loss<T, S> {
-    /// The loss of logits in `T`.
+    /// Creates the loss of logits of type `T`.
     pub fn new() -> Self {
         Self { floats: PhantomData }
     }
@@ -289,7 +291,7 @@ impl<T: Float, S: Float> Kernel for Loss<T, S> {
 }
 
 impl<T> LossGradient<T> {
-    /// The gradient of a mean over `windows`.
+    /// Creates the gradient of the mean loss over `windows` rows.
     pub fn new(windows: usize) -> Self {
         Self { windows, float: PhantomData }
     }
@@ -329,7 +331,7 @@ impl<T: Float> Kernel for LossGradient<T> {
 }
 
 impl<T> Update<T> {
-    /// The update.
+    /// Creates the update.
     pub fn new() -> Self {
         Self { float: PhantomData }
     }
@@ -383,7 +385,8 @@ impl<T: Float> Kernel for Update<T> {
     }
 }
 
-/// The sizes of a stage's layer, where parameters and input fit each other.
+/// Returns the sizes of a stage's layer. It is an error if parameters and input do not fit each
+/// other.
 fn stage_shape<T: Element>(
     parameters: &Layer<ShapedArray>,
     x: &ShapedArray,
@@ -433,7 +436,7 @@ fn global(parameters: &Layer<View<'_>>) -> Layer<ShapedArray> {
     parameters.map_ref(&mut |view| view.global().clone())
 }
 
-/// What goes into the layer: the stage's input or, with a table, what it embeds to.
+/// Returns the input of the layer: the stage's input or, with a table, its embedding.
 fn features<'a, T: Float>(
     parameters: &Layer<View<'a>>,
     x: &View<'a>,
@@ -479,7 +482,7 @@ mod tests {
         array.to_vec().unwrap()
     }
 
-    /// The slope of `f` along element `at` of `x`, by central differences.
+    /// Returns the slope of `f` along element `at` of `x`, by central differences.
     fn slope(x: &HostArray, at: usize, f: impl Fn(HostArray) -> f64) -> f64 {
         let shifted = |by: f64| {
             let mut values = values(x);
@@ -505,11 +508,11 @@ mod tests {
         };
         let y = forward(parameters.clone(), x.clone());
         let dy = random(y.shape(), 50);
-        // What the gradients are of: the sum of y * dy.
+        // The scalar function under test: the sum of `y * dy`.
         let weighed = |parameters: Layer<HostArray>, x: HostArray| -> f64 {
             values(&forward(parameters, x)).iter().zip(values(&dy)).map(|(y, dy)| y * dy).sum()
         };
-        // They are added to what is there.
+        // The kernel adds to these gradients.
         let before = parameters.map_ref(&mut |leaf| random(leaf.shape(), 60));
         let input = BackwardIn {
             parameters: parameters.clone(),
@@ -540,7 +543,7 @@ mod tests {
                     added(gradients.table.as_ref().unwrap(), before.table.as_ref().unwrap());
                 let (width, contexts) = (table.shape()[1], x.to_vec::<u8>().unwrap());
                 for (at, found) in dtable.iter().enumerate() {
-                    // Most rows were not looked up: for those a zero is enough.
+                    // Most rows were not looked up: their gradient must be zero.
                     let looked_up = contexts.contains(&((at / width) as u8));
                     let expected = if looked_up {
                         let with = |table| Layer { table: Some(table), ..parameters.clone() };
@@ -559,22 +562,22 @@ mod tests {
     }
 
     #[test]
-    fn gradients_of_a_hidden_stage_equal_finite_differences() {
+    fn hidden_stage_gradients_equal_finite_differences() {
         check_stage(Activation::Tanh, &layer(None, 4, 3, 1), &random(&[ROWS, 4], 2));
     }
 
     #[test]
-    fn gradients_of_the_last_stage_equal_finite_differences() {
+    fn last_stage_gradients_equal_finite_differences() {
         check_stage(Activation::Identity, &layer(None, 3, 4, 3), &random(&[ROWS, 3], 4));
     }
 
     #[test]
-    fn gradients_of_the_stage_with_the_table_equal_finite_differences() {
+    fn first_stage_gradients_equal_finite_differences() {
         check_stage(Activation::Tanh, &layer(Some(1), CONTEXT, 2, 5), &bytes(&[ROWS, CONTEXT], 6));
     }
 
     #[test]
-    fn the_gradient_of_the_loss_equals_finite_differences() {
+    fn loss_gradient_equals_finite_differences() {
         let (logits, targets) = (random(&[2, BYTES], 7), bytes(&[2], 8));
         let loss = |logits: HostArray, sum: f64| {
             let input = LossIn { logits, targets: targets.clone(), sum: HostArray::scalar(sum) };
@@ -590,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn an_update_is_that_of_adam_and_leaves_no_gradients() {
+    fn update_matches_adam_and_clears_gradients() {
         let of = |seed| layer(Some(1), CONTEXT, 2, seed);
         let square = of(30).map(&mut |leaf| {
             let squares: Vec<f64> = values(&leaf).iter().map(|v| v * v).collect();
@@ -613,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_that_do_not_fit_are_refused_by_name() {
+    fn mismatched_shapes_are_errors_that_name_the_array() {
         let refused = |parameters: Layer<HostArray>, x: HostArray, what: &str| {
             let input = ForwardIn { parameters, x };
             let error =

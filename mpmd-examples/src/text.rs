@@ -1,7 +1,7 @@
-//! Text to train on: files, or this repository's own.
+//! Text to train on: given files, or this repository's files.
 //!
-//! All files stand in one sequence, a [`SEPARATOR`] after each. The sequence is cut into blocks of
-//! [`BLOCK`] bytes, of which every tenth is *held out*: no training window touches it.
+//! All files form one sequence, with a [`SEPARATOR`] after each. The sequence is cut into blocks of
+//! [`BLOCK`] bytes. Every tenth block is *held out*: no training window overlaps it.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,18 +13,18 @@ use anyhow::{Context as _, bail, ensure};
 use crate::math::random_bits;
 use crate::next_byte::{BYTES, CONTEXT};
 
-/// Stands after each file. No text has it: a file with this byte counts as binary.
+/// The byte after each file. No text contains it: a file with this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
 /// Bytes of a block.
 pub const BLOCK: usize = 4 << 10;
-/// One block in this many, the last, is held out.
+/// One block in this many is held out: the last.
 pub const HELD_OUT_EVERY: usize = 10;
-/// Files above this size that were found in a folder are passed over.
+/// Size limit for files found in a folder, in bytes. Larger files are skipped.
 pub const LARGEST_FILE: u64 = 4 << 20;
-/// Folders that hold no text of their own.
+/// Folders without text to train on.
 const SKIPPED_FOLDERS: [&str; 2] = [".git", "target"];
 
-/// A text in memory, and which of its bytes are for training.
+/// A text in memory, divided into training and held-out bytes.
 #[derive(Clone, Debug)]
 pub struct Text {
     bytes: Vec<u8>,
@@ -36,14 +36,15 @@ pub struct Text {
 }
 
 impl Text {
-    /// The text of files and folders, in the order given. A folder is walked in sorted order,
-    /// passing over `.git`, `target`, links, files that are not UTF-8 text and files above
-    /// [`LARGEST_FILE`]. A file given by name is taken whatever its size.
+    /// Reads files and folders, in the order given.
+    ///
+    /// A folder is read in sorted order. It skips `.git`, `target`, links, files that are not UTF-8
+    /// text and files above [`LARGEST_FILE`]. A file given by name may have any size.
     ///
     /// # Errors
     ///
-    /// The caller's: a path that cannot be read, a file given by name that is not text, too little
-    /// text for one training window.
+    /// The caller's: a path that cannot be read, a file given by name that is not text, or too
+    /// little text for one training window.
     pub fn read(paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut files = Vec::new();
         for path in paths {
@@ -64,8 +65,7 @@ impl Text {
         Self::of_files(&files)
     }
 
-    /// The text of this repository as it was checked out: the files git tracks or, without git, all
-    /// of it.
+    /// Reads the text of this repository: the files that git tracks or, without git, all files.
     ///
     /// # Errors
     ///
@@ -86,7 +86,7 @@ impl Text {
         Self::of_files(&read_texts(&files)?)
     }
 
-    /// The text of files already in memory.
+    /// Joins files that are already in memory.
     ///
     /// # Errors
     ///
@@ -115,26 +115,26 @@ impl Text {
         Ok(Self { bytes, files: files.len(), runs, targets })
     }
 
-    /// All bytes, held-out ones too.
+    /// Returns all bytes, including the held-out ones.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// How many files the text is made of.
+    /// Returns the number of files.
     pub fn files(&self) -> usize {
         self.files
     }
 
-    /// How many training windows there are.
+    /// Returns the number of training windows.
     pub fn training_windows(&self) -> usize {
         self.targets
     }
 
-    /// Training window `index`: what the model sees, and the byte that follows.
+    /// Returns training window `index`: the context, and the byte that follows.
     ///
     /// # Panics
     ///
-    /// Panics where `index` is not below [`Self::training_windows`].
+    /// Panics if `index` is not below [`Self::training_windows`].
     pub fn training_window(&self, index: usize) -> (&[u8], u8) {
         assert!(index < self.targets, "training window {index} of {}", self.targets);
         let run = self.runs.partition_point(|(first, _)| *first <= index) - 1;
@@ -142,20 +142,21 @@ impl Text {
         self.window(position + index - first)
     }
 
-    /// The training window for one row of the batch of one step, the same on every process.
+    /// Returns the training window for one row of one step's batch. It is the same on every
+    /// process.
     pub fn sample(&self, seed: u64, step: u64, row: u64) -> (&[u8], u8) {
-        // A stream for each step, a place in it for each row. The high half of the product maps 64
-        // random bits onto the windows; how unevenly is far below what anyone could see.
+        // Each step has its own stream, and each row a place in it. The high half of the product
+        // maps 64 random bits onto the windows, with negligible bias.
         let bits = random_bits(random_bits(seed, step), row);
         self.training_window(((u128::from(bits) * self.targets as u128) >> 64) as usize)
     }
 
-    /// Fills `contexts` (`[rows, CONTEXT]`) and `targets` (`[rows]`) with rows `first_row..` of a
-    /// step's batch.
+    /// Fills `contexts` (`[rows, CONTEXT]`) and `targets` (`[rows]`) with the rows of a step's
+    /// batch from `first_row` on.
     ///
     /// # Panics
     ///
-    /// Panics where the two do not fit each other.
+    /// Panics if the two do not fit each other.
     pub fn fill_batch(
         &self,
         seed: u64,
@@ -173,20 +174,21 @@ impl Text {
         }
     }
 
-    /// How many bytes are held out; none where the text is shorter than [`HELD_OUT_EVERY`] blocks.
+    /// Returns the number of held-out bytes: zero if the text is shorter than [`HELD_OUT_EVERY`]
+    /// blocks.
     pub fn held_out_windows(&self) -> usize {
         self.held_out_blocks().map(|block| block.len()).sum()
     }
 
-    /// A window for each held-out byte, in order. Its first ones reach back into the training text
-    /// before.
+    /// Returns a window for each held-out byte, in order. The first windows of a block overlap the
+    /// training text before it.
     pub fn held_out(&self) -> impl Iterator<Item = (&[u8], u8)> {
         self.held_out_blocks().flatten().map(|position| self.window(position))
     }
 
-    /// The cross-entropy, in nats per byte, of the held-out bytes under the frequencies of the
-    /// training bytes, each counted once more than seen: what a model has to beat. `None` where
-    /// nothing is held out.
+    /// Returns the cross-entropy of the held-out bytes under the byte frequencies of the training
+    /// text, in nats per byte. A model should be below it. Each frequency count is one more than
+    /// the number seen. `None` if nothing is held out.
     pub fn byte_frequency_loss(&self) -> Option<f64> {
         let mut seen = [1u64; BYTES];
         for (_, block) in self.blocks().filter(|(held_out, _)| !held_out) {
@@ -199,8 +201,9 @@ impl Text {
         (held_out > 0).then(|| losses.sum::<f64>() / held_out as f64)
     }
 
-    /// `time` training bytes in a row and the bytes that follow each, for one row of the batch of
-    /// one step; the same on every process. `None` where no run of training blocks is that long.
+    /// Returns `time` consecutive training bytes and the bytes that follow each, for one row of one
+    /// step's batch. They are the same on every process. `None` if no run of training blocks is
+    /// that long.
     pub fn sequence(&self, seed: u64, step: u64, row: u64, time: usize) -> Option<(&[u8], &[u8])> {
         let room = |run: &std::ops::Range<usize>| run.len().saturating_sub(time);
         let starts: usize = self.training_runs().map(|run| room(&run)).sum();
@@ -218,8 +221,8 @@ impl Text {
         None
     }
 
-    /// The held-out blocks cut in pieces of `time` bytes, each with the bytes that follow; what is
-    /// left of a block is passed over.
+    /// Cuts the held-out blocks into pieces of `time` bytes, each with the bytes that follow. The
+    /// rest of a block is skipped.
     pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
         let cut = |block: std::ops::Range<usize>| {
             (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
@@ -227,7 +230,7 @@ impl Text {
         self.held_out_blocks().flat_map(cut).map(|start| self.shifted(start, time)).collect()
     }
 
-    /// The runs of training bytes, none of which reaches into a held-out block.
+    /// Returns the runs of training bytes. None of them overlaps a held-out block.
     pub fn training_runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
         let len = self.bytes.len();
         (0..len)
@@ -239,8 +242,7 @@ impl Text {
         (&self.bytes[start..start + time], &self.bytes[start + 1..start + 1 + time])
     }
 
-    /// A number that tells two texts apart, to compare between processes that read files of their
-    /// own.
+    /// Returns a hash of the text, for a comparison between processes that read their own files.
     pub fn fingerprint(&self) -> u64 {
         self.bytes.chunks(8).fold(self.bytes.len() as u64, |state, chunk| {
             let mut word = [0; 8];
@@ -253,7 +255,7 @@ impl Text {
         (&self.bytes[target - CONTEXT..target], self.bytes[target])
     }
 
-    /// All blocks, and whether each is held out.
+    /// Returns all blocks, with true for those that are held out.
     fn blocks(&self) -> impl Iterator<Item = (bool, std::ops::Range<usize>)> {
         let len = self.bytes.len();
         (0..len).step_by(BLOCK).enumerate().map(move |(i, start)| {
@@ -266,19 +268,20 @@ impl Text {
     }
 }
 
-/// The files that git tracks under `root`, sorted; `None` where there is no git or no repository.
+/// Returns the files that git tracks under `root`, sorted. `None` without git or without a
+/// repository.
 fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
     let output = Command::new("git").arg("-C").arg(root).args(["ls-files", "-z"]).output().ok()?;
     if !output.status.success() || output.stdout.is_empty() {
         return None;
     }
     let names = String::from_utf8(output.stdout).ok()?;
-    // A set: a file in conflict is listed several times.
+    // A set, because a file in conflict is listed several times.
     let names: BTreeSet<_> = names.split('\0').filter(|name| !name.is_empty()).collect();
     Some(names.into_iter().map(|name| root.join(name)).filter(|file| is_plain(file)).collect())
 }
 
-/// Tracked links, submodules and files deleted from the work tree are not read.
+/// True if `file` is a regular file: tracked links, submodules and deleted files are not read.
 fn is_plain(file: &Path) -> bool {
     fs::symlink_metadata(file).is_ok_and(|kind| kind.is_file())
 }
@@ -287,7 +290,7 @@ fn walk(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     let mut entries = fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
     entries.sort_by_key(|entry| entry.file_name());
     for entry in entries {
-        // Of the entry, not of what a link points to: a link may lead back up.
+        // The type of the entry, not of a link's target: a link may lead back up.
         let kind = entry.file_type()?;
         let skipped = SKIPPED_FOLDERS.iter().any(|name| entry.file_name() == *name);
         if kind.is_dir() && !skipped {
@@ -312,7 +315,7 @@ fn read_texts(files: &[PathBuf]) -> anyhow::Result<Vec<Vec<u8>>> {
     Ok(texts)
 }
 
-/// A file's bytes; `None` where it is larger than `largest` or is not text.
+/// Returns a file's bytes. `None` if it is larger than `largest` bytes or is not text.
 fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     if fs::metadata(file)?.len() > largest {
         return Ok(None);
@@ -326,7 +329,8 @@ fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
 mod tests {
     use super::*;
 
-    /// A text in which every byte tells its block: held-out blocks are all `h`, the others all `t`.
+    /// Returns a text in which each byte marks its block: `h` in held-out blocks, `t` in the
+    /// others.
     fn marked(blocks: usize, rest: usize) -> Text {
         let len = blocks * BLOCK + rest;
         let mark =
@@ -335,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_are_shifted_by_one_and_never_reach_into_held_out_blocks() {
+    fn sequences_never_overlap_held_out_blocks() {
         let bytes: Vec<u8> = (0..BLOCK * 21).map(|i| (i / BLOCK) as u8).collect();
         let text = Text::of_files(&[bytes]).unwrap();
         for row in 0..500 {
@@ -354,8 +358,8 @@ mod tests {
     }
 
     #[test]
-    fn training_windows_are_all_of_the_training_text_and_nothing_else() {
-        // A run of nine blocks has as many windows as bytes, but for the context of its first.
+    fn training_windows_cover_exactly_the_training_text() {
+        // A run of nine blocks has one window per byte, except for the context of its first.
         let run = 9 * BLOCK - CONTEXT;
         let cases = [
             (1, 1, BLOCK + 1 - CONTEXT),
@@ -384,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn held_out_windows_are_one_for_each_held_out_byte() {
+    fn each_held_out_byte_has_one_window() {
         let text = marked(25, 100);
         assert_eq!(text.held_out_windows(), 2 * BLOCK);
         let windows: Vec<_> = text.held_out().collect();
@@ -398,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_depend_on_seed_step_and_row_alone_and_cover_the_text() {
+    fn samples_depend_on_seed_step_and_row_and_cover_the_text() {
         let text = Text::of_files(&[(0..200u8).map(|i| i.max(1)).collect()]).unwrap();
         let (mut contexts, mut targets) = ([0; 8 * CONTEXT], [0; 8]);
         text.fill_batch(1, 2, 3, &mut contexts, &mut targets);
@@ -415,10 +419,10 @@ mod tests {
     }
 
     #[test]
-    fn the_byte_frequency_loss_is_that_of_its_definition() {
+    fn byte_frequency_loss_matches_its_definition() {
         let text = marked(10, 0);
-        // No `h` in training; one more of each of 256 values; the separator ends the held-out
-        // block.
+        // Training text has no `h`, and each of 256 counts is one more. The separator ends the
+        // held-out block.
         let total = (9 * BLOCK + BYTES) as f64;
         assert!((text.byte_frequency_loss().unwrap() - total.ln()).abs() < 1e-12);
         let even: Vec<u8> = (0..20 * BLOCK).map(|i| if i % 2 == 0 { b'a' } else { b'b' }).collect();
@@ -462,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn this_repository_has_text_to_hold_out() {
+    fn repository_text_has_held_out_blocks() {
         let text = Text::of_this_repository().unwrap();
         assert!(text.files() > 10 && text.held_out_windows() > 0);
         let baseline = text.byte_frequency_loss().unwrap();

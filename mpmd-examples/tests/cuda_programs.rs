@@ -1,5 +1,5 @@
-//! The programs on CUDA devices as a user starts them: on the driver in software, or with
-//! `MPMD_TEST_GPU=1` on a real one.
+//! The programs on CUDA devices, as a user starts them. The tests use the software driver, or a
+//! real one with `MPMD_TEST_GPU=1`.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use mpmd::device::cuda::{NoCuda, found};
 
-/// Far above what any of these needs, also on a machine that does other things.
+/// Far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);
 
-/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not
-/// built.
+/// True if the test must return: it was run again with the software driver, or the CUDA back end is
+/// not built.
 macro_rules! elsewhere {
     () => {
         if matches!(found(), Err(NoCuda::NotBuilt)) {
@@ -24,12 +24,12 @@ macro_rules! elsewhere {
     };
 }
 
-/// Ends the child where a test ends before it does; the processes it has started end with it.
+/// Kills the child if a test ends first. The processes that the child has started end with it.
 struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both fail where it has ended already.
+        // Both fail if the child has ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -45,13 +45,13 @@ fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
     let file = |name: &str| File::create(folder.join(name)).unwrap();
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).stdout(file("out")).stderr(file("err"));
-    // Whatever launcher may have started the tests, these are jobs of their own.
+    // A launcher may have started the tests, but these jobs must not inherit its variables.
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("MPMD_") {
             command.env_remove(name);
         }
     }
-    // What kernels were compiled to stays with the test.
+    // Compiled kernels are cached in the test's folder.
     command.env("MPMD_CUDA_CACHE", folder.join("cache"));
     let (mut child, start) = (Running(command.spawn().unwrap()), Instant::now());
     let code = loop {
@@ -70,7 +70,7 @@ fn count(text: &str, of: &str) -> usize {
 }
 
 #[test]
-fn training_takes_the_devices_that_it_is_told() {
+fn training_uses_the_given_kinds_of_devices() {
     if elsewhere!() {
         return;
     }
@@ -113,7 +113,7 @@ fn training_takes_the_devices_that_it_is_told() {
 }
 
 #[test]
-fn other_programs_run_on_such_devices_or_say_that_they_do_not() {
+fn other_programs_run_on_gpus_or_report_an_error() {
     if elsewhere!() {
         return;
     }
@@ -150,16 +150,16 @@ fn other_programs_run_on_such_devices_or_say_that_they_do_not() {
     ] {
         let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
         assert_eq!(code, Some(1), "{err}");
-        assert_eq!(count(&err, "has kernels for devices of kind cpu alone"), 1, "{err}");
+        assert_eq!(count(&err, "has kernels only for devices of kind cpu"), 1, "{err}");
         let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cpu,gpu"]);
         assert_eq!(code, Some(2), "{err}");
         assert!(err.contains("cpu or cuda"), "{err}");
     }
 }
 
-/// Nothing is hidden here: where the machine has graphics processors there is nothing to see.
+/// This test does not hide real drivers: it is skipped on a machine with one.
 #[test]
-fn a_training_without_a_driver_ends_with_what_was_looked_for() {
+fn training_without_a_driver_reports_it() {
     if found().is_ok() {
         eprintln!("skipped: this machine has a CUDA driver");
         return;

@@ -1,5 +1,5 @@
-//! The transformer's arithmetic against automatic differentiation: the same model written down as
-//! tensor expressions, whose values and gradients must be those of the kernels.
+//! Compares the transformer's arithmetic with automatic differentiation. The same model is written
+//! as tensor expressions, and values and gradients must match those of the kernels.
 
 use std::convert::Infallible;
 
@@ -14,7 +14,7 @@ use mpmd_examples::math::{Real, random_bits, random_unit};
 const SHAPE: BlockShape =
     BlockShape { batch: 3, time: 20, width: 32, heads_total: 4, heads: 4, hidden: 48 };
 
-/// Multiplies the loss sum: gradients of about 1.
+/// Factor of the loss sum. It makes gradients of about 1.
 const FACTOR: f64 = 0.5;
 
 fn norm(x: &Tensor, gain: &Tensor, bias: &Tensor) -> Result<Tensor> {
@@ -66,7 +66,7 @@ fn cross_entropy(logits: &Tensor, targets: &[u8]) -> Result<Tensor> {
 /// Parameters of embedding, block and head.
 type Parameters<L> = (EmbedParameters<L>, BlockParameters<L>, HeadParameters<L>);
 
-/// Names and values of everything that is compared.
+/// Names and values of all compared arrays.
 type Outcome<T> = Vec<(String, Vec<T>)>;
 
 fn shapes() -> Parameters<LeafShape> {
@@ -92,7 +92,7 @@ fn parameters<T: Real>() -> Parameters<Vec<T>> {
     (embed.each(&mut next), block.each(&mut next), head.each(&mut next))
 }
 
-/// Names of the parameters with the leaves of such a tree.
+/// Returns the leaves of such a tree with the names of their parameters.
 fn named<L>((embed, block, head): &Parameters<L>) -> Vec<(String, &L)> {
     let mut leaves = Vec::new();
     embed.each(|leaf| leaves.push(leaf));
@@ -103,7 +103,7 @@ fn named<L>((embed, block, head): &Parameters<L>) -> Vec<(String, &L)> {
 
 fn tokens() -> (Vec<u8>, Vec<u8>) {
     let bytes = |seed| (0..SHAPE.rows()).map(move |i| random_bits(seed, i as u64) as u8);
-    // Few enough different ones that some come twice.
+    // Few different values, so that some occur twice.
     (bytes(100).map(|byte| byte % 40).collect(), bytes(101).collect())
 }
 
@@ -212,8 +212,8 @@ fn by_kernels<T: Real>() -> Outcome<T> {
     outcome
 }
 
-/// Every value of the two within `tolerance` of each other, relative to the array's largest one;
-/// and the arrays not all of zeros, which would agree about nothing.
+/// Checks that all values agree within `tolerance`, relative to the array's largest value. An array
+/// of zeros is an error, because it would match trivially.
 fn assert_agree<T: Real + WithDType>(tolerance: f64) {
     let expected = by_tensors::<T>().expect("the tensor library computes the model");
     let got = by_kernels::<T>();
@@ -223,8 +223,8 @@ fn assert_agree<T: Real + WithDType>(tolerance: f64) {
         let largest =
             expected.iter().fold(0.0, |largest: f64, v| largest.max(Real::to_f64(*v).abs()));
         assert!(largest > 1e-3, "{name} is all zeros");
-        // The bias of the keys moves all scores of a row alike, so a third of this gradient is
-        // rounding only.
+        // The bias of the keys shifts all scores of a row equally, so a third of this gradient is
+        // only rounding.
         for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
             let apart = (Real::to_f64(*got) - Real::to_f64(*expected)).abs();
             assert!(apart <= tolerance * largest, "{name}[{i}]: {got}, not {expected}");

@@ -1,5 +1,5 @@
-//! The transformer on CUDA devices, beside the host's processors: on the driver in software, or
-//! with `MPMD_TEST_GPU=1` on a real one.
+//! Compares the transformer on CUDA devices with the same on CPUs. The tests use the software
+//! driver, or a real one with `MPMD_TEST_GPU=1`.
 
 use std::sync::Arc;
 
@@ -12,13 +12,14 @@ use mpmd_examples::gpt::train::{Config, Trainer, train};
 use mpmd_examples::math::random_bits;
 use mpmd_examples::text::Text;
 
-/// What the losses of the same steps may differ by: sums have another order there.
+/// Largest allowed difference between losses of the same steps, relative to values above one. CUDA
+/// devices add in another order.
 const TOLERANCE: f64 = 1e-4;
 
 const STEPS: u64 = 5;
 
-/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not
-/// built.
+/// True if the test must return: it was run again with the software driver, or the CUDA back end is
+/// not built.
 macro_rules! elsewhere {
     () => {
         if matches!(found(), Err(NoCuda::NotBuilt)) {
@@ -36,13 +37,13 @@ fn tiny() -> Config {
         batch: 2,
         microbatches: 3,
         rates: WarmupCosine { peak: 1e-2, floor: 1e-3, warmup: 2, total: STEPS },
-        // Every step clips, so that the norm is part of what is compared.
+        // Every step clips, so that the losses depend on the norm.
         clip: 0.5,
         ..Config::default()
     }
 }
 
-/// Text with an order to be learnt.
+/// Returns a text with a pattern that can be learnt.
 fn text() -> Arc<Text> {
     let words = ["one ", "two ", "three ", "four ", "five ", "six "];
     let text: String =
@@ -50,17 +51,17 @@ fn text() -> Arc<Text> {
     Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
 }
 
-/// What a training came to, on process 0.
+/// The results of a training, on process 0.
 #[derive(Debug, PartialEq)]
 struct Trained {
-    /// Loss and norm of each step, one after the other.
+    /// Loss and norm of each step, in turn.
     steps: Vec<f64>,
     held_out: f64,
-    /// What the model continues a prompt with, by the likeliest bytes.
+    /// The model's continuation of a prompt, by the likeliest bytes.
     sample: Vec<u8>,
 }
 
-/// Trains on as many processes as there are kinds.
+/// Trains on one process for each of `kinds`.
 fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
     let text = text();
     let simulation = Simulation::new(kinds.len(), config.devices());
@@ -91,7 +92,7 @@ fn assert_near(what: &str, found: &Trained, expected: &Trained) {
 }
 
 #[test]
-fn losses_are_near_those_of_the_host_however_the_model_is_divided() {
+fn losses_are_near_those_of_cpus_for_every_division() {
     if elsewhere!() {
         return;
     }
@@ -102,14 +103,14 @@ fn losses_are_near_those_of_the_host_however_the_model_is_divided() {
         let found = trained(&config, &vec![Cuda; processes]);
         assert_near(&format!("{stages} stages, {processes} processes"), &found, &expected);
         assert_eq!(found.sample, expected.sample);
-        // No sum depends on who comes first, or on how the blocks are divided.
+        // No sum depends on the order of arrival, or on the division of the blocks.
         let alone = alone.get_or_insert_with(|| trained(&Config { stages: 1, ..tiny() }, &[Cuda]));
         assert_eq!(&found, alone, "{stages} stages, {processes} processes: the same bits");
     }
 }
 
 #[test]
-fn stages_on_both_kinds_of_devices_are_one_pipeline() {
+fn stages_on_cpus_and_gpus_form_one_pipeline() {
     if elsewhere!() {
         return;
     }
@@ -121,7 +122,7 @@ fn stages_on_both_kinds_of_devices_are_one_pipeline() {
 }
 
 #[test]
-fn schedules_that_split_or_repeat_passes_give_the_same() {
+fn split_and_repeated_passes_give_the_same_losses() {
     if elsewhere!() {
         return;
     }
@@ -134,7 +135,7 @@ fn schedules_that_split_or_repeat_passes_give_the_same() {
 }
 
 #[test]
-fn stages_on_several_devices_give_the_same() {
+fn stages_on_several_devices_give_the_same_losses() {
     if elsewhere!() {
         return;
     }

@@ -1,4 +1,4 @@
-//! The transformer as a pipeline: gradients, stages, processes, memory.
+//! The transformer as a pipeline: gradients, stages, processes and memory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ fn tiny() -> Config {
         batch: 2,
         microbatches: 5,
         rates: WarmupCosine { peak: 1e-2, floor: 1e-3, warmup: 2, total: 6 },
-        // Every step clips, so that the norm is part of what is compared.
+        // Every step clips, so that the losses depend on the norm.
         clip: 0.5,
         ..Config::default()
     }
 }
 
-/// Text with an order to be learnt.
+/// Returns a text with a pattern that can be learnt.
 fn text() -> Arc<Text> {
     let words = ["one ", "two ", "three ", "four ", "five ", "six "];
     let text: String =
@@ -32,7 +32,7 @@ fn text() -> Arc<Text> {
     Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
 }
 
-/// Losses and norms of `steps` steps, and the held-out loss, of process 0.
+/// Returns the bits of losses and norms of `steps` steps, and of the held-out loss, from process 0.
 fn losses(config: &Config, processes: usize, steps: u64) -> Vec<u64> {
     let text = text();
     let simulation =
@@ -56,7 +56,7 @@ fn losses(config: &Config, processes: usize, steps: u64) -> Vec<u64> {
 }
 
 #[test]
-fn losses_are_the_same_bits_however_the_model_is_divided() {
+fn losses_are_the_same_bits_for_every_division() {
     let reference = losses(&Config { stages: 1, ..tiny() }, 1, 6);
     assert_eq!(reference.len(), 2 * 6 + 1);
     let loss = |index: usize| f64::from_bits(reference[index]);
@@ -74,7 +74,7 @@ fn losses_are_the_same_bits_however_the_model_is_divided() {
     }
 }
 
-/// More stages than blocks, too: some have none.
+/// With more stages than blocks, some stages have no block.
 #[test]
 fn losses_are_the_same_bits_with_every_schedule() {
     let tiny = || Config { microbatches: 8, ..tiny() };
@@ -116,7 +116,7 @@ fn losses_are_the_same_bits_with_every_schedule() {
 }
 
 #[test]
-fn divided_losses_are_near_the_undivided_ones() {
+fn fsdp_and_tensor_parallel_losses_are_near_plain_ones() {
     const STEPS: u64 = 20;
     let rates = WarmupCosine { total: STEPS, ..tiny().rates };
     let plain = Config { stages: 2, rates, ..tiny() };
@@ -124,7 +124,7 @@ fn divided_losses_are_near_the_undivided_ones() {
     for (fsdp, tensor_parallel) in [(2, 1), (1, 2), (2, 2)] {
         let config = Config { fsdp, tensor_parallel, ..plain.clone() };
         let mut alone = None;
-        // Four processes have a stage's mesh each in two of them, two have one each, one has both.
+        // A stage's mesh spans two of four processes, or one of two, or shares the only one.
         for processes in [1, 2, 4] {
             let found = losses(&config, processes, STEPS);
             assert_eq!(found.len(), reference.len());
@@ -142,8 +142,8 @@ fn divided_losses_are_near_the_undivided_ones() {
     }
 }
 
-/// In doubles, so that a difference of losses has digits to spare: the error of a central
-/// difference with this step is of the order of 1e-8 beside gradients of about 1.
+/// In doubles, so that a difference of losses has enough digits. The error of a central difference
+/// with this step is about 1e-8 for gradients of about 1.
 #[test]
 fn gradients_agree_with_finite_differences() {
     const STEP: f64 = 1e-4;
@@ -183,7 +183,7 @@ fn gradients_agree_with_finite_differences() {
         assert_eq!(names.len(), gradients.len());
         let mut compared = 0;
         for (name, gradient) in names.iter().zip(&gradients) {
-            // Of bytes that do not occur the gradient is zero: look where there is one.
+            // For bytes that do not occur, the gradient is zero. The largest element is compared.
             let largest = (0..gradient.len())
                 .max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs()));
             let element = largest.expect("a parameter has elements");
@@ -201,8 +201,7 @@ fn gradients_agree_with_finite_differences() {
     }
 }
 
-/// The memory in use once all that was issued has been carried out, on this and every other
-/// process.
+/// Returns the memory in use after this and every other process has finished all issued work.
 fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
     for (_, array) in trainer.state() {
         array.block_until_ready().unwrap();
@@ -210,7 +209,7 @@ fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
     for process in 0..p.processes() as u32 {
         p.broadcast_value(ProcessId(process), (), || Ok(())).unwrap();
     }
-    // What was read for the last time is given back a moment later.
+    // Arrays are freed a moment after their last read.
     let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());
     while since.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20)
     {
@@ -248,7 +247,7 @@ fn memory_is_flat_over_the_steps() {
 }
 
 #[test]
-fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
+fn state_resumes_on_another_number_of_stages() {
     let (text, config) = (text(), tiny());
     let whole = losses(&config, 1, 6);
     let run = |stages: usize, fsdp: usize, from: Option<Vec<(String, Vec<f32>)>>, until: u64| {
@@ -276,7 +275,7 @@ fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
     let (first, state) = run(4, 1, None, 3);
     let (second, _) = run(2, 1, Some(state), 6);
     assert_eq!([first, second].concat(), whole[..12]);
-    // Stored in halves, and then whole: what is loaded is what was saved, to the bit.
+    // Stored in halves, then whole: loading gives the saved bits.
     let (first, state) = run(2, 2, None, 3);
     let (second, _) = run(1, 1, Some(state.clone()), 6);
     for (found, expected) in first.into_iter().chain(second).zip(&whole) {
@@ -287,15 +286,14 @@ fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
     assert_eq!(again, state);
 }
 
-/// Of parameters and running means a device has a part, and of nothing else anything remains after
-/// a step.
+/// After a step, a device keeps only its parts of the parameters and the running means.
 #[test]
-fn each_device_keeps_its_part_of_parameters_and_optimiser() {
+fn each_device_keeps_only_its_part_of_the_state() {
     let text = text();
     let at_rest = |fsdp: usize, strategy: Option<Vec<(String, String)>>| -> Vec<u64> {
         let model = Model { width: 16, hidden: 32, ..tiny().model };
         let config = Config { model, stages: 2, fsdp, batch: 4, strategy, ..tiny() };
-        // A process for each device.
+        // One process for each device.
         let results = Simulation::new(config.devices(), config.devices()).run(|p| {
             let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
             train(p, &mut trainer, |step| (step < 3).then_some(1e-3), |_| {})?;
@@ -306,7 +304,7 @@ fn each_device_keeps_its_part_of_parameters_and_optimiser() {
             {
                 for shard in array.addressable_shards()? {
                     shards += shard.data.bytes().len() as u64;
-                    // Buffers are counted with what aligns the one after them.
+                    // Buffers are counted with the padding that aligns the next one.
                     counted += shard.data.bytes().len().next_multiple_of(64) as u64;
                 }
             }
@@ -315,7 +313,7 @@ fn each_device_keeps_its_part_of_parameters_and_optimiser() {
         let results = results.into_iter().map(|result| result.unwrap());
         results
             .map(|(live, shards, counted)| {
-                // Beside the state there may be a last few scalars.
+                // A few scalars may remain beside the state.
                 assert!(
                     (counted..counted + 1024).contains(&live),
                     "{live} bytes, {counted} of the state"
@@ -347,7 +345,7 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
         let results = Simulation::new(processes, config.devices()).run(|p| {
             let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
             train(p, &mut trainer, |step| (step < 3).then_some(1e-2), |_| {})?;
-            // The largest logit, and never the same byte for ever.
+            // Picks a different rank in each step, so that the same byte does not repeat forever.
             trainer.sample(p, b"one two three", 9, |logits, number| {
                 let order =
                     |a: &u8, b: &u8| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]);
@@ -368,7 +366,7 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
 }
 
 #[test]
-fn evaluation_and_sampling_stop_where_process_0_says() {
+fn evaluation_and_sampling_stop_when_process_0_decides() {
     let (text, config) = (text(), Config { stages: 2, ..tiny() });
     let results = Simulation::new(2, config.devices()).run(|p| {
         let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
@@ -401,7 +399,7 @@ fn evaluation_and_sampling_stop_where_process_0_says() {
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_refused() {
+fn mismatched_sizes_are_errors() {
     let text = text();
     let cases = [
         (Config { stages: 5, chunks: 2, ..tiny() }, "5 stages do not divide among ranks of 2"),

@@ -1,5 +1,5 @@
-//! The check job in simulation: the same numbers on any number of processes, whatever overtakes
-//! what.
+//! The check job in simulation: the same figures on any number of processes, with messages delayed
+//! at random.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use mpmd_examples::mm::LEARNING_RATE;
 use mpmd_examples::pipeline::{DEVICES, check};
 
 #[test]
-fn the_check_job_gives_the_reference_figures_on_any_number_of_processes() {
+fn check_gives_reference_figures_on_any_number_of_processes() {
     for processes in [1, 2, 4, 8] {
         for seed in 0..4 {
             let simulation =
@@ -25,7 +25,7 @@ fn the_check_job_gives_the_reference_figures_on_any_number_of_processes() {
 }
 
 #[test]
-fn a_wrong_learning_rate_is_found_on_every_process() {
+fn wrong_learning_rate_is_found_on_every_process() {
     for processes in [1, 4, 8] {
         let reports = Simulation::new(processes, DEVICES).run(|p| check(p, 1.01 * LEARNING_RATE));
         let reports: Vec<_> = reports.into_iter().map(|report| report.unwrap()).collect();

@@ -1,9 +1,9 @@
-//! The programs as a user starts them: as processes of their own, and as threads.
+//! The programs as a user starts them: as processes and as threads.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Far above what any of these needs, also on a machine that does other things.
+/// Far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 struct Run {
@@ -12,12 +12,12 @@ struct Run {
     err: String,
 }
 
-/// Ends the child where a test ends before it does; the processes it has started end with it.
+/// Kills the child if a test ends first. The processes that the child has started end with it.
 struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both fail where it has ended already.
+        // Both fail if the child has ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -30,7 +30,7 @@ fn run(program: &str, args: &str) -> Run {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    // Whatever launcher may have started the tests, these are jobs of their own.
+    // A launcher may have started the tests, but these jobs must not inherit its variables.
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("MPMD_") {
             command.env_remove(name);
@@ -68,19 +68,19 @@ const OVERLAP: &str = env!("CARGO_BIN_EXE_overlap");
 const RESHARD: &str = env!("CARGO_BIN_EXE_reshard");
 
 #[test]
-fn the_check_passes_as_processes_and_as_threads() {
+fn check_passes_as_processes_and_as_threads() {
     for args in
         ["", "--processes 1", "--processes 2", "--processes 8", "--processes 8 --transport inproc"]
     {
         let Run { code, out, err } = run(PIPELINE, &format!("--check {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
-        // Printed once, by process 0.
+        // Printed only once, by process 0.
         assert_eq!((count(&out, " ok"), count(&out, "OFF")), (32, 0), "{args}:\n{out}");
     }
 }
 
 #[test]
-fn a_check_that_is_off_ends_every_process_with_1_and_names_the_first_number() {
+fn failed_check_exits_with_1_and_names_the_first_figure() {
     for args in ["--processes 4", "--processes 8", "--processes 1"] {
         let Run { code, out, err } =
             run(PIPELINE, &format!("--check --learning-rate 0.0101 {args}"));
@@ -94,7 +94,7 @@ fn a_check_that_is_off_ends_every_process_with_1_and_names_the_first_number() {
 }
 
 #[test]
-fn training_shows_the_loss_and_where_time_went_by_process() {
+fn training_prints_loss_and_time_by_process() {
     for args in ["--processes 4 --slice", "--processes 2 --transport inproc --dtype f64"] {
         let Run { code, out, err } =
             run(PIPELINE, &format!("--width 64 --batch 16 --steps 3 {args}"));
@@ -106,7 +106,7 @@ fn training_shows_the_loss_and_where_time_went_by_process() {
 }
 
 #[test]
-fn the_loss_is_the_same_on_any_number_of_processes() {
+fn loss_is_the_same_on_any_number_of_processes() {
     let loss = |args: &str| {
         let Run { code, out, err } =
             run(PIPELINE, &format!("--width 32 --batch 8 --steps 4 {args}"));
@@ -120,7 +120,7 @@ fn the_loss_is_the_same_on_any_number_of_processes() {
 }
 
 #[test]
-fn what_does_not_fit_is_said_once_and_ends_with_an_exit_code() {
+fn mismatched_sizes_are_reported_with_an_exit_code() {
     let Run { code, err, .. } = run(PIPELINE, "--processes 3");
     assert_eq!(code, Some(2));
     assert_eq!(err.trim_end(), "error: 8 devices cannot be spread evenly over 3 processes");
@@ -129,12 +129,12 @@ fn what_does_not_fit_is_said_once_and_ends_with_an_exit_code() {
     for process in 0..4 {
         assert_eq!(count(&err, &format!("process {process}: error: ")), 1, "{err}");
     }
-    // By each process, and by the launcher, which names the cause.
+    // Once from each process, and once from the launcher, which names the cause.
     assert_eq!(count(&err, "[7, 7]"), 5, "{err}");
 }
 
 #[test]
-fn basic_says_what_arrived_where() {
+fn basic_prints_the_results_of_each_process() {
     for (args, processes) in [
         ("", 2),
         ("--processes 4", 4),
@@ -171,12 +171,12 @@ fn overlap_gives_the_same_output_on_any_number_of_processes() {
     assert_eq!((here, remote), (1, 0));
     assert_eq!(outputs(""), (1, 3, size.clone()));
     assert_eq!(outputs("--processes 2 --transport inproc"), (1, 1, size.clone()));
-    // Both devices of the first stage have it, in processes 0 and 1.
+    // Both devices of the first stage have the output, in processes 0 and 1.
     assert_eq!(outputs("--processes 8"), (2, 6, size));
 }
 
 #[test]
-fn reshard_shows_the_plan_and_proves_every_value() {
+fn reshard_prints_the_plan_and_checks_every_value() {
     for (args, processes) in
         [("", 4), ("--processes 1", 1), ("--processes 8 --transport inproc", 8)]
     {
@@ -185,8 +185,8 @@ fn reshard_shows_the_plan_and_proves_every_value() {
         let plan =
             |leaf: &str| out.lines().filter(|line| line.starts_with(leaf)).collect::<Vec<_>>();
         assert_eq!((plan("bias").len(), plan("up").len()), (1, 1), "{out}");
-        // Two replicas of halves on the second mesh; on the first only the scalar is there six
-        // times.
+        // The second mesh has two replicas, each sharded in halves. On the first mesh only the
+        // scalar is replicated, six times.
         let leaves = 2 * 24 * 24 + 24;
         let proved = |after: &str| -> usize {
             let values = out.lines().filter_map(|line| {

@@ -1,5 +1,5 @@
-//! Two stages on two meshes, and arrays that move from one to the other: `cargo run --bin basic`,
-//! or on graphics processors `cargo run --features cuda --bin basic -- --device cuda`.
+//! Moves arrays between two stages on two meshes: `cargo run --bin basic`, or on GPUs `cargo run
+//! --features cuda --bin basic -- --device cuda`.
 
 use std::process::ExitCode;
 
@@ -8,7 +8,7 @@ use mpmd::cuda::{Grid, Source};
 use mpmd::prelude::*;
 use mpmd_examples::job::{self, JobArgs};
 
-/// Add one on devices 0 to 3, double on devices 4 to 7; print what is where.
+/// Add one on devices 0 to 3, double on devices 4 to 7, and print the results of each process.
 #[derive(Parser)]
 struct Args {
     #[command(flatten)]
@@ -19,7 +19,7 @@ struct Args {
     /// Columns of the arrays
     #[arg(long, default_value_t = 4096)]
     columns: usize,
-    /// How often to do it
+    /// Number of repetitions
     #[arg(long, default_value_t = 3)]
     rounds: usize,
 }
@@ -39,8 +39,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let a = p.array_from_fn(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
     let b = p.array_from_fn(shape, &front, |_, mut b| Ok(b.fill(1.0f32)?))?;
     for round in 0..args.rounds {
-        // Everything is issued before anything is waited for: `b` is computed while `a` is on its
-        // way.
+        // Both chains are issued before the program waits: `b` is computed while `a` is moving.
         let mut both_stages = |x: &MpmdArray| {
             let x = add_one.call(p, x.clone())?;
             let x = p.device_put(&x, &back)?;
@@ -54,7 +53,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What this process holds of an array, each element of which must be `expected`.
+/// Checks that all of this process's elements of an array are `expected`. Returns a description of
+/// them.
 fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     if x.is_fully_remote() {
         return Ok(format!("is a handle: {} on other processes", x.aval()));
@@ -71,7 +71,7 @@ fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     Ok(format!("is {expected:?} everywhere in {}", places.join(", ")))
 }
 
-/// What the kernels are on graphics processors.
+/// The kernels for GPUs.
 static SOURCE: Source = Source::cuda(
     "basic.cu",
     r#"

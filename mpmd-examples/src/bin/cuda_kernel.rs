@@ -1,5 +1,5 @@
-//! A kernel of one's own, in CUDA C for devices that have it, and in Rust for others: `cargo run
-//! --features cuda --bin cuda_kernel`.
+//! A custom kernel, in CUDA C for CUDA devices and in Rust for CPUs: `cargo run --features cuda
+//! --bin cuda_kernel`.
 
 use std::process::ExitCode;
 
@@ -9,19 +9,18 @@ use mpmd::device::cuda;
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
 
-/// y = a x + y on one device: a CUDA device where there is one, the host's processors elsewhere.
+/// Compute y = a x + y on one device: a CUDA device if there is one, otherwise the CPU.
 #[derive(Parser)]
 struct Args {
-    /// Elements of x and y
+    /// Number of elements of x and y
     #[arg(long, default_value_t = 1 << 20)]
     elements: usize,
-    /// The factor
+    /// Factor of x
     #[arg(short, default_value_t = 2.0)]
     a: f32,
 }
 
-/// A source is compiled once on a machine, as soon as a kernel that announces it is bound to a
-/// mesh.
+/// The source is compiled once per machine, when a kernel that declares it is bound to a mesh.
 static SAXPY: Source = Source::cuda(
     "saxpy.cu",
     r#"
@@ -57,7 +56,7 @@ impl Kernel for Saxpy {
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         if let Some(cuda) = cx.cuda() {
-            // The device does it later; nothing here waits for it.
+            // The launch is asynchronous: this call does not wait for the device.
             let n = x.region().elements();
             let args = [n.into(), self.a.into(), (&x).into(), (&mut y).into()];
             return cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args);
@@ -94,7 +93,7 @@ fn run(args: &Args) -> Result<()> {
             DeviceKind::Cuda
         }
         Err(why) => {
-            println!("on the host's processors: {why}");
+            println!("on the CPU: {why}");
             DeviceKind::Cpu
         }
     };
@@ -114,7 +113,7 @@ fn run(args: &Args) -> Result<()> {
     for _ in 0..3 {
         y = saxpy.call(&mut p, (x.clone(), y))?;
     }
-    // Only here the program waits.
+    // The program waits only here.
     let Some(y) = y.to_host()? else {
         return Err(Error::kernel("the values are on another process"));
     };

@@ -1,5 +1,5 @@
-//! How fast the transformer's arithmetic is on one core, without the framework: training steps of a
-//! model of four blocks, and beside them the matrix products of a step alone.
+//! Measures the transformer's arithmetic on one core, without the framework. It times training
+//! steps of a model with four blocks, and the matrix products of a step alone.
 //!
 //! `cargo run --release --bin gpt_kernels`
 
@@ -21,7 +21,7 @@ const SHAPE: BlockShape =
     BlockShape { batch: 8, time: 128, width: 128, heads_total: 4, heads: 4, hidden: 512 };
 const STEPS: u64 = 40;
 
-/// Parameters, their gradients and the optimiser's state have this form.
+/// One value per parameter: parameters, gradients and the optimiser's state have this form.
 struct Model {
     embed: EmbedParameters<Vec<f32>>,
     blocks: Vec<BlockParameters<Vec<f32>>>,
@@ -46,7 +46,7 @@ impl Model {
             for (i, value) in leaf.iter_mut().enumerate() {
                 *value = match initial {
                     Initial::Constant(value) => value as f32,
-                    // Evenly distributed values of the same deviation do as well here.
+                    // Uniform values with the same standard deviation are good enough here.
                     Initial::Normal(std) => {
                         (std * 3f64.sqrt() * random_unit(seed as u64, i as u64)) as f32
                     }
@@ -71,12 +71,12 @@ fn zeros(shape: &LeafShape) -> Vec<f32> {
     vec![0.0; shape.elements()]
 }
 
-/// One block's residuals and weight residuals.
+/// One block's inputs, interior values and gradients that are kept for the backward pass.
 type Kept = (BlockInputs<Vec<f32>>, BlockInterior<Vec<f32>>, BlockGradients<Vec<f32>>);
 
-/// Everything a step writes, made once.
+/// The buffers that a step writes, allocated once.
 struct Buffers {
-    /// The rows after the embedding and each block.
+    /// The activations after the embedding and after each block.
     rows: Vec<Vec<f32>>,
     blocks: Vec<Kept>,
     head: (HeadResiduals<Vec<f32>>, HeadGradients<Vec<f32>>),
@@ -85,7 +85,7 @@ struct Buffers {
     dx: Vec<f32>,
 }
 
-/// Where the time of the steps went.
+/// The time of each part of the steps.
 #[derive(Default)]
 struct Times {
     forward: Duration,
@@ -112,7 +112,7 @@ fn main() {
         d: rows(),
         dx: rows(),
     };
-    // A text with something to learn: each byte follows from the one before, but for some noise.
+    // A text that can be learnt: each byte follows from the one before, plus some noise.
     let text: Vec<u8> = (0..SHAPE.rows() * 16).fold(vec![1], |mut text, i| {
         let noise = (random_bits(7, i as u64) % 4) as u8;
         text.push((text[i].wrapping_mul(5).wrapping_add(noise)) % 64);
@@ -255,7 +255,7 @@ impl Products {
         Self { a: fill(1), b: fill(2), c: vec![0.0; most] }
     }
 
-    /// Inputs and outputs of each layer, and how many such layers there are.
+    /// Returns inputs and outputs of each kind of layer, and the number of such layers.
     fn layers() -> [(usize, usize, usize); 5] {
         let BlockShape { width, hidden, .. } = SHAPE;
         [
@@ -287,7 +287,8 @@ impl Products {
         }
         let (square, head) = (time * time, time * head_dim);
         for _ in 0..LAYERS * SHAPE.batch * SHAPE.heads {
-            // Scores and the gradient of the probabilities.
+            // Twice: once for the scores and once for the weighted sums, each with its two
+            // gradients.
             for _ in 0..2 {
                 matmul_nt(&mut c[..square], &a[..head], &b[..head], time, head_dim, time, false);
                 matmul(&mut c[..head], &a[..square], &b[..head], time, time, head_dim, false);

@@ -1,5 +1,5 @@
-//! Four stages that compute while their last outputs are on the way: `cargo run --release --bin
-//! overlap`.
+//! Runs four stages that compute while their last outputs are on the way: `cargo run --release
+//! --bin overlap`.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::math::matmul;
 use mpmd_examples::pipeline::gpipe;
 
-/// Run microbatches forward through four stages of two devices each, every device with a copy.
+/// Run microbatches forward through four stages of two devices each, with a copy on every device.
 #[derive(Parser)]
 struct Args {
     #[command(flatten)]
@@ -26,7 +26,7 @@ struct Args {
     /// Microbatches of a step
     #[arg(long, default_value_t = 4)]
     microbatches: usize,
-    /// Steps; each takes the last output of the one before
+    /// Number of steps; each starts with the last output of the step before
     #[arg(long, default_value_t = 10)]
     steps: usize,
 }
@@ -60,8 +60,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
         {
             let y = &mut activations[task.microbatch];
             *y = products[task.stage].call(p, (weights[task.stage].clone(), y.clone()))?;
-            // On its way at once, while this stage goes on with its next microbatch; the last
-            // stage's output goes to the first.
+            // Moved at once, while this stage computes its next microbatch. The last stage's output
+            // goes to the first.
             let next = &stages[(task.stage + 1) % stages.len()];
             *y = p.device_put(&*y, next.replicated())?;
         }
@@ -76,7 +76,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What this process holds of an array that every device of its mesh has whole.
+/// Describes an array that is replicated on its mesh: its place and size on this process. It is an
+/// error if a value is not finite.
 fn arrived(x: &MpmdArray) -> Result<String> {
     let Some(values) = x.to_host()? else {
         return Ok(format!("is a handle: {} on other processes", x.aval()));
@@ -96,7 +97,7 @@ fn arrived(x: &MpmdArray) -> Result<String> {
     ))
 }
 
-/// Fills a region with values by their place in the whole.
+/// Returns a function that fills a region with values by their position in the whole array.
 fn fill(
     value: impl Fn(u64) -> f32 + Send + Sync + 'static,
 ) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {

@@ -1,6 +1,6 @@
-//! Trains a four-stage, tensor-parallel pipeline on 8 devices, spread over however many processes
-//! there are: `cargo run --release --bin pipeline`. With `--check`: a small one whose numbers are
-//! known.
+//! Trains a four-stage, tensor-parallel pipeline on 8 devices, with any number of processes: `cargo
+//! run --release --bin pipeline`. With `--check` it runs a small job and compares its results with
+//! known figures.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use mpmd_examples::pipeline::{DEVICES, Meter, Number, Pipeline, Settings, Start,
 struct Args {
     #[command(flatten)]
     job: JobArgs,
-    /// Compare a small job with figures known beforehand; exit with 1 where one is off
+    /// Run a small job and compare its results with known figures; exit with 1 if one differs
     #[arg(long)]
     check: bool,
     /// Columns of the activations, rows and columns of the weights
@@ -29,19 +29,20 @@ struct Args {
     /// Rows of the batch
     #[arg(long, default_value_t = 256)]
     batch: usize,
-    /// Steps to train
+    /// Number of training steps
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
-    /// Microbatches of a step, whose gradients are summed
+    /// Microbatches of a step; their gradients are summed
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     microbatches: u16,
-    /// Cut the batch into the microbatches; without it each microbatch is the whole batch
+    /// Cut the batch into the microbatches; otherwise each microbatch is the whole batch
     #[arg(long)]
     slice: bool,
     /// Type of all numbers
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
-    /// Step size; by default 0.04 over the number of microbatches, whose gradients are summed
+    /// Step size; default: 0.04 divided by the number of microbatches, because their gradients are
+    /// summed
     #[arg(long)]
     learning_rate: Option<f64>,
 }
@@ -94,7 +95,7 @@ fn train<T: Number>(p: &mut Program, args: &Args) -> Result<()> {
     for step in 0..args.steps {
         let losses = job.step(p)?;
         let loss = job.mean(p, losses)?;
-        // Where the bar is drawn; the steps themselves wait for nobody who looks on.
+        // Moved to the process that draws the bar. The steps do not wait for it.
         let loss = p.device_put(&loss, Sharding::single_device(DeviceId(0)))?;
         let bar = bar.clone();
         loss.then(move |loss| {
@@ -109,7 +110,7 @@ fn train<T: Number>(p: &mut Program, args: &Args) -> Result<()> {
     }
     job.block_until_ready()?;
     let total = start.elapsed();
-    // Empty everywhere but where the losses are shown.
+    // Empty except on the process that prints the losses.
     let mut losses = Vec::new();
     for loss in shown {
         losses.extend(loss.to_host()?.map(|loss| value::<T>(&loss)).transpose()?);
@@ -126,7 +127,7 @@ fn value<T: Number>(loss: &HostArray) -> Result<f64> {
     Ok(loss.as_slice::<T>()?.iter().map(|loss| loss.to_f64()).sum())
 }
 
-/// Drawn by process 0 alone, on a terminal.
+/// Creates the progress bar: only process 0 draws it, on a terminal.
 fn progress(p: &Program, steps: u64) -> ProgressBar {
     if p.process() != ProcessId(0) {
         return ProgressBar::hidden();
@@ -140,7 +141,7 @@ fn progress(p: &Program, steps: u64) -> ProgressBar {
     bar
 }
 
-/// A table by process, printed by process 0.
+/// Prints a table of kernel times by process, on process 0.
 fn where_time_went(p: &mut Program, meter: &Meter, total: Duration) -> Result<()> {
     let mine = [meter.computing(), meter.summing(), total].map(|time| time.as_secs_f64());
     let mut lines = Vec::new();
@@ -148,7 +149,7 @@ fn where_time_went(p: &mut Program, meter: &Meter, total: Duration) -> Result<()
         let [computing, summing, total] =
             p.broadcast_value(ProcessId(process), mine, || Ok(mine))?;
         let devices = p.topology().devices_of(ProcessId(process)).len();
-        // Each device has a thread of its own, so the process has this much time to spend.
+        // Each device has its own thread, so the process has this much time in total.
         let available = total * devices as f64;
         let part = |time: f64| {
             format!("{time:>8.3} s {:>3.0} %", 100.0 * time / available.max(f64::MIN_POSITIVE))

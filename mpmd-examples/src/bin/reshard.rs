@@ -1,5 +1,6 @@
-//! Moves a tree of parameters from one mesh to another of a different shape and number of devices,
-//! shows what moves over which links, and proves every value: `cargo run --release --bin reshard`.
+//! Moves a tree of parameters between two meshes with different shapes and numbers of devices. It
+//! prints the bytes moved over each kind of link, and checks every value: `cargo run --release
+//! --bin reshard`.
 
 use std::process::ExitCode;
 
@@ -14,7 +15,7 @@ use mpmd::topology::{DeviceId, LinkClass};
 use mpmd::{ReshardOptions, tree::PrefixTree};
 use mpmd_examples::job::{self, JobArgs};
 
-/// Devices of the job.
+/// Number of devices of the job.
 const DEVICES: usize = 8;
 
 /// Move a tree of parameters between two meshes, there and back.
@@ -43,7 +44,8 @@ fn main() -> anyhow::Result<ExitCode> {
 
 fn program(p: &mut Program, args: &Args) -> Result<()> {
     let devices = |range: std::ops::Range<u32>| range.map(DeviceId).collect::<Vec<_>>();
-    // Trained on six devices, sharded over all of them; used on the last four, as two pairs.
+    // Trained on six devices, with shards on all of them. Used on the last four, as two replicas of
+    // two devices.
     let train = p.mesh_of(&[("data", 2), ("fsdp", 3)], &devices(0..6))?;
     let serve = p.mesh_of(&[("replica", 2), ("model", 2)], &devices(4..8))?;
     let trained = rules(&[(".*", r#"fsdp(["data", "fsdp"], min_size_to_shard_mb=0)"#)])?;
@@ -96,7 +98,7 @@ fn rules(rules: &[(&str, &str)]) -> Result<Strategy> {
     Ok(Strategy::parse(rules, &Registry::default())?)
 }
 
-/// What moves, leaf by leaf.
+/// Returns a table of the bytes that move, by leaf and kind of link.
 fn report(
     p: &Program,
     shapes: &Layer<ShapedArray>,
@@ -135,7 +137,7 @@ fn report(
     Ok(text + "\n")
 }
 
-/// Checks every value that this process holds; how many there are.
+/// Checks every value on this process. Returns their number.
 fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
     let mut proved = 0;
     for (path, array) in layer.leaves_with_paths() {
@@ -161,12 +163,12 @@ fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
     Ok(proved)
 }
 
-/// The stream of random numbers of a leaf.
+/// Returns the stream of random numbers of a leaf.
 fn key(path: &str) -> Key {
     path.bytes().fold(Key(0), |key, byte| key.fold_in(u64::from(byte)))
 }
 
-/// The places, in the whole array, of a region's elements in their order.
+/// Returns the positions of a region's elements in the whole array, in the region's order.
 fn elements(region: &Region, shape: &[usize]) -> Vec<u64> {
     let dims = region.ranges().zip(shape);
     dims.fold(vec![0], |outer, (range, size)| {

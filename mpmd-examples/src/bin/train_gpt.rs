@@ -1,14 +1,15 @@
-//! Trains a byte-level transformer on text as a pipeline: by default four stages in four processes.
+//! Trains a byte-level transformer on text as a pipeline, by default with four stages in four
+//! processes.
 //!
 //! ```sh
 //! cargo run --release --bin train_gpt                       # on the text of this repository
 //! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
-//! cargo run --release --features cuda --bin train_gpt -- --device cuda        # on graphics processors
-//! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # the first process without one
+//! cargo run --release --features cuda --bin train_gpt -- --device cuda        # on GPUs
+//! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # the first process on a CPU
 //! ```
 //!
 //! Ctrl-C and SIGTERM end the program after the current step of training, evaluation or sampling.
-//! It writes the files of `--save` and `--losses-out`, and its exit code is 130 or 143.
+//! It writes the files of `--save` and `--losses-out`. Its exit code is then 130 or 143.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -44,13 +45,13 @@ use signal_hook::low_level::signal_name;
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
 struct Args {
-    /// Files and folders to train on; the text of this repository where there are none
+    /// Files and folders to train on; default: the text of this repository
     paths: Vec<PathBuf>,
-    /// Blocks [default: 4; 8 where all devices are graphics processors]
+    /// Number of blocks [default: 4; 8 if all devices are GPUs]
     #[arg(long, value_parser = at_least(1))]
     layers: Option<usize>,
-    /// Columns of the rows that go from block to block; the MLPs' hidden columns are four times as
-    /// many [default: 128; 512]
+    /// Width of the model: columns of the activations between blocks. The MLPs have four times as
+    /// many hidden columns [default: 128; 512]
     #[arg(long, value_parser = at_least(1))]
     width: Option<usize>,
     /// Attention heads of a block [default: 4; 8]
@@ -62,43 +63,42 @@ struct Args {
     /// Sequences of a microbatch [default: 2; 16]
     #[arg(long, value_parser = at_least(1))]
     batch: Option<usize>,
-    /// Microbatches of a step [default: 8, or as many as the schedule's file is for]
+    /// Microbatches of a step [default: 8, or the number in the schedule's file]
     #[arg(long, value_parser = at_least(1))]
     microbatches: Option<usize>,
-    /// Updates
+    /// Number of updates
     #[arg(long, default_value_t = Config::default().rates.total as usize, value_parser = at_least(1))]
     steps: usize,
-    /// Train for this long instead: the learning rate then follows the time, and losses are not the
-    /// same from run to run
+    /// Train for this many seconds instead; the learning rate then follows the time, so losses
+    /// differ from run to run
     #[arg(long, conflicts_with = "steps")]
     seconds: Option<f64>,
-    /// Highest learning rate [default: 3e-3; 1e-3 with the default width for graphics processors]
+    /// Highest learning rate [default: 3e-3; 1e-3 with the default width for GPUs]
     #[arg(long = "lr")]
     learning_rate: Option<f64>,
-    /// Chooses the initial weights, the sequences of each step, and the continuation
+    /// Seed of the initial weights, the sequences of each step, and the sampled text
     #[arg(long, default_value_t = Config::default().seed)]
     seed: u64,
     /// Order of the passes: a built-in schedule (gpipe, 1f1b, eager, interleaved, bfs, zb-h1, zb1p,
     /// zbv, dualpipev), or a file in torch's text format
     #[arg(long, value_name = "NAME|FILE", default_value_t = Config::default().schedule)]
     schedule: String,
-    /// Stages of each rank [default: 2 where the schedule is about several, else 1]
+    /// Stages of each rank [default: 2 for schedules with several stages per rank, else 1]
     #[arg(long, value_name = "V", value_parser = at_least(1))]
     chunks: Option<usize>,
-    /// Stages of the pipeline, on all ranks together; those that no block is left for have none
-    /// [default: four ranks' worth, or as many as the schedule's file has]
+    /// Stages of the pipeline on all ranks together; surplus stages get no blocks [default: enough
+    /// for four ranks, or the number in the schedule's file]
     #[arg(long, value_parser = at_least(1))]
     stages: Option<usize>,
-    /// Keep no residuals between a stage's passes, and compute its forward pass again before the
-    /// backward one
+    /// Keep no residuals between a stage's passes; compute the forward pass again before the
+    /// backward pass
     #[arg(long)]
     recompute: bool,
-    /// Devices of each rank among which the sequences of a microbatch are divided; each stores
-    /// about one part of as many of the stage's parameters and of the optimiser's state, and
-    /// gathers the parameters for each step
+    /// Devices of each rank that share the sequences of a microbatch; each stores about 1/F of the
+    /// stage's parameters and optimiser state, and gathers the parameters for each step
     #[arg(long, value_name = "F", default_value_t = Config::default().fsdp, value_parser = at_least(1))]
     fsdp: usize,
-    /// Devices over which a stage's matrices are sharded, as many for each of those of --fsdp
+    /// Devices over which a stage's matrices are sharded, for each of the --fsdp devices
     #[arg(
         long,
         value_name = "T",
@@ -111,39 +111,39 @@ struct Args {
     /// follow from --fsdp: JSON, [["pattern", "tactic"], …]
     #[arg(long, value_name = "FILE")]
     strategy: Option<PathBuf>,
-    /// How graphics processors multiply matrices: f32 as they are, the others rounded before, which
-    /// is quicker; sums are in f32 always
+    /// Inputs of matrix products on GPUs: f32 keeps them, tf32 and bf16 round them and are faster;
+    /// sums are always in f32
     #[arg(long, value_enum, default_value_t)]
     math: ProductMath,
-    /// Print how the parameters of each stage are stored and computed with, and end
+    /// Print the stored and the computed shardings of each stage's parameters, then exit
     #[arg(long)]
     show_sharding: bool,
-    /// What the model continues at the end
+    /// Text for the model to continue after the training
     #[arg(long, default_value = "/// The ")]
     prompt: String,
-    /// How many bytes it continues it with
+    /// Number of bytes to sample after the prompt
     #[arg(long, default_value_t = 200)]
     sample: usize,
-    /// How freely: 0 takes the likeliest byte each time
+    /// Sampling temperature; 0 always takes the likeliest byte
     #[arg(long, default_value_t = 0.7)]
     temperature: f64,
-    /// End after this update; --save and --load continue the training later
+    /// Stop after this update; --save and --load can continue the training later
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
-    /// Write parameters and the optimiser's state here at the end, as safetensors
+    /// Write parameters and the optimiser's state to this file at the end, as safetensors
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
-    /// Go on from what --save has written, with any number of stages and processes
+    /// Continue from a file of --save, with any number of stages and processes
     #[arg(long, value_name = "FILE")]
     load: Option<PathBuf>,
-    /// Write each step's loss here, with all bits: step, loss, and its bits in hexadecimal
+    /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
     #[arg(long, value_name = "FILE")]
     losses_out: Option<PathBuf>,
     #[command(flatten)]
     job: JobArgs,
 }
 
-/// What matrices are multiplied as.
+/// Format of the inputs of matrix products on GPUs.
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum ProductMath {
     #[default]
@@ -163,13 +163,13 @@ impl From<ProductMath> for Math {
 }
 
 fn at_least(least: u64) -> RangedU64ValueParser<usize> {
-    // More would not fit into memory; the bound keeps products of sizes from overflowing.
+    // Larger sizes would not fit into memory. The bound prevents overflow in products of sizes.
     RangedU64ValueParser::new().range(least..=1 << 20)
 }
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    // Before any process is started, so that a path or a size that is wrong is one message.
+    // Checked before any process is started, so that a wrong path or size gives one message.
     let mut config = args.config()?;
     config.strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
     config.check()?;
@@ -182,7 +182,7 @@ fn main() -> anyhow::Result<ExitCode> {
     } else {
         Text::read(&args.paths)
     }?);
-    // Set where this process is one of the job's: a launcher hears of the signal by their exit
+    // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
     let code = job::run(&args.job, config.devices().min(4), config.devices(), |p| {
@@ -212,7 +212,7 @@ impl Args {
             time: self.time.unwrap_or(defaults.model.time),
         };
         let warmup = defaults.rates.warmup.min(total / 4);
-        // Who gives the sizes gets the same training on every kind of device.
+        // With a given width, the learning rate is the same on every kind of device.
         let usual = if self.width.is_some() { Config::default().rates } else { defaults.rates };
         let peak = self.learning_rate.unwrap_or(usual.peak);
         let rates = WarmupCosine { peak, floor: 0.05 * peak, warmup, total };
@@ -242,7 +242,7 @@ impl Args {
     }
 }
 
-/// A schedule from a file in torch's text format.
+/// Reads a schedule from a file in torch's text format.
 fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
     let text = std::fs::read_to_string(path).with_context(|| {
         let names = Builtin::ALL.map(Builtin::name).join(", ");
@@ -261,7 +261,7 @@ fn run(
     config: &Config,
     text: &Arc<Text>,
 ) -> anyhow::Result<Option<i32>> {
-    // A dry run as process 0 must leave files alone.
+    // A dry run as process 0 must not touch files.
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
     let losses_out = args.losses_out.as_deref().filter(|_| first).map(create).transpose()?;
     if first {
@@ -346,7 +346,7 @@ fn run(
     Ok(signal)
 }
 
-/// Ordered rules from a file.
+/// Reads ordered sharding rules from a file.
 fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -354,7 +354,7 @@ fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
     rules.with_context(|| format!("{}: no list of pairs [\"pattern\", \"tactic\"]", path.display()))
 }
 
-/// For each stage, how its parameters are stored and how they are computed with.
+/// Describes, for each stage, the stored and the computed shardings of its parameters.
 fn sharding_tables(config: &Config) -> anyhow::Result<String> {
     let mut text = String::new();
     for (stage, placement) in config.placements(DType::F32)?.iter().enumerate() {
@@ -368,7 +368,7 @@ fn sharding_tables(config: &Config) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// How long to train, and the learning rate on the way.
+/// The length of the training, and its learning rates.
 struct Length {
     rates: WarmupCosine,
     seconds: Option<f64>,
@@ -377,7 +377,7 @@ struct Length {
 }
 
 impl Length {
-    /// The learning rate of the step after `steps`; none at the end.
+    /// Returns the learning rate of the step after `steps` steps, or `None` at the end.
     fn rate(&self, steps: u64) -> Option<f64> {
         if self.stop_after.is_some_and(|last| steps >= last) {
             return None;
@@ -385,7 +385,7 @@ impl Length {
         let Some(seconds) = self.seconds else {
             return (steps < self.rates.total).then(|| self.rates.rate(steps + 1));
         };
-        /// Parts of the time, in the place of steps.
+        /// Number of parts of the time, used in place of steps.
         const PARTS: u64 = 1 << 20;
         let done = self.start.elapsed().as_secs_f64() / seconds;
         let rates = WarmupCosine { total: PARTS, warmup: PARTS / 16, ..self.rates };
@@ -434,7 +434,7 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
     );
 }
 
-/// Of which kinds the devices are, and how graphics processors multiply.
+/// Describes the kinds of the devices, and the precision of matrix products on GPUs.
 fn kinds_line(topology: &Topology, math: ProductMath) -> String {
     let kind = |process: usize| {
         let gpus = topology.has_kind(ProcessId(process as u32), DeviceKind::Cuda);
@@ -472,12 +472,12 @@ fn show_losses(rows: &[(String, Option<f64>)]) {
     }
 }
 
-/// Where the time of training went, by process: the same text on each.
+/// Returns a table of the time of training by process. The text is the same on each process.
 ///
-/// Ranks are spread over the processes in order. Where each has one stage, a process waits for the
-/// outputs of the one before it and for the gradients of the one after it; else for those of any.
-/// What else it waits for (the norm of all gradients, its own data) and the time in which nothing
-/// ran is the rest.
+/// Ranks are spread over the processes in order. With one stage per rank, a process waits for
+/// outputs of the process before it and for gradients of the process after it. Otherwise it waits
+/// for those of any process. The rest is idle time and other waits: for the norm of all gradients,
+/// or for its own data.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
     let one_each = trainer.config().stages == trainer.config().ranks();
     let waits = if one_each { ["waits for"; 2] } else { ["waits, outputs", "waits, gradients"] };
@@ -505,7 +505,7 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
         let (times, idle, took) =
             p.broadcast_value(ProcessId(process), mine.clone(), || Ok(mine.clone()))?;
         let devices = p.topology().devices_of(ProcessId(process)).len();
-        // Each device has a thread of its own, so the process has this much time to spend.
+        // Each device has its own thread, so the process has this much time in total.
         let available = (took * devices as f64).max(f64::MIN_POSITIVE);
         let part = |time: f64| format!("{time:>8.2} s {:>3.0} %", 100.0 * time / available);
         let busy = &times[..Pass::AllReduce as usize];
@@ -527,17 +527,17 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
             };
             table += &format!("{cell:>19}");
         }
-        // All-reduces are counted with the passes that they are in, too.
+        // All-reduces are part of the passes too, and counted in both.
         table += &format!("{:>17}{:>17}\n", part(rest), part(times[Pass::AllReduce as usize]));
     }
     if (0..processes).any(|process| p.topology().has_kind(ProcessId(process), DeviceKind::Cuda)) {
-        table += "of cuda devices this is the time in which they are given work: a trace has that \
-            in which they do it\n";
+        table += "for cuda devices this is the time of launching work; a trace shows the time \
+            in which they run it\n";
     }
     Ok(table)
 }
 
-/// What a checkpoint says of itself: updates, and the sizes that its arrays do not show.
+/// Metadata keys of a checkpoint: the number of updates, and a size that the arrays do not show.
 const STEPS: &str = "steps";
 const HEADS: &str = "heads";
 

@@ -1,5 +1,5 @@
-//! Trains a small model to predict the next byte of a text from the last 16: a pipeline of four
-//! stages, each on a device of its own, by default in four processes.
+//! Trains a small model to predict the next byte of a text from the last 16. It is a pipeline of
+//! four stages, each on its own device, by default in four processes.
 //!
 //! ```sh
 //! cargo run --release --bin train_mlp                       # on the text of this repository
@@ -26,12 +26,12 @@ use mpmd_examples::text::Text;
 /// Train a next-byte model on text, as a pipeline of four stages
 #[derive(Parser)]
 struct Args {
-    /// Files and folders to train on; the text of this repository where there are none
+    /// Files and folders to train on; default: the text of this repository
     paths: Vec<PathBuf>,
-    /// Updates
+    /// Number of updates
     #[arg(long, default_value_t = Config::default().steps, value_parser = at_least(1))]
     steps: usize,
-    /// Chooses the initial weights, and the windows of each step
+    /// Seed of the initial weights and of the windows of each step
     #[arg(long, default_value_t = Config::default().seed)]
     seed: u64,
     /// Width of a byte's embedding
@@ -46,10 +46,10 @@ struct Args {
     /// Windows of a microbatch
     #[arg(long, default_value_t = Config::default().rows, value_parser = at_least(1))]
     rows: usize,
-    /// Step size at first; it falls to a tenth of that by the end
+    /// Step size of the first update; it falls linearly to a tenth by the end
     #[arg(long = "lr", default_value_t = Config::default().learning_rate)]
     learning_rate: f64,
-    /// Write each step's loss here, with all bits: step, loss, and its bits in hexadecimal
+    /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
     #[arg(long, value_name = "FILE")]
     losses_out: Option<PathBuf>,
     #[command(flatten)]
@@ -57,15 +57,15 @@ struct Args {
 }
 
 fn at_least(least: u64) -> RangedU64ValueParser<usize> {
-    // More would not fit into memory; the bound keeps products of sizes from overflowing.
+    // Larger sizes would not fit into memory. The bound prevents overflow in products of sizes.
     RangedU64ValueParser::new().range(least..=1 << 30)
 }
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     args.job.only_on_cpus("train_mlp")?;
-    // Before any process is started, so that a path that is wrong is one message. Each reads it
-    // again.
+    // Read before any process is started, so that a wrong path gives one message. Each process
+    // reads it again.
     let text = Arc::new(if args.paths.is_empty() {
         Text::of_this_repository()
     } else {
@@ -76,7 +76,7 @@ fn main() -> anyhow::Result<ExitCode> {
 
 fn run(p: &mut Program, args: &Args, text: &Arc<Text>) -> anyhow::Result<()> {
     let config = args.config();
-    // The losses are read where the first stage is, which is here.
+    // The losses are read on the first stage, which process 0 owns.
     if p.process() != ProcessId(0) || p.is_dry_run() {
         train(p, text, &config, |_, _| {})?;
         return Ok(());
@@ -128,13 +128,13 @@ fn announce(p: &Program, text: &Text, config: &Config) {
     );
 }
 
-/// A bar on a terminal; elsewhere a line now and then.
+/// A progress bar on a terminal; otherwise a line at intervals.
 struct Progress {
     bar: ProgressBar,
     steps: usize,
     windows: usize,
     start: Instant,
-    /// From the start to the last loss.
+    /// Time from the start to the last loss.
     took: Duration,
 }
 
@@ -167,7 +167,7 @@ impl Progress {
         }
     }
 
-    /// The time the steps took.
+    /// Ends the bar. Returns the time of the steps.
     fn finish(self) -> Duration {
         self.bar.finish();
         if !self.bar.is_hidden() {

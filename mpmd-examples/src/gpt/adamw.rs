@@ -1,21 +1,21 @@
-//! AdamW, its learning rate over time, and clipping by the global norm.
+//! AdamW, its learning rate over time, and gradient clipping by the global norm.
 
 use std::f64::consts::PI;
 
 use crate::math::Real;
 
-/// The AdamW optimiser's constants: Adam with weight decay apart from the gradient (Loshchilov and
-/// Hutter, 2019).
+/// The AdamW optimiser's constants: Adam with weight decay separate from the gradient (Loshchilov
+/// and Hutter, 2019).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
-    /// Weight of the past in the mean of the gradients.
+    /// Weight of the past values in the running mean of the gradients.
     pub beta1: f64,
-    /// Weight of the past in the mean of their squares.
+    /// Weight of the past values in the running mean of the squared gradients.
     pub beta2: f64,
-    /// Keeps the division away from zero.
+    /// Small number that prevents a division by zero.
     pub epsilon: f64,
-    /// What part of a weight a step takes away, times the learning rate. For matrices; vectors
-    /// (biases, gains) are customarily spared.
+    /// Weight decay: each step subtracts this fraction of a weight, times the learning rate. It is
+    /// usual for matrices, but not for vectors (biases, gains).
     pub decay: f64,
 }
 
@@ -25,24 +25,24 @@ impl Default for AdamW {
     }
 }
 
-/// What is the same for all leaves of a step.
+/// The values of a step that all leaves share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
-    /// Updates so far and this one: counts from 1.
+    /// Number of this update, counted from 1.
     pub number: u64,
-    /// The learning rate, for instance of [`WarmupCosine`].
+    /// The learning rate, for instance from [`WarmupCosine`].
     pub rate: f64,
-    /// What gradients are multiplied by first: one over their weight, times the [`clip_factor`].
+    /// Factor of the gradients: the [`clip_factor`] divided by the weight of the loss.
     pub gradient_factor: f64,
 }
 
 impl AdamW {
-    /// One update of the leaf `w`. `mean` and `square` are the running means, zeros before the
-    /// first update.
+    /// Updates the leaf `w` once. `mean` and `square` are the running means, zeros before the first
+    /// update.
     ///
     /// # Panics
     ///
-    /// Panics where the slices differ in length or the step's number is zero.
+    /// Panics if the slices differ in length or the step's number is zero.
     pub fn update<T: Real>(
         &self,
         step: AdamStep,
@@ -58,7 +58,7 @@ impl AdamW {
             (len, len, len),
             "state and gradient"
         );
-        // The running means start at zero; these undo that for the first updates.
+        // The running means start at zero. These factors correct the bias in the first updates.
         let unbias = |beta: f64| 1.0 - beta.powf(step.number as f64);
         let rate = T::of(step.rate / unbias(self.beta1));
         let root = T::of(unbias(self.beta2).sqrt().recip());
@@ -76,21 +76,21 @@ impl AdamW {
     }
 }
 
-/// A learning rate that rises in even steps, then falls along half a cosine.
+/// A learning rate that rises linearly, then falls along half a cosine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct WarmupCosine {
-    /// The highest rate, of step `warmup`.
+    /// The highest rate, reached in step `warmup`.
     pub peak: f64,
     /// The lowest rate, from step `total` on.
     pub floor: f64,
-    /// Steps of the rise. With zero the first step already has the peak's rate, or near it.
+    /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
     pub warmup: u64,
-    /// Steps in all.
+    /// Number of all steps.
     pub total: u64,
 }
 
 impl WarmupCosine {
-    /// The rate of a step, counted from 1.
+    /// Returns the rate of a step, counted from 1.
     pub fn rate(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * step as f64 / self.warmup as f64;
@@ -104,15 +104,15 @@ impl WarmupCosine {
     }
 }
 
-/// The sum of a leaf's squares, in doubles and in the order of the elements.
+/// Returns the sum of a leaf's squares, in doubles and in the order of the elements.
 pub fn square_sum<T: Real>(leaf: &[T]) -> f64 {
     leaf.iter().fold(0.0, |sum, x| sum + x.to_f64() * x.to_f64())
 }
 
-/// What gradients whose leaves have these [`square_sum`]s, in leaf order, are to be multiplied by
-/// so that their norm, all leaves together, is at most `limit`; and that norm.
+/// Returns the factor that reduces the norm of all gradients to at most `limit`, and the norm
+/// itself. `square_sums` are the [`square_sum`]s of the leaves, in their order.
 ///
-/// A norm that is not finite gives a factor of zero or NaN: the caller should look at it.
+/// If the norm is not finite, the factor is zero or NaN: the caller should check the norm.
 pub fn clip_factor(square_sums: impl IntoIterator<Item = f64>, limit: f64) -> (f64, f64) {
     let norm = square_sums.into_iter().fold(0.0, |sum, x| sum + x).sqrt();
     (if norm <= limit { 1.0 } else { limit / norm }, norm)
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_rises_evenly_and_falls_along_a_cosine() {
+    fn rate_rises_linearly_and_falls_along_a_cosine() {
         let rates = WarmupCosine { peak: 1.0, floor: 0.2, warmup: 4, total: 12 };
         let expected = [
             (1, 0.25),
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn clipping_scales_the_norm_of_all_leaves_to_the_limit() {
+    fn clipping_scales_the_global_norm_to_the_limit() {
         let leaves = [vec![3.0f32, 0.0], vec![4.0]];
         assert_eq!(clip_factor(leaves.iter().map(|l| square_sum(l)), 2.5), (0.5, 5.0));
         assert_eq!(clip_factor(leaves.iter().map(|l| square_sum(l)), 5.0), (1.0, 5.0));

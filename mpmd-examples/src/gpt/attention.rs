@@ -1,26 +1,28 @@
 //! The block's first branch: causal self-attention.
 //!
-//! One product makes queries, keys and values of all heads of this device; they are then laid out
-//! head by head, so that each head's products are of dense matrices. Probabilities above the
-//! diagonal are zeros.
+//! One product computes queries, keys and values of all heads of this device. They are then laid
+//! out by head, so that each head's products have dense matrices. Probabilities above the diagonal
+//! are zero.
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
 use crate::next_byte::{Activation, LinearShape, linear_forward};
 
 use super::{BlockShape, lanes};
 
-/// What [`attention_forward`] leaves for the backward pass.
+/// Arrays that [`attention_forward`] writes for the backward pass.
 #[derive(Debug)]
 pub struct AttentionOutputs<'a, T> {
     /// Queries, keys and values: `[3, batch, heads, time, head_dim]`.
     pub qkv: &'a mut [T],
-    /// What each place takes from each: `[batch, heads, time, time]`, rows summing to 1.
+    /// Attention weight of each position for each other: `[batch, heads, time, time]`. Rows sum to
+    /// 1.
     pub probabilities: &'a mut [T],
-    /// What each place gathered: `[batch, time, heads * head_dim]`.
+    /// Weighted sums of the values: `[batch, time, heads * head_dim]`.
     pub context: &'a mut [T],
 }
 
-/// How many elements [`attention_forward`] and [`attention_backward_input`] want as scratch.
+/// Returns the number of scratch elements that [`attention_forward`] and
+/// [`attention_backward_input`] need.
 pub fn attention_scratch(shape: BlockShape) -> usize {
     let head = shape.time * shape.head_dim();
     let forward = 3 * shape.rows() * shape.local_width() + head;
@@ -28,13 +30,14 @@ pub fn attention_scratch(shape: BlockShape) -> usize {
     forward.max(backward)
 }
 
-/// `out = attention(x) w_out`, this device's summand; the bias of the way back is the caller's, who
-/// first adds up the summands. `x` and `out` are `[rows, width]`. The content of `scratch` is
-/// arbitrary before and after.
+/// Computes `out = attention(x) w_out`: this device's summand. The caller adds up the summands and
+/// then adds the output bias.
+///
+/// `x` and `out` are `[rows, width]`. `scratch` may have any content and is overwritten.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
+/// Panics if a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
 pub fn attention_forward<T: Real>(
     shape: BlockShape,
     out: &mut [T],
@@ -74,13 +77,15 @@ pub fn attention_forward<T: Real>(
     matmul(out, context, w_out, rows, local, shape.width, false);
 }
 
-/// From `d_out` `[rows, width]`, the gradient of the branch's whole output: `d_qkv` `[rows, 3,
-/// heads * head_dim]`, that of the projections, and `d_x` `[rows, width]`, this device's summand of
-/// that of the input. `qkv` and `probabilities` are those of [`AttentionOutputs`].
+/// Computes gradients from `d_out` `[rows, width]`, the gradient of the branch's complete output.
+///
+/// `d_qkv` `[rows, 3, heads * head_dim]` is the gradient of the projections. `d_x` `[rows, width]`
+/// is this device's summand of the gradient of the input. `qkv` and `probabilities` are those of
+/// [`AttentionOutputs`].
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
+/// Panics if a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
 pub fn attention_backward_input<T: Real>(
     shape: BlockShape,
     d_x: &mut [T],
@@ -123,17 +128,18 @@ pub fn attention_backward_input<T: Real>(
     matmul_nt(d_x, d_qkv, w_qkv, rows, 3 * local, shape.width, false);
 }
 
-/// Where one head of one sequence is in a matrix of all rows.
+/// The position of one head of one sequence in a matrix of all rows.
 struct Columns {
-    /// Of the first element.
+    /// Index of the first element.
     start: usize,
-    /// From row to row.
+    /// Distance between rows, in elements.
     stride: usize,
     head_dim: usize,
 }
 
 impl Columns {
-    /// Head and sequence `at` (`batch * heads + head`) of the `which`-th group of heads.
+    /// Returns the columns of head and sequence `at` (`batch * heads + head`) in the `which`-th
+    /// group of heads.
     fn of(shape: BlockShape, at: usize, which: usize, stride: usize) -> Self {
         let (sequence, head) = (at / shape.heads, at % shape.heads);
         let head_dim = shape.head_dim();
@@ -156,13 +162,13 @@ impl Columns {
     }
 }
 
-/// Keeps the variance of a score near that of the elements it is a sum over.
+/// Returns the factor that keeps the variance of a score near that of its summands.
 fn scale<T: Real>(shape: BlockShape) -> T {
     T::of((shape.head_dim() as f64).sqrt().recip())
 }
 
-/// Turns scores into probabilities, in place: row `i` is the softmax of its first `i + 1` elements
-/// times `scale`, then zeros.
+/// Turns scores into probabilities, in place. Row `i` becomes the softmax of its first `i + 1`
+/// elements times `scale`, followed by zeros.
 fn causal_softmax<T: Real>(scores: &mut [T], time: usize, scale: T) {
     for (i, row) in scores.chunks_exact_mut(time).enumerate() {
         let (seen, hidden) = row.split_at_mut(i + 1);
@@ -231,7 +237,7 @@ mod tests {
     fn attention_equals_its_definition() {
         let (x, w_qkv, b_qkv, w_out) = (random(24, 1), random(48, 2), random(12, 3), random(16, 4));
         let f = forward(&x, &w_qkv, &b_qkv, &w_out);
-        // [which][sequence][time][column], head h having columns 2h and 2h + 1.
+        // Index: [which][sequence][time][column]. Head h has columns 2h and 2h + 1.
         let project = |which: usize, row: usize, column: usize| -> f64 {
             let at = which * 4 + column;
             b_qkv[at] + (0..4).map(|i| x[row * 4 + i] * w_qkv[i * 12 + at]).sum::<f64>()
@@ -253,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn large_scores_neither_overflow_nor_vanish() {
+    fn softmax_of_large_scores_is_finite() {
         let mut scores = vec![1e30f32, 7.0, 7.0, 900.0, 1000.0, 7.0, -1e30, -1e30, -1e30];
         causal_softmax(&mut scores, 3, 1.0);
         assert_eq!(scores[..6], [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]);

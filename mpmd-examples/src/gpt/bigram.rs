@@ -1,17 +1,17 @@
-//! What a model has to beat: a table of which byte follows which.
+//! A baseline for models: a table of the frequencies of byte pairs.
 
 use super::BYTES;
 use crate::text::Text;
 
-/// The share of the byte frequencies in each estimate, so that no pair is impossible.
+/// The share of the byte frequencies in each estimate. It makes every pair possible.
 const UNIGRAM_SHARE: f64 = 0.05;
 
 /// Returns the cross-entropy of a bigram table of the training bytes on `sequences` of tokens and
 /// targets, in nats per byte. `None` if there are no sequences.
 ///
-/// An estimate is 0.95 of the pair's share among those with its first byte, and 0.05 of the byte's
-/// own frequency, each byte counted once more than seen: interpolation does better here than adding
-/// one to each of 65,536 pairs.
+/// An estimate is 0.95 of the pair's frequency among pairs with the same first byte, plus 0.05 of
+/// the second byte's own frequency. Each count of a single byte is one more than seen. This is
+/// better here than adding one to each of 65,536 pair counts.
 pub fn bigram_loss<'a>(
     text: &Text,
     sequences: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_of_certain_pairs_costs_next_to_nothing_and_a_random_one_its_entropy() {
+    fn loss_is_near_zero_for_certain_pairs_and_entropy_for_random() {
         let certain: Vec<u8> = (0..BLOCK * 20).map(|i| b"abcd"[i % 4]).collect();
         let loss = loss_of_held_out(certain).unwrap();
         assert!((loss + (0.95f64 + 0.05 * 0.25).ln()).abs() < 1e-3, "{loss}");
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_held_out_is_no_figure() {
+    fn loss_without_held_out_text_is_none() {
         assert_eq!(loss_of_held_out(vec![b'x'; 1000]), None);
     }
 }

@@ -1,8 +1,8 @@
 //! A pre-norm transformer block: `h = x + attention(norm1(x))`, `y = h + mlp(norm2(h))`.
 //!
-//! [`forward`], [`backward_input`] and [`backward_weight`] are the whole; the first two are made of
-//! three parts each, which meet where devices that share a block add up their summands (see the
-//! [module](super)).
+//! [`forward`], [`backward_input`] and [`backward_weight`] are the complete passes. The first two
+//! consist of three parts each. Between the parts, devices that share a block add up their summands
+//! (see the [module](super)).
 
 use crate::math::Real;
 use crate::next_byte::{LinearShape, linear_backward_weights};
@@ -21,38 +21,38 @@ super::leaves! {
         norm1_gain,
         /// Shift after the first norm.
         norm1_bias,
-        /// To queries, keys and values, in this order, each by head.
+        /// Weights from rows to queries, keys and values, in this order, each by head.
         w_qkv,
-        /// Their bias.
+        /// Bias of queries, keys and values.
         b_qkv,
-        /// From what the heads gathered back to the rows.
+        /// Weights from the heads' outputs back to the rows.
         w_out,
-        /// Its bias, added once, after devices have added up.
+        /// Output bias. It is added once, after the summands of the devices.
         b_out,
         /// Scale after the second norm.
         norm2_gain,
         /// Shift after the second norm.
         norm2_bias,
-        /// To the hidden columns.
+        /// Weights from rows to hidden columns.
         w_up,
-        /// Their bias.
+        /// Bias of the hidden columns.
         b_up,
-        /// From the hidden columns back to the rows.
+        /// Weights from the hidden columns back to the rows.
         w_down,
-        /// Its bias, added once, after devices have added up.
+        /// Output bias. It is added once, after the summands of the devices.
         b_down,
     }
 }
 
 super::leaves! {
-    /// Residuals that live until the weight gradient is done: the inputs of the layers with
-    /// parameters. Shapes: [`BlockShape::block_inputs`].
+    /// Residuals that are kept until the weight gradient: the inputs of the layers with parameters.
+    /// Shapes: [`BlockShape::block_inputs`].
     pub struct BlockInputs {
         /// The rows at mean 0 and variance 1, before the first norm's gain.
         norm1_hat,
         /// The first norm's output.
         norm1_out,
-        /// What the heads gathered.
+        /// The heads' outputs.
         context,
         /// The rows at mean 0 and variance 1, before the second norm's gain.
         norm2_hat,
@@ -64,14 +64,14 @@ super::leaves! {
 }
 
 super::leaves! {
-    /// Residuals that only the input gradient reads, and that can go after it.
-    /// Shapes: [`BlockShape::block_interior`].
+    /// Residuals that only the input gradient reads. They can be freed after it. Shapes:
+    /// [`BlockShape::block_interior`].
     pub struct BlockInterior {
         /// One over each row's standard deviation at the first norm.
         norm1_inv_std,
         /// Queries, keys and values, by head.
         qkv,
-        /// What each place takes from each, by head.
+        /// Attention weight of each position for each other, by head.
         probabilities,
         /// One over each row's standard deviation at the second norm.
         norm2_inv_std,
@@ -88,39 +88,39 @@ super::leaves! {
         d_norm1,
         /// At queries, keys and values.
         d_qkv,
-        /// At the attention branch's output, which is also that at `h`.
+        /// At the attention branch's output, which equals the gradient at `h`.
         d_attention,
         /// At the second norm's output.
         d_norm2,
         /// At the hidden columns before GELU.
         d_pre,
-        /// At the MLP branch's output, which is also that at `y`: a copy of it.
+        /// At the MLP branch's output: a copy of the gradient at `y`.
         d_mlp,
     }
 }
 
-/// How many elements [`forward`] wants as scratch.
+/// Returns the number of scratch elements that [`forward`] needs.
 ///
 /// # Panics
 ///
-/// Panics where the heads do not divide the width.
+/// Panics if the heads do not divide the width.
 pub fn forward_scratch(shape: BlockShape) -> usize {
     shape.rows() * shape.width + attention_scratch(shape)
 }
 
-/// How many elements [`backward_input`] wants as scratch.
+/// Returns the number of scratch elements that [`backward_input`] needs.
 ///
 /// # Panics
 ///
-/// Panics where the heads do not divide the width.
+/// Panics if the heads do not divide the width.
 pub fn backward_scratch(shape: BlockShape) -> usize {
     attention_scratch(shape)
 }
 
-/// The block's output `y` of `x`, both `[rows, width]`.
+/// Computes the block's output `y` from `x`, both `[rows, width]`.
 ///
-/// `reduce` is called twice with this device's summand and leaves the sum over the devices in its
-/// place; with one device it does nothing. The content of `scratch` is arbitrary before and after.
+/// Calls `reduce` twice with this device's summand. `reduce` must replace it with the sum over the
+/// devices; with one device it does nothing. `scratch` may have any content and is overwritten.
 ///
 /// # Errors
 ///
@@ -128,7 +128,7 @@ pub fn backward_scratch(shape: BlockShape) -> usize {
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`, or `scratch` is shorter than [`forward_scratch`].
+/// Panics if a slice does not fit `shape`, or `scratch` is shorter than [`forward_scratch`].
 #[expect(clippy::too_many_arguments, reason = "each is another array")]
 pub fn forward<T: Real, E>(
     shape: BlockShape,
@@ -149,11 +149,12 @@ pub fn forward<T: Real, E>(
     Ok(())
 }
 
-/// First part of [`forward`]: `partial` is this device's summand of the attention branch.
+/// Runs the first part of [`forward`]: `partial` becomes this device's summand of the attention
+/// branch.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
+/// Panics if a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
 pub fn forward_attention<T: Real>(
     shape: BlockShape,
     p: &BlockParameters<&[T]>,
@@ -170,12 +171,12 @@ pub fn forward_attention<T: Real>(
     attention_forward(shape, partial, outputs, out, (p.w_qkv, p.b_qkv, p.w_out), scratch);
 }
 
-/// Second part of [`forward`]: takes the whole attention branch from `partial` and leaves there
-/// this device's summand of the MLP branch; `y` becomes `h`.
+/// Runs the second part of [`forward`]. `partial` must hold the complete attention branch, and
+/// becomes this device's summand of the MLP branch. `y` becomes `h`.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn forward_mlp<T: Real>(
     shape: BlockShape,
     p: &BlockParameters<&[T]>,
@@ -193,19 +194,20 @@ pub fn forward_mlp<T: Real>(
     mlp_forward(shape, partial, activated, slope, out, (p.w_up, p.b_up, p.w_down));
 }
 
-/// Last part of [`forward`]: adds the whole MLP branch in `partial` to `h`.
+/// Runs the last part of [`forward`]: adds the complete MLP branch in `partial` to `h`.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other.
+/// Panics if the slices do not fit each other.
 pub fn forward_end<T: Real>(p: &BlockParameters<&[T]>, y: &mut [T], partial: &[T]) {
     add_branch(y, partial, p.b_down);
 }
 
-/// The gradient `dx` of the block's input, from `dy`, that of its output, and the weight residuals.
+/// Computes the gradient `dx` of the block's input, and the weight residuals, from `dy`, the
+/// gradient of its output.
 ///
-/// `reduce` is called twice with this device's summand and leaves the sum over the devices in its
-/// place; with one device it does nothing. The content of `scratch` is arbitrary before and after.
+/// Calls `reduce` twice with this device's summand. `reduce` must replace it with the sum over the
+/// devices; with one device it does nothing. `scratch` may have any content and is overwritten.
 ///
 /// # Errors
 ///
@@ -213,7 +215,7 @@ pub fn forward_end<T: Real>(p: &BlockParameters<&[T]>, y: &mut [T], partial: &[T
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`, or `scratch` is shorter than [`backward_scratch`].
+/// Panics if a slice does not fit `shape`, or `scratch` is shorter than [`backward_scratch`].
 #[expect(clippy::too_many_arguments, reason = "each is another array")]
 pub fn backward_input<T: Real, E>(
     shape: BlockShape,
@@ -233,11 +235,11 @@ pub fn backward_input<T: Real, E>(
     Ok(())
 }
 
-/// First part of [`backward_input`]: `gradients.d_norm2` is this device's summand.
+/// Runs the first part of [`backward_input`]: `gradients.d_norm2` becomes this device's summand.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn backward_mlp<T: Real>(
     shape: BlockShape,
     p: &BlockParameters<&[T]>,
@@ -250,12 +252,12 @@ pub fn backward_mlp<T: Real>(
     mlp_backward_input(shape, d_norm2, d_pre, dy, interior.slope, (p.w_up, p.w_down));
 }
 
-/// Second part of [`backward_input`]: takes the whole of `gradients.d_norm2`; `gradients.d_norm1`
-/// is this device's summand.
+/// Runs the second part of [`backward_input`]. `gradients.d_norm2` must hold the complete sum.
+/// `gradients.d_norm1` becomes this device's summand.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
+/// Panics if a slice does not fit `shape`, or `scratch` is shorter than [`attention_scratch`].
 pub fn backward_attention<T: Real>(
     shape: BlockShape,
     p: &BlockParameters<&[T]>,
@@ -276,11 +278,11 @@ pub fn backward_attention<T: Real>(
     attention_backward_input(shape, d_norm1, d_qkv, d_attention, kept, (p.w_qkv, p.w_out), scratch);
 }
 
-/// Last part of [`backward_input`]: takes the whole of `gradients.d_norm1`.
+/// Runs the last part of [`backward_input`]. `gradients.d_norm1` must hold the complete sum.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other.
+/// Panics if the slices do not fit each other.
 pub fn backward_end<T: Real>(
     p: &BlockParameters<&[T]>,
     (inputs, interior): (&BlockInputs<&[T]>, &BlockInterior<&[T]>),
@@ -301,7 +303,7 @@ pub fn backward_end<T: Real>(
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn backward_weight<T: Real>(
     shape: BlockShape,
     inputs: &BlockInputs<&[T]>,
@@ -320,7 +322,7 @@ pub fn backward_weight<T: Real>(
     linear_backward_weights(layer(hidden, width), d.w_down, d.b_down, inputs.activated, g.d_mlp);
 }
 
-/// `y += branch + bias`, the bias added to each row.
+/// Computes `y += branch + bias`. The bias is added to each row.
 fn add_branch<T: Real>(y: &mut [T], branch: &[T], bias: &[T]) {
     assert_eq!(y.len(), branch.len(), "elements of a branch");
     for (y, branch) in y.chunks_exact_mut(bias.len()).zip(branch.chunks_exact(bias.len())) {
@@ -411,7 +413,7 @@ mod tests {
         })
     }
 
-    /// What device `index` of two has of parameters or their gradients.
+    /// Returns the part of device `index` of two: of parameters, or of their gradients.
     fn parts_of(whole: &mut BlockParameters<Vec<f64>>, index: usize) -> BlockParameters<Vec<f64>> {
         let shapes = SHAPE.block_parameters().into_leaves();
         for ((_, leaf), shape) in fields(whole).into_iter().zip(shapes) {
@@ -476,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn two_devices_that_add_up_their_summands_equal_one() {
+    fn two_devices_that_reduce_equal_one_device() {
         let (x, dy) = (random(24, 20), random(24, 21));
         let mut whole = Device::new(SHAPE, parameters());
         whole.run(&x, &dy);
@@ -484,7 +486,7 @@ mod tests {
         let mut devices: Vec<Device> =
             (0..2).map(|index| Device::new(shape, parts_of(&mut parameters(), index))).collect();
 
-        // Each part of a pass on both devices, then what they hold added up, as the callers do.
+        // Runs each part of a pass on both devices, then adds up their summands, as callers do.
         for d in &mut devices {
             let inputs = &mut d.inputs.each_mut(|leaf| leaf.as_mut_slice());
             let interior = &mut d.interior.each_mut(|leaf| leaf.as_mut_slice());

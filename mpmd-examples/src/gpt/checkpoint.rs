@@ -1,5 +1,5 @@
-//! Named arrays in a safetensors file, independent of how many processes, stages and devices hold
-//! them.
+//! Named arrays in a safetensors file. The file does not depend on the number of processes, stages
+//! and devices.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -18,18 +18,18 @@ use mpmd::{
 };
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
-/// The longest header that is read, in bytes: far beyond any model here, and no length that a
-/// broken file could make us allocate.
+/// Longest accepted header, in bytes. It is far more than any model here needs, and limits the
+/// memory that a broken file can make us allocate.
 const LONGEST_HEADER: u64 = 16 << 20;
 
-/// Writes arrays and metadata to `path`.
+/// Writes arrays and metadata to `path`. Blocks until the file is written.
 ///
-/// The arrays move to process 0 one after another, which writes them to a file beside `path` and
-/// then puts that in its place: a reader finds the old file or the whole new one.
+/// The arrays move to process 0, one after another. Process 0 writes them to a temporary file
+/// beside `path` and then renames it. A reader sees either the old file or the complete new one.
 ///
 /// # Errors
 ///
-/// Where an array's operation failed, or the file cannot be written: on every process.
+/// If an array's operation failed or the file cannot be written. Every process gets the error.
 pub fn save(
     program: &mut Program,
     path: &Path,
@@ -68,8 +68,8 @@ fn at(path: &Path, error: &std::io::Error) -> Error {
     Error::kernel(format!("{}: {error}", path.display()))
 }
 
-/// The length and the text that a safetensors file starts with; the values follow in the order
-/// given.
+/// Returns the start of a safetensors file: the length and the text of the header. The values
+/// follow in the order of `arrays`.
 fn header(arrays: &[(String, MpmdArray)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
     let mut offset = 0;
     let mut tensors = Vec::new();
@@ -88,7 +88,7 @@ fn header(arrays: &[(String, MpmdArray)], metadata: &BTreeMap<String, String>) -
     let header =
         Metadata::new(Some(metadata), tensors).map_err(|error| wrong(error.to_string()))?;
     let mut text = serde_json::to_vec(&header).map_err(|error| wrong(error.to_string()))?;
-    // The values start at a multiple of eight.
+    // Aligns the values to a multiple of eight bytes.
     text.resize(text.len().next_multiple_of(8), b' ');
     Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
 }
@@ -112,12 +112,12 @@ fn dtype(dtype: DType) -> Option<Dtype> {
     })
 }
 
-/// A safetensors file whose header has been read; values are read by who needs them.
+/// An open safetensors file. Its header has been read; each owner reads its values in `load`.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     header: Arc<Metadata>,
-    /// Where the values start.
+    /// Offset of the values in the file, in bytes.
     start: u64,
 }
 
@@ -126,7 +126,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Where the file cannot be read, is no safetensors file, or is shorter than its header says.
+    /// If the file cannot be read, is no safetensors file, or is shorter than its header says.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|error| at(path, &error))?;
         let found = file.metadata().map_err(|error| at(path, &error))?.len();
@@ -135,17 +135,18 @@ impl Checkpoint {
         Ok(Self { path: path.to_owned(), header: Arc::new(header), start })
     }
 
-    /// What was saved beside the arrays.
+    /// Returns the value of a metadata key. `None` if the file does not have the key.
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.header.metadata().as_ref()?.get(key).map(String::as_str)
     }
 
-    /// An array of the file, with any sharding: each owner reads its own part and nothing else.
+    /// Loads an array of the file, with any sharding. Each owner reads only its own part.
     ///
     /// # Errors
     ///
-    /// Where the file has no such array, or one of another shape or dtype: the same on every
-    /// process that reads the same file. A part that cannot be read fails the array.
+    /// If the file has no such array, or one of another shape or dtype. Every process that reads
+    /// the same file gets the same error. If a part cannot be read, the operation of the array
+    /// fails.
     #[track_caller]
     pub fn load(
         &self,
@@ -171,7 +172,7 @@ impl Checkpoint {
     }
 }
 
-/// Reads the header of a file of `found` bytes; returns it and where the values start.
+/// Reads the header of a file of `found` bytes. Returns it and the offset of the values.
 fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), String> {
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|_| "no safetensors file: it has no header")?;
@@ -182,7 +183,7 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
     let mut text = vec![0; length as usize];
     file.read_exact(&mut text).map_err(|_| "cut off within its header")?;
     let header: Metadata = serde_json::from_slice(&text)
-        .map_err(|error| format!("no safetensors file: its header is no such thing ({error})"))?;
+        .map_err(|error| format!("no safetensors file: its header is invalid ({error})"))?;
     let start = 8 + length;
     let expected = start.saturating_add(header.data_len() as u64);
     if found < expected {
@@ -191,7 +192,7 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
     Ok((header, start))
 }
 
-/// Reads the values of a region, one run of neighbours at a time.
+/// Reads the values of a region, one contiguous run at a time.
 fn read_region(
     file: &File,
     start: u64,
@@ -201,7 +202,7 @@ fn read_region(
     let item = view.global().dtype().size();
     let shape = view.global().shape().to_vec();
     let bytes = view.as_bytes_mut();
-    // Dimensions that the region has whole belong to one run with the one before them.
+    // Dimensions that the region covers completely join one run with the dimension before them.
     let mut inner = shape.len();
     while inner > 0 && region.range(inner - 1) == (0..shape[inner - 1]) {
         inner -= 1;
@@ -213,7 +214,7 @@ fn read_region(
     }
     let stride = |d: usize| shape[d + 1..].iter().product::<usize>();
     for (index, part) in bytes.chunks_mut(run).enumerate() {
-        // The place of the run's first element, from the last of the outer dimensions to the first.
+        // The position of the run's first element, from the last outer dimension to the first.
         let mut rest = index;
         let mut first =
             if shape.is_empty() { 0 } else { region.range(split).start * stride(split) };
@@ -227,7 +228,8 @@ fn read_region(
     Ok(())
 }
 
-/// Host values by name, for programs that want a whole small file: tests, tools.
+/// Reads all values of a file, by name, for programs that need a complete small file: tests and
+/// tools.
 ///
 /// # Errors
 ///
@@ -268,7 +270,7 @@ mod tests {
         Ok(())
     }
 
-    /// Saves `[8, 6]` sharded both ways over four devices in two processes.
+    /// Saves a matrix `[8, 6]`, sharded in both dimensions over four devices in two processes.
     fn saved(path: &Path) -> Vec<Result<()>> {
         Simulation::new(2, 4).run(|p| {
             let mesh = p.mesh(&[("a", 2), ("b", 2)])?;
@@ -281,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_saved_is_loaded_on_other_processes_with_another_sharding() {
+    fn saved_arrays_load_with_other_processes_and_shardings() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         saved(&path).into_iter().for_each(|result| result.unwrap());
@@ -309,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn values_beyond_every_file_are_refused() {
+    fn impossible_data_offsets_are_errors() {
         let all = usize::MAX;
         let text = format!(r#"{{"w":{{"dtype":"U8","shape":[{all}],"data_offsets":[0,{all}]}}}}"#);
         let file = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), b"values"].concat();
@@ -338,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn other_tools_can_read_it() {
+    fn safetensors_crate_reads_a_saved_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         saved(&path).into_iter().for_each(|result| result.unwrap());
@@ -348,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_cannot_be_written_is_an_error_on_every_process() {
+    fn unwritable_path_is_an_error_on_every_process() {
         for result in saved(Path::new("/nonexistent/folder/model.safetensors")) {
             let error = result.unwrap_err().to_string();
             assert!(error.contains("/nonexistent/folder/model.partial"), "{error}");
@@ -373,12 +375,12 @@ mod tests {
             let error = result.unwrap_err().to_string();
             assert!(error.contains("out of ink"), "{error}");
         }
-        assert!(std::fs::read(&path).unwrap() == before, "the old file is not what it was");
+        assert!(std::fs::read(&path).unwrap() == before, "the old file has changed");
         assert_eq!(read_all(&path).unwrap()["w"].to_vec::<f32>().unwrap().len(), 48);
     }
 
     #[test]
-    fn files_that_do_not_fit_are_refused_by_name() {
+    fn mismatched_files_are_errors_that_name_the_array() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         saved(&path).into_iter().for_each(|result| result.unwrap());

@@ -1,11 +1,11 @@
-//! Where the time of kernels goes, by what they compute, and how long they were waited for.
+//! The time of kernels by kind of work, and the idle time before them.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What a kernel is at.
+/// The kind of work that a kernel does.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Pass {
     /// A stage's forward pass.
@@ -16,21 +16,20 @@ pub enum Pass {
     BackwardWeight,
     /// The optimiser.
     Update,
-    /// All-reduces, waiting for the other devices included. Also counted with the pass that they
-    /// are in.
+    /// All-reduces, including the wait for the other devices. They are also part of the pass around
+    /// them.
     AllReduce,
 }
 
 impl Pass {
-    /// All of them, in the order of [`Clock::times`].
+    /// All kinds, in the order of [`Clock::times`].
     pub const ALL: [Self; 5] =
         [Self::Forward, Self::BackwardInput, Self::BackwardWeight, Self::Update, Self::AllReduce];
 }
 
-/// Time in kernels, added up over the devices of one process. Clones count together.
+/// The time spent in kernels, summed over the devices of one process. Clones share their counters.
 ///
-/// It is time on the clock: where there are fewer cores than devices, waiting for a core counts as
-/// whatever a device was at.
+/// It is wall-clock time: with fewer cores than devices, the wait for a core counts too.
 #[derive(Clone, Debug, Default)]
 pub struct Clock {
     totals: Arc<Totals>,
@@ -38,19 +37,19 @@ pub struct Clock {
 
 #[derive(Debug)]
 struct Totals {
-    /// Tells this clock from others that count on the same thread.
+    /// Distinguishes this clock from others on the same thread.
     id: u64,
     nanos: [AtomicU64; 5],
     idle: [AtomicU64; 5],
 }
 
 thread_local! {
-    /// When this device (each has a thread of its own) ended its last kernel, and the clock of
-    /// that.
+    /// The end of the last kernel of this device, and the id of its clock. Each device has its own
+    /// thread.
     static LAST_END: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
 }
 
-/// Counts from its creation until it is dropped.
+/// Measures the time from its creation until it is dropped.
 #[derive(Debug)]
 pub struct Timer<'a> {
     totals: &'a Totals,
@@ -59,7 +58,8 @@ pub struct Timer<'a> {
 }
 
 impl Clock {
-    /// Starts to count; the time is added when the timer is dropped, on the same thread.
+    /// Starts a timer. The time is added when the timer is dropped, which must be on the same
+    /// thread.
     pub fn start(&self, pass: Pass) -> Timer<'_> {
         let start = Instant::now();
         if pass != Pass::AllReduce
@@ -71,22 +71,22 @@ impl Clock {
         Timer { totals: &self.totals, pass, start }
     }
 
-    /// The time so far of each of [`Pass::ALL`].
+    /// Returns the time so far for each of [`Pass::ALL`].
     pub fn times(&self) -> [Duration; 5] {
         self.totals.nanos.each_ref().map(read)
     }
 
-    /// How long devices had ended their last kernel and not begun the next, by what the next one
-    /// was.
+    /// Returns the time so far between the end of a kernel and the start of the next one, by the
+    /// kind of the next one.
     ///
-    /// A device runs its kernels in the order in which they were issued, so this is the time that
-    /// it took until the next one's inputs were there: computed by others, and moved. Nothing
-    /// counts before a device's first kernel.
+    /// A device runs its kernels in the order of their issue. It is therefore idle until the inputs
+    /// of the next kernel are computed and moved. The time before a device's first kernel is not
+    /// counted.
     pub fn idle(&self) -> [Duration; 5] {
         self.totals.idle.each_ref().map(read)
     }
 
-    /// The time so far in the kernels' own arithmetic: all but the all-reduces.
+    /// Returns the time so far in the kernels' own arithmetic, without the all-reduces.
     pub fn computing(&self) -> Duration {
         let [forward, input, weight, update, all_reduce] = self.times();
         (forward + input + weight + update).saturating_sub(all_reduce)
@@ -126,7 +126,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(2);
 
     #[test]
-    fn clones_count_together_and_all_reduces_are_no_computing() {
+    fn clones_share_times_and_computing_excludes_all_reduces() {
         let clock = Clock::default();
         let start = Instant::now();
         {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_counts_to_the_pass_that_ends_it() {
+    fn idle_time_counts_for_the_next_pass() {
         let (clock, other) = (Clock::default(), Clock::default());
         drop(clock.start(Pass::Forward));
         assert_eq!(clock.idle(), [Duration::ZERO; 5], "nothing before the first");
@@ -157,7 +157,7 @@ mod tests {
         assert_eq!([forward, weight, update, all_reduce], [Duration::ZERO; 4]);
         drop(other.start(Pass::Update));
         assert_eq!(other.idle(), [Duration::ZERO; 5], "the pause was another clock's");
-        // Another thread is another device.
+        // Another thread counts as another device.
         std::thread::scope(|scope| scope.spawn(|| drop(clock.start(Pass::Update))).join()).unwrap();
         assert_eq!(clock.idle()[3], Duration::ZERO);
     }

@@ -1,4 +1,4 @@
-//! The sequences that a transformer learns from and is tested with, made where they are needed.
+//! Sequences for training and evaluation. Each process makes those that its devices need.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use mpmd::topology::Mesh;
 use super::placement::DATA_AXIS;
 use crate::text::Text;
 
-/// A text cut into sequences of one length. Clones share it.
+/// A text cut into sequences of one length. Clones share the text.
 #[derive(Clone, Debug)]
 pub struct Sequences {
     text: Arc<Text>,
@@ -17,16 +17,16 @@ pub struct Sequences {
     held_out: Arc<[Sequence]>,
 }
 
-/// Tokens, and the byte that follows each.
+/// Tokens, and the byte that follows each of them.
 type Sequence = (Vec<u8>, Vec<u8>);
 
 impl Sequences {
-    /// Cuts the text into sequences of `time` tokens. At most `most_held_out` held-out sequences
-    /// are kept, spread evenly over the text.
+    /// Cuts the text into sequences of `time` tokens. Keeps at most `most_held_out` held-out
+    /// sequences, spread evenly over the text.
     ///
     /// # Errors
     ///
-    /// Where no run of training blocks is that long, or `time` is zero.
+    /// If no run of training blocks is that long, or if `time` is zero.
     pub fn new(text: &Arc<Text>, time: usize, most_held_out: usize) -> Result<Self> {
         if time == 0 || text.sequence(0, 0, 0, time).is_none() {
             let problem =
@@ -41,22 +41,22 @@ impl Sequences {
         Ok(Self { text: text.clone(), time, held_out })
     }
 
-    /// How many held-out sequences there are.
+    /// Returns the number of held-out sequences.
     pub fn held_out_len(&self) -> usize {
         self.held_out.len()
     }
 
-    /// The held-out sequences: tokens, and the byte that follows each.
+    /// Returns the held-out sequences: tokens, and the byte that follows each.
     pub fn held_out(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         self.held_out.iter().map(|(tokens, targets)| (&tokens[..], &targets[..]))
     }
 
-    /// Tokens (on `first`) and targets (on `last`) of the rows of a step, `[rows, time]` each,
-    /// divided over [`DATA_AXIS`].
+    /// Makes the tokens (on `first`) and the targets (on `last`) of a step. Each array is `[rows,
+    /// time]`, divided over [`DATA_AXIS`].
     ///
-    /// They are in such an order that the first of as many `microbatches`, which has the first part
-    /// of each device's rows, has the first rows of the step, and so on: however many devices there
-    /// are, the same rows come together.
+    /// The order of the rows makes each of the `microbatches` the same for any number of devices. A
+    /// microbatch takes one part of each device's rows. The first microbatch gets the first rows of
+    /// the step, and so on.
     ///
     /// # Errors
     ///
@@ -82,8 +82,8 @@ impl Sequences {
         })
     }
 
-    /// Tokens and targets of held-out sequences, each `copies` times, `[rows * copies, time]` each,
-    /// divided over [`DATA_AXIS`].
+    /// Makes tokens and targets of held-out sequences, each repeated `copies` times. Each array is
+    /// `[rows * copies, time]`, divided over [`DATA_AXIS`].
     ///
     /// # Errors
     ///
@@ -129,8 +129,8 @@ impl Sequences {
     }
 }
 
-/// The row of a step at a place of its array: microbatch after microbatch within the part of each
-/// device.
+/// Returns the step's row at a position of its array. Each device's part has its rows microbatch by
+/// microbatch.
 fn row_at(place: usize, rows: usize, devices: usize, microbatches: usize) -> usize {
     let part = rows / devices / microbatches;
     let (device, within) = (place / (part * microbatches), place % (part * microbatches));
@@ -138,7 +138,7 @@ fn row_at(place: usize, rows: usize, devices: usize, microbatches: usize) -> usi
     (microbatch * devices + device) * part + at
 }
 
-/// Which half of a sequence.
+/// One half of a sequence.
 #[derive(Clone, Copy)]
 enum Side {
     Tokens,
@@ -153,7 +153,7 @@ mod tests {
     use crate::text::BLOCK;
 
     #[test]
-    fn tokens_and_targets_are_the_texts_sequences_wherever_they_are_made() {
+    fn tokens_and_targets_match_the_text_on_every_process() {
         let text = Arc::new(
             Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap(),
         );
@@ -181,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn microbatches_have_the_same_rows_whatever_the_devices() {
-        // Of each device's part of 12 rows in 3 microbatches, a third goes to each microbatch.
+    fn microbatches_have_the_same_rows_for_any_devices() {
+        // Each microbatch gets a third of each device's part of 12 rows.
         for devices in [1, 2, 4] {
             let (own, part) = (12 / devices, 12 / devices / 3);
             for microbatch in 0..3 {
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_held_out_sequences_follow_each_other() {
+    fn copies_of_a_held_out_sequence_are_adjacent() {
         let text = Arc::new(
             Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap(),
         );
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn held_out_sequences_are_a_bounded_even_share() {
+    fn held_out_sequences_are_bounded_and_evenly_spread() {
         let bytes = (0..40 * BLOCK).map(|i| (i / 32) as u8).collect();
         let text = Arc::new(Text::of_files(&[bytes]).unwrap());
         let all = text.held_out_sequences(8);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_too_short_is_an_error() {
+    fn text_that_is_too_short_is_an_error() {
         let text = Arc::new(Text::of_files(&[vec![b'x'; 99]]).unwrap());
         assert!(Sequences::new(&text, 100, 9).is_err() && Sequences::new(&text, 0, 9).is_err());
         assert_eq!(Sequences::new(&text, 99, 9).unwrap().held_out_len(), 0);

@@ -1,4 +1,4 @@
-//! Bytes and their places become rows: the model's entrance.
+//! The first layer of the model: turns bytes and their positions into rows.
 
 use crate::math::Real;
 
@@ -9,16 +9,17 @@ super::leaves! {
     pub struct EmbedParameters {
         /// A row for each byte value: `[BYTES, width]`.
         bytes,
-        /// A row for each place of a sequence: `[time, width]`.
+        /// A row for each position of a sequence: `[time, width]`.
         positions,
     }
 }
 
-/// `x = bytes[token] + positions[place]`: `tokens` `[batch, time]`, `x` `[batch, time, width]`.
+/// Computes `x = bytes[token] + positions[place]`: `tokens` `[batch, time]`, `x` `[batch, time,
+/// width]`.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn embed_forward<T: Real>(
     shape: BlockShape,
     p: &EmbedParameters<&[T]>,
@@ -36,15 +37,14 @@ pub fn embed_forward<T: Real>(
     }
 }
 
-/// *Adds* the gradients of both tables, from `dx`, that of [`embed_forward`]'s `x`, in the order of
-/// the rows.
+/// *Adds* the gradients of both tables, in the order of the rows. `dx` is the gradient of
+/// [`embed_forward`]'s `x`.
 ///
-/// The embedding has nothing to propagate to: its residual is the tokens, its weight residual is
-/// `dx`.
+/// No layer precedes the embedding. Its residual is the tokens, and its weight residual is `dx`.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn embed_backward_weight<T: Real>(
     shape: BlockShape,
     gradients: &mut EmbedParameters<&mut [T]>,
@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn gradients_equal_finite_differences() {
         let shape = BlockShape { batch: 2, time: 3, width: 2, heads_total: 1, heads: 1, hidden: 1 };
-        // A byte met three times gets three gradients.
+        // A byte that occurs three times gets three gradients.
         let tokens = [7, 255, 7, 0, 7, 9];
         let mut p = EmbedParameters { bytes: random(BYTES * 2, 1), positions: random(6, 2) };
         let dx = random(12, 3);

@@ -1,4 +1,4 @@
-//! From rows to logits and a loss: the model's exit.
+//! The last layers of the model: turns rows into logits and a loss.
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
 
@@ -19,7 +19,7 @@ super::leaves! {
 }
 
 super::leaves! {
-    /// What the head's forward pass leaves for the backward pass.
+    /// Arrays that the head's forward pass writes for the backward pass.
     pub struct HeadResiduals {
         /// The rows at mean 0 and variance 1: `[batch, time, width]`.
         norm_hat,
@@ -42,12 +42,12 @@ super::leaves! {
     }
 }
 
-/// The logits `[rows, BYTES]` of `x` `[rows, width]`, written to `residuals.probabilities`; the
-/// other residuals are as after [`forward`].
+/// Writes the logits `[rows, BYTES]` of `x` `[rows, width]` to `residuals.probabilities`. The other
+/// residuals are as after [`forward`].
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn logits<T: Real>(
     shape: BlockShape,
     p: &HeadParameters<&[T]>,
@@ -60,12 +60,12 @@ pub fn logits<T: Real>(
     matmul(probabilities, out, p.weight, shape.rows(), shape.width, BYTES, false);
 }
 
-/// The sum over the rows of the cross-entropy of `targets` `[rows]` in nats, and the number of
-/// rows.
+/// Returns the sum over the rows of the cross-entropy of `targets` `[rows]`, in nats, and the
+/// number of rows.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn forward<T: Real>(
     shape: BlockShape,
     p: &HeadParameters<&[T]>,
@@ -77,11 +77,12 @@ pub fn forward<T: Real>(
     cross_entropy(residuals.probabilities, targets)
 }
 
-/// The gradient `dx` of the head's input, and the weight residuals, of the loss sum times `factor`.
+/// Computes the gradient `dx` of the head's input, and the weight residuals. The loss is the loss
+/// sum times `factor`.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn backward_input<T: Real>(
     shape: BlockShape,
     p: &HeadParameters<&[T]>,
@@ -98,12 +99,12 @@ pub fn backward_input<T: Real>(
     norm_backward_input(dx, d_norm, residuals.norm_hat, residuals.norm_inv_std, p.norm_gain);
 }
 
-/// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in
-/// this order.
+/// *Adds* the gradients of the parameters. The residuals are `norm_hat` and `norm_out`, in this
+/// order.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn backward_weight<T: Real>(
     shape: BlockShape,
     (norm_hat, norm_out): (&[T], &[T]),

@@ -1,21 +1,21 @@
-//! Sums and maxima of slices in a fixed order that fills the lanes of a vector register.
+//! Sums and maxima of slices, in a fixed order that fills the lanes of a vector register.
 //!
-//! Floating-point addition is not associative, so the compiler may not reorder a plain loop's sum
-//! and leaves it scalar. Here the order is written down: element `i` goes to partial result `i %
-//! 16`, the rest (fewer than 16) to the first ones, and the 16 are combined pairwise. The result
-//! depends on the values alone, not on the machine.
+//! Floating-point addition is not associative. The compiler may not reorder a plain loop's sum, so
+//! it stays scalar. The order here is explicit: element `i` is added to partial result `i % 16`,
+//! and the 16 results are combined pairwise. The result depends only on the values, not on the
+//! machine.
 
 use crate::math::Real;
 
-/// Enough for four independent chains of the narrowest registers.
+/// Enough for four independent chains of the narrowest vector registers.
 const LANES: usize = 16;
 
-/// The sum of the elements.
+/// Returns the sum of the elements.
 pub(super) fn sum<T: Real>(x: &[T]) -> T {
     sum_of(x, |x| x)
 }
 
-/// The sum of `f` of each element.
+/// Returns the sum of `f` of each element.
 #[inline(always)]
 pub(super) fn sum_of<T: Real>(x: &[T], f: impl Fn(T) -> T) -> T {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -31,11 +31,11 @@ pub(super) fn sum_of<T: Real>(x: &[T], f: impl Fn(T) -> T) -> T {
     combine(lanes, |a, b| a + b)
 }
 
-/// The sum of the products of elements at the same place.
+/// Returns the sum of the products of corresponding elements.
 ///
 /// # Panics
 ///
-/// Panics where the lengths differ.
+/// Panics if the lengths differ.
 pub(super) fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     assert_eq!(x.len(), y.len(), "elements of a dot product");
     let ((x_chunks, x_rest), (y_chunks, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
@@ -51,11 +51,11 @@ pub(super) fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     combine(lanes, |a, b| a + b)
 }
 
-/// The largest element; a NaN among others may be passed over, and shows in their exponentials.
+/// Returns the largest element. It may ignore a NaN, which later shows in the exponentials.
 ///
 /// # Panics
 ///
-/// Panics where there is none.
+/// Panics if `x` is empty.
 pub(super) fn max<T: Real>(x: &[T]) -> T {
     let larger = |a: T, b: T| if b > a { b } else { a };
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -88,9 +88,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_length_is_reduced_whole() {
+    fn reductions_use_all_elements_of_any_length() {
         for len in 1..70 {
-            // Whole numbers: every order gives the same sum.
+            // Integers: every order gives the same sum.
             let x: Vec<f32> = (0..len).map(|i| ((i * 37) % 23) as f32 - 11.0).collect();
             let y: Vec<f32> = (0..len).map(|i| ((i * 5) % 7) as f32).collect();
             assert_eq!(sum(&x), x.iter().sum::<f32>(), "{len}");

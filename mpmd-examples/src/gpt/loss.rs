@@ -1,17 +1,17 @@
-//! Cross-entropy of what came next, in nats.
+//! Cross-entropy of the next byte, in nats.
 
 use crate::math::Real;
 
 use super::{BYTES, lanes};
 
-/// Turns logits into probabilities in place, both `[rows, BYTES]`, and gives the sum over the rows
-/// of the cross-entropy of `targets` `[rows]`, and the number of rows.
+/// Turns logits into probabilities in place, both `[rows, BYTES]`. Returns the sum over the rows of
+/// the cross-entropy of `targets` `[rows]`, and the number of rows.
 ///
-/// The sum is of doubles, in the order of the rows.
+/// The sum is in doubles, in the order of the rows.
 ///
 /// # Panics
 ///
-/// Panics where the two do not fit each other.
+/// Panics if the two do not fit each other.
 pub fn cross_entropy<T: Real>(probabilities: &mut [T], targets: &[u8]) -> (f64, usize) {
     assert_rows(probabilities.len(), targets);
     let mut sum = 0.0;
@@ -31,12 +31,13 @@ pub fn cross_entropy<T: Real>(probabilities: &mut [T], targets: &[u8]) -> (f64, 
     (sum, targets.len())
 }
 
-/// The gradient of the sum of [`cross_entropy`] times `factor` (one over the rows of the whole
-/// batch, for instance) with respect to the logits, from the probabilities that it left.
+/// Computes the gradient of the [`cross_entropy`] sum with respect to the logits, times `factor`.
+/// `probabilities` are those of [`cross_entropy`]. `factor` is, for instance, one over the number
+/// of rows of the whole batch.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other.
+/// Panics if the slices do not fit each other.
 pub fn cross_entropy_gradient<T: Real>(
     d_logits: &mut [T],
     probabilities: &[T],
@@ -65,7 +66,7 @@ mod tests {
     use crate::gpt::testing::{assert_gradient, random};
 
     #[test]
-    fn even_logits_cost_the_logarithm_of_the_number_of_bytes() {
+    fn loss_of_equal_logits_is_ln_256() {
         let mut logits = vec![3.0f32; 2 * BYTES];
         let (sum, rows) = cross_entropy(&mut logits, &[0, 255]);
         assert!((sum - 2.0 * 256.0f64.ln()).abs() < 1e-5, "{sum}");
@@ -84,14 +85,14 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_shows() {
+    fn nan_logit_gives_nan_loss() {
         let mut logits = vec![0.0f32; BYTES];
         logits[100] = f32::NAN;
         assert!(cross_entropy(&mut logits, &[3]).0.is_nan());
     }
 
     #[test]
-    fn the_gradient_equals_finite_differences() {
+    fn gradient_equals_finite_differences() {
         let targets = [5, 200, 5];
         let mut logits = [random(3 * BYTES, 1)];
         let mut probabilities = logits[0].clone();

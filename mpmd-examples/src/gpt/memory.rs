@@ -1,35 +1,35 @@
-//! The memory of a training, by process: what its plan says before it runs, and what it took.
+//! The memory of a training by process: the planned amount, and the amount used.
 
 use mpmd::pipeline::StepDeviceMemory;
 use mpmd::prelude::*;
 use mpmd::{MemoryUse, ProcessId};
 
-/// What all processes expect, in their order.
+/// The planned memory of all processes, in their order.
 #[derive(Clone, Debug)]
 pub struct Expected(Vec<Memory>);
 
-/// Bytes.
+/// Planned memory of one process, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
     expected: u64,
     at_most: u64,
 }
 
-/// What a process took.
+/// Memory that a process used, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
-    /// At most at a time, in its devices' memory and on the way between processes.
+    /// Peak use, in its devices' memory and in staging buffers between processes.
     pub peak: u64,
-    /// What was mapped after the steps that warm it up.
+    /// Memory mapped after the warm-up steps.
     pub mapped_later: u64,
 }
 
 impl Expected {
-    /// What `mine` is to each process: the same on all of them.
+    /// Collects `mine` from all processes. The result is the same on all of them.
     ///
     /// # Errors
     ///
-    /// Where the job fails.
+    /// If the job fails.
     pub fn agree(p: &mut Program, mine: StepDeviceMemory) -> Result<Self> {
         let all = (0..p.processes() as u32).map(|process| {
             let mine = (mine.expected, mine.at_most);
@@ -39,18 +39,19 @@ impl Expected {
         Ok(Self(all.collect::<Result<_>>()?))
     }
 
-    /// A line for before the run.
+    /// Returns a line to print before the run.
     pub fn line(&self) -> String {
         let all: Vec<String> = self.0.iter().map(|one| mib(one.expected)).collect();
         let most = self.0.iter().map(|one| one.at_most).max().unwrap_or_default();
         format!("memory: {} MiB expected by process, {} MiB at most", all.join(", "), mib(most))
     }
 
-    /// A line for each process, with what it took: the same on all of them.
+    /// Returns a line for each process, with its planned and used memory. The text is the same on
+    /// all processes.
     ///
     /// # Errors
     ///
-    /// Where the job fails.
+    /// If the job fails.
     pub fn beside(&self, p: &mut Program, mine: Taken) -> Result<String> {
         let mut lines = String::new();
         for (process, Memory { expected, .. }) in self.0.iter().enumerate() {
@@ -71,10 +72,10 @@ impl Expected {
 }
 
 impl Taken {
-    /// The steps that may ask the system for memory.
+    /// Number of the warm-up steps: only they may map memory.
     pub const WARM_UP: u64 = 3;
 
-    /// From what was in use after those steps, and at the end.
+    /// Computes the memory used from the state after the warm-up steps and at the end.
     pub fn new(warm: MemoryUse, end: MemoryUse) -> Self {
         Self {
             peak: end.recent_peak + end.staging_recent_peak,
@@ -83,7 +84,7 @@ impl Taken {
     }
 }
 
-/// With a digit behind the point.
+/// Formats bytes as MiB with one decimal.
 fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }

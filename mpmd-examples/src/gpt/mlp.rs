@@ -1,23 +1,26 @@
 //! The block's second branch: a layer to `hidden` columns, GELU, and a layer back.
 //!
-//! GELU is in the tanh form, `x/2 (1 + tanh u)` with `u = sqrt(2/pi) (x + 0.044715 x^3)`, computed
-//! as the equal `x / (1 + e^(-2u))`: one exponential and one division for value and slope together.
+//! GELU is in the tanh form, `x/2 (1 + tanh u)` with `u = sqrt(2/pi) (x + 0.044715 x^3)`. It is
+//! computed as `x / (1 + e^(-2u))`, which is equal. Value and slope together need one exponential
+//! and one division.
 
 use crate::math::{Real, matmul, matmul_nt};
 use crate::next_byte::{Activation, LinearShape, linear_forward};
 
 use super::BlockShape;
 
-/// The part of `u` that is a cube.
+/// The factor of the cube in `u`.
 const CUBE: f64 = 0.044_715;
 
-/// `out = gelu(x w_up + b_up) w_down`, this device's summand; the bias of the way back is the
-/// caller's, who first adds up the summands. `x` and `out` are `[rows, width]`; `activated` and
-/// `slope` (GELU's value and its derivative), `[rows, hidden]`, are left for the backward pass.
+/// Computes `out = gelu(x w_up + b_up) w_down`: this device's summand. The caller adds up the
+/// summands and then adds the output bias.
+///
+/// `x` and `out` are `[rows, width]`. `activated` (GELU's value) and `slope` (its derivative) are
+/// `[rows, hidden]`, for the backward pass.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn mlp_forward<T: Real>(
     shape: BlockShape,
     out: &mut [T],
@@ -29,19 +32,20 @@ pub fn mlp_forward<T: Real>(
     let BlockShape { width, hidden, .. } = shape;
     let rows = shape.rows();
     let up = LinearShape { rows, inputs: width, outputs: hidden };
-    // The sums before GELU are needed only here, so the slopes take their place.
+    // The sums before GELU are needed only here, so the slopes overwrite them.
     linear_forward(up, Activation::Identity, slope, x, w_up, b_up);
     gelu(activated, slope);
     matmul(out, activated, w_down, rows, hidden, width, false);
 }
 
-/// From `d_out` `[rows, width]`, the gradient of the branch's whole output: `d_pre` `[rows,
-/// hidden]`, that of the sums before GELU, and `d_x` `[rows, width]`, this device's summand of that
-/// of the input.
+/// Computes gradients from `d_out` `[rows, width]`, the gradient of the branch's complete output.
+///
+/// `d_pre` `[rows, hidden]` is the gradient of the sums before GELU. `d_x` `[rows, width]` is this
+/// device's summand of the gradient of the input.
 ///
 /// # Panics
 ///
-/// Panics where a slice does not fit `shape`.
+/// Panics if a slice does not fit `shape`.
 pub fn mlp_backward_input<T: Real>(
     shape: BlockShape,
     d_x: &mut [T],
@@ -60,11 +64,11 @@ pub fn mlp_backward_input<T: Real>(
     matmul_nt(d_x, d_pre, w_up, rows, hidden, width, false);
 }
 
-/// GELU of each element of `x`, which is replaced by the derivative there.
+/// Writes GELU of each element of `x` to `y`, and replaces the element by the derivative there.
 ///
 /// # Panics
 ///
-/// Panics where the lengths differ.
+/// Panics if the lengths differ.
 pub fn gelu<T: Real>(y: &mut [T], x: &mut [T]) {
     assert_eq!(y.len(), x.len(), "elements of GELU");
     // 2u = (twice + twice_cube x^2) x.
@@ -87,7 +91,7 @@ mod tests {
     use crate::next_byte::linear_backward_weights;
 
     #[test]
-    fn gelu_equals_its_definition_and_the_slope_its_derivative() {
+    fn gelu_and_its_slope_match_the_definition() {
         let exact = |x: f64| {
             let u = (2.0 / std::f64::consts::PI).sqrt() * (x + CUBE * x.powi(3));
             0.5 * x * (1.0 + u.tanh())

@@ -1,22 +1,24 @@
 //! The arithmetic of a byte-level decoder-only transformer, as plain functions on slices.
 //!
-//! [`embed`] turns bytes into rows, [`block`]s (causal [`attention`], then an [`mlp`], each behind
-//! a layer [`norm`] and beside a path that skips it) transform them, the [`head`] turns them into
-//! logits and a [`loss`]; [`adamw`] updates parameters. Every backward pass is in two halves, as
-//! pipelines need it: `backward_input` gives what the part before waits for and leaves the *weight
-//! residuals* (the gradients at the output of each layer that has parameters), from which
-//! `backward_weight` can be done later. Gradients of parameters are *added* to what is there;
-//! everything else is written over.
+//! [`embed`] turns bytes into rows: one vector of `width` columns for each position. [`block`]s
+//! transform the rows. A block is causal [`attention`], then an [`mlp`], each after a layer
+//! [`norm`] and beside a residual path. The [`head`] computes logits and a [`loss`]. [`adamw`]
+//! updates parameters.
 //!
-//! All matrices are dense and row-major, `rows` stands for `[batch, time]`, and a weight `[inputs,
+//! Every backward pass has two halves, for pipelines. `backward_input` computes the gradient that
+//! the part before waits for. It also writes the *weight residuals*: the gradients at the output of
+//! each layer with parameters. `backward_weight` can use them later. Gradients of parameters are
+//! *added* to the values in their buffers. All other results overwrite theirs.
+//!
+//! All matrices are dense and row-major. `rows` stands for `[batch, time]`. A weight `[inputs,
 //! outputs]` is applied as `x w`. Sums run in a fixed order on the calling thread.
 //!
 //! # Arrays
 //!
-//! "Sharded" names the dimension that tensor parallelism splits; everything else is the same on
-//! every device of a model-parallel group. `heads` and `hidden` are a device's own where the shape
-//! is local. Gradients and the optimiser's state have their parameter's shape. [`BlockShape`]'s
-//! methods give the same table as data, and what parameters start from.
+//! "Sharded" names the dimension that tensor parallelism splits. All other dimensions are the same
+//! on every device of a model-parallel group. In a local shape, `heads` and `hidden` are those of
+//! the device. Gradients and the optimiser's state have their parameter's shape. [`BlockShape`]'s
+//! methods return the same shapes as data, and the initial values of parameters.
 //!
 //! | parameter | shape | sharded |
 //! |---|---|---|
@@ -60,19 +62,20 @@
 //!
 //! # Tensor parallelism
 //!
-//! Of each block's two branches a device computes one summand of the output, and of the gradient of
-//! the branch's input. So there are four places where devices add up `[rows, width]` values: two in
-//! the forward pass and two in the input gradient. [`block::forward`] and [`block::backward_input`]
-//! call back there, and their parts are public for callers that want to be in between themselves.
-//! What is replicated gets the same gradient on every device, so nothing else is reduced.
+//! For each of a block's two branches, a device computes one summand of the output, and one of the
+//! gradient of the branch's input. Devices therefore add up `[rows, width]` values in four places:
+//! two in the forward pass and two in the input gradient. [`block::forward`] and
+//! [`block::backward_input`] call a function of the caller there. Their parts are public, for
+//! callers that reduce between them. Replicated parameters get the same gradient on every device,
+//! so no other value is reduced.
 //!
 //! # Fully sharded data parallelism
 //!
-//! The sequences of a microbatch can be divided, too; [`placement`] says where parameters are then.
+//! The sequences of a microbatch can also be divided: see [`placement`].
 //!
 //! # CUDA devices
 //!
-//! The module `cuda` has the same for them: other functions, the same arrays and residuals.
+//! The module `cuda` has the same functions for CUDA devices, with the same arrays and residuals.
 
 pub mod adamw;
 pub mod attention;
@@ -103,7 +106,7 @@ pub mod train;
 
 pub use shape::{BlockShape, Initial, LeafShape};
 
-/// How many values a byte has, and the head logits.
+/// Number of values of a byte, which is also the number of logits.
 pub const BYTES: usize = crate::next_byte::BYTES;
 
 /// Declares a structure of arrays that is a [`Tree`](mpmd::tree::Tree), with the maps that
@@ -117,17 +120,18 @@ macro_rules! leaves {
         }
 
         impl<L> $name<L> {
-            /// What `f` makes of a reference to every leaf, in order.
+            /// Applies `f` to a reference to every leaf, in order. Returns the results as a tree.
             pub fn each<'a, M>(&'a self, mut f: impl FnMut(&'a L) -> M) -> $name<M> {
                 $name { $($field: f(&self.$field),)* }
             }
 
-            /// What `f` makes of every leaf, each borrowed for writing, in order.
+            /// Applies `f` to a mutable reference to every leaf, in order. Returns the results as a
+            /// tree.
             pub fn each_mut<'a, M>(&'a mut self, mut f: impl FnMut(&'a mut L) -> M) -> $name<M> {
                 $name { $($field: f(&mut self.$field),)* }
             }
 
-            /// As [`each`](Self::each), where `f` can fail.
+            /// Does the same as [`each`](Self::each), for a fallible `f`.
             ///
             /// # Errors
             ///
@@ -139,7 +143,7 @@ macro_rules! leaves {
                 Ok($name { $($field: f(&self.$field)?,)* })
             }
 
-            /// As [`each_mut`](Self::each_mut), where `f` can fail.
+            /// Does the same as [`each_mut`](Self::each_mut), for a fallible `f`.
             ///
             /// # Errors
             ///

@@ -1,12 +1,12 @@
-//! Layer norm: each row brought to mean 0 and variance 1, then scaled and shifted by column.
+//! Layer norm: scales each row to mean 0 and variance 1, then scales and shifts each column.
 
 use super::lanes;
 use crate::math::Real;
 
-/// Keeps the division away from zero.
+/// Small number that prevents a division by zero.
 pub const EPSILON: f64 = 1e-5;
 
-/// What [`norm_forward`] writes: its result `out`, and the rest for the backward pass.
+/// Arrays that [`norm_forward`] writes: the result `out`, and the others for the backward pass.
 #[derive(Debug)]
 pub struct NormOutputs<'a, T> {
     /// The rows at mean 0 and variance 1: `[rows, width]`.
@@ -21,7 +21,7 @@ pub struct NormOutputs<'a, T> {
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other, or the width is zero.
+/// Panics if the slices do not fit each other, or the width is zero.
 pub fn norm_forward<T: Real>(outputs: NormOutputs<'_, T>, x: &[T], gain: &[T], bias: &[T]) {
     let NormOutputs { hat, inv_std, out } = outputs;
     let width = gain.len();
@@ -45,11 +45,11 @@ pub fn norm_forward<T: Real>(outputs: NormOutputs<'_, T>, x: &[T], gain: &[T], b
     }
 }
 
-/// *Adds* the gradient of `x` to `dx`, from `d_out`, that of the result.
+/// *Adds* the gradient of `x` to `dx`. `d_out` is the gradient of the result.
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other, or the width is zero.
+/// Panics if the slices do not fit each other, or the width is zero.
 pub fn norm_backward_input<T: Real>(
     dx: &mut [T],
     d_out: &[T],
@@ -67,7 +67,8 @@ pub fn norm_backward_input<T: Real>(
         for ((d_hat, d_out), gain) in d_hat.iter_mut().zip(d_out).zip(gain) {
             *d_hat = *d_out * *gain;
         }
-        // Mean and variance of the row follow its elements; these two take that part back out.
+        // Mean and variance depend on all elements of the row. These terms subtract their part of
+        // the gradient.
         let mean = lanes::sum(&d_hat) * share;
         let along = lanes::dot(&d_hat, hat) * share;
         for ((dx, d_hat), hat) in dx.iter_mut().zip(&d_hat).zip(hat) {
@@ -80,7 +81,7 @@ pub fn norm_backward_input<T: Real>(
 ///
 /// # Panics
 ///
-/// Panics where the slices do not fit each other, or the width is zero.
+/// Panics if the slices do not fit each other, or the width is zero.
 pub fn norm_backward_weight<T: Real>(d_gain: &mut [T], d_bias: &mut [T], d_out: &[T], hat: &[T]) {
     let width = d_gain.len();
     assert_rows(width, hat.len() / width.max(1), [d_out.len(), hat.len()]);
@@ -105,7 +106,7 @@ mod tests {
     use crate::gpt::testing::{assert_gradient, random};
 
     #[test]
-    fn rows_come_out_normalised_scaled_and_shifted() {
+    fn rows_are_normalised_scaled_and_shifted() {
         let (mut hat, mut inv_std, mut out) = (vec![0.0; 8], vec![0.0; 2], vec![0.0; 8]);
         let x = [1.0, 2.0, 3.0, 6.0, 5.0, 5.0, 5.0, 5.0];
         let outputs = NormOutputs { hat: &mut hat, inv_std: &mut inv_std, out: &mut out };
@@ -131,7 +132,7 @@ mod tests {
             (hat, inv_std, out)
         };
         let (hat, inv_std, _) = forward(&leaves);
-        // Gradients are added to what is there.
+        // The gradients are added to these values.
         let mut gradients = [vec![1.0; 15], vec![1.0; 5], vec![1.0; 5]];
         let [dx, d_gain, d_bias] = &mut gradients;
         norm_backward_input(dx, &dy, &hat, &inv_std, &leaves[1]);

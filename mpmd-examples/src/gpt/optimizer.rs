@@ -1,12 +1,12 @@
 //! AdamW for all stages of a pipeline, with gradients clipped by their norm over the whole model.
 //!
-//! The norm is reduced leaf by leaf: a leaf's squares are added up where it lives, over the axes
-//! that divide it, the sums move to the last stage, which adds them in the order of the leaves, and
-//! the factor that follows moves back to each stage. So the bits do not depend on how many stages
-//! there are.
+//! The norm is reduced leaf by leaf. Each stage adds up the squares of its leaves, over the axes
+//! that divide them. The sums move to the last stage, which adds them in the order of the leaves.
+//! The resulting factor moves back to each stage. The bits therefore do not depend on the number of
+//! stages.
 //!
-//! Gradients come, and running means stay, where parameters are stored: each device updates what it
-//! keeps.
+//! Gradients and running means have the shardings of the stored parameters: each device updates its
+//! own part.
 
 use std::marker::PhantomData;
 
@@ -40,28 +40,29 @@ struct StageOptimizer<T: Float> {
     update: Jit<Update<T>>,
 }
 
-/// What a step was like: scalars of doubles on the last stage's mesh.
+/// The figures of a step: scalars of doubles on the last stage's mesh.
 #[derive(Clone, Debug, Tree)]
 pub struct Clipped<L> {
-    /// What the gradients, sums over the rows of all microbatches, were multiplied by.
+    /// Factor of the gradients, which are sums over the rows of all microbatches.
     pub factor: L,
-    /// Mean loss, nats per byte.
+    /// Mean loss before the update, in nats per byte.
     pub loss: L,
-    /// Norm of the mean gradient, before it was clipped.
+    /// Norm of the mean gradient, before clipping.
     pub norm: L,
 }
 
 impl<T: Float> Optimizer<T> {
-    /// The optimiser of the stages `parts` on `meshes`, whose parameters are stored in `places`,
-    /// with its state at zero. Gradients whose norm is above `limit` are scaled down to it.
+    /// Creates the optimiser of the stages `parts` on `meshes`, with its state at zero. `places`
+    /// are the shardings of the stored parameters. Gradients with a norm above `limit` are scaled
+    /// down to it.
     ///
     /// # Errors
     ///
-    /// Where the meshes do not fit the parts.
+    /// If the meshes do not fit the parts.
     ///
     /// # Panics
     ///
-    /// Where there is no stage.
+    /// If there is no stage.
     pub fn new(
         p: &mut Program,
         parts: &[Part],
@@ -81,13 +82,14 @@ impl<T: Float> Optimizer<T> {
         Ok(Self { stages, clip, last: last.clone() })
     }
 
-    /// Updates the pipeline's parameters, in place, with what a step gave. Returns at once.
+    /// Issues one update of the pipeline's parameters, in place, with the gradients of a step.
+    /// Returns at once.
     ///
-    /// `number` counts updates from one; `rate` is the learning rate.
+    /// `number` counts updates from one, and `rate` is the learning rate.
     ///
     /// # Errors
     ///
-    /// Where the job is known to have failed.
+    /// If the job is known to have failed.
     pub fn step(
         &mut self,
         p: &mut Program,
@@ -133,22 +135,22 @@ impl<T: Float> Optimizer<T> {
         Ok(clipped)
     }
 
-    /// A stage's running means, of the gradients and of their squares, in the order of its
+    /// Returns the running means of a stage's gradients and of their squares, in the order of its
     /// parameters.
     ///
     /// # Panics
     ///
-    /// Where there is no such stage.
+    /// If there is no such stage.
     pub fn state(&self, stage: usize) -> (&[MpmdArray], &[MpmdArray]) {
         let StageOptimizer { mean, square, .. } = &self.stages[stage];
         (mean, square)
     }
 
-    /// Puts other running means in place: those of a checkpoint.
+    /// Replaces a stage's running means, as when a checkpoint is loaded.
     ///
     /// # Panics
     ///
-    /// Where there is no such stage, or the lengths are others.
+    /// If there is no such stage, or the numbers of arrays differ.
     pub fn set_state(&mut self, stage: usize, mean: Vec<MpmdArray>, square: Vec<MpmdArray>) {
         let stage = &mut self.stages[stage];
         assert_eq!(
@@ -183,8 +185,8 @@ impl<T: Float> StageOptimizer<T> {
     }
 }
 
-/// For each axis of several devices, in the order of the mesh, the leaves that are divided over it;
-/// without the axes that divide none.
+/// Returns, for each axis with several devices, the leaves that are divided over it. Axes are in
+/// the order of the mesh. Axes that divide no leaf are omitted.
 fn divided(mesh: &Mesh, places: &[Sharding]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut divided = Vec::new();
     for axis in mesh.axis_names() {
@@ -201,10 +203,11 @@ fn divided(mesh: &Mesh, places: &[Sharding]) -> Result<Vec<(String, Vec<usize>)>
     Ok(divided)
 }
 
-/// Gradients -> the sum of each leaf's squares, `[leaves]`, the same on each device.
+/// Kernel that computes the sum of each leaf's squares, `[leaves]`, from the gradients. The result
+/// is the same on each device.
 struct SquareSums<T> {
     leaves: usize,
-    /// Which leaves are divided over which axes, so that the sum over the devices is the leaf's.
+    /// The leaves divided over each axis. The sum over the devices of these axes is the leaf's sum.
     divided: Vec<(String, Vec<usize>)>,
     clock: Clock,
     float: PhantomData<fn() -> T>,
@@ -263,7 +266,7 @@ impl<T: Float> Kernel for SquareSums<T> {
 }
 
 impl<T: Float> SquareSums<T> {
-    /// The same on a CUDA device.
+    /// Does the same on a CUDA device.
     fn run_on(
         &self,
         cx: &mut Context<'_>,
@@ -290,12 +293,13 @@ impl<T: Float> SquareSums<T> {
 
 #[derive(Tree)]
 struct ClipIn<L> {
-    /// For each stage that has parameters, the sum of each leaf's squares.
+    /// For each stage with parameters, the sum of each leaf's squares.
     sums: Vec<L>,
     loss: Loss<L>,
 }
 
-/// Sums of squares, and the loss -> what the gradients are to be multiplied by.
+/// Kernel that computes the factor of the gradients, the loss and the norm from the sums of squares
+/// and the loss.
 struct Clip {
     limit: f64,
 }
@@ -344,7 +348,7 @@ impl Kernel for Clip {
     }
 }
 
-/// What an update changes.
+/// The arrays that an update changes.
 #[derive(Tree)]
 struct State<L> {
     params: Vec<L>,
@@ -356,15 +360,15 @@ struct State<L> {
 struct UpdateIn<L> {
     state: State<L>,
     gradients: Vec<L>,
-    /// What the gradients are multiplied by: an `f64`.
+    /// Factor of the gradients: an `f64`.
     factor: L,
-    /// Counts updates from one: a `u64`.
+    /// Number of the update, counted from one: a `u64`.
     number: L,
     /// The learning rate: an `f64`.
     rate: L,
 }
 
-/// One update of a stage, in place.
+/// Kernel that updates a stage, in place.
 struct Update<T> {
     adamw: AdamW,
     decays: Vec<bool>,
@@ -440,11 +444,11 @@ impl<T: Float> Kernel for Update<T> {
     }
 }
 
-/// The device, where it is a CUDA device. It is given no products here.
+/// Returns the kernel's device if it is a CUDA device. These kernels use no matrix products.
 ///
 /// # Errors
 ///
-/// Where it is one and the model is of other numbers than `f32`.
+/// If it is a CUDA device and the model's float type is not `f32`.
 fn device<'c, T: Float>(cx: &mut Context<'c>) -> Result<Option<Device<'c>>> {
     cuda::device::<T>(cx, Math::F32)
 }

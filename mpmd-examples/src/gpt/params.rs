@@ -1,9 +1,8 @@
-//! Which stage has which parameters: their names, shapes, places, and the values that they start
-//! from.
+//! The parameters of each stage: names, shapes, shardings and initial values.
 //!
-//! A parameter's name (`blocks.3.w_qkv`) counts blocks over the whole model and says nothing of
-//! stages, and what it starts from is drawn by that name: the same model, to the bit, however it is
-//! divided.
+//! A parameter's name (`blocks.3.w_qkv`) counts blocks over the whole model and does not contain
+//! the stage. Initial values depend on that name. The model is therefore the same to the bit for
+//! every division into stages.
 
 use mpmd::aval::Element;
 use mpmd::prelude::*;
@@ -19,35 +18,36 @@ use crate::math::Real;
 /// The sizes of a model.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Model {
-    /// Blocks.
+    /// Number of blocks.
     pub layers: usize,
-    /// Columns of the rows that go from block to block.
+    /// Columns of the activations between blocks.
     pub width: usize,
     /// Attention heads of a block.
     pub heads: usize,
     /// Hidden columns of a block's MLP.
     pub hidden: usize,
-    /// Places of the longest sequence.
+    /// Length of the longest sequence.
     pub time: usize,
 }
 
-/// What one stage has of a model: some blocks one after another, with the embedding before the
-/// first block of all and the head after the last.
+/// The part of a model on one stage: consecutive blocks. The first stage also has the embedding,
+/// and the last stage the head.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Part {
     /// The whole model.
     pub model: Model,
-    /// The first block's number in the model.
+    /// Number of the first block in the model.
     pub first_block: usize,
-    /// How many blocks.
+    /// Number of blocks.
     pub blocks: usize,
-    /// Whether the embedding is here.
+    /// True if the stage has the embedding.
     pub entrance: bool,
-    /// Whether the head is here.
+    /// True if the stage has the head.
     pub exit: bool,
 }
 
-/// A stage's parameters, or what belongs to each of them.
+/// One value for each of a stage's parameters: the parameters themselves, or for instance their
+/// shapes.
 #[derive(Clone, Debug, Tree)]
 pub struct StageParams<L> {
     /// On the first stage.
@@ -59,18 +59,18 @@ pub struct StageParams<L> {
 }
 
 impl Model {
-    /// The blocks' shape for a batch of sequences, all on one device.
+    /// Returns the blocks' shape for a batch of sequences, all on one device.
     pub fn shape(&self, batch: usize, time: usize) -> BlockShape {
         let Self { width, heads, hidden, .. } = *self;
         BlockShape { batch, time, width, heads_total: heads, heads, hidden }
     }
 
-    /// The parts of `stages` stages, as even as whole blocks allow; some have none where there are
-    /// more stages than blocks.
+    /// Divides the model into `stages` parts, as evenly as whole blocks allow. With more stages
+    /// than blocks, some parts have no block.
     ///
     /// # Errors
     ///
-    /// Where a size is zero, or the heads do not divide the width.
+    /// If a size is zero, or the heads do not divide the width.
     pub fn parts(&self, stages: usize) -> Result<Vec<Part>> {
         let Self { layers, width, heads, hidden, time } = *self;
         if [layers, width, heads, hidden, time, stages].contains(&0) {
@@ -87,11 +87,11 @@ impl Model {
         Ok((0..stages).map(part).collect())
     }
 
-    /// How many parameters there are.
+    /// Returns the number of parameters.
     ///
     /// # Panics
     ///
-    /// Where the heads do not divide the width.
+    /// Panics if the heads do not divide the width.
     pub fn parameters(&self) -> usize {
         let all =
             Part { model: *self, first_block: 0, blocks: self.layers, entrance: true, exit: true };
@@ -100,7 +100,7 @@ impl Model {
 }
 
 impl Part {
-    /// The parameters' global shapes, and how tensor parallelism splits them.
+    /// Returns the parameters' global shapes, and the dimensions that tensor parallelism splits.
     pub fn shapes(&self) -> StageParams<LeafShape> {
         let shape = self.model.shape(1, self.model.time);
         StageParams {
@@ -110,7 +110,7 @@ impl Part {
         }
     }
 
-    /// What the parameters start from.
+    /// Returns the initial values of the parameters.
     pub fn initial(&self) -> StageParams<Initial> {
         let shape = self.model.shape(1, self.model.time);
         StageParams {
@@ -120,12 +120,12 @@ impl Part {
         }
     }
 
-    /// The parameters' names, in the order of the leaves.
+    /// Returns the parameters' names, in the order of the leaves.
     pub fn names(&self) -> Vec<String> {
         self.shapes().structure().paths().iter().map(|path| self.name(path)).collect()
     }
 
-    /// The name, in the model, of the parameter at a path of [`StageParams`].
+    /// Returns the name in the model of the parameter at a path of [`StageParams`].
     fn name(&self, path: &str) -> String {
         let mut steps = path.split('/').map(str::to_owned).collect::<Vec<_>>();
         if let [kind, number, ..] = steps.as_mut_slice()
@@ -137,12 +137,12 @@ impl Part {
         steps.join(".")
     }
 
-    /// The stage's parameters with the values that they start from, each in its sharding, made by
-    /// its owners.
+    /// Makes the stage's parameters with their initial values, in the given shardings. Each owner
+    /// makes its own part.
     ///
     /// # Errors
     ///
-    /// Where a sharding does not divide its parameter.
+    /// If a sharding does not divide its parameter.
     pub fn make<T: Real + Element>(
         &self,
         p: &mut Program,
@@ -162,7 +162,7 @@ impl Part {
         Ok(StageParams::from_leaves(&shapes.structure(), leaves)?)
     }
 
-    /// Zeros for each of the parameters, in these shardings.
+    /// Makes zeros for each of the parameters, in the given shardings.
     ///
     /// # Errors
     ///
@@ -201,7 +201,7 @@ fn make<T: Real + Element>(
     })
 }
 
-/// The places, in a whole array of shape `dims`, of a region's elements.
+/// Returns the positions of a region's elements in the whole array of shape `dims`.
 fn elements(dims: &[usize], region: &Region) -> impl Iterator<Item = u64> + use<> {
     let (shape, dims) = (region.shape(), dims.to_vec());
     let starts: Vec<usize> = region.ranges().map(|range| range.start).collect();
@@ -225,7 +225,7 @@ mod tests {
     const MODEL: Model = Model { layers: 5, width: 8, heads: 2, hidden: 12, time: 4 };
 
     #[test]
-    fn names_do_not_depend_on_the_stages_and_are_all_different() {
+    fn names_are_unique_and_independent_of_stages() {
         let names = |stages| -> Vec<String> {
             MODEL.parts(stages).unwrap().iter().flat_map(Part::names).collect()
         };
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn about_a_million_parameters_at_the_usual_sizes() {
+    fn usual_model_has_about_a_million_parameters() {
         let usual = Model { layers: 4, width: 128, heads: 4, hidden: 512, time: 128 };
         assert_eq!(usual.parameters(), 875_264);
     }

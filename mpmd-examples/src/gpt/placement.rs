@@ -1,10 +1,9 @@
-//! Where a stage's parameters are, by sharding rules: how its kernels compute with them, and how
-//! they are stored between steps.
+//! The shardings of a stage's parameters, by rules: in computation and in storage between steps.
 //!
 //! A stage's mesh is `{data: F, model: T}`. The sequences of a microbatch are divided over `data`,
-//! the blocks' matrices over `model`. Each device of `data` would have all of the rest: instead it
-//! keeps a part (fully sharded data parallelism), and with it the optimiser's running means of that
-//! part alone. A step gathers what its kernels read, once, and scatters the sums of the gradients.
+//! and the blocks' matrices over `model`. With fully sharded data parallelism, each device of
+//! `data` stores only a part of its parameters and their running means. A step gathers the
+//! parameters once for its kernels, and scatters the sums of the gradients.
 
 use mpmd::aval::DType;
 use mpmd::pipeline::ParamSharding;
@@ -15,16 +14,15 @@ use mpmd::topology::{DeviceId, Mesh};
 
 use super::params::Part;
 
-/// The axis of a stage's mesh over which the sequences of a microbatch are divided, and over it
-/// what is stored of the parameters.
+/// The axis of a stage's mesh that divides the sequences of a microbatch and the stored parameters.
 pub const DATA_AXIS: &str = "data";
-/// The axis of a stage's mesh over which its blocks' matrices are sharded.
+/// The axis of a stage's mesh that divides the matrices of its blocks.
 pub const MODEL_AXIS: &str = "model";
 
 /// A rule of a strategy: the pattern of names, and the tactic. See [`mpmd::sharding::rules`].
 pub type Rule = (String, String);
 
-/// What kernels compute with: each device of the axis `model` some heads and hidden columns.
+/// Shardings in computation: each device of the axis `model` has some heads and hidden columns.
 const COMPUTE: [(&str, &str); 7] = [
     (".*/w_qkv", r#"shard_dim("model", 2)"#),
     (".*/b_qkv", r#"shard_dim("model", 1)"#),
@@ -35,7 +33,8 @@ const COMPUTE: [(&str, &str); 7] = [
     (".*", "replicate"),
 ];
 
-/// What is stored where the axis `data` has several devices: the same, and of that a part on each.
+/// Shardings in storage if the axis `data` has several devices: a part of the computed shard on
+/// each.
 const STORED: [(&str, &str); 7] = [
     (".*/w_qkv", r#"shard_dim("model", 2)|fsdp("data", 0)"#),
     (".*/b_qkv", r#"shard_dim("model", 1)|fsdp("data", 0)"#),
@@ -46,7 +45,7 @@ const STORED: [(&str, &str); 7] = [
     (".*", r#"fsdp("data", 0)"#),
 ];
 
-/// The devices of a stage along the axes of its mesh.
+/// The numbers of devices of a stage along the axes of its mesh.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Grid {
     /// Along [`DATA_AXIS`].
@@ -58,43 +57,47 @@ pub struct Grid {
 /// The shardings of a stage's parameters, in the order of its leaves.
 #[derive(Clone, Debug)]
 pub struct Placement {
-    /// How kernels compute with them; nothing where the stage has none.
+    /// The shardings in computation. `None` if the stage has no parameters.
     pub compute: Option<Inferred>,
-    /// How they are stored, and the optimiser's state with them.
+    /// The shardings in storage, also of the optimiser's state. `None` if the stage has no
+    /// parameters.
     pub stored: Option<Inferred>,
     grid: Grid,
 }
 
 impl Grid {
-    /// How many devices there are.
+    /// Returns the number of devices.
     pub fn devices(&self) -> usize {
         self.data * self.model
     }
 
-    /// The axes of the mesh of a stage.
+    /// Returns the axes of a stage's mesh, with their sizes.
     pub fn axes(&self) -> [(&'static str, usize); 2] {
         [(DATA_AXIS, self.data), (MODEL_AXIS, self.model)]
     }
 
-    /// A mesh of this form, to ask questions of: its devices are nobody's.
+    /// Returns a mesh of this form for queries only: its devices do not belong to a program.
     ///
     /// # Errors
     ///
-    /// Where a size is zero.
+    /// If a size is zero.
     pub fn mesh(&self) -> Result<Mesh> {
         Ok(Mesh::new(&self.axes(), (0..self.devices() as u32).map(DeviceId).collect())?)
     }
 }
 
 impl Placement {
-    /// The placement of the parameters of `part`, of that dtype, on a mesh with the axes of `grid`.
+    /// Computes the shardings of the parameters of `part`, of dtype `dtype`, on a mesh with the
+    /// axes of `grid`.
     ///
-    /// They are stored as `strategy` says of their names (`blocks/3/w_qkv`); without one as they
-    /// are computed with, and over [`DATA_AXIS`] what divides evenly.
+    /// `strategy` decides the storage by name (`blocks/3/w_qkv`). Without a strategy, parameters
+    /// are stored as they are computed with. If [`DATA_AXIS`] has several devices, dimensions that
+    /// divide evenly are also divided over it.
     ///
     /// # Errors
     ///
-    /// Where the strategy cannot be read, or divides a parameter unevenly: says which.
+    /// If the strategy cannot be parsed, or if it divides a parameter unevenly. The message names
+    /// the parameter.
     pub fn new(
         part: &Part,
         grid: Grid,
@@ -115,17 +118,17 @@ impl Placement {
         Ok(Self { compute, stored, grid })
     }
 
-    /// The shardings that the parameters are stored in.
+    /// Returns the shardings of the stored parameters.
     pub fn shardings(&self) -> Vec<Sharding> {
         self.stored.iter().flat_map(Inferred::shardings).collect()
     }
 
-    /// What the runner is to do between the stored and the computed ones; nothing where they are
-    /// the same.
+    /// Returns the conversion between stored and computed parameters, for the pipeline. `None` if
+    /// none is needed.
     ///
     /// # Errors
     ///
-    /// Where a parameter is computed with divided over [`DATA_AXIS`].
+    /// If kernels compute with a parameter that is divided over [`DATA_AXIS`].
     pub fn storage(&self) -> Result<Option<ParamSharding>> {
         let compute: Vec<Sharding> = self.compute.iter().flat_map(Inferred::shardings).collect();
         let storage = ParamSharding::new(compute.clone());
@@ -173,7 +176,7 @@ mod tests {
         Placement::new(&part, grid, &grid.mesh()?, DType::F32, strategy)
     }
 
-    /// Without the axes that divide nothing at the end.
+    /// Returns the entries of `spec` without trailing `None`s.
     fn trimmed(spec: &Spec) -> Vec<SpecEntry> {
         let mut entries = spec.entries().to_vec();
         while entries.last() == Some(&SpecEntry::None) {
@@ -183,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rules_divide_over_the_model_axis_what_the_kernels_expect() {
+    fn computed_shardings_match_the_shapes_of_kernels() {
         let placement = placement(Grid { data: 2, model: 2 }, None).unwrap();
         let shapes = MODEL.parts(1).unwrap()[0].shapes();
         for (leaf, shape) in placement.compute.unwrap().leaves().iter().zip(shapes.leaves()) {
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn each_device_stores_about_its_part() {
+    fn each_device_stores_about_an_equal_part() {
         let bytes = |data, model| {
             let placement = placement(Grid { data, model }, None).unwrap();
             (
@@ -215,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_strategy_of_the_user_counts_and_its_mistakes_are_named() {
+    fn user_strategy_is_applied_and_its_errors_name_the_parameter() {
         let rule = |pattern: &str, tactic: &str| vec![(pattern.to_owned(), tactic.to_owned())];
         let grid = Grid { data: 1, model: 2 };
         let placed =

@@ -1,4 +1,4 @@
-//! Progress of a training: a bar on a terminal, elsewhere a line now and then.
+//! Progress of a training: a bar on a terminal, otherwise a line at intervals.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::train::{Config, StepReport};
 
-/// The progress of the steps.
+/// Shows the progress of the steps.
 pub struct Progress {
     bar: ProgressBar,
     seconds: Option<f64>,
@@ -20,8 +20,8 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of a training that goes on after `done` steps, and takes so many seconds where it has no
-    /// number of steps.
+    /// Creates the progress of a training that continues after `done` steps. `seconds` is its
+    /// duration if it has no number of steps.
     pub fn new(seconds: Option<f64>, config: &Config, done: u64, start: Instant) -> Self {
         let steps = config.rates.total;
         let bar = bar(seconds.map_or(steps, |seconds| seconds as u64));
@@ -48,16 +48,16 @@ impl Progress {
         }
     }
 
-    /// Leaves the bar as it is.
+    /// Ends the bar and leaves it visible.
     pub fn finish(&self) {
         self.bar.finish();
     }
 }
 
-/// The progress of an evaluation.
+/// Shows the progress of an evaluation.
 pub struct Evaluation {
     bar: ProgressBar,
-    /// Tenths that a line was written for.
+    /// The last tenth for which a line was written.
     tenths: Option<usize>,
 }
 
@@ -68,7 +68,7 @@ impl Default for Evaluation {
 }
 
 impl Evaluation {
-    /// Shows that `done` sequences of `all` are done.
+    /// Shows that `done` of `all` sequences are evaluated.
     pub fn show(&mut self, done: usize, all: usize) {
         let message = format!("evaluation: {done} of {all} held-out sequences");
         let tenths = Some(10 * done / all.max(1));

@@ -1,11 +1,11 @@
-//! From logits to text.
+//! Sampling of bytes from logits, and their display as text.
 
 use mpmd::random::{Key, uniform_f64};
 
-/// The byte that follows, drawn by the logits.
+/// Draws the next byte from its logits.
 ///
-/// At `temperature` 0 it is the likeliest one; else the logits are divided by it first. The draw is
-/// that of `(seed, position)`, whatever came before.
+/// Temperature 0 selects the likeliest byte. Otherwise the logits are divided by the temperature
+/// first. The draw depends only on the logits, `seed` and `position`.
 pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> u8 {
     let best =
         logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(byte, _)| byte);
@@ -22,12 +22,12 @@ pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> 
             return byte as u8;
         }
     }
-    // Rounding may leave a little at the end.
+    // Rounding may leave a small rest.
     best as u8
 }
 
-/// Bytes as text for a terminal: what is not UTF-8, and control characters but new lines, made
-/// visible.
+/// Converts bytes to text for a terminal. Makes invalid UTF-8 and control characters visible,
+/// except newlines.
 pub fn printable(bytes: &[u8]) -> String {
     let show = |c: char| match c {
         '\n' => "\n".to_owned(),
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_terminal_would_obey_is_shown_instead() {
+    fn control_characters_are_made_visible() {
         assert_eq!(printable(b"a\n\x1b[2J\tb\xff"), "a\n·[2J    b\u{fffd}");
     }
 }

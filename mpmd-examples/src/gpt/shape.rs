@@ -1,4 +1,4 @@
-//! Sizes of a model's parts, and the shapes that follow from them.
+//! Sizes of a model's parts, and the array shapes that follow from them.
 
 use mpmd::sharding::{Spec, SpecEntry};
 use mpmd::tree::Leaf;
@@ -9,33 +9,32 @@ use super::embed::EmbedParameters;
 use super::head::{HeadGradients, HeadParameters, HeadResiduals};
 use super::placement::{DATA_AXIS, MODEL_AXIS};
 
-/// The sizes of a block as one device sees it. Embedding and head read `batch`, `time` and `width`
-/// alone.
+/// The sizes of a block on one device. Embedding and head use only `batch`, `time` and `width`.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct BlockShape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Places of a sequence.
+    /// Length of a sequence.
     pub time: usize,
-    /// Columns of the rows that go from block to block: a multiple of `heads_total`.
+    /// Columns of the activations between blocks: a multiple of `heads_total`.
     pub width: usize,
     /// Attention heads on all devices of the model-parallel group.
     pub heads_total: usize,
-    /// This device's heads: `heads_total` over the devices of the group.
+    /// This device's heads: `heads_total` divided by the number of devices of the group.
     pub heads: usize,
     /// This device's columns inside the MLP.
     pub hidden: usize,
 }
 
-/// An array's shape, and how data and tensor parallelism split it.
+/// An array's shape, and its dimensions that data and tensor parallelism split.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct LeafShape {
     /// Sizes of the dimensions.
     pub dims: Vec<usize>,
-    /// The dimension that is split over the model-parallel group; none where every device has the
-    /// same.
+    /// The dimension that is split over the model-parallel group. `None` if every device has the
+    /// whole array.
     pub sharded: Option<usize>,
-    /// The dimension of the sequences, which is split over the data-parallel group; none for
+    /// The dimension of the sequences, which is split over the data-parallel group. `None` for
     /// parameters.
     pub batch: Option<usize>,
 }
@@ -43,23 +42,24 @@ pub struct LeafShape {
 impl Leaf for LeafShape {}
 
 impl LeafShape {
-    /// What belongs to the places of sequences: none of it is split over the model-parallel group.
+    /// Returns the shape of an array with sequences along dimension 0. It is not split over the
+    /// model-parallel group.
     pub fn of_batch(dims: impl Into<Vec<usize>>) -> Self {
         Self { dims: dims.into(), sharded: None, batch: Some(0) }
     }
 
-    /// How many elements there are.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.dims.iter().product()
     }
 
-    /// The same with the sequences along dimension `dim`.
+    /// Returns the same shape with the sequences along dimension `dim`.
     fn batch_at(self, dim: usize) -> Self {
         Self { batch: Some(dim), ..self }
     }
 }
 
-/// What a parameter starts from.
+/// The initial values of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Initial {
     /// The same value everywhere.
@@ -71,8 +71,8 @@ pub enum Initial {
 impl Leaf for Initial {}
 
 impl Initial {
-    /// Whether weight decay customarily applies to the parameter: to matrices and tables, which
-    /// start at random; not to biases and gains, which start even.
+    /// True if weight decay usually applies to the parameter. It applies to matrices and tables,
+    /// which start with random values, but not to biases and gains.
     pub fn decays(self) -> bool {
         matches!(self, Self::Normal(_))
     }
@@ -86,7 +86,8 @@ fn split<const N: usize>(sharded: usize, dims: [usize; N]) -> LeafShape {
     LeafShape { dims: dims.to_vec(), sharded: Some(sharded), batch: None }
 }
 
-/// The spec that shards a leaf of a model over [`DATA_AXIS`] and [`MODEL_AXIS`] as it says.
+/// Returns the spec that shards a leaf over [`DATA_AXIS`] and [`MODEL_AXIS`], by its `batch` and
+/// `sharded` dimensions.
 pub(super) fn spec_of(leaf: &LeafShape) -> Spec {
     let axis = |dim: usize| match dim {
         dim if leaf.batch == Some(dim) => SpecEntry::from(DATA_AXIS),
@@ -98,16 +99,16 @@ pub(super) fn spec_of(leaf: &LeafShape) -> Spec {
 }
 
 impl BlockShape {
-    /// Rows of the products: places of all sequences.
+    /// Returns the number of rows of the products: positions of all sequences.
     pub fn rows(&self) -> usize {
         self.batch * self.time
     }
 
-    /// Columns of one head.
+    /// Returns the number of columns of one head.
     ///
     /// # Panics
     ///
-    /// Panics where `width` is no multiple of `heads_total`, or either is zero.
+    /// Panics if `width` is no multiple of `heads_total`, or either is zero.
     pub fn head_dim(&self) -> usize {
         let Self { width, heads_total, .. } = *self;
         assert!(heads_total > 0 && width > 0, "a block of no heads or no width");
@@ -118,7 +119,7 @@ impl BlockShape {
         width / heads_total
     }
 
-    /// Columns of this device's heads.
+    /// Returns the number of columns of this device's heads.
     ///
     /// # Panics
     ///
@@ -127,11 +128,11 @@ impl BlockShape {
         self.heads * self.head_dim()
     }
 
-    /// The sizes without tensor parallelism, whose shapes are the global ones.
+    /// Returns the sizes without tensor parallelism, which give the global shapes.
     ///
     /// # Panics
     ///
-    /// Panics where this device has no head.
+    /// Panics if this device has no head.
     pub fn unsplit(&self) -> Self {
         assert!(self.heads > 0, "a device without heads");
         Self {
@@ -141,11 +142,12 @@ impl BlockShape {
         }
     }
 
-    /// The sizes on each of `devices` among which this one's heads and hidden columns are divided.
+    /// Returns the sizes on each of `devices` devices that share this one's heads and hidden
+    /// columns.
     ///
     /// # Panics
     ///
-    /// Panics where they cannot be divided evenly.
+    /// Panics if they cannot be divided evenly.
     pub fn split(&self, devices: usize) -> Self {
         let Self { heads, hidden, .. } = *self;
         assert!(
@@ -155,7 +157,8 @@ impl BlockShape {
         Self { heads: heads / devices, hidden: hidden / devices, ..*self }
     }
 
-    /// Parameters of a block. This and the next ones panic as [`head_dim`](Self::head_dim) does.
+    /// Returns the shapes of a block's parameters. This function and the next ones panic as
+    /// [`head_dim`](Self::head_dim) does.
     pub fn block_parameters(&self) -> BlockParameters<LeafShape> {
         let (width, hidden, local) = (self.width, self.hidden, self.local_width());
         BlockParameters {
@@ -174,7 +177,8 @@ impl BlockShape {
         }
     }
 
-    /// Residuals of a block that both halves of the backward pass or the second one read.
+    /// Returns the shapes of a block's residuals that the second half of the backward pass reads,
+    /// or both halves.
     pub fn block_inputs(&self) -> BlockInputs<LeafShape> {
         let Self { batch, time, width, hidden, .. } = *self;
         let rows = LeafShape::of_batch([batch, time, width]);
@@ -188,7 +192,8 @@ impl BlockShape {
         }
     }
 
-    /// Residuals of a block that only the first half of the backward pass reads.
+    /// Returns the shapes of a block's residuals that only the first half of the backward pass
+    /// reads.
     pub fn block_interior(&self) -> BlockInterior<LeafShape> {
         let Self { batch, time, heads, hidden, .. } = *self;
         BlockInterior {
@@ -200,7 +205,7 @@ impl BlockShape {
         }
     }
 
-    /// Weight residuals of a block.
+    /// Returns the shapes of a block's weight residuals.
     pub fn block_gradients(&self) -> BlockGradients<LeafShape> {
         let Self { batch, time, width, hidden, .. } = *self;
         let rows = LeafShape::of_batch([batch, time, width]);
@@ -214,11 +219,11 @@ impl BlockShape {
         }
     }
 
-    /// What a block's parameters start from in a model of `layers` blocks, the same for every
-    /// split.
+    /// Returns the initial values of a block's parameters in a model of `layers` blocks. They are
+    /// the same for every split.
     ///
-    /// What a branch adds to the rows is scaled down with the number of branches, so that the rows'
-    /// variance does not grow with depth.
+    /// The output weights of a branch become smaller with the number of branches. The variance of
+    /// the rows therefore does not grow with depth.
     pub fn block_initial(&self, layers: usize) -> BlockParameters<Initial> {
         let (zeros, ones) = (Initial::Constant(0.0), Initial::Constant(1.0));
         let all = self.unsplit();
@@ -241,7 +246,7 @@ impl BlockShape {
         }
     }
 
-    /// Parameters of the embedding.
+    /// Returns the shapes of the embedding's parameters.
     pub fn embed_parameters(&self) -> EmbedParameters<LeafShape> {
         EmbedParameters {
             bytes: whole([BYTES, self.width]),
@@ -249,12 +254,12 @@ impl BlockShape {
         }
     }
 
-    /// What the embedding's parameters start from.
+    /// Returns the initial values of the embedding's parameters.
     pub fn embed_initial(&self) -> EmbedParameters<Initial> {
         EmbedParameters { bytes: Initial::Normal(0.5), positions: Initial::Normal(0.1) }
     }
 
-    /// Parameters of the head.
+    /// Returns the shapes of the head's parameters.
     pub fn head_parameters(&self) -> HeadParameters<LeafShape> {
         let width = self.width;
         HeadParameters {
@@ -264,7 +269,7 @@ impl BlockShape {
         }
     }
 
-    /// What the head's parameters start from: logits near each other.
+    /// Returns the initial values of the head's parameters. They give logits close to each other.
     pub fn head_initial(&self) -> HeadParameters<Initial> {
         HeadParameters {
             norm_gain: Initial::Constant(1.0),
@@ -273,7 +278,7 @@ impl BlockShape {
         }
     }
 
-    /// Residuals of the head.
+    /// Returns the shapes of the head's residuals.
     pub fn head_residuals(&self) -> HeadResiduals<LeafShape> {
         let Self { batch, time, width, .. } = *self;
         HeadResiduals {
@@ -284,7 +289,7 @@ impl BlockShape {
         }
     }
 
-    /// Weight residuals of the head.
+    /// Returns the shapes of the head's weight residuals.
     pub fn head_gradients(&self) -> HeadGradients<LeafShape> {
         let Self { batch, time, width, .. } = *self;
         HeadGradients {
@@ -303,7 +308,7 @@ mod tests {
         BlockShape { batch: 2, time: 3, width: 8, heads_total: 4, heads: 4, hidden: 12 };
 
     #[test]
-    fn splitting_divides_exactly_the_sharded_dimension() {
+    fn split_divides_exactly_the_sharded_dimension() {
         let part = SHAPE.split(2);
         assert_eq!((part.heads, part.heads_total, part.hidden), (2, 4, 6));
         assert_eq!(part.unsplit(), SHAPE);
@@ -324,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn residuals_divide_over_both_axes_and_parameters_over_one() {
+    fn residuals_shard_over_both_axes_and_parameters_over_one() {
         let spec = |leaf: &LeafShape| spec_of(leaf).to_string();
         let interior = SHAPE.block_interior();
         assert_eq!(spec(&interior.qkv), "P(None, data, model)");
@@ -342,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn decay_spares_biases_and_gains() {
+    fn decay_excludes_biases_and_gains() {
         let initial = SHAPE.block_initial(4);
         let decays: Vec<(String, bool)> = initial
             .leaves_with_paths()
@@ -357,7 +362,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "do not divide among 3 devices")]
-    fn an_uneven_split_is_refused() {
+    fn uneven_split_panics() {
         SHAPE.split(3);
     }
 }

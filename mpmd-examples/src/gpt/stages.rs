@@ -1,12 +1,16 @@
-//! The stages of the pipeline: the entrance, whole blocks, the exit, and all in one.
+//! The stages of the pipeline: the first, the middle and the last stage, and the whole model in
+//! one.
 //!
-//! Every stage computes its blocks with the same functions, so that the numbers are the same bits
-//! however the blocks are divided. A stage's mesh has the axes [`DATA_AXIS`] and [`MODEL_AXIS`].
-//! Along the first each device has some sequences of a microbatch, with the residuals and the loss
-//! of these; the losses are all-reduced, and the gradients of the parameters are partial sums.
-//! Along the second the blocks' matrices are sharded and their branches' outputs all-reduced.
+//! Every stage computes its blocks with the same functions, so the results have the same bits for
+//! every division. A stage's mesh has the axes [`DATA_AXIS`] and [`MODEL_AXIS`].
 //!
-//! On a CUDA device a stage gives it the same to do (`gpt/cuda`); neighbours may be of either kind.
+//! Along [`DATA_AXIS`] each device has some sequences of a microbatch, with their residuals and
+//! loss. The losses are all-reduced, and the gradients of the parameters are partial sums. Along
+//! [`MODEL_AXIS`] the blocks' matrices are sharded, and the outputs of their branches are
+//! all-reduced.
+//!
+//! On a CUDA device a stage launches the same computation (`gpt/cuda`). Neighbouring stages may be
+//! on either kind of device.
 
 use std::sync::Arc;
 
@@ -30,48 +34,47 @@ use super::shape::spec_of;
 use super::{BYTES, BlockShape, LeafShape};
 use crate::math::Real;
 
-/// A float that the stages compute in: `f32`, or `f64` to compare gradients with finite
-/// differences.
+/// A float type of the stages: `f32`, or `f64` for comparing gradients with finite differences.
 pub trait Float: Real + Reducible {}
 
 impl<T: Real + Reducible> Float for T {}
 
-/// What goes into the pipeline.
+/// The input of the pipeline.
 #[derive(Clone, Debug, Tree)]
 pub struct Tokens<L> {
     /// Bytes, `[batch, time]`.
     pub tokens: L,
 }
 
-/// What goes from stage to stage.
+/// The activations between stages.
 #[derive(Clone, Debug, Tree)]
 pub struct Rows<L> {
     /// Floats, `[batch, time, width]`.
     pub rows: L,
 }
 
-/// What the last stage is told of each microbatch.
+/// The side input of the last stage for each microbatch.
 #[derive(Clone, Debug, Tree)]
 pub struct Targets<L> {
     /// The byte that comes after each token, `[batch, time]`.
     pub targets: L,
 }
 
-/// What a pipeline that samples ends in.
+/// The output of a pipeline that samples.
 #[derive(Clone, Debug, Tree)]
 pub struct Logits<L> {
     /// Floats, `[batch, time, BYTES]`.
     pub logits: L,
 }
 
-/// What a stage's forward pass leaves for the input gradient.
+/// Arrays that a stage's forward pass writes for the input gradient.
 #[derive(Clone, Debug, Tree)]
 pub struct StageResidual<L> {
-    /// Where the embedding is.
+    /// On the stage with the embedding.
     pub(super) tokens: Option<L>,
     pub(super) blocks: Vec<BlockResidual<L>>,
     pub(super) head: Option<HeadResiduals<L>>,
-    /// Where the loss is.
+    /// On the stage with the loss.
     pub(super) targets: Option<L>,
 }
 
@@ -81,7 +84,7 @@ pub(super) struct BlockResidual<L> {
     pub(super) interior: BlockInterior<L>,
 }
 
-/// What a stage's input gradient leaves for the weight gradient.
+/// Arrays that a stage's input gradient writes for the weight gradient.
 #[derive(Clone, Debug, Tree)]
 pub struct StageWeightResidual<L> {
     pub(super) embed: Option<EmbedWeightResidual<L>>,
@@ -108,47 +111,47 @@ pub(super) struct HeadWeightResidual<L> {
     pub(super) gradients: HeadGradients<L>,
 }
 
-/// What a stage computes, whatever its inputs and outputs are.
+/// The computation of a stage, for any kind of input and output.
 #[derive(Clone, Debug)]
 pub(super) struct Core<T> {
     part: Part,
     pub(super) grid: Grid,
     pub(super) clock: Clock,
-    /// How products are computed on CUDA devices.
+    /// Precision of matrix products on CUDA devices.
     pub(super) math: Math,
-    /// Left by calls that have ended.
+    /// Buffers of calls that have ended.
     buffers: Arc<Mutex<Vec<Buffers<T>>>>,
 }
 
-/// Memory of one call. Kept between calls: to take it from the system each time costs more than to
-/// fill it.
+/// Memory of one call. It is reused between calls, because allocating it each time costs more than
+/// filling it.
 #[derive(Clone, Debug, Default)]
 struct Buffers<T> {
-    /// What goes into a block, or its gradient.
+    /// The input of a block, or its gradient.
     h: Vec<T>,
-    /// What comes out of it.
+    /// The output of a block, or its gradient.
     next: Vec<T>,
     scratch: Vec<T>,
 }
 
-/// Where a stage's results go.
+/// The destination of a stage's results.
 pub(super) enum Exit<'a, 'b> {
     Rows(ViewMut<'a>),
-    /// The loss, and the targets that it is of.
+    /// The loss, and the targets for it.
     Loss(Loss<ViewMut<'a>>, View<'b>),
     Logits(ViewMut<'a>),
 }
 
-/// What a stage's gradients start from.
+/// The start of a stage's backward pass.
 pub(super) enum Seed<'a> {
     Rows(View<'a>),
     /// The gradient of the loss sum: a scalar.
     Loss(View<'a>),
-    /// There is no loss, so there are none.
+    /// A pipeline without a loss has no gradients.
     Nothing,
 }
 
-/// Residuals and weight residuals of a stage, as shapes.
+/// Shapes of a stage's residuals and weight residuals.
 type ResidualShapes = (StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>);
 
 impl<T: Float> Core<T> {
@@ -156,7 +159,8 @@ impl<T: Float> Core<T> {
         Self { part, grid, clock: clock.clone(), math, buffers: Arc::default() }
     }
 
-    /// The blocks' shape on one device, for an input `[batch, time]` or `[batch, time, width]`.
+    /// Returns the blocks' shape on one device, for an input `[batch, time]` or `[batch, time,
+    /// width]`.
     pub(super) fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let whole = self.whole_shape(x)?;
         let (model, Grid { data, model: devices }) = (self.part.model, self.grid);
@@ -176,7 +180,7 @@ impl<T: Float> Core<T> {
         Ok(BlockShape { batch: whole.batch / data, ..whole.split(devices) })
     }
 
-    /// The same on all devices together.
+    /// Returns the blocks' shape on all devices together.
     fn whole_shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let model = self.part.model;
         let fits = match *x.shape() {
@@ -187,12 +191,14 @@ impl<T: Float> Core<T> {
             _ => None,
         };
         let fits = fits.filter(|(batch, time)| *batch > 0 && (1..=model.time).contains(time));
-        let (batch, time) =
-            fits.ok_or_else(|| Error::kernel(format!("{x} into a stage of {model:?}")))?;
+        let (batch, time) = fits.ok_or_else(|| {
+            Error::kernel(format!("the input {x} does not fit a stage of {model:?}"))
+        })?;
         Ok(model.shape(batch, time))
     }
 
-    /// What all stages declare: `out`, the residuals, which of them stay, and the all-reduces.
+    /// Declares the output `out`, the residuals, those of them that become weight residuals, and
+    /// the all-reduces.
     fn declare<O>(
         &self,
         out: O,
@@ -201,7 +207,7 @@ impl<T: Float> Core<T> {
     ) -> Result<StageSignature<O, StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>>>
     {
         let local = self.shape(x)?;
-        // Shapes are global here.
+        // Declared shapes are global.
         let shape = self.whole_shape(x)?;
         if let Some(targets) = targets
             && (targets.shape() != [shape.batch, shape.time] || targets.dtype() != DType::U8)
@@ -358,7 +364,7 @@ impl<T: Float> Core<T> {
         mut weight: StageWeightResidual<ViewMut<'_>>,
     ) -> Result<()> {
         let _timer = self.clock.start(Pass::BackwardInput);
-        // A part without blocks has nothing that tells the shape but what comes in.
+        // Without blocks, only the input determines the shape.
         let shape = match seed {
             Seed::Rows(dy) => self.shape(dy.global())?,
             Seed::Loss(_) => self.shape(residual.targets.as_ref().ok_or_else(no_head)?.global())?,
@@ -473,7 +479,7 @@ impl<T: Float> Core<T> {
         cx.all_reduce(MODEL_AXIS, summand)
     }
 
-    /// Buffers for a call, whatever is in them.
+    /// Returns buffers for a call, with arbitrary content.
     fn buffers(&self, shape: BlockShape, scratch: usize) -> Buffers<T> {
         let mut buffers = self.buffers.lock().pop().unwrap_or_default();
         let rows = shape.rows() * shape.width;
@@ -511,10 +517,10 @@ fn place<T: Float>(leaf: &LeafShape) -> PlacedShape {
 }
 
 pub(super) fn no_head() -> Error {
-    Error::kernel("the head of a part that has none")
+    Error::kernel("this stage has no head")
 }
 
-/// Declares a stage: its types, what its forward pass writes, what its gradients start from.
+/// Declares a type of stage: its input and output, its results, and the start of its gradients.
 macro_rules! stage {
     (
         $(#[$doc:meta])* $name:ident: $in:ident.$x:ident, $side:ty => $out:ty;
@@ -528,8 +534,8 @@ macro_rules! stage {
         pub struct $name<T>(Core<T>);
 
         impl<T: Float> $name<T> {
-            /// The stage of `part`, on meshes with the axes of `grid`; on CUDA devices its products
-            /// are computed as `math` says.
+            /// Creates the stage of `part`, for meshes with the axes of `grid`. `math` is the
+            /// precision of matrix products on CUDA devices.
             pub fn new(part: Part, (grid, math): (Grid, Math), clock: &Clock) -> Self {
                 Self(Core::new(part, (grid, math), clock))
             }
@@ -621,7 +627,7 @@ stage! {
 }
 
 stage! {
-    /// A stage with another before and one after it: blocks.
+    /// A stage between two others: blocks.
     Middle: Rows.rows, Empty<MpmdArray> => Rows<MpmdArray>;
     infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
     forward(y, _) Exit::Rows(y.rows);
@@ -639,7 +645,7 @@ stage! {
 }
 
 stage! {
-    /// The only stage: the whole model.
+    /// The only stage, with the whole model.
     Whole: Tokens.tokens, Targets<MpmdArray> => Loss<MpmdArray>;
     infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
     forward(y, side) Exit::Loss(y, side.targets);
@@ -648,7 +654,7 @@ stage! {
 }
 
 stage! {
-    /// The last of several stages where a pipeline samples: there is no loss, and no backward pass.
+    /// The last of several stages in a pipeline that samples. It has no loss and no backward pass.
     LastLogits: Rows.rows, Empty<MpmdArray> => Logits<MpmdArray>;
     infer(core, x, _) core.declare(Logits { logits: core.logits(x)? }, x, None);
     forward(y, _) Exit::Logits(y.logits);

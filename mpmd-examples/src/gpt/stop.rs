@@ -7,21 +7,21 @@ use mpmd::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 
-/// The signal by which the user has asked to stop, if any.
+/// The number of the signal by which the user asked to stop, or zero.
 #[derive(Clone, Debug)]
 pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
-    /// From now on the first Ctrl-C or SIGTERM sets the flag; a second one ends the process at
-    /// once.
+    /// Installs signal handlers. From now on the first Ctrl-C or SIGTERM sets the flag, and a
+    /// second one ends the process at once.
     ///
     /// # Errors
     ///
-    /// Where the system refuses the handlers.
+    /// If the system rejects the handlers.
     pub fn install() -> std::io::Result<Self> {
         let (again, first) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         for signal in [SIGINT, SIGTERM] {
-            // In this order: the first signal finds `again` unset, and sets it.
+            // The order matters: the first signal finds `again` unset, and then sets it.
             register_conditional_shutdown(signal, i32::from(exit_code(signal)), again.clone())?;
             register(signal, again.clone())?;
             register_usize(signal, first.clone(), signal.unsigned_abs() as usize)?;
@@ -35,7 +35,8 @@ impl StopFlag {
         self.0.load(Ordering::Relaxed) != 0
     }
 
-    /// Returns the signal that process 0 has got: the same on every process.
+    /// Returns the signal that process 0 has received, or `None`. The result is the same on every
+    /// process.
     ///
     /// # Errors
     ///
@@ -48,7 +49,7 @@ impl StopFlag {
     }
 }
 
-/// Returns the exit code of a program that `signal` has ended, as shells show it: 128 and its
+/// Returns the exit code of a program that `signal` has ended, as shells report it: 128 plus its
 /// number.
 pub fn exit_code(signal: i32) -> u8 {
     u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
@@ -63,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_signal_sets_the_flag_and_the_process_goes_on() {
+    fn first_signal_sets_the_flag_and_does_not_exit() {
         let flag = StopFlag::install().unwrap();
         let mut program = Program::builder().alone().unwrap();
         assert!(!flag.is_set() && flag.agree(&mut program).unwrap().is_none());
@@ -78,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_codes_are_those_of_a_shell() {
+    fn exit_codes_match_those_of_a_shell() {
         assert_eq!([SIGINT, SIGTERM].map(exit_code), [130, 143]);
     }
 }

@@ -1,18 +1,18 @@
-//! What the tests of this module share.
+//! Helpers of the tests in this module.
 
 use crate::math::random_unit;
 
-/// Values in `[-1, 1)`, the same for the same seed.
+/// Returns values in `[-1, 1)` that depend only on the seed.
 pub(super) fn random(len: usize, seed: u64) -> Vec<f64> {
     (0..len).map(|i| random_unit(seed, i as u64)).collect()
 }
 
-/// Checks each element of `gradient`, that of `value` with respect to the leaf that `leaf` finds in
-/// `at`, against central differences.
+/// Compares each element of `gradient` with central differences of `value`. The gradient is with
+/// respect to the leaf of `at` that `leaf` returns.
 ///
 /// # Panics
 ///
-/// Panics where they differ.
+/// Panics if they differ.
 pub(super) fn assert_gradient<S>(
     name: &str,
     gradient: &[f64],

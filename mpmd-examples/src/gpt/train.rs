@@ -1,5 +1,5 @@
-//! Trains a transformer as a pipeline: one program, whatever number of processes, stages and
-//! devices.
+//! Trains a transformer as a pipeline. The same program runs with any number of processes, stages
+//! and devices.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -27,31 +27,32 @@ use super::stages::{
 use crate::next_byte_job::agree_on_text;
 use crate::text::Text;
 
-/// How many steps later a loss is read: so that the pipeline never runs empty for it.
+/// Number of steps that are issued before a loss is read, so that reading it does not drain the
+/// pipeline.
 const LOSSES_PENDING: usize = 2;
 
-/// Steps that a process takes which only plans: more than it needs to see that they are all the
-/// same.
+/// Number of steps in a dry run: enough to see that all steps are equal.
 const PLANNED_STEPS: u64 = 8;
 
-/// Microbatches of an evaluation at most: a text may be of any size.
+/// Largest number of microbatches of an evaluation. It bounds the time for texts of any size.
 const MOST_EVALUATED: usize = 256;
 
-/// What to train, and how.
+/// The model, and the settings of its training.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// The sizes.
+    /// Sizes of the model.
     pub model: Model,
     /// Stages of the pipeline, on all ranks together.
     pub stages: usize,
     /// Stages of each rank.
     pub chunks: usize,
-    /// Devices of each stage among which the sequences of a microbatch are divided, and with them
-    /// what is stored of its parameters.
+    /// Devices of each stage that share the sequences of a microbatch, and the storage of the
+    /// parameters.
     pub fsdp: usize,
-    /// As many times more devices of each stage, over which its blocks' matrices are sharded.
+    /// Devices over which the matrices of a stage's blocks are sharded, for each of the `fsdp`
+    /// devices.
     pub tensor_parallel: usize,
-    /// How parameters are stored, in place of the rules of [`Placement`].
+    /// Sharding rules of the stored parameters, in place of those of [`Placement`].
     pub strategy: Option<Vec<Rule>>,
     /// Sequences of a microbatch, on all devices together.
     pub batch: usize,
@@ -59,20 +60,21 @@ pub struct Config {
     pub microbatches: usize,
     /// Name of the schedule: see [`Schedule::named`].
     pub schedule: String,
-    /// A schedule of the user's own, in place of that of the name: for as many stages and
-    /// microbatches. The ranks are its own.
+    /// The user's own schedule, in place of the named one. It must have `stages` stages and
+    /// `microbatches` microbatches. It defines the ranks.
     pub order: Option<Schedule>,
-    /// Whether stages keep no residuals, and compute their forward pass again for the backward one.
+    /// True if stages keep no residuals, and compute their forward pass again for the backward
+    /// pass.
     pub recompute: bool,
-    /// The learning rate over the steps.
+    /// The learning rate by step.
     pub rates: WarmupCosine,
     /// The optimiser.
     pub adamw: AdamW,
-    /// The norm that gradients are clipped to.
+    /// Limit of the gradients' norm.
     pub clip: f64,
-    /// Chooses initial weights and the sequences of each step.
+    /// Seed of the initial weights and of the sequences of each step.
     pub seed: u64,
-    /// How products are computed on CUDA devices.
+    /// Precision of matrix products on CUDA devices.
     pub math: Math,
 }
 
@@ -100,35 +102,36 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Sizes that keep graphics processors busy.
+    /// Returns settings with a model large enough to keep GPUs busy.
     pub fn for_gpus() -> Self {
         let model = Model { layers: 8, width: 512, heads: 8, hidden: 2048, time: 256 };
         Self {
             model,
             batch: 16,
-            // Wider layers want smaller steps.
+            // Wider layers need a lower learning rate.
             rates: WarmupCosine { peak: 1e-3, floor: 5e-5, ..Self::default().rates },
             ..Self::default()
         }
     }
 
-    /// Devices of the job.
+    /// Returns the number of devices of the job.
     pub fn devices(&self) -> usize {
         self.ranks() * self.grid().devices()
     }
 
-    /// Ranks of the pipeline: groups of devices that have the same stages.
+    /// Returns the number of ranks of the pipeline. A rank is a group of devices with the same
+    /// stages.
     pub fn ranks(&self) -> usize {
         self.order.as_ref().map_or(self.stages / self.chunks.max(1), Schedule::ranks)
     }
 
-    /// Devices of each rank.
+    /// Returns the numbers of devices of each rank, by axis.
     pub fn grid(&self) -> Grid {
         Grid { data: self.fsdp, model: self.tensor_parallel }
     }
 
-    /// Where the parameters of each stage are, of a model of dtype `dtype`, as if it were alone: to
-    /// look at.
+    /// Returns the shardings of each stage's parameters, for a model of dtype `dtype`. They are for
+    /// queries only: their meshes do not belong to a program.
     ///
     /// # Errors
     ///
@@ -140,16 +143,16 @@ impl Config {
         parts.iter().map(|part| Placement::new(part, grid, &mesh, dtype, strategy)).collect()
     }
 
-    /// Tokens of a step.
+    /// Returns the number of tokens of a step.
     pub fn tokens(&self) -> usize {
         self.microbatches * self.batch * self.model.time
     }
 
-    /// Whether the sizes fit each other.
+    /// Checks that the sizes fit each other.
     ///
     /// # Errors
     ///
-    /// The first that does not.
+    /// The first mismatch.
     pub fn check(&self) -> Result<()> {
         self.model.parts(self.stages)?;
         self.schedule()?;
@@ -173,12 +176,12 @@ impl Config {
         self.placements(DType::F32).map(drop)
     }
 
-    /// The schedule.
+    /// Returns the schedule.
     ///
     /// # Errors
     ///
-    /// Where there is none of that name for these numbers, it is for others, or has no backward
-    /// passes.
+    /// If the name is unknown or does not allow these numbers, or if `order` has other numbers of
+    /// stages or microbatches. Also if the schedule has no backward passes.
     pub fn schedule(&self) -> Result<Schedule> {
         let Self { stages, chunks, microbatches, .. } = *self;
         let schedule = match &self.order {
@@ -223,12 +226,12 @@ pub struct Trainer<T: Float> {
 }
 
 impl<T: Float> Trainer<T> {
-    /// A model with its initial weights, over all devices of the job.
+    /// Creates a model with its initial weights, over all devices of the job.
     ///
     /// # Errors
     ///
-    /// Where sizes do not fit each other, the job has not [`Config::devices`] devices, or the
-    /// processes have read different texts.
+    /// If sizes do not fit each other, if the job does not have [`Config::devices`] devices, or if
+    /// the processes have read different texts.
     pub fn new(p: &mut Program, text: &Arc<Text>, config: &Config) -> Result<Self> {
         config.check()?;
         agree_on_text(p, text)?;
@@ -277,7 +280,7 @@ impl<T: Float> Trainer<T> {
         })
     }
 
-    /// What the model is trained with.
+    /// Returns the settings of the training.
     pub fn config(&self) -> &Config {
         &self.config
     }
@@ -287,22 +290,22 @@ impl<T: Float> Trainer<T> {
         &self.sequences
     }
 
-    /// Updates so far.
+    /// Returns the number of updates so far.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// Time in the kernels of this process.
+    /// Returns the time spent in the kernels of this process.
     pub fn clock(&self) -> &Clock {
         &self.clock
     }
 
-    /// One update. Returns at once, with the step's loss and norm as arrays on the last stage's
-    /// mesh.
+    /// Issues one update and returns at once. The step's loss and norm are arrays on the last
+    /// stage's mesh.
     ///
     /// # Errors
     ///
-    /// Where the job is known to have failed.
+    /// If the job is known to have failed.
     pub fn step(&mut self, p: &mut Program, rate: f64) -> Result<Clipped<MpmdArray>> {
         let output = self.gradients(p)?;
         self.steps += 1;
@@ -312,7 +315,7 @@ impl<T: Float> Trainer<T> {
         Ok(clipped)
     }
 
-    /// The forward and backward passes of the next step. Returns at once.
+    /// Issues the forward and backward passes of the next step and returns at once.
     ///
     /// # Errors
     ///
@@ -331,8 +334,8 @@ impl<T: Float> Trainer<T> {
         self.pipeline.train_step(p, &self.schedule, microbatches.collect())
     }
 
-    /// The most memory that a step will take on the devices of this process; with `map` it is
-    /// mapped now, as far as the pace of the processes can matter.
+    /// Returns the peak memory that a step will use on the devices of this process. With `map`,
+    /// also maps that memory now, so that no step waits for the system.
     ///
     /// # Errors
     ///
@@ -352,11 +355,11 @@ impl<T: Float> Trainer<T> {
         Ok(plan.of(p.topology().devices_of(p.process())))
     }
 
-    /// Waits until the updates so far are made, on every process.
+    /// Waits until all updates so far have finished on every process.
     ///
     /// # Errors
     ///
-    /// Where the job fails.
+    /// If the job fails.
     pub fn wait(&self, p: &mut Program) -> Result<()> {
         for (_, array) in self.state() {
             array.block_until_ready()?;
@@ -365,16 +368,17 @@ impl<T: Float> Trainer<T> {
             .try_for_each(|process| p.broadcast_value(ProcessId(process), (), || Ok(())))
     }
 
-    /// The mean loss over [held-out sequences](Sequences::held_out), nats per byte: on process 0,
-    /// where something is held out. Waits for it.
+    /// Computes the mean loss over [held-out sequences](Sequences::held_out), in nats per byte.
+    /// Blocks until it is known. Returns `None` on processes other than 0, or if nothing is held
+    /// out.
     ///
-    /// Process 0 calls `go_on` before each step's worth of microbatches, and at the end, with the
-    /// number of sequences that are done and of all. Where it returns false, the evaluation ends
-    /// without a loss.
+    /// Process 0 calls `go_on` once for each step's number of microbatches, and at the end. The
+    /// arguments are the number of evaluated sequences and the number of all. If it returns false,
+    /// the evaluation ends without a loss.
     ///
     /// # Errors
     ///
-    /// Where the job fails.
+    /// If the job fails.
     pub fn held_out_loss(
         &mut self,
         p: &mut Program,
@@ -401,7 +405,7 @@ impl<T: Float> Trainer<T> {
             passes += 1;
             let ends = (&self.meshes[0], &self.meshes[stages - 1]);
             let left = batch.min(count - start);
-            // Where too few are left for every device to have one, each has the same.
+            // If fewer sequences than devices are left, one sequence is copied to each device.
             let (rows, copies) = if left < fsdp { (1, fsdp) } else { (left - left % fsdp, 1) };
             let (tokens, targets) =
                 self.sequences.make_held_out(p, ends, (start..start + rows, copies))?;
@@ -423,13 +427,15 @@ impl<T: Float> Trainer<T> {
         Ok((weight > 0.0).then(|| sum / weight))
     }
 
-    /// `length` bytes that continue `prompt`, each as `choose` says of its logits and its number,
-    /// through the same stages; fewer where it says none. The same on every process; `choose` is
-    /// called on process 0.
+    /// Continues `prompt` by up to `length` bytes, with the same stages. Blocks until they are
+    /// known, and returns the same bytes on every process.
+    ///
+    /// Process 0 calls `choose` with the logits and the number of each byte, counted from zero. If
+    /// it returns `None`, no more bytes follow.
     ///
     /// # Errors
     ///
-    /// Where the job fails.
+    /// If the job fails.
     pub fn sample(
         &self,
         p: &mut Program,
@@ -447,12 +453,12 @@ impl<T: Float> Trainer<T> {
         let params =
             (0..self.parts.len()).map(|stage| self.params(stage)).collect::<Result<Vec<_>>>()?;
         let mut pipeline = wiring.stored(wiring.logits::<T>(params)?)?;
-        // The same sequence for every device that has some of them.
+        // Every device gets the same sequence.
         let copies = self.config.fsdp;
         let time = self.config.model.time;
         let mut bytes = prompt.to_vec();
         if bytes.is_empty() {
-            // As after the end of a file.
+            // The byte after the end of a file.
             bytes.push(crate::text::SEPARATOR);
         }
         let start = bytes.len();
@@ -461,7 +467,7 @@ impl<T: Float> Trainer<T> {
             let last = context.len() - 1;
             let rows = self.meshes[0].sharding(spec![DATA_AXIS]);
             let tokens = p.array_from_fn(u8s([copies, time]), &rows, move |_, mut tokens| {
-                // What comes after the context is not looked at: attention is causal.
+                // Attention is causal, so bytes after the context have no effect.
                 tokens.zero();
                 for row in tokens.as_mut_slice::<u8>()?.chunks_exact_mut(time) {
                     row[..context.len()].copy_from_slice(&context);
@@ -471,8 +477,9 @@ impl<T: Float> Trainer<T> {
             let Logits { logits } = pipeline.forward(p, Microbatch::new(Tokens { tokens }))?;
             let logits = p.device_put(&logits, to_process_0(p))?;
             let byte = p.broadcast_value(ProcessId(0), Some(0), || {
-                let logits =
-                    logits.to_host()?.ok_or_else(|| Error::kernel("logits that are remote"))?;
+                let logits = logits
+                    .to_host()?
+                    .ok_or_else(|| Error::kernel("the logits are on another process"))?;
                 let row = &logits.as_slice::<T>()?[last * BYTES..][..BYTES];
                 let row: Vec<f32> = row.iter().map(|logit| logit.to_f64() as f32).collect();
                 Ok(choose(&row, number))
@@ -483,7 +490,8 @@ impl<T: Float> Trainer<T> {
         Ok(bytes.split_off(start))
     }
 
-    /// Parameters and the optimiser's running means, with names that say nothing of stages.
+    /// Returns the parameters and the optimiser's running means, with names that do not depend on
+    /// the stages.
     pub fn state(&self) -> Vec<(String, MpmdArray)> {
         let mut state = Vec::new();
         for (stage, part) in self.parts.iter().enumerate() {
@@ -499,8 +507,8 @@ impl<T: Float> Trainer<T> {
         state
     }
 
-    /// Puts other parameters and running means in place, those after `steps` updates: `load` gives
-    /// the array of a name of [`Trainer::state`], in this shape and sharding.
+    /// Replaces parameters and running means by those after `steps` updates. `load` returns the
+    /// array of a name of [`Trainer::state`], in the given shape and sharding.
     ///
     /// # Errors
     ///
@@ -539,12 +547,12 @@ impl<T: Float> Trainer<T> {
     }
 }
 
-/// Where stages go.
+/// The parts, meshes and settings of the stages.
 struct Wiring<'a> {
     parts: &'a [Part],
     meshes: &'a [Mesh],
     placements: &'a [Placement],
-    /// The axes of the meshes, and how products are computed on CUDA devices.
+    /// The axes of the meshes, and the precision of matrix products on CUDA devices.
     how: (Grid, Math),
     clock: &'a Clock,
 }
@@ -552,7 +560,7 @@ struct Wiring<'a> {
 type Params = StageParams<MpmdArray>;
 
 impl Wiring<'_> {
-    /// Has each stage's parameters gathered from where they are stored.
+    /// Declares the storage of each stage's parameters, so that steps gather them.
     fn stored<In, Out>(&self, mut pipeline: Pipeline<In, Out>) -> Result<Pipeline<In, Out>>
     where
         In: Tree<Leaf = MpmdArray>,
@@ -600,7 +608,7 @@ impl Wiring<'_> {
         front.then(LastLogits::<T>::new(parts[last], how, clock), &meshes[last], next()?)
     }
 
-    /// All stages but the last.
+    /// Builds all stages but the last.
     fn front<T: Float>(
         &self,
         mut next: impl FnMut() -> Result<Params>,
@@ -614,23 +622,25 @@ impl Wiring<'_> {
     }
 }
 
-/// What is known of a step two steps later.
+/// The figures of a step. They are read two steps later.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
-    /// Updates so far, counted from the start of the model.
+    /// Number of updates so far, counted from the start of the model.
     pub step: u64,
-    /// Mean loss before the update, nats per byte.
+    /// Mean loss before the update, in nats per byte.
     pub loss: f64,
-    /// Norm of the gradient.
+    /// Norm of the mean gradient, before clipping.
     pub norm: f64,
 }
 
-/// Trains until `more` says otherwise. On process 0 `more` is asked before each step, with the
-/// number of updates so far, for the learning rate; and `on_step` gets the report of each step.
+/// Trains until `more` returns `None`. Blocks until all reports are read.
+///
+/// Process 0 calls `more` before each step with the number of updates so far, for the learning
+/// rate. It calls `on_step` with the report of each step.
 ///
 /// # Errors
 ///
-/// Where the job fails or the loss is no number any more.
+/// If the job fails, or if a loss or a norm is not finite.
 pub fn train<T: Float>(
     p: &mut Program,
     trainer: &mut Trainer<T>,
@@ -652,7 +662,7 @@ pub fn train<T: Float>(
     };
     loop {
         let steps = trainer.steps();
-        // The rate of a plan is anybody's guess, and changes nothing of it.
+        // A dry run's learning rate is arbitrary: it does not affect the plan.
         let planned = (steps < PLANNED_STEPS).then_some(1.0);
         let Some(rate) = p.broadcast_value(ProcessId(0), planned, || {
             if pending.len() > LOSSES_PENDING
@@ -674,7 +684,7 @@ pub fn train<T: Float>(
     p.broadcast_value(ProcessId(0), (), || pending.into_iter().try_for_each(&mut read))
 }
 
-/// A device of process 0.
+/// Returns the sharding on the first device of process 0.
 fn to_process_0(p: &Program) -> Sharding {
     Sharding::single_device(p.topology().devices_of(ProcessId(0))[0])
 }

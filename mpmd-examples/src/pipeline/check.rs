@@ -1,4 +1,4 @@
-//! The check job: a small fixed instance of the pipeline job, whose losses and weights are known.
+//! The check job: a small fixed instance of the pipeline job with known losses and weights.
 
 use std::fmt;
 
@@ -8,52 +8,54 @@ use mpmd::prelude::*;
 use super::{Layer, Number, Pipeline, STAGES, Settings, Start};
 use crate::mm;
 
-/// Figures of an independent implementation, in double precision and without tensor parallelism.
+/// Results of an independent implementation, in double precision and without tensor parallelism.
 mod figures {
     use crate::mm::MICROBATCHES;
 
-    /// By step: the loss of each microbatch where each is the whole batch, and the mean of their
-    /// losses where each is one row of it.
+    /// By step: the loss of each microbatch if each is the whole batch. It is also the mean loss if
+    /// each microbatch is one row.
     pub(super) const LOSSES: [f64; 6] =
         [2.217942, 1.206537, 0.180603, 0.030177, 0.024658, 0.014348];
-    /// The losses of one row each, in the first and in the last step.
+    /// The losses if each microbatch is one row, in the first and in the last step.
     pub(super) const FIRST_BY_ROW: [f64; MICROBATCHES] = [0.179679, 1.032449, 2.644327, 5.015312];
     pub(super) const LAST_BY_ROW: [f64; MICROBATCHES] = [0.019327, 0.008598, 0.008983, 0.020484];
-    /// Row 0 of `WA` of stage 0 and row 3 of `WB` of stage 3, after the last step, sliced or not.
+    /// Row 0 of `WA` of stage 0 and row 3 of `WB` of stage 3 after the last step, with or without
+    /// slicing.
     pub(super) const WA0: [f64; 4] = [0.983358, 0.129885, 0.048083, -0.062251];
     pub(super) const WB3: [f64; 4] = [0.036992, 0.143912, -0.106465, 1.103899];
 }
 
-/// How far a figure may be off: the figures have six decimals, and `f32` has seven digits.
+/// Largest allowed error: the figures have six decimals, and `f32` has seven digits.
 const TOLERANCE: f64 = 1e-5;
 
-/// Figures that a run must give, beside those it gave.
+/// The expected figures of a run, and the figures found.
 #[derive(Clone, Debug)]
 pub struct Report {
     rows: Vec<Row>,
 }
 
-/// A few figures of one kind.
+/// Figures of one kind.
 #[derive(Clone, Debug)]
 struct Row {
     run: String,
     what: String,
     expected: Vec<f64>,
-    /// Of several owners' values the one that is farthest off.
+    /// If several devices own a value, the one with the largest error.
     found: Vec<Option<f64>>,
 }
 
-/// A figure as one process found it: its row, its place in the row, its value.
+/// A figure found by one process: row, column and value.
 type Finding = (usize, usize, f64);
 
-/// Runs the check job in `f32` and `f64`, with microbatches that are the whole batch and that are
-/// slices of it. The learning rate of the figures is [`mm::LEARNING_RATE`].
+/// Runs the check job in `f32` and `f64`. Each runs twice: with the whole batch as each microbatch,
+/// and with slices of it. The figures expect the learning rate [`mm::LEARNING_RATE`].
 ///
-/// Every figure is compared where it is; every process gets the same report.
+/// Each process compares the figures that it owns. All processes get the same report. Blocks until
+/// the job has ended.
 ///
 /// # Errors
 ///
-/// Where the job fails. Figures that are off are no error: see [`Report::first_off`].
+/// If the job fails. Wrong figures are not an error: see [`Report::first_off`].
 pub fn check(p: &mut Program, learning_rate: f64) -> Result<Report> {
     let mut report = Report { rows: Vec::new() };
     let mut findings = Vec::new();
@@ -91,7 +93,7 @@ fn run<T: Number>(
         rows.len() - 1
     };
     let mut job = Pipeline::<T>::new(p, &settings)?;
-    // All steps are issued before the first value is read: nobody waits for a loss to go on.
+    // All steps are issued before the first value is read: no step waits for a loss.
     let steps = figures::LOSSES.iter().map(|_| job.step(p)).collect::<Result<Vec<_>>>()?;
     let last = steps.len() - 1;
     for (step, losses) in steps.iter().enumerate() {
@@ -132,7 +134,7 @@ fn run<T: Number>(
     Ok(())
 }
 
-/// What this process holds of a matrix's row: columns and values.
+/// Returns this process's elements of one row of a matrix, as columns and values.
 fn matrix_row<T: Number>(matrix: &MpmdArray, row: usize) -> Result<Vec<(usize, f64)>> {
     let mut values = Vec::new();
     if matrix.is_fully_remote() {
@@ -162,7 +164,7 @@ impl Report {
         }
     }
 
-    /// The first figure that is off or that nobody had, in words; `None` where all are right.
+    /// Describes the first figure that is wrong or missing. `None` if all are right.
     pub fn first_off(&self) -> Option<String> {
         let off = |row: &Row| {
             let mut figures = row.expected.iter().zip(&row.found);
@@ -183,7 +185,7 @@ fn near(expected: f64, found: Option<f64>) -> bool {
     found.is_some_and(|found| distance(expected, found) <= TOLERANCE)
 }
 
-/// Infinite for what is not a number.
+/// Returns the absolute error: infinite for a NaN.
 fn distance(expected: f64, found: f64) -> f64 {
     if found.is_nan() { f64::INFINITY } else { (found - expected).abs() }
 }
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_figure_that_is_off_is_named() {
+    fn first_off_names_the_first_wrong_figure() {
         assert_eq!(report(&[Some(1.000009), Some(0.999991)]).first_off(), None);
         let off = |found: &[Option<f64>]| report(found).first_off().unwrap();
         assert_eq!(
@@ -242,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_owners_values_the_worst_counts() {
+    fn worst_value_of_several_owners_counts() {
         for values in [[1.0, 1.5, 1.2], [1.0, f64::NAN, 1.0], [f64::NAN, 1.5, 1.0]] {
             let mut report = report(&[None]);
             values.into_iter().for_each(|value| report.add((1, 0, value)));

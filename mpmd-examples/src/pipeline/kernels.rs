@@ -1,6 +1,8 @@
-//! What the devices of a stage compute. Each holds columns of `WA` and the same rows of `WB`, so
-//! its part of the stage's output, and of the gradient of its input, is a summand: the sum over the
-//! mesh axis `"model"` is the whole.
+//! Kernels of the pipeline job.
+//!
+//! Each device of a stage holds some columns of `WA` and the same rows of `WB`. Its part of the
+//! stage's output, and of the gradient of its input, is a summand. The sum over the mesh axis
+//! `"model"` is the full value.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -13,13 +15,13 @@ use mpmd::prelude::*;
 use crate::math::{Real, matmul};
 use crate::mm::{self, StageShape};
 
-/// A type the pipeline job runs in: `f32` or `f64`.
+/// A float type of the pipeline job: `f32` or `f64`.
 pub trait Number: Real + Reducible + bytemuck::Pod {}
 
 impl Number for f32 {}
 impl Number for f64 {}
 
-/// A stage's weights, or whatever there is one of for each: gradients, shardings.
+/// A stage's weights, or one value for each of them: gradients, shardings.
 #[derive(Clone, Debug, Tree)]
 pub struct Layer<L> {
     /// For the first product: `[width, width]`, columns over `"model"`.
@@ -28,10 +30,9 @@ pub struct Layer<L> {
     pub wb: L,
 }
 
-/// Where the time of kernels goes, added up over the devices of one process. Clones count together.
+/// The time spent in kernels, summed over the devices of one process. Clones share their counters.
 ///
-/// It is time on the clock: where there are fewer cores than devices, waiting for a core counts as
-/// whatever a device was waiting to do.
+/// It is wall-clock time: with fewer cores than devices, the wait for a core counts too.
 #[derive(Clone, Debug, Default)]
 pub struct Meter {
     computing: Arc<AtomicU64>,
@@ -39,12 +40,13 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Time in the kernels' own arithmetic.
+    /// Returns the time of the kernels' own arithmetic.
     pub fn computing(&self) -> Duration {
         Duration::from_nanos(self.computing.load(Ordering::Relaxed))
     }
 
-    /// Time in all-reduces: moving, adding, and waiting for the other devices of the stage.
+    /// Returns the time of all-reduces: moving, adding, and waiting for the other devices of the
+    /// stage.
     pub fn summing(&self) -> Duration {
         Duration::from_nanos(self.summing.load(Ordering::Relaxed))
     }
@@ -68,15 +70,15 @@ fn timed<R>(total: &AtomicU64, f: impl FnOnce() -> R) -> R {
     result
 }
 
-/// `(layer, x) -> y`: a stage but the last.
+/// `(layer, x) -> y`: the forward pass of any stage except the last.
 pub(super) struct Forward<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
-/// `(layer, x, labels) -> loss`: the last stage, and the mean square error of what it makes.
+/// `(layer, x, labels) -> loss`: the forward pass of the last stage, and its mean square error.
 pub(super) struct ForwardLoss<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
 /// `(layer, x, dy, gradients) -> (dx, gradients)`: adds to the gradients, in place.
 ///
-/// Nothing is kept from the forward pass but `x`: what else is needed is computed again.
+/// From the forward pass only `x` is kept. The other values are computed again.
 pub(super) struct Backward<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
 /// `(layer, x, labels, cotangent of the loss, gradients) -> (dx, gradients)`, in place.
@@ -85,7 +87,7 @@ pub(super) struct BackwardLoss<T>(pub(super) Meter, pub(super) PhantomData<fn() 
 /// `(weights, gradients, learning rate) -> weights`, in place.
 pub(super) struct Update<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
-/// The mean of scalars, in their order.
+/// Kernel that computes the mean of scalars, added in their order.
 pub(super) struct Mean<T>(pub(super) PhantomData<fn() -> T>);
 
 type Array = MpmdArray;
@@ -241,7 +243,8 @@ impl<T: Number> Kernel for Mean<T> {
     type Out = Array;
 
     fn infer(&self, values: &Vec<Shape>) -> Result<Signature<Shape>> {
-        let first = values.first().ok_or_else(|| Error::kernel("the mean of nothing"))?;
+        let first =
+            values.first().ok_or_else(|| Error::kernel("there are no losses to average"))?;
         Ok(Signature::new(first.clone()))
     }
 
@@ -255,7 +258,7 @@ impl<T: Number> Kernel for Mean<T> {
     }
 }
 
-/// The whole output of the stage, and this device's part of the product in the middle.
+/// Computes the complete output of the stage. Returns this device's part of `x WA`.
 fn forward<T: Number>(
     meter: &Meter,
     cx: &mut Context<'_>,
@@ -271,7 +274,8 @@ fn forward<T: Number>(
     Ok(h)
 }
 
-/// The whole gradient of the stage's input; adds to those of this device's weights.
+/// Computes the complete gradient of the stage's input. Adds to the gradients of this device's
+/// weights.
 #[expect(clippy::too_many_arguments, reason = "they are the mathematics' own")]
 fn backward<T: Number>(
     meter: &Meter,
@@ -294,7 +298,7 @@ fn backward<T: Number>(
     meter.sum(cx, dx)
 }
 
-/// The sizes of what this device holds.
+/// Returns the sizes of the arrays on this device.
 fn stage_shape(layer: &Layer<View<'_>>, x: &View<'_>) -> StageShape {
     StageShape { rows: x.shape()[0], width: x.shape()[1], hidden: layer.wa.shape()[1] }
 }

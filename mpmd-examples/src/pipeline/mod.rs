@@ -1,8 +1,8 @@
-//! The pipeline job: four stages of two matrix products each, tensor-parallel over two devices
-//! each, trained by gradient descent with the microbatches in GPipe's order.
+//! The pipeline job: four stages of two matrix products each. Each stage is tensor-parallel over
+//! two devices. Training is gradient descent, with the microbatches in GPipe's order.
 //!
-//! Which process owns which devices shows nowhere: the same calls make it one process, or eight in
-//! which the two devices of a stage never share one.
+//! The code does not mention which process owns which device. The same calls run as one process, or
+//! as eight processes with one device each.
 
 mod check;
 mod kernels;
@@ -21,9 +21,9 @@ use mpmd::topology::Mesh;
 
 use crate::mm;
 
-/// Stages of the pipeline.
+/// Number of stages of the pipeline.
 pub const STAGES: usize = 4;
-/// Devices of the job, two for each stage.
+/// Number of devices of the job: two for each stage.
 pub const DEVICES: usize = 8;
 
 /// The sizes of a job.
@@ -33,26 +33,26 @@ pub struct Settings {
     pub width: usize,
     /// Rows of the whole batch.
     pub batch: usize,
-    /// Microbatches of a step, whose gradients are summed.
+    /// Microbatches of a step. Their gradients are summed.
     pub microbatches: usize,
-    /// Whether a microbatch is a slice of the batch; otherwise each is the whole batch.
+    /// True if a microbatch is a slice of the batch. Otherwise each is the whole batch.
     pub slice: bool,
     /// Step size of the update.
     pub learning_rate: f64,
-    /// What the weights and the batch are at the start.
+    /// Initial weights and batch.
     pub start: Start,
 }
 
-/// What weights and batch are at the start. Labels are seven times the inputs.
+/// Initial weights and batch. Labels are seven times the inputs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Start {
-    /// Those of the check job, [`mm`].
+    /// The values of the check job, [`mm`].
     Check,
-    /// Random ones, for any width.
+    /// Random values, for any width.
     ///
-    /// Scaled so that activations keep their size through the stages. Weights from the standard
-    /// normal distribution would multiply it by the square root of the width eight times over:
-    /// beyond any use in the first step, and not finite after it.
+    /// They are scaled so that activations keep their size through the stages. Weights from the
+    /// standard normal distribution would multiply it by the square root of the width, eight times
+    /// over. The loss would be useless in the first step and not finite after it.
     Random,
 }
 
@@ -74,33 +74,34 @@ impl Start {
     fn input(self, row: usize, column: usize, width: usize) -> f64 {
         match self {
             Self::Check => mm::input(row, column),
-            // Up to one half, as in the check job: larger inputs would need a smaller learning
+            // Up to one half, as in the check job. Larger inputs would need a smaller learning
             // rate.
             Self::Random => uniform_f64(Key(0x1297), (row * width + column) as u64) / 2.0,
         }
     }
 }
 
-/// Close to the identity, with noise that adds little to the size of what it multiplies, at any
-/// width.
+/// Returns an element of a matrix close to the identity. Its noise adds little to the size of the
+/// product, at any width.
 fn random_weight(matrix: usize, row: usize, column: usize, width: usize) -> f64 {
     let noise = normal_f64(Key(0x3ea7).fold_in(matrix as u64), (row * width + column) as u64);
     let diagonal = if row == column { 1.1 } else { 0.0 };
     diagonal + 0.1 * noise / (width as f64).sqrt()
 }
 
-/// One entry of the schedule.
+/// One forward or backward pass in the schedule.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Task {
-    /// Whether it is the backward pass.
+    /// True for the backward pass.
     pub backward: bool,
-    /// Which stage.
+    /// Index of the stage.
     pub stage: usize,
-    /// Which microbatch.
+    /// Index of the microbatch.
     pub microbatch: usize,
 }
 
-/// GPipe: all forward passes, then all backward passes, each along the diagonals.
+/// Returns the GPipe schedule: all forward passes, then all backward passes, each along the
+/// diagonals.
 pub fn gpipe(stages: usize, microbatches: usize) -> Vec<Task> {
     let task = |backward| {
         move |i| Task { backward, stage: i % stages.max(1), microbatch: i / stages.max(1) }
@@ -108,7 +109,7 @@ pub fn gpipe(stages: usize, microbatches: usize) -> Vec<Task> {
     let mut forward: Vec<_> = (0..stages * microbatches).map(task(false)).collect();
     forward.sort_by_key(|task| (task.microbatch + task.stage, task.stage));
     let mut backward: Vec<_> = (0..stages * microbatches).map(task(true)).collect();
-    // The later stage is earlier in the backward pass.
+    // In the backward pass, later stages come first.
     backward.sort_by_key(|task| {
         let from_last = stages - 1 - task.stage;
         (task.microbatch + from_last, from_last)
@@ -117,7 +118,7 @@ pub fn gpipe(stages: usize, microbatches: usize) -> Vec<Task> {
     forward
 }
 
-/// A job under way.
+/// A training job: its stages, kernels and batch.
 pub struct Pipeline<T: Number> {
     stages: Vec<Stage<T>>,
     forward_loss: Jit<ForwardLoss<T>>,
@@ -142,11 +143,11 @@ struct Stage<T: Number> {
 }
 
 impl<T: Number> Pipeline<T> {
-    /// Makes weights and batch, each on the devices that own it, and binds the kernels.
+    /// Makes weights and batch, each on the devices that own them, and binds the kernels.
     ///
     /// # Errors
     ///
-    /// Where the job has not [`DEVICES`] devices, the width is odd, or `slice` is asked for and the
+    /// If the job has not [`DEVICES`] devices, the width is odd, or `slice` is asked for and the
     /// microbatches do not divide the batch.
     pub fn new(p: &mut Program, settings: &Settings) -> Result<Self> {
         let Settings { width, batch, microbatches, start, .. } = *settings;
@@ -204,18 +205,19 @@ impl<T: Number> Pipeline<T> {
         })
     }
 
-    /// Issues one step; returns the loss of each microbatch, before the step's update, on the last
-    /// stage.
+    /// Issues one step and returns at once. Returns the loss of each microbatch before the step's
+    /// update, on the last stage.
     ///
     /// # Errors
     ///
-    /// Where the job is known to have failed.
+    /// If the job is known to have failed.
     pub fn step(&mut self, p: &mut Program) -> Result<Vec<MpmdArray>> {
         let mut gradients = Vec::with_capacity(STAGES);
         for stage in &self.stages {
             gradients.push(Some(stage.zeros(p)?));
         }
-        // By stage and microbatch: what came from the stage before, and from the stage behind.
+        // By stage and microbatch: the activations from the stage before, and the gradients from
+        // the stage after.
         let mut xs = vec![self.inputs.iter().cloned().map(Some).collect::<Vec<_>>(); 1];
         xs.resize(STAGES, vec![None; self.inputs.len()]);
         let mut dys = vec![vec![None; self.inputs.len()]; STAGES];
@@ -234,7 +236,7 @@ impl<T: Number> Pipeline<T> {
                         Some(p.device_put(&y, self.stages[s + 1].mesh.replicated())?);
                 }
             } else {
-                // Taken: nobody needs it any more, and its memory serves the next step.
+                // Taken: this is the last use, so the next step can reuse the memory.
                 let x = xs[s][microbatch].take().ok_or_else(missing)?;
                 let sums = gradients[s].take().ok_or_else(missing)?;
                 let (dx, sums) = if last {
@@ -259,25 +261,25 @@ impl<T: Number> Pipeline<T> {
         Ok(losses)
     }
 
-    /// The mean of a step's losses, on the last stage.
+    /// Computes the mean of a step's losses, on the last stage.
     ///
     /// # Errors
     ///
-    /// Where there are none.
+    /// If there are no losses.
     pub fn mean(&self, p: &mut Program, losses: Vec<MpmdArray>) -> Result<MpmdArray> {
         self.mean.call(p, losses)
     }
 
-    /// The weights of a stage, as they are after the steps issued so far.
+    /// Returns the weights of a stage after the steps issued so far.
     pub fn weights(&self, stage: usize) -> &Layer<MpmdArray> {
         &self.stages[stage].weights
     }
 
-    /// Waits until this process has done its part of everything issued so far.
+    /// Waits until this process has finished its part of all work issued so far.
     ///
     /// # Errors
     ///
-    /// Where something of it failed.
+    /// If a part of that work failed.
     pub fn block_until_ready(&self) -> Result<()> {
         for array in self.stages.iter().flat_map(|stage| stage.weights.leaves()) {
             array.block_until_ready()?;
@@ -285,7 +287,7 @@ impl<T: Number> Pipeline<T> {
         Ok(())
     }
 
-    /// Where the time of this process's kernels goes.
+    /// Returns the time spent in this process's kernels.
     pub fn meter(&self) -> &Meter {
         &self.meter
     }
@@ -302,12 +304,12 @@ impl<T: Number> Stage<T> {
     }
 }
 
-/// Columns of `WA` and rows of `WB`: what one device makes in the middle, it uses itself.
+/// Splits columns of `WA` and rows of `WB`, so that each device uses its own part of `x WA`.
 fn layer_sharding(mesh: &Mesh) -> Layer<Sharding> {
     Layer { wa: mesh.sharding(spec![None, "model"]), wb: mesh.sharding(spec!["model", None]) }
 }
 
-/// A matrix made by those who own parts of it, from its elements by row and column.
+/// Makes a matrix from a function of row and column. Owners fill their own parts.
 fn matrix<T: Number>(
     p: &mut Program,
     rows: usize,
@@ -339,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn the_schedule_is_gpipe_along_the_diagonals() {
+    fn gpipe_follows_the_diagonals() {
         assert_eq!(
             text(4, 4),
             "F0.0 F0.1 F1.0 F0.2 F1.1 F2.0 F0.3 F1.2 F2.1 F3.0 F1.3 F2.2 F3.1 F2.3 F3.2 F3.3 \
@@ -349,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn random_weights_keep_the_loss_finite_and_let_it_fall() {
+    fn loss_with_random_weights_is_finite_and_falls() {
         let settings = Settings {
             width: 64,
             batch: 16,

@@ -1,13 +1,13 @@
 //! Runs a parser or a state machine on many generated inputs, on the stable toolchain.
 //!
-//! A target is an ordinary unit test whose name starts with `fuzz_`. It calls [`bytes`] (a parser
-//! that reads bytes) or [`cases`] (anything else) once. The test fails if an input panics, if an
-//! input takes longer than [`LONGEST`], or if the process asks for more than [`MEMORY`] beyond its
-//! size at the start. The limit of memory holds where the target has a process of its own: under
-//! `cargo xtask fuzz` and cargo-nextest.
+//! A target is an ordinary unit test with a name that starts with `fuzz_`. It calls [`bytes`] (for
+//! a parser of bytes) or [`cases`] (for other code) once. The test fails if an input panics or
+//! takes longer than [`LONGEST`]. It also fails if the process allocates more than [`MEMORY`]
+//! beyond its size at the start. The memory limit works only if the target has its own process:
+//! under `cargo xtask fuzz` and cargo-nextest.
 //!
-//! `cargo xtask fuzz --inputs N` runs all targets. Input number `i` depends on the seed and on `i`
-//! alone, so `MPMD_FUZZ_SEED=S MPMD_FUZZ_FIRST=i MPMD_FUZZ_INPUTS=1` runs that input again.
+//! `cargo xtask fuzz --inputs N` runs all targets. Input number `i` depends only on the seed and on
+//! `i`, so `MPMD_FUZZ_SEED=S MPMD_FUZZ_FIRST=i MPMD_FUZZ_INPUTS=1` runs that input again.
 
 mod mutate;
 
@@ -22,22 +22,22 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 pub use mutate::{integer, mutate};
 
-/// Number of inputs for each target where `MPMD_FUZZ_INPUTS` is not set.
+/// Number of inputs for each target if `MPMD_FUZZ_INPUTS` is not set.
 pub const INPUTS: u64 = 20_000;
 
-/// The longest time for one input.
+/// Time limit for one input.
 pub const LONGEST: Duration = Duration::from_secs(20);
 
-/// Address space that a target may add to that of the process at its start, in bytes.
+/// Address space that a target may add to its size at the start, in bytes.
 pub const MEMORY: u64 = 4 << 30;
 
-/// Failing inputs that are printed in full; the others are only counted.
+/// Number of failing inputs that are printed in full. The others are only counted.
 const SHOWN: u64 = 5;
 
-/// Runs `parse` on mutations of `samples` and on random bytes.
+/// Runs `parse` on mutations of `samples` and on random bytes. Blocks until all inputs have run.
 ///
-/// `samples` are valid inputs: most mutations change a few bytes of one of them, so that they get
-/// past the first checks.
+/// `samples` are valid inputs. Most mutations change a few bytes of one sample, so that they pass
+/// the first checks.
 ///
 /// # Panics
 ///
@@ -55,7 +55,7 @@ pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
     });
 }
 
-/// Runs `case` once for each input, with a generator of its own for each.
+/// Runs `case` once for each input, each time with a new random generator.
 ///
 /// # Panics
 ///
@@ -75,7 +75,7 @@ pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
     let failures = std::thread::scope(|scope| {
         let current = &current;
         scope.spawn(move || watch(target, current, &ended));
-        // Ends the watcher, also where this thread panics.
+        // Dropping it ends the watcher, also if this thread panics.
         let _end = end;
         let mut failures = 0;
         for input in first..first.saturating_add(inputs) {
@@ -94,13 +94,14 @@ pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
         failures
     });
     println!("{target}: {inputs} inputs, {failures} failures");
-    // Not an `assert`, whose message may be hidden.
+    // Not an `assert`: the panic hook may hide its message.
     if failures > 0 {
         std::panic::resume_unwind(Box::new(format!("{target} failed")));
     }
 }
 
-/// Ends the process if one input takes too long: nothing else can stop a loop without an end.
+/// Ends the process if one input takes longer than [`LONGEST`]. Nothing else can stop an endless
+/// loop.
 fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()>) {
     let mut seen = u64::MAX;
     while ended.recv_timeout(LONGEST) == Err(RecvTimeoutError::Timeout) {
@@ -113,13 +114,12 @@ fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()
     }
 }
 
-/// Returns whether this process runs one target and nothing else.
+/// True if this process runs one target and nothing else.
 fn is_alone() -> bool {
     ["NEXTEST", "MPMD_FUZZ_INPUTS"].iter().any(|variable| std::env::var_os(variable).is_some())
 }
 
-/// Shows the first panics only: an input in three that fails would fill the disk with a million of
-/// them.
+/// Shows only the first panics: with a million failing inputs, all of them would fill the disk.
 fn limit_output() {
     let (said, hook) = (AtomicU64::new(0), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failing_input_is_counted_and_found_again() {
+    fn any_failing_input_fails_the_target() {
         let failed = catch_unwind(|| cases("some fail", |rng| assert!(rng.u32(..1000) != 7)));
         assert!(message(&*failed.unwrap_err()).ends_with("some fail failed"));
         cases("none fails", |rng| assert!(rng.u32(..1000) < 1000));

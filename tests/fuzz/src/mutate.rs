@@ -1,11 +1,11 @@
-//! Changes to valid inputs.
+//! Mutations of valid inputs.
 
 use fastrand::Rng;
 
-/// The longest input of random bytes.
+/// Length limit for inputs of random bytes.
 const LONGEST: usize = 512;
 
-/// An input for a parser: a sample with up to eight changes, or random bytes.
+/// Returns an input for a parser: a sample with up to eight changes, or random bytes.
 pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     if samples.is_empty() || rng.u8(..16) == 0 {
         let length = rng.usize(..LONGEST);
@@ -24,8 +24,8 @@ pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     input
 }
 
-/// Makes one change: a bit, a byte, an integer, a cut, a repetition, or the next number written in
-/// digits.
+/// Makes one change: flips a bit, sets, inserts or removes bytes, writes an integer, cuts the end,
+/// repeats a piece, or replaces a decimal number.
 pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
     if input.is_empty() {
         input.push(rng.u8(..));
@@ -60,7 +60,8 @@ pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
     }
 }
 
-/// An integer that lengths and counts go wrong with: small, a power of two, or close to a limit.
+/// Returns an integer that is likely to break lengths and counts: small, near a power of two, close
+/// to the maximum, or random.
 pub fn integer(rng: &mut Rng) -> u64 {
     match rng.u8(..4) {
         0 => rng.u64(..16),

@@ -1,4 +1,4 @@
-//! Functions on device memory: to get it, to give it back, and to ask about it.
+//! CUDA's functions on device memory: allocation, release and pointer attributes.
 
 use std::sync::atomic::Ordering;
 
@@ -13,7 +13,7 @@ use crate::races::Use;
 use crate::stream::{Work, own_stream};
 
 api! {
-    /// New memory of the current context's device, which other processes may be given.
+    /// Allocates memory on the current context's device. It can be exported to other processes.
     fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) {
         let context = current()?;
         context.check()?;
@@ -24,8 +24,8 @@ api! {
 }
 
 api! {
-    /// Frees memory at once: unlike a GPU's driver this one does not wait for work that still uses
-    /// it.
+    /// Frees memory at once. Unlike a GPU's driver, it does not wait for work that still uses the
+    /// memory.
     fn cuMemFree_v2(address: u64) {
         current()?.check()?;
         if address == 0 {
@@ -40,7 +40,7 @@ api! {
 }
 
 api! {
-    /// New memory in the order of a stream, which no other process may be given.
+    /// Allocates memory in the order of a stream. It cannot be exported to other processes.
     fn cuMemAllocAsync(address: Out<u64>, bytes: usize, stream: Handle) {
         let stream = own_stream(stream)?;
         address.required()?;
@@ -73,7 +73,7 @@ api! {
 }
 
 api! {
-    /// Free and all bytes of the current context's device.
+    /// Returns the free and the total bytes of the current context's device.
     fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
         let context = current()?;
         context.check()?;
@@ -84,7 +84,7 @@ api! {
 }
 
 api! {
-    /// Where the allocation that an address lies in begins, and how long it is.
+    /// Returns the start and the length in bytes of the allocation that contains an address.
     fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, address: u64) {
         current()?.check()?;
         let found = space().find(address).ok_or(Code::NOT_FOUND)?;
@@ -94,12 +94,12 @@ api! {
     }
 }
 
-/// Writes what is asked about an address, as wide as CUDA has it.
+/// Writes an attribute of an address to `data`, in the width that CUDA defines for it.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_INVALID_VALUE` for an address that is neither a device's nor pinned, and for what is
-/// not known here.
+/// `CUDA_ERROR_INVALID_VALUE` for an address that is neither device nor pinned memory, and for an
+/// unknown attribute.
 fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
     let out32 = |value: u32| out(data).set(value);
     let out64 = |value: u64| out(data).set(value);
@@ -130,13 +130,13 @@ fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
     }
 }
 
-/// A place for a value whose type another argument decides.
+/// Makes an output pointer of the type that the attribute requires.
 fn out<T>(address: u64) -> Out<T> {
     Out::untyped(address)
 }
 
 api! {
-    /// What is known about an address.
+    /// Returns an attribute of an address.
     fn cuPointerGetAttribute(data: u64, attribute: u32, address: u64) {
         initialized()?;
         pointer_attribute(data, attribute, address)
@@ -144,8 +144,8 @@ api! {
 }
 
 api! {
-    /// Several things that are known about an address; what is not known is written as zero, with
-    /// no error.
+    /// Returns several attributes of an address. An unknown attribute is written as zero (-2 for
+    /// the device number), without an error.
     fn cuPointerGetAttributes(count: u32, attributes: In<u32>, data: In<u64>, address: u64) {
         initialized()?;
         for at in 0..count as usize {
@@ -163,7 +163,7 @@ api! {
 }
 
 api! {
-    /// Takes what would make copies of an address synchronous, which changes nothing here.
+    /// Accepts the attribute that makes copies of an address synchronous; it changes nothing here.
     fn cuPointerSetAttribute(value: In<u32>, attribute: u32, address: u64) {
         initialized()?;
         value.get()?;

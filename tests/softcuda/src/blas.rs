@@ -1,4 +1,4 @@
-//! cuBLAS: handles, their modes, and products of matrices.
+//! cuBLAS: handles, their modes, and matrix products.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const INVALID_VALUE: Code = Code(7);
 const EXECUTION_FAILED: Code = Code(13);
 const NOT_SUPPORTED: Code = Code(15);
 
-/// What a handle remembers.
+/// The state of a cuBLAS handle.
 struct Library {
     stream: Handle,
     math: u32,
@@ -35,7 +35,7 @@ fn handle(handle: Handle) -> Result<Arc<Mutex<Library>>> {
 }
 
 blas! {
-    /// A handle, for the context of the calling thread.
+    /// Creates a handle for the context of the calling thread.
     fn cublasCreate_v2(out: Out<Handle>) {
         out.required().map_err(|_| INVALID_VALUE)?;
         current().and_then(|context| context.check()).map_err(|_| NOT_INITIALIZED)?;
@@ -49,14 +49,14 @@ blas! {
 }
 
 blas! {
-    /// Ends a handle; what was issued is still done.
+    /// Destroys a handle; work already issued still runs.
     fn cublasDestroy_v2(library: Handle) {
         HANDLES.remove(library).map(drop).map_err(|_| NOT_INITIALIZED)
     }
 }
 
 blas! {
-    /// Sets the stream that products are issued on.
+    /// Sets the stream on which products are issued.
     fn cublasSetStream_v2(library: Handle, stream: Handle) {
         handle(library)?.lock().stream = stream;
         Ok(())
@@ -64,14 +64,14 @@ blas! {
 }
 
 blas! {
-    /// The stream that products are issued on.
+    /// Returns the stream on which products are issued.
     fn cublasGetStream_v2(library: Handle, stream: Out<Handle>) {
         stream.set(handle(library)?.lock().stream)
     }
 }
 
 blas! {
-    /// Gives memory to compute in, which is not needed here: only its address is looked at.
+    /// Accepts a workspace, which is not needed here; only its address is checked.
     fn cublasSetWorkspace_v2(library: Handle, address: u64, bytes: usize) {
         handle(library)?;
         if bytes > 0 && (!space().covers(address) || !address.is_multiple_of(256)) {
@@ -82,9 +82,9 @@ blas! {
 }
 
 blas! {
-    /// Sets how exactly products are computed.
+    /// Sets the precision mode of products.
     fn cublasSetMathMode(library: Handle, mode: u32) {
-        // A flag may be added that forbids sums of less precision, of which there are none here.
+        // 16 is the flag that forbids sums of reduced precision, which this driver never uses.
         if !(0..=3).contains(&(mode & !16)) {
             return Err(INVALID_VALUE);
         }
@@ -94,14 +94,14 @@ blas! {
 }
 
 blas! {
-    /// How exactly products are computed.
+    /// Returns the precision mode of products.
     fn cublasGetMathMode(library: Handle, mode: Out<u32>) {
         mode.set(handle(library)?.lock().math)
     }
 }
 
 blas! {
-    /// Sets where the scales of products are: in host memory, 0, or in device memory, 1.
+    /// Sets the memory of the scales of products: 0 is host memory, 1 is device memory.
     fn cublasSetPointerMode_v2(library: Handle, mode: u32) {
         if mode > 1 {
             return Err(INVALID_VALUE);
@@ -112,14 +112,14 @@ blas! {
 }
 
 blas! {
-    /// Where the scales of products are.
+    /// Returns the memory of the scales of products: 0 is host memory, 1 is device memory.
     fn cublasGetPointerMode_v2(library: Handle, mode: Out<u32>) {
         mode.set(u32::from(handle(library)?.lock().scales_on_device))
     }
 }
 
 blas! {
-    /// Sets whether sums may be of any order, which changes nothing here.
+    /// Allows or forbids sums in varying order, which changes nothing here.
     fn cublasSetAtomicsMode(library: Handle, mode: u32) {
         handle(library)?.lock().atomics = mode;
         Ok(())
@@ -127,23 +127,23 @@ blas! {
 }
 
 blas! {
-    /// Whether sums may be of any order.
+    /// Returns the mode set by `cublasSetAtomicsMode`.
     fn cublasGetAtomicsMode(library: Handle, mode: Out<u32>) {
         mode.set(handle(library)?.lock().atomics)
     }
 }
 
 blas! {
-    /// The version of cuBLAS.
+    /// Returns the version of cuBLAS.
     fn cublasGetVersion_v2(library: Handle, version: Out<i32>) {
-        // Without a handle it is answered too.
+        // The call succeeds without a handle too.
         let _ = library;
         version.set(120_800)
     }
 }
 
 blas! {
-    /// One number of the version: major, minor or patch.
+    /// Returns one number of the version: major, minor or patch.
     fn cublasGetProperty(which: u32, value: Out<i32>) {
         value.set(match which {
             0 => 12,
@@ -154,7 +154,7 @@ blas! {
     }
 }
 
-/// Name of a code of cuBLAS.
+/// Returns the name of a cuBLAS code.
 #[unsafe(no_mangle)]
 extern "C" fn cublasGetStatusName(status: u32) -> *const c_char {
     let name = match status {
@@ -172,7 +172,7 @@ extern "C" fn cublasGetStatusName(status: u32) -> *const c_char {
     name.as_ptr()
 }
 
-/// Text of a code of cuBLAS.
+/// Returns the text of a cuBLAS code.
 #[unsafe(no_mangle)]
 extern "C" fn cublasGetStatusString(status: u32) -> *const c_char {
     let text = match status {
@@ -190,7 +190,7 @@ extern "C" fn cublasGetStatusString(status: u32) -> *const c_char {
     text.as_ptr()
 }
 
-/// A factor or the product, as C names it.
+/// A factor or the product, as C passes it.
 struct Side {
     address: u64,
     element: Element,
@@ -198,17 +198,17 @@ struct Side {
     stride: i64,
 }
 
-/// How a product is computed, by `cublasComputeType_t`.
+/// The arithmetic of a product, by `cublasComputeType_t`.
 struct Way {
     rounding: Rounding,
     double: bool,
-    /// What the scales are.
+    /// Type of the scales.
     scale: Element,
 }
 
-/// All of a call.
+/// All arguments of one call.
 struct Call {
-    /// How A and B are taken: as they are, or with rows and columns exchanged.
+    /// Operations on A and B: 0 takes the matrix as stored, 1 and 2 transpose it.
     taken: [u32; 2],
     sizes: [i32; 3],
     alpha: u64,
@@ -230,13 +230,14 @@ fn element(kind: u32) -> Result<Element> {
     }
 }
 
-/// What the mode of a handle does to products of single precision.
+/// Returns the rounding that a handle's mode selects for single-precision products.
 fn by_mode(library: Handle) -> Result<Rounding> {
     let math = handle(library)?.lock().math & !16;
     Ok(if math == 3 { Rounding::Tf32 } else { Rounding::Exact })
 }
 
-/// The way of a kind of computation, for types that cuBLAS has it for.
+/// Returns the arithmetic of a compute type; fails for element types that cuBLAS does not support
+/// with it.
 fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result<Way> {
     use Element::{Bf16, F16, F32, F64};
     let single = |rounding| Way { rounding, double: false, scale: F32 };
@@ -260,7 +261,7 @@ fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result
     }
 }
 
-/// Checks a call and issues it.
+/// Checks the arguments of a call and issues the product.
 fn issue(library: Handle, call: Call) -> Result {
     let library = handle(library)?;
     let library = library.lock();
@@ -268,7 +269,7 @@ fn issue(library: Handle, call: Call) -> Result {
     let (m, n, k, batch) =
         (size(call.sizes[0])?, size(call.sizes[1])?, size(call.sizes[2])?, size(call.batch)?);
     let matrix = |side: &Side, rows: u64, columns: u64, taken: u32| {
-        // Of real numbers the third, with conjugates, is the second.
+        // For real numbers, the conjugate transpose (2) is the transpose (1).
         let transposed = match taken {
             0 => false,
             1 | 2 => true,
@@ -335,7 +336,7 @@ fn issue(library: Handle, call: Call) -> Result {
 }
 
 blas! {
-    /// Single precision.
+    /// Issues a product in single precision.
     fn cublasSgemm_v2(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: u64, a: u64, lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
@@ -348,7 +349,7 @@ blas! {
 }
 
 blas! {
-    /// Double precision.
+    /// Issues a product in double precision.
     fn cublasDgemm_v2(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: u64, a: u64, lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
@@ -361,7 +362,7 @@ blas! {
 }
 
 blas! {
-    /// Single precision, several at equal distances.
+    /// Issues several products in single precision, with matrices at equal distances.
     fn cublasSgemmStridedBatched(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: u64, a: u64, lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64,
@@ -375,7 +376,7 @@ blas! {
 }
 
 blas! {
-    /// Double precision, several at equal distances.
+    /// Issues several products in double precision, with matrices at equal distances.
     fn cublasDgemmStridedBatched(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: u64, a: u64, lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64,
@@ -389,7 +390,7 @@ blas! {
 }
 
 blas! {
-    /// Any types that go together, and any way to compute that goes with them.
+    /// Issues a product of the given element types and compute type.
     fn cublasGemmEx(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: u64, a: u64, a_type: u32, lda: i32, b: u64, b_type: u32, ldb: i32,
@@ -404,7 +405,7 @@ blas! {
 }
 
 blas! {
-    /// Any types that go together, several at equal distances.
+    /// Issues several products of the given types, with matrices at equal distances.
     fn cublasGemmStridedBatchedEx(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
         alpha: u64, a: u64, a_type: u32, lda: i32, stride_a: i64, b: u64, b_type: u32, ldb: i32, stride_b: i64,

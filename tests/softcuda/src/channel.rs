@@ -1,8 +1,8 @@
-//! What ranks of NCCL have between them: a piece of memory that all of them map, threads of one
-//! process or of several.
+//! The shared memory of an NCCL group. All ranks map it; they are threads of one process or of
+//! several.
 //!
-//! Whoever makes the group holds its file open, and the group's id says which it is, as handles of
-//! memory do. From each rank to each there is a ring of bytes.
+//! The process that creates the group holds the file open. The group's id names the file, as
+//! handles of memory do. Each ordered pair of ranks has a ring of bytes.
 
 use std::cell::UnsafeCell;
 use std::os::fd::OwnedFd;
@@ -18,25 +18,26 @@ use crate::memory::memory_file;
 
 /// The most ranks of a group.
 pub(crate) const MOST_RANKS: usize = 16;
-/// Bytes under way from one rank to another at most.
+/// Bytes of a ring: the most bytes in transit from one rank to another.
 const RING: usize = 64 << 10;
-/// How long who finds nothing to do sleeps.
+/// Sleep between two polls without progress.
 pub(crate) const LOOK: Duration = Duration::from_micros(200);
 
-/// The files of groups that this process has made, for others to open. They go with the process.
+/// The files of the groups that this process has created, for others to open. The end of the
+/// process closes them.
 static MADE: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
 
-/// The shared memory; all zeros is a group that nobody has joined.
+/// The shared memory. All zeros is a group without ranks.
 #[repr(C)]
 struct Page {
     ranks: [Rank; MOST_RANKS],
-    /// From, to.
+    /// Rings, by sender and then by receiver.
     rings: [[Ring; MOST_RANKS]; MOST_RANKS],
 }
 
 #[repr(C)]
 struct Rank {
-    /// The number of ranks that it says there are; 0 before it has come.
+    /// Number of ranks of the group, as this rank was told; 0 before it has joined.
     of: AtomicU32,
     uuid: [AtomicU32; 4],
     device: AtomicU32,
@@ -49,10 +50,10 @@ struct Ring {
     bytes: UnsafeCell<[u8; RING]>,
 }
 
-// SAFETY: all of it is atomics, or bytes that only one side uses at a time, which atomics say.
+// SAFETY: all of it is atomics, or bytes that only one side uses at a time, as the atomics ensure.
 unsafe impl mapped::Page for Page {}
 
-/// A group's id, in NCCL's 128 bytes.
+/// The id of a group, in NCCL's 128 bytes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Id {
@@ -62,13 +63,13 @@ pub(crate) struct Id {
 
 const _: () = assert!(size_of::<Id>() == 128);
 
-/// A group's shared memory, mapped here.
+/// The shared memory of a group, mapped into this process.
 pub(crate) struct Shared {
     page: Mapped<Page>,
 }
 
 impl Id {
-    /// A new group.
+    /// Creates a group.
     pub(crate) fn new() -> Result<Id> {
         let file = memory_file(size_of::<Page>() as u64)?;
         let ticket = Ticket::new(Kind::Group, &file, 0)?;
@@ -83,7 +84,7 @@ impl Id {
 }
 
 impl Shared {
-    /// A rank has come.
+    /// Enters a rank into the group.
     pub(crate) fn join(&self, rank: usize, ranks: usize, uuid: [u8; 16], device: u32) {
         let own = &self.page.ranks[rank];
         for (to, from) in own.uuid.iter().zip(uuid.as_chunks::<4>().0) {
@@ -93,7 +94,8 @@ impl Shared {
         own.of.store(ranks as u32, Ordering::SeqCst);
     }
 
-    /// Whether all have come; an error where they do not fit each other.
+    /// Returns true if all ranks have joined. Fails with a message if they disagree about their
+    /// number or share a device.
     pub(crate) fn are_all_here(&self, ranks: usize) -> std::result::Result<bool, String> {
         let all = &self.page.ranks[..ranks];
         let of: Vec<usize> =
@@ -102,7 +104,7 @@ impl Shared {
             return Ok(false);
         }
         if of.iter().any(|of| *of != ranks) {
-            return Err(format!("ranks say that there are {of:?} of them"));
+            return Err(format!("ranks disagree about the number of ranks: {of:?}"));
         }
         let uuid = |rank: &Rank| rank.uuid.each_ref().map(|part| part.load(Ordering::SeqCst));
         for (at, one) in all.iter().enumerate() {
@@ -121,15 +123,15 @@ impl Shared {
         &self.page.rings[from][to]
     }
 
-    /// Writes as many of `bytes` for another rank as there is room for. By one thread of the rank
-    /// at a time.
+    /// Writes bytes for another rank, up to the free space of the ring. Returns the number of bytes
+    /// written. Only one thread of the rank may call this at a time.
     pub(crate) fn write(&self, from: usize, to: usize, bytes: &[u8]) -> usize {
         let ring = self.ring(from, to);
         let written = ring.written.load(Ordering::Relaxed);
         let room = RING - (written - ring.read.load(Ordering::Acquire)) as usize;
         let count = room.min(bytes.len());
         for (at, byte) in bytes[..count].iter().enumerate() {
-            // SAFETY: the place is in the ring, and the reader has said that it is done with it.
+            // SAFETY: the place is in the ring, and the reader has released it.
             unsafe {
                 ring.bytes.get().cast::<u8>().add((written as usize + at) % RING).write(*byte)
             };
@@ -138,15 +140,15 @@ impl Shared {
         count
     }
 
-    /// Reads as many bytes of another rank as there are and fit. By one thread of the rank at a
-    /// time.
+    /// Reads bytes of another rank, as far as they are present and fit. Returns the number of bytes
+    /// read. Only one thread of the rank may call this at a time.
     pub(crate) fn read(&self, from: usize, to: usize, bytes: &mut [u8]) -> usize {
         let ring = self.ring(from, to);
         let read = ring.read.load(Ordering::Relaxed);
         let there = (ring.written.load(Ordering::Acquire) - read) as usize;
         let count = there.min(bytes.len());
         for (at, byte) in bytes[..count].iter_mut().enumerate() {
-            // SAFETY: the place is in the ring, and the writer has said that it is done with it.
+            // SAFETY: the place is in the ring, and the writer has released it.
             *byte =
                 unsafe { ring.bytes.get().cast::<u8>().add((read as usize + at) % RING).read() };
         }
@@ -160,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_come_in_order_and_never_more_than_there_is_room_for() {
+    fn ring_keeps_order_and_is_never_overfilled() {
         let id = Id::new().unwrap();
         let (one, other) = (id.open().unwrap(), id.open().unwrap());
         let sent: Vec<u8> = (0..3 * RING).map(|at| (at % 251) as u8).collect();
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_on_one_device_are_found() {
+    fn two_ranks_on_one_device_are_refused() {
         let shared = Id::new().unwrap().open().unwrap();
         shared.join(0, 2, [1; 16], 0);
         assert_eq!(shared.are_all_here(2), Ok(false));

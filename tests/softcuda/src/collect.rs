@@ -1,5 +1,5 @@
-//! What NCCL's calls do as work of a stream: bytes go from each rank to those that are to have
-//! them, and are reduced there.
+//! The work of NCCL's calls in a stream. Each rank sends its bytes to the ranks that need them, and
+//! the receivers reduce them.
 
 use half::{bf16, f16};
 
@@ -9,7 +9,7 @@ use crate::memory::space;
 use crate::nccl::Communicator;
 use crate::races::Use;
 
-/// What is called.
+/// The called function, with its reduction, root or peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     AllReduce(u32),
@@ -21,7 +21,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// What both sides of a message must say alike.
+    /// Returns a number that must be equal on both sides of a message.
     fn number(self) -> u32 {
         match self {
             Kind::AllReduce(reduce) => 0x100 | reduce,
@@ -33,7 +33,7 @@ impl Kind {
     }
 }
 
-/// A call.
+/// The arguments of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Operation {
     pub(crate) kind: Kind,
@@ -43,17 +43,17 @@ pub(crate) struct Operation {
     pub(crate) dtype: u32,
 }
 
-/// What every message begins with: kind, dtype, and how many bytes follow.
+/// Bytes of a message's header: kind, dtype, and number of bytes that follow.
 const HEAD: usize = 16;
 
-/// A message on its way out, or in.
+/// An outgoing or incoming message.
 struct Message {
     peer: usize,
     bytes: Vec<u8>,
     done: usize,
-    /// What it is to begin with, where it comes in.
+    /// The expected header of an incoming message.
     expected: Vec<u8>,
-    /// Where it goes when it is here, of a call with memory of its own for it.
+    /// Target address of an incoming message, if it needs no reduction.
     to: Option<u64>,
 }
 
@@ -71,7 +71,7 @@ impl Operation {
         self.count * self.item()
     }
 
-    /// Fails where NCCL would refuse it.
+    /// Fails if NCCL would refuse the call.
     pub(crate) fn check(&self, of: &Communicator) -> std::result::Result<(), ()> {
         let peer = match self.kind {
             Kind::Broadcast(peer) | Kind::Send(peer) | Kind::Receive(peer) => peer,
@@ -81,7 +81,7 @@ impl Operation {
         if self.dtype <= 9 && peer < of.ranks { Ok(()) } else { Err(()) }
     }
 
-    /// The bytes that it reads, and those that it writes.
+    /// Returns the number of bytes read and the number of bytes written.
     fn lengths(&self, of: &Communicator) -> (usize, usize) {
         let bytes = self.bytes();
         match self.kind {
@@ -94,7 +94,7 @@ impl Operation {
         }
     }
 
-    /// What it reads and writes.
+    /// Returns the memory ranges that the call reads and writes.
     pub(crate) fn uses(&self, of: &Communicator) -> Vec<Use> {
         let (reads, writes) = self.lengths(of);
         let uses = [(self.from, reads, false), (self.to, writes, true)];
@@ -117,7 +117,7 @@ fn take(address: u64, bytes: usize) -> Result<Vec<u8>> {
         return Ok(Vec::new());
     }
     let span = space().span(address, bytes as u64)?;
-    // SAFETY: the span is of that many bytes, and stays.
+    // SAFETY: the span has that many bytes, and stays mapped.
     Ok(unsafe { std::slice::from_raw_parts(span.pointer(), bytes) }.to_vec())
 }
 
@@ -126,19 +126,19 @@ fn put(address: u64, bytes: &[u8]) -> Result {
         return Ok(());
     }
     let span = space().span(address, bytes.len() as u64)?;
-    // SAFETY: the span is of that many bytes, and stays; what is copied is memory of this
-    // function's own.
+    // SAFETY: the span has that many bytes, and stays mapped. All callers pass a vector of their
+    // own, so source and target do not overlap.
     unsafe { span.pointer().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     Ok(())
 }
 
-/// Does calls of one piece of work; ends early, and with nothing done, where the communicator is
+/// Runs the calls of one piece of work. Returns early, without writing, if the communicator is
 /// aborted.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` for memory that is none, `CUDA_ERROR_LAUNCH_FAILED` where ranks
-/// have called different things: NCCL would mix up their bytes.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for invalid memory. `CUDA_ERROR_LAUNCH_FAILED` if ranks have called
+/// different operations, where NCCL would mix up their bytes.
 pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) -> Result {
     let (mut out, mut coming) = (Vec::new(), Vec::new());
     let send = |operation: &Operation, peer: usize, bytes: &[u8]| Message {
@@ -189,7 +189,7 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
             put(to, &message.bytes[HEAD..])?;
         }
     }
-    // Others than between two ranks come alone.
+    // Only sends and receives may be grouped: a collective is expected to be alone in `operations`.
     let Some(operation) = operations.first() else { return Ok(()) };
     let bytes = operation.bytes();
     let mine = match operation.kind {
@@ -217,7 +217,8 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
     }
 }
 
-/// Moves messages until all have gone and come; false where the communicator was aborted before.
+/// Transfers messages until all are sent and received. Returns false if the communicator was
+/// aborted before.
 fn exchange(
     of: &Communicator,
     shared: &Shared,
@@ -229,7 +230,7 @@ fn exchange(
             return Ok(false);
         }
         let (mut moved, mut left) = (false, false);
-        // Of several between the same two the first goes first.
+        // Messages to the same rank are sent in order.
         let mut busy = vec![false; of.ranks];
         for message in out.iter_mut().filter(|message| message.done < message.bytes.len()) {
             left = true;
@@ -251,7 +252,7 @@ fn exchange(
             moved |= count > 0;
             if message.done >= HEAD && message.bytes[..HEAD] != message.expected[..] {
                 eprintln!(
-                    "softcuda: NCCL: rank {} and rank {} have called different things: {:?} \
+                    "softcuda: NCCL: rank {} and rank {} have called different operations: {:?} \
                      against {:?}",
                     of.rank,
                     message.peer,
@@ -270,8 +271,8 @@ fn exchange(
     }
 }
 
-/// Reduces one rank's elements into another's: 0 adds, 1 multiplies, 2 takes the larger, 3 the
-/// smaller.
+/// Reduces `other` into `into`, element by element. `reduce` 0 adds, 1 multiplies, 2 takes the
+/// larger, 3 the smaller.
 fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
     macro_rules! elements {
         ($t:ty, $add:expr, $times:expr) => {{
@@ -319,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_are_reduced_each_in_its_type() {
+    fn elements_are_reduced_in_their_dtype() {
         let mut into = [250_u8, 3];
         combine(1, 0, &mut into, &[10, 4]);
         assert_eq!(into, [4, 7]);

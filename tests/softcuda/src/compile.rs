@@ -1,4 +1,4 @@
-//! From a kernel's source to a shared library for the CPU, by the C++ compiler of the machine.
+//! Compiles a kernel's source into a shared library for the CPU, with the machine's C++ compiler.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,24 +18,25 @@ const HEADERS: [(&str, &str); 2] = [
     ("cuda_bf16.h", include_str!("shim/cuda_bf16.h")),
 ];
 
-/// What the compiled form of a program begins with, in place of PTX's own first line.
+/// First line of a compiled image, in place of PTX's own first line.
 const MARK: &str = "// softcuda module, compiled for the CPU\n";
 
-/// What is compiled.
+/// The input of a compilation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Program {
     pub(crate) source: String,
-    /// What it is called in messages.
+    /// File name of the source in the compiler's messages.
     pub(crate) name: String,
-    /// Headers by the name under which they are included.
+    /// Headers: the name used in `#include`, and the text.
     pub(crate) headers: Vec<(String, String)>,
     /// Options for the preprocessor.
     pub(crate) options: Vec<String>,
-    /// Kernels that are instances of templates, as C++ names them.
+    /// Kernels that are instances of templates, as C++ expressions.
     pub(crate) expressions: Vec<String>,
 }
 
-/// Compiles a program, or finds it among those compiled before. The result is a text.
+/// Compiles a program into an image, which is a text without zero bytes. An image compiled earlier
+/// in this process is reused.
 ///
 /// # Errors
 ///
@@ -57,18 +58,18 @@ pub(crate) fn compile(program: &Program) -> Result<Arc<Vec<u8>>, String> {
     Ok(image)
 }
 
-/// Why an image is not one that this driver can load.
+/// The reason why this driver cannot load an image.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Refused {
-    /// Something else, such as real PTX.
+    /// The image is not of softcuda; real PTX, for example.
     Foreign,
-    /// Ours, of another version of this driver.
+    /// Another version of softcuda compiled it.
     OtherVersion,
-    /// Ours once, but damaged.
+    /// The image begins as one of softcuda, but the rest is damaged.
     Damaged,
 }
 
-/// The shared library that an image carries.
+/// Returns the shared library in an image.
 pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
     let rest = image.strip_prefix(MARK.as_bytes()).ok_or(Refused::Foreign)?;
     let (version_text, rest) = rest.split_at_checked(17).ok_or(Refused::Damaged)?;
@@ -86,15 +87,15 @@ pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
         .ok_or(Refused::Damaged)
 }
 
-/// How many bytes an image has that ends with a zero, if it is one of ours.
+/// Returns true if bytes begin like an image of softcuda.
 pub(crate) fn is_image(first: &[u8]) -> bool {
     first.starts_with(MARK.as_bytes())
 }
 
-/// Length of what [`is_image`] looks at.
+/// Number of bytes that [`is_image`] needs.
 pub(crate) const MARK_LENGTH: usize = MARK.len();
 
-/// A number for the text around kernels: images of another are refused.
+/// Returns a hash of the text around kernels; images with another hash are refused.
 pub(crate) fn version() -> u64 {
     let headers = HEADERS.iter().flat_map(|(_, text)| text.bytes());
     let bytes = BEFORE.bytes().chain(AFTER.bytes()).chain(headers);
@@ -113,7 +114,7 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     }
     write(&path.join("kernel.cu"), &program.source)?;
 
-    // As NVRTC, without the host's headers: a kernel that includes one does not compile there
+    // As in NVRTC, without the host's headers: a kernel that includes one does not compile there
     // either.
     let preprocessed = run(Command::new(&settings().compiler)
         .current_dir(path)
@@ -152,9 +153,9 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
             "-fno-exceptions",
             "-fno-rtti",
         ])
-        // A fused multiply-add here and none there would make results differ between machines. A
-        // unique symbol, such as a block's memory in an inline function, would keep the library in
-        // the process for ever, under a path that the next may have.
+        // Contracted multiply-adds would make results differ between machines. Unique symbols, such
+        // as a block's shared memory in an inline function, would prevent the unloading of the
+        // library. Then the next library could get the path of one that is still loaded.
         .args([
             "-ffp-contract=off",
             "-fno-strict-aliasing",
@@ -165,14 +166,14 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
         .args(["-Wl,-Bsymbolic", "-s", "-o", "module.so", "module.cc"]))
     .map_err(|log| log.replace("kernel.cu", &program.name))?;
     std::fs::read(path.join("module.so"))
-        .map_err(|error| format!("the compiler made nothing: {error}"))
+        .map_err(|error| format!("cannot read the compiler's output: {error}"))
 }
 
 fn write(path: &Path, text: &str) -> Result<(), String> {
     std::fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Runs the compiler; what it prints, or its messages.
+/// Runs the compiler and returns its output; fails with its messages.
 fn run(command: &mut Command) -> Result<String, String> {
     let compiler = &settings().compiler;
     let output = command.stdin(Stdio::null()).output().map_err(|error| {

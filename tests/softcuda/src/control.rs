@@ -1,13 +1,13 @@
-//! What a test asks of the driver that its process has loaded: counts, races, and failures on
+//! A test's interface to the driver that its process has loaded: counters, races, and failures on
 //! demand.
 
 use std::ffi::{CStr, CString, c_char};
 use std::mem::transmute;
 
-/// The driver that this process has loaded.
+/// The driver that this process has loaded under CUDA's name.
 ///
-/// It is not the code of this library that is linked into a test, which has a state of its own, but
-/// the one that was loaded by CUDA's name; so it is asked through the functions that it exports.
+/// The copy of this crate that is linked into a test has its own state. So the methods call
+/// functions that the loaded library exports.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver {
     calls: unsafe extern "C" fn(*const c_char) -> u64,
@@ -17,8 +17,8 @@ pub struct Driver {
     fail: unsafe extern "C" fn(*const c_char, u64) -> i32,
 }
 
-/// The driver, or none as long as the process has loaded no CUDA driver, or where it is another
-/// one.
+/// Returns the loaded driver. `None` if the process has not loaded a CUDA driver yet, or if it is
+/// not this one.
 pub fn driver() -> Option<Driver> {
     // SAFETY: looks whether the library is there, and runs none of its code; the handle is never
     // closed.
@@ -51,44 +51,44 @@ pub fn driver() -> Option<Driver> {
     }
 }
 
-/// [`Driver::calls`] of the driver that is loaded; none where it is another one.
+/// Calls [`Driver::calls`] of the loaded driver; `None` if it is another driver.
 ///
 /// # Panics
 ///
-/// See there.
+/// As [`Driver::calls`].
 pub fn calls(function: &str) -> Option<u64> {
     driver().map(|driver| driver.calls(function))
 }
 
-/// [`Driver::bytes`] of the driver that is loaded; none where it is another one.
+/// Calls [`Driver::bytes`] of the loaded driver; `None` if it is another driver.
 ///
 /// # Panics
 ///
-/// See there.
+/// As [`Driver::bytes`].
 pub fn bytes(kind: &str) -> Option<u64> {
     driver().map(|driver| driver.bytes(kind))
 }
 
 impl Driver {
-    /// How often a function was called since the start or the last reset, by its C name, as
-    /// `cuMemAlloc_v2`.
+    /// Returns the number of calls of a function since the start or the last
+    /// [`reset`](Self::reset). `function` is its C name, such as `cuMemAlloc_v2`.
     ///
     /// # Panics
     ///
-    /// For a name with a zero in it.
+    /// If `function` contains a zero byte.
     pub fn calls(&self, function: &str) -> u64 {
         let function = CString::new(function).expect("a name without zeros");
         // SAFETY: a text.
         unsafe { (self.calls)(function.as_ptr()) }
     }
 
-    /// Bytes of copies that were issued since the start or the last reset, by kind:
-    /// `pinned_to_device`, `pageable_to_device`, `device_to_pinned`, `device_to_pageable`,
-    /// `device_to_device`, `host_to_host`.
+    /// Returns the bytes of the copies issued since the start or the last [`reset`](Self::reset).
+    /// `kind` is one of `pinned_to_device`, `pageable_to_device`, `device_to_pinned`,
+    /// `device_to_pageable`, `device_to_device`, `host_to_host`.
     ///
     /// # Panics
     ///
-    /// For a kind that is none.
+    /// If `kind` is none of these.
     pub fn bytes(&self, kind: &str) -> u64 {
         let text = CString::new(kind).expect("a name without zeros");
         // SAFETY: a text.
@@ -103,22 +103,22 @@ impl Driver {
         unsafe { (self.reset)() }
     }
 
-    /// How many races were found so far.
+    /// Returns the number of races found so far in this process.
     pub fn races(&self) -> u64 {
         // SAFETY: no conditions.
         unsafe { (self.races)() }
     }
 
-    /// Makes the n-th call of a kind from now fail, the next one with 1; kinds as in
+    /// Makes the n-th call of a kind from now on fail; 1 is the next call. The kinds are those of
     /// `SOFTCUDA_FAIL`.
     ///
     /// # Panics
     ///
-    /// For a kind that is none, or an n of 0.
+    /// If the kind is unknown or `nth` is 0.
     pub fn fail(&self, what: &str, nth: u64) {
         let text = CString::new(what).expect("a name without zeros");
         // SAFETY: a text.
         let understood = unsafe { (self.fail)(text.as_ptr(), nth) };
-        assert_eq!(understood, 0, "{what}:{nth} cannot be made to fail");
+        assert_eq!(understood, 0, "unknown kind of call, or nth is 0: {what}:{nth}");
     }
 }

@@ -1,4 +1,4 @@
-//! Copies between host and devices, and within them; and filling with a value.
+//! Copies between host and devices and within them, and fills of device memory.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use crate::memory::space;
 use crate::races::{self, Use};
 use crate::stream::{Stream, Work, own_stream};
 
-/// Where rows of bytes lie.
+/// The position of rows of bytes in memory.
 #[derive(Clone, Copy)]
 struct CopyEnd {
     address: u64,
-    /// From one row to the next, and from one slice to the next.
+    /// Bytes from one row to the next; `slice` is the distance from one slice to the next.
     pitch: u64,
     slice: u64,
 }
@@ -27,7 +27,7 @@ impl CopyEnd {
     }
 }
 
-/// How much is copied: bytes of a row, rows of a slice, slices.
+/// The size of a copy: bytes per row, rows per slice, slices.
 #[derive(Clone, Copy)]
 struct Extent {
     width: u64,
@@ -44,12 +44,12 @@ impl Extent {
         self.width * self.height * self.depth
     }
 
-    /// Bytes from the first to the last that is touched.
+    /// Returns the number of bytes from the first to the last one accessed.
     fn reach(&self, place: &CopyEnd) -> u64 {
         (self.depth - 1) * place.slice + (self.height - 1) * place.pitch + self.width
     }
 
-    /// First bytes of the rows, counted from the start of each place.
+    /// Returns the offset of each row in `from` and in `to`, in bytes.
     fn rows(self, from: CopyEnd, to: CopyEnd) -> impl Iterator<Item = (u64, u64)> {
         (0..self.depth).flat_map(move |z| {
             (0..self.height)
@@ -58,10 +58,10 @@ impl Extent {
     }
 }
 
-/// What a side of a copy is, found out when it is issued.
+/// The kind of memory on one side of a copy, determined when the copy is issued.
 enum Side {
     Device,
-    /// Kept until the copy is done.
+    /// The block is held until the copy is done.
     Pinned {
         _block: Arc<HostBlock>,
     },
@@ -78,7 +78,7 @@ impl Side {
     }
 }
 
-/// What a caller asks of a side.
+/// The kind of memory that the called function requires on one side.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Asked {
     Host,
@@ -86,14 +86,15 @@ enum Asked {
     Any,
 }
 
-/// Whether a call is over when the copy is.
+/// The kind of a copy call: a synchronous one returns after the copy, an asynchronous one may
+/// return before.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Synchronous,
     Asynchronous,
 }
 
-/// Issues a copy, and waits as long as CUDA says that the call takes.
+/// Issues a copy, and waits for it in the cases where CUDA does.
 fn copy(
     stream: &Arc<Stream>,
     to: (CopyEnd, Asked),
@@ -110,7 +111,7 @@ fn copy(
     }
     for (place, asked) in [(&to, to_asked), (&from, from_asked)] {
         let on_device = space().covers(place.address);
-        // Pinned memory may be named where a device address is asked for, as addresses are unified.
+        // Pinned memory is valid where a device address is required, as addresses are unified.
         let fits = match asked {
             Asked::Any => true,
             Asked::Host => !on_device,
@@ -133,7 +134,7 @@ fn copy(
     let uses = [use_of(&from, &extent, &source, false), use_of(&to, &extent, &target, true)];
     let uses: Vec<Use> = uses.into_iter().flatten().collect();
 
-    // The host's bytes are read before the call is over, unless they are pinned.
+    // Pageable host memory is read before the call returns; pinned memory is read later.
     let staged = match (&source, &target) {
         (Side::Pageable, Side::Device) => Some(stage(&from, &extent)),
         _ => None,
@@ -158,8 +159,7 @@ fn copy(
         &uses,
     );
     let waits = match kind {
-        // Within devices the host waits for nothing, even where the call is named the synchronous
-        // one.
+        // The host never waits for copies within devices, not even in the synchronous calls.
         Moved::DeviceToDevice => false,
         Moved::DeviceToPageable | Moved::HostToHost => true,
         Moved::PinnedToDevice | Moved::PageableToDevice | Moved::DeviceToPinned => {
@@ -183,7 +183,7 @@ fn use_of(place: &CopyEnd, extent: &Extent, side: &Side, write: bool) -> Option<
     })
 }
 
-/// The bytes of pageable host memory, row after row.
+/// Copies the rows of pageable host memory into a contiguous buffer.
 fn stage(from: &CopyEnd, extent: &Extent) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(extent.bytes() as usize);
     for (at, _) in extent.rows(*from, CopyEnd::flat(0)) {
@@ -199,9 +199,9 @@ fn stage(from: &CopyEnd, extent: &Extent) -> Vec<u8> {
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` where a device's bytes are not of one live allocation.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` if device bytes are not all in one live allocation.
 fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
-    // The spans keep what they are of mapped while the bytes move.
+    // The spans keep device memory mapped while the bytes move.
     let span = |place: &CopyEnd| {
         space()
             .covers(place.address)
@@ -212,8 +212,8 @@ fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
     let target = target.as_ref().map_or(to.address as *mut u8, |span| span.pointer());
     let source = source.as_ref().map_or(from.address as *mut u8, |span| span.pointer());
     for (read, write) in extent.rows(*from, *to) {
-        // SAFETY: device bytes are mapped, as the spans say; for host bytes whoever issued the copy
-        // promised that they are there until it is done. They may overlap, which `copy` allows.
+        // SAFETY: the spans keep device bytes mapped. The caller that issued the copy promised that
+        // host bytes are there until it is done. The rows may overlap, which `copy_to` allows.
         unsafe {
             source.add(read as usize).copy_to(target.add(write as usize), extent.width as usize);
         }
@@ -234,63 +234,63 @@ fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handl
 }
 
 api! {
-    /// Host to device.
+    /// Copies from host to device.
     fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Device), (from, Asked::Host), bytes, None)
     }
 }
 
 api! {
-    /// Device to host.
+    /// Copies from device to host.
     fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Host), (from, Asked::Device), bytes, None)
     }
 }
 
 api! {
-    /// Within a device or between two.
+    /// Copies within a device or between two devices.
     fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Device), (from, Asked::Device), bytes, None)
     }
 }
 
 api! {
-    /// Between any two places.
+    /// Copies between any two addresses.
     fn cuMemcpy(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Any), (from, Asked::Any), bytes, None)
     }
 }
 
 api! {
-    /// Host to device, in a stream.
+    /// Copies from host to device, in a stream.
     fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Device), (from, Asked::Host), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Device to host, in a stream.
+    /// Copies from device to host, in a stream.
     fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Host), (from, Asked::Device), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Within a device or between two, in a stream.
+    /// Copies within a device or between two devices, in a stream.
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Device), (from, Asked::Device), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Between any two places, in a stream.
+    /// Copies between any two addresses, in a stream.
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Any), (from, Asked::Any), bytes, Some(stream))
     }
 }
 
 api! {
-    /// From one context's device to another's.
+    /// Copies from one context's device to another's.
     fn cuMemcpyPeer(to: u64, to_context: Handle, from: u64, from_context: Handle, bytes: usize) {
         of_context(to, to_context)?;
         of_context(from, from_context)?;
@@ -299,7 +299,7 @@ api! {
 }
 
 api! {
-    /// From one context's device to another's, in a stream.
+    /// Copies from one context's device to another's, in a stream.
     fn cuMemcpyPeerAsync(
         to: u64,
         to_context: Handle,
@@ -314,7 +314,7 @@ api! {
     }
 }
 
-/// Asks that memory, if it is live, is of a context's device.
+/// Fails with `CUDA_ERROR_INVALID_VALUE` if live memory is not of the context's device.
 fn of_context(address: u64, context: Handle) -> Result {
     let device = crate::device::context(context).map_err(|_| Code::INVALID_CONTEXT)?.device;
     match space().find(address) {
@@ -323,7 +323,7 @@ fn of_context(address: u64, context: Handle) -> Result {
     }
 }
 
-/// One side of `CUDA_MEMCPY2D`, as C lays it out.
+/// One side of `CUDA_MEMCPY2D`, in C's layout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Side2D {
@@ -345,7 +345,7 @@ struct Copy2D {
     height: usize,
 }
 
-/// One side of `CUDA_MEMCPY3D`.
+/// One side of `CUDA_MEMCPY3D`, in C's layout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Side3D {
@@ -372,7 +372,8 @@ struct Copy3D {
     depth: usize,
 }
 
-/// The base address that a kind of memory names, and what it has to be. Arrays are not here.
+/// Returns the base address for a memory type, and the required kind of memory. Arrays are
+/// unsupported.
 fn base(memory_type: u32, host: u64, device: u64) -> Result<(u64, Asked)> {
     match memory_type {
         1 => Ok((host, Asked::Host)),
@@ -424,28 +425,28 @@ fn copy_3d(what: &In<Copy3D>, stream: Handle, when: When) -> Result {
 }
 
 api! {
-    /// Rows with a pitch.
+    /// Copies rows with a pitch.
     fn cuMemcpy2D_v2(what: In<Copy2D>) {
         copy_2d(&what, 0, When::Synchronous)
     }
 }
 
 api! {
-    /// Rows with a pitch, in a stream.
+    /// Copies rows with a pitch, in a stream.
     fn cuMemcpy2DAsync_v2(what: In<Copy2D>, stream: Handle) {
         copy_2d(&what, stream, When::Asynchronous)
     }
 }
 
 api! {
-    /// Slices of rows.
+    /// Copies slices of rows.
     fn cuMemcpy3D_v2(what: In<Copy3D>) {
         copy_3d(&what, 0, When::Synchronous)
     }
 }
 
 api! {
-    /// Slices of rows, in a stream.
+    /// Copies slices of rows, in a stream.
     fn cuMemcpy3DAsync_v2(what: In<Copy3D>, stream: Handle) {
         copy_3d(&what, stream, When::Asynchronous)
     }
@@ -480,42 +481,42 @@ fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
 }
 
 api! {
-    /// Fills bytes.
+    /// Fills memory with a byte.
     fn cuMemsetD8_v2(to: u64, value: u8, count: usize) {
         fill(to, &[value], count, 0)
     }
 }
 
 api! {
-    /// Fills pairs of bytes.
+    /// Fills memory with a 2-byte value.
     fn cuMemsetD16_v2(to: u64, value: u16, count: usize) {
         fill(to, &value.to_ne_bytes(), count, 0)
     }
 }
 
 api! {
-    /// Fills words of four bytes.
+    /// Fills memory with a 4-byte value.
     fn cuMemsetD32_v2(to: u64, value: u32, count: usize) {
         fill(to, &value.to_ne_bytes(), count, 0)
     }
 }
 
 api! {
-    /// Fills bytes, in a stream.
+    /// Fills memory with a byte, in a stream.
     fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: Handle) {
         fill(to, &[value], count, stream)
     }
 }
 
 api! {
-    /// Fills pairs of bytes, in a stream.
+    /// Fills memory with a 2-byte value, in a stream.
     fn cuMemsetD16Async(to: u64, value: u16, count: usize, stream: Handle) {
         fill(to, &value.to_ne_bytes(), count, stream)
     }
 }
 
 api! {
-    /// Fills words of four bytes, in a stream.
+    /// Fills memory with a 4-byte value, in a stream.
     fn cuMemsetD32Async(to: u64, value: u32, count: usize, stream: Handle) {
         fill(to, &value.to_ne_bytes(), count, stream)
     }

@@ -1,5 +1,5 @@
-//! Counts of calls by name and of bytes by kind of copy, for tests that ask what was done and how
-//! often.
+//! Counts of calls by name and of bytes by kind of copy. Tests read them to check the work that was
+//! issued.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
@@ -11,20 +11,20 @@ use parking_lot::Mutex;
 static CALLS: LazyLock<Mutex<HashMap<&'static str, u64>>> = LazyLock::new(Mutex::default);
 static BYTES: [AtomicU64; 6] = [const { AtomicU64::new(0) }; 6];
 
-/// What a copy goes from and to.
+/// The kinds of memory that a copy reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moved {
-    /// Host memory that is pinned, to a device.
+    /// From pinned host memory to a device.
     PinnedToDevice,
-    /// Other host memory, to a device.
+    /// From pageable host memory to a device.
     PageableToDevice,
-    /// A device to pinned host memory.
+    /// From a device to pinned host memory.
     DeviceToPinned,
-    /// A device to other host memory.
+    /// From a device to pageable host memory.
     DeviceToPageable,
-    /// Within a device, or from one to another.
+    /// Within a device, or between two devices.
     DeviceToDevice,
-    /// Host memory to host memory.
+    /// From host memory to host memory.
     HostToHost,
 }
 
@@ -44,16 +44,16 @@ pub(crate) fn called(name: &'static str) {
     *CALLS.lock().entry(name).or_default() += 1;
 }
 
-/// Counts the bytes of a copy that was issued.
+/// Counts the bytes of an issued copy.
 pub(crate) fn moved(kind: Moved, bytes: usize) {
     BYTES[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
 }
 
-/// How often a function of the driver was called, by its C name.
+/// Returns the number of calls of a driver function, by its C name.
 ///
 /// # Safety
 ///
-/// `name` is a text that a zero ends.
+/// `name` is a zero-terminated string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn softcuda_calls(name: *const c_char) -> u64 {
     // SAFETY: see above.
@@ -61,13 +61,12 @@ unsafe extern "C" fn softcuda_calls(name: *const c_char) -> u64 {
     CALLS.lock().get(name).copied().unwrap_or(0)
 }
 
-/// How many bytes copies of a kind were issued for; the kinds are named as in the crate's
-/// documentation. A name that is none gives the largest number there is, so that a test with a slip
-/// of the pen fails.
+/// Returns the bytes of the copies of a kind that were issued; for the kinds see `Driver::bytes`.
+/// An unknown kind gives `u64::MAX`, so that a test with a misspelt kind fails.
 ///
 /// # Safety
 ///
-/// `kind` is a text that a zero ends.
+/// `kind` is a zero-terminated string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn softcuda_bytes(kind: *const c_char) -> u64 {
     // SAFETY: see above.

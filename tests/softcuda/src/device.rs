@@ -1,4 +1,4 @@
-//! Devices and their contexts, and which one a thread has.
+//! Devices, their primary contexts, and each thread's stack of current contexts.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_char;
@@ -15,13 +15,14 @@ use crate::races;
 use crate::settings::settings;
 use crate::stream::Stream;
 
-/// CUDA 12.8, as its number goes.
+/// CUDA 12.8, in CUDA's version encoding.
 const VERSION: i32 = 12080;
 const NAME: &str = "softcuda (a driver in software, for tests)";
 
-/// The process that called `cuInit`; CUDA does not work in a child that was forked after.
+/// Id of the process that called `cuInit`. CUDA does not work in a child that is forked after the
+/// call.
 static INITIALIZED: AtomicU32 = AtomicU32::new(0);
-/// The primary context of each device, and how often it is retained.
+/// The primary context of each device, and the number of times that it is retained.
 static PRIMARY: Mutex<Vec<(Option<Arc<Context>>, u32)>> = Mutex::new(Vec::new());
 static CONTEXTS: Handles<Context> = Handles::new(1);
 
@@ -35,10 +36,10 @@ pub(crate) struct Context {
     pub(crate) device: u32,
     pub(crate) handle: Handle,
     flags: AtomicU32,
-    /// The error that no call on this context gets past, or 0.
+    /// The first error of the context's work, which every later call returns; 0 if none.
     failed: AtomicU32,
     ended: AtomicBool,
-    /// Held while work is issued whose order to other streams the default stream decides.
+    /// Held while work is issued on streams that the default stream orders.
     pub(crate) order: Mutex<()>,
     streams: Mutex<Vec<Weak<Stream>>>,
     null: OnceLock<Arc<Stream>>,
@@ -47,7 +48,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// The error that work of this context ended with, if it did: it is told by every later call.
+    /// Fails with the first error of this context's work, as every call must after it.
     pub(crate) fn check(&self) -> Result {
         match self.failed.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -55,36 +56,36 @@ impl Context {
         }
     }
 
-    /// Notes that work failed, and says so. The first error stays.
+    /// Records and prints a failure of work. The first error stays.
     pub(crate) fn fail(&self, code: Code, what: &str) {
         if self.failed.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire).is_ok() {
             eprintln!("softcuda: device {}: {what} failed with error {}", self.device, code.0);
         }
     }
 
-    /// All streams that are not destroyed, the default stream among them.
+    /// Returns all streams that are not destroyed, including the default stream.
     pub(crate) fn streams(&self) -> Vec<Arc<Stream>> {
         let mut streams = self.streams.lock();
         streams.retain(|stream| stream.strong_count() > 0);
         streams.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Counts a stream among this context's.
+    /// Adds a stream to this context's list.
     pub(crate) fn add(&self, stream: &Arc<Stream>) {
         self.streams.lock().push(Arc::downgrade(stream));
     }
 
-    /// The default stream.
+    /// Returns the default stream; starts it on first use.
     pub(crate) fn null(self: &Arc<Self>) -> Arc<Stream> {
         self.null.get_or_init(|| Stream::start(self.clone(), 0, 0, 0)).clone()
     }
 
-    /// The default stream, if anybody has used it.
+    /// Returns the default stream if it was ever used.
     pub(crate) fn null_if_used(&self) -> Option<Arc<Stream>> {
         self.null.get().cloned()
     }
 
-    /// Waits for all work that was issued.
+    /// Waits for all issued work.
     pub(crate) fn synchronize(&self) -> Result {
         for stream in self.streams() {
             stream.synchronize();
@@ -106,7 +107,7 @@ impl Context {
     }
 }
 
-/// Asks that `cuInit` was called, here and not before a fork, and not within a host function.
+/// Fails unless this very process has called `cuInit`, and fails within a host function.
 pub(crate) fn initialized() -> Result {
     if IN_HOST_FUNCTION.get() {
         eprintln!("softcuda: CUDA was called from a host function");
@@ -126,28 +127,29 @@ pub(crate) fn as_host_function(run: impl FnOnce()) {
     IN_HOST_FUNCTION.set(false);
 }
 
-/// The context of the calling thread.
+/// Returns the context of the calling thread.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_INVALID_CONTEXT` where it has none. What the context failed with is not asked here:
+/// `CUDA_ERROR_INVALID_CONTEXT` if it has none. An error of the context itself is not checked here;
 /// see [`Context::check`].
 pub(crate) fn current() -> Result<Arc<Context>> {
     initialized()?;
     context(stack(|stack| stack.last().copied())?.ok_or(Code::INVALID_CONTEXT)?)
 }
 
-/// The contexts of the calling thread, the current one last; none of a thread that is ending.
+/// Runs `with` on the calling thread's contexts, the current one last. Fails in a thread that is
+/// ending.
 fn stack<R>(with: impl FnOnce(&mut Vec<Handle>) -> R) -> Result<R> {
     CURRENT.try_with(|stack| with(&mut stack.borrow_mut())).map_err(|_| Code::INVALID_CONTEXT)
 }
 
-/// The context of a handle.
+/// Returns the context of a handle.
 pub(crate) fn context(handle: Handle) -> Result<Arc<Context>> {
     CONTEXTS.get(handle).map_err(|_| Code::CONTEXT_IS_DESTROYED)
 }
 
-/// The primary context of a device, if it has one.
+/// Returns the primary context of a device, if it has one.
 pub(crate) fn primary(device: u32) -> Result<Arc<Context>> {
     PRIMARY.lock()[device as usize].0.clone().ok_or(Code::INVALID_CONTEXT)
 }
@@ -157,7 +159,7 @@ fn device(ordinal: i32) -> Result<u32> {
     u32::try_from(ordinal).ok().filter(|at| *at < settings().devices).ok_or(Code::INVALID_DEVICE)
 }
 
-/// What names a device in every process of one user, and no other's.
+/// Returns an id of a device that is the same in all processes of one user and unique to that user.
 pub(crate) fn uuid(device: u32) -> [u8; 16] {
     let mut uuid = *b"softcuda\0\0\0\0\0\0\0\0";
     // SAFETY: a call without arguments that cannot fail.
@@ -167,7 +169,7 @@ pub(crate) fn uuid(device: u32) -> [u8; 16] {
     uuid
 }
 
-/// A device attribute, by CUDA's number; those not told apart here are 0.
+/// Returns a device attribute by CUDA's number; attributes not listed here are 0.
 fn attribute(device: u32, attribute: u32) -> i32 {
     match attribute {
         1..=3 => 1024,                    // threads of a block; x, y
@@ -199,7 +201,7 @@ fn attribute(device: u32, attribute: u32) -> i32 {
 }
 
 api! {
-    /// Starts the driver.
+    /// Initializes the driver.
     fn cuInit(flags: u32) {
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -216,14 +218,14 @@ api! {
 }
 
 api! {
-    /// The version of CUDA, 1000 a major and 10 a minor one.
+    /// Returns the version of CUDA: 1000 times the major version plus 10 times the minor one.
     fn cuDriverGetVersion(version: Out<i32>) {
         version.set(VERSION)
     }
 }
 
 api! {
-    /// How many devices there are.
+    /// Returns the number of devices.
     fn cuDeviceGetCount(count: Out<i32>) {
         initialized()?;
         count.set(settings().devices as i32)
@@ -231,14 +233,14 @@ api! {
 }
 
 api! {
-    /// The handle of a device: its number.
+    /// Returns the handle of a device: its number.
     fn cuDeviceGet(handle: Out<i32>, ordinal: i32) {
         handle.set(device(ordinal)? as i32)
     }
 }
 
 api! {
-    /// A device's name, cut to the room there is.
+    /// Returns a device's name, cut to the caller's buffer.
     fn cuDeviceGetName(name: Out<c_char>, room: i32, dev: i32) {
         device(dev)?;
         let room = usize::try_from(room).ok().filter(|room| *room > 0).ok_or(Code::INVALID_VALUE)?;
@@ -248,21 +250,21 @@ api! {
 }
 
 api! {
-    /// What names a device in every process.
+    /// Returns a device's id, the same in every process of this user.
     fn cuDeviceGetUuid(id: Out<[u8; 16]>, dev: i32) {
         id.set(uuid(device(dev)?))
     }
 }
 
 api! {
-    /// What names a device in every process.
+    /// Returns a device's id, the same in every process of this user.
     fn cuDeviceGetUuid_v2(id: Out<[u8; 16]>, dev: i32) {
         id.set(uuid(device(dev)?))
     }
 }
 
 api! {
-    /// Where a device is plugged in, invented.
+    /// Returns an invented PCI address of a device.
     fn cuDeviceGetPCIBusId(text: Out<c_char>, room: i32, dev: i32) {
         let device = device(dev)?;
         let room = usize::try_from(room).ok().filter(|room| *room >= 13).ok_or(Code::INVALID_VALUE)?;
@@ -272,7 +274,7 @@ api! {
 }
 
 api! {
-    /// An attribute of a device.
+    /// Returns an attribute of a device.
     fn cuDeviceGetAttribute(value: Out<i32>, number: u32, dev: i32) {
         if number == 0 {
             return Err(Code::INVALID_VALUE);
@@ -282,7 +284,7 @@ api! {
 }
 
 api! {
-    /// All bytes of a device.
+    /// Returns the memory size of a device in bytes.
     fn cuDeviceTotalMem_v2(bytes: Out<usize>, dev: i32) {
         device(dev)?;
         bytes.set(settings().memory as usize)
@@ -290,14 +292,14 @@ api! {
 }
 
 api! {
-    /// Whether one device may reach another's memory: any but itself.
+    /// Reports whether one device can access another's memory: true for any other device.
     fn cuDeviceCanAccessPeer(can: Out<i32>, dev: i32, peer: i32) {
         can.set(i32::from(device(dev)? != device(peer)?))
     }
 }
 
 api! {
-    /// The primary context of a device, made where there is none.
+    /// Retains the primary context of a device; creates it if there is none.
     fn cuDevicePrimaryCtxRetain(ctx: Out<Handle>, dev: i32) {
         let device = device(dev)?;
         ctx.required()?;
@@ -329,8 +331,8 @@ fn release(device: u32, all: bool) -> Result {
         return Err(Code::INVALID_CONTEXT);
     }
     *retained = if all { 0 } else { *retained - 1 };
-    // Under the lock: the memory that goes is the device's, and who retains the context next has
-    // new memory there.
+    // Under the lock: this frees all memory of the device, including memory of a context retained
+    // after it.
     if *retained == 0
         && let Some(context) = context.take()
     {
@@ -340,17 +342,17 @@ fn release(device: u32, all: bool) -> Result {
 }
 
 api! {
-    /// Lets go of a primary context; the last to do so ends it, with all that it holds.
+    /// Releases a primary context; the last release ends it and frees its resources.
     fn cuDevicePrimaryCtxRelease_v2(dev: i32) {
         release(device(dev)?, false)
     }
 }
 
 api! {
-    /// Ends a primary context, whoever retains it.
+    /// Ends a primary context, even if it is retained elsewhere.
     fn cuDevicePrimaryCtxReset_v2(dev: i32) {
         match release(device(dev)?, true) {
-            // Nothing there to reset is no error.
+            // A device without a context needs no reset.
             Err(Code::INVALID_CONTEXT) => Ok(()),
             other => other,
         }
@@ -358,7 +360,7 @@ api! {
 }
 
 api! {
-    /// How a primary context's threads wait; all wait asleep here.
+    /// Stores the flags that say how a primary context's threads wait; here all waits sleep.
     fn cuDevicePrimaryCtxSetFlags_v2(dev: i32, flags: u32) {
         let device = device(dev)?;
         if flags & !0x1F != 0 {
@@ -372,7 +374,7 @@ api! {
 }
 
 api! {
-    /// The flags of a primary context, and whether there is one.
+    /// Returns the flags of a primary context, and whether the context exists.
     fn cuDevicePrimaryCtxGetState(dev: i32, flags: Out<u32>, active: Out<i32>) {
         let device = device(dev)?;
         let primary = PRIMARY.lock();
@@ -383,7 +385,7 @@ api! {
 }
 
 api! {
-    /// Sets the calling thread's context, or with none takes the topmost away.
+    /// Replaces the calling thread's current context; a null handle only removes it.
     fn cuCtxSetCurrent(ctx: Handle) {
         initialized()?;
         if ctx != 0 {
@@ -399,7 +401,7 @@ api! {
 }
 
 api! {
-    /// The calling thread's context, or none.
+    /// Returns the calling thread's context, or null.
     fn cuCtxGetCurrent(ctx: Out<Handle>) {
         initialized()?;
         ctx.set(stack(|stack| stack.last().copied())?.unwrap_or(0))
@@ -407,7 +409,7 @@ api! {
 }
 
 api! {
-    /// Puts a context on top of the calling thread's.
+    /// Pushes a context onto the calling thread's stack of contexts.
     fn cuCtxPushCurrent_v2(ctx: Handle) {
         initialized()?;
         context(ctx)?;
@@ -416,7 +418,7 @@ api! {
 }
 
 api! {
-    /// Takes the topmost context away.
+    /// Removes the calling thread's current context and returns it.
     fn cuCtxPopCurrent_v2(ctx: Out<Handle>) {
         initialized()?;
         let popped = stack(Vec::pop)?.ok_or(Code::INVALID_CONTEXT)?;
@@ -426,7 +428,7 @@ api! {
 }
 
 api! {
-    /// The device of the calling thread's context.
+    /// Returns the device of the calling thread's context.
     fn cuCtxGetDevice(dev: Out<i32>) {
         dev.set(current()?.device as i32)
     }
@@ -444,7 +446,7 @@ api! {
 }
 
 api! {
-    /// Sets how threads wait.
+    /// Stores the flags of the current context; they change nothing here.
     fn cuCtxSetFlags(flags: u32) {
         current()?.flags.store(flags, Ordering::Relaxed);
         Ok(())
@@ -452,14 +454,14 @@ api! {
 }
 
 api! {
-    /// How threads wait.
+    /// Returns the flags of the current context.
     fn cuCtxGetFlags(flags: Out<u32>) {
         flags.set(current()?.flags.load(Ordering::Relaxed))
     }
 }
 
 api! {
-    /// Lets the current context's kernels reach another's memory.
+    /// Lets the current context's kernels access another context's memory.
     fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) {
         let mine = current()?;
         mine.check()?;
@@ -480,7 +482,7 @@ api! {
 }
 
 api! {
-    /// A limit; only the stack's is kept.
+    /// Returns a limit; only the stack limit is stored.
     fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
         let context = current()?;
         match limit {
@@ -493,7 +495,7 @@ api! {
 }
 
 api! {
-    /// Sets a limit; only the stack's is kept, and it changes nothing.
+    /// Sets a limit; only the stack limit is stored, and it changes nothing.
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let context = current()?;
         match limit {
@@ -506,7 +508,7 @@ api! {
 }
 
 api! {
-    /// The least and the greatest priority of streams.
+    /// Returns the lowest and the highest priority of streams.
     fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) {
         current()?;
         least.set_if_wanted(0);

@@ -1,5 +1,5 @@
-//! How a function that C programs call is written: the macro [`exported!`], and types for what C
-//! hands over.
+//! The definition of functions that C programs call: the macro [`exported!`], and types for
+//! arguments that come from C.
 
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,9 +8,9 @@ use crate::counters;
 use crate::error::{Code, Result};
 use crate::faults;
 
-/// Defines a function under its C name, which answers with what `$code` makes of the driver's code.
-/// The body is safe code that gives a [`Result`]; the call is counted under its name, and a panic
-/// in the body becomes `CUDA_ERROR_UNKNOWN`.
+/// Defines a function under its C name. The body is safe code that returns a [`Result`]; `$code`
+/// converts the driver's code into the library's. The call is counted under its name. A panic in
+/// the body becomes `CUDA_ERROR_UNKNOWN`.
 macro_rules! exported {
     ($code:path; $(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
@@ -23,33 +23,33 @@ macro_rules! exported {
 }
 pub(crate) use exported;
 
-/// A function of the driver; see [`exported!`].
+/// Defines a function of the driver; see [`exported!`].
 macro_rules! api {
     ($($function:tt)*) => { $crate::entry::exported!(::std::convert::identity; $($function)*); };
 }
 pub(crate) use api;
 
-/// A function of NVRTC: what is wrong with an argument has another number there.
+/// Defines a function of NVRTC, which has other numbers for some errors; see [`exported!`].
 macro_rules! nvrtc {
     ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_nvrtc; $($function)*); };
 }
 pub(crate) use nvrtc;
 
-/// A function of cuBLAS. Their bodies give cuBLAS's codes, but for a null pointer, and for errors
-/// of the driver that they do not turn into one.
+/// Defines a function of cuBLAS. Bodies return cuBLAS codes, except for null pointers and
+/// unconverted errors of the driver.
 macro_rules! blas {
     ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_cublas; $($function)*); };
 }
 pub(crate) use blas;
 
-/// A function of NCCL. Their bodies give NCCL's codes; an error of the driver is
+/// Defines a function of NCCL. Bodies return NCCL codes; an error of the driver becomes
 /// `ncclUnhandledCudaError`.
 macro_rules! nccl {
     ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_nccl; $($function)*); };
 }
 pub(crate) use nccl;
 
-/// See [`nvrtc!`].
+/// Converts a driver code into an NVRTC code; see [`nvrtc!`].
 pub(crate) fn code_of_nvrtc(code: u32) -> u32 {
     match code {
         1 => 3,    // NVRTC_ERROR_INVALID_INPUT
@@ -58,7 +58,7 @@ pub(crate) fn code_of_nvrtc(code: u32) -> u32 {
     }
 }
 
-/// See [`blas!`].
+/// Converts a driver code into a cuBLAS code; see [`blas!`].
 pub(crate) fn code_of_cublas(code: u32) -> u32 {
     match code {
         999 => 14, // CUBLAS_STATUS_INTERNAL_ERROR
@@ -66,7 +66,7 @@ pub(crate) fn code_of_cublas(code: u32) -> u32 {
     }
 }
 
-/// See [`nccl!`].
+/// Converts a driver code into an NCCL code; see [`nccl!`].
 pub(crate) fn code_of_nccl(code: u32) -> u32 {
     match code {
         999 => 3, // ncclInternalError
@@ -75,7 +75,7 @@ pub(crate) fn code_of_nccl(code: u32) -> u32 {
     }
 }
 
-/// Runs the body of a function; see [`exported!`].
+/// Runs the body of an exported function and returns its code; see [`exported!`].
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
     match catch_unwind(AssertUnwindSafe(|| faults::meet_call(name).and_then(|()| body()))) {
@@ -87,8 +87,8 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
 
 /// A pointer through which C wants a value back.
 ///
-/// Values of it come only from callers of exported functions, which are unsafe to call: that the
-/// pointer is null or may be written is what they promise.
+/// Values of this type come only from callers of exported functions, which are unsafe to call.
+/// Those callers promise that the pointer is null or may be written.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
@@ -104,17 +104,17 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// Writes the value where the caller gave a place for it.
+    /// Writes the value unless the pointer is null.
     pub(crate) fn set_if_wanted(&self, value: T) {
         if !self.0.is_null() {
             // SAFETY: the caller of the exported function promised that a pointer that is not null
-            // may be written; it may be unaligned or uninitialised for all we know of C, so it is
+            // may be written. C does not promise an aligned or initialized place, so the value is
             // written without reading or dropping.
             unsafe { self.0.write_unaligned(value) };
         }
     }
 
-    /// Writes values one after another, as an array.
+    /// Writes values one after another, as an array. Fails as [`set`](Self::set).
     pub(crate) fn set_all(&self, values: impl IntoIterator<Item = T>) -> Result {
         self.required()?;
         for (at, value) in values.into_iter().enumerate() {
@@ -124,18 +124,19 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// A pointer whose type another argument of the call decides.
+    /// Makes a pointer from an address; another argument of the call determines its type.
     pub(crate) fn untyped(address: u64) -> Self {
         Out(address as *mut T)
     }
 
-    /// Asks that there is a pointer, before anything is done that would have to be undone.
+    /// Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer. Called before an effect that would
+    /// have to be undone.
     pub(crate) fn required(&self) -> Result {
         if self.0.is_null() { Err(Code::INVALID_VALUE) } else { Ok(()) }
     }
 }
 
-/// A pointer to values that C hands over; like [`Out`], only callers of exported functions make
+/// A pointer to values that C passes. As with [`Out`], only callers of exported functions create
 /// one.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
@@ -149,7 +150,7 @@ impl<T> Clone for In<T> {
 impl<T> Copy for In<T> {}
 
 impl<T: Copy> In<T> {
-    /// The value at an index.
+    /// Returns the value at an index.
     ///
     /// # Errors
     ///
@@ -163,12 +164,12 @@ impl<T: Copy> In<T> {
         Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 
-    /// The value.
+    /// Returns the first value. Fails as [`at`](Self::at).
     pub(crate) fn get(&self) -> Result<T> {
         self.at(0)
     }
 
-    /// The first `count` bytes behind the pointer.
+    /// Returns the first `count` bytes behind the pointer. Fails as [`at`](Self::at).
     pub(crate) fn bytes(&self, count: usize) -> Result<Vec<u8>> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
@@ -177,28 +178,28 @@ impl<T: Copy> In<T> {
         Ok(unsafe { std::slice::from_raw_parts(self.0.cast::<u8>(), count) }.to_vec())
     }
 
-    /// A pointer whose type another argument of the call decides.
+    /// Makes a pointer from an address; another argument of the call determines its type.
     pub(crate) fn untyped(address: u64) -> In<T> {
         In(address as *const T)
     }
 
-    /// The address, as a number.
+    /// Returns the address as a number.
     pub(crate) fn address(&self) -> usize {
         self.0 as usize
     }
 }
 
-/// A text that C hands over, ended by a zero.
+/// A zero-terminated string that C passes.
 #[repr(transparent)]
 pub(crate) struct Text(*const c_char);
 
 impl Text {
-    /// A text out of an array of them.
+    /// Makes a text from a pointer, such as an element of an array of texts.
     pub(crate) fn untyped(pointer: *const c_char) -> Text {
         Text(pointer)
     }
 
-    /// The text; bytes that are not UTF-8 are replaced.
+    /// Returns the text; bytes that are not UTF-8 are replaced.
     ///
     /// # Errors
     ///
@@ -207,7 +208,7 @@ impl Text {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller promised a text that a zero ends, and does not change it during the
+        // SAFETY: the caller promised a zero-terminated string that does not change during the
         // call.
         Ok(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
     }

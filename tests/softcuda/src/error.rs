@@ -1,14 +1,14 @@
-//! CUDA's error codes, as far as this driver gives them, with CUDA's names and texts for them.
+//! The CUDA error codes that this driver returns, with CUDA's names and texts.
 
 use std::ffi::CStr;
 
 use crate::entry::{Out, api};
 
-/// A code of `CUresult`. Never zero: success is `Ok`.
+/// A `CUresult` code. Never zero: success is `Ok`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Code(pub(crate) u32);
 
-/// One row of the table below: code, name, text.
+/// One row of the error table: code, name, text.
 type Row = (u32, &'static CStr, &'static CStr);
 
 macro_rules! codes {
@@ -61,7 +61,7 @@ codes! {
     UNKNOWN = 999, c"CUDA_ERROR_UNKNOWN", c"unknown error";
 }
 
-/// What a call inside the driver comes back with.
+/// The result of a call inside the driver.
 pub(crate) type Result<T = ()> = std::result::Result<T, Code>;
 
 fn row(code: u32) -> Result<&'static Row> {
@@ -69,21 +69,21 @@ fn row(code: u32) -> Result<&'static Row> {
 }
 
 impl Code {
-    /// CUDA's text for it.
+    /// Returns CUDA's text for the code.
     pub(crate) fn text(self) -> String {
         row(self.0).map(|row| row.2.to_string_lossy().into_owned()).unwrap_or_default()
     }
 }
 
 api! {
-    /// Name of a code, `CUDA_ERROR_…`.
+    /// Returns the name of a code, `CUDA_ERROR_…`.
     fn cuGetErrorName(error: u32, text: Out<*const std::ffi::c_char>) {
         text.set(row(error)?.1.as_ptr())
     }
 }
 
 api! {
-    /// Text of a code.
+    /// Returns the text of a code.
     fn cuGetErrorString(error: u32, text: Out<*const std::ffi::c_char>) {
         text.set(row(error)?.2.as_ptr())
     }

@@ -1,4 +1,4 @@
-//! Events: marks in streams, to wait for and to measure between.
+//! Events: marks in streams that others wait for, and between which time is measured.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,28 +21,27 @@ const BLOCKING_SYNC: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
 
-/// An event.
 pub(crate) struct Event {
     pub(crate) handle: Handle,
     context: Handle,
     flags: u32,
-    /// The newest record of this process, if there was one.
+    /// The newest record made by this process, if any.
     record: Mutex<Option<Arc<Record>>>,
-    /// For an event of several processes, what all of them recorded.
+    /// For an interprocess event, the state shared with the other processes.
     shared: Option<Arc<SharedEvent>>,
 }
 
-/// The newest record of an event at some time.
+/// The newest record of an event at the time of a call.
 #[derive(Clone)]
 enum Mark {
-    /// Of an event that only this process knows.
+    /// A record of an event that only this process knows.
     Here(Arc<Record>),
-    /// Of one that others know too: its number there, and the newest record of this process.
+    /// A record of an interprocess event: its number there, and the newest record of this process.
     Shared(Arc<SharedEvent>, u64, Option<Arc<Record>>),
 }
 
 impl Event {
-    /// The newest record, by whichever process; none for an event that was never recorded.
+    /// Returns the newest record of any process; `None` if the event was never recorded.
     fn newest(&self) -> Option<Mark> {
         let record = self.record.lock().clone();
         match &self.shared {
@@ -70,7 +69,7 @@ impl Mark {
         }
     }
 
-    /// What is known to have happened when it is done, as far as this process knows.
+    /// Returns the clock of all that precedes the record, as far as this process knows.
     fn clock(&self) -> races::Clock {
         match self {
             Mark::Here(record) | Mark::Shared(_, _, Some(record)) => record.clock.clone(),
@@ -82,7 +81,7 @@ impl Mark {
 /// One record of an event in a stream.
 pub(crate) struct Record {
     stream: Arc<Stream>,
-    /// Its number among the work of the stream.
+    /// Number of the record among the work of the stream.
     number: Mutex<u64>,
     done: Mutex<Option<Instant>>,
     fired: Condvar,
@@ -99,8 +98,7 @@ impl Record {
     }
 
     fn is_done(&self) -> bool {
-        // Looked at first: a look at lazy work says that it is not done, and has it done for the
-        // next.
+        // Read the state first: a query of lazy work finds it not done, and then starts it.
         let done = self.done.lock().is_some();
         self.stream.asked_for(*self.number.lock());
         done
@@ -161,7 +159,7 @@ fn record(event: Handle, on: Handle) -> Result {
     );
     *record.number.lock() = number;
     if among_processes {
-        // Whoever waits in another process cannot ask this stream for its work.
+        // A waiter in another process cannot start lazy work of this stream, so it is started now.
         stream.asked_for(number);
     }
     *newest = Some(record);
@@ -186,7 +184,7 @@ fn elapsed(milliseconds: &Out<f32>, start: Handle, end: Handle) -> Result {
 }
 
 api! {
-    /// A new event.
+    /// Creates an event.
     fn cuEventCreate(event: Out<Handle>, flags: u32) {
         event.required()?;
         event.set(create(flags)?.handle)
@@ -194,7 +192,7 @@ api! {
 }
 
 api! {
-    /// Ends an event; who waits for a record of it still does.
+    /// Destroys an event; waits for its records continue.
     fn cuEventDestroy_v2(event: Handle) {
         let context = current()?;
         EVENTS.remove(event)?;
@@ -203,14 +201,14 @@ api! {
 }
 
 api! {
-    /// Marks where a stream is now.
+    /// Records an event at the current end of a stream's work.
     fn cuEventRecord(event: Handle, stream: Handle) {
         record(event, stream)
     }
 }
 
 api! {
-    /// Marks where a stream is now; the flag for graphs is refused outside of one.
+    /// Records an event at the current end of a stream's work. The flag for graphs is refused.
     fn cuEventRecordWithFlags(event: Handle, stream: Handle, flags: u32) {
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -220,7 +218,8 @@ api! {
 }
 
 api! {
-    /// Whether the newest record of an event is done; an event without one is.
+    /// Returns `CUDA_SUCCESS` if the newest record is done or there is none, otherwise
+    /// `CUDA_ERROR_NOT_READY`.
     fn cuEventQuery(event: Handle) {
         initialized()?;
         let event = EVENTS.get(event)?;
@@ -252,7 +251,7 @@ api! {
 }
 
 api! {
-    /// Makes the work of a stream from now on wait for the record that is the event's newest now.
+    /// Makes later work of a stream wait for the record that is the event's newest at this call.
     fn cuStreamWaitEvent(handle: Handle, event: Handle, flags: u32) {
         let stream = stream(handle)?;
         if flags & !1 != 0 {
@@ -268,21 +267,21 @@ api! {
 }
 
 api! {
-    /// Milliseconds between the records of two events.
+    /// Returns the milliseconds between the records of two events.
     fn cuEventElapsedTime(milliseconds: Out<f32>, start: Handle, end: Handle) {
         elapsed(&milliseconds, start, end)
     }
 }
 
 api! {
-    /// Milliseconds between the records of two events.
+    /// Returns the milliseconds between the records of two events.
     fn cuEventElapsedTime_v2(milliseconds: Out<f32>, start: Handle, end: Handle) {
         elapsed(&milliseconds, start, end)
     }
 }
 
 api! {
-    /// A handle for an event that other processes may open.
+    /// Returns a handle with which other processes can open an event.
     fn cuIpcGetEventHandle(ticket: Out<Ticket>, event: Handle) {
         current()?.check()?;
         let event = EVENTS.get(event)?;
@@ -292,8 +291,8 @@ api! {
 }
 
 api! {
-    /// An event of another process. It may be recorded here too; each process waits for the newest
-    /// record there is.
+    /// Opens an event of another process. It may be recorded here too. All processes wait for the
+    /// newest record of any of them.
     fn cuIpcOpenEventHandle(event: Out<Handle>, ticket: Ticket) {
         let context = current()?;
         context.check()?;

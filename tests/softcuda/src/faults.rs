@@ -1,4 +1,4 @@
-//! Failures on demand: the n-th of a kind of call, named by the environment or by a test.
+//! Failures on demand: the n-th call of a kind fails, as the environment or a test requests.
 
 use std::ffi::{CStr, c_char};
 use std::sync::LazyLock;
@@ -9,42 +9,42 @@ use parking_lot::Mutex;
 use crate::error::{Code, Result};
 use crate::settings::settings;
 
-/// What can be made to fail.
+/// A kind of operation that can be made to fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum What {
-    /// Device memory, of either kind.
+    /// An allocation of device memory, by `cuMemAlloc` or `cuMemAllocAsync`.
     Alloc,
-    /// Pinned host memory.
+    /// An allocation of pinned host memory.
     AllocHost,
-    /// A copy or a fill, as it is done.
+    /// A copy or a fill, when it runs.
     Copy,
-    /// A kernel, a product of matrices or a collective, as it runs.
+    /// A kernel, a matrix product or a collective, when it runs.
     Launch,
-    /// A new event.
+    /// The creation of an event.
     Event,
-    /// A new stream.
+    /// The creation of a stream.
     Stream,
-    /// NVRTC.
+    /// A compilation by NVRTC.
     Compile,
     /// A call of a function, by its C name.
     Function(String),
-    /// The same, with the code that it answers.
+    /// A call of a function, by its C name, that returns this code.
     Answer(String, u32),
 }
 
-/// What is to fail, and at which time from now.
+/// The requested failures: each kind, and the number of calls until it fails.
 type Plan = Vec<(What, u64)>;
 
 static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail.clone()));
-/// Whether there is a plan at all, so that calls are quick where there is none.
+/// True if any failure was ever requested, so that calls are fast otherwise.
 static PLANNED: LazyLock<AtomicBool> =
     LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
 
-/// Reads `what:nth`, several with commas between.
+/// Parses `kind:nth`, several separated by commas.
 ///
 /// # Errors
 ///
-/// What is wrong, in words.
+/// A message for the user that quotes the wrong part.
 pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
     let one = |part: &str| {
         let (what, nth) = part.split_once(':')?;
@@ -75,18 +75,18 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
         .collect()
 }
 
-/// Fails if this is the one that is to.
+/// Counts a call of a kind, and fails if a failure is requested for it.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` for work in a stream, `CUDA_ERROR_OUT_OF_MEMORY` for what is made
-/// at once, and what is usual for the rest.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for a copy or launch. `CUDA_ERROR_OUT_OF_MEMORY` for allocations,
+/// events and streams. A function fails with the requested code, or with one that suits its name.
 pub(crate) fn meet(what: What) -> Result {
     if !PLANNED.load(Ordering::Relaxed) {
         return Ok(());
     }
     let Some(what) = next(&what) else { return Ok(()) };
-    eprintln!("softcuda: {what:?} fails, as was asked for");
+    eprintln!("softcuda: {what:?} fails, as the test requested");
     Err(match what {
         What::Answer(_, code) => Code(code),
         What::Copy | What::Launch => Code::ILLEGAL_ADDRESS,
@@ -97,12 +97,12 @@ pub(crate) fn meet(what: What) -> Result {
     })
 }
 
-/// [`meet`] for a call of a function.
+/// Does as [`meet`] for a call of an exported function.
 pub(crate) fn meet_call(name: &str) -> Result {
     if PLANNED.load(Ordering::Relaxed) { meet(What::Function(name.to_owned())) } else { Ok(()) }
 }
 
-/// Counts one of a kind; returns what was planned for it where it is the one that is to fail.
+/// Counts a call of a kind; returns the requested failure if this call must fail.
 fn next(what: &What) -> Option<What> {
     let mut met = None;
     PLAN.lock().retain_mut(|(planned, left)| {
@@ -122,11 +122,12 @@ fn next(what: &What) -> Option<What> {
     met
 }
 
-/// Makes the n-th call of a kind from now fail; 0 if that was understood.
+/// Makes the n-th call of a kind from now on fail. Returns 0, or 1 if the kind is unknown or `nth`
+/// is 0.
 ///
 /// # Safety
 ///
-/// `what` is a text that a zero ends.
+/// The first argument is a zero-terminated string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn softcuda_fail(what: *const c_char, nth: u64) -> i32 {
     // SAFETY: see above.
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plans_are_read() {
+    fn fault_plans_parse_or_name_error() {
         assert_eq!(
             plan("launch:3,alloc_host:1"),
             Ok(vec![(What::Launch, 3), (What::AllocHost, 1)])

@@ -1,5 +1,4 @@
-//! Products of matrices, as cuBLAS numbers them: columns one after another, `C = alpha * A * B +
-//! beta * C`.
+//! Matrix products in cuBLAS's column-major layout: `C = alpha * A * B + beta * C`.
 
 use std::ops::{Add, AddAssign, Mul};
 
@@ -9,7 +8,7 @@ use crate::error::Result;
 use crate::memory::space;
 use crate::races::Use;
 
-/// What the elements of a matrix are.
+/// The type of a matrix's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Element {
     F16,
@@ -19,7 +18,7 @@ pub(crate) enum Element {
 }
 
 impl Element {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub(crate) fn bytes(self) -> u64 {
         match self {
             Element::F16 | Element::Bf16 => 2,
@@ -29,11 +28,11 @@ impl Element {
     }
 }
 
-/// What factors are rounded to before they are multiplied.
+/// The precision to which factors are rounded before the multiplication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rounding {
     Exact,
-    /// Ten bits behind the point.
+    /// Ten bits of mantissa.
     Tf32,
     F16,
     Bf16,
@@ -44,19 +43,19 @@ pub(crate) enum Rounding {
 pub(crate) struct Matrix {
     pub(crate) address: u64,
     pub(crate) element: Element,
-    /// Elements from one column to the next.
+    /// Elements from the start of one column to the next.
     pub(crate) leading: u64,
-    /// Elements from one matrix to the next.
+    /// Elements from the start of one matrix to the next.
     pub(crate) stride: u64,
-    /// As it is stored.
+    /// Rows as stored, before a transposition.
     pub(crate) rows: u64,
     pub(crate) columns: u64,
-    /// Whether the product takes it with rows and columns exchanged.
+    /// True if the product uses the transposed matrix.
     pub(crate) transposed: bool,
 }
 
 impl Matrix {
-    /// The bytes from the first to the last of `batch` matrices.
+    /// Returns the number of bytes from the first to the last element of `batch` matrices.
     pub(crate) fn reach(&self, batch: u64) -> u64 {
         if self.rows == 0 || self.columns == 0 || batch == 0 {
             return 0;
@@ -65,19 +64,19 @@ impl Matrix {
             * self.element.bytes()
     }
 
-    /// What an operation on it reads or writes.
+    /// Returns the memory range that an operation on `batch` matrices reads or writes.
     pub(crate) fn used(&self, batch: u64, write: bool) -> Use {
         Use { address: self.address, bytes: self.reach(batch), write }
     }
 
-    /// Elements from the start to the one in a row and a column, as the product takes it.
+    /// Returns the index of an element, given its row and column after transposition.
     fn at(&self, row: u64, column: u64) -> usize {
         let (row, column) = if self.transposed { (column, row) } else { (row, column) };
         (column * self.leading + row) as usize
     }
 }
 
-/// A scale: known when the product is issued, or read from device memory when it is computed.
+/// A scale: known when the product is issued, or read from device memory when it runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scale {
     Known(f64),
@@ -97,32 +96,32 @@ impl Scale {
     }
 }
 
-/// A product, or several.
+/// A product, or several of equal shape.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) a: Matrix,
     pub(crate) b: Matrix,
     pub(crate) c: Matrix,
-    /// Length of the sums.
+    /// Number of summands of each element of C.
     pub(crate) inner: u64,
     pub(crate) batch: u64,
     pub(crate) alpha: Scale,
     pub(crate) beta: Scale,
     pub(crate) rounding: Rounding,
-    /// Whether sums are of double precision.
+    /// True if sums have double precision.
     pub(crate) double: bool,
 }
 
-/// Computes a product, in a stream's thread.
+/// Computes a product in a stream's thread.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` where a matrix is not all of one live allocation.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` if a matrix is not entirely in one live allocation.
 pub(crate) fn compute(product: &Product) -> Result {
     if product.double { compute_in::<f64>(product) } else { compute_in::<f32>(product) }
 }
 
-/// What sums are computed in.
+/// The type in which sums are computed.
 trait Real: Copy + Default + Add<Output = Self> + Mul<Output = Self> + AddAssign {
     fn from_wide(value: f64) -> Self;
     fn to_wide(self) -> f64;
@@ -146,14 +145,14 @@ impl Real for f64 {
     }
 }
 
-/// Rows and columns of the part of C that is computed at once, in registers.
+/// Rows and columns of the tile of C that is computed in registers.
 const TALL: usize = 8;
 const BROAD: usize = 4;
 
 fn compute_in<T: Real>(product: &Product) -> Result {
     let Product { a, b, c, inner, batch, .. } = *product;
     let (alpha, beta) = (product.alpha.get()?, product.beta.get()?);
-    // With a scale of zero a factor is not read, whatever stands there.
+    // With a scale of zero the factors are not read, so NaNs in them do not matter.
     let read_factors = alpha != 0.0 && inner > 0;
     let reach = |matrix: &Matrix, wanted: bool| {
         let bytes = matrix.reach(batch);
@@ -211,8 +210,8 @@ fn compute_in<T: Real>(product: &Product) -> Result {
     Ok(())
 }
 
-/// Copies a factor into panels of `broad` rows (or columns): for each place of the sum the panel's
-/// values side by side, with zeros where the matrix ends.
+/// Copies a factor into panels of `broad` rows (or columns). For each index of the sum, a panel
+/// holds its values side by side, with zeros beyond the end of the matrix.
 fn pack<T: Real>(
     into: &mut Vec<T>,
     broad: usize,
@@ -230,7 +229,7 @@ fn pack<T: Real>(
     }
 }
 
-/// The sums of one panel by another.
+/// Returns the sums of products of two panels.
 fn tile<T: Real>(left: &[T], right: &[T]) -> [[T; TALL]; BROAD] {
     let mut sums = [[T::default(); TALL]; BROAD];
     for (a, b) in left.as_chunks::<TALL>().0.iter().zip(right.as_chunks::<BROAD>().0) {
@@ -252,7 +251,7 @@ fn rounded(value: f64, rounding: Rounding) -> f64 {
     }
 }
 
-/// The nearest number with ten bits behind the point.
+/// Rounds to the nearest number with ten bits of mantissa.
 fn tf32(value: f32) -> f32 {
     if !value.is_finite() {
         return value;
@@ -261,11 +260,11 @@ fn tf32(value: f32) -> f32 {
     f32::from_bits(bits.wrapping_add(0xFFF + (bits >> 13 & 1)) & !0x1FFF)
 }
 
-/// An element as a number.
+/// Reads an element as an `f64`.
 ///
 /// # Safety
 ///
-/// The element is within memory that may be read.
+/// The element is within readable memory.
 unsafe fn read(start: *const u8, element: Element, at: usize) -> f64 {
     // SAFETY: see above.
     unsafe {
@@ -278,11 +277,11 @@ unsafe fn read(start: *const u8, element: Element, at: usize) -> f64 {
     }
 }
 
-/// Writes a number as an element.
+/// Writes a number as an element, rounded to its type.
 ///
 /// # Safety
 ///
-/// The element is within memory that may be written.
+/// The element is within writable memory.
 unsafe fn write(start: *mut u8, element: Element, at: usize, value: f64) {
     // SAFETY: see above.
     unsafe {

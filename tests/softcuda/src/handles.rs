@@ -1,5 +1,5 @@
-//! Tables of what C programs know by opaque handles. A handle is a number that no memory lies at,
-//! and is never given out twice, so that one that was destroyed is known as such.
+//! Tables of objects that C programs know by opaque handles. A handle is a number at which no
+//! memory lies. It is never issued twice, so a destroyed handle is recognized.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use parking_lot::RwLock;
 
 use crate::error::{Code, Result};
 
-/// What C calls `CUstream`, `CUevent` and so on: pointers there, never followed here.
+/// An opaque handle such as `CUstream` or `CUevent`: a pointer in C, never dereferenced here.
 pub(crate) type Handle = u64;
 
 /// The objects of one kind, by handle.
@@ -20,15 +20,14 @@ pub(crate) struct Handles<T> {
 }
 
 impl<T> Handles<T> {
-    /// An empty table; `kind` tells its handles from those of other tables.
+    /// Creates an empty table; `kind` distinguishes its handles from those of other tables.
     pub(crate) const fn new(kind: u64) -> Self {
         Handles { kind, next: AtomicU64::new(1), live: RwLock::new(None) }
     }
 
-    /// Makes an object that knows its own handle.
+    /// Creates an object that knows its own handle, and adds it to the table.
     pub(crate) fn insert(&self, make: impl FnOnce(Handle) -> T) -> Arc<T> {
-        // Above what 47 bits of address reach, and no small number: streams 1 and 2 have a meaning
-        // in CUDA.
+        // Beyond 47-bit addresses, and not a small number: CUDA gives streams 1 and 2 a meaning.
         let handle =
             0x5C_0000_0000_0000 | self.kind << 40 | self.next.fetch_add(1, Ordering::Relaxed) << 4;
         let made = Arc::new(make(handle));
@@ -36,11 +35,11 @@ impl<T> Handles<T> {
         made
     }
 
-    /// The object of a handle.
+    /// Returns the object of a handle.
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_INVALID_HANDLE` where there is none, or none any more.
+    /// `CUDA_ERROR_INVALID_HANDLE` if the handle was never issued or its object was removed.
     pub(crate) fn get(&self, handle: Handle) -> Result<Arc<T>> {
         self.live
             .read()
@@ -49,12 +48,12 @@ impl<T> Handles<T> {
             .ok_or(Code::INVALID_HANDLE)
     }
 
-    /// Takes an object out; who still holds it keeps it alive.
+    /// Removes an object; other holders keep it alive.
     pub(crate) fn remove(&self, handle: Handle) -> Result<Arc<T>> {
         self.live.write().as_mut().and_then(|live| live.remove(&handle)).ok_or(Code::INVALID_HANDLE)
     }
 
-    /// Takes out all objects that belong to something that ends.
+    /// Removes and returns all objects that `belongs` selects.
     pub(crate) fn remove_all(&self, belongs: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let mut live = self.live.write();
         let Some(live) = live.as_mut() else { return Vec::new() };

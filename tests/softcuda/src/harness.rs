@@ -1,5 +1,5 @@
-//! What tests call to run with the driver: it has to be in the library path before a process
-//! starts.
+//! Functions with which tests run under this driver. The driver must be in the library path before
+//! a process starts, so a test is run again in a new process.
 
 use std::ffi::OsString;
 use std::io;
@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a test that is run again may take.
+/// Time limit of a test that is run again.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// Set in a process that [`again`](crate::again!) started.
+/// Environment variable that is set in a process started by [`again`](crate::again!).
 const MARK: &str = "SOFTCUDA_AGAIN";
 
-/// Settings without which a test shows nothing.
+/// Settings that a real driver cannot obey: with a real driver, tests that use them are skipped.
 const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
 
-/// CUDA's libraries, under the names by which they are looked for. All are links to one file, so
-/// that the loader has one library, which knows the state of all of them.
+/// The names by which programs look for CUDA's libraries. All are links to one file, so that the
+/// loader loads one library with one state.
 const NAMES: [&str; 8] = [
     "libcuda.so",
     "libcuda.so.1",
@@ -29,16 +29,17 @@ const NAMES: [&str; 8] = [
     "libnccl.so.2",
 ];
 
-/// Where the driver was built, found beside the running program.
+/// Finds the driver library that cargo built, beside the running program.
 ///
 /// # Errors
 ///
-/// An error that names the command which builds it, where it is not found.
+/// If it is not found: an error that names the command that builds it.
 pub fn library() -> io::Result<PathBuf> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
     let above = folder.parent().unwrap_or(folder);
-    // A test lies in `deps`, a program above it. What is in `deps` is what cargo built last.
+    // A test lies in `deps`, a program in the folder above. The library in `deps` is the one built
+    // last.
     [folder.join("deps"), folder.to_owned(), above.join("deps"), above.to_owned()]
         .iter()
         .map(|folder| folder.join("libsoftcuda.so"))
@@ -52,12 +53,12 @@ pub fn library() -> io::Result<PathBuf> {
         })
 }
 
-/// Puts the driver into a folder, under the names of CUDA's libraries, and gives the folder back:
-/// what `LD_LIBRARY_PATH` has to begin with.
+/// Links the driver into a folder under the names of CUDA's libraries. Returns the absolute folder,
+/// to be put first into `LD_LIBRARY_PATH`.
 ///
 /// # Errors
 ///
-/// That of [`library`], or the file system's.
+/// As [`library`], or if a link cannot be replaced.
 pub fn install(folder: &Path) -> io::Result<PathBuf> {
     let library = library()?;
     for name in NAMES {
@@ -70,7 +71,8 @@ pub fn install(folder: &Path) -> io::Result<PathBuf> {
     folder.canonicalize()
 }
 
-/// Makes a command find the driver in `folder`, where [`install`] put it.
+/// Sets `LD_LIBRARY_PATH` of a command so that it finds the driver in `folder`, where [`install`]
+/// put it.
 pub fn environment(command: &mut Command, folder: &Path) {
     let mut path = OsString::from(folder);
     if let Some(more) = std::env::var_os("LD_LIBRARY_PATH").filter(|more| !more.is_empty()) {
@@ -80,19 +82,19 @@ pub fn environment(command: &mut Command, folder: &Path) {
     command.env("LD_LIBRARY_PATH", path);
 }
 
-/// Whether tests are to use a real CUDA driver (`MPMD_TEST_GPU=1`).
+/// Returns true if tests must use a real CUDA driver (`MPMD_TEST_GPU=1`).
 pub fn real() -> bool {
     std::env::var_os("MPMD_TEST_GPU").is_some_and(|value| value == "1")
 }
 
-/// Runs the test again that calls it, in a process that finds the driver; see
-/// [`again!`](crate::again!).
+/// Runs the calling test again in a process that finds the driver; see [`again!`](crate::again!).
 ///
-/// True if it ran there, and the caller has nothing left to do; false in that process.
+/// Returns true if the test passed there or is skipped, so that the caller must return. Returns
+/// false in the new process, and with a real driver. Blocks until the new process ends.
 ///
 /// # Panics
 ///
-/// Where the test failed there, took longer than two minutes, or could not be run.
+/// If the test failed there, took longer than two minutes, or could not be run.
 #[doc(hidden)]
 #[track_caller]
 pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
@@ -102,11 +104,11 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
     if real() {
         let told = settings.iter().find(|(name, _)| TOLD.contains(name));
         if let Some((name, value)) = told {
-            println!("SKIPPED: a real driver is not told to fail ({name}={value})");
+            println!("SKIPPED: a real driver ignores {name}={value}");
         }
         return told.is_some();
     }
-    // `crate::module::test::here`, as the macro names a function inside of the test.
+    // The name is `crate::module::test::here`, as the macro defines a function inside the test.
     let name = function
         .split_once("::")
         .and_then(|(_, rest)| rest.rsplit_once("::"))
@@ -148,12 +150,13 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
     true
 }
 
-/// To be called first in a test that needs the driver: `if softcuda::again!() { return; }`.
+/// Runs the calling test under the driver. It must be the first statement of a test: `if
+/// softcuda::again!() { return; }`.
 ///
-/// The first time, the test is run again in a process of its own that finds the driver, and has
-/// passed if it passes there. Settings of the driver may be given: `again!("SOFTCUDA_PACE" =
-/// "lazy", "SOFTCUDA_DEVICES" = "2")`. With `MPMD_TEST_GPU=1` the test just runs, with whatever
-/// driver there is, unless it needs one that fails when it is told to.
+/// On the first call, the test runs again in a new process that finds the driver. It passes if it
+/// passes there. Settings of the driver may be given: `again!("SOFTCUDA_PACE" = "lazy",
+/// "SOFTCUDA_DEVICES" = "2")`. With `MPMD_TEST_GPU=1` the test runs directly with the installed
+/// driver. Then tests that set `SOFTCUDA_FAIL` or `SOFTCUDA_MEMORY` are skipped.
 #[macro_export]
 macro_rules! again {
     ($($name:literal = $value:expr),* $(,)?) => {{

@@ -1,4 +1,4 @@
-//! Host memory that is pinned: allocated so, or registered.
+//! Pinned host memory: allocated by the driver, or registered by the program.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,24 +10,24 @@ use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::faults::{What, meet};
 
-/// Flags that `cuMemHostAlloc` and `cuMemHostRegister` know: portable, device map, write combined;
-/// portable, device map, I/O memory, read only.
+/// The valid flags of `cuMemHostAlloc` (portable, device map, write combined), then of
+/// `cuMemHostRegister` (portable, device map, I/O memory, read only).
 const ALLOC_FLAGS: u32 = 1 | 2 | 4;
 const REGISTER_FLAGS: u32 = 1 | 2 | 4 | 8;
 
 static PINNED: RwLock<BTreeMap<u64, Arc<HostBlock>>> = RwLock::new(BTreeMap::new());
 
-/// A stretch of pinned host memory.
+/// A range of pinned host memory.
 #[derive(Debug)]
 pub(crate) struct HostBlock {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     flags: u32,
-    /// Ours to unmap; registered memory is the program's.
+    /// True if the driver allocated it and must unmap it; registered memory is the program's.
     owned: bool,
 }
 
-/// The pinned memory that `bytes` from an address on lie in, if all of them do.
+/// Returns the pinned block that contains all of the `bytes` bytes from `address` on.
 pub(crate) fn pinned(address: u64, bytes: u64) -> Option<Arc<HostBlock>> {
     let table = PINNED.read();
     let (_, block) = table.range(..=address).next_back()?;
@@ -38,8 +38,8 @@ pub(crate) fn pinned(address: u64, bytes: u64) -> Option<Arc<HostBlock>> {
 impl Drop for HostBlock {
     fn drop(&mut self) {
         if self.owned {
-            // SAFETY: mapped by `alloc` with this length; work that was to use it holds the block,
-            // so none is left.
+            // SAFETY: mapped by `alloc` with this length. Work that uses it holds the block, so
+            // none is left.
             unsafe { libc::munmap(self.address as *mut _, self.bytes as usize) };
         }
     }
@@ -71,7 +71,7 @@ fn alloc(bytes: usize, flags: u32) -> Result<u64> {
 }
 
 api! {
-    /// Pinned host memory. It holds zeros, as CUDA's does in practice.
+    /// Allocates pinned host memory. It holds zeros, as CUDA's does in practice.
     fn cuMemHostAlloc(pointer: Out<u64>, bytes: usize, flags: u32) {
         pointer.required()?;
         pointer.set(alloc(bytes, flags)?)
@@ -79,7 +79,7 @@ api! {
 }
 
 api! {
-    /// Pinned host memory without flags.
+    /// Allocates pinned host memory without flags.
     fn cuMemAllocHost_v2(pointer: Out<u64>, bytes: usize) {
         pointer.required()?;
         pointer.set(alloc(bytes, 0)?)
@@ -87,7 +87,7 @@ api! {
 }
 
 api! {
-    /// Frees pinned memory; copies that are issued already still find it.
+    /// Frees pinned memory; copies already issued can still access it.
     fn cuMemFreeHost(pointer: u64) {
         current()?.check()?;
         let mut table = PINNED.write();
@@ -100,7 +100,7 @@ api! {
 }
 
 api! {
-    /// Pins memory that the program has.
+    /// Pins memory of the program.
     fn cuMemHostRegister_v2(pointer: u64, bytes: usize, flags: u32) {
         current()?.check()?;
         if pointer == 0 || bytes == 0 || flags & !REGISTER_FLAGS != 0 || crate::memory::space().covers(pointer) {
@@ -118,7 +118,7 @@ api! {
 }
 
 api! {
-    /// Ends the pinning of registered memory, named by its first address.
+    /// Ends the pinning of registered memory, given its first address.
     fn cuMemHostUnregister(pointer: u64) {
         current()?.check()?;
         let mut table = PINNED.write();
@@ -131,7 +131,7 @@ api! {
 }
 
 api! {
-    /// The flags that memory was pinned with.
+    /// Returns the flags with which memory was pinned.
     fn cuMemHostGetFlags(flags: Out<u32>, pointer: u64) {
         current()?.check()?;
         flags.set(pinned(pointer, 1).ok_or(Code::INVALID_VALUE)?.flags)
@@ -139,7 +139,7 @@ api! {
 }
 
 api! {
-    /// The device address of pinned memory: the same, as addresses are unified.
+    /// Returns the device address of pinned memory: the same address, as addresses are unified.
     fn cuMemHostGetDevicePointer_v2(device: Out<u64>, pointer: u64, flags: u32) {
         current()?.check()?;
         if flags != 0 || pinned(pointer, 1).is_none() {

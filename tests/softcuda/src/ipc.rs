@@ -1,8 +1,8 @@
-//! Memory and events that other processes of the machine are given.
+//! Memory and events shared with other processes of the machine.
 //!
-//! A handle says which file of which process it is: the other opens it as
-//! `/proc/<process>/fd/<number>`. So nothing has a name that could stay behind, and nothing can be
-//! opened of a process that is gone.
+//! A handle names a file of a process, and the other process opens it as
+//! `/proc/<process>/fd/<number>`. So no file has a name that could outlive its process. Nothing can
+//! be opened of a process that has ended.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,10 +18,10 @@ use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::memory::{Allocation, Origin, space};
 
-/// The only flag that `cuIpcOpenMemHandle` takes, and has to be given.
+/// The only flag of `cuIpcOpenMemHandle`; it is required.
 const LAZY_PEER_ACCESS: u32 = 1;
 
-/// What is open of other processes, by the file it is and the device that opened it.
+/// Open memory of other processes, by the file's inode and the device that opened it.
 static OPEN: Mutex<BTreeMap<(u64, u32), Opened>> = Mutex::new(BTreeMap::new());
 
 struct Opened {
@@ -29,16 +29,16 @@ struct Opened {
     times: u32,
 }
 
-/// A handle, as it goes from process to process in CUDA's 64 bytes.
+/// A handle in CUDA's 64 bytes, as processes exchange it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
     mark: [u8; 8],
     process: u32,
     file: RawFd,
-    /// When the process started, as its number may be another's by now.
+    /// Start time of the process, because its id may be reused.
     started: u64,
-    /// The file's own number, as its descriptor may be another file's by now.
+    /// Inode of the file, because its descriptor may be reused.
     inode: u64,
     bytes: u64,
     inside: u32,
@@ -49,12 +49,12 @@ pub(crate) struct Ticket {
 
 const _: () = assert!(size_of::<Ticket>() == 64);
 
-/// What a ticket is for.
+/// The kind of object that a ticket opens.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Memory,
     Event,
-    /// Of ranks of NCCL.
+    /// The shared memory of an NCCL group.
     Group,
 }
 
@@ -69,7 +69,7 @@ impl Kind {
 }
 
 impl Ticket {
-    /// A ticket for a file of this process.
+    /// Creates a ticket for a file of this process.
     pub(crate) fn new(kind: Kind, file: &OwnedFd, device: u32) -> Result<Ticket> {
         let process = std::process::id();
         Ok(Ticket {
@@ -86,13 +86,13 @@ impl Ticket {
         })
     }
 
-    /// The file that a ticket of another process stands for.
+    /// Opens the file of a ticket from another process.
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_INVALID_VALUE` for what is no such ticket, `CUDA_ERROR_INVALID_CONTEXT` for one
-    /// of this process, as CUDA does, and `CUDA_ERROR_INVALID_HANDLE` where the process or the file
-    /// is gone.
+    /// - `CUDA_ERROR_INVALID_VALUE` if this is not a ticket of this kind.
+    /// - `CUDA_ERROR_INVALID_CONTEXT` for a ticket of this process, as CUDA does.
+    /// - `CUDA_ERROR_INVALID_HANDLE` if the process or the file no longer exists.
     pub(crate) fn open(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark == kind.mark() && self.process == std::process::id() {
             return Err(Code::INVALID_CONTEXT);
@@ -100,13 +100,13 @@ impl Ticket {
         self.open_anywhere(kind)
     }
 
-    /// As [`open`](Self::open), also in the process whose file it is.
+    /// Opens a ticket as [`open`](Self::open) does, but also one of this process.
     pub(crate) fn open_anywhere(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark != kind.mark() {
             return Err(Code::INVALID_VALUE);
         }
         let gone = |why: &str| {
-            eprintln!("softcuda: what process {} exported cannot be opened: {why}", self.process);
+            eprintln!("softcuda: cannot open the export of process {}: {why}", self.process);
             Code::INVALID_HANDLE
         };
         if started(self.process) != Some(self.started) {
@@ -122,11 +122,11 @@ impl Ticket {
     }
 }
 
-/// When a process started, in ticks since the machine did; none where there is no such process, or
-/// only what is left of it until its parent asks.
+/// Returns the start time of a process in clock ticks since boot. `None` if it does not exist or is
+/// a zombie.
 pub(crate) fn started(process: u32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name before may hold anything, so counting begins behind its last parenthesis.
+    // The process name may contain anything, so counting begins after its last parenthesis.
     let mut fields = text.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
     if state == "Z" || state == "X" {
@@ -141,12 +141,12 @@ fn inode(file: RawFd) -> Result<u64> {
 }
 
 api! {
-    /// A handle for memory that other processes may open.
+    /// Returns a handle with which other processes can open memory.
     fn cuIpcGetMemHandle(handle: Out<Ticket>, address: u64) {
         current()?.check()?;
         handle.required()?;
         let found = space().begins(address).ok_or(Code::INVALID_VALUE)?;
-        // Neither memory of a stream's order nor memory that is itself another process's.
+        // Neither stream-ordered memory nor memory imported from another process can be exported.
         let file = found.file.as_ref().filter(|_| found.origin == Origin::Alloc).ok_or(Code::INVALID_VALUE)?;
         let mut ticket = Ticket::new(Kind::Memory, file, found.device)?;
         ticket.bytes = found.bytes;
@@ -158,7 +158,7 @@ api! {
 }
 
 api! {
-    /// Maps memory of another process. What is open already is given again, at the same address,
+    /// Maps memory of another process. Memory already open is returned again at the same address,
     /// and counted.
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, ticket: Ticket, flags: u32) {
         let context = current()?;
@@ -182,7 +182,7 @@ api! {
 }
 
 api! {
-    /// Lets go of memory of another process, as often as it was opened; the last time unmaps it.
+    /// Closes memory of another process once; the close that matches the first open unmaps it.
     fn cuIpcCloseMemHandle(address: u64) {
         current()?.check()?;
         let mut open = OPEN.lock();
@@ -199,7 +199,7 @@ api! {
     }
 }
 
-/// Forgets what a device's context had open, as it ends.
+/// Forgets the imported memory of a device when its context ends.
 pub(crate) fn end_all(device: u32) {
     OPEN.lock().retain(|(_, opened_by), _| *opened_by != device);
 }

@@ -1,5 +1,5 @@
-//! Launches: checked as CUDA does, run in the stream's thread, and caught when they touch what is
-//! not theirs.
+//! Kernel launches. Arguments are checked as CUDA does, and the kernel runs in the stream's thread.
+//! Accesses outside its memory are caught and become an error.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -20,11 +20,11 @@ use crate::races;
 use crate::stream::{Work, own_stream};
 
 const MOST_THREADS: usize = 1024;
-/// A stack of a fiber. No power of two, as the same places of all stacks would then share few lines
-/// of the cache.
+/// Stack size of a fiber in bytes. Not a power of two: otherwise equal offsets in all stacks would
+/// compete for the same few cache lines.
 const STACK: usize = (64 << 10) + 13 * 64;
 
-/// What a module is told of a launch; as in `after.h`.
+/// The description of a launch for the module's code; has the layout of `__sc_launch` in `after.h`.
 #[repr(C)]
 struct Launch {
     grid: [u32; 3],
@@ -35,18 +35,18 @@ struct Launch {
     escape: *mut *mut c_void,
 }
 
-/// Packed arguments, aligned for any type.
+/// 16 bytes of packed arguments, aligned for any type.
 #[derive(Clone, Copy, Default)]
 #[repr(C, align(16))]
 struct Slot([u8; 16]);
 
 thread_local! {
-    /// Where a fault in this thread's kernel jumps to; null while none runs.
+    /// Jump buffer for a fault in this thread's kernel; null while no kernel runs.
     static ESCAPE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
     static STACKS: Stacks = Stacks::map();
 }
 
-/// Stacks for the fibers of one thread; only those that are used take memory.
+/// The stacks for the fibers of one thread; unused ones occupy no memory.
 struct Stacks(*mut u8);
 
 impl Stacks {
@@ -75,19 +75,19 @@ impl Drop for Stacks {
 }
 
 unsafe extern "C" {
-    /// C's long jump, which the `libc` crate leaves out.
+    /// C's long jump, which the `libc` crate does not declare.
     fn siglongjmp(to: *mut c_void, value: c_int) -> !;
 }
 
-/// The handlers there were before ours, of SIGSEGV and SIGBUS.
+/// The handlers of SIGSEGV and SIGBUS that were installed before ours.
 static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
-/// Catches faults of kernels; others go to who handled them before.
+/// Installs the handlers that catch faults of kernels. Other faults go to the previous handlers.
 fn catch_faults() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let signals = [libc::SIGSEGV, libc::SIGBUS];
-        // SAFETY: all-zero is a valid `sigaction`, and asking for the one there is changes nothing.
+        // SAFETY: all-zero is a valid `sigaction`, and reading the installed one changes nothing.
         let before = signals.map(|signal| unsafe {
             let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
             libc::sigaction(signal, ptr::null(), &mut action);
@@ -95,12 +95,12 @@ fn catch_faults() {
         });
         let _ = BEFORE.set(before);
         for signal in signals {
-            // SAFETY: the handler only does what one may, and finds `BEFORE` set.
+            // SAFETY: the handler only uses operations allowed in a signal handler, and finds
+            // `BEFORE` set.
             unsafe {
                 let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
                 action.sa_sigaction = on_fault as *const () as usize;
-                // On the stack for signals, where the thread has one: its own may be what
-                // overflowed.
+                // On the signal stack, if the thread has one: its own stack may have overflowed.
                 action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
                 libc::sigemptyset(&mut action.sa_mask);
                 libc::sigaction(signal, &action, ptr::null_mut());
@@ -110,26 +110,26 @@ fn catch_faults() {
 }
 
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // A thread that runs no kernel has its own reasons; one that does has used this variable
-    // before, so that reading it here makes nothing.
+    // A fault in a thread that runs no kernel is not ours. A thread with a kernel has initialized
+    // this variable before, so reading it here allocates nothing.
     let escape = ESCAPE.get();
     if !escape.is_null() {
         ESCAPE.set(ptr::null_mut());
-        // SAFETY: a kernel runs on this thread, so `__sc_run` stands below on its stack with this
-        // buffer set. What is jumped over is code of the module without anything to clean up, and
-        // this function.
+        // SAFETY: a kernel runs on this thread, so `__sc_run` is below on its stack, with this
+        // buffer set. The jump skips only frames of module code, which need no cleanup, and this
+        // function.
         unsafe { siglongjmp(escape, Code::ILLEGAL_ADDRESS.0 as c_int) }
     }
     let Some(before) = BEFORE.get() else { return };
     let before = before[usize::from(signal == libc::SIGBUS)];
     match before.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: the default is put back; when this returns the access faults again, and the
-            // process ends by it.
+            // SAFETY: the default action is restored. After the return, the access faults again and
+            // ends the process.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }
         handler if before.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: whoever installed it said that it takes three arguments.
+            // SAFETY: it was installed with SA_SIGINFO, so it takes three arguments.
             let handler = unsafe {
                 std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(
                     handler,
@@ -138,27 +138,26 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
             handler(signal, info, context);
         }
         handler => {
-            // SAFETY: whoever installed it said that it takes one argument.
+            // SAFETY: it was installed without SA_SIGINFO, so it takes one argument.
             let handler = unsafe { std::mem::transmute::<usize, extern "C" fn(c_int)>(handler) };
             handler(signal);
         }
     }
 }
 
-/// The arguments, copied as a launch does, with device addresses moved to where the driver sees
-/// them.
+/// Copies the arguments, as a launch does, and translates device addresses to the driver's alias.
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
     let (first, last) = space().range();
     for (at, (size, pointer)) in kernel.entry.arguments.iter().enumerate() {
         let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
-        // Addresses may lie within structures too.
+        // Structures may contain addresses too.
         for word in bytes.chunks_exact_mut(8) {
             let value = u64::from_ne_bytes([
                 word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7],
             ]);
-            // Not mapped at all: pageable memory of the host, which a GPU does not reach. It faults
-            // where it is used.
+            // A pointer to pageable host memory, which a GPU cannot access. It becomes an
+            // inaccessible address, so that its use faults.
             let unreached = *pointer && value != 0 && pinned(value, 1).is_none();
             if (first..last).contains(&value) {
                 word.copy_from_slice(&(value + space().distance()).to_ne_bytes());
@@ -189,7 +188,7 @@ fn run(
         let launch = Launch {
             grid,
             block,
-            // Sixteen bytes at least, which vectors of four floats need.
+            // At least 16 bytes of alignment, which vectors of four floats need.
             shared: shared
                 .as_mut_ptr()
                 .cast::<u8>()
@@ -199,16 +198,17 @@ fn run(
             stack_bytes: STACK,
             escape: ESCAPE.with(Cell::as_ptr),
         };
-        // SAFETY: `__sc_run` of the module, which has this type and lives as long as the kernel.
+        // SAFETY: this is `__sc_run` of the module. It has this type and lives as long as the
+        // kernel.
         let run = unsafe {
             std::mem::transmute::<
                 usize,
                 unsafe extern "C" fn(usize, *mut Slot, *const Launch) -> c_int,
             >(kernel.library.run)
         };
-        // SAFETY: the arguments are packed as the kernel's own adapter reads them; the stacks are
-        // this thread's, and enough for the most threads that a block has. What the kernel itself
-        // does is the program's promise, as on a GPU; faults come back as a code.
+        // SAFETY: the arguments are packed as the kernel's own adapter reads them. The stacks are
+        // this thread's, and enough for the most threads of a block. As on a GPU, the program
+        // promises that the kernel itself is valid; faults are returned as a code.
         unsafe { run(kernel.entry.call, arguments.as_mut_ptr(), &launch) }
     });
     if code == 0 {
@@ -252,11 +252,11 @@ api! {
             return Err(Code::INVALID_VALUE);
         }
         if threads.is_some_and(|all| all > kernel.entry.threads) {
-            // More than the kernel's launch bounds say that it is compiled for.
+            // The block is larger than the launch bounds for which the kernel is compiled.
             return Err(Code::LAUNCH_OUT_OF_RESOURCES);
         }
         if extra != 0 {
-            eprintln!("softcuda: arguments in `extra` are not here; give them in `kernelParams`");
+            eprintln!("softcuda: arguments in `extra` are unsupported; use `kernelParams`");
             return Err(Code::NOT_SUPPORTED);
         }
         let arguments = pack(&kernel, &parameters)?;

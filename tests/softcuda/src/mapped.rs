@@ -6,14 +6,14 @@ use std::ptr::{self, NonNull};
 
 use crate::error::{Code, Result};
 
-/// What may be shared so.
+/// A value that several processes may share in a mapped file.
 ///
 /// # Safety
 ///
-/// Any bytes are a valid value, and any threads, of any process, may use one at once.
+/// Any bytes are a valid value, and any threads of any processes may use it at the same time.
 pub(crate) unsafe trait Page {}
 
-/// A value in a file, mapped here.
+/// A value of type `P` in a file, mapped into this process.
 pub(crate) struct Mapped<P: Page>(NonNull<P>);
 
 // SAFETY: a page may be used by any threads at once, and the mapping lives as long as this.
@@ -22,7 +22,7 @@ unsafe impl<P: Page> Send for Mapped<P> {}
 unsafe impl<P: Page> Sync for Mapped<P> {}
 
 impl<P: Page> Mapped<P> {
-    /// Maps a file, which must be as long as a page.
+    /// Maps a file, which must be as long as `P`. Fails with `CUDA_ERROR_MAP_FAILED`.
     pub(crate) fn of(file: &OwnedFd) -> Result<Self> {
         // SAFETY: new addresses, for a file that is as long as the page.
         let at = unsafe {

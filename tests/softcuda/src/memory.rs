@@ -1,11 +1,10 @@
-//! Device memory: addresses that the host cannot touch, and the alias through which the driver
-//! does.
+//! Device memory: addresses that the host cannot access, and an alias that the driver uses.
 //!
-//! One range of addresses is reserved without access; its first half are the device addresses that
-//! programs see. An allocation gets a place there, and its bytes are mapped at the same place of
-//! the second half, the alias. A host access to a device address faults, as it does with a GPU;
-//! what lies between allocations is not mapped in the alias either, so that a kernel's stray access
-//! faults too and can be told to the program.
+//! One range of addresses is reserved without access. Its first half holds the device addresses
+//! that programs see. An allocation gets a place there, and its bytes are mapped at the same place
+//! of the second half, the alias. A host access to a device address faults, as with a GPU.
+//! Addresses between allocations are not mapped in the alias either. So a kernel's stray access
+//! faults too, and becomes an error of the driver.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -17,32 +16,32 @@ use parking_lot::{Mutex, RwLock};
 use crate::error::{Code, Result};
 use crate::settings::settings;
 
-/// Bytes of device addresses. The upper halves of addresses are then among few odd numbers, so that
-/// a pair of 32-bit integers in a kernel's argument is not taken for an address.
+/// Bytes of device addresses. A small range leaves few upper halves of addresses, all of them
+/// unusual. So a pair of 32-bit integers in a kernel's argument is not mistaken for an address.
 const LENGTH: u64 = 1 << 40;
 const WISHED_BASE: u64 = 0x5B31 << 32;
 const PAGE: u64 = 4096;
-/// What device addresses are multiples of, as CUDA promises; no more, though more is usual.
+/// Alignment of device addresses in bytes: CUDA's promise. Real drivers usually align more.
 const ALIGNMENT: u64 = 256;
-/// Addresses left free behind each allocation.
+/// Bytes of addresses left free behind each allocation.
 const GAP: u64 = 64 << 10;
 
-/// What memory holds that nobody wrote, and what it holds once freed.
+/// Fill bytes of memory that was never written, and of freed memory.
 const FRESH: u8 = 0xCD;
 const FREED: u8 = 0xDD;
 
-/// Where an allocation came from, which decides what may be done with it.
+/// The origin of an allocation, which decides the operations allowed on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// `cuMemAlloc`: may be given to other processes.
+    /// `cuMemAlloc`: can be exported to other processes.
     Alloc,
-    /// `cuMemAllocAsync`: may not.
+    /// `cuMemAllocAsync`: cannot be exported.
     Pool,
     /// Another process, through IPC.
     Import,
 }
 
-/// The address range of this process, and what lives in it.
+/// The range of device addresses of this process, and its live allocations.
 pub(crate) struct Space {
     base: u64,
     live: RwLock<BTreeMap<u64, Arc<Allocation>>>,
@@ -50,20 +49,20 @@ pub(crate) struct Space {
     used: Mutex<BTreeMap<u32, u64>>,
 }
 
-/// The bytes of one allocation; unmapped when the last who uses them lets go.
+/// An allocation; its bytes are unmapped when the last user drops it.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) device: u32,
     pub(crate) origin: Origin,
-    /// Counts allocations of this process.
+    /// Number of the allocation, unique in this process.
     pub(crate) number: u64,
-    /// The memory as a file, where another process may map it.
+    /// The memory as a file, if another process may map it.
     pub(crate) file: Option<OwnedFd>,
-    /// Whether another process may have it mapped.
+    /// True if another process may have it mapped.
     pub(crate) exported: AtomicBool,
-    /// Set by `cuMemFreeAsync`, whose work comes later.
+    /// Set by `cuMemFreeAsync` at the call; the release itself runs later in the stream.
     pub(crate) leaving: AtomicBool,
     start: u64,
     mapped: u64,
@@ -76,19 +75,18 @@ pub(crate) struct Span {
     _allocation: Arc<Allocation>,
 }
 
-// SAFETY: the pointer is into a shared mapping that the allocation keeps; who reads and writes
-// there at the same time is the program's business, as on a GPU, and all accesses are through raw
-// pointers.
+// SAFETY: the pointer is into a shared mapping that the allocation keeps. As on a GPU, the program
+// must order concurrent accesses to the bytes. All accesses are through raw pointers.
 unsafe impl Send for Span {}
 
 impl Span {
-    /// Where the driver reads and writes the bytes.
+    /// Returns the address at which the driver reads and writes the bytes.
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.pointer
     }
 }
 
-/// The space of this process.
+/// Returns the address space of this process.
 pub(crate) fn space() -> &'static Space {
     static SPACE: LazyLock<Space> = LazyLock::new(Space::reserve);
     &SPACE
@@ -115,7 +113,7 @@ impl Space {
             base = reserve(0, 0);
         }
         assert!(base != libc::MAP_FAILED, "no {LENGTH} bytes of addresses for device memory");
-        // Processes differ in their addresses, so that one's pointer is not by chance good in
+        // Each process uses other addresses, so that a pointer of one is unlikely to be valid in
         // another.
         let shift = (u64::from(std::process::id()) * 0x9E37_79B9 % 512) << 30;
         Space {
@@ -126,27 +124,27 @@ impl Space {
         }
     }
 
-    /// Whether an address is one of device memory, live or not.
+    /// Returns whether an address lies in the range of device addresses, allocated or not.
     pub(crate) fn covers(&self, address: u64) -> bool {
         address >= self.base && address < self.base + LENGTH
     }
 
-    /// How far the driver's addresses are from those that programs see.
+    /// Returns the distance in bytes from a device address to its place in the alias.
     pub(crate) fn distance(&self) -> u64 {
         LENGTH
     }
 
-    /// First and last address (exclusive) of the range.
+    /// Returns the first address of the range and the first one behind it.
     pub(crate) fn range(&self) -> (u64, u64) {
         (self.base, self.base + LENGTH)
     }
 
-    /// New memory, full of garbage.
+    /// Allocates memory, filled with `0xCD`.
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_INVALID_VALUE` for no bytes, `CUDA_ERROR_OUT_OF_MEMORY` where the device has no
-    /// more.
+    /// `CUDA_ERROR_INVALID_VALUE` for zero bytes, `CUDA_ERROR_OUT_OF_MEMORY` if the device has too
+    /// little memory left.
     pub(crate) fn allocate(
         &self,
         device: u32,
@@ -172,7 +170,7 @@ impl Space {
             };
             let start = self.place(mapped)?;
             self.map(start, mapped, file.as_ref().map(|file| file.as_raw_fd()))?;
-            // At the end of its pages, so that what goes beyond the end soon meets the gap.
+            // At the end of its pages, so that an access beyond its end soon reaches the gap.
             let inside = mapped - bytes.next_multiple_of(ALIGNMENT).min(mapped);
             Ok(self.keep(start, inside, mapped, bytes, device, origin, file))
         })();
@@ -182,8 +180,8 @@ impl Space {
         Ok(made)
     }
 
-    /// Maps memory of another process. `inside` is how far from the start of its first page it
-    /// begins.
+    /// Maps memory of another process. `inside` is the offset of the memory in its first page, in
+    /// bytes.
     pub(crate) fn import(
         &self,
         device: u32,
@@ -225,15 +223,15 @@ impl Space {
         allocation
     }
 
-    /// Addresses for `mapped` bytes. They are used again only when the range has been gone through
-    /// once.
+    /// Reserves addresses for `mapped` bytes. Addresses are reused only after the whole range was
+    /// used once.
     fn place(&self, mapped: u64) -> Result<u64> {
         let end = self.base + LENGTH;
         let mut next = self.next.lock();
         let live = self.live.read();
         for start in [*next, self.base] {
             let mut start = start;
-            // Skip what lies in the way; the map is ordered, so each step goes on.
+            // Skip the allocations in the way; the map is ordered, so each step makes progress.
             while let Some((_, other)) = live.range(..(start + mapped + GAP).min(end)).next_back() {
                 if other.start + other.mapped + GAP <= start {
                     break;
@@ -266,23 +264,23 @@ impl Space {
         if at == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
-    /// The live allocation that an address lies in.
+    /// Returns the live allocation that contains an address.
     pub(crate) fn find(&self, address: u64) -> Option<Arc<Allocation>> {
         let live = self.live.read();
         let (_, found) = live.range(..=address).next_back()?;
         (address < found.address + found.bytes).then(|| found.clone())
     }
 
-    /// The live allocation that begins at an address.
+    /// Returns the live allocation that begins at an address.
     pub(crate) fn begins(&self, address: u64) -> Option<Arc<Allocation>> {
         self.live.read().get(&address).cloned()
     }
 
-    /// Bytes for the driver to read and write.
+    /// Returns access to bytes for the driver to read and write.
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_ILLEGAL_ADDRESS` if they are not all of one live allocation.
+    /// `CUDA_ERROR_ILLEGAL_ADDRESS` if the bytes are not all in one live allocation.
     pub(crate) fn span(&self, address: u64, bytes: u64) -> Result<Span> {
         let found = self.find(address).ok_or(Code::ILLEGAL_ADDRESS)?;
         if bytes > found.address + found.bytes - address {
@@ -291,21 +289,22 @@ impl Space {
         Ok(Span { pointer: (address + self.distance()) as *mut u8, _allocation: found })
     }
 
-    /// Takes an allocation out; its bytes go when the last who uses them lets go.
+    /// Removes an allocation from the live ones; its bytes are unmapped when the last user drops
+    /// it.
     pub(crate) fn free(&self, address: u64) -> Result<Arc<Allocation>> {
         let freed = self.live.write().remove(&address).ok_or(Code::INVALID_VALUE)?;
         if freed.origin != Origin::Import {
             *self.used.lock().entry(freed.device).or_default() -= freed.mapped;
         }
         if freed.exported.load(Ordering::Relaxed) {
-            // Who still has it open sees that it is gone: what CUDA calls undefined, here is
-            // garbage.
+            // Processes that still have it open must notice: their accesses are undefined in CUDA,
+            // and see garbage here.
             freed.fill(FREED);
         }
         Ok(freed)
     }
 
-    /// Frees all that a device holds, as its context ends.
+    /// Frees all memory of a device when its context ends.
     pub(crate) fn free_all(&self, device: u32) {
         let all: Vec<u64> = self
             .live
@@ -319,7 +318,7 @@ impl Space {
         }
     }
 
-    /// Bytes of a device that are not allocated by this process, and all there are.
+    /// Returns the bytes of a device that this process has not allocated, and the total.
     pub(crate) fn free_and_total(&self, device: u32) -> (u64, u64) {
         let used = self.used.lock().get(&device).copied().unwrap_or(0);
         (settings().memory - used, settings().memory)
@@ -327,7 +326,7 @@ impl Space {
 }
 
 impl Allocation {
-    /// How far from the start of its first page it begins.
+    /// Returns the offset of the memory in its first page, in bytes.
     pub(crate) fn inside(&self) -> u64 {
         self.address - self.start
     }
@@ -343,8 +342,8 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         crate::races::forget(self.number);
-        // SAFETY: the pages are this allocation's; nobody has a span of it any more, as spans hold
-        // it. They go back to what they were at the start, reserved and without access.
+        // SAFETY: the pages are this allocation's. Spans hold the allocation, so none is left. The
+        // pages become reserved and inaccessible again, as they were at the start.
         unsafe {
             libc::mmap(
                 (self.start + space().distance()) as *mut _,
@@ -358,9 +357,9 @@ impl Drop for Allocation {
     }
 }
 
-/// A file in memory, without a name that could stay behind.
+/// Creates a file in memory. It has no name that could outlive the process.
 pub(crate) fn memory_file(bytes: u64) -> Result<OwnedFd> {
-    // SAFETY: the name is a text that a zero ends; the descriptor is new and only ours.
+    // SAFETY: the name is a zero-terminated string; the descriptor is new and owned only here.
     let file = unsafe {
         let fd = libc::memfd_create(c"softcuda".as_ptr(), libc::MFD_CLOEXEC);
         if fd < 0 {

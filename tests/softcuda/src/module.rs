@@ -1,4 +1,4 @@
-//! Modules: compiled programs that are loaded, and the kernels in them.
+//! Modules: compiled programs loaded into the process, and their kernels.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -19,58 +19,56 @@ use crate::memory::memory_file;
 static MODULES: Handles<Module> = Handles::new(4);
 static KERNELS: Handles<Kernel> = Handles::new(5);
 
-/// The most shared memory of a block: without asking, and with.
+/// The most shared memory of a block in bytes: by default, and after `cuFuncSetAttribute`.
 const SHARED: u32 = 48 << 10;
 const SHARED_MOST: u32 = 227 << 10;
 
-/// A module.
 pub(crate) struct Module {
     handle: Handle,
     context: Handle,
     library: Arc<Library>,
     entries: Vec<(CString, Entry)>,
-    /// Kernels that were asked for, by name: one handle each.
+    /// Handles of the kernels requested so far, by name; each kernel has one handle.
     kernels: Mutex<HashMap<String, Handle>>,
 }
 
-/// A kernel of a module.
 pub(crate) struct Kernel {
     pub(crate) name: CString,
     pub(crate) context: Handle,
     module: Handle,
-    /// How it is called, as the compiled module says.
+    /// The calling convention of the kernel, as the compiled module describes it.
     pub(crate) entry: Entry,
-    /// Kept, so that the code stays where it is.
+    /// Held so that the code stays loaded.
     pub(crate) library: Arc<Library>,
-    /// The most dynamic shared memory of a launch.
+    /// The most dynamic shared memory of a launch, in bytes.
     pub(crate) dynamic_shared: AtomicU32,
 }
 
-/// How a kernel is called; what the pointers point at is of its library.
+/// The address and the arguments of a kernel. The address is valid while its library is loaded.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) call: usize,
-    /// Bytes of each argument, and whether it is a pointer.
+    /// For each argument: its bytes, and true if it is a pointer.
     pub(crate) arguments: Vec<(u32, bool)>,
     /// The most threads of a block.
     pub(crate) threads: u32,
 }
 
-/// A compiled module in memory, loaded into the process.
+/// A compiled module, loaded into the process as a shared library.
 pub(crate) struct Library {
     handle: NonNull<c_void>,
-    /// Open as long as the library is loaded: the loader knows libraries by their paths.
+    /// Open while the library is loaded, because the loader identifies libraries by path.
     _file: OwnedFd,
     pub(crate) run: usize,
 }
 
-// SAFETY: the loader's functions may be called from any thread, and the code of a module keeps what
-// it needs to know in thread-local variables.
+// SAFETY: the loader's functions may be called from any thread. The code of a module keeps its
+// state in thread-local variables.
 unsafe impl Send for Library {}
 // SAFETY: see above.
 unsafe impl Sync for Library {}
 
-/// A row of the table that `after.h` makes.
+/// A row of the kernel table that `after.h` defines.
 #[repr(C)]
 struct Row {
     name: *const c_char,
@@ -114,7 +112,7 @@ impl Library {
         (!found.is_null()).then_some(found)
     }
 
-    /// The kernels that are known by a name, and how each is called.
+    /// Returns the names and entries of the kernels that can be found by name.
     fn entries(&self) -> Vec<(CString, Entry)> {
         let mut entries = Vec::new();
         let Some(table) = self.symbol(c"__sc_kernels") else { return entries };
@@ -125,9 +123,9 @@ impl Library {
             if found.name.is_null() {
                 return entries;
             }
-            // SAFETY: a row that has a name has one that a zero ends.
+            // SAFETY: a name that is not null is a zero-terminated string.
             let name = unsafe { CStr::from_ptr(found.name) };
-            // A kernel without C linkage is not known by its plain name, as with CUDA.
+            // As with CUDA, a kernel without C linkage cannot be found by its plain name.
             let plain = !name.to_bytes().iter().any(|byte| b"<>:, &".contains(byte));
             if !plain || self.symbol(name).map(|at| at.cast_const()) == Some(found.address) {
                 let count = found.count as usize;
@@ -160,12 +158,12 @@ impl Drop for Library {
     }
 }
 
-/// The kernel of a handle.
+/// Returns the kernel of a handle.
 pub(crate) fn kernel(handle: Handle) -> Result<Arc<Kernel>> {
     KERNELS.get(handle)
 }
 
-/// Forgets the modules of a context that ends.
+/// Forgets the modules and kernels of a context that ends.
 pub(crate) fn end_all(context: &Context) {
     KERNELS.remove_all(|kernel| kernel.context == context.handle);
     MODULES.remove_all(|module| module.context == context.handle);
@@ -177,13 +175,11 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     handle.required()?;
     let code = library(image).map_err(|refused| match refused {
         Refused::Foreign => {
-            eprintln!(
-                "softcuda: only what its own NVRTC compiled can be loaded; this is something else"
-            );
+            eprintln!("softcuda: cannot load a module that softcuda's own NVRTC did not compile");
             Code::INVALID_PTX
         }
         Refused::OtherVersion => {
-            eprintln!("softcuda: a module that another version of softcuda compiled");
+            eprintln!("softcuda: cannot load a module compiled by another version of softcuda");
             Code::INVALID_PTX
         }
         Refused::Damaged => Code::INVALID_IMAGE,
@@ -199,9 +195,9 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     handle.set(made.handle)
 }
 
-/// The bytes of an image that C points at: one of ours is a text that a zero ends.
+/// Reads the image at a C pointer: an image of this driver is a zero-terminated string.
 fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
-    // One byte after another, as what is no image of ours may end at once.
+    // Read byte by byte up to the mark, because a foreign image may end anywhere.
     let mut bytes = Vec::new();
     while bytes.len() < MARK_LENGTH {
         let byte = pointer.at(bytes.len())?;
@@ -224,7 +220,7 @@ api! {
 }
 
 api! {
-    /// Loads a module from memory; the options of the compiler that is not here are passed over.
+    /// Loads a module from memory; JIT compiler options are ignored, as there is no JIT compiler.
     fn cuModuleLoadDataEx(handle: Out<Handle>, data: In<u8>, count: u32, options: u64, values: u64) {
         let _ = (count, options, values);
         load(&handle, &image(&data)?)
@@ -241,7 +237,7 @@ api! {
 }
 
 api! {
-    /// Ends a module and its kernels; launches that were issued still run.
+    /// Unloads a module and its kernels; launches already issued still run.
     fn cuModuleUnload(handle: Handle) {
         let context = current()?;
         MODULES.remove(handle)?;
@@ -250,7 +246,7 @@ api! {
     }
 }
 
-/// The handle of a kernel, the same each time it is asked for.
+/// Returns the handle of a kernel, the same on each call.
 fn function(module: &Module, name: &CStr, entry: &Entry) -> Handle {
     let mut kernels = module.kernels.lock();
     let text = name.to_string_lossy().into_owned();
@@ -272,7 +268,7 @@ fn function(module: &Module, name: &CStr, entry: &Entry) -> Handle {
 }
 
 api! {
-    /// The kernel of a name.
+    /// Returns the kernel with a name.
     fn cuModuleGetFunction(handle: Out<Handle>, module: Handle, name: Text) {
         current()?.check()?;
         let module = MODULES.get(module)?;
@@ -284,14 +280,14 @@ api! {
 }
 
 api! {
-    /// How many kernels a module has.
+    /// Returns the number of kernels of a module.
     fn cuModuleGetFunctionCount(count: Out<u32>, module: Handle) {
         count.set(MODULES.get(module)?.entries.len() as u32)
     }
 }
 
 api! {
-    /// The first kernels of a module, as many as there is room for.
+    /// Returns up to `room` kernels of a module, in the order of its table.
     fn cuModuleEnumerateFunctions(handles: Out<Handle>, room: u32, module: Handle) {
         let module = MODULES.get(module)?;
         let first = module.entries.iter().take(room as usize);
@@ -300,7 +296,7 @@ api! {
 }
 
 api! {
-    /// Loads a kernel, as all are when their module is.
+    /// Accepts a kernel: all kernels are loaded with their module.
     fn cuFuncLoad(handle: Handle) {
         current()?.check()?;
         kernel(handle).map(drop)
@@ -308,7 +304,7 @@ api! {
 }
 
 api! {
-    /// Whether a kernel is loaded: always.
+    /// Reports whether a kernel is loaded: always.
     fn cuFuncIsLoaded(state: Out<u32>, handle: Handle) {
         kernel(handle)?;
         state.set(1)
@@ -316,12 +312,13 @@ api! {
 }
 
 api! {
-    /// Place and size of a kernel's argument; `CUDA_ERROR_INVALID_VALUE` behind the last.
+    /// Returns the offset and the size of a kernel's argument in bytes. Fails with
+    /// `CUDA_ERROR_INVALID_VALUE` after the last one.
     fn cuFuncGetParamInfo(handle: Handle, index: usize, offset: Out<usize>, size: Out<usize>) {
         let kernel = kernel(handle)?;
         let sizes = &kernel.entry.arguments;
         let bytes = sizes.get(index).ok_or(Code::INVALID_VALUE)?.0 as usize;
-        // Each lies where its size allows, as is so for numbers and pointers.
+        // Each argument is aligned to its size, as numbers and pointers are.
         let place = |end: usize, size: u32| {
             let align = 1 << (size.trailing_zeros().min(4));
             end.next_multiple_of(align)
@@ -334,8 +331,8 @@ api! {
 }
 
 api! {
-    /// The address of a kernel's global variable: they are not in device memory here, so none is
-    /// found.
+    /// Refuses to return the address of a module's global variable: these are not in device memory
+    /// here.
     fn cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, handle: Handle, name: Text) {
         current()?.check()?;
         let _ = (address, bytes);
@@ -347,7 +344,7 @@ api! {
 }
 
 api! {
-    /// An attribute of a kernel.
+    /// Returns an attribute of a kernel.
     fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, handle: Handle) {
         let kernel = kernel(handle)?;
         value.set(match attribute {
@@ -362,7 +359,7 @@ api! {
 }
 
 api! {
-    /// Sets how much dynamic shared memory a kernel may be launched with.
+    /// Sets the most dynamic shared memory of a kernel's launches, in bytes.
     fn cuFuncSetAttribute(handle: Handle, attribute: u32, value: i32) {
         current()?.check()?;
         let kernel = kernel(handle)?;
@@ -379,7 +376,7 @@ api! {
 }
 
 api! {
-    /// Sets what a kernel's cache prefers, which changes nothing here.
+    /// Accepts the preferred cache configuration of a kernel, which changes nothing here.
     fn cuFuncSetCacheConfig(handle: Handle, config: u32) {
         kernel(handle)?;
         if config > 3 { Err(Code::INVALID_VALUE) } else { Ok(()) }
@@ -387,21 +384,21 @@ api! {
 }
 
 api! {
-    /// The name of a kernel; it lives as long as the module.
+    /// Returns the name of a kernel, valid as long as the module.
     fn cuFuncGetName(name: Out<*const c_char>, handle: Handle) {
         name.set(kernel(handle)?.name.as_ptr())
     }
 }
 
 api! {
-    /// The module of a kernel.
+    /// Returns the module of a kernel.
     fn cuFuncGetModule(module: Out<Handle>, handle: Handle) {
         module.set(kernel(handle)?.module)
     }
 }
 
 api! {
-    /// Blocks of a kernel that a multiprocessor holds at once.
+    /// Returns the number of blocks of a kernel that a multiprocessor holds at the same time.
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<i32>, handle: Handle, threads: i32, shared: usize) {
         kernel(handle)?;
         if !(1..=1024).contains(&threads) || shared > SHARED_MOST as usize {

@@ -1,10 +1,10 @@
-//! NCCL: communicators and what is called on them.
+//! NCCL: communicators and the functions called on them.
 //!
-//! As in NCCL, ranks wait in their streams for each other, for ever where one does not come, until
-//! their communicator is aborted: then the stream goes on without an error, and what was to come
-//! has not. Calls on a communicator that does not block come back before they have issued anything
-//! (`ncclInProgress`); who uses it before they have is told that he must not. Sums are formed from
-//! the last rank to the first, so that they are rounded otherwise than most would expect.
+//! As in NCCL, ranks wait for each other in their streams. The wait ends only when all ranks have
+//! come or the communicator is aborted. After an abort the stream continues without an error, but
+//! the data has not arrived. Calls on a non-blocking communicator return `ncclInProgress` before
+//! their work is issued. Using the communicator before then is an error. Sums are formed from the
+//! last rank to the first, so that no test can depend on the usual order of rounding.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
@@ -25,7 +25,7 @@ use crate::races::Use;
 use crate::stream::{Stream, Work, own_stream};
 
 static COMMUNICATORS: Handles<Communicator> = Handles::new(9);
-/// Texts that C programs were given.
+/// Texts that were returned to C programs.
 static TEXTS: Mutex<Vec<CString>> = Mutex::new(Vec::new());
 
 /// Codes of `ncclResult_t`.
@@ -36,12 +36,13 @@ const INVALID_ARGUMENT: Code = Code(4);
 const INVALID_USAGE: Code = Code(5);
 const IN_PROGRESS: Code = Code(7);
 
-/// How long a call takes until it has issued its work.
+/// Time that a call takes to issue its work.
 const ISSUING: Duration = Duration::from_micros(100);
-/// How long who ends a communicator waits for its work before it says so.
+/// Longest wait for a communicator's work when it is destroyed or aborted; then a message is
+/// printed.
 const LONG: Duration = Duration::from_secs(20);
 
-/// A communicator.
+/// One rank's communicator.
 pub(crate) struct Communicator {
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
@@ -54,14 +55,14 @@ pub(crate) struct Communicator {
 }
 
 struct State {
-    /// Of what was begun last.
+    /// `ncclResult_t` of the operation begun last.
     answer: u32,
     text: String,
-    /// Pieces of work that are not over.
+    /// Number of pieces of work that have not ended.
     work: u32,
 }
 
-/// Keeps a piece of work among those that are not over.
+/// A guard that counts one piece of work as unfinished until it is dropped.
 struct InWork(Arc<Communicator>);
 
 impl Drop for InWork {
@@ -71,7 +72,7 @@ impl Drop for InWork {
     }
 }
 
-/// What a thread has called between the beginning and the end of a group.
+/// The calls of a thread between `ncclGroupStart` and `ncclGroupEnd`.
 #[derive(Default)]
 struct Group {
     depth: u32,
@@ -83,7 +84,7 @@ thread_local! {
 }
 
 impl Communicator {
-    /// Whether what waits for others is to end.
+    /// Returns true if work that waits for other ranks must end.
     pub(crate) fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::SeqCst)
     }
@@ -104,7 +105,7 @@ impl Communicator {
         self.changed.notify_all();
     }
 
-    /// Fails where it may not be used yet, or not any more.
+    /// Fails if the last operation is still in progress or has failed.
     fn ready(&self) -> Result {
         let mut state = self.state.lock();
         match state.answer {
@@ -120,7 +121,7 @@ impl Communicator {
         }
     }
 
-    /// Meets all other ranks.
+    /// Joins the group and waits until all its ranks have joined.
     fn meet_all(&self, id: &Id) -> std::result::Result<(), (Code, String)> {
         let opened = id
             .open()
@@ -137,21 +138,20 @@ impl Communicator {
         Ok(())
     }
 
-    /// Waits until its work is over; says so where that takes long.
+    /// Waits until the communicator's work has ended. After [`LONG`], prints a message and returns.
     fn wait_for_work(&self) {
         let deadline = Instant::now() + LONG;
         let mut state = self.state.lock();
         while state.work > 0 {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                eprintln!(
-                    "softcuda: NCCL: a communicator with work that does not end is being ended"
-                );
+                eprintln!("softcuda: NCCL: a communicator is destroyed before its work has ended");
                 return;
             }
         }
     }
 
-    /// Does something by itself where callers do not wait for it.
+    /// Runs `work` in a thread of its own. Waits for it if the communicator is blocking, otherwise
+    /// fails with `ncclInProgress`.
     fn by_itself(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) -> Result {
         self.begin();
         self.state.lock().work += 1;
@@ -171,7 +171,7 @@ impl Communicator {
         }
     }
 
-    /// Issues calls as one piece of work.
+    /// Issues operations as one piece of work on a stream.
     fn launch(self: &Arc<Self>, stream: Arc<Stream>, operations: Vec<Operation>) -> Result {
         let uses: Vec<Use> = operations.iter().flat_map(|operation| operation.uses(self)).collect();
         let Some(shared) = self.shared.lock().clone() else { return Err(INVALID_ARGUMENT) };
@@ -195,7 +195,7 @@ impl Communicator {
     }
 }
 
-/// Calls something on a communicator, or notes it for the end of the group.
+/// Issues an operation on a communicator, or records it for the end of the group.
 fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
     let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
     communicator.ready()?;
@@ -217,14 +217,14 @@ fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
 }
 
 nccl! {
-    /// The version of NCCL that this has the functions of, as far as it has them.
+    /// Returns the NCCL version that this driver imitates; not all of its functions are present.
     fn ncclGetVersion(version: Out<i32>) {
         version.set(22_707)
     }
 }
 
 nccl! {
-    /// The id of a new group.
+    /// Creates a group and returns its id.
     fn ncclGetUniqueId(id: Out<Id>) {
         id.set(Id::new().map_err(|why| {
             eprintln!("softcuda: NCCL: no memory for a group: {why:?}");
@@ -233,7 +233,7 @@ nccl! {
     }
 }
 
-/// The beginning of `ncclConfig_t`.
+/// The first fields of `ncclConfig_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Config {
@@ -244,7 +244,7 @@ struct Config {
 }
 
 nccl! {
-    /// A rank of a group, on the device of the calling thread's context.
+    /// Begins to join a group as one of its ranks, on the device of the calling thread's context.
     fn ncclCommInitRankConfig(out: Out<Handle>, ranks: i32, id: Id, rank: i32, config: In<Config>) {
         out.required().map_err(|_| INVALID_ARGUMENT)?;
         let config = config.get().map_err(|_| INVALID_ARGUMENT)?;
@@ -262,7 +262,7 @@ nccl! {
                 rank,
                 ranks,
                 device: context.device,
-                // What older versions did not know they do not say.
+                // Configurations of older versions lack the `blocking` field.
                 is_blocking: config.version < 21_400 || config.blocking != 0,
                 shared: Mutex::default(),
                 aborted: AtomicBool::new(false),
@@ -277,7 +277,7 @@ nccl! {
 }
 
 nccl! {
-    /// How it is with what was begun last.
+    /// Returns the state of the operation begun last.
     fn ncclCommGetAsyncError(communicator: Handle, state: Out<u32>) {
         let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
         let answer = communicator.state.lock().answer;
@@ -286,13 +286,13 @@ nccl! {
 }
 
 nccl! {
-    /// Begins to end a communicator: what was issued is done.
+    /// Begins to finalize a communicator; work already issued still runs.
     fn ncclCommFinalize(communicator: Handle) {
         let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.ready()?;
         let this = communicator.clone();
         communicator.by_itself(move || {
-            // But for this thread's own.
+            // The work of this thread itself is not waited for.
             while this.state.lock().work > 1 && !this.is_aborted() {
                 std::thread::sleep(LOOK);
             }
@@ -302,7 +302,7 @@ nccl! {
 }
 
 nccl! {
-    /// Ends a communicator, once its work is over.
+    /// Destroys a communicator when its work has ended.
     fn ncclCommDestroy(communicator: Handle) {
         let communicator = COMMUNICATORS.remove(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.wait_for_work();
@@ -311,7 +311,7 @@ nccl! {
 }
 
 nccl! {
-    /// Ends a communicator and all that waits in it; comes back when the streams are past its work.
+    /// Aborts a communicator and all its waits. Returns when the streams have passed its work.
     fn ncclCommAbort(communicator: Handle) {
         let communicator = COMMUNICATORS.remove(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.aborted.store(true, Ordering::SeqCst);
@@ -321,35 +321,35 @@ nccl! {
 }
 
 nccl! {
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     fn ncclCommCount(communicator: Handle, count: Out<i32>) {
         count.set(COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?.ranks as i32)
     }
 }
 
 nccl! {
-    /// Reduces to all ranks.
+    /// Reduces values to all ranks.
     fn ncclAllReduce(from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle, stream: Handle) {
         call(communicator, stream, Operation { kind: Kind::AllReduce(reduce), from, to, count, dtype })
     }
 }
 
 nccl! {
-    /// Reduces, and gives each rank its share, of this length.
+    /// Reduces values and gives each rank its share of `count` elements.
     fn ncclReduceScatter(from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle, stream: Handle) {
         call(communicator, stream, Operation { kind: Kind::ReduceScatter(reduce), from, to, count, dtype })
     }
 }
 
 nccl! {
-    /// Gives all ranks the parts of all, of this length.
+    /// Gathers `count` elements of every rank on all ranks.
     fn ncclAllGather(from: u64, to: u64, count: usize, dtype: u32, communicator: Handle, stream: Handle) {
         call(communicator, stream, Operation { kind: Kind::AllGather, from, to, count, dtype })
     }
 }
 
 nccl! {
-    /// Gives all ranks what one has.
+    /// Sends the root's values to all ranks.
     fn ncclBroadcast(from: u64, to: u64, count: usize, dtype: u32, root: i32, communicator: Handle, stream: Handle) {
         let root = usize::try_from(root).map_err(|_| INVALID_ARGUMENT)?;
         call(communicator, stream, Operation { kind: Kind::Broadcast(root), from, to, count, dtype })
@@ -357,7 +357,7 @@ nccl! {
 }
 
 nccl! {
-    /// Gives another rank what it receives.
+    /// Sends values to another rank, which must receive them.
     fn ncclSend(from: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle) {
         let peer = usize::try_from(peer).map_err(|_| INVALID_ARGUMENT)?;
         call(communicator, stream, Operation { kind: Kind::Send(peer), from, to: 0, count, dtype })
@@ -365,7 +365,7 @@ nccl! {
 }
 
 nccl! {
-    /// Receives what another rank sends.
+    /// Receives values that another rank sends.
     fn ncclRecv(to: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle) {
         let peer = usize::try_from(peer).map_err(|_| INVALID_ARGUMENT)?;
         call(communicator, stream, Operation { kind: Kind::Receive(peer), from: 0, to, count, dtype })
@@ -373,7 +373,7 @@ nccl! {
 }
 
 nccl! {
-    /// From here on the thread's calls are one piece of work.
+    /// Starts a group: the thread's calls become one piece of work.
     fn ncclGroupStart() {
         GROUP.with_borrow_mut(|group| group.depth += 1);
         Ok(())
@@ -381,7 +381,7 @@ nccl! {
 }
 
 nccl! {
-    /// Issues what was called since the beginning of the outermost group.
+    /// Issues the calls made since the start of the outermost group.
     fn ncclGroupEnd() {
         let mut calls = GROUP.with_borrow_mut(|group| {
             group.depth = group.depth.checked_sub(1).ok_or(INVALID_USAGE)?;
@@ -404,7 +404,7 @@ nccl! {
     }
 }
 
-/// Text of a code of NCCL.
+/// Returns the text of an NCCL code.
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetErrorString(code: u32) -> *const c_char {
     let text = match code {
@@ -421,7 +421,7 @@ extern "C" fn ncclGetErrorString(code: u32) -> *const c_char {
     text.as_ptr()
 }
 
-/// What went wrong last with a communicator.
+/// Returns the message of a communicator's last failure.
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetLastError(communicator: Handle) -> *const c_char {
     let text = COMMUNICATORS
@@ -430,7 +430,7 @@ extern "C" fn ncclGetLastError(communicator: Handle) -> *const c_char {
         .unwrap_or_default();
     let text = CString::new(text).unwrap_or_default();
     let at = text.as_ptr();
-    // A few, and for ever: nobody says when he is done with one.
+    // Texts are few and kept for ever: C programs do not say when they have finished with one.
     TEXTS.lock().push(text);
     at
 }

@@ -1,4 +1,4 @@
-//! NVRTC: programs, compiled when they are asked to be.
+//! NVRTC: the functions that create and compile programs.
 
 use std::ffi::{CString, c_char};
 use std::sync::Arc;
@@ -22,15 +22,15 @@ const NO_NAMES_AFTER: Code = Code(8);
 const NO_LOWERED_BEFORE: Code = Code(9);
 const NAME_NOT_VALID: Code = Code(10);
 
-/// A program and what became of it.
+/// A program and the result of its last compilation.
 #[derive(Default)]
 struct State {
     program: Program,
     image: Option<Arc<Vec<u8>>>,
-    /// Whether it was compiled for one kind of device, as only then there is a binary.
+    /// True if it was compiled for a real architecture (`sm_*`); only then is there a binary.
     real: bool,
     log: String,
-    /// Kept for `nvrtcGetLoweredName`, whose answer lives as long as the program.
+    /// Names returned by `nvrtcGetLoweredName`, which must live as long as the program.
     lowered: Vec<(String, CString)>,
 }
 
@@ -38,9 +38,10 @@ fn program(handle: Handle) -> Result<Arc<Mutex<State>>> {
     PROGRAMS.get(handle).map_err(|_| INVALID_PROGRAM)
 }
 
-/// What the preprocessor is told for NVRTC's options, and whether they name a real architecture.
+/// Translates NVRTC's options into options of the preprocessor. The flag is true if they name a
+/// real architecture. Fails with a message for an unknown option.
 fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String> {
-    /// Options that change nothing here, up to their value.
+    /// Options that change nothing here, without their value.
     const KNOWN: &[&str] = &[
         "use_fast_math",
         "fmad",
@@ -108,7 +109,7 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
     Ok((passed, real))
 }
 
-/// The compiled program as C reads it, with the zero at its end.
+/// Returns the compiled program without a final zero, and whether it is for a real architecture.
 fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
     let program = program(handle)?;
     let program = program.lock();
@@ -116,34 +117,34 @@ fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
 }
 
 nvrtc! {
-    /// The version of NVRTC. The second number is one that no real one has, and another for each
-    /// version of what is put around kernels: who keeps what was compiled, by version, does not
-    /// take the one for the other.
+    /// Returns the version of NVRTC. The minor version is one that no real NVRTC has, and depends
+    /// on the text around kernels. So a cache keyed by version never mixes images of different
+    /// versions.
     fn nvrtcVersion(major: Out<i32>, minor: Out<i32>) {
         major.set(12)?;
         minor.set(1000 + (version() % 1_000_000) as i32)
     }
 }
 
-/// Architectures that may be compiled for.
+/// Supported architectures.
 const ARCHITECTURES: [i32; 6] = [75, 80, 86, 89, 90, 100];
 
 nvrtc! {
-    /// How many architectures there are.
+    /// Returns the number of supported architectures.
     fn nvrtcGetNumSupportedArchs(count: Out<i32>) {
         count.set(ARCHITECTURES.len() as i32)
     }
 }
 
 nvrtc! {
-    /// The architectures that may be compiled for, the oldest first.
+    /// Returns the supported architectures, the oldest first.
     fn nvrtcGetSupportedArchs(all: Out<i32>) {
         all.set_all(ARCHITECTURES)
     }
 }
 
 nvrtc! {
-    /// A program of a source, with headers by name.
+    /// Creates a program from a source and named headers.
     fn nvrtcCreateProgram(
         handle: Out<Handle>,
         source: Text,
@@ -174,14 +175,14 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Ends a program.
+    /// Destroys a program.
     fn nvrtcDestroyProgram(handle: In<Handle>) {
         PROGRAMS.remove(handle.get()?).map(drop).map_err(|_| INVALID_PROGRAM)
     }
 }
 
 nvrtc! {
-    /// Asks for a kernel that is an instance of a template.
+    /// Requests a kernel that is an instance of a template.
     fn nvrtcAddNameExpression(handle: Handle, expression: Text) {
         let program = program(handle)?;
         let mut program = program.lock();
@@ -212,7 +213,7 @@ nvrtc! {
         program.program.options = options;
         program.real = real;
         if meet(What::Compile).is_err() {
-            program.log = "softcuda: made to fail".into();
+            program.log = "softcuda: failed as the test requested".into();
             return Err(COMPILATION);
         }
         match compile(&program.program) {
@@ -234,22 +235,22 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Bytes of the compiled program, its last zero included.
+    /// Returns the bytes of the compiled program, including its final zero.
     fn nvrtcGetPTXSize(handle: Handle, size: Out<usize>) {
         size.set(image(handle)?.0.len() + 1)
     }
 }
 
 nvrtc! {
-    /// The compiled program: a text, though none of PTX.
+    /// Returns the compiled program: a text, though not PTX.
     fn nvrtcGetPTX(handle: Handle, text: Out<u8>) {
         text.set_all(image(handle)?.0.iter().copied().chain([0]))
     }
 }
 
 nvrtc! {
-    /// Bytes of the compiled program for one kind of device; none where it was compiled for a
-    /// virtual one.
+    /// Returns the bytes of the program compiled for a real architecture; 0 if it was compiled for
+    /// a virtual one.
     fn nvrtcGetCUBINSize(handle: Handle, size: Out<usize>) {
         let (image, real) = image(handle)?;
         size.set(if real { image.len() + 1 } else { 0 })
@@ -257,7 +258,7 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// The compiled program for one kind of device.
+    /// Returns the program compiled for a real architecture.
     fn nvrtcGetCUBIN(handle: Handle, bytes: Out<u8>) {
         let (image, real) = image(handle)?;
         if !real {
@@ -268,21 +269,21 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Bytes of the messages, the last zero included.
+    /// Returns the bytes of the messages, including the final zero.
     fn nvrtcGetProgramLogSize(handle: Handle, size: Out<usize>) {
         size.set(program(handle)?.lock().log.len() + 1)
     }
 }
 
 nvrtc! {
-    /// The messages of the last compilation.
+    /// Returns the messages of the last compilation.
     fn nvrtcGetProgramLog(handle: Handle, text: Out<u8>) {
         text.set_all(program(handle)?.lock().log.bytes().chain([0]))
     }
 }
 
 nvrtc! {
-    /// The name under which a kernel that was asked for is in the module.
+    /// Returns the name under which a requested template instance is in the module.
     fn nvrtcGetLoweredName(handle: Handle, expression: Text, name: Out<*const c_char>) {
         let program = program(handle)?;
         let program = program.lock();
@@ -295,7 +296,7 @@ nvrtc! {
     }
 }
 
-/// Name of a code of NVRTC.
+/// Returns the name of an NVRTC code.
 #[unsafe(no_mangle)]
 extern "C" fn nvrtcGetErrorString(code: u32) -> *const c_char {
     let name = match code {

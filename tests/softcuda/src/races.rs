@@ -1,15 +1,15 @@
-//! Whether accesses of streams to the same bytes have an order.
+//! Detection of races: accesses of streams to the same bytes without an order between them.
 //!
-//! Each stream has a clock that says how much of every stream is known to come before what is
-//! issued on it next; the host has one too. Whatever gives an order joins clocks: issuing (the
-//! stream learns what the host has seen), a wait for an event, a host function, a wait or a look of
-//! the host. Two accesses to the same bytes, one of them a write, whose clocks say nothing of one
-//! another, are a race. It is found by what was issued, not by what happened: also when both
-//! chanced to run in the order that was meant.
+//! Each stream has a vector clock: for every stream, the amount of its work that precedes the next
+//! work issued here. The host has a clock too. Every operation that creates an order joins clocks:
+//! issuing (the stream learns the host's clock), a wait for an event, a host function, and a wait
+//! or query of the host. Two accesses to the same bytes, one of them a write, are a race if neither
+//! clock covers the other. Detection depends on the issued work, not on the actual timing. So a
+//! race is found even if both accesses happened to run in the intended order.
 //!
-//! All threads of the host count as one, as what they tell one another is not seen. Memory of other
-//! processes is not looked at, for the same reason; nor is a kernel whose program did not say what
-//! it uses.
+//! All threads of the host count as one, because synchronization between them is not visible here.
+//! Memory of other processes is not checked, for the same reason. A kernel is not checked unless
+//! its program declared its accesses.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -24,11 +24,12 @@ use crate::memory::{Origin, space};
 use crate::settings::settings;
 use crate::stream::Stream;
 
-/// Accesses of one allocation above which those are dropped that everything comes after.
+/// Once an allocation has more recorded accesses than this, those that the host has seen completed
+/// are dropped.
 const MANY: usize = 64;
 
 static HOST: Mutex<Clock> = Mutex::new(Clock(Vec::new()));
-/// Accesses that later ones may be in conflict with, by number of the allocation.
+/// Accesses that may conflict with later ones, by number of the allocation.
 static ACCESSES: LazyLock<Mutex<HashMap<u64, Vec<Access>>>> = LazyLock::new(Mutex::default);
 static RACES: AtomicU64 = AtomicU64::new(0);
 
@@ -36,7 +37,7 @@ thread_local! {
     static NOTES: RefCell<Vec<(Handle, Use)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Bytes of device memory that work reads or writes.
+/// A range of device memory that work reads or writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Use {
     pub(crate) address: u64,
@@ -54,7 +55,7 @@ impl Use {
     }
 }
 
-/// How much of each stream is known to have happened, by the stream's number.
+/// A vector clock: for each stream number, the number of steps known to have happened.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock(Vec<u64>);
 
@@ -72,7 +73,7 @@ impl Clock {
         }
     }
 
-    /// Goes one further on a stream, and says how far that is.
+    /// Advances the clock by one step on a stream, and returns the new step.
     fn step(&mut self, stream: usize) -> u64 {
         if self.0.len() <= stream {
             self.0.resize(stream + 1, 0);
@@ -82,7 +83,7 @@ impl Clock {
     }
 }
 
-/// A use, and when it was.
+/// A use of memory by the work of one step of a stream.
 #[derive(Clone, Debug)]
 struct Access {
     what: &'static str,
@@ -91,13 +92,13 @@ struct Access {
     used: Use,
 }
 
-/// A number for a new stream.
+/// Returns a number for a new stream.
 pub(crate) fn new_stream() -> usize {
     static STREAMS: AtomicUsize = AtomicUsize::new(1);
     STREAMS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Notes that work with these uses was issued.
+/// Records that work with these uses was issued on a stream.
 pub(crate) fn used(stream: &Stream, what: &'static str, uses: &[Use]) {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
@@ -113,8 +114,8 @@ pub(crate) fn used(stream: &Stream, what: &'static str, uses: &[Use]) {
     }
 }
 
-/// Compares an access with the earlier ones of its allocation, and keeps what later ones have to be
-/// compared with.
+/// Compares a new access with the earlier ones of its allocation, and keeps those that later ones
+/// may conflict with.
 fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
     let ordered = |old: &Access| old.step <= clock.of(old.stream);
     for old in earlier.iter() {
@@ -123,7 +124,7 @@ fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
             report(old, &new, base);
         }
     }
-    // Whoever comes after the new access comes after these too.
+    // Work ordered after the new access is ordered after these too.
     earlier.retain(|old| {
         let covered = new.used.address <= old.used.address && old.used.end() <= new.used.end();
         !(covered && ordered(old) && (new.used.write || !old.used.write))
@@ -140,7 +141,7 @@ fn report(old: &Access, new: &Access, base: u64) {
     eprintln!(
         "softcuda: race: {} on stream {} {} bytes {}..{} of the allocation at {base:#x}, and {} \
          on stream {} {} bytes \
-         {}..{} of it; nothing says which is first",
+         {}..{} of it, with no order between them",
         new.what,
         new.stream,
         new.used.doing(),
@@ -157,19 +158,19 @@ fn report(old: &Access, new: &Access, base: u64) {
     }
 }
 
-/// What comes before work that is issued on a stream now.
+/// Returns the clock of all that precedes work issued on a stream now.
 pub(crate) fn now(stream: &Stream) -> Clock {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
     clock.clone()
 }
 
-/// What comes on a stream from now on comes after what a clock says.
+/// Orders later work of a stream after `clock`.
 pub(crate) fn follows(stream: &Stream, clock: &Clock) {
     stream.clock.lock().join(clock);
 }
 
-/// What comes before work that is issued on any stream of a context now.
+/// Returns the clock of all that precedes work issued on any stream of a context now.
 pub(crate) fn now_of_all(context: &Context) -> Clock {
     let mut all = Clock::default();
     for stream in context.streams() {
@@ -178,25 +179,25 @@ pub(crate) fn now_of_all(context: &Context) -> Clock {
     all
 }
 
-/// The host has seen that what a clock says has happened.
+/// Records that the host has seen everything in `clock` happen.
 pub(crate) fn host_saw(clock: &Clock) {
     HOST.lock().join(clock);
 }
 
-/// Forgets the accesses of an allocation that is gone.
+/// Forgets the accesses of an allocation that is dropped.
 pub(crate) fn forget(allocation: u64) {
     ACCESSES.lock().remove(&allocation);
 }
 
-/// The uses that this thread told of for its next launch on a stream.
+/// Takes the uses that this thread declared for its next launch on a stream.
 pub(crate) fn noted(stream: Handle) -> Vec<Use> {
     NOTES.with_borrow_mut(|notes| {
         notes.extract_if(.., |(on, _)| *on == stream).map(|(_, used)| used).collect()
     })
 }
 
-/// Tells of bytes that the next kernel which the calling thread launches on a stream reads (0) or
-/// writes.
+/// Declares that the calling thread's next kernel on a stream reads (`write` is 0) or writes these
+/// bytes.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_note_use(stream: Handle, address: u64, bytes: u64, write: i32) {
     let used = Use { address, bytes, write: write != 0 };
@@ -205,7 +206,7 @@ extern "C" fn softcuda_note_use(stream: Handle, address: u64, bytes: u64, write:
     }
 }
 
-/// How many races were found in this process.
+/// Returns the number of races found in this process.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_races() -> u64 {
     RACES.load(Ordering::SeqCst)

@@ -1,4 +1,4 @@
-//! What the environment says about this driver, read once.
+//! The driver's settings, read once from the environment.
 
 use std::str::FromStr;
 use std::sync::LazyLock;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::faults::What;
 
-/// All settings; the crate's documentation says what they do.
+/// All settings; the crate's documentation describes them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Settings {
     pub(crate) devices: u32,
@@ -20,19 +20,19 @@ pub(crate) struct Settings {
 /// When streams do their work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Pace {
-    /// As soon as they can.
+    /// As soon as possible.
     Eager,
-    /// When somebody asks for it, or after this long.
+    /// When a thread waits for the work or queries it, or after this time.
     Lazy(Duration),
-    /// With random short pauses, from this seed.
+    /// After random short pauses, from this seed.
     Seed(u64),
 }
 
-/// The settings of this process.
+/// Returns the settings of this process. Aborts the process if a variable has a wrong value.
 pub(crate) fn settings() -> &'static Settings {
     static SETTINGS: LazyLock<Settings> = LazyLock::new(|| {
         Settings::from(|name| std::env::var(name).ok()).unwrap_or_else(|wrong| {
-            // Nobody to give an error to: the process was started wrongly.
+            // No caller can take the error: the process was started with wrong settings.
             eprintln!("softcuda: {wrong}");
             std::process::abort()
         })
@@ -44,7 +44,7 @@ impl Settings {
     fn from(variable: impl Fn(&str) -> Option<String>) -> Result<Settings, String> {
         fn number<T: FromStr>(name: &str, value: Option<String>, default: T) -> Result<T, String> {
             let Some(value) = value else { return Ok(default) };
-            value.parse().map_err(|_| format!("{name}={value:?} is no number"))
+            value.parse().map_err(|_| format!("{name}={value:?} is not a number"))
         }
         Ok(Settings {
             devices: number("SOFTCUDA_DEVICES", variable("SOFTCUDA_DEVICES"), 1)?,
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_setting_is_named() {
+    fn wrong_setting_error_names_value() {
         let wrong =
             Settings::from(|name| (name == "SOFTCUDA_PACE").then(|| "quick".into())).unwrap_err();
         assert!(wrong.contains("quick"), "{wrong}");

@@ -1,4 +1,4 @@
-//! Events of several processes: what is recorded and what is done stands in memory that they share.
+//! Interprocess events: the numbers of issued and completed records are in shared memory.
 
 use std::os::fd::OwnedFd;
 use std::sync::LazyLock;
@@ -10,35 +10,35 @@ use crate::ipc::started;
 use crate::mapped::{self, Mapped};
 use crate::memory::memory_file;
 
-/// Records of one event that may be under way at once.
+/// Number of records of one event that can be pending at the same time.
 const SLOTS: u64 = 64;
-/// How often a waiter looks whether who recorded is still there.
+/// Interval at which a waiter checks that the recording process is still alive.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long a record may have a number but not yet its recorder's name.
+/// Time that a record may have a number without its process being entered in the slot.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// The shared memory; all zeros is an event that was never recorded.
+/// The shared memory. All zeros is an event that was never recorded.
 #[repr(C)]
 struct Page {
     /// Number of the newest record.
     issued: AtomicU64,
-    /// Changes when a record is done; what waiters sleep on.
+    /// A counter of completed records; waiters sleep on it (futex).
     changes: AtomicU32,
     slots: [Slot; SLOTS as usize],
 }
 
-/// One record, at its number modulo the slots there are.
+/// The state of one record, at index `number % SLOTS`.
 #[repr(C)]
 struct Slot {
-    /// The record that the recorder's name is for.
+    /// Number of the record to which `process` and `started` belong.
     named: AtomicU64,
     process: AtomicU32,
     started: AtomicU64,
-    /// The newest record of this slot that is done.
+    /// Number of the newest completed record in this slot.
     done: AtomicU64,
 }
 
-/// An event's shared memory, mapped here.
+/// The shared memory of an event, mapped into this process.
 pub(crate) struct SharedEvent {
     file: OwnedFd,
     page: Mapped<Page>,
@@ -48,18 +48,18 @@ pub(crate) struct SharedEvent {
 unsafe impl mapped::Page for Page {}
 
 impl SharedEvent {
-    /// A new event.
+    /// Creates an event and its shared memory.
     pub(crate) fn new() -> Result<SharedEvent> {
         Self::map(memory_file(size_of::<Page>() as u64)?)
     }
 
-    /// The event of another process, whose file this is.
+    /// Maps the event in the file of another process.
     pub(crate) fn map(file: OwnedFd) -> Result<SharedEvent> {
         let page = Mapped::of(&file)?;
         Ok(SharedEvent { file, page })
     }
 
-    /// The file, for another process to map.
+    /// Returns the file, which another process can map.
     pub(crate) fn file(&self) -> &OwnedFd {
         &self.file
     }
@@ -68,7 +68,7 @@ impl SharedEvent {
         &self.page.slots[(number % SLOTS) as usize]
     }
 
-    /// Number of the newest record, by whichever process; 0 for none.
+    /// Returns the number of the newest record of any process; 0 if there is none.
     pub(crate) fn newest(&self) -> u64 {
         self.page.issued.load(Ordering::SeqCst)
     }
@@ -84,16 +84,16 @@ impl SharedEvent {
         number
     }
 
-    /// Says that a record is done.
+    /// Marks a record as done and wakes its waiters.
     pub(crate) fn fire(&self, number: u64) {
         self.slot(number).done.fetch_max(number, Ordering::SeqCst);
         let changes = &self.page.changes;
         changes.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: a wake of whoever sleeps on a word that is mapped.
+        // SAFETY: wakes the sleepers on a word that is mapped.
         unsafe { libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
     }
 
-    /// Whether a record is done, or never will be, as its recorder has died.
+    /// Returns true if a record is done, or can never be done because its process has died.
     pub(crate) fn is_done(&self, number: u64) -> bool {
         let slot = self.slot(number);
         if number == 0 || slot.done.load(Ordering::SeqCst) >= number {
@@ -109,7 +109,7 @@ impl SharedEvent {
         true
     }
 
-    /// Waits until a record is done, asleep; ends too when its recorder has died.
+    /// Sleeps until a record is done or its process has died.
     pub(crate) fn wait(&self, number: u64) {
         let start = Instant::now();
         loop {
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_are_done_each_by_itself() {
+    fn records_complete_independently() {
         let event = SharedEvent::new().unwrap();
         assert!(event.is_done(event.newest()));
         let (first, second) = (event.record(), event.record());
@@ -154,11 +154,11 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_a_process_that_is_gone_counts_as_done() {
+    fn record_of_dead_process_counts_as_done() {
         let event = SharedEvent::new().unwrap();
         let number = event.record();
         assert!(!event.is_done(number));
-        // As of this process, but from another time.
+        // The record seems to be of an earlier process with this id.
         event.slot(number).started.store(1, Ordering::SeqCst);
         event.wait(number);
         assert!(event.is_done(number));

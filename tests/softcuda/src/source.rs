@@ -1,17 +1,16 @@
-//! What has to be known about, and changed in, a kernel's source before a C++ compiler for the CPU
-//! takes it.
+//! Finds the kernels in a source and rewrites dynamic shared memory, so that a C++ compiler for the
+//! CPU accepts the source.
 //!
-//! The source comes preprocessed, so that it has neither comments nor macros; CUDA's own words are
-//! still in it.
+//! The input is preprocessed, so it has no comments and no macros. CUDA's keywords are still in it.
 
-/// A source made ready, and the kernels in it that can be found under their plain names.
+/// A prepared source, and its kernels that can be found by their plain names.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Prepared {
     pub(crate) text: String,
     pub(crate) kernels: Vec<Kernel>,
 }
 
-/// A kernel: its name, and the most threads of a block, as C++ says it.
+/// A kernel: its name, and the most threads of a block as a C++ expression.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Kernel {
     pub(crate) name: String,
@@ -25,18 +24,19 @@ enum Token<'a> {
     Mark(char),
 }
 
-/// Finds the kernels, and gives dynamic shared memory a definition: `extern __shared__ T x[];`
-/// becomes a pointer to what the launch got.
+/// Finds the kernels, and defines dynamic shared memory. `extern __shared__ T x[];` becomes a
+/// pointer to the memory of the launch.
 ///
 /// # Errors
 ///
-/// What is wrong, in words, where shared memory is declared in a way that cannot be had here.
+/// A message, if dynamic shared memory is declared in an unsupported way.
 pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
     let tokens = tokens(source);
     Ok(Prepared { kernels: kernels(source, &tokens), text: define_shared(source, &tokens)? })
 }
 
-/// Words, texts and other marks with where they begin; lines of the preprocessor are left out.
+/// Splits a source into words, literals and single characters, each with its offset in bytes. Lines
+/// of the preprocessor are skipped.
 fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
     let bytes = source.as_bytes();
     let mut tokens = Vec::new();
@@ -67,7 +67,7 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
             at = (at + 1).min(bytes.len());
             tokens.push((start, Token::Text(source.get(start..at).unwrap_or(""))));
         } else if byte.is_ascii_alphanumeric() || byte == b'_' {
-            // A number may hold quotes as separators, 1'000, which are no text.
+            // A number may contain quotes as separators, as in 1'000; they start no literal.
             let number = byte.is_ascii_digit();
             while at < bytes.len()
                 && (bytes[at].is_ascii_alphanumeric()
@@ -86,10 +86,10 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
     tokens
 }
 
-/// Names of kernels outside of namespaces that are no templates, each once.
+/// Returns the kernels outside of namespaces that are not templates, each once.
 fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
     let mut found: Vec<Kernel> = Vec::new();
-    // For each brace that is open, whether it only says `extern "C"`.
+    // For each open brace: true if it belongs to `extern "C"`.
     let mut open: Vec<bool> = Vec::new();
     for (at, (_, token)) in tokens.iter().enumerate() {
         match token {
@@ -108,7 +108,7 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
                     .map_or(0, |before| before + 1);
                 let template =
                     tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
-                // A declaration may come first, with the bounds or without them.
+                // A declaration may come first, with or without launch bounds.
                 if let Some(kernel) = kernel_after(source, &tokens[at..]).filter(|_| !template) {
                     match found.iter_mut().find(|known| known.name == kernel.name) {
                         Some(_) if kernel.threads == UNBOUND => {}
@@ -123,11 +123,10 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
     found
 }
 
-/// The most threads of a block of a kernel that does not say.
+/// The most threads of a block for a kernel without launch bounds.
 const UNBOUND: &str = "1024";
 
-/// The name before the parenthesis of the parameters, and the first of the launch bounds on the way
-/// there.
+/// Returns the name before the parameter list, and the first of the launch bounds before it.
 fn kernel_after(source: &str, tokens: &[(usize, Token<'_>)]) -> Option<Kernel> {
     let mut threads = UNBOUND.to_owned();
     for (at, pair) in tokens.windows(2).enumerate() {
@@ -170,15 +169,12 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
                     .iter()
                     .position(|(_, token)| *token == Token::Mark(';'))
                     .map(|length| at + length)
-                    .ok_or("a declaration of shared memory without an end")?;
+                    .ok_or("a declaration of dynamic shared memory has no `;`")?;
                 if depth == 0 {
-                    return Err(
-                        "dynamic shared memory has to be declared inside of a function here".into(),
-                    );
+                    return Err("dynamic shared memory must be declared inside a function".into());
                 }
-                let (kind, name) = shared_parts(source, &tokens[at + 2..=end]).ok_or(
-                    "dynamic shared memory is declared as: extern __shared__ type name[];",
-                )?;
+                let (kind, name) = shared_parts(source, &tokens[at + 2..=end])
+                    .ok_or("declare dynamic shared memory as: extern __shared__ type name[];")?;
                 text.push_str(&source[copied..tokens[at].0]);
                 text.push_str(&format!("{kind} *{name} = ({kind} *)__sc_here.shared;"));
                 copied = tokens[end].0 + 1;
@@ -192,7 +188,7 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
     Ok(text)
 }
 
-/// Type and name of `type name [ ] ;`, with what it says about alignment left out.
+/// Returns type and name of `type name [ ] ;`, without alignment specifiers.
 fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(String, String)> {
     while let Some((_, Token::Word("__align__" | "alignas"))) = tokens.first() {
         let close = tokens.iter().position(|(_, token)| *token == Token::Mark(')'))?;
@@ -217,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_are_found() {
+    fn plain_kernels_are_found_with_their_bounds() {
         let source = r#"
             extern "C" __global__ void plain(float *x);
             extern "C" __global__ void plain(float *x) { if (x) { *x = 1; } }

@@ -1,4 +1,4 @@
-//! Streams: each a thread that does its work in order and sleeps when there is none.
+//! Streams. Each is a thread that does its work in order, and sleeps when it has none.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,10 +17,9 @@ use crate::settings::{Pace, settings};
 
 static STREAMS: Handles<Stream> = Handles::new(2);
 
-/// The flag of a stream that does not wait for the default stream.
+/// The flag of a stream that is not ordered with the default stream.
 const NON_BLOCKING: u32 = 1;
 
-/// A stream.
 pub(crate) struct Stream {
     pub(crate) handle: Handle,
     pub(crate) context: Arc<Context>,
@@ -28,7 +27,7 @@ pub(crate) struct Stream {
     priority: i32,
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// Its place in the clocks that order accesses.
+    /// Clock of the work issued so far, for the detection of races.
     pub(crate) clock: Mutex<races::Clock>,
     pub(crate) number: usize,
 }
@@ -36,30 +35,31 @@ pub(crate) struct Stream {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<(Instant, Work)>,
-    /// How many pieces of work were issued and done since the start.
+    /// Number of pieces of work issued since the start; `done` is the number completed.
     issued: u64,
     done: u64,
-    /// Up to which piece somebody asked for the work; see [`Pace::Lazy`].
+    /// Number up to which a thread has waited for or queried the work; see [`Pace::Lazy`].
     wanted: u64,
     closed: bool,
 }
 
-/// A piece of work.
+/// One piece of work of a stream.
 pub(crate) struct Work {
-    /// What it is called if it fails.
+    /// Name of the work in messages about its failure.
     pub(crate) what: &'static str,
-    /// Whether it is done even after the context failed, as events are, on which others wait.
+    /// True if the work runs even after the context failed. Events do, because others wait for
+    /// them.
     pub(crate) always: bool,
     pub(crate) run: Box<dyn FnOnce() -> Result + Send>,
 }
 
 impl Work {
-    /// Work that a failed context leaves out.
+    /// Creates work that is skipped after the context failed.
     pub(crate) fn new(what: &'static str, run: impl FnOnce() -> Result + Send + 'static) -> Work {
         Work { what, always: false, run: Box::new(run) }
     }
 
-    /// Work that is done in any case.
+    /// Creates work that runs in any case.
     pub(crate) fn always(what: &'static str, run: impl FnOnce() + Send + 'static) -> Work {
         Work {
             what,
@@ -72,19 +72,19 @@ impl Work {
     }
 }
 
-/// The stream of a handle; 0 and 1 are the default stream of the current context.
+/// Returns the stream of a handle; 0 and 1 are the default stream of the current context.
 ///
 /// # Errors
 ///
-/// What the context failed with; `CUDA_ERROR_INVALID_CONTEXT` without one;
-/// `CUDA_ERROR_INVALID_HANDLE` for none of ours, or one of another context than the current one.
+/// The error of a failed context, `CUDA_ERROR_INVALID_CONTEXT` without a context,
+/// `CUDA_ERROR_INVALID_HANDLE` for an unknown handle, `CUDA_ERROR_NOT_SUPPORTED` for handle 2.
 pub(crate) fn stream(handle: Handle) -> Result<Arc<Stream>> {
     let context = current()?;
     context.check()?;
     let stream = match handle {
         0 | 1 => context.null(),
         2 => {
-            eprintln!("softcuda: the default stream of each thread is not here; make a stream");
+            eprintln!("softcuda: per-thread default streams are unsupported; create a stream");
             return Err(Code::NOT_SUPPORTED);
         }
         _ => STREAMS.get(handle)?,
@@ -93,7 +93,8 @@ pub(crate) fn stream(handle: Handle) -> Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// Like [`stream`], where it has to be one of the current context.
+/// Returns a stream as [`stream`] does; fails with `CUDA_ERROR_INVALID_HANDLE` if it belongs to
+/// another context.
 pub(crate) fn own_stream(handle: Handle) -> Result<Arc<Stream>> {
     let stream = stream(handle)?;
     if stream.context.handle == current()?.handle { Ok(stream) } else { Err(Code::INVALID_HANDLE) }
@@ -110,7 +111,7 @@ pub(crate) fn end_all(context: &Context) {
 }
 
 impl Stream {
-    /// A new stream and its thread.
+    /// Creates a stream and starts its thread.
     pub(crate) fn start(
         context: Arc<Context>,
         handle: Handle,
@@ -142,8 +143,8 @@ impl Stream {
         thread.spawn(move || stream.work_off()).expect("a thread for a stream");
     }
 
-    /// Puts work at the end, and gives its number. `uses` are the bytes it reads and writes, as far
-    /// as they are known.
+    /// Appends work to the stream and returns its number. `uses` are the memory ranges that it
+    /// reads and writes, as far as they are known.
     pub(crate) fn issue(self: &Arc<Self>, work: Work, uses: &[Use]) -> u64 {
         let _order = self.follow_default_stream();
         races::used(self, work.what, uses);
@@ -158,8 +159,9 @@ impl Stream {
         queue.issued
     }
 
-    /// What the default stream asks: its work comes after all that other streams were given before,
-    /// and theirs after its own, but for streams that are told not to mind.
+    /// Applies CUDA's rule for the default stream: its work follows all work issued before on other
+    /// streams, and their later work follows it. Non-blocking streams are exempt. The returned
+    /// guard keeps this order while the work is pushed.
     fn follow_default_stream(self: &Arc<Self>) -> Option<parking_lot::MutexGuard<'_, ()>> {
         if self.flags & NON_BLOCKING != 0 {
             return None;
@@ -179,12 +181,12 @@ impl Stream {
         Some(order)
     }
 
-    /// How much was issued.
+    /// Returns the number of pieces of work issued.
     pub(crate) fn issued(&self) -> u64 {
         self.queue.lock().issued
     }
 
-    /// Waits until a piece of work, and all before it, is done.
+    /// Waits until a piece of work and all before it are done.
     pub(crate) fn wait_for(&self, number: u64) {
         let mut queue = self.queue.lock();
         self.want(&mut queue, number);
@@ -193,12 +195,12 @@ impl Stream {
         }
     }
 
-    /// Waits for all that was issued.
+    /// Waits for all work issued so far.
     pub(crate) fn synchronize(&self) {
         self.wait_for(self.issued());
     }
 
-    /// Says that somebody looks whether the work up to a number is done.
+    /// Records that a thread queries the work up to a number, so that a lazy stream does it.
     pub(crate) fn asked_for(&self, number: u64) {
         self.want(&mut self.queue.lock(), number);
     }
@@ -237,7 +239,8 @@ impl Stream {
         }
     }
 
-    /// The next piece of work when its time has come, or none when the stream is closed and empty.
+    /// Waits for the next piece of work that is due. Returns `None` when the stream is closed and
+    /// empty.
     fn next(&self) -> Option<Work> {
         let mut queue = self.queue.lock();
         loop {
@@ -260,7 +263,7 @@ impl Stream {
     }
 }
 
-/// Sleeps up to a fifth of a millisecond, half of the time.
+/// Sleeps for up to 200 microseconds, in half of the calls.
 fn pause(random: &mut u64) {
     *random ^= *random << 13;
     *random ^= *random >> 7;
@@ -278,28 +281,28 @@ fn create(stream: &Out<Handle>, flags: u32, priority: i32) -> Result {
         return Err(Code::INVALID_VALUE);
     }
     meet(What::Stream)?;
-    // What lies outside the range is moved into it.
+    // Priorities outside the range are clamped, as CUDA does.
     let made = STREAMS.insert(|handle| Stream::new(context, handle, flags, priority.clamp(-5, 0)));
     made.run();
     stream.set(made.handle)
 }
 
 api! {
-    /// A new stream.
+    /// Creates a stream.
     fn cuStreamCreate(stream: Out<Handle>, flags: u32) {
         create(&stream, flags, 0)
     }
 }
 
 api! {
-    /// A new stream with a priority, which changes nothing here.
+    /// Creates a stream with a priority, which changes nothing here.
     fn cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) {
         create(&stream, flags, priority)
     }
 }
 
 api! {
-    /// Ends a stream; its work is still done.
+    /// Destroys a stream; work already issued still runs.
     fn cuStreamDestroy_v2(handle: Handle) {
         let context = current()?;
         STREAMS.remove(handle)?.close();
@@ -319,7 +322,7 @@ api! {
 }
 
 api! {
-    /// Whether all work of a stream is done.
+    /// Returns `CUDA_SUCCESS` if all work of a stream is done, otherwise `CUDA_ERROR_NOT_READY`.
     fn cuStreamQuery(handle: Handle) {
         let stream = stream(handle)?;
         let clock = races::now(&stream);
@@ -337,49 +340,49 @@ api! {
 }
 
 api! {
-    /// The context of a stream.
+    /// Returns the context of a stream.
     fn cuStreamGetCtx(handle: Handle, ctx: Out<Handle>) {
         ctx.set(stream(handle)?.context.handle)
     }
 }
 
 api! {
-    /// The flags of a stream.
+    /// Returns the flags of a stream.
     fn cuStreamGetFlags(handle: Handle, flags: Out<u32>) {
         flags.set(stream(handle)?.flags)
     }
 }
 
 api! {
-    /// The priority of a stream.
+    /// Returns the priority of a stream.
     fn cuStreamGetPriority(handle: Handle, priority: Out<i32>) {
         priority.set(stream(handle)?.priority)
     }
 }
 
 api! {
-    /// A number that names a stream in this process.
+    /// Returns a number that is unique to a stream in this process.
     fn cuStreamGetId(handle: Handle, id: Out<u64>) {
         id.set(stream(handle)?.number as u64)
     }
 }
 
 api! {
-    /// The device of a stream.
+    /// Returns the device of a stream.
     fn cuStreamGetDevice(handle: Handle, device: Out<i32>) {
         device.set(stream(handle)?.context.device as i32)
     }
 }
 
 api! {
-    /// Whether a stream is being captured into a graph: never.
+    /// Reports whether a stream is being captured into a graph: never.
     fn cuStreamIsCapturing(handle: Handle, status: Out<u32>) {
         stream(handle)?;
         status.set(0)
     }
 }
 
-/// A function of the program, to be called in the middle of a stream.
+/// A function of the program that a stream calls between other work.
 type HostFunction = unsafe extern "C" fn(data: usize);
 
 api! {
@@ -392,8 +395,8 @@ api! {
         stream.issue(
             Work::new("a host function", move || {
                 races::host_saw(&clock);
-                // SAFETY: whoever issued it promised that it may be called from another thread with
-                // this argument.
+                // SAFETY: the caller of `cuLaunchHostFunc` promised that it may be called from
+                // another thread with this argument.
                 as_host_function(|| unsafe { function(data) });
                 Ok(())
             }),

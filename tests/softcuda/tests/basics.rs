@@ -1,4 +1,4 @@
-//! Memory, copies, streams, events and kernels, as a program that uses `cudarc` meets them.
+//! Tests of memory, copies, streams, events and kernels through `cudarc`.
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUresult};
@@ -6,7 +6,7 @@ use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::compile_ptx;
 
 #[test]
-fn numbers_go_to_the_device_and_back() {
+fn numbers_are_copied_to_device_and_back() {
     if softcuda::again!() {
         return;
     }
@@ -46,7 +46,7 @@ extern "C" __global__ void scale(float *out, const float *in, float by, int n) {
 }
 
 #[test]
-fn a_copy_beyond_the_end_fails_the_context() {
+fn copy_beyond_allocation_fails_the_context() {
     if softcuda::again!() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Products of matrices against sums that are written out.
+//! Tests of matrix products against sums computed here.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -56,7 +56,7 @@ fn values(count: usize, seed: u32) -> Vec<f32> {
     (0..count as u32).map(|at| ((at * 37 + seed * 11) % 23) as f32 / 4.0 - 2.5).collect()
 }
 
-/// One call, for columns one after another.
+/// The arguments of one product, with column-major matrices.
 struct Case {
     taken: (Operation, Operation),
     m: usize,
@@ -93,7 +93,7 @@ impl Case {
         out
     }
 
-    /// Elements of A, B and C.
+    /// Returns the numbers of elements of A, B and C.
     fn counts(&self) -> (usize, usize, usize) {
         let a = self.leading.0 * if self.taken.0 == N { self.k } else { self.m };
         let b = self.leading.1 * if self.taken.1 == N { self.n } else { self.k };
@@ -102,8 +102,8 @@ impl Case {
 }
 
 fn sgemm(fixture: &Fixture, case: &Case, [a, b, c]: [CUdeviceptr; 3]) -> Status {
-    // SAFETY: handle and scales live; the addresses are of device memory, at which the call only
-    // looks later.
+    // SAFETY: handle and scales live. The addresses are of device memory, which is accessed only
+    // later.
     unsafe {
         sys::cublasSgemm_v2(
             fixture.handle,
@@ -125,7 +125,7 @@ fn sgemm(fixture: &Fixture, case: &Case, [a, b, c]: [CUdeviceptr; 3]) -> Status 
 }
 
 #[test]
-fn single_precision_with_all_ways_to_take_a_factor() {
+fn sgemm_matches_sums_for_all_transpositions() {
     if softcuda::again!() {
         return;
     }
@@ -137,15 +137,15 @@ fn single_precision_with_all_ways_to_take_a_factor() {
             let (a, b) = (values(counts.0, 1), values(counts.1, at as u32));
             let mut c = values(counts.2, 3);
             if beta == 0.0 {
-                // With a scale of zero what stands there is not read.
+                // With a scale of zero, C is not read.
                 c.fill(f32::NAN);
             }
             let there = [fixture.put(&a), fixture.put(&b), fixture.put(&c)];
             assert_eq!(sgemm(&fixture, &case, there), Status::CUBLAS_STATUS_SUCCESS);
             let found = fixture.get::<f32>(there[2], counts.2);
             let want = case.want(&a, &b, &c);
-            // Bits, as what lies between the columns is to stay as it was, even where that is no
-            // number. Zero has one sign.
+            // Compares bits: elements between the columns must stay as they were, even NaNs. Adding
+            // zero makes all zeros positive.
             let bits = |values: &[f32]| {
                 values.iter().map(|value| (value + 0.0).to_bits()).collect::<Vec<_>>()
             };
@@ -241,14 +241,14 @@ fn tf32_loses_bits_that_single_precision_keeps() {
 }
 
 #[test]
-fn several_products_at_equal_distances() {
+fn strided_batched_sgemm_matches_sums() {
     if softcuda::again!() {
         return;
     }
     let fixture = Fixture::new();
     let case = Case { taken: (N, T), m: 5, n: 6, k: 4, leading: (5, 6, 5), alpha: 1.0, beta: 1.0 };
     let batch = 3;
-    // A is the same for all.
+    // A is the same for all products.
     let (a, b, c) = (values(20, 1), values(24 * batch, 2), values(30 * batch, 3));
     let there = [fixture.put(&a), fixture.put(&b), fixture.put(&c)];
     // SAFETY: as for `sgemm`.
@@ -302,7 +302,7 @@ fn wrong_arguments_are_refused_and_wrong_addresses_fail_later() {
     };
     assert_eq!(sgemm(&nobody, &good(), there), Status::CUBLAS_STATUS_NOT_INITIALIZED);
     fixture.stream.synchronize().unwrap();
-    // One element too few for the product: known only as it is computed.
+    // C is one element too short: found only when the product runs.
     assert_eq!(sgemm(&fixture, &good(), there), Status::CUBLAS_STATUS_SUCCESS);
     assert_eq!(fixture.stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     assert_eq!(sgemm(&fixture, &good(), there), Status::CUBLAS_STATUS_EXECUTION_FAILED);

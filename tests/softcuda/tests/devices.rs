@@ -1,4 +1,4 @@
-//! Devices, contexts, memory and what is known about it, and the shapes of copies.
+//! Tests of devices, contexts, memory and its attributes, and strided copies.
 
 use std::ptr;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ fn read(stream: &CudaStream, address: CUdeviceptr, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn without_devices_the_driver_says_so() {
+fn init_without_devices_fails() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "0") {
         return;
     }
@@ -36,7 +36,7 @@ fn without_devices_the_driver_says_so() {
 }
 
 #[test]
-fn devices_are_told_apart() {
+fn devices_are_distinct() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_MEMORY" = "1048576") {
         return;
     }
@@ -51,7 +51,7 @@ fn devices_are_told_apart() {
     );
     assert_eq!(first.attribute(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING), Ok(1));
 
-    // Memory counts where it is, and goes from one to the other.
+    // Each device counts its own memory, and copies go from one device to the other.
     let (here, there) = (first.new_stream().unwrap(), last.new_stream().unwrap());
     first.bind_to_thread().unwrap();
     let source = malloc(1000);
@@ -68,7 +68,7 @@ fn devices_are_told_apart() {
     assert_eq!(read(&there, target, 1000), [5; 1000]);
     first.bind_to_thread().unwrap();
 
-    // What is one device's is not the other's.
+    // An object of one device cannot be used on the other.
     let event = first.new_event(None).unwrap();
     last.bind_to_thread().unwrap();
     // SAFETY: event and streams live.
@@ -80,7 +80,7 @@ fn devices_are_told_apart() {
 }
 
 #[test]
-fn memory_ends_and_comes_back() {
+fn memory_runs_out_and_is_usable_after_free() {
     if softcuda::again!("SOFTCUDA_MEMORY" = "1048576") {
         return;
     }
@@ -99,7 +99,7 @@ fn memory_ends_and_comes_back() {
 }
 
 #[test]
-fn fresh_memory_is_garbage_and_freed_memory_is_gone() {
+fn new_memory_is_garbage_and_freed_memory_faults() {
     if softcuda::again!() {
         return;
     }
@@ -107,7 +107,7 @@ fn fresh_memory_is_garbage_and_freed_memory_is_gone() {
     let address = malloc(100);
     assert_eq!(address % 256, 0);
     assert_eq!(read(&stream, address, 100), [0xCD; 100]);
-    // SAFETY: nothing uses it any more, but for the fill below, which is the test.
+    // SAFETY: nothing uses it any more. The fill after the release is the error under test.
     unsafe {
         result::free_sync(address).unwrap();
         result::memset_d8_async(address, 1, 100, stream.cu_stream()).unwrap();
@@ -116,7 +116,7 @@ fn fresh_memory_is_garbage_and_freed_memory_is_gone() {
 }
 
 #[test]
-fn memory_in_order_of_a_stream_lives_until_its_release_is_reached() {
+fn stream_ordered_memory_lives_until_its_release_runs() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:3600000") {
         return;
     }
@@ -141,7 +141,7 @@ fn the_host_cannot_touch_device_memory() {
     if std::env::var_os(TOUCH).is_some() {
         let (_context, _stream) = start();
         let address = malloc(64) as *const u8;
-        // SAFETY: it is not, which is the test.
+        // SAFETY: the read is invalid, which is the test.
         let byte = unsafe { address.read_volatile() };
         println!("the host read {byte}");
         return;
@@ -167,16 +167,16 @@ fn calls_without_a_context_are_refused() {
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_INVALID_CONTEXT));
     let context = CudaContext::new(0).unwrap();
     assert_eq!(alloc(), Ok(()));
-    // Each thread has its own.
+    // Each thread has its own current context.
     let other = std::thread::scope(|scope| scope.spawn(alloc).join().unwrap());
     assert_eq!(other, Err(CUresult::CUDA_ERROR_INVALID_CONTEXT));
     drop(context);
-    // The last release ends the context, with all it has.
+    // The last release ends the context and all its resources.
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED));
 }
 
 #[test]
-fn handles_that_are_gone_are_known_as_such() {
+fn destroyed_handles_are_refused() {
     if softcuda::again!() {
         return;
     }
@@ -184,7 +184,7 @@ fn handles_that_are_gone_are_known_as_such() {
     let invalid = Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE));
     let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
     let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).unwrap();
-    // SAFETY: handles of things that are gone are what is tested.
+    // SAFETY: the driver recognizes destroyed handles, which is the test.
     unsafe {
         result::stream::destroy(stream).unwrap();
         result::event::destroy(event).unwrap();
@@ -196,7 +196,7 @@ fn handles_that_are_gone_are_known_as_such() {
 }
 
 #[test]
-fn what_is_known_about_addresses() {
+fn pointer_attributes_are_reported() {
     if softcuda::again!() {
         return;
     }
@@ -205,7 +205,7 @@ fn what_is_known_about_addresses() {
     use sys::CUpointer_attribute_enum as Pointer;
     let ask = |attribute, address| {
         let mut value = 0_u64;
-        // SAFETY: room for the widest of what is asked.
+        // SAFETY: there is room for the widest attribute.
         unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) }
             .result()
             .map(|()| value)
@@ -225,10 +225,10 @@ fn what_is_known_about_addresses() {
     let several = unsafe { sys::cuPointerGetAttributes(1, &mut attribute, &mut data, host) };
     assert_eq!((several, kind), (CUresult::CUDA_SUCCESS, 0));
 
-    // Memory that is pinned is known as the host's.
+    // Pinned memory is reported as host memory.
     let mut page = vec![0_u8; 8192];
     let pinned = page.as_mut_ptr();
-    // SAFETY: the memory lives until it is let go.
+    // SAFETY: the memory lives until it is unregistered.
     unsafe {
         sys::cuMemHostRegister_v2(pinned.cast(), 8192, 0).result().unwrap();
         let again = sys::cuMemHostRegister_v2(pinned.add(100).cast(), 10, 0);
@@ -246,8 +246,8 @@ fn rows_and_slices_are_copied() {
         return;
     }
     let (_context, stream) = start();
-    // Four rows of ten bytes, of which the middle two rows' bytes 3 to 6 go into a block of rows of
-    // eight.
+    // The source has four rows of ten bytes. Bytes 3 to 6 of its middle two rows go into rows with
+    // a pitch of eight.
     let from: Vec<u8> = (0..40).collect();
     let address = malloc(16);
     let (host, device) =
@@ -281,7 +281,7 @@ fn rows_and_slices_are_copied() {
         copy.dstPitch = 3;
         assert_eq!(sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream()).result(), Err(INVALID_VALUE));
     }
-    // Two slices of two rows of two bytes, out of slices of five rows of four.
+    // Two slices of two rows of two bytes, from slices of five rows of four bytes.
     let copy = sys::CUDA_MEMCPY3D {
         srcXInBytes: 0,
         srcY: 0,
@@ -342,13 +342,13 @@ fn arguments_of_copies_are_checked_at_once() {
 }
 
 #[test]
-fn a_child_that_was_forked_has_no_driver() {
+fn forked_child_cannot_use_driver() {
     if softcuda::again!() {
         return;
     }
     let (_context, _stream) = start();
-    // SAFETY: the child calls one function, which takes no lock before it looks whose process it
-    // is, and ends.
+    // SAFETY: the child calls one function, which checks the process id before it takes any lock,
+    // and exits.
     unsafe {
         let child = libc::fork();
         if child == 0 {

@@ -1,5 +1,6 @@
-//! Memory and events of other processes. A test that runs with the driver starts itself once more
-//! as the other side, and the two speak through the other's standard input and output, in lines.
+//! Tests of interprocess memory and events. A test under the driver starts its own program again as
+//! the other process. The two processes exchange lines through the other's standard input and
+//! output.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -12,7 +13,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 const OTHER: &str = "SOFTCUDA_TEST_OTHER";
 const LAZY: u32 = 1;
 
-/// The process on the other side.
+/// The other process of a test.
 struct Other {
     child: Child,
     to: ChildStdin,
@@ -20,7 +21,7 @@ struct Other {
 }
 
 impl Other {
-    /// Runs the test of a name again, as the other side.
+    /// Runs the named test again, as the other process.
     fn start(name: &str) -> Other {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name, "--nocapture", "--test-threads=1"])
@@ -38,7 +39,7 @@ impl Other {
         writeln!(self.to, "{line}").unwrap();
     }
 
-    /// The next line for this side; what the test runner itself prints is passed over.
+    /// Returns the next line for this process; skips the output of the test runner.
     fn hear(&mut self) -> String {
         loop {
             let mut line = String::new();
@@ -61,12 +62,12 @@ fn is_other() -> bool {
     std::env::var_os(OTHER).is_some()
 }
 
-/// As the other side: says a line.
+/// In the other process: sends a line.
 fn say(line: &str) {
     println!("says: {line}");
 }
 
-/// As the other side: hears a line; ends when there is nobody left.
+/// In the other process: receives a line; exits if the first process has ended.
 fn hear() -> String {
     let mut line = String::new();
     if std::io::stdin().read_line(&mut line).unwrap() == 0 {
@@ -126,7 +127,8 @@ fn write(stream: &CudaStream, address: sys::CUdeviceptr, bytes: &[u8]) {
     stream.synchronize().unwrap();
 }
 
-/// The handle of memory that the other side, which has 10 bytes of 1 to 10, says.
+/// In the other process: exports 10 bytes with the values 1 to 10, then obeys the commands `read`
+/// and `free`.
 fn exporter() -> ! {
     let (_context, stream) = start();
     let address = malloc(10);
@@ -136,7 +138,7 @@ fn exporter() -> ! {
         match hear().as_str() {
             "read" => say(&format!("{:?}", read(&stream, address, 10))),
             "free" => {
-                // SAFETY: allocated above; that another has it open is what is tested.
+                // SAFETY: allocated above. The first process still has it open, which is the test.
                 unsafe { result::free_sync(address) }.unwrap();
                 say("freed");
             }
@@ -162,16 +164,16 @@ fn memory_is_shared_by_processes() {
     other.say("read");
     assert_eq!(other.hear(), format!("{:?}", [9; 10]));
 
-    // Opened again it is the same, and stays until it was closed as often.
+    // A second open gives the same address, which stays valid until it is closed as often.
     assert_eq!(open(handle), Ok(address));
     close(address).unwrap();
     assert_eq!(read(&stream, address, 10), [9; 10]);
-    // It is not this process's to free or to give on.
+    // This process can neither free nor export it.
     let invalid = DriverError(CUresult::CUDA_ERROR_INVALID_VALUE);
     // SAFETY: refused, so nothing happens.
     assert_eq!(unsafe { result::free_sync(address) }, Err(invalid));
     assert_eq!(export(address).unwrap_err(), invalid);
-    // What CUDA leaves undefined: freed by its owner it stays mapped, and is garbage.
+    // Undefined in CUDA: after the owner frees it, the memory stays mapped and is garbage.
     other.say("free");
     assert_eq!(other.hear(), "freed");
     assert_eq!(read(&stream, address, 10), [0xDD; 10]);
@@ -181,14 +183,14 @@ fn memory_is_shared_by_processes() {
 }
 
 #[test]
-fn an_exporter_that_was_killed_leaves_mappings_but_opens_no_more() {
+fn killed_exporter_keeps_mappings_but_opens_fail() {
     if !is_other() && softcuda::again!() {
         return;
     }
     if is_other() {
         exporter();
     }
-    let mut other = Other::start("an_exporter_that_was_killed_leaves_mappings_but_opens_no_more");
+    let mut other = Other::start("killed_exporter_keeps_mappings_but_opens_fail");
     let (_context, stream) = start();
     let handle = sys::CUipcMemHandle { reserved: from_text(&other.hear()) };
     let address = open(handle).unwrap();
@@ -200,7 +202,7 @@ fn an_exporter_that_was_killed_leaves_mappings_but_opens_no_more() {
 }
 
 #[test]
-fn what_cannot_be_given_to_others_is_refused() {
+fn export_of_unsuitable_memory_is_refused() {
     if softcuda::again!() {
         return;
     }
@@ -226,8 +228,8 @@ fn event(flags: u32) -> Result<sys::CUevent, DriverError> {
     unsafe { sys::cuEventCreate(&mut event, flags) }.result().map(|()| event)
 }
 
-/// As the other side: an event of several processes, and a stream that a host function holds up
-/// until it is told.
+/// In the other process: exports an event that is recorded on a stream. A host function blocks the
+/// stream until `go` is received.
 fn recorder() -> ! {
     unsafe extern "C" fn until_told(_: *mut std::ffi::c_void) {
         assert_eq!(hear(), "go");
@@ -315,7 +317,7 @@ fn a_wait_ends_when_the_recorder_was_killed() {
 }
 
 #[test]
-fn events_for_processes_are_made_for_that() {
+fn only_interprocess_events_are_exported() {
     if softcuda::again!() {
         return;
     }

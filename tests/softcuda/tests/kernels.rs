@@ -1,4 +1,4 @@
-//! Kernels: what threads of a block may do with one another, and what is refused.
+//! Tests of kernels: cooperation of the threads of a block, and refused operations.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx, compile_ptx_with_
 
 fn start() -> (Arc<CudaContext>, Arc<CudaStream>) {
     let context = CudaContext::new(0).unwrap();
-    // SAFETY: these tests use one stream, in which all is in order without the events that cudarc
-    // would record; a launch would then fail by the error of the event that follows it.
+    // SAFETY: these tests use one stream, which is ordered without the events that cudarc would
+    // record. With them, a launch would return the error of the event after it.
     unsafe { context.disable_event_tracking() };
     let stream = context.new_stream().unwrap();
     (context, stream)
@@ -26,7 +26,7 @@ fn config(blocks: u32, threads: u32, shared: u32) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: shared }
 }
 
-/// Sums rows: lanes of a warp by shuffles, warps of a block by shared memory.
+/// Sums rows: the lanes of a warp by shuffles, the warps of a block through shared memory.
 const SUM: &str = r#"
 extern "C" __global__ void __launch_bounds__(256) sum_rows(const float *__restrict__ in, float *out, int columns) {
     __shared__ float parts[32];
@@ -64,7 +64,7 @@ fn threads_of_a_block_work_together() {
 }
 
 #[test]
-fn dynamic_shared_memory_votes_and_atomics() {
+fn dynamic_shared_memory_votes_and_atomics_work() {
     if softcuda::again!() {
         return;
     }
@@ -100,7 +100,7 @@ extern "C" __global__ void turn(const int *in, int *out, unsigned *counts, float
 }
 
 #[test]
-fn halves_come_with_cudas_headers() {
+fn half_types_come_with_cudas_headers() {
     if softcuda::again!() {
         return;
     }
@@ -134,7 +134,7 @@ extern "C" __global__ void halves(const float *in, unsigned short *half, unsigne
     assert_eq!(stream.clone_dtoh(&back).unwrap(), input.iter().map(sum).collect::<Vec<_>>());
 }
 
-/// A kernel that writes one value at an index far or near, or through no pointer at all.
+/// A kernel that writes one value at a given index of `out`.
 const STRAY: &str = r#"
 extern "C" __global__ void put(float *out, long long at) { out[at] = 1.0f; }
 "#;
@@ -150,9 +150,9 @@ fn stray(null: bool, at: i64) -> CUresult {
     } else {
         launch.arg(&out).arg(&at);
     }
-    // SAFETY: the kernel writes where it must not: that is the test.
+    // SAFETY: the kernel writes to invalid memory, which is the test.
     unsafe { launch.launch(config(1, 1, 0)) }.unwrap();
-    // The launch itself went well; the error comes with the wait, and with every later call.
+    // The launch itself succeeds. The wait returns the error, and so does every later call.
     let error = stream.synchronize().unwrap_err().0;
     assert_eq!(context.new_stream().unwrap_err(), DriverError(error));
     assert!(stream.clone_htod(&[1.0_f32]).is_err());
@@ -161,29 +161,29 @@ fn stray(null: bool, at: i64) -> CUresult {
 }
 
 #[test]
-fn a_write_beyond_the_end_is_told() {
+fn write_beyond_allocation_fails() {
     if !softcuda::again!() {
         assert_eq!(stray(false, 1 << 20), CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     }
 }
 
 #[test]
-fn a_write_just_beyond_the_end_is_told() {
+fn write_just_beyond_allocation_fails() {
     if !softcuda::again!() {
-        // 400 bytes, rounded up to 512, lie at the end of their page.
+        // The allocation of 400 bytes is rounded up to 512, and lies at the end of its page.
         assert_eq!(stray(false, 128), CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     }
 }
 
 #[test]
-fn a_write_through_null_is_told() {
+fn write_through_null_fails() {
     if !softcuda::again!() {
         assert_eq!(stray(true, 0), CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     }
 }
 
 #[test]
-fn a_fault_in_a_kernel_with_barriers_is_told() {
+fn fault_in_kernel_with_barriers_fails() {
     if softcuda::again!() {
         return;
     }
@@ -200,14 +200,14 @@ extern "C" __global__ void late(float *out) {
     let mut out = stream.alloc_zeros::<f32>(128).unwrap();
     let mut launch = stream.launch_builder(&late);
     launch.arg(&mut out);
-    // SAFETY: the kernel writes where it must not: that is the test.
+    // SAFETY: the kernel writes to invalid memory, which is the test.
     unsafe { launch.launch(config(4, 128, 0)) }.unwrap();
     assert_eq!(stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     std::mem::forget(out);
 }
 
 #[test]
-fn threads_that_wait_for_one_another_for_ever_are_told() {
+fn deadlocked_threads_fail_with_timeout() {
     if softcuda::again!() {
         return;
     }
@@ -222,7 +222,7 @@ extern "C" __global__ void apart() {
 }
 "#;
     let apart = kernel(&context, source, "apart");
-    // SAFETY: the kernel has no arguments; that it cannot end is the test.
+    // SAFETY: the kernel has no arguments. It cannot end, which is the test.
     unsafe { stream.launch_builder(&apart).launch(config(1, 64, 0)) }.unwrap();
     assert_eq!(stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
 }
@@ -252,12 +252,12 @@ fn wrong_launches_are_refused_at_once() {
     assert_eq!(nothing.set_attribute(SHARED, (227 << 10) + 1), invalid);
     nothing.set_attribute(SHARED, 227 << 10).unwrap();
     assert_eq!(tried((1, 1, 1), (1, 1, 1), 227 << 10), Ok(()));
-    // None of it did harm.
+    // No refused launch has failed the stream.
     stream.synchronize().unwrap();
 }
 
 #[test]
-fn launch_bounds_are_kept() {
+fn launch_beyond_launch_bounds_is_refused() {
     if softcuda::again!() {
         return;
     }
@@ -282,7 +282,7 @@ fn kernels_reach_pinned_host_memory_and_no_other() {
     let put = kernel(&context, STRAY, "put");
     let tried = |address: *mut f32| {
         let (address, at) = (address as u64, 0_i64);
-        // SAFETY: the memory lives until the wait; where the kernel must not write is the test.
+        // SAFETY: the memory lives until the wait. A write to pageable memory is the test.
         unsafe { stream.launch_builder(&put).arg(&address).arg(&at).launch(config(1, 1, 0)) }
             .unwrap();
         stream.synchronize().map_err(|error| error.0)
@@ -309,7 +309,7 @@ fn a_source_with_an_error_is_refused_with_a_log() {
     };
     let log = log.to_string_lossy();
     assert!(log.contains("undefined_name") && log.contains(":2:"), "{log}");
-    // What only the host's headers have is not there, as with NVRTC.
+    // As with NVRTC, declarations of the host's headers are absent.
     assert!(
         compile_ptx("#include <stdint.h>\nextern \"C\" __global__ void k(uint32_t *x) {}").is_err()
     );
@@ -319,7 +319,7 @@ fn a_source_with_an_error_is_refused_with_a_log() {
 }
 
 #[test]
-fn instances_of_templates_are_found_by_what_was_asked_for() {
+fn template_instances_are_found_by_name_expression() {
     if softcuda::again!() {
         return;
     }
@@ -330,7 +330,8 @@ fn instances_of_templates_are_found_by_what_was_asked_for() {
         extern \"C\" __global__ void plain(float *x) {}\n__global__ void mangled(float *x) {}";
     let program = result::create_program(source, None).unwrap();
     let expression = c"add<float, 3>";
-    // SAFETY: the calls are as NVRTC asks: a program, texts, and memory of the size that it said.
+    // SAFETY: the calls follow NVRTC's rules: a valid program, zero-terminated texts, and a buffer
+    // of the reported size.
     let (lowered, image) = unsafe {
         assert_eq!(
             sys::nvrtcAddNameExpression(program, expression.as_ptr()),
@@ -375,13 +376,13 @@ fn instances_of_templates_are_found_by_what_was_asked_for() {
 }
 
 #[test]
-fn what_is_no_module_is_refused() {
+fn foreign_ptx_is_refused() {
     if softcuda::again!() {
         return;
     }
     let (context, _) = start();
-    // Nor does who keeps what was compiled, by NVRTC's version, give a real driver what this one
-    // compiled.
+    // The minor version is one that no real NVRTC has. So a cache keyed by version never gives a
+    // real driver an image of this one.
     let (mut major, mut minor) = (0, 0);
     // SAFETY: places for two numbers.
     unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }.result().unwrap();

@@ -1,4 +1,4 @@
-//! NCCL, as a program meets it that uses it by its own functions.
+//! Tests of NCCL through its C functions.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use cudarc::nccl::sys::{
     self, ncclDataType_t as Type, ncclRedOp_t as Reduce, ncclResult_t as Answer,
 };
 
-/// A rank that does not block, with some values on its device.
+/// A non-blocking rank, with `COUNT` values on its device.
 struct Rank {
     stream: Arc<CudaStream>,
     raw: sys::ncclComm_t,
@@ -27,7 +27,7 @@ fn id() -> sys::ncclUniqueId {
 }
 
 impl Rank {
-    /// Begins to join; the answer of the call.
+    /// Begins to join a group; returns the rank and the result of the call.
     fn begin(device: usize, id: sys::ncclUniqueId, ranks: i32, rank: i32) -> (Rank, Answer) {
         let context = CudaContext::new(device).unwrap();
         let stream = context.new_stream().unwrap();
@@ -35,8 +35,7 @@ impl Rank {
         // SAFETY: numbers and pointers, for which zeros are valid.
         let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
         (config.size, config.magic, config.version) = (24, 0xcafe_beef, 21_400);
-        // SAFETY: there is room for the communicator; the memory is as long as what is copied to
-        // it.
+        // SAFETY: there is room for the communicator, and the memory has the length of the copy.
         unsafe {
             let values = malloc_sync(4 * COUNT).unwrap();
             let ones: Vec<f32> = vec![rank as f32 + 1.0; COUNT];
@@ -46,7 +45,7 @@ impl Rank {
         }
     }
 
-    /// How it is, once nothing is under way.
+    /// Waits until no operation is in progress, and returns the result of the last one.
     fn settled(&self) -> Answer {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
@@ -59,7 +58,7 @@ impl Rank {
             if state != Answer::ncclInProgress {
                 return state;
             }
-            assert!(Instant::now() < deadline, "it does not end");
+            assert!(Instant::now() < deadline, "the operation does not end");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -85,14 +84,14 @@ impl Rank {
 }
 
 #[test]
-fn ranks_add_up_and_nothing_is_done_before_all_have_come() {
+fn all_reduce_sums_once_all_ranks_have_joined() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let id = id();
     let (one, answer) = Rank::begin(0, id, 2, 0);
     assert_eq!(answer, Answer::ncclInProgress);
-    assert_eq!(one.sum(), Answer::ncclInvalidArgument, "it is not ready");
+    assert_eq!(one.sum(), Answer::ncclInvalidArgument, "not ready before all ranks have joined");
     let (other, _) = Rank::begin(1, id, 2, 1);
     for rank in [&one, &other] {
         assert_eq!(rank.settled(), Answer::ncclSuccess);
@@ -128,7 +127,7 @@ fn two_ranks_on_one_device_are_refused() {
 }
 
 #[test]
-fn who_waits_for_a_rank_that_does_not_come_waits_until_it_is_aborted() {
+fn wait_for_missing_rank_ends_on_abort() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
@@ -136,11 +135,11 @@ fn who_waits_for_a_rank_that_does_not_come_waits_until_it_is_aborted() {
     let (one, other) = (Rank::begin(0, id, 2, 0).0, Rank::begin(1, id, 2, 1).0);
     assert_eq!((one.settled(), other.settled()), (Answer::ncclSuccess, Answer::ncclSuccess));
     one.sum();
-    assert_eq!(one.settled(), Answer::ncclSuccess, "it was issued");
+    assert_eq!(one.settled(), Answer::ncclSuccess, "the operation was issued");
     let event = one.stream.record_event(None).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    assert!(!event.is_complete(), "the other has not called it");
+    assert!(!event.is_complete(), "the other rank has not called it");
     // SAFETY: the communicator is alive until it is aborted.
     assert_eq!(unsafe { sys::ncclCommAbort(one.raw) }, Answer::ncclSuccess);
-    assert_eq!(one.read(), vec![1.0; COUNT], "the stream goes on, past what was not done");
+    assert_eq!(one.read(), vec![1.0; COUNT], "the stream continues after the aborted operation");
 }

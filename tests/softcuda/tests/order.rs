@@ -1,4 +1,4 @@
-//! What has an order and what has none: streams, events, the pace of work, and races.
+//! Tests of the order of work: streams, events, the pace of work, and races.
 
 use std::ptr;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 const BYTES: usize = 1 << 16;
 const NOT_READY: Result<(), DriverError> = Err(DriverError(CUresult::CUDA_ERROR_NOT_READY));
 
-/// Two streams, and memory on the device and pinned.
+/// Two streams, a device allocation, and pinned host memory of the same size.
 struct Fixture {
     context: Arc<CudaContext>,
     one: Arc<CudaStream>,
@@ -53,17 +53,17 @@ impl Fixture {
 }
 
 #[test]
-fn lazy_streams_do_nothing_until_asked() {
+fn lazy_streams_do_nothing_until_waited_for() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:3600000") {
         return;
     }
     let fixture = Fixture::new();
     fixture.fill(&fixture.one, 7);
-    // Nothing makes the second stream wait for the first: it sees what was there before.
+    // The second stream does not wait for the first: it sees the memory before the fill.
     fixture.fetch(&fixture.two);
     fixture.two.synchronize().unwrap();
     assert_eq!(fixture.fetched(), 0xCD);
-    // With an event it waits, and asks the first stream for its work.
+    // With an event it waits, and starts the first stream's lazy work.
     fixture.two.join(&fixture.one).unwrap();
     fixture.fetch(&fixture.two);
     fixture.two.synchronize().unwrap();
@@ -71,7 +71,7 @@ fn lazy_streams_do_nothing_until_asked() {
 }
 
 #[test]
-fn a_look_starts_lazy_work() {
+fn query_starts_lazy_work() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:3600000") {
         return;
     }
@@ -88,13 +88,13 @@ fn a_look_starts_lazy_work() {
 }
 
 #[test]
-fn lazy_work_is_done_after_a_while_all_the_same() {
+fn lazy_work_runs_after_its_delay() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:20") {
         return;
     }
     let fixture = Fixture::new();
     let (sender, receiver) = std::sync::mpsc::channel::<()>();
-    // SAFETY: the function takes what is passed to it, once.
+    // SAFETY: the function takes the box that is passed to it, once.
     unsafe {
         unsafe extern "C" fn tell(sender: *mut std::ffi::c_void) {
             // SAFETY: made from a box, below.
@@ -108,13 +108,13 @@ fn lazy_work_is_done_after_a_while_all_the_same() {
 }
 
 #[test]
-fn a_wait_is_for_the_record_that_is_newest_when_it_is_issued() {
+fn event_wait_uses_newest_record_at_issue() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:3600000") {
         return;
     }
     let fixture = Fixture::new();
     let event = fixture.context.new_event(None).unwrap();
-    // Never recorded: nothing to wait for.
+    // The event was never recorded, so there is nothing to wait for.
     fixture.two.wait(&event).unwrap();
     event.record(&fixture.one).unwrap();
     fixture.two.wait(&event).unwrap();
@@ -122,7 +122,7 @@ fn a_wait_is_for_the_record_that_is_newest_when_it_is_issued() {
     event.record(&fixture.one).unwrap();
     fixture.fetch(&fixture.two);
     fixture.two.synchronize().unwrap();
-    // The wait was for the first record, before the fill.
+    // The wait was for the first record, which precedes the fill.
     assert_eq!(fixture.fetched(), 0xCD);
     assert_eq!(softcuda::driver().unwrap().races(), 1);
     assert!(!event.is_complete());
@@ -133,7 +133,7 @@ fn a_wait_is_for_the_record_that_is_newest_when_it_is_issued() {
 }
 
 #[test]
-fn the_default_stream_is_in_order_with_streams_that_mind_it() {
+fn default_stream_is_ordered_with_blocking_streams() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:3600000") {
         return;
     }
@@ -156,15 +156,15 @@ fn the_default_stream_is_in_order_with_streams_that_mind_it() {
 }
 
 #[test]
-fn pageable_memory_is_read_before_the_call_is_over_and_pinned_memory_is_not() {
+fn async_copy_reads_pageable_at_once_and_pinned_later() {
     if softcuda::again!("SOFTCUDA_PACE" = "lazy:3600000") {
         return;
     }
     let fixture = Fixture::new();
     let stream = fixture.one.cu_stream();
     let mut pageable = vec![1_u8; BYTES];
-    // SAFETY: the lengths are right, and the pinned memory lives as long as the process; it is
-    // written while a copy of it is under way, which is the test.
+    // SAFETY: the lengths are right, and the pinned memory lives as long as the process. The test
+    // writes it on purpose while a copy of it is pending.
     unsafe {
         result::memcpy_htod_async(fixture.there, &pageable, stream).unwrap();
         pageable.fill(2);
@@ -177,14 +177,14 @@ fn pageable_memory_is_read_before_the_call_is_over_and_pinned_memory_is_not() {
             .result()
             .unwrap();
         fixture.pinned.write_bytes(4, BYTES);
-        // Device to pageable host memory: over when the call is.
+        // A copy from the device to pageable host memory ends before the call returns.
         result::memcpy_dtoh_async(&mut pageable, fixture.there, stream).unwrap();
         assert_eq!(pageable, [4; BYTES]);
     }
 }
 
 #[test]
-fn events_that_are_timed_say_how_long() {
+fn timed_events_measure_elapsed_time() {
     if softcuda::again!() {
         return;
     }
@@ -202,7 +202,7 @@ fn events_that_are_timed_say_how_long() {
     assert_eq!(start.elapsed_ms(&never), invalid);
 }
 
-/// A hold-up of a stream: it does nothing more until this is dropped.
+/// A stream that is blocked until this is dropped.
 struct Held {
     _sender: std::sync::mpsc::Sender<()>,
 }
@@ -217,14 +217,14 @@ impl Held {
         }
         let (sender, receiver) = std::sync::mpsc::channel();
         let data = Box::into_raw(Box::new(receiver)).cast();
-        // SAFETY: the function takes what is passed to it, once.
+        // SAFETY: the function takes the box that is passed to it, once.
         unsafe { sys::cuLaunchHostFunc(stream.cu_stream(), Some(wait), data).result().unwrap() };
         Held { _sender: sender }
     }
 }
 
 #[test]
-fn streams_run_beside_one_another_and_queries_say_so() {
+fn streams_run_concurrently_and_queries_show_it() {
     if softcuda::again!() {
         return;
     }
@@ -251,7 +251,7 @@ fn unordered_accesses_are_races_and_ordered_ones_are_not() {
     }
     let fixture = Fixture::new();
     let driver = softcuda::driver().unwrap();
-    // Ordered: in one stream, by an event, by a wait of the host, by a look of the host.
+    // Ordered: in one stream, by an event, by a host wait, by a host query.
     fixture.fill(&fixture.one, 1);
     fixture.fill(&fixture.one, 2);
     fixture.two.join(&fixture.one).unwrap();
@@ -263,21 +263,21 @@ fn unordered_accesses_are_races_and_ordered_ones_are_not() {
         std::thread::yield_now();
     }
     fixture.fetch(&fixture.two);
-    // Two that read need no order.
+    // Two reads need no order.
     fixture.fetch(&fixture.one);
     assert_eq!(driver.races(), 0);
-    // A write beside a read that nobody waited for.
+    // A write is unordered to a read for which nobody waited.
     fixture.fill(&fixture.one, 5);
     assert_eq!(driver.races(), 1);
     fixture.context.synchronize().unwrap();
-    // An event that was recorded too early orders nothing after it.
+    // An event recorded too early does not order later work.
     let early = fixture.one.record_event(None).unwrap();
     fixture.fill(&fixture.one, 6);
     fixture.two.wait(&early).unwrap();
     fixture.fetch(&fixture.two);
     assert_eq!(driver.races(), 2);
     fixture.context.synchronize().unwrap();
-    // Other bytes of the same allocation are no matter.
+    // Accesses to different bytes of one allocation are no race.
     let half = BYTES / 2;
     // SAFETY: within the allocation.
     unsafe {
@@ -290,7 +290,7 @@ fn unordered_accesses_are_races_and_ordered_ones_are_not() {
 }
 
 #[test]
-fn a_kernel_is_looked_at_where_its_use_was_told() {
+fn kernel_races_are_found_for_declared_uses() {
     if softcuda::again!() {
         return;
     }
@@ -299,7 +299,7 @@ fn a_kernel_is_looked_at_where_its_use_was_told() {
     let ptx =
         cudarc::nvrtc::compile_ptx(r#"extern "C" __global__ void nothing(char *x) {}"#).unwrap();
     let kernel = fixture.context.load_module(ptx).unwrap().load_function("nothing").unwrap();
-    // SAFETY: a driver that is loaded already, and a function of it with this type.
+    // SAFETY: the driver is loaded already, and its function has this type.
     let note: unsafe extern "C" fn(sys::CUstream, u64, u64, i32) = unsafe {
         let library = libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW);
         std::mem::transmute(libc::dlsym(library, c"softcuda_note_use".as_ptr()))
@@ -322,13 +322,13 @@ fn a_kernel_is_looked_at_where_its_use_was_told() {
     assert_eq!(driver.races(), 0);
     launch(&fixture.one, Some(0));
     assert_eq!(driver.races(), 1);
-    // It was told for one launch, not for the next.
+    // The declaration was for one launch, not for the next.
     launch(&fixture.one, None);
     assert_eq!(driver.races(), 1);
 }
 
 #[test]
-fn counts_tell_what_was_done() {
+fn counters_count_calls_and_bytes() {
     if softcuda::again!() {
         return;
     }
@@ -346,7 +346,7 @@ fn counts_tell_what_was_done() {
 }
 
 #[test]
-fn what_is_to_fail_fails() {
+fn requested_failures_happen() {
     if softcuda::again!("SOFTCUDA_FAIL" = "alloc:2") {
         return;
     }
@@ -374,13 +374,13 @@ fn what_is_to_fail_fails() {
 }
 
 #[test]
-fn work_after_a_failure_is_left_out_but_waits_end() {
+fn after_failure_work_is_skipped_but_waits_end() {
     if softcuda::again!() {
         return;
     }
     let fixture = Fixture::new();
     let held = Held::up(&fixture.one);
-    // SAFETY: the address is of no allocation, which is the test; refused work touches nothing.
+    // SAFETY: the address is in no allocation, on purpose; failed work accesses nothing.
     unsafe { result::memset_d8_async(fixture.there + (1 << 20), 1, 1, fixture.one.cu_stream()) }
         .unwrap();
     let event = fixture.one.record_event(None).unwrap();

@@ -9,18 +9,18 @@ use crate::gpt::adamw::AdamW;
 /// The arrays of an update of one leaf, of the same length.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Leaf<'a> {
-    /// Updated.
+    /// The parameter. It is updated.
     pub(crate) w: Part<'a>,
-    /// The running mean of the gradients: updated.
+    /// The running mean of the gradients. It is updated.
     pub(crate) mean: Part<'a>,
-    /// The running mean of their squares: updated.
+    /// The running mean of the squared gradients. It is updated.
     pub(crate) square: Part<'a>,
     pub(crate) gradient: Part<'a>,
     pub(crate) elements: usize,
 }
 
-/// Update `number`, counted from one, of a leaf, at a learning rate; gradients are multiplied by
-/// `factor`, a double, first.
+/// Issues update `number` of a leaf, counted from one, at learning rate `rate`. Gradients are
+/// multiplied by `factor`, a double, first.
 pub(crate) fn update(
     device: Device<'_>,
     adamw: AdamW,
@@ -29,7 +29,7 @@ pub(crate) fn update(
     leaf: Leaf<'_>,
 ) -> Result<()> {
     let Leaf { w, mean, square, gradient, elements } = leaf;
-    // As on the host.
+    // The same formula as on the host.
     let unbias = |beta: f64| 1.0 - beta.powf(number as f64);
     let numbers = [
         adamw.beta1,
@@ -62,8 +62,8 @@ pub(crate) fn update(
     device.elements("adamw", elements, &args)
 }
 
-/// What a step's gradients are clipped by: `square_sums` are arrays of doubles with their lengths,
-/// in the order of the leaves. All of these are doubles.
+/// Computes the factor that clips a step's gradients, the mean loss and the norm. `square_sums` are
+/// arrays of doubles with their lengths, in the order of the leaves. All arrays are doubles.
 pub(crate) fn clip(
     device: Device<'_>,
     limit: f64,
@@ -100,7 +100,7 @@ mod tests {
     };
 
     #[test]
-    fn an_update_is_that_of_the_host() {
+    fn update_matches_the_host() {
         if elsewhere!() {
             return;
         }
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_clipped_as_on_the_host() {
+    fn clipping_matches_the_host() {
         if elsewhere!() {
             return;
         }

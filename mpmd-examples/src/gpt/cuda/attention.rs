@@ -1,7 +1,7 @@
 //! Causal self-attention: [`attention`](crate::gpt::attention) on a CUDA device.
 //!
-//! The products of all heads of all sequences are one call each. They are of whole squares: what a
-//! place would take from later ones is computed and then made zero.
+//! One call computes a product for all heads of all sequences. The products cover whole squares:
+//! scores above the diagonal are computed, then set to zero.
 
 use mpmd::cuda::Part;
 use mpmd::prelude::*;
@@ -11,7 +11,7 @@ use super::sums::add_column_sums;
 use crate::gpt::BlockShape;
 use crate::next_byte::LinearShape;
 
-/// What [`attention_forward`] leaves for the backward pass; the same as on the host.
+/// Arrays that [`attention_forward`] writes for the backward pass, as on the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttentionOutputs<'a> {
     /// `[3, batch, heads, time, head_dim]`.
@@ -22,7 +22,7 @@ pub(crate) struct AttentionOutputs<'a> {
     pub(crate) context: Part<'a>,
 }
 
-/// `out = attention(x) w_out`, this device's summand, without the bias.
+/// Computes `out = attention(x) w_out`: this device's summand, without the bias.
 pub(crate) fn attention_forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -45,14 +45,14 @@ pub(crate) fn attention_forward(
         scale(shape).into(),
     ];
     device.rows("causal_softmax", heads_rows(shape), &args)?;
-    // The projections are read by nothing more.
+    // The projections are no longer needed, so the product overwrites them.
     device.matmul(head, (&projected).into(), probabilities, v)?;
     merge_heads(device, shape, 1, context, (&projected).into())?;
     device.matmul(Product::new(rows, local, width), out, context, w_out)
 }
 
-/// From `d_out`, the gradient of the branch's whole output: `d_qkv` `[rows, 3, heads * head_dim]`,
-/// and `d_x`, this device's summand of the gradient of the input.
+/// Computes `d_qkv` `[rows, 3, heads * head_dim]` and `d_x` from `d_out`, the gradient of the
+/// branch's complete output. `d_x` is this device's summand of the gradient of the input.
 pub(crate) fn attention_backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -69,7 +69,7 @@ pub(crate) fn attention_backward_input(
     let d_gathered = Part::from(&d_gathered);
     let d_scores = device.floats(heads_rows(shape) * shape.time)?;
     let d_scores = Part::from(&d_scores);
-    // Where the gradients of the queries come later.
+    // The gradients of the queries overwrite this later.
     let d_context = by_head;
     device.matmul_nt(Product::new(rows, width, local), d_context, d_out, w_out)?;
     split_heads(device, shape, 1, d_gathered, d_context, None)?;
@@ -90,8 +90,8 @@ pub(crate) fn attention_backward_input(
     device.matmul_nt(Product::new(rows, 3 * local, width), d_x, d_qkv, w_qkv)
 }
 
-/// *Adds* the gradients of the weights and the bias of a layer: `x` is its input, `dz` the gradient
-/// of its output.
+/// *Adds* the gradients of the weights and the bias of a layer. `x` is its input, and `dz` the
+/// gradient of its output.
 pub(crate) fn linear_backward_weights(
     device: Device<'_>,
     shape: LinearShape,
@@ -104,19 +104,19 @@ pub(crate) fn linear_backward_weights(
     add_column_sums(device, (rows, outputs), dbias, dz, None)
 }
 
-/// Three arrays of heads, and their products.
+/// Queries, keys and values by head, and the sizes of their products.
 struct Heads<'a> {
     q: Part<'a>,
     k: Part<'a>,
     v: Part<'a>,
-    /// Each head's places times its places.
+    /// Product that gives `[time, time]` for each head.
     square: Product,
-    /// Squares times heads.
+    /// Product of `[time, time]` with `[time, head_dim]`, for each head.
     head: Product,
 }
 
 impl<'a> Heads<'a> {
-    /// The parts of `[3, batch, heads, time, head_dim]`.
+    /// Splits an array `[3, batch, heads, time, head_dim]` into its parts.
     fn of(shape: BlockShape, qkv: Part<'a>) -> Self {
         let BlockShape { batch, heads, time, .. } = shape;
         let each = shape.rows() * shape.local_width();
@@ -126,8 +126,8 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// Rows `[batch, time, groups, heads * head_dim]`, plus a bias, to `[groups, batch, heads, time,
-/// head_dim]`.
+/// Copies rows `[batch, time, groups, heads * head_dim]`, plus a bias, to `[groups, batch, heads,
+/// time, head_dim]`.
 fn split_heads(
     device: Device<'_>,
     shape: BlockShape,
@@ -140,7 +140,7 @@ fn split_heads(
     let args = [
         by_head.into(),
         rows.into(),
-        // Where there is none it is not looked at.
+        // The kernel does not read it if there is no bias.
         bias.unwrap_or(rows).into(),
         u32::from(bias.is_some()).into(),
         size(groups)?.into(),
@@ -153,7 +153,7 @@ fn split_heads(
     device.rows("split_heads", groups * heads_rows(shape), &args)
 }
 
-/// The way back.
+/// Copies `[groups, batch, heads, time, head_dim]` back to rows.
 fn merge_heads(
     device: Device<'_>,
     shape: BlockShape,
@@ -175,12 +175,12 @@ fn merge_heads(
     device.rows("merge_heads", groups * heads_rows(shape), &args)
 }
 
-/// Places of all heads of all sequences.
+/// Returns the number of positions of all heads of all sequences.
 fn heads_rows(shape: BlockShape) -> usize {
     shape.batch * shape.heads * shape.time
 }
 
-/// As on the host.
+/// Returns the same scale as on the host.
 fn scale(shape: BlockShape) -> f32 {
     (shape.head_dim() as f64).sqrt().recip() as f32
 }
@@ -191,12 +191,12 @@ mod tests {
     use crate::gpt::attention as host;
     use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device};
 
-    /// Half of the heads are elsewhere; a sequence is longer than a warp.
+    /// Half of the heads are on another device, and a sequence is longer than a warp.
     const SHAPE: BlockShape =
         BlockShape { batch: 2, time: 37, width: 24, heads_total: 4, heads: 2, hidden: 1 };
 
     #[test]
-    fn attention_and_its_gradients_are_those_of_the_host() {
+    fn attention_and_its_gradients_match_the_host() {
         if elsewhere!() {
             return;
         }
@@ -233,7 +233,7 @@ mod tests {
         for (at, row) in found[2].chunks(SHAPE.time).enumerate() {
             assert!(
                 row[at % SHAPE.time + 1..].iter().all(|p| *p == 0.0),
-                "what comes later counts nothing"
+                "later positions have no weight"
             );
         }
     }

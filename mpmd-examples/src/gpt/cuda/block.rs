@@ -1,6 +1,6 @@
 //! A transformer block: [`block`](crate::gpt::block) on a CUDA device.
 //!
-//! In the same parts, which meet where devices that share a block add up their summands.
+//! It has the same parts. Between them, devices that share a block add up their summands.
 
 use mpmd::cuda::Part;
 use mpmd::prelude::*;
@@ -22,7 +22,8 @@ fn rows(shape: BlockShape) -> Rows {
     Rows { rows: shape.rows(), width: shape.width }
 }
 
-/// First part of the forward pass: `partial` is this device's summand of the attention branch.
+/// Runs the first part of the forward pass: `partial` becomes this device's summand of the
+/// attention branch.
 pub(crate) fn forward_attention(
     device: Device<'_>,
     shape: BlockShape,
@@ -39,8 +40,8 @@ pub(crate) fn forward_attention(
     attention_forward(device, shape, partial, outputs, out, (p.w_qkv, p.b_qkv, p.w_out))
 }
 
-/// Second part: takes the whole attention branch from `partial` and leaves there this device's
-/// summand of the MLP branch; `y` becomes `h`.
+/// Runs the second part. `partial` must hold the complete attention branch, and becomes this
+/// device's summand of the MLP branch. `y` becomes `h`.
 pub(crate) fn forward_mlp(
     device: Device<'_>,
     shape: BlockShape,
@@ -57,7 +58,7 @@ pub(crate) fn forward_mlp(
     mlp_forward(device, shape, partial, (activated, slope), out, (p.w_up, p.b_up, p.w_down))
 }
 
-/// Last part: adds the whole MLP branch in `partial` to `h`.
+/// Runs the last part: adds the complete MLP branch in `partial` to `h`.
 pub(crate) fn forward_end(
     device: Device<'_>,
     shape: BlockShape,
@@ -67,7 +68,7 @@ pub(crate) fn forward_end(
     add_branch(device, rows(shape), y, partial, p.b_down)
 }
 
-/// First part of the input gradient: `gradients.d_norm2` is this device's summand.
+/// Runs the first part of the input gradient: `gradients.d_norm2` becomes this device's summand.
 pub(crate) fn backward_mlp(
     device: Device<'_>,
     shape: BlockShape,
@@ -81,8 +82,8 @@ pub(crate) fn backward_mlp(
     mlp_backward_input(device, shape, (d_norm2, d_pre), dy, interior.slope, (p.w_up, p.w_down))
 }
 
-/// Second part: takes the whole of `gradients.d_norm2`; `gradients.d_norm1` is this device's
-/// summand.
+/// Runs the second part. `gradients.d_norm2` must hold the complete sum. `gradients.d_norm1`
+/// becomes this device's summand.
 pub(crate) fn backward_attention(
     device: Device<'_>,
     shape: BlockShape,
@@ -97,7 +98,7 @@ pub(crate) fn backward_attention(
     attention_backward_input(device, shape, (d_norm1, d_qkv), d_attention, kept, (p.w_qkv, p.w_out))
 }
 
-/// Last part: takes the whole of `gradients.d_norm1`.
+/// Runs the last part. `gradients.d_norm1` must hold the complete sum.
 pub(crate) fn backward_end(
     device: Device<'_>,
     shape: BlockShape,

@@ -1,4 +1,4 @@
-//! A CUDA device as the parts of the model use it: rows, elements, products.
+//! Launches of a model's kernels and products on a CUDA device.
 
 use mpmd::aval::DType;
 use mpmd::cuda::{Arg, Cuda, Gemm, Grid, Math, Part, Scratch};
@@ -7,32 +7,31 @@ use mpmd::prelude::*;
 use super::KERNELS;
 use crate::gpt::stages::Float;
 
-/// Threads that a row's work is done by.
+/// Threads that work on one row.
 const WARP: u32 = 32;
 
-/// Rows of a block.
+/// Number of warps in a block: each has one row at a time.
 const WARPS: u32 = 4;
 
-/// Threads of a block that has a thread for each element.
+/// Threads of a block in kernels with one thread per element.
 const THREADS: u32 = 256;
 
-/// Most blocks of a launch: several for each of the largest device's processors. What is left the
-/// same ones do.
+/// Most blocks of a launch: several for each multiprocessor of the largest device. For larger
+/// arrays, each block does several parts.
 const MOST_BLOCKS: usize = 1 << 16;
 
-/// Where work is given to a device, in order.
+/// A CUDA device on which kernels and products are launched, in order.
 #[derive(Clone, Copy)]
 pub(crate) struct Device<'c> {
     cuda: Cuda<'c>,
     math: Math,
 }
 
-/// The device that a kernel runs on, where it is a CUDA device; its products are computed as `math`
-/// says.
+/// Returns the device of a kernel if it is a CUDA device. `math` is the precision of its products.
 ///
 /// # Errors
 ///
-/// Where it is one and the kernel computes in other numbers than `f32`.
+/// If it is a CUDA device and the kernel's float type is not `f32`.
 pub(crate) fn device<'c, T: Float>(cx: &mut Context<'c>, math: Math) -> Result<Option<Device<'c>>> {
     let Some(cuda) = cx.cuda() else { return Ok(None) };
     if T::DTYPE != DType::F32 {
@@ -42,59 +41,60 @@ pub(crate) fn device<'c, T: Float>(cx: &mut Context<'c>, math: Math) -> Result<O
     Ok(Some(Device { cuda, math }))
 }
 
-/// Products of dense row-major matrices: `out [m, n]`, `k` being the columns of the one and the
-/// rows of the other.
+/// Sizes of products of dense row-major matrices. `out` is `[m, n]`. `k` is the number of columns
+/// of the first operand and of rows of the second.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) m: usize,
     pub(crate) k: usize,
     pub(crate) n: usize,
-    /// How many there are, one behind the other in all three.
+    /// Number of products. Their matrices are adjacent in all three arrays.
     pub(crate) batch: usize,
-    /// Whether the product is added to what is there.
+    /// True if the product is added to the values of `out`.
     pub(crate) add: bool,
 }
 
 impl Product {
-    /// One product, written over what is there.
+    /// Creates the sizes of one product that overwrites `out`.
     pub(crate) fn new(m: usize, k: usize, n: usize) -> Self {
         Self { m, k, n, batch: 1, add: false }
     }
 
-    /// As many, one behind the other.
+    /// Sets the number of products.
     pub(crate) fn batch(self, batch: usize) -> Self {
         Self { batch, ..self }
     }
 
-    /// Added to what is there.
+    /// Makes the product add to the values of `out`.
     pub(crate) fn added(self) -> Self {
         Self { add: true, ..self }
     }
 }
 
 impl<'c> Device<'c> {
-    /// The device without the words of this module.
+    /// Returns the CUDA interface of the device.
     pub(crate) fn cuda(self) -> Cuda<'c> {
         self.cuda
     }
 
-    /// Memory for `elements` floats until the work that is issued in this call is over.
+    /// Allocates scratch memory for `elements` floats. It is freed after the work issued in this
+    /// call.
     pub(crate) fn floats(self, elements: usize) -> Result<Scratch<'c>> {
         self.cuda.scratch(DType::F32, elements)
     }
 
-    /// The same for doubles.
+    /// Allocates scratch memory for `elements` doubles, as [`floats`](Self::floats) does.
     pub(crate) fn doubles(self, elements: usize) -> Result<Scratch<'c>> {
         self.cuda.scratch(DType::F64, elements)
     }
 
-    /// A warp for each of `rows`.
+    /// Launches a kernel with one warp per row.
     pub(crate) fn rows(self, function: &'static str, rows: usize, args: &[Arg<'_>]) -> Result<()> {
         let blocks = rows.div_ceil(WARPS as usize).min(MOST_BLOCKS);
         self.launch(function, Grid::new(blocks as u32, WARPS * WARP), args)
     }
 
-    /// A thread for each of `elements`.
+    /// Launches a kernel with one thread per element.
     pub(crate) fn elements(
         self,
         function: &'static str,
@@ -105,21 +105,21 @@ impl<'c> Device<'c> {
         self.launch(function, Grid::new(blocks as u32, THREADS), args)
     }
 
-    /// A function on a grid of its own.
+    /// Launches a kernel on a given grid.
     pub(crate) fn launch(self, function: &'static str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
-        // Of nothing there is nothing to do, and no launch without blocks.
+        // Without elements there is no work, and CUDA rejects a launch without blocks.
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 {
             return Ok(());
         }
         self.cuda.launch(&KERNELS, function, grid, args)
     }
 
-    /// `out = a b`, with `a [m, k]` and `b [k, n]`.
+    /// Computes `out = a b`, with `a [m, k]` and `b [k, n]`.
     pub(crate) fn matmul(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
         self.gemm(of, (false, false), out, a, b)
     }
 
-    /// `out = a bᵀ`, with `a [m, k]` and `b [n, k]`.
+    /// Computes `out = a bᵀ`, with `a [m, k]` and `b [n, k]`.
     pub(crate) fn matmul_nt(
         self,
         of: Product,
@@ -130,7 +130,7 @@ impl<'c> Device<'c> {
         self.gemm(of, (false, true), out, a, b)
     }
 
-    /// `out = aᵀ b`, with `a [k, m]` and `b [k, n]`.
+    /// Computes `out = aᵀ b`, with `a [k, m]` and `b [k, n]`.
     pub(crate) fn matmul_tn(
         self,
         of: Product,
@@ -170,11 +170,11 @@ impl<'c> Device<'c> {
     }
 }
 
-/// A size as kernels are told it.
+/// Converts a size to the type of kernel arguments.
 ///
 /// # Errors
 ///
-/// Where it is too large for one.
+/// If it has more than 32 bits.
 pub(crate) fn size(size: usize) -> Result<u32> {
     u32::try_from(size)
         .map_err(|_| Error::kernel(format!("a size of {size} is too large for a CUDA kernel")))
@@ -187,7 +187,7 @@ mod tests {
     use super::*;
     use crate::gpt::cuda::testing::elsewhere;
 
-    /// A kernel of doubles.
+    /// A kernel that computes in doubles.
     struct Doubles;
 
     impl Kernel for Doubles {
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn doubles_are_for_the_host() {
+    fn doubles_are_an_error_on_cuda_only() {
         if elsewhere!() {
             return;
         }
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_more_than_32_bits_are_refused() {
+    fn sizes_over_32_bits_are_errors() {
         assert_eq!(size(7).unwrap(), 7);
         assert!(size(1 << 32).unwrap_err().to_string().contains("too large"));
     }

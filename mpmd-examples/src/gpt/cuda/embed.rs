@@ -1,4 +1,4 @@
-//! Bytes and their places become rows: [`embed`](crate::gpt::embed) on a CUDA device.
+//! The first layer of the model: [`embed`](crate::gpt::embed) on a CUDA device.
 
 use mpmd::cuda::{Grid, Part};
 use mpmd::prelude::*;
@@ -7,10 +7,10 @@ use super::device::{Device, size};
 use crate::gpt::embed::EmbedParameters;
 use crate::gpt::{BYTES, BlockShape};
 
-/// Tokens that a block looks at together, and its threads.
+/// Number of tokens that a block checks at once, and of its threads.
 const TOKENS: usize = 256;
 
-/// `x = bytes[token] + positions[place]`.
+/// Computes `x = bytes[token] + positions[place]`.
 pub(crate) fn embed_forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -30,7 +30,8 @@ pub(crate) fn embed_forward(
     device.rows("embed_forward", shape.rows(), &args)
 }
 
-/// *Adds* the gradients of both tables, in the order of the rows: the same bits as on the host.
+/// *Adds* the gradients of both tables, in the order of the rows. The bits are the same as on the
+/// host.
 pub(crate) fn embed_backward_weight(
     device: Device<'_>,
     shape: BlockShape,
@@ -61,9 +62,9 @@ mod tests {
     use crate::gpt::embed as host;
     use crate::math::random_bits;
 
-    /// More tokens than a block looks at together, and more columns than it has threads.
+    /// There are more tokens than a block checks at once, and more columns than its threads.
     #[test]
-    fn rows_and_the_gradients_of_the_tables_are_the_same_bits_as_on_the_host() {
+    fn rows_and_table_gradients_are_the_same_bits_as_on_host() {
         if elsewhere!() {
             return;
         }

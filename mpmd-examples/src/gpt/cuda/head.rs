@@ -1,4 +1,4 @@
-//! From rows to logits and a loss: [`head`](crate::gpt::head) and [`loss`](crate::gpt::loss) on a
+//! The last layers of the model: [`head`](crate::gpt::head) and [`loss`](crate::gpt::loss) on a
 //! CUDA device.
 
 use mpmd::cuda::Part;
@@ -14,7 +14,7 @@ fn rows(shape: BlockShape) -> Rows {
     Rows { rows: shape.rows(), width: shape.width }
 }
 
-/// The logits of `x`, written to `residuals.probabilities`.
+/// Writes the logits of `x` to `residuals.probabilities`.
 pub(crate) fn logits(
     device: Device<'_>,
     shape: BlockShape,
@@ -34,7 +34,7 @@ pub(crate) fn logits(
     device.matmul(Product::new(shape.rows(), shape.width, BYTES), probabilities, out, p.weight)
 }
 
-/// `sum`, a double, is the sum over the rows of the cross-entropy of `targets` in nats.
+/// Computes `sum`, a double: the sum over the rows of the cross-entropy of `targets`, in nats.
 pub(crate) fn forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -52,8 +52,8 @@ pub(crate) fn forward(
     sum_doubles(device, sum, (&losses).into(), rows)
 }
 
-/// The gradient `dx` of the head's input, and the weight residuals, of the loss sum times `factor`,
-/// a double.
+/// Computes the gradient `dx` of the head's input, and the weight residuals. The loss is the loss
+/// sum times `factor`, a double.
 pub(crate) fn backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -78,8 +78,8 @@ pub(crate) fn backward_input(
     norm_backward_input(device, rows(shape), dx, None, d_norm, kept)
 }
 
-/// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in
-/// this order.
+/// *Adds* the gradients of the parameters. The residuals are `norm_hat` and `norm_out`, in this
+/// order.
 pub(crate) fn backward_weight(
     device: Device<'_>,
     shape: BlockShape,
@@ -111,7 +111,7 @@ mod tests {
     const FACTOR: f64 = 0.3;
 
     #[test]
-    fn losses_and_gradients_are_those_of_the_host() {
+    fn losses_and_gradients_match_the_host() {
         if elsewhere!() {
             return;
         }

@@ -6,7 +6,7 @@ use mpmd::prelude::*;
 use super::device::{Device, Product, size};
 use crate::gpt::BlockShape;
 
-/// `out = gelu(x w_up + b_up) w_down`, this device's summand, without the bias of the way back.
+/// Computes `out = gelu(x w_up + b_up) w_down`: this device's summand, without the output bias.
 pub(crate) fn mlp_forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -17,7 +17,7 @@ pub(crate) fn mlp_forward(
 ) -> Result<()> {
     let BlockShape { width, hidden, .. } = shape;
     let rows = shape.rows();
-    // The sums before GELU are needed only here, so the slopes take their place.
+    // The sums before GELU are needed only here, so the slopes overwrite them.
     device.matmul(Product::new(rows, width, hidden), slope, x, w_up)?;
     let args =
         [activated.into(), slope.into(), b_up.into(), size(rows)?.into(), size(hidden)?.into()];
@@ -25,8 +25,8 @@ pub(crate) fn mlp_forward(
     device.matmul(Product::new(rows, hidden, width), out, activated, w_down)
 }
 
-/// From `d_out`, the gradient of the branch's whole output: `d_pre`, that of the sums before GELU,
-/// and `d_x`, this device's summand of that of the input.
+/// Computes gradients from `d_out`, the gradient of the branch's complete output. `d_pre` is the
+/// gradient of the sums before GELU. `d_x` is this device's summand of the gradient of the input.
 pub(crate) fn mlp_backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -53,7 +53,7 @@ mod tests {
         BlockShape { batch: 1, time: 5, width: 9, heads_total: 1, heads: 1, hidden: 37 };
 
     #[test]
-    fn the_branch_and_its_gradients_are_those_of_the_host() {
+    fn branch_and_its_gradients_match_the_host() {
         if elsewhere!() {
             return;
         }
@@ -61,7 +61,7 @@ mod tests {
         let lens = [rows * width, width * hidden, hidden, hidden * width, rows * width];
         let [mut x, w_up, b_up, w_down, d_out] =
             std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
-        // So that some columns are at both flat ends.
+        // Large inputs, so that some columns are at each flat end of GELU.
         x.iter_mut().for_each(|x| *x *= 20.0);
         let zeros = |len: usize| vec![0.0f32; len];
         let (mut out, mut activated, mut slope) =

@@ -28,7 +28,8 @@ mod testing;
 
 pub(super) use device::{Device, device};
 
-/// All kernels, as one source: they share what is in the first file, and are compiled at once.
+/// All kernels as one source: they share the declarations of the first file, and are compiled
+/// together.
 pub(super) static KERNELS: Source = Source::cuda(
     "gpt",
     concat!(

@@ -6,23 +6,23 @@ use mpmd::prelude::*;
 use super::device::{Device, size};
 use super::sums::add_column_sums;
 
-/// Rows that are normalised.
+/// The sizes of an array of rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
-    /// How many.
+    /// Number of rows.
     pub(crate) rows: usize,
-    /// Their columns: at least one.
+    /// Number of columns: at least one.
     pub(crate) width: usize,
 }
 
 impl Rows {
-    /// As kernels are told it.
+    /// Returns rows, width and one over the width, as kernel arguments.
     fn sizes(self) -> Result<(u32, u32, f32)> {
         Ok((size(self.rows)?, size(self.width)?, (1.0 / self.width as f64) as f32))
     }
 }
 
-/// What [`norm_forward`] writes; the same as on the host.
+/// Arrays that [`norm_forward`] writes, as on the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NormOutputs<'a> {
     /// `[rows, width]`.
@@ -33,7 +33,7 @@ pub(crate) struct NormOutputs<'a> {
     pub(crate) out: Part<'a>,
 }
 
-/// What a block's path is joined by before the norm: `y = x + (branch + bias)`.
+/// The branch that is added to a block's rows before the norm: `y = x + (branch + bias)`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Join<'a> {
     pub(crate) y: Part<'a>,
@@ -68,7 +68,7 @@ pub(crate) fn norm_forward(
     )
 }
 
-/// Joins the branch to the path and normalises what comes out.
+/// Adds the branch to the rows and normalises the sum.
 pub(crate) fn branch_norm_forward(
     device: Device<'_>,
     shape: Rows,
@@ -100,7 +100,7 @@ pub(crate) fn branch_norm_forward(
     )
 }
 
-/// `y += branch + bias`.
+/// Computes `y += branch + bias`.
 pub(crate) fn add_branch(
     device: Device<'_>,
     shape: Rows,
@@ -113,7 +113,7 @@ pub(crate) fn add_branch(
     device.rows("add_branch", shape.rows, &args)
 }
 
-/// `dx = base +` the gradient of the norm's input, from `d_out`, that of its result.
+/// Computes `dx = base +` the gradient of the norm's input. `d_out` is the gradient of its result.
 pub(crate) fn norm_backward_input(
     device: Device<'_>,
     shape: Rows,
@@ -128,7 +128,7 @@ pub(crate) fn norm_backward_input(
         shape.rows,
         &[
             dx.into(),
-            // Where there is none it is not looked at.
+            // The kernel does not read it if there is no base.
             base.unwrap_or(dx).into(),
             u32::from(base.is_some()).into(),
             d_out.into(),
@@ -159,12 +159,12 @@ mod tests {
     use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device};
     use crate::gpt::norm as host;
 
-    /// Rows that fill no block, of columns that fill no warp.
+    /// The rows do not fill a block, and the columns do not fill a warp.
     const SHAPE: Rows = Rows { rows: 13, width: 43 };
     const ELEMENTS: usize = 13 * 43;
 
     #[test]
-    fn rows_are_normalised_as_on_the_host() {
+    fn normalised_rows_match_the_host() {
         if elsewhere!() {
             return;
         }
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_of_a_norm_are_those_of_the_host() {
+    fn norm_gradients_match_the_host() {
         if elsewhere!() {
             return;
         }

@@ -1,7 +1,7 @@
-//! What a stage gives a CUDA device to do: [`stages`](crate::gpt::stages) there.
+//! The computation of a stage on a CUDA device: [`stages`](crate::gpt::stages) there.
 //!
-//! A stage's values are in views and in scratch of the device's, and go from one to the other
-//! without copies: its first block reads the input where it is, and its last writes the output.
+//! A stage's values are in views and in the device's scratch memory, without copies between them.
+//! The first block reads the stage's input directly, and the last block writes its output.
 
 use mpmd::cuda::Part;
 use mpmd::kernel::View;
@@ -20,7 +20,7 @@ use crate::gpt::params::StageParams;
 use crate::gpt::placement::{DATA_AXIS, MODEL_AXIS};
 use crate::gpt::stages::{Core, Exit, Float, Seed, StageResidual, StageWeightResidual, no_head};
 
-/// Where a stage's results go.
+/// The destination of a stage's results.
 #[derive(Clone, Copy)]
 enum Goal<'a> {
     Rows(Part<'a>),
@@ -43,16 +43,16 @@ impl<'a> Goal<'a> {
 }
 
 impl<T: Float> Core<T> {
-    /// The device, where this stage's is a CUDA device.
+    /// Returns the kernel's device if it is a CUDA device.
     ///
     /// # Errors
     ///
-    /// Where it is one and the stage computes in other numbers than `f32`.
+    /// If it is a CUDA device and the stage's float type is not `f32`.
     pub(in crate::gpt) fn device<'c>(&self, cx: &mut Context<'c>) -> Result<Option<Device<'c>>> {
         device::<T>(cx, self.math)
     }
 
-    /// The forward pass.
+    /// Issues the forward pass.
     pub(in crate::gpt) fn forward_on(
         &self,
         (cx, device): (&mut Context<'_>, Device<'_>),
@@ -121,7 +121,7 @@ impl<T: Float> Core<T> {
         }
     }
 
-    /// The input gradient.
+    /// Issues the input gradient.
     #[expect(clippy::too_many_arguments, reason = "each is another array")]
     pub(in crate::gpt) fn backward_input_on(
         &self,
@@ -189,7 +189,7 @@ impl<T: Float> Core<T> {
         Ok(())
     }
 
-    /// The weight gradient.
+    /// Issues the weight gradient.
     pub(in crate::gpt) fn backward_weight_on(
         &self,
         device: Device<'_>,

@@ -1,4 +1,5 @@
-//! Sums of columns and of squares on a CUDA device, in an order that follows from the sizes alone.
+//! Sums of columns and of squares on a CUDA device. The order of addition depends only on the
+//! sizes.
 
 use mpmd::cuda::{Grid, Part};
 use mpmd::prelude::*;
@@ -9,20 +10,20 @@ use super::device::{Device, size};
 const COLUMNS: usize = 32;
 const ROW_LANES: usize = 8;
 
-/// Rows that a block sums up at least, and most parts: so that large arrays keep all of a device
-/// busy.
+/// Minimum number of rows that a block sums up, and maximum number of parts. Large arrays then keep
+/// the whole device busy.
 const PART_ROWS: usize = 128;
 const MOST_PARTS: usize = 64;
 
-/// Threads of a block that sums up.
+/// Threads of a block that computes a sum.
 const SUM_THREADS: usize = 256;
 
-/// Elements that a block sums up at least, and most of them for an array.
+/// Minimum number of elements that a block sums up, and maximum number of blocks for an array.
 const PART_ELEMENTS: usize = 16 << 10;
 const MOST_SUM_BLOCKS: usize = 512;
 
-/// *Adds* to `d` the sum of the rows of `x`, `[rows, columns]`; with `weighted`, `(d, weights)`,
-/// also the sum of the products of both to that `d`.
+/// *Adds* the sum of the rows of `x`, `[rows, columns]`, to `d`. With `weighted`, a pair `(d,
+/// weights)`, also adds the sums of the products of `x` and `weights` to that `d`.
 pub(crate) fn add_column_sums(
     device: Device<'_>,
     (rows, columns): (usize, usize),
@@ -49,7 +50,7 @@ pub(crate) fn add_column_sums(
             sums.into(),
             products.into(),
             x.into(),
-            // Where there is none it is not looked at.
+            // The kernel does not read it if there are no weights.
             weighted.map_or(x, |(_, weights)| weights).into(),
             u32::from(weighted.is_some()).into(),
             size(rows)?.into(),
@@ -65,7 +66,7 @@ pub(crate) fn add_column_sums(
     weighted.map_or(Ok(()), |(d, _)| add(d, products))
 }
 
-/// `sum` is the sum of the squares of the floats in `x`, a double.
+/// Computes `sum`, a double: the sum of the squares of the floats in `x`.
 pub(crate) fn square_sum(
     device: Device<'_>,
     sum: Part<'_>,
@@ -83,7 +84,7 @@ pub(crate) fn square_sum(
     sum_doubles(device, sum, parts, blocks)
 }
 
-/// `sum` is the sum of the doubles in `x`.
+/// Computes `sum`, the sum of the doubles in `x`.
 pub(crate) fn sum_doubles(
     device: Device<'_>,
     sum: Part<'_>,
@@ -94,8 +95,8 @@ pub(crate) fn sum_doubles(
     device.launch("sum_doubles", grid, &[sum.into(), x.into(), elements.into()])
 }
 
-/// Sums that are numbered by `which`, in ascending order, to `picked`, one after another; or with
-/// `back` from there to their places in `sums`.
+/// Copies the sums with the indices `which`, in ascending order, to `picked`, without gaps. With
+/// `back`, copies them from there to their places in `sums`.
 pub(crate) fn pick_sums(
     device: Device<'_>,
     picked: Part<'_>,
@@ -105,7 +106,7 @@ pub(crate) fn pick_sums(
 ) -> Result<()> {
     let mut done = 0;
     while let Some(first) = which.get(done) {
-        // A launch for each 64 sums that there are.
+        // One launch for each group of 64 sums.
         let start = first / 64 * 64;
         let here: Vec<usize> =
             which[done..].iter().copied().take_while(|sum| *sum < start + 64).collect();
@@ -127,9 +128,9 @@ mod tests {
     use crate::gpt::adamw;
     use crate::gpt::cuda::testing::{array, elsewhere, floats, floats_on_device, on_device};
 
-    /// So many rows that several blocks have a part of each column.
+    /// There are enough rows for several blocks per column.
     #[test]
-    fn columns_of_many_rows_are_summed_up() {
+    fn columns_of_many_rows_are_summed() {
         if elsewhere!() {
             return;
         }
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn squares_of_small_and_large_arrays_are_summed_up_in_doubles() {
+    fn squares_are_summed_in_doubles_for_any_size() {
         if elsewhere!() {
             return;
         }
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_some_leaves_are_picked_and_put_back() {
+    fn picked_sums_can_be_put_back() {
         if elsewhere!() {
             return;
         }

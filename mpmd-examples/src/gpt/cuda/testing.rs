@@ -1,4 +1,5 @@
-//! What the tests of this module share: work on a CUDA device, beside what the host computes.
+//! Helpers of the tests in this module: they run work on a CUDA device, for a comparison with the
+//! host.
 
 use mpmd::Program;
 use mpmd::cuda::{CUBLAS, Math, Part, Source};
@@ -13,9 +14,8 @@ use mpmd::{
 use super::{Device, KERNELS, device};
 use crate::gpt::testing::random;
 
-/// Whether a test of work on a CUDA device has nothing to do here: there is nothing to test, or it
-/// was run again with the driver in software. With `MPMD_TEST_GPU=1` it runs here, on a real
-/// device.
+/// True if a test of a CUDA device must return: CUDA is not built, or the test was run again with
+/// the software driver. With `MPMD_TEST_GPU=1` it runs here, on a real device.
 macro_rules! elsewhere {
     () => {
         crate::gpt::cuda::testing::is_missing() || softcuda::again!("MPMD_CUDA_CACHE" = "")
@@ -23,7 +23,7 @@ macro_rules! elsewhere {
 }
 pub(super) use elsewhere;
 
-/// Whether there is nothing to test: says so.
+/// True if CUDA is not built. Prints a message then.
 pub(super) fn is_missing() -> bool {
     let missing = matches!(found(), Err(NoCuda::NotBuilt));
     if missing {
@@ -32,12 +32,12 @@ pub(super) fn is_missing() -> bool {
     missing
 }
 
-/// Work that a test gives a device: its inputs and its outputs, in their order.
+/// Work of a test on a device. The arguments are its inputs and its outputs.
 trait Work: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static {}
 
 impl<F: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static> Work for F {}
 
-/// A kernel that is such work.
+/// A kernel that runs such work.
 struct Test<F> {
     outputs: Vec<ShapedArray>,
     work: F,
@@ -63,11 +63,12 @@ impl<F: Work> Kernel for Test<F> {
     }
 }
 
-/// What `work` makes of `inputs` on a CUDA device: arrays of these dtypes and lengths.
+/// Runs `work` on `inputs` on a CUDA device. Returns its outputs, which have the given dtypes and
+/// lengths.
 ///
 /// # Panics
 ///
-/// Where it fails.
+/// If the work fails.
 pub(super) fn on_device(
     inputs: Vec<MpmdArray>,
     outputs: &[(DType, usize)],
@@ -88,7 +89,7 @@ pub(super) fn on_device(
     run().unwrap()
 }
 
-/// The same where all outputs are floats, of these lengths.
+/// Does the same as [`on_device`], for outputs that are all floats of the given lengths.
 pub(super) fn floats_on_device(
     inputs: Vec<MpmdArray>,
     outputs: &[usize],
@@ -98,21 +99,21 @@ pub(super) fn floats_on_device(
     on_device(inputs, &outputs, work).iter().map(|output| output.to_vec::<f32>().unwrap()).collect()
 }
 
-/// Values as an input.
+/// Converts values to an input array.
 pub(super) fn array<T: Element>(values: &[T]) -> MpmdArray {
     MpmdArray::from_slice(&[values.len()], values).unwrap()
 }
 
-/// Floats in `[-1, 1)`, the same for the same seed.
+/// Returns floats in `[-1, 1)` that depend only on the seed.
 pub(super) fn floats(len: usize, seed: u64) -> Vec<f32> {
     random(len, seed).into_iter().map(|value| value as f32).collect()
 }
 
-/// Checks that two arrays differ by no more than sums in another order do.
+/// Checks that two arrays agree up to the rounding of sums in another order.
 ///
 /// # Panics
 ///
-/// Where they differ by more.
+/// If they differ by more.
 pub(super) fn assert_near(name: &str, found: &[f32], expected: &[f32]) {
     assert_eq!(found.len(), expected.len(), "elements of {name}");
     for (at, (found, expected)) in found.iter().zip(expected).enumerate() {

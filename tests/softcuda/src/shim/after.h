@@ -1,18 +1,18 @@
-// What stands behind a program's kernels: how a block of threads is run on one thread of the CPU.
+// The text after a program's kernels: it runs a block of threads on one thread of the CPU.
 //
-// The threads of a block run one after another on a fiber (a stack of their own, switched to by hand). One that
-// has to wait for others leaves its fiber where it stands, and the next thread gets a new one; a kernel in which
-// nobody waits therefore needs one fiber, and is a plain loop.
+// The threads of a block run one after another on a fiber, which is a stack with hand-written
+// switching. If a thread has to wait for others, its fiber is suspended and the next thread gets a
+// new one. So a kernel without waits needs one fiber and is a plain loop.
 #include <setjmp.h>
 #include <ucontext.h>
 
-// What the driver hands over for a launch, and what it gets to know; as in `launch.rs`.
+// The driver's description of a launch; has the layout of `Launch` in `launch.rs`.
 struct __sc_launch {
     unsigned grid[3], block[3];
     void *shared;
     char *stacks;
     unsigned long stack_bytes;
-    // Where a fault's handler jumps to; set while the kernel runs.
+    // Jump buffer for the handler of faults; set while the kernel runs.
     void **escape;
 };
 
@@ -26,7 +26,7 @@ struct Fiber {
     bool started;
     unsigned thread;
     uint3 place;
-    // What it waits for in its warp, and what it got.
+    // The operation for which it waits in its warp, and the result.
     unsigned mask;
     int lane;
     __sc_kind kind;
@@ -42,7 +42,7 @@ struct Runner {
     unsigned threads, next, ended, fibers;
     unsigned waiting, votes, last_votes;
     Fiber *running;
-    // Fibers whose threads have ended.
+    // Fibers without a thread, ready for reuse.
     Fiber *free[MOST];
     unsigned free_count;
     Fiber *of_thread[MOST];
@@ -66,13 +66,14 @@ void release_block(Runner *r) {
         if (fiber(r, i)->state == AT_BARRIER) fiber(r, i)->state = READY;
 }
 
-// Lanes of a warp that are there and have not ended.
+// Returns the lanes of a warp that exist and have not ended.
 unsigned live_lanes(Runner *r, unsigned warp) {
     unsigned there = r->threads - warp * 32;
     return (there >= 32 ? 0xffffffffu : (1u << there) - 1) & ~r->ended_lanes[warp];
 }
 
-// Lets lanes of a warp go on once all whom one of them waits for have come; looks at all from the given one on.
+// For each waiting lane from `lane` to `last`: once all live lanes of its mask wait too, computes
+// their results and makes them ready.
 void release_warp(Runner *r, unsigned warp, unsigned lane, unsigned last) {
     for (; lane <= last; lane++) {
         if (!(r->waiting_lanes[warp] >> lane & 1)) continue;
@@ -93,7 +94,7 @@ void release_warp(Runner *r, unsigned warp, unsigned lane, unsigned last) {
             unsigned from = (unsigned)f->lane & 31;
             switch (f->kind) {
             case __sc_read_lane:
-                // A lane that takes no part has no value to give: what CUDA calls undefined is garbage here.
+                // A lane outside the mask has no value: undefined in CUDA, garbage here.
                 f->result = need >> from & 1 ? r->of_thread[warp * 32 + from]->value : 0xCDCDCDCDCDCDCDCDull;
                 break;
             case __sc_ballot: f->result = ballot; break;
@@ -107,7 +108,7 @@ void release_warp(Runner *r, unsigned warp, unsigned lane, unsigned last) {
     }
 }
 
-// Leaves the running fiber where it stands, until it is ready again.
+// Suspends the running fiber until it is ready again.
 void leave(Runner *r) {
     Fiber *f = r->running;
     if (_setjmp(f->where) == 0) _longjmp(r->scheduler, 1);
@@ -151,7 +152,7 @@ void resume(Runner *r, Fiber *f) {
     swapcontext(&back, &context);
 }
 
-// A fiber for a thread that has not begun.
+// Returns a fiber for a thread that has not begun.
 Fiber *unused(Runner *r) {
     if (r->free_count > 0) return r->free[--r->free_count];
     Fiber *f = fiber(r, r->fibers++);
@@ -160,7 +161,7 @@ Fiber *unused(Runner *r) {
     return f;
 }
 
-// Runs one block to its end; false where all its threads wait for one another.
+// Runs one block to its end. Returns false if all its threads wait for one another.
 bool run_block(Runner *r) {
     r->next = r->ended = r->waiting = r->votes = 0;
     for (unsigned warp = 0; warp * 32 < r->threads; warp++) r->ended_lanes[warp] = r->waiting_lanes[warp] = 0;
@@ -213,7 +214,7 @@ static unsigned long long __sc_warp(unsigned mask, unsigned long long value, int
     return f->result;
 }
 
-// Runs a kernel; 0, or the error it ended with. 700 comes from the driver's handler of faults.
+// Runs a kernel. Returns 0 or its error code; 700 comes from the driver's handler of faults.
 extern "C" int __sc_run(void (*call)(char *), char *arguments, const __sc_launch *launch) {
     sigjmp_buf escape;
     Runner r;
@@ -242,8 +243,8 @@ extern "C" int __sc_run(void (*call)(char *), char *arguments, const __sc_launch
     return code;
 }
 
-// What the driver asks about a kernel: how its arguments lie, and how it is called with them, packed one after
-// another, each at a multiple of sixteen bytes.
+// The driver's description of a kernel. `call` takes the arguments packed one after another, each
+// at a multiple of 16 bytes.
 struct __sc_kernel {
     const char *name;
     void *address;
@@ -251,7 +252,7 @@ struct __sc_kernel {
     unsigned count;
     const unsigned *sizes;
     const unsigned char *pointers;
-    // The most threads of a block, by `__launch_bounds__`.
+    // The most threads of a block, from `__launch_bounds__`.
     unsigned threads;
 };
 

@@ -1,10 +1,11 @@
-// What stands before a program's kernels when they are compiled for the CPU: CUDA's words, and its functions.
+// The text before a program's kernels when they are compiled for the CPU: CUDA's keywords and
+// functions.
 //
-// Nothing of the host's headers is included, here or in a kernel, as with NVRTC: a kernel that uses what only they
-// have does not compile there either. C's functions of numbers are declared one by one.
+// As with NVRTC, no header of the host is included, here or in a kernel. A kernel that needs one
+// does not compile there either. C's mathematical functions are declared one by one.
 extern "C" int printf(const char *, ...);
 
-// Functions of numbers, which CUDA has for float under the names, too, that C has for double.
+// Mathematical functions: CUDA overloads C's names for double with versions for float.
 #define __SC_ONE(name)                                                                                              \
     extern "C" double name(double);                                                                                \
     extern "C" float name##f(float);                                                                               \
@@ -74,7 +75,7 @@ struct dim3 {
     constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-// Where the running thread is. Kernels of several streams run on several threads of the process.
+// Position of the running thread. Kernels of several streams run on several threads of the process.
 struct __sc_place {
     uint3 thread, block;
     dim3 size, grid;
@@ -87,7 +88,7 @@ static thread_local __sc_place __sc_here;
 #define gridDim (__sc_here.grid)
 static constexpr int warpSize = 32;
 
-// Waits of threads for one another; in `after.h`.
+// Barriers and exchanges between threads of a block; defined in `after.h`.
 enum __sc_kind { __sc_read_lane, __sc_ballot, __sc_add, __sc_min, __sc_max };
 static void __sc_block_barrier(int kind, bool value, int *result);
 static unsigned long long __sc_warp(unsigned mask, unsigned long long value, int lane, __sc_kind kind);
@@ -155,7 +156,7 @@ static inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     return (unsigned)__sc_warp(mask, value, 0, __sc_max);
 }
 
-// Atomic operations: other streams run on other threads.
+// Atomic operations: kernels of other streams run on other threads.
 template <class T> struct __sc_same { typedef T type; };
 template <class T, class F> static inline T __sc_atomic(T *at, F change) {
     T old, made;
@@ -200,7 +201,7 @@ template <class T> static inline T __ldcs(const T *at) { return *at; }
 template <class T> static inline void __stcs(T *at, T value) { *at = value; }
 template <class T> static inline void __stcg(T *at, T value) { *at = value; }
 
-// Numbers.
+// Numeric functions.
 static inline float __int_as_float(int bits) { return __sc_value<float>((unsigned)bits); }
 static inline int __float_as_int(float value) { return (int)__sc_bits(value); }
 static inline float __uint_as_float(unsigned bits) { return __sc_value<float>(bits); }

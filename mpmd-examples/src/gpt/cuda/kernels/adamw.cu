@@ -1,6 +1,6 @@
 // The optimiser.
 
-// One update of a leaf in one pass; `factor` is what gradients are multiplied by first.
+// Updates a leaf in one pass. Gradients are multiplied by `factor` first.
 extern "C" __global__ void adamw(float *w, float *mean, float *square, const float *gradient, const double *factor,
                                  u64 elements, float beta1, float beta2, float fresh1, float fresh2, float rate,
                                  float root, float keep, float epsilon)
@@ -16,8 +16,8 @@ extern "C" __global__ void adamw(float *w, float *mean, float *square, const flo
     }
 }
 
-// `total` and what is in `sums`, added up in their order by one thread, so that the bits do not depend on how the
-// sums of a model's leaves are divided among stages.
+// Adds up `total` and `sums` in order, with one thread. The bits therefore do not depend on the
+// division of leaves into stages.
 extern "C" __global__ void add_in_order(double *total, const double *sums, u32 count, u32 from_zero)
 {
     double sum = from_zero ? 0.0 : *total;
@@ -26,8 +26,9 @@ extern "C" __global__ void add_in_order(double *total, const double *sums, u32 c
     *total = sum;
 }
 
-// From the sum of the squares of all gradients, and the sum and the weight of the loss: what gradients are to be multiplied by so
-// that the norm of their mean is at most `limit`, the mean loss, and that norm.
+// Computes the factor that limits the norm of the mean gradient to `limit`, the mean loss, and that
+// norm. The inputs are the sum of the squares of all gradients, and the sum and the weight of the
+// loss.
 extern "C" __global__ void clip(double *factor, double *loss, double *norm, const double *squares,
                                 const double *loss_sum, const double *weight, double limit)
 {

@@ -1,8 +1,7 @@
-// What is between the products of causal self-attention.
+// Causal self-attention, except its matrix products.
 
-// One sequence's head at one place, of a group of heads (queries, keys or values): where it is in an array
-// [groups, batch, heads, time, head_dim] follows from its number, and this is where it is in [batch, time, groups, heads,
-// head_dim].
+// Returns the start of a head of one position in an array [batch, time, groups, heads, head_dim].
+// `number` is its index in [groups, batch, heads, time]. Groups are queries, keys and values.
 __device__ __forceinline__ u64 place_in_rows(u32 number, u32 groups, u32 batch, u32 heads, u32 time, u32 head_dim)
 {
     u32 place = number % time, rest = number / time;
@@ -13,7 +12,7 @@ __device__ __forceinline__ u64 place_in_rows(u32 number, u32 groups, u32 batch, 
     return ((row * groups + group) * heads + head) * head_dim;
 }
 
-// Rows, with `bias` added to each where there is one, laid out by head.
+// Copies rows to a layout by head. Adds `bias` to each row if `with_bias` is set.
 extern "C" __global__ void split_heads(float *by_head, const float *rows, const float *bias, u32 with_bias, u32 groups,
                                        u32 batch, u32 heads, u32 time, u32 head_dim)
 {
@@ -30,7 +29,7 @@ extern "C" __global__ void split_heads(float *by_head, const float *rows, const 
     }
 }
 
-// The way back.
+// Copies from the layout by head back to rows.
 extern "C" __global__ void merge_heads(float *rows, const float *by_head, u32 groups, u32 batch, u32 heads, u32 time,
                                        u32 head_dim)
 {
@@ -43,19 +42,19 @@ extern "C" __global__ void merge_heads(float *rows, const float *by_head, u32 gr
     }
 }
 
-// Scores become probabilities, in place: row i of each `time` rows is the softmax of its first i + 1 elements times
-// `scale`, then zeros.
+// Turns scores into probabilities, in place. Row i of each `time` rows becomes the softmax of its
+// first i + 1 elements times `scale`, followed by zeros.
 extern "C" __global__ void causal_softmax(float *scores, u32 rows, u32 time, float scale)
 {
     for (u32 number = first_row(); number < rows; number += row_step()) {
         float *row = scores + (u64)number * time;
         u32 seen = number % time + 1;
-        // Every lane has one: the first element is seen by all.
+        // Every lane can start with the first element, which is never masked.
         float largest = row[0];
         for (u32 column = lane(); column < seen; column += WARP)
             largest = row[column] > largest ? row[column] : largest;
         largest = warp_max(largest);
-        // No lane writes what another has yet to read: the sum below needs all of them.
+        // No lane may overwrite an element before every lane has read it.
         __syncwarp(ALL_LANES);
         float sum = 0.0f;
         for (u32 column = lane(); column < seen; column += WARP) {
@@ -69,7 +68,7 @@ extern "C" __global__ void causal_softmax(float *scores, u32 rows, u32 time, flo
     }
 }
 
-// The gradient of the probabilities becomes that of the scores, in place.
+// Turns the gradient of the probabilities into that of the scores, in place.
 extern "C" __global__ void causal_softmax_backward(float *d_scores, const float *probabilities, u32 rows, u32 time,
                                                    float scale)
 {

@@ -1,9 +1,9 @@
-// What the kernels of this folder share; all of them are one source, compiled together, with this file first.
+// Helpers of the kernels in this folder. All kernels are one source, with this file first.
 //
-// Most kernels work on rows, and a warp has a row at a time: its 32 threads are at neighbouring columns, so that
-// they read and write memory in whole lines, and what is summed over a row goes from thread to thread. Whatever the
-// number of blocks, a row is computed in the same way, and no sum depends on who comes first: the same inputs give
-// the same bits.
+// Most kernels work on rows, and a warp has one row at a time. Its 32 threads are at adjacent
+// columns, so that reads and writes are coalesced. Sums over a row use shuffles between threads. A
+// row is computed in the same way for any number of blocks, and no sum depends on thread timing:
+// the same inputs give the same bits.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define WARP 32u
 #define ALL_LANES 0xffffffffu
 
-// What `x` of all threads of a warp is together, in each of them. All must come here.
+// Returns the sum of `x` over all threads of a warp, in each of them. All threads must call it.
 __device__ __forceinline__ float warp_sum(float x)
 {
     for (int step = WARP / 2; step > 0; step /= 2)
@@ -20,7 +20,8 @@ __device__ __forceinline__ float warp_sum(float x)
     return x;
 }
 
-// The largest `x` of all threads of a warp. A NaN among others may be passed over, and shows in its exponential.
+// Returns the largest `x` of all threads of a warp. It may ignore a NaN, which later shows in its
+// exponential.
 __device__ __forceinline__ float warp_max(float x)
 {
     for (int step = WARP / 2; step > 0; step /= 2) {
@@ -30,25 +31,27 @@ __device__ __forceinline__ float warp_max(float x)
     return x;
 }
 
-// This thread's place in its warp.
+// Returns this thread's index in its warp.
 __device__ __forceinline__ u32 lane() { return threadIdx.x % WARP; }
 
-// The first row of this thread's warp, and how many rows on its next one is. Blocks are of whole warps.
+// The first row of this thread's warp, and the distance to its next row. Blocks consist of whole
+// warps.
 __device__ __forceinline__ u32 first_row() { return (blockIdx.x * blockDim.x + threadIdx.x) / WARP; }
 __device__ __forceinline__ u32 row_step() { return gridDim.x * blockDim.x / WARP; }
 
-// The same for kernels that have a thread for each element.
+// The same for kernels with one thread per element.
 __device__ __forceinline__ u64 first_element() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ u64 element_step() { return (u64)gridDim.x * blockDim.x; }
 
-// e to the power of `x`, as the functions for the host compute it: within 3e-7 of the value, zero below -80, above 80
-// that of 80, and a NaN of a NaN.
+// Returns e to the power of `x`, as on the host. The relative error is below 3e-7. Below -80 the
+// result is zero, and above 80 it is that of 80. A NaN stays a NaN.
 __device__ __forceinline__ float exp_limited(float x)
 {
     const float limit = 80.0f;
-    // Added to a small number, it leaves that number's nearest whole one in the lowest bits.
+    // Adding it to a small number rounds that number to an integer, which is left in the lowest
+    // bits.
     const float round = 12582912.0f;
-    // ln 2 in two parts, the first of so few bits that its product with `n` is exact.
+    // ln 2 in two parts. The first has so few bits that its product with `n` is exact.
     const float ln2_high = 355.0f / 512.0f;
     const float ln2_low = (float)(0.693147180559945309417232121458 - 355.0 / 512.0);
     float capped = x > limit ? limit : x;
@@ -62,7 +65,7 @@ __device__ __forceinline__ float exp_limited(float x)
     series = series * r + 0.5f;
     series = series * r + 1.0f;
     series = series * r + 1.0f;
-    // The shift drops all of `round` and makes the whole number an exponent.
+    // The shift removes all of `round` and makes the integer the exponent.
     float power = __int_as_float((int)(((u32)__float_as_int(rounded) << 23) + 0x3f800000u));
     return x < -limit ? 0.0f : series * power;
 }

@@ -1,6 +1,6 @@
-// Bytes and their places become rows, and gradients of rows those of the two tables.
+// The embedding: rows from bytes and positions, and the gradients of its two tables.
 
-// `x = bytes[token] + positions[place]`.
+// Computes `x = bytes[token] + positions[place]`.
 extern "C" __global__ void embed_forward(float *x, const float *bytes, const float *positions, const u8 *tokens,
                                          u32 rows, u32 time, u32 width)
 {
@@ -14,12 +14,13 @@ extern "C" __global__ void embed_forward(float *x, const float *bytes, const flo
 
 #define TOKENS 256u
 
-// Adds the gradients of the table of bytes: block (x, y) those of byte x in TOKENS columns from y * TOKENS on. It
-// goes through all tokens and takes the rows of its own in their order, so nobody else writes there. A block is of TOKENS
-// threads.
+// Adds the gradients of the table of bytes. Block (x, y) handles byte x, in TOKENS columns from y *
+// TOKENS on. It checks all tokens in order and adds the rows of its byte, so no other block writes
+// there. A block has TOKENS threads.
 extern "C" __global__ void embed_backward_bytes(float *d_bytes, const float *dx, const u8 *tokens, u32 rows, u32 width)
 {
-    // Which of the next TOKENS tokens are this byte: one byte each, read four at a time, since few are.
+    // A flag of one byte for each of the next TOKENS tokens: set if it is this byte. Flags are read
+    // four at a time, because few are set.
     __shared__ u32 hits[TOKENS / 4];
     u32 column = blockIdx.y * TOKENS + threadIdx.x;
     float sum = column < width ? d_bytes[(u64)blockIdx.x * width + column] : 0.0f;
@@ -40,7 +41,7 @@ extern "C" __global__ void embed_backward_bytes(float *d_bytes, const float *dx,
         d_bytes[(u64)blockIdx.x * width + column] = sum;
 }
 
-// Adds the gradients of the table of places: of each element those of all sequences, in their order.
+// Adds the gradients of the table of positions. For each element, sequences are added in order.
 extern "C" __global__ void embed_backward_positions(float *d_positions, const float *dx, u32 batch, u64 elements)
 {
     for (u64 at = first_element(); at < elements; at += element_step()) {

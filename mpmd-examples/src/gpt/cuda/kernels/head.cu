@@ -1,9 +1,10 @@
-// Cross-entropy of what came next, in nats: from logits to probabilities and losses, and to gradients.
+// Cross-entropy of the next byte, in nats: probabilities, losses and gradients from logits.
 
 #define BYTES 256u
 #define EACH (BYTES / WARP)
 
-// Logits become probabilities, in place, and `losses` gets each row's cross-entropy of its target.
+// Turns logits into probabilities, in place. Writes the cross-entropy of each row's target to
+// `losses`.
 extern "C" __global__ void cross_entropy(float *probabilities, double *losses, const u8 *targets, u32 rows)
 {
     for (u32 number = first_row(); number < rows; number += row_step()) {
@@ -18,7 +19,7 @@ extern "C" __global__ void cross_entropy(float *probabilities, double *losses, c
                 aimed = logits[i];
         }
         largest = warp_max(largest);
-        // One lane has it, the others zero.
+        // One lane holds the target's logit, and the others zero.
         float logit = warp_sum(aimed) - largest;
         float sum = 0.0f;
         for (u32 i = 0; i < EACH; i++) {
@@ -34,7 +35,7 @@ extern "C" __global__ void cross_entropy(float *probabilities, double *losses, c
     }
 }
 
-// The gradient of the sum of the losses times `factor` with respect to the logits.
+// Computes the gradient of the sum of the losses times `factor` with respect to the logits.
 extern "C" __global__ void cross_entropy_gradient(float *d_logits, const float *probabilities, const u8 *targets,
                                                   const double *factor, u32 rows)
 {

@@ -1,9 +1,9 @@
-// What is between the products of the MLP.
+// The MLP, except its matrix products.
 
-// `activated` is GELU of `slope + bias`, which is replaced by the derivative there.
+// Writes GELU of `slope + bias` to `activated`, and its derivative to `slope`.
 extern "C" __global__ void bias_gelu(float *activated, float *slope, const float *bias, u32 rows, u32 hidden)
 {
-    // The exponent is (twice + twice_cube x^2) x: see the functions for the host.
+    // The exponent is (twice + twice_cube x^2) x, as on the host.
     const float twice = 1.5957691216057308f;
     const float twice_cube = 0.07135481627260025f;
     const float twice_cube_slope = 0.21406444881780076f;
@@ -20,7 +20,7 @@ extern "C" __global__ void bias_gelu(float *activated, float *slope, const float
     }
 }
 
-// `x *= by`.
+// Computes `x *= by`.
 extern "C" __global__ void multiply(float *x, const float *by, u64 elements)
 {
     for (u64 at = first_element(); at < elements; at += element_step())

@@ -1,8 +1,9 @@
-// Layer norm, and what is beside it: the sum of a block's path and its branch.
+// Layer norm, and the sum of a block's rows and its branch.
 
 #define EPSILON 1e-5f
 
-// One row of a layer norm, by a warp. `x` is read where this thread has written it, or by nobody else.
+// Computes one row of a layer norm with a warp. A thread reads only elements of `x` that no other
+// thread has written.
 __device__ __forceinline__ void norm_row(float *hat, float *inv_std, float *out, const float *x, const float *gain,
                                          const float *bias, u32 width, float share)
 {
@@ -26,8 +27,8 @@ __device__ __forceinline__ void norm_row(float *hat, float *inv_std, float *out,
     }
 }
 
-// `hat` is the rows of `x` at mean 0 and variance 1, `inv_std` what they were multiplied by, and
-// `out = hat * gain + bias`. `share` is one over the width.
+// Writes the rows of `x` at mean 0 and variance 1 to `hat`, their factors to `inv_std`, and `out =
+// hat * gain + bias`. `share` is one over the width.
 extern "C" __global__ void norm_forward(float *hat, float *inv_std, float *out, const float *x, const float *gain,
                                         const float *bias, u32 rows, u32 width, float share)
 {
@@ -37,7 +38,7 @@ extern "C" __global__ void norm_forward(float *hat, float *inv_std, float *out, 
     }
 }
 
-// `y = x + (branch + branch_bias)`, and the norm of that.
+// Computes `y = x + (branch + branch_bias)`, and the norm of `y`.
 extern "C" __global__ void branch_norm_forward(float *y, float *hat, float *inv_std, float *out, const float *x,
                                                const float *branch, const float *branch_bias, const float *gain,
                                                const float *bias, u32 rows, u32 width, float share)
@@ -50,7 +51,7 @@ extern "C" __global__ void branch_norm_forward(float *y, float *hat, float *inv_
     }
 }
 
-// `y += branch + bias`.
+// Computes `y += branch + bias`.
 extern "C" __global__ void add_branch(float *y, const float *branch, const float *bias, u32 rows, u32 width)
 {
     for (u32 row = first_row(); row < rows; row += row_step()) {
@@ -60,8 +61,8 @@ extern "C" __global__ void add_branch(float *y, const float *branch, const float
     }
 }
 
-// `dx = base +` the gradient of the norm's input, from that of its output; without `base` where there is none to add.
-// `base` may be `dx`.
+// Computes `dx = base +` the gradient of the norm's input, from that of its output. Without
+// `with_base`, `base` is not added. `base` may be `dx`.
 extern "C" __global__ void norm_backward_input(float *dx, const float *base, u32 with_base, const float *d_out,
                                                const float *hat, const float *inv_std, const float *gain, u32 rows,
                                                u32 width, float share)
@@ -74,7 +75,8 @@ extern "C" __global__ void norm_backward_input(float *dx, const float *base, u32
             sum += d_hat;
             dot += d_hat * hat[at + column];
         }
-        // Mean and variance of the row follow its elements; these two take that part back out.
+        // Mean and variance depend on all elements of the row. These terms subtract their part of
+        // the gradient.
         float mean = warp_sum(sum) * share;
         float along = warp_sum(dot) * share;
         float inv = inv_std[row];

@@ -1,11 +1,12 @@
-// Sums of columns, for biases and gains, and of whole arrays, for losses and norms. Each is in two stages: parts,
-// which blocks sum up on their own, and the sum of these in their order.
+// Sums of columns, for biases and gains, and of whole arrays, for losses and norms. Each sum has
+// two stages: each block sums one part, then the parts are added in order.
 
-// A tile of columns and the rows that its threads are at: a block is of COLUMNS * ROW_LANES threads.
+// The columns and rows of a block, which has COLUMNS * ROW_LANES threads.
 #define COLUMNS 32u
 #define ROW_LANES 8u
 
-// What thread `row_lane` of each column found, added up in order; for the first of them.
+// Adds up the values of all row lanes of a column, in order. Only one thread of each column calls
+// it.
 __device__ __forceinline__ float add_row_lanes(float found[ROW_LANES][COLUMNS + 1], u32 column)
 {
     float sum = 0.0f;
@@ -14,12 +15,12 @@ __device__ __forceinline__ float add_row_lanes(float found[ROW_LANES][COLUMNS + 
     return sum;
 }
 
-// Block (x, y) sums the y-th `part` rows of columns 32 x to 32 x + 31: `sums` is [parts, columns]. With `weights`, an array
-// of the same shape, `weighted` gets the sums of the products as well.
+// Block (x, y) sums the y-th `part` rows of columns 32 x to 32 x + 31. `sums` is [parts, columns].
+// With `weights`, an array of the same shape as `x`, `weighted` gets the sums of the products.
 extern "C" __global__ void column_sums(float *sums, float *weighted, const float *x, const float *weights,
                                        u32 with_weights, u32 rows, u32 columns, u32 part)
 {
-    // One more in a row, so that threads that are at neighbours do not ask the same bank.
+    // One more column avoids bank conflicts in shared memory.
     __shared__ float plain[ROW_LANES][COLUMNS + 1];
     __shared__ float products[ROW_LANES][COLUMNS + 1];
     u32 column_lane = threadIdx.x % COLUMNS, row_lane = threadIdx.x / COLUMNS;
@@ -46,7 +47,7 @@ extern "C" __global__ void column_sums(float *sums, float *weighted, const float
     }
 }
 
-// `d +=` the sum of the rows of `parts`, [count, columns], in their order.
+// Computes `d +=` the sum of the rows of `parts`, [count, columns], in their order.
 extern "C" __global__ void add_parts(float *d, const float *parts, u32 count, u32 columns)
 {
     for (u64 column = first_element(); column < columns; column += element_step()) {
@@ -59,8 +60,8 @@ extern "C" __global__ void add_parts(float *d, const float *parts, u32 count, u3
 
 #define SUM_THREADS 256u
 
-// What the threads of a block found, added up in a tree; for the first of them. A block is of SUM_THREADS threads, and
-// `found` its shared memory.
+// Adds up `x` of all threads of a block in a tree. Thread 0 gets the sum, and the others get zero.
+// A block has SUM_THREADS threads, and `found` is its shared memory.
 __device__ __forceinline__ double block_sum(double found[SUM_THREADS], double x)
 {
     found[threadIdx.x] = x;
@@ -72,7 +73,7 @@ __device__ __forceinline__ double block_sum(double found[SUM_THREADS], double x)
     return threadIdx.x == 0 ? found[0] : 0.0;
 }
 
-// Each block's part of the sum of squares, in doubles: `parts` is [blocks].
+// Computes each block's part of the sum of squares, in doubles: `parts` is [blocks].
 extern "C" __global__ void square_sums(double *parts, const float *x, u64 elements)
 {
     __shared__ double found[SUM_THREADS];
@@ -84,7 +85,7 @@ extern "C" __global__ void square_sums(double *parts, const float *x, u64 elemen
         parts[blockIdx.x] = sum;
 }
 
-// The sum of `x`, by one block.
+// Computes the sum of `x` with one block.
 extern "C" __global__ void sum_doubles(double *sum, const double *x, u64 elements)
 {
     __shared__ double found[SUM_THREADS];
@@ -96,7 +97,8 @@ extern "C" __global__ void sum_doubles(double *sum, const double *x, u64 element
         *sum = mine;
 }
 
-// Of up to 64 `sums` those whose bit is set in `which`, one after another: to `picked`, or with `back` from there.
+// Copies those of up to 64 `sums` with a set bit in `which` to `picked`, without gaps. With `back`,
+// copies in the other direction.
 extern "C" __global__ void pick_sums(double *picked, double *sums, u64 which, u32 back)
 {
     u32 place = 0;
