@@ -52,6 +52,8 @@ pub use exec::host_array::HostArray;
 pub use kernel::cuda;
 pub use mpmd_ids::ProcessId;
 pub use mpmd_launch as launch;
+#[doc(hidden)]
+pub use mpmd_layout::__private;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
 pub use mpmd_transport::{Failure, FailureKind};
 pub use trace::{Label, Role};

@@ -34,7 +34,7 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
     }
 
     let name = &input.ident;
-    let tree = quote!(::mpmd::tree);
+    let tree = quote!(::mpmd::__private);
     let parts: Vec<Part> = fields.iter().enumerate().map(Part::new).collect();
     let (leaf_name, mapped) = (&leaf.ident, Ident::new("__M", Span::mixed_site()));
     let parameters = |bound: TokenStream| parameters(input, &bound);

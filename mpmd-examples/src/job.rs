@@ -31,7 +31,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
-use mpmd::{Error, Program, Simulation};
+use mpmd::{Error, Program, testing::Simulation};
 use tracing_subscriber::EnvFilter;
 
 /// Time for the processes to end by themselves after Ctrl-C, or after one has failed: enough for a

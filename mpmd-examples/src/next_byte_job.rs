@@ -447,7 +447,7 @@ fn one_forward_one_backward(stages: usize, microbatches: usize) -> Vec<Action> {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use mpmd::{MemoryUse, Simulation};
+    use mpmd::{MemoryUse, testing::Simulation};
 
     use super::*;
 

@@ -451,7 +451,7 @@ fn features<'a, T: Float>(
 
 #[cfg(test)]
 mod tests {
-    use mpmd::run_here;
+    use mpmd::kernel::run_here;
 
     use super::*;
     use crate::math::{random_bits, random_unit};

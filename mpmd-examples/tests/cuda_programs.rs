@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use mpmd::device::cuda::{NoCuda, found};
+use mpmd_core::device::cuda::{NoCuda, found};
 
 /// Far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);

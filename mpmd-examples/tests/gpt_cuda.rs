@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use mpmd::Simulation;
-use mpmd::device::cuda::{NoCuda, found};
+use mpmd::testing::Simulation;
 use mpmd::topology::DeviceKind::{self, Cpu, Cuda};
+use mpmd_core::device::cuda::{NoCuda, found};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::train::{Config, Trainer, train};

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use mpmd::pipeline::{Action, ActionKind, Builtin};
 use mpmd::prelude::*;
-use mpmd::{MemoryUse, ProcessId, Simulation};
+use mpmd::{MemoryUse, ProcessId, testing::Simulation};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd::Simulation;
+use mpmd::testing::Simulation;
 use mpmd_examples::mm::LEARNING_RATE;
 use mpmd_examples::pipeline::{DEVICES, check};
 

@@ -26,3 +26,9 @@ pub mod tree;
 
 #[doc(hidden)]
 pub use fingerprint::Fingerprint;
+
+/// Names that `#[derive(Tree)]` writes.
+#[doc(hidden)]
+pub mod __private {
+    pub use crate::tree::{Leaf, Name, Path, PrefixTree, Structure, Tree, TreeError};
+}

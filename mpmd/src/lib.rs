@@ -1,3 +1,269 @@
-//! Programs that run different code on different processes.
+//! Programs that run different code on different processes (MPMD): pipeline-parallel training and
+//! inference first.
+//!
+//! You write one ordinary program, and every process of the job runs it. An [`MpmdArray`] is a
+//! handle. On a process that owns some of its devices it holds local buffers; elsewhere it is fully
+//! remote and holds only its shape, its sharding and its completion. Three verbs act on arrays:
+//!
+//! - [`Program::device_put`] moves an array to other devices. From ownership each process derives
+//!   whether it copies, sends, receives or does nothing.
+//! - [`Program::jit`] binds a kernel to a mesh. A call runs on the processes that own the mesh.
+//! - [`Program::reshard`] moves a whole tree of arrays to new shardings.
+//!
+//! There are no sends, receives, tags or rank tests in a program:
+//!
+//! ```
+//! use mpmd::prelude::*;
+//!
+//! fn main() -> Result<()> {
+//!     Program::run(|p| {
+//!         let mesh = p.mesh(&[("all", p.topology().device_ids().len())])?;
+//!         let x = p.device_put(&MpmdArray::from_slice(&[2], &[1.0f32, 2.0])?, mesh.replicated())?;
+//!         if let Some(x) = x.to_host()? {
+//!             println!("process {} has {:?}", p.process(), x.to_vec::<f32>()?);
+//!         }
+//!         Ok(())
+//!     })
+//! }
+//! ```
+//!
+//! Started alone, it is a job of one process. `mpmd run -n 4 -- ./program` starts four; the guide
+//! shows other launchers.
+//!
+//! # A pipeline of two stages
+//!
+//! A [`Stage`](pipeline::Stage) has a forward pass, and a backward pass in two parts. A
+//! [`Schedule`](pipeline::Schedule) says in which order each rank runs them. This program trains
+//! `loss = (x * w0 * w1 - label)²`, each weight on a process of its own. [`testing::simulate`] runs
+//! both processes in one:
+//!
+//! ```
+//! use mpmd::pipeline::{Declared, Loss, Microbatch, Pipeline, PlacedShape};
+//! use mpmd::pipeline::{Schedule, Stage, StageSignature};
+//! use mpmd::prelude::*;
+//! use mpmd::tree::Empty;
+//!
+//! struct Scale; // y = x * w
+//! impl Stage for Scale {
+//!     type Params = MpmdArray;
+//!     type In = MpmdArray;
+//!     type Side = Empty<MpmdArray>;
+//!     type Out = MpmdArray;
+//!     type Residual = MpmdArray; // x, for the gradient of w
+//!     type WeightResidual = MpmdArray; // the gradient of w
+//!
+//!     fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+//!         let like_x = PlacedShape::replicated(x.clone());
+//!         Ok(StageSignature::new(x.clone(), like_x.clone(), like_x))
+//!     }
+//!     fn forward(&self, _: &mut Context, w: View, x: View, _: Empty<View>, mut y: ViewMut, mut kept: ViewMut) -> Result<()> {
+//!         y.fill(x.scalar::<f32>()? * w.scalar::<f32>()?)?;
+//!         Ok(kept.fill(x.scalar::<f32>()?)?)
+//!     }
+//!     fn backward_input(&self, _: &mut Context, w: View, x: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut) -> Result<()> {
+//!         dw.fill(dy.scalar::<f32>()? * x.scalar::<f32>()?)?;
+//!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(dy.scalar::<f32>()? * w.scalar::<f32>()?)?))
+//!     }
+//!     fn backward_weight(&self, _: &mut Context, dw: View, mut gradient: ViewMut) -> Result<()> {
+//!         let sum = gradient.as_slice::<f32>()?[0] + dw.scalar::<f32>()?;
+//!         Ok(gradient.fill(sum)?)
+//!     }
+//! }
+//!
+//! struct Square; // loss = (x * w - label)²
+//! impl Stage for Square {
+//!     type Params = MpmdArray;
+//!     type In = MpmdArray;
+//!     type Side = MpmdArray; // the label
+//!     type Out = Loss<MpmdArray>;
+//!     type Residual = (MpmdArray, MpmdArray); // x and the error
+//!     type WeightResidual = MpmdArray;
+//!
+//!     fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
+//!         let like_x = PlacedShape::replicated(x.clone());
+//!         let loss = Loss { sum: f32s([]), weight: f32s([]) };
+//!         Ok(StageSignature::new(loss, (like_x.clone(), like_x.clone()), like_x))
+//!     }
+//!     fn forward(&self, _: &mut Context, w: View, x: View, label: View, mut y: Loss<ViewMut>, mut kept: (ViewMut, ViewMut)) -> Result<()> {
+//!         let error = x.scalar::<f32>()? * w.scalar::<f32>()? - label.scalar::<f32>()?;
+//!         y.sum.fill(error * error)?;
+//!         y.weight.fill(1.0f32)?;
+//!         kept.0.fill(x.scalar::<f32>()?)?;
+//!         Ok(kept.1.fill(error)?)
+//!     }
+//!     fn backward_input(&self, cx: &mut Context, w: View, (x, e): (View, View), _: Loss<View>, dx: Option<ViewMut>, mut dw: ViewMut) -> Result<()> {
+//!         let e = 2.0 * e.scalar::<f32>()?;
+//!         dw.fill(e * x.scalar::<f32>()?)?;
+//!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(e * w.scalar::<f32>()?)?))
+//!     }
+//!     fn backward_weight(&self, cx: &mut Context, dw: View, gradient: ViewMut) -> Result<()> {
+//!         Scale.backward_weight(cx, dw, gradient)
+//!     }
+//! }
+//!
+//! let results = mpmd::testing::simulate(2, 2, 7, |p| {
+//!     let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
+//!     let mut put = |value: f32, stage: usize| {
+//!         p.device_put(&MpmdArray::from_slice(&[1], &[value])?, stages[stage].replicated())
+//!     };
+//!     let (w0, w1) = (put(2.0, 0)?, put(3.0, 1)?);
+//!     let batch = vec![
+//!         Microbatch::new(put(1.0, 0)?).side(1, put(5.0, 1)?),
+//!         Microbatch::new(put(2.0, 0)?).side(1, put(11.0, 1)?),
+//!     ];
+//!     let mut pipeline = Pipeline::first(Scale, &stages[0], w0)?.then(Square, &stages[1], w1)?;
+//!     let output = pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
+//!     let gradient = output.gradients[p.process().index()][0].1.to_host()?;
+//!     Ok(gradient.expect("each process owns one stage").to_vec::<f32>()?)
+//! });
+//! assert_eq!(results[0].as_ref().unwrap(), &[18.0]); // 2 * 1 * 3 * 1 + 2 * 1 * 3 * 2
+//! assert_eq!(results[1].as_ref().unwrap(), &[12.0]); // 2 * 1 * 2 + 2 * 1 * 4
+//! ```
+//!
+//! # Errors
+//!
+//! A call that makes no sense is an [`Error::Issue`], the same on every process, and names the line.
+//! An operation that cannot complete (a kernel fails, memory runs out, a process dies) fails its
+//! handle; all that is computed from it fails with the same [`Failure`], on every process. Nothing
+//! waits forever: a wait whose peer is silent ends after the peer timeout, and its report says which
+//! process waits for which.
+//!
+//! # Testing
+//!
+//! [`testing::simulate`] runs all processes of a job in one, with delayed and reordered messages.
+//! `mpmd check -n 4 -- ./program` proves, without running kernels, that the program cannot hang, and
+//! shows its memory and its traffic.
 
-pub use mpmd_core::*;
+pub use mpmd_core::{
+    ArrayFuture, Builder, Error, Failure, FailureKind, HostArray, IssueError, Jit, MemoryUse,
+    MpmdArray, Program, PutOptions, Recorded, ReshardOptions, Result, Sections, SplitOptions,
+};
+pub use mpmd_ids::{DeviceId, ProcessId};
+pub use mpmd_layout::spec;
+
+/// Names that nearly every program uses: `use mpmd::prelude::*;`.
+pub mod prelude {
+    pub use mpmd_core::prelude::*;
+}
+
+/// Shapes and dtypes.
+///
+/// Use the short forms, `f32s([64, 256])`, to write a shape; [`ShapedArray`] to compute with one;
+/// [`Element`] as the bound of code that is generic over dtypes.
+pub mod aval {
+    pub use mpmd_layout::aval::{DType, Element, ShapedArray, bf16s, f32s, f64s, i32s, i64s, u8s};
+}
+
+/// Boxes of array elements.
+///
+/// A kernel or a filling function learns from a [`Region`] which elements its device holds.
+pub mod region {
+    pub use mpmd_layout::region::Region;
+}
+
+/// Structures of arrays: tuples, vectors, maps and your own structs.
+///
+/// Derive [`Tree`](trait@Tree) for a struct of arrays to pass it to kernels and reshards as one
+/// value. [`Empty`] is the tree without leaves, [`PrefixTree`] one value for a whole
+/// subtree. Implement [`Leaf`] for a type of your own to have trees of it.
+pub mod tree {
+    pub use mpmd_layout::tree::{Empty, Leaf, PrefixTree, Tree};
+}
+
+/// Devices, the processes that own them, and meshes of devices.
+///
+/// [`Mesh`] arranges devices along named axes; [`Topology`] lists all devices of the job. Use
+/// [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs.
+pub mod topology {
+    pub use mpmd_layout::topology::{CudaCollectives, DeviceKind, Mesh, Topology};
+}
+
+/// The regions of an array that each device holds.
+///
+/// [`Sharding`] says it for all shapes, [`Layout`] for one shape. A [`Spec`], written with
+/// [`spec!`](crate::spec), divides dimensions over mesh axes; [`MemoryKind`] chooses device or host
+/// memory.
+pub mod sharding {
+    pub use mpmd_layout::sharding::{Layout, MemoryKind, Sharding, Spec, SpecEntry};
+
+    /// Rules that choose the sharding of each leaf by its name.
+    ///
+    /// [`infer_sharding`] applies a [`Strategy`] to a tree; [`infer`] also says why each leaf got
+    /// its sharding. A [`Registry`] adds ops of your own.
+    pub mod rules {
+        pub use mpmd_layout::sharding::rules::{
+            Inferred, Registry, Strategy, infer, infer_sharding,
+        };
+    }
+}
+
+/// Plans between two shardings.
+///
+/// [`Program::reshard`](crate::Program::reshard) makes them itself. Use [`plan`](reshard::plan) to
+/// see what it would move, and [`find_intermediate_sharding`] to choose a detour.
+pub mod reshard {
+    pub use mpmd_layout::reshard::{Summary, find_intermediate_sharding, plan};
+}
+
+/// Random numbers that depend on a key and an element's index alone, so that an array has the same
+/// values under every sharding.
+///
+/// Derive a [`Key`] for each layer and step with [`Key::fold_in`].
+pub mod random {
+    pub use mpmd_layout::random::{Key, normal_f32, normal_f64, uniform_f32, uniform_f64};
+}
+
+/// Kernels: functions on the regions of one device.
+///
+/// Implement [`Kernel`] and bind it with [`Program::jit`](crate::Program::jit). Its [`Signature`]
+/// declares outputs, aliases and collectives; [`View`] and [`ViewMut`] are the values; [`Context`]
+/// has the collectives. [`run_here`] runs a kernel without a job, for tests.
+pub mod kernel {
+    pub use mpmd_core::kernel::{
+        Context, Kernel, Reduce, Reducible, Shapes, Signature, View, ViewMut, Views, ViewsMut,
+    };
+    pub use mpmd_core::run_here;
+}
+
+/// Work for CUDA devices, from inside a kernel.
+///
+/// [`Context::cuda`](crate::kernel::Context::cuda) gives a [`Cuda`] on such a device: it launches
+/// functions of a [`Source`] over a [`Grid`] and multiplies matrices with [`Gemm`].
+pub mod cuda {
+    pub use mpmd_core::cuda::{Arg, CUBLAS, Cuda, Gemm, Grid, Math, Part, Scratch, Source};
+}
+
+/// Pipelines: stages, schedules and training steps.
+///
+/// Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`]) and
+/// call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`] shards parameters over a stage's devices;
+/// [`StepMemory`] is the memory that a step will need.
+pub mod pipeline {
+    pub use mpmd_core::pipeline::{
+        Declared, Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Stage,
+        StageSignature, StepOutput,
+    };
+    pub use mpmd_schedule::{
+        Action, ActionKind, Builtin, Schedule, StepDeviceMemory, StepMemory, Text,
+    };
+}
+
+/// Starting the processes of a job from the program itself.
+///
+/// `mpmd run` is a thin layer over [`Launch`]. [`JobEnv`] reads the variables of a launcher.
+pub mod launch {
+    pub use mpmd_launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+}
+
+/// Tests of whole jobs inside one process.
+///
+/// [`simulate`] is the short form; a [`Simulation`] also injects faults.
+pub mod testing {
+    pub use mpmd_core::{Simulation, simulate};
+}
+
+/// Names that `#[derive(Tree)]` writes.
+#[doc(hidden)]
+pub mod __private {
+    pub use mpmd_layout::__private::*;
+}

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use mpmd::cuda::{Grid, Source};
-use mpmd::device::cuda;
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
+use mpmd_core::device::cuda;
 
 /// Compute y = a x + y on one device: a CUDA device if there is one, otherwise the CPU.
 #[derive(Parser)]

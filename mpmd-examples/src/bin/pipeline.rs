@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use mpmd::DeviceId;
 use mpmd::ProcessId;
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
-use mpmd::topology::DeviceId;
 use mpmd_examples::job::{self, JobArgs, Rejected};
 use mpmd_examples::mm;
 use mpmd_examples::pipeline::{DEVICES, Meter, Number, Pipeline, Settings, Start, check};

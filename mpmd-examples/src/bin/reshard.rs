@@ -5,14 +5,15 @@
 use std::process::ExitCode;
 
 use clap::Parser;
+use mpmd::DeviceId;
 use mpmd::ProcessId;
 use mpmd::prelude::*;
 use mpmd::random::{Key, uniform_f32};
 use mpmd::reshard::{self, Summary};
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Registry, Strategy, infer_sharding};
-use mpmd::topology::{DeviceId, LinkClass};
 use mpmd::{ReshardOptions, tree::PrefixTree};
+use mpmd_core::topology::LinkClass;
 use mpmd_examples::job::{self, JobArgs};
 
 /// Number of devices of the job.

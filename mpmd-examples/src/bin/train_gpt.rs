@@ -250,7 +250,7 @@ fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
     })?;
     let name =
         Path::new(path).file_stem().map_or_else(|| path.into(), std::ffi::OsStr::to_string_lossy);
-    let text = schedule::Text::parse(&text, None).with_context(|| path.to_owned())?;
+    let text = pipeline::Text::parse(&text, None).with_context(|| path.to_owned())?;
     text.schedule(name).with_context(|| path.to_owned())
 }
 

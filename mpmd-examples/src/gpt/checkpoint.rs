@@ -254,7 +254,7 @@ pub fn read_all(path: &Path) -> Result<BTreeMap<String, HostArray>> {
 #[cfg(test)]
 mod tests {
     use mpmd::aval::f32s;
-    use mpmd::{Simulation, spec};
+    use mpmd::{spec, testing::Simulation};
 
     use super::*;
 

@@ -147,7 +147,7 @@ enum Side {
 
 #[cfg(test)]
 mod tests {
-    use mpmd::Simulation;
+    use mpmd::testing::Simulation;
 
     use super::*;
     use crate::text::BLOCK;

@@ -10,7 +10,7 @@ use mpmd::pipeline::ParamSharding;
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
-use mpmd::topology::{DeviceId, Mesh};
+use mpmd::{DeviceId, topology::Mesh};
 
 use super::params::Part;
 

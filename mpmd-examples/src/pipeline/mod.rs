@@ -370,7 +370,7 @@ mod tests {
             }
             Ok(means.concat())
         };
-        let means = mpmd::simulate(2, DEVICES, 1, job);
+        let means = mpmd::testing::simulate(2, DEVICES, 1, job);
         assert!(means[0].as_ref().unwrap().is_empty(), "the losses are the last stage's");
         let means = means[1].as_ref().unwrap();
         assert!(means.iter().all(|loss| loss.is_finite()), "{means:?}");

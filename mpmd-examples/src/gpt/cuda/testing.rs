@@ -3,13 +3,13 @@
 
 use mpmd::Program;
 use mpmd::cuda::{CUBLAS, Math, Part, Source};
-use mpmd::device::cuda::{NoCuda, found};
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
 use mpmd::{
     HostArray,
     aval::{DType, Element},
 };
+use mpmd_core::device::cuda::{NoCuda, found};
 
 use super::{Device, KERNELS, device};
 use crate::gpt::testing::random;
