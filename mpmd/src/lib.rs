@@ -151,7 +151,7 @@ pub mod prelude {
 /// Use the short forms, `f32s([64, 256])`, to write a shape; [`ShapedArray`] to compute with one;
 /// [`Element`] as the bound of code that is generic over dtypes.
 pub mod aval {
-    pub use mpmd_layout::aval::{DType, Element, ShapedArray, bf16s, f32s, f64s, i32s, i64s, u8s};
+    pub use mpmd_layout::aval::{DType, Element, ShapedArray, f32s, f64s, i32s, u8s};
 }
 
 /// Boxes of array elements.

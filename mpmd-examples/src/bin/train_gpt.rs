@@ -24,7 +24,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use mpmd::aval::DType;
 use mpmd::cuda::Math;
-use mpmd::pipeline::{self as schedule, Builtin, Schedule};
+use mpmd::pipeline::{Builtin, Schedule, Text as ScheduleText};
 use mpmd::topology::{DeviceKind, Topology};
 use mpmd::{ProcessId, Program};
 use mpmd_examples::gpt::adamw::WarmupCosine;
@@ -250,7 +250,7 @@ fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
     })?;
     let name =
         Path::new(path).file_stem().map_or_else(|| path.into(), std::ffi::OsStr::to_string_lossy);
-    let text = pipeline::Text::parse(&text, None).with_context(|| path.to_owned())?;
+    let text = ScheduleText::parse(&text, None).with_context(|| path.to_owned())?;
     text.schedule(name).with_context(|| path.to_owned())
 }
 
