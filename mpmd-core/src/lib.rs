@@ -1,5 +1,5 @@
-//! Arrays, shardings, `device_put` and `jit` for programs that run different code on different
-//! processes.
+//! Arrays and their execution. Programs depend on the crate `mpmd`, which shows the part of this
+//! one that users need.
 //!
 //! The user writes one ordinary program; every process of the job runs it. A [`Program`] issues
 //! operations on [`MpmdArray`]s: [`Program::device_put`] moves an array, and [`Program::jit`] runs
@@ -26,11 +26,11 @@
 // `#[derive(Tree)]` names this crate from outside. With this name it also works inside the crate.
 extern crate self as mpmd;
 
-pub mod api;
+mod api;
 pub mod device;
 pub mod dry_run;
 mod error;
-pub mod exec;
+mod exec;
 pub mod kernel;
 pub mod pipeline;
 pub mod trace;
@@ -74,8 +74,3 @@ pub mod prelude {
     pub use crate::exec::host_array::HostArray;
     pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 }
-
-/// The README's program, compiled and run.
-#[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
-pub struct Readme;

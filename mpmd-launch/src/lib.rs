@@ -61,7 +61,7 @@ pub mod variables {
     /// 0600 or 0400, the same on all hosts. It has 32 to 4096 bytes of any kind; white space at its
     /// ends does not count.
     pub const JOB_TOKEN_FILE: &str = "MPMD_JOB_TOKEN_FILE";
-    /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES). The same on
+    /// The transport to use, `shm`, `tcp` or `ucx`. The same on
     /// all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
     /// With `0`, processes of one host do not lend each other memory of their CUDA devices; for
@@ -70,8 +70,8 @@ pub mod variables {
     /// The time for which a transport polls for work before it sleeps: `auto`, `never`, `always`,
     /// or microseconds.
     pub const SPIN: &str = "MPMD_SPIN";
-    /// Number of devices that each process owns. A program that asks for [another
-    /// number](crate::Builder::devices) does not start.
+    /// Number of devices that each process owns. A program that asks for another number
+    /// does not start.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
     /// The kinds of the job's devices: `cpu` or `cuda`, or a comma-separated list of them by
     /// process. The last kind in the list also applies to all further processes. The same on all
@@ -94,12 +94,12 @@ pub mod variables {
     pub const CHECK: &str = "MPMD_CHECK";
     /// The file to which this process writes its plan. The process joins no job and owns no
     /// devices. It is a dry run: it runs the program only to record the operations of a job's
-    /// processes ([`Program::plan`](crate::Program::plan)). Overrides the variables of any
+    /// processes. Overrides the variables of any
     /// launcher.
     pub const PLAN: &str = "MPMD_PLAN";
     /// The number of processes in the planned job.
     pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
-    /// The value of [`Program::process`](crate::Program::process) in the dry run. By default a
+    /// The process that the program takes itself for in the dry run. By default a
     /// number beyond those of the job.
     pub const PLAN_PROCESS: &str = "MPMD_PLAN_PROCESS";
     /// The most steps that are recorded, 16 by default. Recording ends earlier after two equal

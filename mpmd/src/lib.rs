@@ -267,3 +267,8 @@ pub mod testing {
 pub mod __private {
     pub use mpmd_layout::__private::*;
 }
+
+/// The README's program, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

@@ -7,7 +7,7 @@ use num_complex::Complex;
 
 use mpmd_layout::aval::{DType, Element};
 
-/// The kind of a [`Collective`]. Devices are given by their index along the axis.
+/// The kind of a collective operation. Devices are given by their index along the axis.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum CollectiveKind {

@@ -7,7 +7,7 @@ use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
 /// Adds the elements of `piece` from a buffer that holds `src_region` to those in a buffer that
-/// holds `dst_region`. Buffers and regions are as in [`copy_region`](super::copy_region).
+/// holds `dst_region`. Buffers and regions are as in [`copy_region`](super::copy::copy_region).
 ///
 /// Sums have the array's own dtype. Integers wrap around, half precision is rounded after every
 /// addition, complex numbers add by component. Booleans do not change: they have no sum.

@@ -10,7 +10,7 @@
 //! - the *ticker*: heartbeats, probes, hang reports;
 //! - *callbacks*: user closures that wait for arrays.
 
-pub mod array;
+pub(crate) mod array;
 mod assembly;
 mod async_buffer;
 mod chunks;
@@ -19,7 +19,7 @@ mod driven;
 mod driver;
 mod exchange;
 mod hash;
-pub mod host_array;
+pub(crate) mod host_array;
 mod in_flight;
 #[cfg(test)]
 mod lying;

@@ -56,7 +56,7 @@ pub struct SimulatedSchedule {
     pub memory_is_bytes: bool,
 }
 
-/// Simulates a schedule with its transfers in the order of [`lower`](crate::pipeline::lower).
+/// Simulates a schedule with its transfers in the order of [`lower()`](crate::lower()).
 ///
 /// `B` is `I`, then `W`. `leaves` is the time at which results are sent. Transfers take the costs
 /// of sending, or no time if the costs have none.

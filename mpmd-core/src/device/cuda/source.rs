@@ -39,7 +39,7 @@ pub(crate) enum Kind {
 }
 
 /// The source to list in [`Kernel::cuda`](crate::kernel::Kernel::cuda) by a kernel that calls
-/// [`Cuda::gemm`](super::Cuda::gemm). cuBLAS is then initialised before the kernel runs.
+/// [`Cuda::gemm`](crate::kernel::cuda::Cuda::gemm). cuBLAS is then initialised before the kernel runs.
 pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas };
 
 impl Source {
