@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::steps::{WITH_ALL, cargo_in, shown};
+use crate::commands::{cargo_in, shown};
+use crate::steps::WITH_ALL;
 
 /// Inputs for each target without `--inputs`: as many as in the ordinary test run.
 const INPUTS: u64 = 20_000;

@@ -1,8 +1,8 @@
 //! `cargo xtask`: the commands for users in the README, and for CI.
 
+mod commands;
 mod fuzz;
 mod gpu;
-mod licences;
 mod packages;
 mod steps;
 mod tidy;

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::ensure;
 
-use crate::steps::{answers, run};
+use crate::commands::{answers, run};
 
 /// A program or library of the system that a step starts, or that a dependency is built with.
 pub(crate) struct Need {

@@ -1,13 +1,13 @@
 //! `cargo xtask test`: runs one step after the other, until one fails.
 
-use std::ffi::OsString;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 
-use crate::{licences, packages, tidy};
+use crate::commands::{answers, cargo_in, run};
+use crate::{packages, tidy};
 
 /// The set of steps to run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -29,6 +29,15 @@ type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 /// The features of a full run, except for steps that choose others.
 pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
 
+/// Lints against unfinished code and against ignored tests without a reason. Clippy allows these by
+/// default.
+const DENIED: &[&str] = &[
+    "-Dclippy::dbg_macro",
+    "-Dclippy::todo",
+    "-Dclippy::unimplemented",
+    "-Dclippy::ignore_without_reason",
+];
+
 /// The steps of a full run. A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
 /// Programs with all features and without features share the same files, and tests start the files
@@ -43,10 +52,7 @@ const STEPS: &[Step] = &[
     }),
     ("format", Extent::Quick, format),
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
-    ("licences of dependencies", Extent::All, |root| {
-        licences::check(&cargo(), root).map(|()| Outcome::Done)
-    }),
-    ("security advisories", Extent::All, advisories),
+    ("licences and security advisories of dependencies", Extent::All, dependencies),
     ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_ALL].concat())),
     // These two packages depend on the features. The last step shows that the rest compiles without
     // them.
@@ -107,7 +113,7 @@ fn format(root: &Path) -> anyhow::Result<Outcome> {
 fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
     in_workspace(
         root,
-        &[&["clippy", "--all-targets"], selected, &["--", "-D", "warnings"]].concat(),
+        &[&["clippy", "--all-targets"], selected, &["--", "-D", "warnings"], DENIED].concat(),
     )
 }
 
@@ -158,80 +164,29 @@ fn runner() -> &'static [&'static str] {
     if has_nextest() { &["nextest", "run"] } else { &["test"] }
 }
 
-fn advisories(root: &Path) -> anyhow::Result<Outcome> {
+/// Checks licences and advisories with cargo-deny, after `deny.toml`.
+fn dependencies(root: &Path) -> anyhow::Result<Outcome> {
     if !answers("cargo-deny", &["--version"]) {
         return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
     }
     // The database comes from the network. A failed download says nothing about the dependencies.
     let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output()?;
     if !fetched.status.success() {
+        in_workspace(root, &["deny", "check", "licenses"])?;
         let said = String::from_utf8_lossy(&fetched.stderr);
         return Ok(Outcome::Skipped(format!(
-            "the advisory database cannot be fetched: {}",
+            "licences are allowed, but the advisory database cannot be fetched: {}",
             said.trim()
         )));
     }
-    in_workspace(root, &["deny", "check", "advisories"])
+    in_workspace(root, &["deny", "check", "advisories", "licenses"])
 }
 
 fn has_nextest() -> bool {
     answers("cargo-nextest", &["nextest", "--version"])
 }
 
-/// Returns true if a program is installed and runs.
-pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
-    let mut command = Command::new(program);
-    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().is_ok_and(|status| status.success())
-}
-
-/// Returns the cargo that started this program.
-fn cargo() -> OsString {
-    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
-}
-
-pub(crate) fn cargo_in(root: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(cargo());
-    command.current_dir(root).args(arguments);
-    command
-}
-
 fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
     run(&mut cargo_in(root, arguments))?;
     Ok(Outcome::Done)
-}
-
-/// Returns a command as a user would type it.
-pub(crate) fn shown(command: &Command) -> String {
-    let program =
-        Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
-    let arguments = command.get_args().map(|argument| argument.to_string_lossy());
-    std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ")
-}
-
-/// Prints and runs a command; fails if it cannot be started or ends with an error.
-pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
-    let line = shown(command);
-    println!("   $ {line}");
-    let status = command.status().with_context(|| format!("`{line}` cannot be started"))?;
-    if !status.success() {
-        bail!("`{line}` ended with {status}");
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn failing_and_missing_programs_are_detected() {
-        assert!(answers("git", &["--version"]));
-        assert!(!answers("git", &["no-such-command"]));
-        assert!(!answers("no-such-program-anywhere", &[]));
-        assert!(run(Command::new("git").arg("--version").stdout(Stdio::null())).is_ok());
-        let error =
-            run(Command::new("git").arg("no-such-command").stderr(Stdio::null())).unwrap_err();
-        assert!(error.to_string().contains("`git no-such-command` ended with"), "{error}");
-    }
 }

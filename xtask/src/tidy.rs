@@ -1,6 +1,8 @@
-//! Rules on sources that the compiler does not check: form, layering, and a test for every
-//! invariant.
+//! Rules on sources that the compiler does not check: form, layers, import cycles, and a test for
+//! every invariant.
 
+mod cycles;
+mod outline;
 mod rules;
 mod source;
 
@@ -11,8 +13,8 @@ use std::{fs, io};
 
 use anyhow::{Context as _, bail, ensure};
 
-use rules::RULES;
-use source::{Source, line_of, words};
+use rules::{PRODUCTION_RULES, RULES};
+use source::{Source, line_of};
 
 /// The file that names the invariants.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
@@ -27,19 +29,26 @@ const INVARIANT: &str = "**Invariant**";
 /// If lines break a rule (the error lists all of them), or if a file cannot be read.
 pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     let sources = sources(root)?;
+    let crates = cycles::crates(&sources);
+    let production: BTreeSet<&str> = crates.iter().flat_map(cycles::Crate::files).collect();
     let mut findings = Vec::new();
     for source in &sources {
-        let of_file = RULES.iter().flat_map(|rule| rule(source));
-        findings
-            .extend(of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.what)));
+        let is_production = production.contains(source.path.as_str());
+        let further = PRODUCTION_RULES.iter().filter(|_| is_production);
+        let of_file = RULES.iter().chain(further).flat_map(|rule| rule(source));
+        findings.extend(
+            of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.message)),
+        );
     }
+    findings.extend(cycles::check(&crates));
     if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
         findings.extend(invariants_have_tests(&architecture.text, &test_names(&sources)));
     }
     if !findings.is_empty() {
         bail!("{} findings:\n  {}", findings.len(), findings.join("\n  "));
     }
-    println!("   {} files, {} rules", sources.len(), RULES.len() + 1);
+    let rules = RULES.len() + PRODUCTION_RULES.len() + 2;
+    println!("   {} files, {} crates, {rules} rules", sources.len(), crates.len());
     Ok(())
 }
 
@@ -77,18 +86,16 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
 /// `#[tokio::test]`.
 fn test_names(sources: &[Source]) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
-    for code in sources.iter().map(|source| &source.code) {
+    for source in sources {
         let mut is_test = false;
-        let mut words = words(code);
-        while let Some((at, word)) = words.next() {
-            let after = code[at + word.len()..].trim_start();
-            let in_attribute = code[..at].ends_with("#[") || code[..at].ends_with("::");
-            if word == "test" && in_attribute && after.starts_with([']', '(']) {
-                is_test = true;
-            } else if word == "fn" {
-                let name = words.next().map(|(_, name)| name.to_owned());
-                names.extend(name.filter(|_| is_test));
-                is_test = false;
+        for window in source.tokens.windows(3) {
+            match [&*window[0].text, &*window[1].text, &*window[2].text] {
+                ["[" | "::", "test", "]" | "("] => is_test = true,
+                ["fn", name, _] => {
+                    names.extend(is_test.then(|| name.to_owned()));
+                    is_test = false;
+                }
+                _ => {}
             }
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::steps::shown;
+use crate::commands::shown;
 
 /// Time between two checks of a program.
 const LOOK: Duration = Duration::from_millis(20);

@@ -19,7 +19,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use serde_json::Value;
 
-use crate::steps::{answers, run};
+use crate::commands::{answers, run};
 use command::captured;
 use figures::{Benchmark, judge};
 use table::{Row, Verdict};

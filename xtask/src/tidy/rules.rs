@@ -1,6 +1,8 @@
 //! The rules on single files. Each finding names the line that breaks a rule and gives a remedy.
 
-use super::source::{Source, line_of, taken_from, words};
+use std::collections::BTreeMap;
+
+use super::source::Source;
 
 /// A line that breaks a rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -8,172 +10,191 @@ pub(crate) struct Finding {
     /// Line number, from one.
     pub(crate) line: usize,
     /// The problem, for people.
-    pub(crate) what: String,
+    pub(crate) message: String,
 }
 
-/// All rules.
-pub(crate) const RULES: &[fn(&Source) -> Vec<Finding>] = &[
-    nothing_unfinished,
-    ignored_tests_say_why,
-    lines_are_clean,
-    ends_with_a_newline,
-    files_stay_short,
+/// A check of one file.
+type Rule = fn(&Source) -> Vec<Finding>;
+
+/// The rules on all files.
+pub(crate) const RULES: &[Rule] = &[
+    rust_can_be_read,
+    lines_are_short,
+    files_are_short,
+    text_is_clean,
     unsafe_stays_below,
-    transport_knows_bytes,
-    one_way_in,
-    planners_are_pure,
+    crates_are_layered,
     bincode_in_one_module,
 ];
 
+/// The rules on files of libraries and programs. Unit tests in them are exempt.
+pub(crate) const PRODUCTION_RULES: &[Rule] =
+    &[one_way_in, planners_are_pure, blocking_in_one_module];
+
 const MOST_LINES: usize = 1000;
+const MOST_COLUMNS: usize = 100;
 
-/// Finds `dbg!` and macros for unwritten code, which only panic.
-fn nothing_unfinished(source: &Source) -> Vec<Finding> {
-    let code = &source.code;
-    words(code)
-        .filter(|(at, word)| {
-            let is_macro = code[at + word.len()..].starts_with('!')
-                && !code[at + word.len()..].starts_with("!=");
-            is_macro && ["dbg", "todo", "unimplemented"].contains(word)
-        })
-        .map(|(at, word)| finding(code, at, format!("{word}! is for code that is not done")))
-        .collect()
+/// The folders that may contain `unsafe`: foreign memory and drivers, and their replacement in
+/// tests.
+const UNSAFE: &[&str] = &["mpmd-transport", "mpmd-core/src/device", "tests/softcuda"];
+
+/// The crates from the lowest layer to the highest. A crate depends on crates of lower layers only.
+/// All packages without an entry (examples, tests, tools) lie above.
+const LAYERS: &[&[&str]] = &[
+    &["mpmd-ids", "mpmd-derive"],
+    &["mpmd-layout", "mpmd-schedule", "mpmd-transport"],
+    &["mpmd-launch"],
+    &["mpmd-core"],
+    &["mpmd"],
+    &["mpmd-bench"],
+    &["mpmd-cli"],
+];
+
+/// The modules that may use a transport: execution, the program that connects it, and benchmarks of
+/// transports.
+const TRANSPORT_USERS: &[&str] = &[
+    "mpmd-transport",
+    "mpmd-core/src/exec",
+    "mpmd-core/src/api/program",
+    "mpmd-bench/src/p2p",
+    "mpmd-bench/src/issue",
+    "mpmd-cli/src/bench/p2p",
+    "mpmd-cli/src/bench/issue",
+];
+
+/// The names through which a transport is used.
+const TRANSPORTS: &[&str] = &[
+    "mpmd_transport::Transport",
+    "mpmd_transport::transport::Transport",
+    "mpmd_transport::Router",
+    "mpmd_transport::router::Router",
+    "mpmd_transport::inproc",
+    "mpmd_transport::mixed",
+    "mpmd_transport::tcp",
+];
+
+/// The crates that compute from their inputs alone.
+const PLANNERS: &[&str] = &["mpmd-layout/src", "mpmd-schedule/src"];
+
+/// The clock, I/O and threads.
+const IMPURE: &[&str] =
+    &["std::time", "std::thread", "std::net", "std::fs", "std::process", "std::env"];
+
+/// The places that block through `mpmd_ids::block` only, so that a simulation can replace it.
+const SIMULATED: &[&str] = &[
+    "mpmd-core/src",
+    "mpmd-transport/src/router",
+    "mpmd-transport/src/inproc",
+    "mpmd-transport/src/rendezvous/job",
+];
+
+/// Threads, locks, condition variables, channels and clocks.
+const BLOCKING: &[&str] = &[
+    "parking_lot",
+    "std::sync::Barrier",
+    "std::sync::Condvar",
+    "std::sync::Mutex",
+    "std::sync::MutexGuard",
+    "std::sync::RwLock",
+    "std::sync::RwLockReadGuard",
+    "std::sync::RwLockWriteGuard",
+    "std::sync::mpsc",
+    "std::thread::Builder",
+    "std::thread::JoinHandle",
+    "std::thread::Thread",
+    "std::thread::current",
+    "std::thread::park",
+    "std::thread::park_timeout",
+    "std::thread::scope",
+    "std::thread::sleep",
+    "std::thread::spawn",
+    "std::thread::yield_now",
+    "std::time::Instant",
+    "std::time::SystemTime",
+];
+
+/// Finds Rust files with wrong tokens, which no other rule can check.
+fn rust_can_be_read(source: &Source) -> Vec<Finding> {
+    let found = source.error.iter();
+    found.map(|(line, error)| finding(*line, format!("cannot be read as Rust: {error}"))).collect()
 }
 
-/// Finds ignored tests without a reason.
-fn ignored_tests_say_why(source: &Source) -> Vec<Finding> {
-    let code = &source.code;
-    words(code)
-        .filter(|(at, word)| {
-            let line_start = code[..*at].rfind('\n').map_or(0, |newline| newline + 1);
-            let next = code[at + word.len()..].trim_start();
-            *word == "ignore"
-                && code[line_start..*at].contains("#[")
-                && next.starts_with([']', ')'])
-        })
-        .map(|(at, _)| {
-            finding(code, at, "an ignored test needs a reason: #[ignore = \"…\"]".to_owned())
-        })
-        .collect()
-}
-
-/// Finds blanks at the end of a line, and tabs in Rust files.
-fn lines_are_clean(source: &Source) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    for (i, line) in source.text.split('\n').enumerate() {
-        if line.ends_with([' ', '\t', '\r']) {
-            findings
-                .push(Finding { line: i + 1, what: "blanks at the end of the line".to_owned() });
-        }
-        if source.is_rust() && line.contains('\t') {
-            findings.push(Finding { line: i + 1, what: "a tab".to_owned() });
-        }
+/// Finds lines of Rust with more than 100 columns. Raw strings are exempt.
+fn lines_are_short(source: &Source) -> Vec<Finding> {
+    if !source.is_rust() {
+        return Vec::new();
     }
-    findings
-}
-
-/// Finds files without a newline at the end.
-fn ends_with_a_newline(source: &Source) -> Vec<Finding> {
-    let ends = source.text.is_empty() || source.text.ends_with('\n');
-    let line = source.text.lines().count();
-    if ends {
-        Vec::new()
-    } else {
-        vec![Finding { line, what: "no newline at the end of the file".to_owned() }]
-    }
+    let lines = source.text.lines().map(|line| line.chars().count()).enumerate();
+    lines
+        .filter(|(i, columns)| *columns > MOST_COLUMNS && !source.raw_lines.contains(&(i + 1)))
+        .map(|(i, columns)| finding(i + 1, format!("{columns} columns: wrap at {MOST_COLUMNS}")))
+        .collect()
 }
 
 /// Finds Rust files of more than 1,000 lines.
-fn files_stay_short(source: &Source) -> Vec<Finding> {
+fn files_are_short(source: &Source) -> Vec<Finding> {
     let lines = source.text.lines().count();
     if !source.is_rust() || lines <= MOST_LINES {
         return Vec::new();
     }
-    vec![Finding {
-        line: MOST_LINES + 1,
-        what: format!("{lines} lines, more than {MOST_LINES}: split the file"),
-    }]
+    let message = format!("{lines} lines, more than {MOST_LINES}: split the file");
+    vec![finding(MOST_LINES + 1, message)]
 }
 
-/// Finds `unsafe` outside the code that touches foreign memory: the transport, the back ends, and
-/// the software replacements of their drivers.
+/// Finds blanks at the end of a line, and files without a newline at the end. Rust is exempt:
+/// rustfmt cleans it.
+fn text_is_clean(source: &Source) -> Vec<Finding> {
+    if source.is_rust() {
+        return Vec::new();
+    }
+    let lines = source.text.split('\n').enumerate();
+    let mut findings: Vec<Finding> = lines
+        .filter(|(_, line)| line.ends_with([' ', '\t', '\r']))
+        .map(|(i, _)| finding(i + 1, "blanks at the end of the line"))
+        .collect();
+    if !source.text.is_empty() && !source.text.ends_with('\n') {
+        findings.push(finding(source.text.lines().count(), "no newline at the end of the file"));
+    }
+    findings
+}
+
+/// Finds `unsafe` outside the code that touches foreign memory.
 fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
-    let below =
-        ["mpmd-transport/", "tests/softcuda/"].iter().any(|folder| source.path.starts_with(folder));
-    if below || source.is_in_module("mpmd-core/src/backend") {
+    if is_in(source, UNSAFE) {
         return Vec::new();
     }
-    words(&source.code)
-        .filter(|(_, word)| *word == "unsafe")
-        .map(|(at, _)| {
-            let what = "unsafe is for mpmd-transport and mpmd-core/src/backend only";
-            finding(&source.code, at, what.to_owned())
-        })
-        .collect()
+    let message = format!("unsafe is for {} only", UNSAFE.join(", "));
+    source.lines_with("unsafe").map(|line| finding(line, message.clone())).collect()
 }
 
-/// Invariant *transport-knows-bytes*: the transport never names arrays, meshes or shapes.
-fn transport_knows_bytes(source: &Source) -> Vec<Finding> {
-    if source.path == "mpmd-transport/Cargo.toml" {
-        let found = source.text.match_indices("mpmd-core");
-        return found
-            .map(|(at, _)| finding(&source.text, at, "depends on mpmd-core".to_owned()))
-            .collect();
-    }
-    if !source.path.starts_with("mpmd-transport/") {
+/// Finds dependencies on crates of the same layer or a higher one. So invariant
+/// *transport-knows-bytes* holds: the transport depends on no crate that knows arrays, meshes or
+/// shapes. Dependencies of tests are exempt.
+fn crates_are_layered(source: &Source) -> Vec<Finding> {
+    let layer = |name: &str| LAYERS.iter().position(|names| names.contains(&name));
+    let package = source.path.strip_suffix("/Cargo.toml");
+    let Some((package, own)) = package.and_then(|package| Some((package, layer(package)?))) else {
         return Vec::new();
+    };
+    let mut findings = Vec::new();
+    let mut section = "";
+    for (i, line) in source.text.lines().enumerate() {
+        // `[dependencies]`, `[target.'cfg(unix)'.dependencies]`, or `[dependencies.name]`.
+        let mut key = line;
+        if let Some(header) = line.strip_prefix('[') {
+            section = header;
+            key = header.rsplit_once("dependencies.").map_or("", |(_, name)| name);
+        }
+        let end = key.find(|c: char| !c.is_alphanumeric() && c != '-').unwrap_or(key.len());
+        let name = &key[..end];
+        let is_used = section.contains("dependencies") && !section.contains("dev-dependencies");
+        let is_ours = name == "mpmd" || name.starts_with("mpmd-");
+        if is_used && is_ours && layer(name).is_none_or(|other| other >= own) {
+            let message = format!("{package} depends on {name}, which is not of a lower layer");
+            findings.push(finding(i + 1, message));
+        }
     }
-    words(&source.code)
-        .filter(|(_, word)| ["mpmd_core", "Mesh", "Sharding", "ShapedArray"].contains(word))
-        .map(|(at, word)| finding(&source.code, at, format!("transport-knows-bytes: names {word}")))
-        .collect()
-}
-
-/// Invariant *one-way-in*: only the runtime talks to a transport, and the program sets it up. Two
-/// benchmarks are exempt: one measures a transport by itself, and the other, of issuing, has a
-/// transport of its own.
-fn one_way_in(source: &Source) -> Vec<Finding> {
-    let crates = ["mpmd-core/", "mpmd-cli/", "mpmd-derive/", "mpmd-examples/"];
-    let inside = [
-        "mpmd-core/src/runtime",
-        "mpmd-core/src/program",
-        "mpmd-cli/src/bench/p2p",
-        "mpmd-cli/src/bench/issue",
-    ];
-    if !crates.iter().any(|c| source.path.starts_with(c))
-        || inside.iter().any(|m| source.is_in_module(m))
-    {
-        return Vec::new();
-    }
-    let kept = ["Transport", "Router", "router", "tcp", "inproc", "transport", "*", "as"];
-    taken_from(&source.code, "mpmd_transport")
-        .into_iter()
-        .filter(|(_, taken)| kept.contains(taken))
-        .map(|(at, taken)| {
-            let what = format!(
-                "one-way-in: takes {taken} from mpmd_transport; only runtime and program may"
-            );
-            finding(&source.code, at, what)
-        })
-        .collect()
-}
-
-/// Invariant *planners-are-pure*: no clock, no I/O and no threads in code that makes plans. Unit
-/// tests are exempt.
-fn planners_are_pure(source: &Source) -> Vec<Finding> {
-    let planners = ["mpmd-core/src/sharding", "mpmd-core/src/reshard", "mpmd-core/src/pipeline"];
-    if !planners.iter().any(|m| source.is_in_module(m))
-        || source.is_in_module("mpmd-core/src/pipeline/run")
-    {
-        return Vec::new();
-    }
-    let code = source.code_without_tests();
-    let impure = ["time", "thread", "net", "fs", "env", "process", "*", "as"];
-    taken_from(code, "std")
-        .into_iter()
-        .filter(|(_, taken)| impure.contains(taken))
-        .map(|(at, taken)| finding(code, at, format!("planners-are-pure: takes {taken} from std")))
-        .collect()
+    findings
 }
 
 /// Finds uses of bincode outside its one module. It encodes control messages only.
@@ -181,20 +202,81 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
     if source.path == "mpmd-transport/src/control.rs" {
         return Vec::new();
     }
-    words(&source.code)
-        .filter(|(_, word)| *word == "bincode")
-        .map(|(at, _)| {
-            finding(
-                &source.code,
-                at,
-                "bincode is for mpmd-transport/src/control.rs only".to_owned(),
-            )
+    let message = "bincode is for mpmd-transport/src/control.rs only";
+    source.lines_with("bincode").map(|line| finding(line, message)).collect()
+}
+
+/// Invariant *one-way-in*: only core's execution talks to a transport, and the program sets it up.
+/// Two benchmarks are exempt: one measures a transport by itself, and the other, of issuing, has a
+/// transport of its own.
+fn one_way_in(source: &Source) -> Vec<Finding> {
+    if is_in(source, TRANSPORT_USERS) || !source.path.starts_with("mpmd") {
+        return Vec::new();
+    }
+    let named = names_of(source, TRANSPORTS).into_iter();
+    named
+        .map(|(line, path)| {
+            finding(line, format!("one-way-in: {path} is for exec and program only"))
         })
         .collect()
 }
 
-fn finding(text: &str, at: usize, what: String) -> Finding {
-    Finding { line: line_of(text, at), what }
+/// Invariant *planners-are-pure*: no clock, no I/O and no threads in code that makes plans.
+fn planners_are_pure(source: &Source) -> Vec<Finding> {
+    if !is_in(source, PLANNERS) {
+        return Vec::new();
+    }
+    let named = names_of(source, IMPURE).into_iter();
+    named.map(|(line, path)| finding(line, format!("planners-are-pure: names {path}"))).collect()
+}
+
+/// Finds threads, locks, channels and clocks that do not come from `mpmd_ids::block`.
+fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
+    if !is_in(source, SIMULATED) {
+        return Vec::new();
+    }
+    let named = names_of(source, BLOCKING).into_iter();
+    named
+        .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_ids::block")))
+        .collect()
+}
+
+fn is_in(source: &Source, places: &[&str]) -> bool {
+    places.iter().any(|place| source.is_in_module(place))
+}
+
+/// Returns the paths of the code, with their lines, that lead to one of `places` or to something in
+/// it. Names that an import of a module gave are followed. An import of everything around a place
+/// counts.
+fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {
+    let leads_there = |path: &str| {
+        places.iter().any(|place| {
+            let is_below = path.strip_prefix(place).is_some_and(|rest| rest.starts_with("::"));
+            let is_around = path.strip_suffix('*').is_some_and(|path| place.starts_with(path));
+            path == *place || is_below || is_around
+        })
+    };
+    let paths = &source.outline.paths;
+    let aliases: BTreeMap<&str, String> = paths
+        .iter()
+        .filter_map(|path| Some((path.alias.as_deref()?, path.segments.join("::"))))
+        .filter(|(_, import)| !leads_there(import))
+        .collect();
+    let mut found = Vec::new();
+    for path in paths {
+        let (first, rest) = (path.segments[0].as_str(), path.segments[1..].join("::"));
+        let whole = path.segments.join("::");
+        let followed = aliases.get(first).map(|import| format!("{import}::{rest}"));
+        if let Some(named) = [Some(whole), followed].into_iter().flatten().find(|p| leads_there(p))
+        {
+            found.push((path.line, named));
+        }
+    }
+    found
+}
+
+fn finding(line: usize, message: impl Into<String>) -> Finding {
+    Finding { line, message: message.into() }
 }
 
 #[cfg(test)]
@@ -202,127 +284,134 @@ mod tests {
     use super::*;
 
     /// Returns the lines of `text`, at `path`, that break `rule`.
-    fn broken(rule: fn(&Source) -> Vec<Finding>, path: &str, text: &str) -> Vec<usize> {
+    fn broken(rule: Rule, path: &str, text: &str) -> Vec<usize> {
         rule(&Source::new(path, text)).into_iter().map(|finding| finding.line).collect()
     }
 
     const NONE: [usize; 0] = [];
 
     #[test]
-    fn unfinished_code_is_found() {
-        let check = |text| broken(nothing_unfinished, "a.rs", text);
-        assert_eq!(
-            check("fn f() {\n    dbg!(1);\n    todo!()\n}\nfn g() { unimplemented!(\"x\") }"),
-            [2, 3, 5]
-        );
-        assert_eq!(
-            check("// todo!\nlet s = \"dbg!(x)\"; my_todo!(); todo(); if todo != 1 {}"),
-            NONE
-        );
+    fn places_of_rules_exist() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        for place in [UNSAFE, PLANNERS, SIMULATED].concat() {
+            let path = root.join(place);
+            assert!(path.is_dir() || path.with_extension("rs").is_file(), "{place}");
+        }
     }
 
     #[test]
-    fn ignored_tests_without_a_reason_are_found() {
-        let check = |text| broken(ignored_tests_say_why, "a.rs", text);
-        assert_eq!(
-            check("#[test]\n#[ignore]\nfn f() {}\n#[cfg_attr(miri, ignore)]\nfn g() {}"),
-            [2, 4]
-        );
-        assert_eq!(
-            check("#[test]\n#[ignore = \"needs a GPU\"]\nfn f() { ignore(); (ignore) }"),
-            NONE
-        );
+    fn files_that_are_not_rust_are_found() {
+        assert_eq!(broken(rust_can_be_read, "a.rs", "\nfn f( {}"), [2]);
+        assert_eq!(broken(rust_can_be_read, "a.rs", "fn f() {}"), NONE);
     }
 
     #[test]
-    fn unclean_lines_are_found() {
-        assert_eq!(broken(lines_are_clean, "a.rs", "a \nb\n\tc\nd\r\n"), [1, 3, 4]);
-        assert_eq!(broken(lines_are_clean, "a.md", "a\n\tc\nd  \n"), [3]);
-        assert_eq!(broken(lines_are_clean, "a.rs", "a\n    b\n\nc\n"), NONE);
-    }
-
-    #[test]
-    fn an_open_last_line_is_found() {
-        assert_eq!(broken(ends_with_a_newline, "a.rs", "a\nb"), [2]);
-        assert_eq!(broken(ends_with_a_newline, "a.rs", "a\nb\n"), NONE);
-        assert_eq!(broken(ends_with_a_newline, "a.rs", ""), NONE);
+    fn long_lines_are_found() {
+        let check = |path, text: &str| broken(lines_are_short, path, text);
+        let fits = format!("// {}\n", "ö".repeat(97));
+        assert_eq!(check("a.rs", &fits), NONE);
+        assert_eq!(check("a.rs", &format!("\n{}", fits.replacen('ö', "öö", 1))), [2]);
+        assert_eq!(check("a.md", &"x".repeat(101)), NONE);
+        let long = format!("\n\"{}\";", "x".repeat(100));
+        assert_eq!(check("a.rs", &long), [2]);
+        assert_eq!(check("a.rs", &format!("r#\"{long}\"#")), NONE);
     }
 
     #[test]
     fn long_files_are_found() {
-        assert_eq!(
-            broken(files_stay_short, "a.rs", &"x\n".repeat(MOST_LINES + 1)),
-            [MOST_LINES + 1]
-        );
-        assert_eq!(broken(files_stay_short, "a.rs", &"x\n".repeat(MOST_LINES)), NONE);
-        assert_eq!(broken(files_stay_short, "a.md", &"x\n".repeat(MOST_LINES + 1)), NONE);
+        let check = |path, lines| broken(files_are_short, path, &"x\n".repeat(lines));
+        assert_eq!(check("a.rs", MOST_LINES + 1), [MOST_LINES + 1]);
+        assert_eq!(check("a.rs", MOST_LINES), NONE);
+        assert_eq!(check("a.md", MOST_LINES + 1), NONE);
+    }
+
+    #[test]
+    fn unclean_text_is_found() {
+        assert_eq!(broken(text_is_clean, "a.md", "a\n\tc\nd  \nb\r\n"), [3, 4]);
+        assert_eq!(broken(text_is_clean, "a.toml", "a\nb"), [2]);
+        assert_eq!(broken(text_is_clean, "a.toml", ""), NONE);
+        assert_eq!(broken(text_is_clean, "a.rs", "a \nb"), NONE);
     }
 
     #[test]
     fn unsafe_code_in_the_wrong_place_is_found() {
         let check = |path| broken(unsafe_stays_below, path, "\n// unsafe\nunsafe { f() }\n");
-        assert_eq!(check("mpmd-core/src/array.rs"), [3]);
+        assert_eq!(check("mpmd-core/src/exec/array.rs"), [3]);
         assert_eq!(check("tests/src/lib.rs"), [3]);
-        assert_eq!(check("mpmd-core/src/backend/cpu/matmul.rs"), NONE);
+        assert_eq!(check("mpmd-core/src/device/cpu/matmul.rs"), NONE);
         assert_eq!(check("mpmd-transport/src/memory/pool.rs"), NONE);
         assert_eq!(broken(unsafe_stays_below, "a.rs", "#![forbid(unsafe_code)] // unsafe"), NONE);
     }
 
     #[test]
-    fn a_transport_that_knows_arrays_is_found() {
-        let check = |text| broken(transport_knows_bytes, "mpmd-transport/src/a.rs", text);
-        assert_eq!(
-            check("use mpmd_core::x;\nfn f(m: &Mesh) {}\nfn g(s: Sharding, a: ShapedArray) {}"),
-            [1, 2, 3, 3]
-        );
-        assert_eq!(check("//! Never hears of a Mesh.\nstruct Meshes; let x = \"Sharding\";"), NONE);
-        assert_eq!(broken(transport_knows_bytes, "mpmd-core/src/a.rs", "struct Mesh;"), NONE);
-        let manifest = |text| broken(transport_knows_bytes, "mpmd-transport/Cargo.toml", text);
-        assert_eq!(manifest("[dependencies]\nmpmd-core.workspace = true"), [2]);
-        assert_eq!(manifest("[dependencies]\ntokio.workspace = true"), NONE);
-    }
-
-    #[test]
-    fn other_ways_into_a_transport_are_found() {
-        let bad = "use mpmd_transport::{ProcessId, Transport};\nlet t = \
-            mpmd_transport::tcp::connect();\n\
-                   use mpmd_transport::*;\nuse mpmd_transport as t;";
-        let check = |path, text| broken(one_way_in, path, text);
-        assert_eq!(check("mpmd-core/src/device_put.rs", bad), [1, 2, 3, 4]);
-        assert_eq!(check("mpmd-examples/src/bin/basic.rs", bad), [1, 2, 3, 4]);
-        assert_eq!(check("mpmd-cli/src/bench/links.rs", bad), [1, 2, 3, 4]);
-        let inside = [
-            "mpmd-core/src/runtime/mod.rs",
-            "mpmd-core/src/program.rs",
-            "mpmd-cli/src/bench/p2p/ends.rs",
-        ];
-        for path in inside.into_iter().chain(["tests/src/lib.rs"]) {
-            assert_eq!(check(path, bad), NONE, "{path}");
-        }
-        let good =
-            "use mpmd_transport::memory::Pool;\nuse mpmd_transport::{ProcessId, TransportError};";
-        assert_eq!(check("mpmd-core/src/array.rs", good), NONE);
-    }
-
-    #[test]
-    fn impure_planners_are_found() {
-        let bad = "use std::time::Instant;\nuse std::{collections::BTreeMap, fs};\nlet t = \
-            std::thread::spawn(f);";
-        let check = |path, text| broken(planners_are_pure, path, text);
-        assert_eq!(check("mpmd-core/src/reshard/plan.rs", bad), [1, 2, 3]);
-        assert_eq!(check("mpmd-core/src/sharding.rs", bad), [1, 2, 3]);
-        assert_eq!(check("mpmd-core/src/pipeline/text.rs", bad), [1, 2, 3]);
-        assert_eq!(check("mpmd-core/src/pipeline/run.rs", bad), NONE);
-        assert_eq!(check("mpmd-core/src/runtime/mod.rs", bad), NONE);
-        let good = "use std::{fmt, sync::Arc};\n#[cfg(test)]\nmod tests {\n    use std::fs;\n}";
-        assert_eq!(check("mpmd-core/src/reshard/plan.rs", good), NONE);
+    fn dependencies_on_higher_layers_are_found() {
+        let check = |package: &str, text| {
+            broken(crates_are_layered, &format!("{package}/Cargo.toml"), text)
+        };
+        let text = "[package]\nname = \"mpmd-x\"\n[dependencies]\nmpmd-layout.workspace = true\n\
+            mpmd = { path = \"..\" }\n[target.'cfg(unix)'.dependencies.mpmd-core]\n\
+            path = \"..\"\n[dev-dependencies]\nmpmd-cli.workspace = true\n\
+            [build-dependencies]\nmpmd-new.workspace = true\n";
+        assert_eq!(check("mpmd-layout", text), [4, 5, 6, 11]);
+        assert_eq!(check("mpmd-transport", text), [4, 5, 6, 11]);
+        assert_eq!(check("mpmd-core", text), [5, 6, 11]);
+        assert_eq!(check("mpmd-cli", text), [11]);
+        assert_eq!(check("mpmd-examples", text), NONE);
+        assert_eq!(check("tests", text), NONE);
     }
 
     #[test]
     fn bincode_elsewhere_is_found() {
         let check = |path| broken(bincode_in_one_module, path, "// bincode\nuse bincode::config;");
         assert_eq!(check("mpmd-transport/src/wire.rs"), [2]);
-        assert_eq!(check("mpmd-core/src/array.rs"), [2]);
+        assert_eq!(check("mpmd-core/src/exec/array.rs"), [2]);
         assert_eq!(check("mpmd-transport/src/control.rs"), NONE);
+    }
+
+    #[test]
+    fn other_ways_into_a_transport_are_found() {
+        let bad = "use mpmd_transport::{ProcessId, Transport};\n\
+            fn f() { mpmd_transport::tcp::connect() }\n\
+            use mpmd_transport::*;\nuse mpmd_transport as t;\nfn g() -> t::router::Router {}";
+        let check = |path| broken(one_way_in, path, bad);
+        assert_eq!(check("mpmd-core/src/api/device_put.rs"), [1, 2, 3, 5]);
+        assert_eq!(check("mpmd-examples/src/bin/basic.rs"), [1, 2, 3, 5]);
+        assert_eq!(check("mpmd-cli/src/bench/links.rs"), [1, 2, 3, 5]);
+        for path in
+            ["mpmd-core/src/exec/mod.rs", "mpmd-core/src/api/program.rs", "tests/src/lib.rs"]
+        {
+            assert_eq!(check(path), NONE, "{path}");
+        }
+        let good = "use mpmd_transport::memory::Pool;\nuse mpmd_transport::router::Failure;";
+        assert_eq!(broken(one_way_in, "mpmd-core/src/api/jit/call.rs", good), NONE);
+    }
+
+    #[test]
+    fn impure_planners_are_found() {
+        let bad = "use std::time::Instant;\nuse std::{collections::BTreeMap, fs};\n\
+            fn f() { std::thread::spawn(f) }";
+        let check = |path| broken(planners_are_pure, path, bad);
+        assert_eq!(check("mpmd-layout/src/reshard/plan.rs"), [1, 2, 3]);
+        assert_eq!(check("mpmd-schedule/src/text.rs"), [1, 2, 3]);
+        assert_eq!(check("mpmd-core/src/pipeline/run.rs"), NONE);
+        let good = "use std::{fmt, sync::Arc};\n#[cfg(test)]\nmod tests {\n    use std::fs;\n}";
+        assert_eq!(broken(planners_are_pure, "mpmd-layout/src/reshard/plan.rs", good), NONE);
+    }
+
+    #[test]
+    fn blocking_in_other_ways_is_found() {
+        let bad = "use std::{thread, sync::{Arc, Mutex}};\nuse parking_lot::Condvar;\n\
+            fn f() { thread::sleep(d) }\nuse std::sync::*;\nuse std as s;\n\
+            fn g(m: Mutex<u8>) -> s::time::Instant { Mutex::new(1) }";
+        let check = |path| broken(blocking_in_one_module, path, bad);
+        assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6]);
+        assert_eq!(check("mpmd-transport/src/router/peer.rs"), [1, 2, 3, 4, 6]);
+        assert_eq!(check("mpmd-transport/src/rendezvous/job.rs"), [1, 2, 3, 4, 6]);
+        assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
+        assert_eq!(check("mpmd-ids/src/block.rs"), NONE);
+        let good = "use mpmd_ids::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
+            use std::time::Duration;\nfn f() -> Instant { Instant::now() }\n\
+            fn g() { std::thread::panicking() }\n#[cfg(test)]\nmod tests { use std::thread; }";
+        assert_eq!(broken(blocking_in_one_module, "mpmd-core/src/exec/mod.rs", good), NONE);
     }
 }
