@@ -272,3 +272,59 @@ pub mod __private {
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
+
+/// The guide: one page per task.
+#[cfg(any(doc, doctest))]
+#[doc = include_str!("../../docs/guide/README.md")]
+pub mod guide {
+    #[doc = include_str!("../../docs/guide/arrays-and-moves.md")]
+    pub mod arrays_and_moves {}
+
+    #[doc = include_str!("../../docs/guide/benchmarks.md")]
+    pub mod benchmarks {}
+
+    #[doc = include_str!("../../docs/guide/cuda.md")]
+    pub mod cuda {}
+
+    #[doc = include_str!("../../docs/guide/environment.md")]
+    pub mod environment {}
+
+    #[doc = include_str!("../../docs/guide/errors-and-hangs.md")]
+    pub mod errors_and_hangs {}
+
+    #[doc = include_str!("../../docs/guide/first-program.md")]
+    pub mod first_program {}
+
+    #[doc = include_str!("../../docs/guide/install.md")]
+    pub mod install {}
+
+    #[doc = include_str!("../../docs/guide/kernels.md")]
+    pub mod kernels {}
+
+    #[doc = include_str!("../../docs/guide/pipelines.md")]
+    pub mod pipelines {}
+
+    #[doc = include_str!("../../docs/guide/plan-json.md")]
+    pub mod plan_json {}
+
+    #[doc = include_str!("../../docs/guide/run-on-several-hosts.md")]
+    pub mod run_on_several_hosts {}
+
+    #[doc = include_str!("../../docs/guide/schedules.md")]
+    pub mod schedules {}
+
+    #[doc = include_str!("../../docs/guide/sharding-rules.md")]
+    pub mod sharding_rules {}
+
+    #[doc = include_str!("../../docs/guide/testing.md")]
+    pub mod testing {}
+
+    #[doc = include_str!("../../docs/guide/tracing.md")]
+    pub mod tracing {}
+
+    #[doc = include_str!("../../docs/guide/train-gpt.md")]
+    pub mod train_gpt {}
+
+    #[doc = include_str!("../../docs/guide/transports.md")]
+    pub mod transports {}
+}
