@@ -223,10 +223,10 @@ fn undeclared_partial_sums_and_host_memory_are_refused() {
         "but the kernel declares P() on {x:2, y:1} devices [0, 1] in host memory; jit never",
         "cannot be input \"0\"",
         "in host memory: a kernel writes the memory of its devices",
-        "make: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, which only \
+        "array_from_fn: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, which only \
          a kernel \
          writes: make it as P() on",
-        "make: P() unreduced over {y} on",
+        "array_from_fn: P() unreduced over {y} on",
     ];
     assert_contains(&texts, &expected);
 }
@@ -564,7 +564,7 @@ fn failed_make_fails_everything_made_from_it() {
         for (process, result) in results.into_iter().enumerate() {
             let error = result.unwrap_err().to_string();
             assert!(
-                error.contains("make (operation 1) at mpmd-core/tests/bad_use.rs:"),
+                error.contains("array_from_fn (operation 1) at mpmd-core/tests/bad_use.rs:"),
                 "{process}: {error}"
             );
             assert!(

@@ -462,8 +462,8 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
         Ok(texts)
     });
     for (found, call) in texts.iter().zip([
-        "make",
-        "agree",
+        "array_from_fn",
+        "broadcast_value",
         "microbatches",
         "split_by_mesh_axis",
         "step_end",

@@ -66,7 +66,7 @@ fn diverging_process_fails_the_check() {
         ("extra-jit", "jit Aside"),
         ("extra-put", "device_put"),
         ("skip-aside", "jit Forward"),
-        ("skip-microbatch", "make"),
+        ("skip-microbatch", "array_from_fn"),
         ("other-value", "device_put"),
     ] {
         let (code, said, errors) = diverging(how, "1");

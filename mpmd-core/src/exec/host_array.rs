@@ -148,7 +148,7 @@ mod tests {
     fn lengths_and_bool_bytes_are_checked() {
         let (line, short) = (line!(), HostArray::from_slice(&[2, 3], &[1.0f32; 5]).unwrap_err());
         let said = short.to_string();
-        assert!(said.contains(&format!("host.rs:{line}:")), "{said}");
+        assert!(said.contains(&format!("host_array.rs:{line}:")), "{said}");
         assert!(said.ends_with(": shape [2, 3] has 6 elements, but 5 values are given"), "{said}");
         let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into()).unwrap_err();
         assert_eq!(short.to_string(), "f64[2] has 16 bytes, but 15 are given");

@@ -16,7 +16,7 @@ struct Compared(String);
 
 impl fmt::Display for Compared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "compare {}", self.0)
+        write!(f, "assert_same {}", self.0)
     }
 }
 
@@ -100,7 +100,8 @@ mod tests {
             differing.iter().filter_map(|result| result.as_ref().err()).collect();
         assert!(errors.len() >= 2, "{differing:?}");
         for error in errors {
-            let shown = ["compare rank 0: 0F0 0B0", "compare rank 0: 0F0 0F1", "compare.rs:"];
+            let shown =
+                ["assert_same rank 0: 0F0 0B0", "assert_same rank 0: 0F0 0F1", "assert_same.rs:"];
             assert!(shown.iter().all(|text| error.contains(text)), "{error}");
         }
     }
