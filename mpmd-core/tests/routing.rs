@@ -307,14 +307,9 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
         let other = x.clone();
         x.block_until_ready()?;
         assert!(p.memory().live >= 1 << 19);
-        let (y, donated_at) = (
-            p.device_put_with(
-                &x,
-                Sharding::single_device(DeviceId(1)),
-                PutOptions::default().donate(true),
-            )?,
-            line!() - 1,
-        );
+        let to = Sharding::single_device(DeviceId(1));
+        let donated_at = line!() + 1;
+        let y = p.device_put_with(&x, to, PutOptions::default().donate(true))?;
         y.block_until_ready()?;
         memory_falls_to(p, if p.process() == ProcessId(1) { 1 << 20 } else { 0 });
 
