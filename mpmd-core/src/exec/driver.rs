@@ -1,11 +1,11 @@
 //! Connects the router with the transport: carries out the actions that the router asks for.
 
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::{Instant, mpsc};
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;
 use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router, Span};
@@ -228,7 +228,7 @@ impl Runtime {
         let until = Instant::now() + within;
         let left = || until.saturating_duration_since(Instant::now());
         // In short waits: a failure need not end an operation.
-        let look = || Instant::now() + left().min(super::TICK);
+        let look = || Instant::now() + left().min(super::start::TICK);
         let is_idle =
             || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
         loop {
@@ -239,7 +239,7 @@ impl Runtime {
                 break;
             }
         }
-        let (done, all_done) = std::sync::mpsc::channel::<()>();
+        let (done, all_done) = mpsc::channel::<()>();
         self.call_back(Box::new(move || drop(done)));
         let _ = all_done.recv_timeout(left());
     }
@@ -248,10 +248,12 @@ impl Runtime {
     /// time the peer timeout expires.
     pub(crate) fn wait_for_callbacks(&self) {
         let _doing = self.status.enter(Doing::Finishing);
-        let (done, all_done) = std::sync::mpsc::channel::<()>();
+        let (done, all_done) = mpsc::channel::<()>();
         // Runs after the other closures. Dropping the sender is the signal.
         self.call_back(Box::new(move || drop(done)));
-        while all_done.recv_timeout(self.config.peer_timeout) == Err(RecvTimeoutError::Timeout) {
+        while all_done.recv_timeout(self.config.peer_timeout)
+            == Err(mpsc::RecvTimeoutError::Timeout)
+        {
             let text = "finish waits for a closure given to `then`";
             self.report_hang(&format!("process {}: {text}; {}", self.me, self.doing()));
         }

@@ -2,7 +2,7 @@
 //! nothing.
 
 use mpmd_fuzz::{Rng, integer, mutate};
-use mpmd_transport::router::{Answer, OpRecord};
+use mpmd_transport::router::{self, Answer, FailureKind, OpRecord};
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{Handler, Header, Kind, OwnedBuffer, Ticket, TransportError, control};
 
@@ -200,7 +200,7 @@ impl Scene {
             heartbeat: Duration::from_secs(10),
             run_ahead_ops: 1024,
             run_ahead_bytes: 1 << 30,
-            spin: SpinSetting::default(),
+            spin: Spin::default(),
             check_uncommitted: false,
             device_memory: None,
             cuda: Vec::new(),

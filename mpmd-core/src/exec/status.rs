@@ -3,9 +3,8 @@
 use std::collections::VecDeque;
 use std::fmt::Write;
 use std::panic::Location;
-use std::time::Instant;
 
-use parking_lot::Mutex;
+use mpmd_ids::block::{Instant, Mutex};
 
 /// The current activity of the program thread and of the devices.
 pub(crate) struct Status {
