@@ -2,9 +2,11 @@
 //! nothing.
 
 use mpmd_fuzz::{Rng, integer, mutate};
-use mpmd_transport::router::{self, Answer, FailureKind, OpRecord};
+use mpmd_transport::router::{self, Answer, Failure, FailureKind, OpRecord};
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{Handler, Header, Kind, OwnedBuffer, Ticket, TransportError, control};
+use mpmd_transport::{
+    Handler, Header, Kind, OwnedBuffer, SharedBuffer, Ticket, TransportError, control,
+};
 
 use super::*;
 use crate::device::copy::copy_region;
@@ -238,7 +240,7 @@ impl Scene {
         };
         let before = std::mem::replace(&mut *router.lock(), Router::new(config));
         let ended = std::mem::take(&mut *under_way.lock());
-        *trouble.lock() = Trouble::default();
+        *trouble.lock() = life_cycle::Trouble::default();
         drop((before, ended));
     }
 

@@ -1,14 +1,24 @@
 //! Executes operations on this process: device queues, transfers, and the only handler that the
 //! transport calls (invariant *one-way-in*).
 //!
-//! The program thread issues operations. All other work is driven by data and runs on these
-//! threads:
+//! An operation flows through these files:
 //!
-//! - one thread for each device: kernels, strictly in the order of their operations;
-//! - the *copy workers*: copies between buffers, packing and unpacking of pieces;
-//! - the transport's threads: incoming messages, which go to the [router](mpmd_transport::router);
-//! - the *ticker*: heartbeats, probes, hang reports;
-//! - *callbacks*: user closures that wait for arrays.
+//! 1. *Issue.* The program thread extends the rolling `hash`, enters the operation in `in_flight`
+//!    and reserves `memory` for the results. A dry run ends here: `recorder` and `planned` write
+//!    the operation down.
+//! 2. *Send and receive.* `put` starts a `device_put`. `send` packs pieces and offers them to the
+//!    [router](mpmd_transport::router), `receive` takes them from it. `driver` carries events
+//!    between router and transport, and `under_way` tracks the payloads that the transport moves.
+//!    `exchange` sends the messages of collectives, inside a process by way of `mailbox`. `reach`
+//!    knows the memory that devices and peers can read.
+//! 3. *Assembly.* `assembly` puts a shard together from its pieces. `chunks` copies to CUDA devices
+//!    from host memory that they cannot reach.
+//! 4. *Async buffer.* The resolver of the shard's `async_buffer` fills it, and the operation ends.
+//! 5. *Wait.* The program reads its `array` as a `host_array`. Its thread waits in `parker`.
+//!
+//! `start` opens the devices and starts the threads, which run the jobs of `worker`. `life_cycle`
+//! handles lost peers, failures and the end of the job, and `status` reports hangs. `driven` and
+//! `lying` test all of it over special transports.
 
 pub mod array;
 mod assembly;
@@ -21,6 +31,7 @@ mod exchange;
 mod hash;
 pub mod host_array;
 mod in_flight;
+mod life_cycle;
 #[cfg(test)]
 mod lying;
 mod mailbox;
@@ -31,6 +42,7 @@ mod put;
 mod reach;
 mod receive;
 pub(crate) mod recorder;
+mod send;
 mod start;
 mod status;
 mod under_way;
@@ -42,8 +54,8 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy};
-use mpmd_transport::router::{Cargo, Failure, Router};
-use mpmd_transport::{Payload, Pool, SharedBuffer, Transport};
+use mpmd_transport::router::{Cargo, Router};
+use mpmd_transport::{Payload, Pool, Transport};
 
 use assembly::{Assembly, DeviceAssembly, HostAssembly};
 pub(crate) use async_buffer::{AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers};
@@ -58,7 +70,8 @@ pub(crate) use mpmd_transport::router::{Span, Values};
 pub(crate) use parker::Parker;
 pub(crate) use put::{PutPlan, Source};
 pub(crate) use reach::follow;
-pub(crate) use receive::Receive;
+pub(crate) use receive::Waiter;
+pub(crate) use send::Outgoing;
 pub(crate) use status::{Doing, Status};
 use under_way::UnderWay;
 use worker::{Crew, Worker};
@@ -68,34 +81,6 @@ use crate::device::cuda::{self, Gpu};
 use crate::exec::recorder::Recorder;
 use crate::trace::{PieceStep, Trace, What};
 use mpmd_layout::topology::{DeviceId, Topology};
-
-/// Settings of a [`Runtime`].
-#[derive(Clone, Debug)]
-pub(crate) struct RuntimeConfig {
-    pub(crate) epoch: u64,
-    pub(crate) peer_timeout: Duration,
-    pub(crate) heartbeat: Duration,
-    pub(crate) run_ahead_ops: usize,
-    pub(crate) run_ahead_bytes: u64,
-    /// Time for which a waiting thread polls the transport before it sleeps.
-    pub(crate) spin: Spin,
-    pub(crate) device_memory: Option<u64>,
-    /// True if host values of every size are compared between processes, not only small ones.
-    pub(crate) check_uncommitted: bool,
-    /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
-    pub(crate) cuda: Vec<u32>,
-    pub(crate) trace: Trace,
-}
-
-/// A device that this process owns.
-pub(crate) struct LocalDevice {
-    pub(crate) id: DeviceId,
-    pub(crate) pool: Pool,
-    /// The GPU of a CUDA device, `None` for a CPU device. The device's thread issues work to it and
-    /// never waits for that work.
-    pub(crate) gpu: Option<Arc<Gpu>>,
-    queue: Worker,
-}
 
 /// One process's part of a job: everything except the program thread's operation numbering.
 pub(crate) struct Runtime {
@@ -136,48 +121,39 @@ pub(crate) struct Runtime {
     pub(crate) recorder: Option<Recorder>,
     /// Payload bytes of pieces given to the transport, by process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
-    trouble: Mutex<Trouble>,
+    trouble: Mutex<life_cycle::Trouble>,
     /// Notified when a peer leaves or something fails.
     changed: Condvar,
     /// True once this process has left the job. The ticker and the NCCL watcher then end.
     stopped: Arc<AtomicBool>,
 }
 
-/// The first failures that this process has seen.
-#[derive(Default)]
-struct Trouble {
-    /// The first failure of an operation here, or of the job.
-    first: Option<Arc<Failure>>,
-    /// The first peer that was lost before it had left the job.
-    lost: Option<Arc<Failure>>,
+/// Settings of a [`Runtime`].
+#[derive(Clone, Debug)]
+pub(crate) struct RuntimeConfig {
+    pub(crate) epoch: u64,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) heartbeat: Duration,
+    pub(crate) run_ahead_ops: usize,
+    pub(crate) run_ahead_bytes: u64,
+    /// Time for which a waiting thread polls the transport before it sleeps.
+    pub(crate) spin: Spin,
+    pub(crate) device_memory: Option<u64>,
+    /// True if host values of every size are compared between processes, not only small ones.
+    pub(crate) check_uncommitted: bool,
+    /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
+    pub(crate) cuda: Vec<u32>,
+    pub(crate) trace: Trace,
 }
 
-/// The payload types of this runtime's router.
-pub(crate) struct InProcess;
-
-impl Cargo for InProcess {
-    type Outgoing = Outgoing;
-    type Incoming = Payload;
-    type Waiter = Waiter;
-}
-
-/// A piece to send, and the guard that keeps its operation in flight.
-pub(crate) struct Outgoing {
-    pub(crate) buffer: SharedBuffer,
-    /// Bytes of the piece. In a zero-copy transfer `buffer` may be the whole shard that contains
-    /// it.
-    pub(crate) bytes: u64,
-    pub(crate) guard: OpGuard,
-}
-
-/// The receiver of a piece.
-pub(crate) enum Waiter {
-    /// Shards of this process that contain the piece, and processes to which it is forwarded.
-    Piece(Box<Receive>),
-    /// The bytes themselves, which resolve `resolver`.
-    Bytes { resolver: Resolver, from: ProcessId, op: u64, piece: u64 },
-    /// No receiver. The piece is still taken, so that its sender does not wait.
-    Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
+/// A device that this process owns.
+pub(crate) struct LocalDevice {
+    pub(crate) id: DeviceId,
+    pub(crate) pool: Pool,
+    /// The GPU of a CUDA device, `None` for a CPU device. The device's thread issues work to it and
+    /// never waits for that work.
+    pub(crate) gpu: Option<Arc<Gpu>>,
+    queue: Worker,
 }
 
 impl Runtime {
@@ -270,4 +246,13 @@ impl Runtime {
     pub(crate) fn call_back(&self, job: Job) {
         self.callbacks.push(job);
     }
+}
+
+/// The payload types of this runtime's router.
+pub(crate) struct InProcess;
+
+impl Cargo for InProcess {
+    type Outgoing = Outgoing;
+    type Incoming = Payload;
+    type Waiter = Waiter;
 }

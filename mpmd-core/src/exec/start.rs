@@ -1,4 +1,13 @@
 //! Starts the runtime: opens the devices, and starts the threads of this process.
+//!
+//! The program thread issues operations. All other work is driven by data and runs on these
+//! threads:
+//!
+//! - one thread for each device: kernels, strictly in the order of their operations;
+//! - the *copy workers*: copies between buffers, packing and unpacking of pieces;
+//! - the transport's threads: incoming messages, which go to the [router](mpmd_transport::router);
+//! - the *ticker*: heartbeats, probes, hang reports;
+//! - *callbacks*: user closures that wait for arrays.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
