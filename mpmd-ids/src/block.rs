@@ -5,17 +5,21 @@
 //! the rendezvous take them from here and from nowhere else, so that a simulation can replace them
 //! in one place. `cargo xtask tidy` checks this.
 
-use std::time::Duration;
+pub use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// How long the engine looks for work before it sleeps.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Spin {
-    /// Adapts to the last gaps between works, up to 50 microseconds. Never polls if the job has
-    /// more processes on this host than there are cores.
-    #[default]
-    Auto,
-    /// Sleeps at once.
-    Never,
-    /// Polls for this long in every gap, although that takes the core from other threads.
-    For(Duration),
+pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+
+pub use crate::spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
+
+/// Channels.
+pub mod mpsc {
+    pub use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+}
+
+/// Threads.
+pub mod thread {
+    pub use std::thread::{
+        Builder, JoinHandle, ThreadId, available_parallelism, current, panicking, scope, sleep,
+        spawn, yield_now,
+    };
 }

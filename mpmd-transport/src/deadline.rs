@@ -1,6 +1,8 @@
 //! Deadlines for waits that may be endless.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use mpmd_ids::block::Instant;
 
 /// Returns `now` plus `wait`, or `now` plus a year if `wait` is longer than that.
 ///

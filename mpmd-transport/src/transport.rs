@@ -5,7 +5,9 @@
 //! other. The [router](crate::router) does all of that.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use mpmd_ids::block::Instant;
 
 use crate::memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
 use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};

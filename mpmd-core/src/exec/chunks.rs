@@ -9,8 +9,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use mpmd_ids::block::Mutex;
 use mpmd_transport::SharedBuffer;
-use parking_lot::Mutex;
 
 use super::assembly::DeviceAssembly;
 use super::put::Transfer;

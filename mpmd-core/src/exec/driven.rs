@@ -3,15 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::Spin;
+use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, thread};
 use mpmd_transport::inproc::{Fabric, Faults, Inproc};
 use mpmd_transport::{
     Handler, Header, Parking, Payload, SharedBuffer, Ticket, Transport, TransportError,
 };
-use parking_lot::{Condvar, Mutex};
 
 use crate::api::program::Builder;
 use crate::prelude::*;
@@ -102,9 +101,9 @@ impl Transport for Driven {
         *self.door.driver.lock() = Some(handler);
         self.inner.start(self.door.clone());
         let door = self.door.clone();
-        std::thread::spawn(move || {
+        thread::spawn(move || {
             while !door.closed.load(Ordering::Relaxed) {
-                std::thread::sleep(NOW_AND_THEN);
+                thread::sleep(NOW_AND_THEN);
                 door.drive();
             }
         });
@@ -206,7 +205,7 @@ fn results_do_not_depend_on_driver_or_spin_setting() {
             p.finish().unwrap();
             (read, door.by_waiters.load(Ordering::Relaxed))
         };
-        let found = std::thread::scope(|scope| {
+        let found = thread::scope(|scope| {
             let threads = [0, 1].map(|process| scope.spawn(move || one(process)));
             threads.map(|thread| thread.join().unwrap())
         });

@@ -4,9 +4,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex};
+use mpmd_ids::block::{Condvar, Instant, Mutex};
 
 use crate::trace::{Trace, What};
 
@@ -211,6 +210,8 @@ impl Drop for Reading {
 mod tests {
     use std::time::Duration;
 
+    use mpmd_ids::block::thread;
+
     use super::*;
 
     #[test]
@@ -223,7 +224,7 @@ mod tests {
         let soon = || Instant::now() + Duration::from_millis(5);
         assert!(!in_flight.wait_until(soon(), |counts| counts.ops == 0));
         assert_eq!(in_flight.counts().bytes, 10);
-        let thread = std::thread::spawn(move || drop(other));
+        let thread = thread::spawn(move || drop(other));
         let deadline = Instant::now() + Duration::from_secs(10);
         assert!(in_flight.wait_until(deadline, |counts| counts.ops == 0));
         thread.join().unwrap();
@@ -255,7 +256,7 @@ mod tests {
         let loans = [in_flight.lend(10), in_flight.lend(5)];
         let before = in_flight.counts();
         assert_eq!((before.lent, before.ops), (15, 0));
-        let thread = std::thread::spawn(move || drop(loans));
+        let thread = thread::spawn(move || drop(loans));
         let deadline = Instant::now() + Duration::from_secs(10);
         assert!(in_flight.wait_until(deadline, |counts| counts.ended == before.ended + 2));
         thread.join().unwrap();

@@ -2,9 +2,11 @@
 //! nothing.
 
 use mpmd_fuzz::{Rng, integer, mutate};
-use mpmd_transport::router::{Answer, OpRecord};
+use mpmd_transport::router::{self, Answer, Failure, FailureKind, OpRecord};
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{Handler, Header, Kind, OwnedBuffer, Ticket, TransportError, control};
+use mpmd_transport::{
+    Handler, Header, Kind, OwnedBuffer, SharedBuffer, Ticket, TransportError, control,
+};
 
 use super::*;
 use crate::device::copy::copy_region;
@@ -200,7 +202,7 @@ impl Scene {
             heartbeat: Duration::from_secs(10),
             run_ahead_ops: 1024,
             run_ahead_bytes: 1 << 30,
-            spin: SpinSetting::default(),
+            spin: Spin::default(),
             check_uncommitted: false,
             device_memory: None,
             cuda: Vec::new(),
@@ -238,7 +240,7 @@ impl Scene {
         };
         let before = std::mem::replace(&mut *router.lock(), Router::new(config));
         let ended = std::mem::take(&mut *under_way.lock());
-        *trouble.lock() = Trouble::default();
+        *trouble.lock() = life_cycle::Trouble::default();
         drop((before, ended));
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use parking_lot::Mutex;
+use mpmd_ids::block::Mutex;
 
 use super::async_buffer::{AsyncBuffer, Outcome, Resolver};
 

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::{Instant, mpsc};
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
@@ -238,7 +239,7 @@ fn wait_for_devices(memory: &mut OwnedBuffer) {
     if memory.device().is_some() || memory.fences().are_over() {
         return;
     }
-    let (open, over) = std::sync::mpsc::channel::<()>();
+    let (open, over) = mpsc::channel::<()>();
     // Dropping the sender is the signal.
     memory.fences().clone().on_over(Box::new(move || drop(open)));
     let _ = over.recv();

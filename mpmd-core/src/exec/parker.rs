@@ -9,38 +9,36 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Wake, Waker};
-use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use mpmd_ids::block::Spin as Setting;
+use mpmd_ids::block::{CoreBudget, Gap, Instant, Pace, Spin, SpinPolicy, thread};
 use mpmd_transport::Transport;
 
 use super::async_buffer::{AsyncBuffer, Outcome};
-use super::spin::CoreBudget;
 
-/// Maximum polling time with [`Setting::Auto`].
-const LONGEST: Duration = Duration::from_micros(50);
-/// A wait that ended within this time was worth polling for, even if the thread slept.
-const WORTH: Duration = Duration::from_micros(100);
-/// Polling time after which a thread yields its core between polls.
-const ALONE: Duration = Duration::from_micros(3);
-/// Number of polls between two reads of the clock.
-const LOOKS: u32 = 8;
+const PACE: Pace = Pace {
+    longest: Duration::from_micros(50),
+    worth: Duration::from_micros(100),
+    looks: 8,
+    yields: 8,
+    // From then on the awaited thread may need this very core.
+    alone: Duration::from_micros(3),
+    most_skipped: 0,
+};
 /// Maximum sleep of a thread that waits without a deadline.
 const NAP: Duration = Duration::from_secs(1);
 
 thread_local! {
     /// True while this thread is in a call of the transport, which calls the runtime.
     static DRIVING: Cell<bool> = const { Cell::new(false) };
-    /// Polling time of this thread at present. It adapts to the length of recent waits.
-    static WINDOW: Cell<Duration> = const { Cell::new(LONGEST) };
+    /// Spin policy of this thread. It adapts to the length of recent waits.
+    static POLICY: SpinPolicy = const { SpinPolicy::new(PACE, Spin::Auto) };
 }
 
 /// The wait settings and state that the threads of one process share.
 pub(crate) struct Parker {
     transport: Option<Arc<dyn Transport>>,
-    /// Polling time of every thread; `None` if it adapts.
-    fixed: Option<Duration>,
+    setting: Spin,
     room: CoreBudget,
     /// True while a thread polls, if the core budget allows only one.
     taken: AtomicBool,
@@ -50,21 +48,16 @@ impl Parker {
     /// Creates the parker of a process with this transport and core budget.
     pub(super) fn new(
         transport: Option<Arc<dyn Transport>>,
-        setting: Setting,
+        setting: Spin,
         room: CoreBudget,
     ) -> Self {
-        let (fixed, room) = match setting {
-            Setting::Auto => (None, room),
-            Setting::Never => (None, CoreBudget::None),
-            Setting::For(window) => (Some(window), CoreBudget::All),
-        };
-        Self { transport, fixed, room, taken: AtomicBool::new(false) }
+        Self { transport, setting, room: room.under(setting), taken: AtomicBool::new(false) }
     }
 
     /// Creates the parker of a process without a transport.
     #[cfg(test)]
     pub(super) fn alone() -> Self {
-        Self::new(None, Setting::Auto, CoreBudget::None)
+        Self::new(None, Spin::Auto, CoreBudget::None)
     }
 
     /// True if a thread that waits now would drive the transport.
@@ -94,13 +87,14 @@ impl Parker {
             return until.peek(slot);
         }
         let Some(transport) = self.door() else { return until.sleep(slot, deadline) };
-        let start = Instant::now();
-        let found = self.look(&**transport, until, slot, start, deadline);
+        let mut gap = POLICY.with(|policy| policy.begin_as(self.setting, Instant::now()));
+        if let Some(deadline) = deadline {
+            gap.poll_until(deadline);
+        }
+        let found = self.look(&**transport, until, slot, &mut gap);
         let outcome =
             if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
-        // A wait that ended soon after its sleep would have been worth a longer poll.
-        let worth = start.elapsed() <= WORTH;
-        WINDOW.set(if worth { LONGEST } else { WINDOW.get() / 2 });
+        POLICY.with(|policy| policy.end(&gap, Instant::now()));
         outcome
     }
 
@@ -117,33 +111,13 @@ impl Parker {
         transport: &dyn Transport,
         until: Until,
         slot: &AsyncBuffer,
-        start: Instant,
-        deadline: Option<Instant>,
+        gap: &mut Gap,
     ) -> bool {
-        let window = self.fixed.unwrap_or_else(|| WINDOW.get());
-        if window < Duration::from_micros(1) {
+        if !gap.polls() {
             return false;
         }
         let Some(_place) = self.place() else { return false };
-        let mut looks = 0;
-        drive(|| {
-            transport.drive(&mut || {
-                if until.has_come(slot) {
-                    return false;
-                }
-                looks += 1;
-                if looks % LOOKS != 0 {
-                    std::hint::spin_loop();
-                    return true;
-                }
-                let waited = start.elapsed();
-                if waited > ALONE {
-                    // The awaited thread may need this very core.
-                    std::thread::yield_now();
-                }
-                waited < window && deadline.is_none_or(|deadline| Instant::now() < deadline)
-            });
-        });
+        drive(|| transport.drive(&mut || !until.has_come(slot) && gap.wait()));
         until.has_come(slot)
     }
 
@@ -238,12 +212,12 @@ fn sleep(
 /// Wakes a thread that sleeps in the transport.
 struct Bell {
     transport: Arc<dyn Transport>,
-    thread: ThreadId,
+    thread: thread::ThreadId,
 }
 
 impl Bell {
     fn of(transport: Arc<dyn Transport>) -> Waker {
-        Waker::from(Arc::new(Self { transport, thread: std::thread::current().id() }))
+        Waker::from(Arc::new(Self { transport, thread: thread::current().id() }))
     }
 }
 
@@ -254,7 +228,7 @@ impl Wake for Bell {
 
     fn wake_by_ref(self: &Arc<Self>) {
         // A thread that ends its own wait is awake.
-        if std::thread::current().id() != self.thread {
+        if thread::current().id() != self.thread {
             self.transport.wake();
         }
     }
@@ -279,8 +253,8 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use mpmd_ids::ProcessId;
+    use mpmd_ids::block::{Condvar, Mutex, mpsc};
     use mpmd_transport::{Failure, FailureKind, Handler, Header, Parking, SharedBuffer, Ticket};
-    use parking_lot::{Condvar, Mutex};
 
     use super::*;
     use crate::exec::Resolver;
@@ -327,7 +301,7 @@ mod tests {
             let deadline = Instant::now() + SOON;
             while self.seen()[0] < count {
                 assert!(Instant::now() < deadline, "no thread sleeps in the transport");
-                std::thread::yield_now();
+                thread::yield_now();
             }
         }
     }
@@ -379,7 +353,7 @@ mod tests {
         fn shutdown(&self, _: Duration) {}
     }
 
-    fn parker(door: &Arc<TransportHandler>, setting: Setting) -> Parker {
+    fn parker(door: &Arc<TransportHandler>, setting: Spin) -> Parker {
         Parker::new(Some(door.clone()), setting, CoreBudget::All)
     }
 
@@ -399,13 +373,13 @@ mod tests {
     fn ended_buffer_is_returned_without_a_wait() {
         let (door, (resolver, slot)) = (Arc::new(TransportHandler::default()), AsyncBuffer::new());
         keep(resolver);
-        assert!(is_whole(parker(&door, Setting::Auto).wait(&slot, soon())));
+        assert!(is_whole(parker(&door, Spin::Auto).wait(&slot, soon())));
         assert_eq!(door.progresses.load(Ordering::SeqCst), 0);
     }
 
     #[test]
     fn progress_alone_ends_a_wait_without_sleep_or_wake() {
-        for setting in [Setting::Auto, Setting::Never, Setting::For(SOON)] {
+        for setting in [Spin::Auto, Spin::Never, Spin::For(SOON)] {
             let (door, (resolver, slot)) =
                 (Arc::new(TransportHandler::default()), AsyncBuffer::new());
             door.arrives(move || keep(resolver));
@@ -417,10 +391,10 @@ mod tests {
     #[test]
     fn later_message_ends_a_polling_wait() {
         let (door, (resolver, slot)) = (Arc::new(TransportHandler::default()), AsyncBuffer::new());
-        std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| parker(&door, Setting::For(SOON)).wait(&slot, soon()));
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| parker(&door, Spin::For(SOON)).wait(&slot, soon()));
             while door.progresses.load(Ordering::SeqCst) == 0 {
-                std::thread::yield_now();
+                thread::yield_now();
             }
             door.arrives(move || keep(resolver));
             assert!(is_whole(waiting.join().unwrap()));
@@ -433,8 +407,8 @@ mod tests {
         for by_message in [true, false] {
             let (door, (resolver, slot)) =
                 (Arc::new(TransportHandler::default()), AsyncBuffer::new());
-            std::thread::scope(|scope| {
-                let waiting = scope.spawn(|| parker(&door, Setting::Never).wait(&slot, soon()));
+            thread::scope(|scope| {
+                let waiting = scope.spawn(|| parker(&door, Spin::Never).wait(&slot, soon()));
                 door.until_parks(1);
                 // An unrelated message comes first.
                 door.arrives(|| ());
@@ -452,7 +426,7 @@ mod tests {
 
     #[test]
     fn a_wait_ends_at_its_deadline_awake_or_asleep() {
-        for setting in [Setting::For(SOON), Setting::Never] {
+        for setting in [Spin::For(SOON), Spin::Never] {
             let (door, (resolver, slot)) =
                 (Arc::new(TransportHandler::default()), AsyncBuffer::new());
             let deadline = Instant::now() + Duration::from_millis(5);
@@ -466,9 +440,9 @@ mod tests {
     fn undriven_or_nested_wait_sleeps_on_the_buffer() {
         let door = Arc::new(TransportHandler { shut: true, ..TransportHandler::default() });
         let (resolver, slot) = AsyncBuffer::new();
-        assert!(!parker(&door, Setting::Auto).can_drive());
-        std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| parker(&door, Setting::Auto).wait(&slot, soon()));
+        assert!(!parker(&door, Spin::Auto).can_drive());
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| parker(&door, Spin::Auto).wait(&slot, soon()));
             keep(resolver);
             assert!(is_whole(waiting.join().unwrap()));
         });
@@ -479,11 +453,11 @@ mod tests {
         door.arrives(move || {
             let (never, other) = AsyncBuffer::new();
             let at_once = Some(Instant::now() + Duration::from_millis(5));
-            assert!(parker(&within, Setting::For(SOON)).wait(&other, at_once).is_none());
+            assert!(parker(&within, Spin::For(SOON)).wait(&other, at_once).is_none());
             drop(never);
             keep(resolver);
         });
-        assert!(is_whole(parker(&door, Setting::Never).wait(&slot, soon())));
+        assert!(is_whole(parker(&door, Spin::Never).wait(&slot, soon())));
         assert_eq!(door.progresses.load(Ordering::SeqCst), 1);
     }
 
@@ -492,13 +466,13 @@ mod tests {
         let (door, (resolver, slot), (other, second)) =
             (Arc::new(TransportHandler::default()), AsyncBuffer::new(), AsyncBuffer::new());
         let parker = Parker {
-            fixed: Some(SOON),
-            ..Parker::new(Some(door.clone()), Setting::Auto, CoreBudget::One)
+            setting: Spin::For(SOON),
+            ..Parker::new(Some(door.clone()), Spin::Auto, CoreBudget::One)
         };
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let first = scope.spawn(|| parker.wait(&slot, soon()));
             while !parker.taken.load(Ordering::SeqCst) {
-                std::thread::yield_now();
+                thread::yield_now();
             }
             let sleeper = scope.spawn(|| parker.wait(&second, soon()));
             door.until_parks(1);
@@ -515,11 +489,11 @@ mod tests {
     fn no_wake_is_lost_in_races() {
         const ROUNDS: usize = 3000;
         let door = Arc::new(TransportHandler::default());
-        for setting in [Setting::Never, Setting::Auto] {
+        for setting in [Spin::Never, Spin::Auto] {
             let parker = parker(&door, setting);
-            std::thread::scope(|scope| {
+            thread::scope(|scope| {
                 for waiter in 0..2 {
-                    let (give, take) = std::sync::mpsc::channel::<Resolver>();
+                    let (give, take) = mpsc::channel::<Resolver>();
                     let (ender, parker) = (door.clone(), &parker);
                     scope.spawn(move || {
                         for (round, resolver) in take.into_iter().enumerate() {
@@ -550,7 +524,7 @@ mod tests {
         door.arrives(move || {
             resolver.keep(Err(Arc::new(Failure::new(FailureKind::Kernel, ProcessId(1), 4, "why"))));
         });
-        let outcome = parker(&door, Setting::Auto).wait(&slot, soon()).expect("it ended");
+        let outcome = parker(&door, Spin::Auto).wait(&slot, soon()).expect("it ended");
         assert_eq!(outcome.unwrap_err().kind, FailureKind::Kernel);
     }
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use mpmd_ids::ProcessId;
-use parking_lot::Mutex;
+use mpmd_ids::block::Mutex;
 
 use crate::dry_run::{Array, Dropped, End, OpDescriptor, Operation, Plan, Read, StepEnd, Taken};
 use crate::error::{Error, Result};

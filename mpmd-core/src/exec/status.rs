@@ -3,9 +3,10 @@
 use std::collections::VecDeque;
 use std::fmt::Write;
 use std::panic::Location;
-use std::time::Instant;
 
-use parking_lot::Mutex;
+use mpmd_ids::block::{Instant, Mutex};
+
+use super::Runtime;
 
 /// The current activity of the program thread and of the devices.
 pub(crate) struct Status {
@@ -111,6 +112,34 @@ impl Status {
             }
         }
         text
+    }
+}
+
+impl Runtime {
+    /// Describes in one line the current work of this process.
+    pub(crate) fn doing(&self) -> String {
+        self.status.describe(|op| self.router.lock().describe(op))
+    }
+
+    /// Describes the current work, then the chain of processes that this one waits for, down to the
+    /// root: one line per link.
+    pub(crate) fn doing_and_why(&self) -> String {
+        let (doing, running) = (self.doing(), self.status.lowest());
+        let mut chain = self.router.lock().chain(running);
+        if chain.is_empty() && running.is_none() {
+            // This process waits for others to take its pieces.
+            chain = self.router.lock().last_words();
+        }
+        chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
+    }
+
+    /// Writes to the log and to stderr that something has waited longer than the peer timeout.
+    pub(crate) fn report_hang(&self, text: &str) {
+        tracing::warn!(target: "mpmd::hang", "{text}");
+        let message =
+            format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.peer_timeout);
+        // In one write: other processes of the job may write to the same terminal.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     }
 }
 

@@ -4,10 +4,20 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use mpmd_ids::block::{Condvar, Mutex, Pace, Spin, SpinPolicy, thread};
 
-use super::spin::Spin;
+/// The spin policy's constants for short waits of workers and readers, which skip waits after polls
+/// in vain.
+pub(super) const PACE: Pace = Pace {
+    longest: Duration::from_micros(20),
+    worth: Duration::ZERO,
+    looks: 32,
+    yields: 32,
+    alone: Duration::MAX,
+    most_skipped: 64,
+};
 
 /// A job for a [`Worker`] or a [`Crew`].
 pub(crate) type Job = Box<dyn Work>;
@@ -53,19 +63,20 @@ impl Worker {
     /// Starts the thread. Before it sleeps it polls for jobs as `spin` allows.
     pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
         let worker = Self { queue: Arc::default() };
+        let policy = SpinPolicy::new(PACE, spin);
         let queue = worker.queue.clone();
         let work = move || {
             let mut jobs = VecDeque::new();
             loop {
                 // Does not see that the queue is closed: `take_all` does.
-                spin.look(|| queue.any.load(Ordering::Acquire).then_some(()));
+                policy.look(|| queue.any.load(Ordering::Acquire).then_some(()));
                 if !queue.take_all(&mut jobs) {
                     return;
                 }
                 jobs.drain(..).for_each(run);
             }
         };
-        std::thread::Builder::new().name(name).spawn(work)?;
+        thread::Builder::new().name(name).spawn(work)?;
         Ok(worker)
     }
 
@@ -92,7 +103,7 @@ impl Crew {
                     run(job);
                 }
             };
-            std::thread::Builder::new().name(format!("{name}-{i}")).spawn(work)?;
+            thread::Builder::new().name(format!("{name}-{i}")).spawn(work)?;
         }
         Ok(crew)
     }
@@ -161,8 +172,7 @@ fn run(job: Job) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-    use std::time::Duration;
+    use mpmd_ids::block::mpsc;
 
     use super::*;
 
@@ -188,7 +198,7 @@ mod tests {
 
     #[test]
     fn worker_runs_all_jobs_in_order_despite_panics() {
-        let worker = Worker::start("test".to_owned(), Spin::new(true)).unwrap();
+        let worker = Worker::start("test".to_owned(), Spin::Auto).unwrap();
         let (done, all_done) = mpsc::channel();
         for i in 0..1000 {
             let done = done.clone();

@@ -600,7 +600,9 @@ fn in_bytes<T>(elements: Range<usize>) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
+
+    use mpmd_ids::block::{Instant, thread};
 
     use super::super::{Kernel, Signature, View, ViewMut};
     use super::*;
@@ -711,7 +713,7 @@ mod tests {
                     // Another process may still read data that this one gave to it.
                     let deadline = Instant::now() + Duration::from_secs(20);
                     while p.runtime.staging.stats().live > 0 && Instant::now() < deadline {
-                        std::thread::sleep(Duration::from_millis(1));
+                        thread::sleep(Duration::from_millis(1));
                     }
                     assert_eq!(p.runtime.staging.stats().live, 0);
                     Ok(())

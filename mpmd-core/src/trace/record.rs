@@ -8,10 +8,9 @@ use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use mpmd_ids::block::{Condvar, Instant, Mutex, thread};
 
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
@@ -61,7 +60,7 @@ struct Recorder {
     wanted: Mutex<Wanted>,
     changed: Condvar,
     closed: AtomicBool,
-    writer: Mutex<Option<JoinHandle<()>>>,
+    writer: Mutex<Option<thread::JoinHandle<()>>>,
 }
 
 /// Aligned to its own cache lines, since each list is mostly used by one thread.
@@ -122,7 +121,7 @@ impl Trace {
             writer: Mutex::default(),
         });
         let writing = recorder.clone();
-        let writer = std::thread::Builder::new().name("mpmd-trace".to_owned());
+        let writer = thread::Builder::new().name("mpmd-trace".to_owned());
         *recorder.writer.lock() = Some(writer.spawn(move || writing.write_until_closed(out))?);
         Ok(Self(Some(recorder)))
     }
@@ -375,7 +374,7 @@ mod tests {
         trace.issued(1, None, at, None, || what.clone());
         trace.issued(2, None, at, Some(1), || what.clone());
         drop(trace.wait("a read", at));
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             for device in 0..4 {
                 let trace = &trace;
                 scope.spawn(move || {

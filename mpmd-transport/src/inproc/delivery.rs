@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::block::thread;
+
 use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
@@ -19,7 +21,7 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
         "process {process} is started a second time, or after its shutdown"
     );
     let core = core.clone();
-    std::thread::Builder::new()
+    thread::Builder::new()
         .name(format!("mpmd-inproc-{process}"))
         .spawn(move || Delivery { core, process, handler: Some(handler) }.run())
         .expect("the system gives a thread for deliveries");
@@ -96,7 +98,7 @@ impl Delivery {
 
 impl Drop for Delivery {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if thread::panicking() {
             // The handler panicked: for the others this process has vanished.
             self.core.kill(self.process);
         }

@@ -6,10 +6,9 @@
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
-use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, thread};
 
 use crate::deadline::after;
 use crate::memory::{OwnedBuffer, SharedBuffer};
@@ -59,7 +58,7 @@ enum Life {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Thread {
     NotStarted,
-    Running { stop: bool, id: Option<ThreadId> },
+    Running { stop: bool, id: Option<thread::ThreadId> },
     Ended,
 }
 
@@ -258,7 +257,7 @@ impl Core {
         self.stop(&mut state, process);
         let until = until.max(Instant::now() + LAST_CALL);
         while let Thread::Running { id, .. } = state.node(process).thread {
-            let own = id == Some(std::thread::current().id());
+            let own = id == Some(thread::current().id());
             if own || changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
@@ -387,7 +386,7 @@ impl Core {
     /// is detected.
     pub(super) fn introduce(&self, process: ProcessId) {
         if let Thread::Running { id, .. } = &mut self.state.lock().node(process).thread {
-            *id = Some(std::thread::current().id());
+            *id = Some(thread::current().id());
         }
     }
 

@@ -4,7 +4,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use mpmd_ids::block::Instant;
 
 use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
 use super::{Member, RendezvousError, Report};

@@ -3,8 +3,8 @@
 //!
 //! One turn of the loop lets UCX progress, reports the events, and carries out the commands. If a
 //! handler posts a message during a call, the message is sent in the next turn. After a turn
-//! without work, [`Rest`] decides whether to poll again or to sleep on the worker's descriptor. A
-//! command wakes the engine.
+//! without work, [`SpinPolicy`] decides whether to poll again or to sleep on the worker's
+//! descriptor. A command wakes the engine.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -12,12 +12,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
+use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::leaving::Leaving;
 use super::meeting::{Address, Hello, Refusal, name_missing};
 use super::queue::{Command, Met, Queue};
-use super::rest::{Idle, Rest};
 use super::result::Way;
 use super::roll_call::RollCall;
 use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
@@ -46,6 +46,14 @@ pub(super) mod id {
     pub(in super::super) const ALL: [u32; 6] = [HELLO, MESSAGE, BYE, HEARD, PING, PONG];
 }
 
+const PACE: Pace = Pace {
+    longest: Duration::from_micros(50),
+    worth: Duration::from_micros(100),
+    looks: 1,
+    yields: 16,
+    alone: Duration::ZERO,
+    most_skipped: 0,
+};
 /// Limit of a sleep, in case UCX does not wake the engine.
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Limit of a sleep while a deadline is pending.
@@ -102,7 +110,9 @@ pub(super) struct Engine {
     meeting: Option<Meeting>,
     /// Hellos that arrived before this process started to connect.
     hellos: Vec<Vec<u8>>,
-    rest: Rest,
+    policy: SpinPolicy,
+    /// The time since the last work, if the last poll found nothing.
+    gap: Option<Gap>,
 }
 
 /// The state of connecting, until a hello of every peer has arrived.
@@ -170,7 +180,8 @@ impl Engine {
             roll_call: None,
             meeting: None,
             hellos: Vec::new(),
-            rest: Rest::new(Spin::Never, 1, 1),
+            policy: SpinPolicy::new(PACE, Spin::Never),
+            gap: None,
         };
         Ok((engine, address))
     }
@@ -201,15 +212,14 @@ impl Engine {
                 break;
             }
             if worked {
-                if self.rest.is_idle() {
-                    self.rest.worked(Instant::now());
+                if let Some(gap) = self.gap.take() {
+                    self.policy.end(&gap, Instant::now());
                 }
                 continue;
             }
-            match self.rest.idle(Instant::now()) {
-                Idle::Look => std::hint::spin_loop(),
-                Idle::Yield => std::thread::yield_now(),
-                Idle::Sleep => self.sleep(),
+            let gap = self.gap.get_or_insert_with(|| self.policy.begin(Instant::now()));
+            if !gap.wait() {
+                self.sleep();
             }
         }
         self.end();
@@ -278,7 +288,10 @@ impl Engine {
         self.worker.copy_into(config.pool.clone());
         self.me = config.process;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        self.rest = Rest::new(config.spin, config.neighbours, cores);
+        let budget = CoreBudget::of(config.neighbours, config.neighbours, cores);
+        let polls = budget.under(config.spin) != CoreBudget::None;
+        self.policy = SpinPolicy::new(PACE, if polls { config.spin } else { Spin::Never });
+        self.gap = None;
         let random = RandomState::new();
         self.peers = (0..config.peers.len())
             .map(|peer| Peer {

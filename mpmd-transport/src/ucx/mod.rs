@@ -27,7 +27,6 @@ mod present;
 #[cfg(feature = "ucx")]
 mod queue;
 #[cfg(feature = "ucx")]
-mod rest;
 #[cfg(feature = "ucx")]
 mod result;
 #[cfg(feature = "ucx")]

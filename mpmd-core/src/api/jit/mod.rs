@@ -14,7 +14,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use mpmd_ids::block::Mutex;
 
 use crate::api::program::Program;
 use crate::api::replay::{Again, Here};

@@ -6,7 +6,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
-use parking_lot::Mutex;
+use mpmd_ids::block::Mutex;
 
 use super::Jit;
 use super::call::DeviceCall;

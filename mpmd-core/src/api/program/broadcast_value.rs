@@ -3,9 +3,9 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::Instant;
 use mpmd_transport::control;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind};

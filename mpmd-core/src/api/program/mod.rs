@@ -24,9 +24,10 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::{Instant, thread};
 use mpmd_transport::Pool;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
@@ -470,7 +471,7 @@ impl Drop for Program {
         if self.ended {
             return;
         }
-        if std::thread::panicking() {
+        if thread::panicking() {
             // The panic has already printed its reason.
             self.abandon("panicked before its program finished");
             return;

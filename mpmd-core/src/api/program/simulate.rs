@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::thread;
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -110,7 +111,7 @@ impl Simulation {
             let result = program(&mut p);
             p.conclude(result)
         };
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let threads: Vec<_> = (0..self.processes as u32)
                 .map(|process| scope.spawn(move || one(ProcessId(process))))
                 .collect();

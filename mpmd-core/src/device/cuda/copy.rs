@@ -370,9 +370,9 @@ fn doing(src: End, dst: End) -> &'static str {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::mpsc::{Receiver, channel};
     use std::time::Duration;
 
+    use mpmd_ids::block::mpsc::{Receiver, channel};
     use mpmd_transport::Pool;
     use mpmd_transport::memory::Arena;
     use proptest::prelude::*;

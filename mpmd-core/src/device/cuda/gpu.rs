@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
+use mpmd_ids::block::Mutex;
 use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
-use parking_lot::Mutex;
 
 use super::blas::Blas;
 use super::calls::{self, DriverError};

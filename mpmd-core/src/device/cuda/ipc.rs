@@ -22,8 +22,8 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
+use mpmd_ids::block::Mutex;
 use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence, Latch};
-use parking_lot::Mutex;
 
 use super::calls;
 use super::error::CudaError;
@@ -503,9 +503,9 @@ impl RawEvent {
 #[cfg(test)]
 mod tests {
     use std::ffi::c_void;
-    use std::sync::mpsc::{Receiver, channel};
     use std::time::Duration;
 
+    use mpmd_ids::block::mpsc::{Receiver, channel};
     use mpmd_transport::memory::Fences;
 
     use super::*;

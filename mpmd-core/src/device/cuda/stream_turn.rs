@@ -1,10 +1,10 @@
 //! Exclusive access to a stream for issuing work.
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 
+use mpmd_ids::block::MutexGuard;
+use mpmd_ids::block::mpsc::channel;
 use mpmd_transport::memory::{Fence, Fences};
-use parking_lot::MutexGuard;
 
 use super::Ended;
 use super::error::CudaError;

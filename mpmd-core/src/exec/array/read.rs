@@ -2,11 +2,11 @@
 
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use mpmd_ids::block::{Instant, Mutex};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::deadline::after;
-use parking_lot::Mutex;
 
 use super::{LocalShard, Made, MpmdArray, Placed, Repr};
 use crate::device::copy::copy_region;

@@ -3,10 +3,10 @@
 use std::mem::replace;
 use std::sync::Arc;
 
+use mpmd_ids::block::Mutex;
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::router::Failure;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
-use parking_lot::Mutex;
 
 use crate::device::copy::copy_region;
 use crate::device::cuda::kernels::ADD;

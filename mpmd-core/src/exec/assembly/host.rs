@@ -5,10 +5,10 @@ use std::mem::replace;
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::Mutex;
 use mpmd_transport::memory::{Divided, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
-use parking_lot::Mutex;
 
 use crate::device::{
     copy::{contiguous_bytes, copy_region},

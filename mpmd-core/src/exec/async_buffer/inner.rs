@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
 
+use mpmd_ids::block::{Condvar, Mutex, MutexGuard};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::Failure;
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Outcome;
 

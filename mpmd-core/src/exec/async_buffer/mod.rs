@@ -15,8 +15,8 @@ mod resolver;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
-use std::time::Instant;
 
+use mpmd_ids::block::Instant;
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::Failure;
 
@@ -354,8 +354,8 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
 
+    use mpmd_ids::block::{Mutex, thread};
     use mpmd_transport::router::FailureKind;
-    use parking_lot::Mutex;
 
     use super::*;
 
@@ -369,7 +369,7 @@ mod tests {
         });
         assert!(slot.wait_until(Some(Instant::now() + Duration::from_millis(5))).is_none());
         let waiting = slot.clone();
-        let thread = std::thread::spawn(move || waiting.wait_until(None));
+        let thread = thread::spawn(move || waiting.wait_until(None));
         resolver.keep(Ok(vec![1u8, 2, 3].into()));
         assert_eq!(thread.join().unwrap().unwrap().unwrap().len(), 3);
         assert_eq!(called.load(Ordering::Relaxed), 3);
@@ -413,8 +413,7 @@ mod tests {
             ended.fetch_add(10, Ordering::Relaxed);
         });
         let waiting = slot.clone();
-        let thread =
-            std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
+        let thread = thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
         let end = resolver.issue(vec![1u8, 2].into());
         assert_eq!(thread.join().unwrap(), 2);
         assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());

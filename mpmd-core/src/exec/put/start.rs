@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
@@ -12,11 +11,12 @@ use super::transfer::{Origin, Target, Transfer};
 use super::{COPY_INLINE, PutPlan, PutWhat, Source, kind_of};
 use crate::device::cuda::Gpu;
 use crate::exec::assembly::Sum;
+use crate::exec::receive::Receive;
+use crate::exec::send::Send;
 use crate::exec::{
-    Assembly, AsyncBuffer, DeviceAssembly, HostAssembly, OpGuard, Outcome, Receive, Resolver,
-    Runtime, Waiter, follow,
+    Assembly, AsyncBuffer, DeviceAssembly, HostAssembly, OpGuard, Outcome, Resolver, Runtime,
+    follow,
 };
-use crate::trace::PieceStep;
 use mpmd_layout::topology::DeviceId;
 
 /// Shards of fewer bytes are assembled by one copy worker: waking a second one would cost more.
@@ -38,64 +38,16 @@ impl Start<'_> {
     /// is complete.
     pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else { return };
-        let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
-        if runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
-            return self.send_from_gpu(transfer, slot);
+        let send = self.send_of(transfer);
+        if self.runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
+            send.begin_from_gpu(self.runtime, slot);
+        } else {
+            send.begin(self.runtime, slot);
         }
-        let transfer = transfer.clone();
-        slot.on_end(move |outcome| match (outcome, &transfer.run) {
-            (Err(failure), _) => runtime.poison_peers(op, &transfer, &transfer.peers, failure),
-            (Ok(buffer), Some(run)) => {
-                let bytes = buffer.slice(run.clone());
-                runtime.send_to_peers(op, &transfer, &transfer.peers, bytes, &guard);
-            }
-            (Ok(buffer), None) => {
-                // Peers with zero-copy transfer get the whole shard and read the region from it.
-                // The others get the region packed.
-                let hands_over = |peer: &ProcessId| runtime.hands_over(*peer);
-                let (takers, others): (Vec<_>, Vec<_>) =
-                    transfer.peers.iter().copied().partition(hands_over);
-                runtime.send_to_peers(op, &transfer, &takers, buffer.clone(), &guard);
-                if !others.is_empty() {
-                    runtime.send_packed(op, transfer, others, buffer.clone(), None, guard);
-                }
-            }
-        });
     }
 
-    /// Same as [`send`](Self::send), for a shard in a CUDA device's memory. Peers that take device
-    /// memory get the shard itself, even before it is filled. The others get a copy that begins as
-    /// soon as the device can.
-    fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &AsyncBuffer) {
-        let carried = |peer: &ProcessId| self.runtime.carries_device_memory(*peer);
-        let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
-        if !takers.is_empty() {
-            let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
-            let (transfer, source) = (transfer.clone(), slot.clone());
-            slot.on_issued(move |outcome| match outcome {
-                Err(failure) => runtime.poison_peers(op, &transfer, &takers, failure),
-                Ok(buffer) => {
-                    let bytes = transfer
-                        .run
-                        .clone()
-                        .map_or_else(|| buffer.clone(), |run| buffer.slice(run));
-                    // The completion status tells the peers if an input of the shard failed. Their
-                    // devices cannot see that.
-                    let bytes = bytes.with_verdict(source.verdict());
-                    runtime.send_to_peers(op, &transfer, &takers, bytes, &guard);
-                }
-            });
-        }
-        if !others.is_empty() {
-            let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
-            let (transfer, source) = (transfer.clone(), slot.clone());
-            slot.on_issued(move |outcome| match outcome {
-                Err(failure) => runtime.poison_peers(op, &transfer, &others, failure),
-                Ok(buffer) => {
-                    runtime.send_packed(op, transfer, others, buffer.clone(), Some(source), guard)
-                }
-            });
-        }
+    fn send_of(&self, transfer: &Arc<Transfer>) -> Send {
+        Send { op: self.op, transfer: transfer.clone(), guard: self.guard.clone() }
     }
 
     /// Opens a shard of this process. Also returns its assembly, if it is put together from pieces.
@@ -239,27 +191,11 @@ impl Start<'_> {
     /// process's peers.
     pub(super) fn receive(&self, transfer: &Arc<Transfer>) {
         let shards = transfer.targets.iter().filter_map(|at| self.shards[*at].clone());
-        let (runtime, op, guard) = (self.runtime, self.op, self.guard);
+        let (runtime, guard) = (self.runtime, self.guard);
         match (transfer.origin, self.source) {
             (Origin::Process(from), _) => {
-                let shards: Vec<_> = shards.collect();
-                let guard = guard.clone();
-                let waiter = if shards.is_empty() && transfer.peers.is_empty() {
-                    Waiter::Nobody(guard)
-                } else {
-                    Waiter::Piece(Box::new(Receive {
-                        op,
-                        from,
-                        transfer: transfer.clone(),
-                        shards,
-                        guard,
-                    }))
-                };
-                let hash = self.guard.hash();
-                let bytes = transfer.holds.elements() * transfer.item_bytes();
-                let (key, bytes, now) = ((op, transfer.id), bytes as u64, runtime.now());
-                runtime.trace_piece(PieceStep::Expected, key, from, transfer.bytes as u64);
-                runtime.with_router(|router| router.expect(from, key, hash, bytes, waiter, now));
+                let (shards, forward) = (shards.collect(), self.send_of(transfer));
+                Receive { from, shards, forward }.begin(runtime);
             }
             (Origin::Host, Source::Host(host)) => {
                 for shard in shards {

@@ -42,7 +42,7 @@ pub(in crate::exec) struct Transfer {
     /// side packs.
     pub(in crate::exec) holds: Region,
     /// Byte range of `region` within the bytes of `holds`, if contiguous.
-    pub(super) run: Option<Range<usize>>,
+    pub(in crate::exec) run: Option<Range<usize>>,
     /// Bytes of the region.
     pub(in crate::exec) bytes: usize,
     pub(super) origin: Origin,

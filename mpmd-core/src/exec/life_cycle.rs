@@ -1,0 +1,199 @@
+//! The life cycle of the job on this process: loss of peers, failures, and the end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::{Instant, mpsc};
+use mpmd_transport::deadline::after;
+use mpmd_transport::rendezvous::Report;
+use mpmd_transport::router::{Failure, Router};
+
+use super::start::TICK;
+use super::{Doing, Runtime};
+use crate::warning::warn_user;
+
+/// Time limit for the transport to flush when it closes.
+const FLUSH_WITHIN: Duration = Duration::from_secs(2);
+
+/// Time limit for NCCL communicators to close.
+const CLOSE_WITHIN: Duration = Duration::from_secs(5);
+
+/// The first failures that this process has seen.
+#[derive(Default)]
+pub(super) struct Trouble {
+    /// The first failure of an operation here, or of the job.
+    pub(super) first: Option<Arc<Failure>>,
+    /// The first peer that was lost before it had left the job.
+    pub(super) lost: Option<Arc<Failure>>,
+}
+
+impl Runtime {
+    /// Handles the end of a peer's process, which the transport may not notice.
+    pub(crate) fn peer_ended(self: &Arc<Self>, peer: ProcessId, why: &str) {
+        self.with_router(|router| router.peer_down(peer, why));
+        self.give_up(peer, why);
+        self.changed.notify_all();
+    }
+
+    /// Handles the loss of a peer by the rendezvous. The peer may be gone, and the transport may
+    /// not notice.
+    pub(crate) fn suspect(self: &Arc<Self>, peer: ProcessId, why: &str) {
+        self.with_router(|router| router.suspect(peer, why, self.now()));
+    }
+
+    /// Warns the user that this process has lost the rendezvous service. The job goes on.
+    pub(crate) fn rendezvous_lost(&self, why: &str) {
+        warn_user(&format!(
+            "process {} has lost the rendezvous service of the job ({why}). The job goes on; a \
+             process that dies \
+             without closing its connections is noticed only after {:?}",
+            self.me, self.config.peer_timeout
+        ));
+    }
+
+    /// Remembers the first failure of an operation on this process.
+    pub(crate) fn remember(&self, failure: &Arc<Failure>) {
+        let mut trouble = self.trouble.lock();
+        trouble.first.get_or_insert_with(|| failure.clone());
+        self.changed.notify_all();
+    }
+
+    /// Returns the failure that ends the job for this process, if there is one.
+    pub(crate) fn trouble(&self) -> Option<Arc<Failure>> {
+        let trouble = self.trouble.lock();
+        trouble.first.clone().or_else(|| trouble.lost.clone())
+    }
+
+    /// Fails the job and tells every process.
+    pub(crate) fn fail_job(self: &Arc<Self>, failure: Arc<Failure>) {
+        self.with_router(|router| router.fail(failure));
+    }
+
+    /// Blocks until every peer has left too. Reports a hang each time the peer timeout expires.
+    /// Fails if an operation has failed or a peer is lost.
+    pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
+        let _doing = self.status.enter(Doing::Finishing);
+        let (mut since, mut asked) = (Instant::now(), false);
+        loop {
+            if let Some(failure) = self.trouble() {
+                return Err(failure);
+            }
+            let waited = since.elapsed();
+            if !asked && waited >= self.config.peer_timeout / 2 {
+                self.with_router(Router::ask_all);
+                asked = true;
+            }
+            if waited >= self.config.peer_timeout {
+                let said = self.with_router(|router| router.last_words()).join("\n  ");
+                self.report_hang(&format!(
+                    "process {} has ended, and waits for others:\n  {said}",
+                    self.me
+                ));
+                (since, asked) = (Instant::now(), false);
+            }
+            // Both under one lock: `trouble` may not have the router's failure yet.
+            let (all_left, trouble) =
+                self.with_router(|router| (router.still_here().is_empty(), router.trouble()));
+            if all_left {
+                return self.trouble().or(trouble).map_or(Ok(()), Err);
+            }
+            // The ticker detects silent peers, so this ends. The timeout covers a change between
+            // the check above and the wait.
+            self.changed.wait_for(&mut self.trouble.lock(), Duration::from_millis(20));
+        }
+    }
+
+    /// Returns the report of a failure for the launcher. `has_ended` is true if the program ran to
+    /// its end, false if it broke off.
+    pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> Report {
+        let router = self.router.lock();
+        let hash = match failure.op > router.count() {
+            true => has_ended.then_some(0),
+            false => router.hash_at(failure.op),
+        };
+        Report { failure: failure.clone().shortened(), hash }
+    }
+
+    /// Says goodbye and closes the transport.
+    pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
+        self.with_router(|router| router.goodbye(failure, self.now()));
+        if let Some(failure) = failure {
+            // The other processes will not join this one's open NCCL calls.
+            self.communicators.give_up(&Arc::new(failure.clone()));
+        }
+        self.communicators.close(CLOSE_WITHIN);
+        if let Some(transport) = &self.transport {
+            transport.shutdown(FLUSH_WITHIN);
+        }
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Blocks until every operation and read of this process has ended. Reports a hang each time
+    /// the peer timeout expires.
+    pub(crate) fn wait_idle(self: &Arc<Self>) {
+        let _doing = self.status.enter(Doing::Finishing);
+        let half = self.config.peer_timeout / 2;
+        let wait = || {
+            self.in_flight.wait_until(after(Instant::now(), half), |counts| {
+                counts.ops == 0 && counts.reads == 0
+            })
+        };
+        loop {
+            if wait() {
+                return;
+            }
+            // No peer was asked yet if this process waits for others to take its pieces.
+            self.with_router(Router::ask_all);
+            if wait() {
+                return;
+            }
+            let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
+            let first =
+                first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
+            let (me, doing) = (self.me, self.doing_and_why());
+            self.report_hang(&format!(
+                "process {me}: finish waits for {} operations{first}; {doing}",
+                counts.ops
+            ));
+        }
+    }
+
+    /// Waits until every operation and user closure of this process has ended or an operation has
+    /// failed, for at most `within`.
+    pub(crate) fn wait_briefly(&self, within: Duration) {
+        let until = Instant::now() + within;
+        let left = || until.saturating_duration_since(Instant::now());
+        // In short waits: a failure need not end an operation.
+        let look = || Instant::now() + left().min(TICK);
+        let is_idle =
+            || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
+        loop {
+            if self.trouble().is_some() || left().is_zero() {
+                return;
+            }
+            if is_idle() {
+                break;
+            }
+        }
+        let (done, all_done) = mpsc::channel::<()>();
+        self.call_back(Box::new(move || drop(done)));
+        let _ = all_done.recv_timeout(left());
+    }
+
+    /// Blocks until every user closure that waited for an operation has run. Reports a hang each
+    /// time the peer timeout expires.
+    pub(crate) fn wait_for_callbacks(&self) {
+        let _doing = self.status.enter(Doing::Finishing);
+        let (done, all_done) = mpsc::channel::<()>();
+        // Runs after the other closures. Dropping the sender is the signal.
+        self.call_back(Box::new(move || drop(done)));
+        while all_done.recv_timeout(self.config.peer_timeout)
+            == Err(mpsc::RecvTimeoutError::Timeout)
+        {
+            let text = "finish waits for a closure given to `then`";
+            self.report_hang(&format!("process {}: {text}; {}", self.me, self.doing()));
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! The policy for polling and sleeping: how long a thread without work polls before it sleeps.
+//!
+//! A poll costs a fraction of a microsecond; falling asleep and waking cost some tens. But a
+//! polling thread takes a core from threads that have work. So a thread polls only if the
+//! [`CoreBudget`] allows it, never for long, and less after it has polled in vain.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::block::{Instant, thread};
+
+/// Shorter polling times are not worth a poll.
+const SHORTEST: Duration = Duration::from_micros(1);
+
+/// How long the engine looks for work before it sleeps.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Spin {
+    /// Adapts to the last gaps between works, up to 50 microseconds. Never polls if the job has
+    /// more processes on this host than there are cores.
+    #[default]
+    Auto,
+    /// Sleeps at once.
+    Never,
+    /// Polls for this long in every gap, although that takes the core from other threads.
+    For(Duration),
+}
+
+/// The core budget: how many threads of a process may poll at the same time, so that threads with
+/// work find a core.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum CoreBudget {
+    /// The job has more processes on this host than the host has cores.
+    None,
+    /// Each process has a core.
+    One,
+    /// Every busy thread of the job on this host has a core.
+    All,
+}
+
+impl CoreBudget {
+    /// Returns the core budget of a process on a host with `cores` cores. The job has `processes`
+    /// processes on this host, and `threads` busy threads in them.
+    pub fn of(processes: usize, threads: usize, cores: usize) -> Self {
+        if threads <= cores {
+            Self::All
+        } else if processes <= cores {
+            Self::One
+        } else {
+            Self::None
+        }
+    }
+
+    /// Returns the core budget under the user's setting, which may override it.
+    pub fn under(self, setting: Spin) -> Self {
+        match setting {
+            Spin::Auto => self,
+            Spin::Never => Self::None,
+            Spin::For(_) => Self::All,
+        }
+    }
+}
+
+/// The constants of one use of [`SpinPolicy`].
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Longest polling time with [`Spin::Auto`].
+    pub longest: Duration,
+    /// A gap up to this length was worth polling for, even if the thread slept in it.
+    pub worth: Duration,
+    /// Number of polls between two reads of the clock.
+    pub looks: u32,
+    /// Number of polls between two calls that yield the core: a multiple of `looks`.
+    pub yields: u32,
+    /// Polling time after which a thread yields its core.
+    pub alone: Duration,
+    /// After polls in vain, a thread skips at most this many gaps before it polls again.
+    pub most_skipped: u32,
+}
+
+/// The next action of a thread without work.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Idle {
+    /// Poll again.
+    Look,
+    /// Yield the core to other threads, then poll again.
+    Yield,
+    /// Sleep until there may be work.
+    Sleep,
+}
+
+/// The spin policy of one thread, or of several that wait for the same kind of work. Takes no lock:
+/// its state only decides how long a thread polls.
+#[derive(Debug)]
+pub struct SpinPolicy {
+    pace: Pace,
+    setting: Spin,
+    /// Polling time in nanoseconds with [`Spin::Auto`] at present.
+    window: AtomicU64,
+    /// Number of gaps to sleep through without polling.
+    skip: AtomicU32,
+    /// The last value that `skip` was set to.
+    penalty: AtomicU32,
+}
+
+/// A gap between works: the time in which a thread has nothing to do.
+#[derive(Debug)]
+pub struct Gap {
+    pace: Pace,
+    window: Duration,
+    start: Instant,
+    looks: u32,
+}
+
+impl SpinPolicy {
+    /// Creates a policy with these constants and this setting of the user.
+    pub const fn new(pace: Pace, setting: Spin) -> Self {
+        let window = AtomicU64::new(pace.longest.as_nanos() as u64);
+        let (skip, penalty) = (AtomicU32::new(0), AtomicU32::new(0));
+        Self { pace, setting, window, skip, penalty }
+    }
+
+    /// Begins a gap at `now`.
+    pub fn begin(&self, now: Instant) -> Gap {
+        self.begin_as(self.setting, now)
+    }
+
+    /// Same as [`begin`](Self::begin), with another setting.
+    pub fn begin_as(&self, setting: Spin, now: Instant) -> Gap {
+        let window = match setting {
+            Spin::Auto if self.is_due() => {
+                Duration::from_nanos(self.window.load(Ordering::Relaxed))
+            }
+            Spin::Auto | Spin::Never => Duration::ZERO,
+            Spin::For(window) => window,
+        };
+        let window = if window < SHORTEST { Duration::ZERO } else { window };
+        Gap { pace: self.pace, window, start: now, looks: 0 }
+    }
+
+    /// Notes that a gap ended with work at `now`, and adapts the polling time.
+    pub fn end(&self, gap: &Gap, now: Instant) {
+        let worth = now.saturating_duration_since(gap.start) <= self.pace.worth;
+        let longest = self.pace.longest.as_nanos() as u64;
+        let window = if worth { longest } else { self.window.load(Ordering::Relaxed) / 2 };
+        self.window.store(window, Ordering::Relaxed);
+    }
+
+    /// Polls `found` for a bounded time. `None` means that the caller should sleep. After polls in
+    /// vain, later calls poll once.
+    pub fn look<T>(&self, mut found: impl FnMut() -> Option<T>) -> Option<T> {
+        if let Some(found) = found() {
+            return Some(found);
+        }
+        let mut gap = self.begin(Instant::now());
+        if !gap.polls() {
+            return None;
+        }
+        while gap.wait() {
+            if let Some(found) = found() {
+                self.penalty.store(0, Ordering::Relaxed);
+                return Some(found);
+            }
+        }
+        let penalty = 2 * self.penalty.load(Ordering::Relaxed) + 1;
+        let penalty = penalty.min(self.pace.most_skipped);
+        self.penalty.store(penalty, Ordering::Relaxed);
+        self.skip.store(penalty, Ordering::Relaxed);
+        None
+    }
+
+    /// True if this gap should be polled. After polls in vain, only one gap in several is.
+    fn is_due(&self) -> bool {
+        let skip = self.skip.load(Ordering::Relaxed);
+        if skip > 0 {
+            self.skip.store(skip - 1, Ordering::Relaxed);
+        }
+        skip == 0
+    }
+}
+
+impl Gap {
+    /// Ends the polling at `deadline` at the latest.
+    pub fn poll_until(&mut self, deadline: Instant) {
+        self.window = self.window.min(deadline.saturating_duration_since(self.start));
+    }
+
+    /// True if the thread should poll at all.
+    pub fn polls(&self) -> bool {
+        !self.window.is_zero()
+    }
+
+    /// Notes a poll without work; returns the next action.
+    pub fn idle(&mut self, now: impl FnOnce() -> Instant) -> Idle {
+        if !self.polls() {
+            return Idle::Sleep;
+        }
+        self.looks = self.looks.wrapping_add(1);
+        if !self.looks.is_multiple_of(self.pace.looks) {
+            return Idle::Look;
+        }
+        let waited = now().saturating_duration_since(self.start);
+        if waited >= self.window {
+            Idle::Sleep
+        } else if waited >= self.pace.alone && self.looks.is_multiple_of(self.pace.yields) {
+            Idle::Yield
+        } else {
+            Idle::Look
+        }
+    }
+
+    /// Notes a poll without work, and pauses for a moment. Returns false if the thread should
+    /// sleep instead of polling again.
+    pub fn wait(&mut self) -> bool {
+        match self.idle(Instant::now) {
+            Idle::Look => std::hint::spin_loop(),
+            Idle::Yield => thread::yield_now(),
+            Idle::Sleep => return false,
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MICRO: Duration = Duration::from_micros(1);
+    /// Adapts the polling time.
+    const ADAPTS: Pace = Pace {
+        longest: Duration::from_micros(50),
+        worth: Duration::from_micros(100),
+        looks: 1,
+        yields: 16,
+        alone: Duration::ZERO,
+        most_skipped: 0,
+    };
+    /// Skips gaps after polls in vain.
+    const SKIPS: Pace = Pace {
+        longest: Duration::from_micros(20),
+        looks: 32,
+        yields: 32,
+        alone: Duration::MAX,
+        most_skipped: 64,
+        ..ADAPTS
+    };
+
+    /// Returns the number of polls, one per microsecond, in a gap that begins at `now`; at most
+    /// 1000.
+    fn looks(policy: &SpinPolicy, now: Instant) -> u32 {
+        let mut gap = policy.begin(now);
+        (0..1000).find(|i| gap.idle(|| now + *i * MICRO) == Idle::Sleep).unwrap_or(1000)
+    }
+
+    #[test]
+    fn auto_polling_time_halves_after_each_long_gap() {
+        let policy = SpinPolicy::new(ADAPTS, Spin::Auto);
+        let now = Instant::now();
+        let ended = |after: u32| policy.end(&policy.begin(now), now + after * MICRO);
+        assert_eq!(looks(&policy, now), 50);
+        ended(90);
+        assert_eq!(looks(&policy, now), 50, "a little more would have been enough");
+        for expected in [25, 12, 6, 3] {
+            ended(10_000);
+            assert!(looks(&policy, now).abs_diff(expected) <= 1);
+        }
+        ended(20);
+        assert_eq!(looks(&policy, now), 50, "one gap that was worth it is enough");
+    }
+
+    #[test]
+    fn setting_decides_the_polling_time() {
+        let now = Instant::now();
+        let looks = |spin| looks(&SpinPolicy::new(ADAPTS, spin), now);
+        assert_eq!(looks(Spin::Never), 0);
+        assert_eq!(looks(Spin::For(70 * MICRO)), 70);
+        assert_eq!(looks(Spin::For(Duration::MAX)), 1000);
+    }
+
+    #[test]
+    fn setting_overrides_the_core_budget() {
+        let under = |setting| CoreBudget::of(3, 3, 2).under(setting);
+        let settings = [Spin::Auto, Spin::Never, Spin::For(MICRO)];
+        assert_eq!(settings.map(under), [CoreBudget::None, CoreBudget::None, CoreBudget::All]);
+        assert_eq!(CoreBudget::of(2, 4, 2), CoreBudget::One);
+        assert_eq!(CoreBudget::of(2, 2, 2).under(Spin::Auto), CoreBudget::All);
+    }
+
+    #[test]
+    fn core_is_yielded_every_16_polls() {
+        let now = Instant::now();
+        let mut gap = SpinPolicy::new(ADAPTS, Spin::For(Duration::MAX)).begin(now);
+        assert_eq!((0..160).filter(|_| gap.idle(|| now) == Idle::Yield).count(), 10);
+        let pace = Pace { alone: MICRO, ..ADAPTS };
+        let mut gap = SpinPolicy::new(pace, Spin::For(Duration::MAX)).begin(now);
+        assert!((0..160).all(|_| gap.idle(|| now) == Idle::Look), "not before `alone`");
+    }
+
+    #[test]
+    fn polling_ends_at_its_deadline() {
+        let now = Instant::now();
+        let policy = SpinPolicy::new(ADAPTS, Spin::For(Duration::MAX));
+        let mut gap = policy.begin(now);
+        gap.poll_until(now + 5 * MICRO);
+        assert_eq!(gap.idle(|| now + 4 * MICRO), Idle::Look);
+        assert_eq!(gap.idle(|| now + 5 * MICRO), Idle::Sleep);
+    }
+
+    #[test]
+    fn ready_work_is_found_at_once_with_and_without_spinning() {
+        for setting in [Spin::Never, Spin::Auto] {
+            assert_eq!(SpinPolicy::new(SKIPS, setting).look(|| Some(1)), Some(1));
+        }
+    }
+
+    #[test]
+    fn without_permission_look_polls_once() {
+        let mut looks = 0;
+        let found: Option<()> = SpinPolicy::new(SKIPS, Spin::Never).look(|| {
+            looks += 1;
+            None
+        });
+        assert_eq!((found, looks), (None, 1));
+    }
+
+    #[test]
+    fn spin_is_rare_after_misses_and_usual_again_after_a_hit() {
+        let policy = SpinPolicy::new(SKIPS, Spin::Auto);
+        let spins = |find: bool| {
+            let mut looks = 0;
+            let _ = policy.look(|| {
+                looks += 1;
+                (find && looks > 1).then_some(())
+            });
+            looks > 1
+        };
+        let in_vain = (0..1000).filter(|_| spins(false)).count();
+        assert!((10..=25).contains(&in_vain), "{in_vain} of 1000");
+        let until_found = (0..1000).position(|_| spins(true)).expect("it looks again some time");
+        assert!(until_found <= SKIPS.most_skipped as usize);
+        assert!((0..100).all(|_| spins(true)));
+    }
+}
