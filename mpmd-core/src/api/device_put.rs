@@ -9,8 +9,7 @@ use std::sync::Arc;
 
 use mpmd_transport::{Failure, FailureKind};
 
-use crate::api::program::{Program, PutKey};
-use crate::api::replay::{Again, Here};
+use crate::api::program::{Again, NewOp, Part, Program, PutKey, Replayed};
 use crate::device::copy::{contiguous_bytes, copy_region};
 use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::{IssueProblem, Result};
@@ -230,40 +229,62 @@ impl Program {
         options: PutOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        if !plan.is_idle() {
-            self.admit(at);
-        }
-        let flags = u64::from(options.donate) | u64::from(options.may_alias) << 1;
-        let (op, leaf) = array.origin().unwrap_or_default();
-        let words = [0x9a7, plan.fingerprint, flags, op, u64::from(leaf)];
-        let values = self.hash_values([array]);
-        let op = self.issue_with_values(words, values, plan.what.clone(), at);
-        let (label, planning) = (self.label(), self.is_dry_run());
-        if let Some(recording) = &mut self.recording {
-            // A process that holds a shard of a donated source must release it, even if it takes no
-            // other part in the move.
-            let lets_go = options.donate && !array.shards().is_empty();
-            let here = (lets_go || !plan.is_idle() || planning).then(|| {
-                Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options }))
-            });
-            recording.note(op, (label, at), &[array], |_| options.donate, here);
-        }
-        self.record_put(plan, array, options, at);
-        put_here(self, plan, array, options, op, at)
+        self.issue_put(array, plan, options, None, at)
     }
 
-    /// Records a move in the plan, if this process is in a dry run.
-    fn record_put(
-        &self,
-        plan: &PutPlan,
+    /// Issues a move, or issues it again in a replay. Runs this process's part, and releases the
+    /// local shards of a donated source.
+    fn issue_put(
+        &mut self,
         array: &MpmdArray,
+        plan: &Arc<PutPlan>,
         options: PutOptions,
+        replayed: Option<Replayed<'_>>,
         at: &'static Location<'static>,
-    ) {
-        let known = &plan.known_forms[usize::from(options.may_alias)];
-        self.record_operation(at, [(array, options.donate)], Some(known), || {
-            plan.form(&self.runtime, options.may_alias)
+    ) -> MpmdArray {
+        let PutOptions { donate, may_alias } = options;
+        let flags = u64::from(donate) | u64::from(may_alias) << 1;
+        let origin = array.origin();
+        let (source, leaf) = origin.unwrap_or_default();
+        let dry_run = self.is_dry_run();
+        let again = || {
+            // A process that holds a shard of a donated source must release it, even if it takes no
+            // other part in the move.
+            let lets_go = donate && !array.shards().is_empty();
+            let here = lets_go || !plan.is_idle() || dry_run;
+            here.then(|| Arc::new(PutAgain { plan: plan.clone(), options }) as Arc<dyn Again>)
+        };
+        let words = [0x9a7, plan.fingerprint, flags, source, u64::from(leaf)];
+        let (op, guard) = self.issue_op(
+            words,
+            NewOp {
+                part: if plan.is_idle() { Part::Idle } else { Part::Work(plan.bytes()) },
+                takes: &[array],
+                donates: &|_| donate,
+                source: origin.map(|(op, _)| op),
+                known: Some(&plan.known_forms[usize::from(may_alias)]),
+                again: &again,
+                replayed,
+                ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor(may_alias))
+            },
+        );
+        let shards = guard.map_or_else(Vec::new, |guard| {
+            let source = match &array.repr {
+                Repr::Host(host) => Source::Host(host),
+                Repr::Placed(placed) => Source::Shards(&placed.shards),
+            };
+            plan.run(&self.runtime, op, &guard, &source, may_alias)
         });
+        if donate && let Repr::Placed(placed) = &array.repr {
+            placed.donate(op, at);
+            let failure = placed.donated_failure();
+            for shard in placed.shards.iter() {
+                // Takes effect after every use that was issued before: each of them has registered
+                // with the slot.
+                shard.slot.give_up(failure.clone());
+            }
+        }
+        Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
     }
 
     /// Creates an array on its owners: `fill` runs on each device, for that device's region.
@@ -301,32 +322,26 @@ impl Program {
                 Some((self.runtime.local_index(device)?, device, region.clone()))
             })
             .collect();
-        if !local.is_empty() {
-            self.admit(at);
-        }
-        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
-        let op = self.issue([0x3a4e, sharding.fingerprint(), word], what.clone(), at);
-        self.record_operation(at, [], None, || {
+        let descriptor = || {
             let memory = match sharding.memory_kind() {
                 MemoryKind::Device => Memory::Own,
                 MemoryKind::Host => Memory::Host,
             };
             let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| memory)];
-            OpDescriptor {
-                what: what.to_string(),
-                kind: Kind::ArrayFromFn,
-                results,
-                messages: Vec::new(),
-            }
-        });
-        let runtime = self.runtime.clone();
-        let fill = Arc::new(fill);
+            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+        };
         let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
         let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
-        let guard = (!local.is_empty()).then(|| {
-            runtime.trace.issued(op, self.label(), at, None, || what.clone());
-            runtime.in_flight.begin(op, self.hash_at_last(), bytes as u64)
-        });
+        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let (op, guard) = self.issue_op(
+            [0x3a4e, sharding.fingerprint(), word],
+            NewOp {
+                part: if local.is_empty() { Part::Idle } else { Part::Work(bytes as u64) },
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
+        );
+        let runtime = self.runtime.clone();
+        let fill = Arc::new(fill);
         let shards: Vec<LocalShard> = local
             .into_iter()
             .map(|(local_index, device, region)| {
@@ -448,25 +463,21 @@ impl MpmdArray {
         let why = |why| wrong(IssueProblem::Sharding { path: String::new(), why });
         let layout = placed.made.sharding.layout(&shape).map_err(why)?;
         let what = Arc::new(SplitWhat { aval: self.aval().clone(), dim, m });
-        if !placed.shards.is_empty() {
-            program.admit(at);
-        }
-        let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
-        let op = program.issue(words, what.clone(), at);
-        program.record_operation(at, [(self, false)], None, || {
+        let descriptor = || {
             let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
-            OpDescriptor {
-                what: what.to_string(),
-                kind: Kind::Relabel,
-                results,
-                messages: Vec::new(),
-            }
-        });
+            OpDescriptor::local(&what, Kind::Relabel, results)
+        };
+        let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
+        let (op, guard) = program.issue_op(
+            words,
+            NewOp {
+                part: if placed.shards.is_empty() { Part::Idle } else { Part::Work(0) },
+                takes: &[self],
+                source: Some(placed.origin.op),
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
+        );
         let runtime = program.runtime.clone();
-        let guard = (!placed.shards.is_empty()).then(|| {
-            runtime.trace.issued(op, program.label(), at, Some(placed.origin.op), || what.clone());
-            runtime.in_flight.begin(op, program.hash_at_last(), 0)
-        });
         let made = Arc::new(Made {
             aval,
             sharding: placed.made.sharding.clone(),
@@ -578,54 +589,15 @@ struct PutAgain {
 impl Again for PutAgain {
     fn again(
         self: Arc<Self>,
-        program: &Program,
+        program: &mut Program,
         x: &[&MpmdArray],
-        op: u64,
+        replayed: Replayed<'_>,
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
-        let put = |x: &&MpmdArray| {
-            program.record_put(&self.plan, x, self.options, at);
-            put_here(program, &self.plan, x, self.options, op, at)
-        };
+        let put =
+            |x: &&MpmdArray| program.issue_put(x, &self.plan, self.options, Some(replayed), at);
         x.iter().map(put).collect()
     }
-}
-
-/// Runs this process's part of operation `op`, and releases the local shards of a donated source.
-fn put_here(
-    program: &Program,
-    plan: &PutPlan,
-    array: &MpmdArray,
-    options: PutOptions,
-    op: u64,
-    at: &'static Location<'static>,
-) -> MpmdArray {
-    let runtime = &program.runtime;
-    let shards = if plan.is_idle() {
-        Vec::new()
-    } else {
-        let guard = runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes());
-        runtime.trace.issued(op, program.label(), at, array.origin().map(|(op, _)| op), || {
-            plan.what.clone()
-        });
-        let source = match &array.repr {
-            Repr::Host(host) => Source::Host(host),
-            Repr::Placed(placed) => Source::Shards(&placed.shards),
-        };
-        plan.run(runtime, op, &guard, &source, options.may_alias)
-    };
-    if options.donate
-        && let Repr::Placed(placed) = &array.repr
-    {
-        placed.donate(op, at);
-        let failure = placed.donated_failure();
-        for shard in placed.shards.iter() {
-            // Takes effect after every use that was issued before: each of them has registered with
-            // the slot.
-            shard.slot.give_up(failure.clone());
-        }
-    }
-    Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
 }
 
 /// Refuses a move that would have to add up partial sums of booleans.

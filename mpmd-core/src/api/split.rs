@@ -9,7 +9,7 @@ use std::sync::Arc;
 use mpmd_transport::SharedBuffer;
 
 use crate::api::device_put::refuse_twice;
-use crate::api::program::Program;
+use crate::api::program::{NewOp, Part, Program};
 use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::{IssueProblem, Result, leaf};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
@@ -267,10 +267,6 @@ impl Program {
             Repr::Host(_) => Vec::new(),
         };
         let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
-        let takes_part = shards.iter().any(|shards| !shards.is_empty());
-        if takes_part {
-            self.admit(at);
-        }
         words.push(u64::from(donate));
         for source in sources {
             if let Repr::Placed(placed) = &source.repr {
@@ -281,8 +277,7 @@ impl Program {
                 ]);
             }
         }
-        let op = self.issue(words, what.clone(), at);
-        self.record_operation(at, sources.iter().map(|source| (*source, donate)), None, || {
+        let descriptor = || {
             let has = |source: usize, device| match &sources[source].repr {
                 Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
                 Repr::Host(_) => false,
@@ -293,20 +288,20 @@ impl Program {
                     |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
                 dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
             };
-            let results = made.iter().map(shards).collect();
-            OpDescriptor {
-                what: what.to_string(),
-                kind: Kind::Relabel,
-                results,
-                messages: Vec::new(),
-            }
-        });
+            OpDescriptor::local(&what, Kind::Relabel, made.iter().map(shards).collect())
+        };
+        let takes_part = shards.iter().any(|shards| !shards.is_empty());
+        let (op, guard) = self.issue_op(
+            words,
+            NewOp {
+                part: if takes_part { Part::Work(0) } else { Part::Idle },
+                takes: sources,
+                donates: &|_| donate,
+                source: sources.iter().find_map(|source| source.origin()).map(|(op, _)| op),
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
+        );
         let runtime = self.runtime.clone();
-        let guard = takes_part.then(|| {
-            let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);
-            runtime.trace.issued(op, self.label(), at, source, || what.clone());
-            runtime.in_flight.begin(op, self.hash_at_last(), 0)
-        });
         let mut results = Vec::with_capacity(made.len());
         for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {
             let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use super::Runtime;
 use super::put::{PutPlan, PutWhat};
 use crate::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
 use mpmd_layout::region::Region;
@@ -13,7 +12,8 @@ use mpmd_layout::topology::DeviceId;
 impl PutPlan {
     /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the
     /// source.
-    pub(crate) fn form(&self, runtime: &Runtime, may_alias: bool) -> OpDescriptor {
+    pub(crate) fn descriptor(&self, may_alias: bool) -> OpDescriptor {
+        let runtime = &self.made.runtime;
         let PutWhat { aval, from, to } = &*self.what;
         let item = aval.dtype().size();
         let layout = &self.made.layout;

@@ -25,20 +25,6 @@ use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::host_array::HostArray;
 use mpmd_layout::tree::{Structure, Tree};
 
-/// An operation in which this process takes part, for replay.
-pub(crate) trait Again: Send + Sync {
-    /// Issues this process's part of operation `op` and returns its results. `x` has the array
-    /// inputs. An input without a shard on this process may be a placeholder of the same
-    /// description.
-    fn again(
-        self: Arc<Self>,
-        program: &Program,
-        x: &[&MpmdArray],
-        op: u64,
-        at: &'static Location<'static>,
-    ) -> Vec<MpmdArray>;
-}
-
 /// A step that was [recorded](Program::record), with inputs `T` and results `U`.
 ///
 /// It keeps the arrays from outside that the step uses, but no array that the step made.

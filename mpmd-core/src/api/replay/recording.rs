@@ -6,9 +6,9 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::Again;
 use super::span::{Name, Names};
 use super::step::{Input, Operation, Outcome, ReplayStep, Source};
+use crate::api::program::Again;
 use crate::error::{IssueProblem, leaf};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};

@@ -5,12 +5,12 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::Again;
 use super::span::{Names, Replaying};
+use crate::api::program::{Again, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::{Rolling, Runtime, Span, Values};
-use crate::{api::program::Program, trace::Label};
+use crate::trace::Label;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
@@ -182,10 +182,8 @@ impl ReplayStep {
         };
         for operation in &self.operations {
             let Operation { place, label, at, again, inputs, outputs, drops } = operation;
-            program.admit(at);
             program.set_label(*label);
-            let op = before + place;
-            program.advance(op, &span);
+            let replayed = Replayed { op: before + place, span: &span };
             let taken: Vec<&MpmdArray> = inputs
                 .iter()
                 .filter_map(|source| match source {
@@ -194,7 +192,7 @@ impl ReplayStep {
                     Source::Value(value) => values[*value as usize].as_ref(),
                 })
                 .collect();
-            let made = again.clone().again(program, &taken, op, at);
+            let made = again.clone().again(program, &taken, replayed, at);
             drops.iter().for_each(|place| values[*place as usize] = None);
             for (leaf, place) in outputs {
                 values[*place as usize] = made.get(*leaf as usize).cloned();
