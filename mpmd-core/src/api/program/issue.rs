@@ -14,7 +14,7 @@ use crate::api::replay::Here;
 use crate::dry_run::OpDescriptor;
 use crate::exec::array::MpmdArray;
 use crate::exec::recorder::KnownDescriptor;
-use crate::exec::{Doing, OpGuard, Rolling};
+use crate::exec::{Doing, OpGuard, Rolling, Runtime};
 use crate::trace::Label;
 
 /// An operation that is to be issued.
@@ -72,6 +72,9 @@ pub(crate) trait Again: Send + Sync {
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray>;
 }
+
+/// A function that is called with the number of each operation before the router is told of it.
+pub(super) type IssueHook = Box<dyn Fn(u64, &Arc<Runtime>) + Send>;
 
 impl<'a> NewOp<'a> {
     /// Creates an operation that takes no arrays and in which this process has no part.
@@ -147,8 +150,8 @@ impl Program {
         let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
         self.hash = hash;
         self.hash_at_last = hash.value();
-        if let Some(faults) = &self.faults {
-            faults.inject(self.count, &self.runtime);
+        if let Some(hook) = &self.on_issue {
+            hook(self.count, &self.runtime);
         }
         self.runtime.record(OpRecord {
             op: self.count,
@@ -165,8 +168,8 @@ impl Program {
         if op == self.count {
             return;
         }
-        if let Some(faults) = &self.faults {
-            (self.count + 1..=op).for_each(|op| faults.inject(op, &self.runtime));
+        if let Some(hook) = &self.on_issue {
+            (self.count + 1..=op).for_each(|op| hook(op, &self.runtime));
         }
         self.count = op;
         self.hash_at_last = span.hash_at(op);

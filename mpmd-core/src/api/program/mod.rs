@@ -34,10 +34,10 @@ use mpmd_transport::router::{Failure, FailureKind};
 pub use builder::Builder;
 pub(crate) use connect::Membership;
 pub use holdings::{Holdings, MemoryUse};
+use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
-use simulate::FaultInjection;
 pub use simulate::{Simulation, simulate};
 
 use crate::api::replay::Recording;
@@ -77,7 +77,8 @@ pub struct Program {
     steps: u64,
     planning: bool,
     ended: bool,
-    faults: Option<FaultInjection>,
+    /// Called when an operation gets its number. Only a simulation sets it.
+    on_issue: Option<IssueHook>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
@@ -140,7 +141,7 @@ impl Program {
             steps: 0,
             planning,
             ended: false,
-            faults: None,
+            on_issue: None,
             membership,
             one_issuer: PhantomData,
         }
