@@ -22,36 +22,46 @@ use mpmd_layout::reshard::scattered;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::tree::{PrefixTree, Tree};
 
-/// Memory options of [`Program::device_put_with`].
+/// Options of [`Program::device_put_with`] and [`Program::reshard`] for memory and plans.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct PutOptions {
-    /// True to donate the source arrays. Every clone of them becomes unusable, and their memory is
-    /// freed as soon as no operation needs it. Off by default.
+pub struct MoveOptions {
+    /// True to donate the source arrays. Every clone of them becomes unusable, and the memory of
+    /// each is freed as soon as no operation needs it. Off by default.
     pub donate: bool,
     /// True to let the result share memory with the source. On by default, which is safe since
     /// arrays never change.
     pub may_alias: bool,
+    /// True to look up plans in the plan cache and store them there. On by default. Turn it off for
+    /// arrays that are moved once.
+    pub cache_plans: bool,
 }
 
-impl Default for PutOptions {
+impl Default for MoveOptions {
     fn default() -> Self {
-        Self { donate: false, may_alias: true }
+        Self { donate: false, may_alias: true, cache_plans: true }
     }
 }
 
-impl PutOptions {
-    /// Sets [`PutOptions::donate`].
+impl MoveOptions {
+    /// Sets [`MoveOptions::donate`].
     #[must_use]
     pub fn donate(mut self, donate: bool) -> Self {
         self.donate = donate;
         self
     }
 
-    /// Sets [`PutOptions::may_alias`].
+    /// Sets [`MoveOptions::may_alias`].
     #[must_use]
     pub fn may_alias(mut self, may_alias: bool) -> Self {
         self.may_alias = may_alias;
+        self
+    }
+
+    /// Sets [`MoveOptions::cache_plans`].
+    #[must_use]
+    pub fn cache_plans(mut self, cache_plans: bool) -> Self {
+        self.cache_plans = cache_plans;
         self
     }
 }
@@ -91,10 +101,10 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
     ) -> Result<T::With<MpmdArray>> {
         let at = self.caller(Location::caller());
-        self.put_at(x, &to.into(), PutOptions::default(), at)
+        self.put_at(x, &to.into(), MoveOptions::default(), at)
     }
 
-    /// Does the same as [`Program::device_put`], with [`PutOptions`].
+    /// Does the same as [`Program::device_put`], with [`MoveOptions`].
     ///
     /// # Errors
     ///
@@ -104,7 +114,7 @@ impl Program {
         &mut self,
         x: &T,
         to: impl Into<PrefixTree<Sharding>>,
-        options: PutOptions,
+        options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = self.caller(Location::caller());
         self.put_at(x, &to.into(), options, at)
@@ -114,7 +124,7 @@ impl Program {
         &mut self,
         x: &T,
         to: &PrefixTree<Sharding>,
-        options: PutOptions,
+        options: MoveOptions,
         at: &'static Location<'static>,
     ) -> Result<T::With<MpmdArray>> {
         let wrong = |problem: IssueProblem| problem.at(at, "device_put");
@@ -125,7 +135,7 @@ impl Program {
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
             array.check_usable(path).map_err(wrong)?;
-            plans.push(self.put_steps(path, array, sharding, true).map_err(wrong)?);
+            plans.push(self.put_steps(path, array, sharding, options.cache_plans).map_err(wrong)?);
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
@@ -165,7 +175,7 @@ impl Program {
         &mut self,
         array: &MpmdArray,
         steps: &PutSteps,
-        options: PutOptions,
+        options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
         let Some(first) = &steps.first else {
@@ -173,7 +183,7 @@ impl Program {
         };
         let summed = self.put_one(array, first, options, at);
         // The intermediate array has no other handle, so it can be donated.
-        self.put_one(&summed, &steps.last, PutOptions::default().donate(true), at)
+        self.put_one(&summed, &steps.last, MoveOptions::default().donate(true), at)
     }
 
     /// Returns the plan that moves an array. With `cache`, looks it up in the plan cache and stores
@@ -226,7 +236,7 @@ impl Program {
         &mut self,
         array: &MpmdArray,
         plan: &Arc<PutPlan>,
-        options: PutOptions,
+        options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
         self.issue_put(array, plan, options, None, at)
@@ -238,11 +248,11 @@ impl Program {
         &mut self,
         array: &MpmdArray,
         plan: &Arc<PutPlan>,
-        options: PutOptions,
+        options: MoveOptions,
         replayed: Option<Replayed<'_>>,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let PutOptions { donate, may_alias } = options;
+        let MoveOptions { donate, may_alias, .. } = options;
         let flags = u64::from(donate) | u64::from(may_alias) << 1;
         let origin = array.origin();
         let (source, leaf) = origin.unwrap_or_default();
@@ -583,7 +593,7 @@ impl Cut {
 /// A recorded move, to be replayed.
 struct PutAgain {
     plan: Arc<PutPlan>,
-    options: PutOptions,
+    options: MoveOptions,
 }
 
 impl Again for PutAgain {
