@@ -10,7 +10,6 @@ use mpmd_transport::deadline::after;
 use mpmd_transport::router::{OpRecord, Span};
 
 use super::Program;
-use crate::api::replay::Here;
 use crate::dry_run::OpDescriptor;
 use crate::exec::array::MpmdArray;
 use crate::exec::recorder::KnownDescriptor;
@@ -120,8 +119,7 @@ impl Program {
         }
         let op = self.count;
         if let Some(recording) = &mut self.recording {
-            let here = (new.again)().map(|again| Here::new(what(), again));
-            recording.note(op, (self.label, at), takes, donates, here);
+            recording.note(op, self.label, &new);
         }
         if let Some(recorder) = &self.runtime.recorder {
             let takes = takes.iter().enumerate().map(|(i, array)| (*array, donates(i)));

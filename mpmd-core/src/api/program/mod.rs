@@ -14,6 +14,7 @@ mod issue;
 mod metrics;
 mod neighbours;
 mod record;
+mod recording;
 mod simulate;
 pub mod transports;
 mod values;
@@ -38,13 +39,14 @@ use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
+pub(crate) use recording::{ArrayOrigin, Donation, Input, Noted, Recording};
 pub use simulate::{Simulation, simulate};
 
-use crate::api::replay::Recording;
 use crate::error::{Error, Result};
 use crate::exec::recorder::Recorder;
 use crate::exec::{Rolling, Runtime};
 use crate::trace::{Label, What};
+use crate::warning::warn_user;
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 
 /// One process's part of a job. Every process of the job runs the same program and issues the same
@@ -360,12 +362,6 @@ impl Program {
 /// The longest wait for issued work, if a program is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
 
-/// Prints a line to standard error. It is a single write, since other processes of the job may
-/// write to the same stream.
-fn say(line: &str) {
-    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("mpmd: {line}\n").as_bytes());
-}
-
 impl Drop for Program {
     fn drop(&mut self) {
         if self.ended {
@@ -386,7 +382,7 @@ impl Drop for Program {
             "ended before its program finished: its `Program` was dropped without `finish`",
         );
         if is_missed {
-            say(&match failure.kind {
+            warn_user(&match failure.kind {
                 FailureKind::Left if failure.process == self.process() => failure.to_string(),
                 _ => format!("process {} did not finish its program: {failure}", self.process()),
             });

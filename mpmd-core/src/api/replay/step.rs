@@ -6,7 +6,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::span::{Names, Replaying};
-use crate::api::program::{Again, Program, Replayed};
+use crate::api::program::{Again, Donation, Input, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::{Rolling, Runtime, Span, Values};
@@ -14,9 +14,6 @@ use crate::trace::Label;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
-
-/// The place in the step of the operation that donates an array, and its line.
-pub(super) type Donation = (u64, &'static Location<'static>);
 
 /// This process's part of a recorded step.
 pub(super) struct ReplayStep {
@@ -36,16 +33,6 @@ pub(super) struct ReplayStep {
     /// The rolling hash at the end of the recording.
     pub(super) hash: Rolling,
     pub(super) names: Arc<Names>,
-}
-
-/// An input's properties at recording.
-pub(super) struct Input {
-    pub(super) path: String,
-    pub(super) aval: ShapedArray,
-    pub(super) sharding: Option<Sharding>,
-    /// Index of the first input that is the same array.
-    pub(super) first: u32,
-    pub(super) donated: Option<Donation>,
 }
 
 /// An operation in which this process takes part.

@@ -6,8 +6,8 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::api::device_put::{MoveOptions, PutSteps, refuse_twice};
 use crate::api::program::Program;
+use crate::api::put::{MoveOptions, PutSteps, refuse_twice};
 use crate::api::split::Relabelled;
 use crate::error::{IssueProblem, Result};
 use crate::exec::PutPlan;
