@@ -36,14 +36,13 @@ pub mod pipeline;
 pub mod trace;
 mod warning;
 
-pub use api::device_put::PutOptions;
 pub use api::jit::{Jit, JitBuilder, run_here};
 pub use api::program::{
     Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate,
     transports,
 };
+pub use api::put::MoveOptions;
 pub use api::replay::Recorded;
-pub use api::reshard_tree::ReshardOptions;
 pub use api::split::{Sections, SplitOptions};
 pub use dry_run as plan;
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
@@ -66,7 +65,7 @@ pub mod prelude {
     pub use mpmd_layout::tree::Tree;
 
     pub use crate::api::program::Program;
-    pub use crate::api::reshard_tree::ReshardOptions;
+    pub use crate::api::put::MoveOptions;
     pub use crate::api::split::{Sections, SplitOptions};
     pub use crate::device::collective::Reduce;
     pub use crate::error::{Error, Result};

@@ -185,8 +185,8 @@ fn random_shardings_reach_each_other_unchanged() {
                 let to = draws.sharding(p, shape)?;
                 let y = match round % 3 {
                     0 => p.device_put(&x, &to)?,
-                    1 => p.reshard(&x, &to, ReshardOptions::default().donate(true))?,
-                    _ => p.reshard(&x, &to, ReshardOptions::default().may_alias(false))?,
+                    1 => p.reshard(&x, &to, MoveOptions::default().donate(true))?,
+                    _ => p.reshard(&x, &to, MoveOptions::default().may_alias(false))?,
                 };
                 check(p, &y, &whole)?;
                 x = y;

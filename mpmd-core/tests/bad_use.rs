@@ -11,7 +11,7 @@ use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, Mesh};
-use mpmd_core::{Error, FailureKind, ProcessId, PutOptions, Simulation, simulate};
+use mpmd_core::{Error, FailureKind, ProcessId, Simulation, simulate};
 
 /// Returns the text of an issue error. Checks that it names the calling line and used no operation
 /// number.
@@ -253,7 +253,7 @@ fn donated_arrays_are_gone_on_every_process() {
             refused!(p, p.device_put(&a.clone(), &rows)),
             refused!(p, p.device_put(&(b, vec![a.clone()]), &rows)),
             refused!(p, a.microbatches(p, 0, 1)),
-            refused!(p, p.device_put_with(&twice, &rows, PutOptions::default().donate(true))),
+            refused!(p, p.device_put_with(&twice, &rows, MoveOptions::default().donate(true))),
         ];
         c.block_until_ready()?;
         for text in &texts[2..6] {

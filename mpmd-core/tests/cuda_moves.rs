@@ -19,11 +19,11 @@ use chains::chain;
 use common::watchdog;
 use cuda::{CPU, CUDA};
 use half::{bf16, f16};
+use mpmd_core::Simulation;
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, DeviceKind};
-use mpmd_core::{PutOptions, Simulation};
 
 fn alone(devices: usize) -> Program {
     Program::builder().devices(devices).device_kinds(&[CUDA]).alone().unwrap()
@@ -114,7 +114,7 @@ fn arrays_are_made_split_joined_donated_and_read() {
     let joined = p.concatenate_by_mesh_axis(&halves, "x", Default::default()).unwrap();
     check(&p, &joined, &host).unwrap();
     let moved =
-        p.device_put_with(&joined, mesh.replicated(), PutOptions::default().donate(true)).unwrap();
+        p.device_put_with(&joined, mesh.replicated(), MoveOptions::default().donate(true)).unwrap();
     assert!(joined.to_host().is_err());
     check(&p, &moved, &host).unwrap();
     assert_eq!(read.recv_timeout(Duration::from_secs(30)).unwrap(), host.to_vec::<f32>().unwrap());

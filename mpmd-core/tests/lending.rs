@@ -12,7 +12,7 @@ use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Builder, FailureKind, ProcessId, PutOptions, Simulation};
+use mpmd_core::{Builder, FailureKind, ProcessId, Simulation};
 
 const MIB: u64 = 1 << 20;
 
@@ -62,7 +62,7 @@ fn becomes(what: &str, found: impl Fn() -> u64, expected: u64) {
 fn add_one(p: &mut Program, x: MpmdArray) -> Result<MpmdArray> {
     let sharding = x.sharding().expect("it is placed").clone();
     let mesh = p.mesh_of(&[("x", 1)], sharding.devices())?;
-    let y = p.device_put_with(&x, mesh.replicated(), PutOptions::default().donate(true))?;
+    let y = p.device_put_with(&x, mesh.replicated(), MoveOptions::default().donate(true))?;
     drop(x);
     let alias = |x: &[ShapedArray]| Ok(like_first(x)?.alias("0", "0"));
     let add = fun("add one", alias, |_, _, mut y| {

@@ -150,7 +150,7 @@ fn large_sums_are_scattered_and_then_gathered() {
         assert!(sent <= 2 * bytes * 3 / 4, "{sent} bytes are sent");
         // A tree is moved in the same two steps.
         let before = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
-        let z = p.reshard(&(x.clone(),), mesh.replicated(), ReshardOptions::default())?.0;
+        let z = p.reshard(&(x.clone(),), mesh.replicated(), MoveOptions::default())?.0;
         check(&z, |index| total(index, |v| v))?;
         let after = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
         assert!(

@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 
 use common::watchdog;
 use kernels::{fun, like_first};
+use mpmd_core::ProcessId;
 use mpmd_core::pipeline::flow::Flow;
 use mpmd_core::plan::Plan;
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, uniform_f32};
 use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
 use mpmd_core::topology::{DeviceId, Mesh};
-use mpmd_core::{ProcessId, PutOptions};
 use simulations::{hands_over, simulation};
 
 const ROWS: usize = 16;
@@ -33,7 +33,7 @@ const STEPS: usize = 40;
 enum RandomStep {
     Make { rows: usize, to: Sharding, key: u64 },
     Host { rows: usize, to: Sharding, value: f32 },
-    Put { source: usize, to: Sharding, options: PutOptions },
+    Put { source: usize, to: Sharding, options: MoveOptions },
     Scale { source: usize, factor: f32 },
     Reduce { source: usize, axis: String, size: usize },
     Update { source: usize, donate: bool },
@@ -159,7 +159,7 @@ fn program(seed: u64, devices: usize) -> Vec<RandomStep> {
                 RandomStep::Put {
                     source,
                     to,
-                    options: PutOptions::default().donate(donate).may_alias(may_alias),
+                    options: MoveOptions::default().donate(donate).may_alias(may_alias),
                 }
             }
             (5..7, Some(_)) => {

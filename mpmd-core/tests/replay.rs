@@ -11,7 +11,7 @@ use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Mesh};
-use mpmd_core::{Jit, ProcessId, PutOptions, Recorded, Simulation};
+use mpmd_core::{Jit, ProcessId, Recorded, Simulation};
 use mpmd_transport::Pool;
 
 const STAGES: usize = 4;
@@ -144,7 +144,7 @@ impl Model {
             }
             // Through another device, and donated.
             let out = p.device_put(&x, on(1))?;
-            outputs.push(p.device_put_with(&out, on(0), PutOptions::default().donate(true))?);
+            outputs.push(p.device_put_with(&out, on(0), MoveOptions::default().donate(true))?);
             for stage in (0..STAGES).rev() {
                 let dy = p.device_put(&x, self.meshes[stage].replicated())?;
                 let residual = kept.pop().expect("one for each stage");
@@ -431,7 +431,7 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
         let (_, earlier) = p.record(x.clone(), |_, x| Ok(x))?;
         let before = p.operations();
         let mut texts = Vec::new();
-        let donate = PutOptions::default().donate(true);
+        let donate = MoveOptions::default().donate(true);
         let (_, _) = p.record(x.clone(), |p, x| {
             texts.push(text(p.array_from_fn(f32s([2]), &both, |_, _| Ok(()))));
             texts.push(text(p.broadcast_value(ProcessId(0), 0, || Ok(1))));
@@ -442,7 +442,7 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
             texts.push(text(earlier.replay(p, x.clone())));
             assert_eq!(p.operations(), before);
             texts.push(text(p.device_put_with(&outside, on(0), donate)));
-            texts.push(text(p.reshard(&outside, on(0), ReshardOptions::default().donate(true))));
+            texts.push(text(p.reshard(&outside, on(0), MoveOptions::default().donate(true))));
             let double = p
                 .jit(fun("same", like_first, |_, _, _| Ok(())))
                 .on(&p.mesh_of(&[("y", 1)], &[DeviceId(1)])?);
@@ -502,7 +502,7 @@ fn step_failing_at_issue_records_nothing_and_program_goes_on() {
 fn changed_inputs_are_refused_and_nothing_is_issued() {
     let _limit = watchdog(60);
     let texts = refused(|p| {
-        let donate = PutOptions::default().donate(true);
+        let donate = MoveOptions::default().donate(true);
         let put = |p: &mut Program, values: &[f32], to: u32| {
             p.device_put(&MpmdArray::from_slice(&[values.len()], values)?, on(to))
         };
@@ -566,7 +566,7 @@ fn process_without_work_releases_a_donated_source() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let both = p.mesh(&[("x", 2)])?.replicated();
-        let donate = PutOptions::default().donate(true);
+        let donate = MoveOptions::default().donate(true);
         let make = |p: &mut Program| {
             p.array_from_fn(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?))
         };
@@ -594,7 +594,7 @@ fn process_without_work_releases_a_donated_source() {
 fn an_output_that_the_step_donates_is_refused_everywhere() {
     let _limit = watchdog(60);
     let results = Simulation::new(3, 3).run(|p| {
-        let donate = PutOptions::default().donate(true);
+        let donate = MoveOptions::default().donate(true);
         let x = p.device_put(&MpmdArray::scalar(1.0f32), on(0))?;
         // Process 0 gives the output. Process 1 has it and alone takes part in its donation.
         // Process 2 does neither.

@@ -75,7 +75,7 @@ fn host_values_move_first_then_one_device_set_after_another() {
             let all = p.mesh(&[("x", 4)])?;
             let (rows, columns) = (all.sharding(spec!["x"]), all.sharding(spec![None, "x"]));
             let ((a, b), rest) =
-                p.reshard(&tree, (&rows, vec![&columns, &rows]), ReshardOptions::default())?;
+                p.reshard(&tree, (&rows, vec![&columns, &rows]), MoveOptions::default())?;
             let (c, d) = (&rest[0], &rest[1]);
             let order = [d, &a, c, &b].map(operation);
             assert_eq!(order, [1, 2, 3, 4].map(|place| before + place));
@@ -151,7 +151,7 @@ fn moves_through_an_intermediate_give_the_direct_values() {
                 assert!(find_intermediate_sharding(&src, &dst).is_ok(), "{src} to {dst}");
                 let whole = values(&shape, DType::I32);
                 let x = p.device_put(&MpmdArray::from_host(whole.clone()), &src)?;
-                let options = ReshardOptions::default();
+                let options = MoveOptions::default();
                 let direct = p.reshard(&x, &dst, options)?;
                 let before = p.operations();
                 let moved = p.reshard_with_intermediate_sharding(&x, &src, &dst, options)?;
@@ -195,12 +195,8 @@ fn moves_without_an_intermediate_are_direct() {
                 pairs.iter().map(|(src, _)| p.device_put(&host, src)).collect::<Result<_>>()?;
             let before = p.operations();
             let (from, to): (Vec<Sharding>, Vec<Sharding>) = pairs.into_iter().unzip();
-            let moved = p.reshard_with_intermediate_sharding(
-                &sources,
-                from,
-                to,
-                ReshardOptions::default(),
-            )?;
+            let moved =
+                p.reshard_with_intermediate_sharding(&sources, from, to, MoveOptions::default())?;
             assert_eq!(p.operations(), before + 5, "one for each");
             for array in &moved {
                 check(p, array, &whole)?;
@@ -236,7 +232,7 @@ fn donation_needs_memory_for_one_more_leaf_only() {
                     array.block_until_ready()?;
                 }
                 assert_eq!(p.memory().live, (LEAVES * 4 * MIB / processes) as u64);
-                let options = ReshardOptions::default().donate(donate);
+                let options = MoveOptions::default().donate(donate);
                 let moved = if between {
                     let one = mesh_at(p, &[("y", 1)], 0)?.replicated();
                     assert!(find_intermediate_sharding(&rows, &one).is_ok());
@@ -288,7 +284,7 @@ fn without_alias_the_memory_is_fresh() {
             let x = p.device_put(&MpmdArray::from_host(whole.clone()), &rows)?;
             let tree = vec![x.clone(), MpmdArray::from_host(whole.clone())];
             for alias in [true, false] {
-                let moved = p.reshard(&tree, &rows, ReshardOptions::default().may_alias(alias))?;
+                let moved = p.reshard(&tree, &rows, MoveOptions::default().may_alias(alias))?;
                 for array in &moved {
                     check(p, array, &whole)?;
                 }
@@ -303,7 +299,7 @@ fn without_alias_the_memory_is_fresh() {
             let one = mesh_at(p, &[("y", 1)], 0)?.replicated();
             let column = p.mesh_of(&[("x", 2)], &[DeviceId(0), DeviceId(1)])?.sharding(spec!["x"]);
             let x = p.device_put(&x, &column)?;
-            let options = ReshardOptions::default().may_alias(false);
+            let options = MoveOptions::default().may_alias(false);
             let y = p.reshard_with_intermediate_sharding(&x, &column, &one, options)?;
             check(p, &y, &whole)
         });
@@ -322,7 +318,7 @@ fn an_error_in_the_last_leaf_moves_nothing() {
         let tree =
             (put(p)?, vec![put(p)?, p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?]);
         let before = p.operations();
-        let options = ReshardOptions::default().donate(true);
+        let options = MoveOptions::default().donate(true);
         let mut said = Vec::new();
 
         said.push(refusal(p.reshard(&tree, &columns, options)));

@@ -40,7 +40,7 @@ use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Error, IssueProblem, ProcessId, PutOptions};
+use mpmd_core::{Error, IssueProblem, ProcessId};
 use simulations::simulation;
 
 /// Returns all shardings that the tests move between, over four devices. Arrays have 4 rows and 8
@@ -269,7 +269,7 @@ fn same_place_takes_no_memory_unless_a_copy_is_requested() {
         let copy = p.device_put_with(
             &x,
             mesh.sharding(spec!["x"]),
-            PutOptions::default().may_alias(false),
+            MoveOptions::default().may_alias(false),
         )?;
         copy.block_until_ready()?;
         assert_eq!(p.memory().live, 2 * before);
@@ -309,7 +309,7 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
         assert!(p.memory().live >= 1 << 19);
         let to = Sharding::single_device(DeviceId(1));
         let donated_at = line!() + 1;
-        let y = p.device_put_with(&x, to, PutOptions::default().donate(true))?;
+        let y = p.device_put_with(&x, to, MoveOptions::default().donate(true))?;
         y.block_until_ready()?;
         memory_falls_to(p, if p.process() == ProcessId(1) { 1 << 20 } else { 0 });
 
@@ -353,7 +353,8 @@ fn a_donated_array_serves_all_uses_issued_before() {
         let parts = x.microbatches(p, 0, 2)?;
         let (send, told) = std::sync::mpsc::channel();
         p.device_put(&x, mesh.replicated())?.then(move |values| drop(send.send(values)));
-        let moved = p.device_put_with(&x, mesh.replicated(), PutOptions::default().donate(true))?;
+        let moved =
+            p.device_put_with(&x, mesh.replicated(), MoveOptions::default().donate(true))?;
         for array in first.iter().chain(&second).chain(&parts).chain([&moved]) {
             for shard in array.addressable_shards()? {
                 assert!(shard.data.to_vec::<f32>()?.iter().all(|value| *value == 1.0), "{array:?}");
@@ -377,7 +378,7 @@ fn values_requested_before_a_donation_still_arrive() {
             let (send, told) = std::sync::mpsc::channel();
             x.then(move |values| drop(send.send(values)));
             let _moved =
-                p.device_put_with(&x, &to, PutOptions::default().donate(true).may_alias(false))?;
+                p.device_put_with(&x, &to, MoveOptions::default().donate(true).may_alias(false))?;
             let told = told.recv_timeout(Duration::from_secs(20)).expect("it is called");
             assert_eq!(told?.to_vec::<f32>()?, [2.0; 4]);
         }

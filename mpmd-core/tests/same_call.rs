@@ -13,7 +13,7 @@ use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{ProcessId, PutOptions, Simulation};
+use mpmd_core::{ProcessId, Simulation};
 
 fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
@@ -170,7 +170,7 @@ fn large_host_values_are_compared_if_the_job_says_so() {
 #[test]
 fn puts_that_differ_in_donation_or_aliasing_diverge() {
     let _limit = watchdog(120);
-    let options = PutOptions::default();
+    let options = MoveOptions::default();
     for other in [options.donate(true), options.may_alias(false)] {
         let texts = in_all_ways(|p| {
             let x = p.array_from_fn(f32s([2]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;

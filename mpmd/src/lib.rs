@@ -136,7 +136,7 @@
 
 pub use mpmd_core::{
     ArrayFuture, Builder, Error, Failure, FailureKind, HostArray, IssueError, Jit, MemoryUse,
-    MpmdArray, Program, PutOptions, Recorded, ReshardOptions, Result, Sections, SplitOptions,
+    MoveOptions, MpmdArray, Program, Recorded, Result, Sections, SplitOptions,
 };
 pub use mpmd_ids::{DeviceId, ProcessId};
 pub use mpmd_layout::spec;

@@ -11,7 +11,7 @@ use mpmd_core::launch::JobEnv;
 use mpmd_core::prelude::Program;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Link, LinkClass, Links};
-use mpmd_core::{PutOptions, Simulation};
+use mpmd_core::{MoveOptions, Simulation};
 use serde_json::json;
 
 use super::p2p::Size;
@@ -118,7 +118,7 @@ fn there_and_back(
     rounds: u32,
 ) -> mpmd_core::Result<Vec<Duration>> {
     let (here, there) = (Sharding::single_device(DeviceId(0)), Sharding::single_device(other));
-    let options = PutOptions::default().may_alias(false);
+    let options = MoveOptions::default().may_alias(false);
     let mut x = p.array_from_fn(u8s([bytes]), &here, |_, mut view| Ok(view.fill(1u8)?))?;
     x.block_until_ready()?;
     let mut times = Vec::new();

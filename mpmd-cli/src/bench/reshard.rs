@@ -12,7 +12,7 @@ use mpmd_core::launch::JobEnv;
 use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::sharding::{Layout, Sharding};
 use mpmd_core::topology::{DeviceId, DeviceKind, Mesh};
-use mpmd_core::{PutOptions, Simulation};
+use mpmd_core::{MoveOptions, Simulation};
 
 use super::{Case, DeviceOption, Options, host, run_as_job, show};
 
@@ -144,7 +144,8 @@ fn put(
         meet(p, &mesh)?;
         let start = Instant::now();
         for _ in 0..rounds {
-            let y: MpmdArray = p.device_put_with(&x, to, PutOptions::default().may_alias(false))?;
+            let y: MpmdArray =
+                p.device_put_with(&x, to, MoveOptions::default().may_alias(false))?;
             y.block_until_ready()?;
         }
         meet(p, &mesh)?;

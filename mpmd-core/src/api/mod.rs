@@ -1,8 +1,8 @@
 //! The calls that a program makes: each is one or more operations, issued in program order.
 
-pub(crate) mod device_put;
 pub(crate) mod jit;
 pub(crate) mod program;
+pub(crate) mod put;
 pub(crate) mod replay;
-pub(crate) mod reshard_tree;
+pub(crate) mod reshard;
 pub(crate) mod split;

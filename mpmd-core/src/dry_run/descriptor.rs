@@ -1,5 +1,7 @@
 //! Descriptions of operations, without their input arrays.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use mpmd_layout::region::Region;
@@ -92,6 +94,11 @@ pub struct Message {
 }
 
 impl OpDescriptor {
+    /// Describes an operation without messages between devices.
+    pub(crate) fn local(what: &impl fmt::Display, kind: Kind, results: Vec<Vec<Shard>>) -> Self {
+        Self { what: what.to_string(), kind, results, messages: Vec::new() }
+    }
+
     /// Returns every device that it names.
     pub(super) fn devices(&self) -> impl Iterator<Item = u32> + '_ {
         let runs = match &self.kind {

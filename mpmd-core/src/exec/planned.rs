@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::Runtime;
-use super::put::{PutPlan, PutWhat};
+use super::put::{OnlyPiece, PutPlan, PutWhat};
 use crate::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{self, Piece};
@@ -13,7 +12,8 @@ use mpmd_layout::topology::DeviceId;
 impl PutPlan {
     /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the
     /// source.
-    pub(crate) fn form(&self, runtime: &Runtime, may_alias: bool) -> OpDescriptor {
+    pub(crate) fn descriptor(&self, may_alias: bool) -> OpDescriptor {
+        let runtime = &self.made.runtime;
         let PutWhat { aval, from, to } = &*self.what;
         let item = aval.dtype().size();
         let layout = &self.made.layout;
@@ -27,41 +27,29 @@ impl PutPlan {
                 .unwrap_or_default(),
             _ => Vec::new(),
         };
-        let one_memory = from.as_ref().is_none_or(|from| from.memory_kind() == to.memory_kind());
         let mut comes: HashMap<DeviceId, Vec<&Piece>> = HashMap::new();
         pieces.iter().for_each(|piece| comes.entry(piece.dst).or_default().push(piece));
-        let shared = |device: DeviceId, region: &Region| {
-            if !(may_alias && one_memory) {
-                return false;
-            }
-            match (&source, comes.get(&device).map(Vec::as_slice)) {
-                (Some(_), _) if stays => true,
-                (Some(source), Some([piece])) => {
-                    // A CUDA device shares memory with no other device.
-                    let on_gpu = [piece.src, device]
-                        .map(|device| runtime.is_on_gpu(device, to.memory_kind()));
-                    if piece.src != device && on_gpu != [false; 2] {
-                        return false;
-                    }
-                    let here = runtime.topology.process_of(piece.src)
-                        == runtime.topology.process_of(device);
-                    piece.step == 1
-                        && here
-                        && piece.region == *region
-                        && source.region_of(piece.src) == Some(region)
+        let whole = Region::full(aval.shape());
+        let can_alias = |device: DeviceId, region: &Region| {
+            let from = |device| Some((device, from.as_ref()?.memory_kind()));
+            let only = match (&source, comes.get(&device).map(Vec::as_slice)) {
+                (None, _) if term(layout, device) == 0 => {
+                    OnlyPiece { from: None, held: &whole, region }
                 }
-                _ => false,
-            }
+                (Some(_), _) if stays => OnlyPiece { from: from(device), held: region, region },
+                (Some(source), Some([piece])) if piece.step == 1 => {
+                    let Some(held) = source.region_of(piece.src) else { return false };
+                    OnlyPiece { from: from(piece.src), held, region: &piece.region }
+                }
+                _ => return false,
+            };
+            only.can_alias(runtime, (device, to.memory_kind()), region)
         };
         let shard = |(device, region): (DeviceId, &Region)| {
-            let whole = source.is_none()
-                && *region == Region::full(aval.shape())
-                && term(layout, device) == 0;
-            let memory = match to.memory_kind() {
-                _ if shared(device, region) => Memory::Of(0),
-                MemoryKind::Host => Memory::Host,
-                kind if whole && may_alias && !runtime.is_on_gpu(device, kind) => Memory::Host,
-                MemoryKind::Device => Memory::Own,
+            let memory = match (may_alias && can_alias(device, region), to.memory_kind()) {
+                (true, _) if source.is_some() => Memory::Of(0),
+                (true, _) | (false, MemoryKind::Host) => Memory::Host,
+                (false, MemoryKind::Device) => Memory::Own,
             };
             Shard { device: device.0, bytes: (region.elements() * item) as u64, memory }
         };

@@ -7,7 +7,7 @@ use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, DeviceKind, Link, Links, Mesh};
-use mpmd_core::{Builder, PutOptions, Simulation};
+use mpmd_core::{Builder, Simulation};
 
 use super::arrays::{check, values};
 
@@ -85,7 +85,7 @@ pub(crate) fn chain(
     let whole = values(&[rows, columns], numbers.of(&[DType::I16, DType::I32, DType::I64]));
     let mut steps = Vec::new();
     for _ in 0..6 {
-        let options = PutOptions::default().donate(numbers.below(2) == 0);
+        let options = MoveOptions::default().donate(numbers.below(2) == 0);
         steps.push((any_sharding(&mut numbers), options.may_alias(numbers.below(3) > 0)));
     }
     let delay = Duration::from_micros(numbers.of(&[0, 300, 3000]));

@@ -12,7 +12,7 @@ use mpmd::random::{Key, uniform_f32};
 use mpmd::reshard::{self, Summary};
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Registry, Strategy, infer_sharding};
-use mpmd::{ReshardOptions, tree::PrefixTree};
+use mpmd::tree::PrefixTree;
 use mpmd_core::topology::LinkClass;
 use mpmd_examples::job::{self, JobArgs};
 
@@ -83,7 +83,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
             Ok(())
         })
     })?;
-    let options = ReshardOptions::default().donate(true);
+    let options = MoveOptions::default().donate(true);
     let layer = p.reshard(&layer, PrefixTree::of(&to), options)?;
     let there = proved(&layer)?;
     let layer = p.reshard(&layer, PrefixTree::of(&from), options)?;

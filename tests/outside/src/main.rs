@@ -17,7 +17,7 @@ fn main() -> Result<()> {
         let first = stages[0].replicated();
         let placed = p.device_put(&layer.weight, &first)?;
         let layer = Layer { weight: placed, bias: layer.bias };
-        let moved = p.reshard(&layer, stages[1].replicated(), ReshardOptions::default())?;
+        let moved = p.reshard(&layer, stages[1].replicated(), MoveOptions::default())?;
         let values = moved
             .leaves()
             .into_iter()

@@ -10,8 +10,8 @@ use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{Bound, CallPlan, DeviceBinding};
-use crate::api::device_put::panic_text;
 use crate::api::program::Program;
+use crate::api::put::panic_text;
 use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
 use crate::exec::array::{Handle, MpmdArray};

@@ -16,11 +16,10 @@ use std::sync::{Arc, Weak};
 
 use mpmd_ids::block::Mutex;
 
-use crate::api::program::Program;
-use crate::api::replay::{Again, Here};
+use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Repr};
-use crate::exec::{AsyncBuffer, AsyncBuffers, Job, Runtime};
+use crate::exec::{AsyncBuffer, AsyncBuffers, Job, OpGuard, Runtime};
 use crate::kernel::Kernel;
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
@@ -202,32 +201,10 @@ impl<K: Kernel> Jit<K> {
                 return Err(wrong(IssueProblem::Foreign { path: plan.input_path(i).to_owned() }));
             }
         }
-        if !plan.seats.is_empty() {
-            program.admit(at);
-        }
         if program.recording.is_some() {
             plan.check_given_up(program, &leaves).map_err(wrong)?;
         }
-        let words =
-            std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(
-                |leaf| match &leaf.repr {
-                    Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
-                    Repr::Host(_) => [0, u64::MAX],
-                },
-            ));
-        let values = program.hash_values(leaves.iter().copied());
-        let op = program.issue_with_values(words, values, plan.what.clone(), at);
-        let (label, planning) = (program.label(), program.is_dry_run());
-        if let Some(recording) = &mut program.recording {
-            let here = (!plan.seats.is_empty() || planning)
-                .then(|| Here::new(plan.what.clone(), bound.clone()));
-            recording.note(op, (label, at), &leaves, |i| plan.inputs[i].donated, here);
-        }
-        plan.record(program, &leaves, at);
-        plan.donate(&leaves, op, at);
-        if !plan.seats.is_empty() {
-            prepare(&mut prepared, program, &bound, &leaves, op, at);
-        }
+        let op = issue(program, &bound, &leaves, &mut prepared, None, at);
         let arrays = plan.arrays(&mut prepared.slots, op, at);
         let y = assemble::<K::Out>(&plan.output_structure, &mut path, arrays);
         // Last: from here on the devices' threads write to the memory that this thread has just
@@ -266,6 +243,43 @@ impl<K: Kernel> Jit<K> {
     }
 }
 
+/// Issues a call, or issues it again in a replay, and prepares this process's part. Returns the
+/// number of the operation.
+fn issue<K: Kernel>(
+    program: &mut Program,
+    bound: &Arc<Bound<K>>,
+    leaves: &[&MpmdArray],
+    prepared: &mut Prepared,
+    replayed: Option<Replayed<'_>>,
+    at: &'static Location<'static>,
+) -> u64 {
+    let plan = &bound.plan;
+    let dry_run = program.is_dry_run();
+    let again = || (!plan.seats.is_empty() || dry_run).then(|| bound.clone() as Arc<dyn Again>);
+    let origins = leaves.iter().flat_map(|leaf| match &leaf.repr {
+        Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
+        Repr::Host(_) => [0, u64::MAX],
+    });
+    let words = std::iter::once(plan.fingerprint).chain(origins);
+    let (op, guard) = program.issue_op(
+        words,
+        NewOp {
+            part: if plan.seats.is_empty() { Part::Idle } else { Part::Work(plan.bytes) },
+            takes: leaves,
+            donates: &|i| plan.inputs[i].donated,
+            known: Some(&plan.known_form),
+            again: &again,
+            replayed,
+            ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor())
+        },
+    );
+    plan.donate(leaves, op, at);
+    if let Some(guard) = guard {
+        prepare(prepared, program, bound, leaves, op, guard, at);
+    }
+    op
+}
+
 /// Prepares, for each local device, the async buffers of all outputs and the device's job.
 fn prepare<K: Kernel>(
     prepared: &mut Prepared,
@@ -273,12 +287,12 @@ fn prepare<K: Kernel>(
     bound: &Arc<Bound<K>>,
     leaves: &[&MpmdArray],
     op: u64,
+    guard: OpGuard,
     at: &'static Location<'static>,
 ) {
     let plan = &bound.plan;
     let runtime = &program.runtime;
-    let mut guard = Some(runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes));
-    runtime.trace.issued(op, program.label(), at, None, || plan.what.clone());
+    let mut guard = Some(guard);
     let leftovers = (!plan.mesh.collectives.is_empty())
         .then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
     for (seat_index, seat) in plan.seats.iter().enumerate() {
@@ -342,15 +356,13 @@ fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
 impl<K: Kernel> Again for Bound<K> {
     fn again(
         self: Arc<Self>,
-        program: &Program,
+        program: &mut Program,
         x: &[&MpmdArray],
-        op: u64,
+        replayed: Replayed<'_>,
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
-        self.plan.record(program, x, at);
-        self.plan.donate(x, op, at);
         let mut prepared = Prepared::default();
-        prepare(&mut prepared, program, &self, x, op, at);
+        let op = issue(program, &self, x, &mut prepared, Some(replayed), at);
         let y = self.plan.arrays(&mut prepared.slots, op, at).collect();
         for (local_index, call) in prepared.calls {
             program.runtime.run_on(local_index, call);

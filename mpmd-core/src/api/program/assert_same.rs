@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::Program;
+use super::{NewOp, Program};
 use crate::dry_run::{Kind, OpDescriptor};
 use crate::error::Result;
 use crate::exec::Rolling;
@@ -44,13 +44,8 @@ impl Program {
             let (piece, more) = rest.split_at(end.unwrap_or(rest.len()));
             let what = Arc::new(Compared(piece.to_owned()));
             let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
-            self.issue([0xc0a9a2e, word], what.clone(), at);
-            self.record_operation(at, [], None, || OpDescriptor {
-                what: what.to_string(),
-                kind: Kind::AssertSame,
-                results: Vec::new(),
-                messages: Vec::new(),
-            });
+            let descriptor = || OpDescriptor::local(&what, Kind::AssertSame, Vec::new());
+            self.issue_op([0xc0a9a2e, word], NewOp::new(at, &|| what.clone(), &descriptor));
             if more.is_empty() {
                 break;
             }

@@ -13,7 +13,7 @@ use mpmd_transport::wire::MAX_CONTROL_BYTES;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Program;
+use super::{NewOp, Part, Program};
 use crate::dry_run::{Kind, OpDescriptor};
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::{AsyncBuffer, Doing, Outgoing, Waiter};
@@ -58,24 +58,21 @@ impl Program {
             // Bounds how far a process that only sends values runs ahead of the receivers.
             self.admit(at);
         }
-        let what = Agreement { from, of: std::any::type_name::<T>() };
-        let what: Arc<dyn fmt::Display + Send + Sync> = Arc::new(what);
-        let op = self.issue([0xa6ee, u64::from(from.0)], what.clone(), at);
+        let what = Arc::new(Agreement { from, of: std::any::type_name::<T>() });
+        let descriptor = || {
+            let bytes = control::encode(&in_dry_run).map_or(0, |bytes| bytes.len() as u64);
+            let kind = Kind::BroadcastValue { from: from.0, bytes };
+            OpDescriptor::local(&what, kind, Vec::new())
+        };
+        let words = [0xa6ee, u64::from(from.0)];
+        let (op, _) = self.issue_op(
+            words,
+            NewOp { part: Part::Program, ..NewOp::new(at, &|| what.clone(), &descriptor) },
+        );
         if self.is_dry_run() {
-            self.record_operation(at, [], None, || {
-                let bytes = control::encode(&in_dry_run).map_or(0, |bytes| bytes.len() as u64);
-                let kind = Kind::BroadcastValue { from: from.0, bytes };
-                OpDescriptor {
-                    what: what.to_string(),
-                    kind,
-                    results: Vec::new(),
-                    messages: Vec::new(),
-                }
-            });
             return Ok(in_dry_run);
         }
         let runtime = self.runtime.clone();
-        runtime.trace.issued(op, self.label(), at, None, || what.clone());
         if from == runtime.me {
             let value = match catch_unwind(AssertUnwindSafe(f)) {
                 Ok(value) => value,

@@ -10,9 +10,11 @@ mod builder;
 mod connect;
 mod costs;
 mod holdings;
+mod issue;
 mod metrics;
 mod neighbours;
 mod record;
+mod recording;
 mod simulate;
 pub mod transports;
 mod values;
@@ -27,24 +29,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Instant, thread};
+use mpmd_ids::block::thread;
 use mpmd_transport::Pool;
-use mpmd_transport::deadline::after;
-use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
+use mpmd_transport::router::{Failure, FailureKind};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
 pub use holdings::{Holdings, MemoryUse};
+use issue::IssueHook;
+pub(crate) use issue::{Again, NewOp, Part, Replayed};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
-use simulate::FaultInjection;
+pub(crate) use recording::{ArrayOrigin, Donation, Input, Noted, Recording};
 pub use simulate::{Simulation, simulate};
 
-use crate::api::replay::Recording;
 use crate::error::{Error, Result};
 use crate::exec::recorder::Recorder;
-use crate::exec::{Doing, Rolling, Runtime};
+use crate::exec::{Rolling, Runtime};
 use crate::trace::{Label, What};
+use crate::warning::warn_user;
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 
 /// One process's part of a job. Every process of the job runs the same program and issues the same
@@ -77,7 +80,8 @@ pub struct Program {
     steps: u64,
     planning: bool,
     ended: bool,
-    faults: Option<FaultInjection>,
+    /// Called when an operation gets its number. Only a simulation sets it.
+    on_issue: Option<IssueHook>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
@@ -140,7 +144,7 @@ impl Program {
             steps: 0,
             planning,
             ended: false,
-            faults: None,
+            on_issue: None,
             membership,
             one_issuer: PhantomData,
         }
@@ -347,45 +351,6 @@ impl Program {
         failure
     }
 
-    /// Takes the next operation number.
-    ///
-    /// `words` contain every property of the operation that must be equal on all processes.
-    pub(crate) fn issue(
-        &mut self,
-        words: impl IntoIterator<Item = u64>,
-        what: Arc<dyn fmt::Display + Send + Sync>,
-        at: &'static Location<'static>,
-    ) -> u64 {
-        self.issue_with_values(words, None, what, at)
-    }
-
-    /// Takes the next operation number, for an operation on host values. `values` is their
-    /// [hash](Self::hash_values); like `words`, it must be equal on all processes.
-    pub(crate) fn issue_with_values(
-        &mut self,
-        words: impl IntoIterator<Item = u64>,
-        values: Option<u64>,
-        what: Arc<dyn fmt::Display + Send + Sync>,
-        at: &'static Location<'static>,
-    ) -> u64 {
-        self.count += 1;
-        let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
-        self.hash = hash;
-        self.hash_at_last = hash.value();
-        if let Some(faults) = &self.faults {
-            faults.inject(self.count, &self.runtime);
-        }
-        self.runtime.record(OpRecord {
-            op: self.count,
-            hash: self.hash_at_last,
-            what,
-            values,
-            note: self.label.map(Label::note),
-            at,
-        });
-        self.count
-    }
-
     /// Compares clocks once more, so that the clock drift is known, and ends the trace.
     fn end_trace(&self) {
         if let Some(membership) = &self.membership {
@@ -393,78 +358,10 @@ impl Program {
         }
         self.runtime.trace.close();
     }
-
-    /// Takes all numbers up to `op`, for the operations of a replayed step.
-    pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn Span>) {
-        if op == self.count {
-            return;
-        }
-        if let Some(faults) = &self.faults {
-            (self.count + 1..=op).for_each(|op| faults.inject(op, &self.runtime));
-        }
-        self.count = op;
-        self.hash_at_last = span.hash_at(op);
-        self.runtime.record_span(op, span);
-    }
-
-    /// Returns the rolling hash at the operation that was issued last. Peers compare this value.
-    pub(crate) fn hash_at_last(&self) -> u128 {
-        self.hash_at_last
-    }
-
-    /// Returns the rolling hash of all operations issued so far.
-    pub(crate) fn rolling(&self) -> Rolling {
-        self.hash
-    }
-
-    /// Sets the rolling hash to its value at the end of a replayed step.
-    pub(crate) fn set_rolling(&mut self, hash: Rolling) {
-        self.hash = hash;
-    }
-
-    /// Blocks while the program is too far ahead of the operations carried out here.
-    ///
-    /// It waits only for operations issued before. These do not depend on later operations, so
-    /// there is no deadlock.
-    pub(crate) fn admit(&self, at: &'static Location<'static>) {
-        let runtime = &self.runtime;
-        let (ops, bytes) = (runtime.config.run_ahead_ops, runtime.config.run_ahead_bytes);
-        let (most_ops, most_bytes) = runtime.in_flight.at_most();
-        if most_ops < ops && most_bytes < bytes {
-            return;
-        }
-        let counts = runtime.in_flight.counts();
-        if counts.ops < ops && counts.bytes < bytes {
-            return;
-        }
-        let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
-        let _waiting = runtime.trace.wait("running ahead", at);
-        loop {
-            let deadline = after(Instant::now(), runtime.config.peer_timeout);
-            let enough = runtime.in_flight.wait_until(deadline, |counts| {
-                counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
-            });
-            if enough {
-                return;
-            }
-            runtime.report_hang(&format!(
-                "process {}: {at} waits for {} operations issued before it; {}",
-                runtime.me,
-                runtime.in_flight.counts().ops,
-                runtime.doing_and_why()
-            ));
-        }
-    }
 }
 
 /// The longest wait for issued work, if a program is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
-
-/// Prints a line to standard error. It is a single write, since other processes of the job may
-/// write to the same stream.
-fn say(line: &str) {
-    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("mpmd: {line}\n").as_bytes());
-}
 
 impl Drop for Program {
     fn drop(&mut self) {
@@ -486,7 +383,7 @@ impl Drop for Program {
             "ended before its program finished: its `Program` was dropped without `finish`",
         );
         if is_missed {
-            say(&match failure.kind {
+            warn_user(&match failure.kind {
                 FailureKind::Left if failure.process == self.process() => failure.to_string(),
                 _ => format!("process {} did not finish its program: {failure}", self.process()),
             });

@@ -1,12 +1,8 @@
 //! Recording of a dry run: the program's side.
 
-use std::panic::Location;
-
 use super::Program;
-use crate::dry_run::{End, OpDescriptor, Plan};
+use crate::dry_run::{End, Plan};
 use crate::error::Result;
-use crate::exec::array::MpmdArray;
-use crate::exec::recorder::KnownDescriptor;
 
 impl Program {
     /// Returns the operations of all processes that were recorded so far. `None` unless this
@@ -33,19 +29,6 @@ impl Program {
         match &self.runtime.recorder {
             Some(recorder) => recorder.deliver(End::Finished).map(drop),
             None => Ok(()),
-        }
-    }
-
-    /// Records an operation, if this process is in a dry run.
-    pub(crate) fn record_operation<'a>(
-        &self,
-        at: &'static Location<'static>,
-        takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
-        known: Option<&KnownDescriptor>,
-        form: impl FnOnce() -> OpDescriptor,
-    ) {
-        if let Some(recorder) = &self.runtime.recorder {
-            recorder.operation((self.label, at, self.hash.word()), takes, known, form);
         }
     }
 }

@@ -11,7 +11,6 @@ use mpmd_transport::router::{Failure, FailureKind};
 
 use super::{Builder, Program};
 use crate::error::Result;
-use crate::exec::Runtime;
 
 /// Runs a program as `processes` processes inside this one, over `devices` devices. `seed` chooses
 /// the message delays, of up to 2 ms. Returns the result of each process, by process.
@@ -123,35 +122,17 @@ impl Simulation {
     }
 }
 
-/// Fault injection: the operation at which a simulated process disappears.
-pub(crate) struct FaultInjection {
-    at: u64,
-    fabric: Fabric,
-}
-
-impl FaultInjection {
-    pub(super) fn new(at: u64, fabric: Fabric) -> Self {
-        Self { at, fabric }
-    }
-
-    /// Kills this process if `op` is the operation to fail at. From then on its operations fail.
-    pub(super) fn inject(&self, op: u64, runtime: &Arc<Runtime>) {
-        if op == self.at {
-            self.fabric.kill(runtime.me);
-            let message =
-                format!("process {} was lost in simulation at operation {op}", runtime.me);
-            runtime.fail_job(Arc::new(Failure::new(
-                FailureKind::PeerLost,
-                runtime.me,
-                op,
-                message,
-            )));
-        }
-    }
-}
-
 impl Program {
-    fn vanish_at(&mut self, op: u64, fabric: Fabric) {
-        self.faults = Some(FaultInjection::new(op, fabric));
+    /// Injects a fault: kills this process when it issues operation `at`. From then on its
+    /// operations fail.
+    fn vanish_at(&mut self, at: u64, fabric: Fabric) {
+        self.on_issue = Some(Box::new(move |op, runtime| {
+            if op == at {
+                let me = runtime.me;
+                fabric.kill(me);
+                let message = format!("process {me} was lost in simulation at operation {op}");
+                runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
+            }
+        }));
     }
 }

@@ -16,28 +16,13 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-pub(crate) use recording::{Here, Recording};
 use step::ReplayStep;
 
-use crate::api::program::Program;
+use crate::api::program::{Program, Recording};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::host_array::HostArray;
 use mpmd_layout::tree::{Structure, Tree};
-
-/// An operation in which this process takes part, for replay.
-pub(crate) trait Again: Send + Sync {
-    /// Issues this process's part of operation `op` and returns its results. `x` has the array
-    /// inputs. An input without a shard on this process may be a placeholder of the same
-    /// description.
-    fn again(
-        self: Arc<Self>,
-        program: &Program,
-        x: &[&MpmdArray],
-        op: u64,
-        at: &'static Location<'static>,
-    ) -> Vec<MpmdArray>;
-}
 
 /// A step that was [recorded](Program::record), with inputs `T` and results `U`.
 ///
@@ -119,27 +104,6 @@ impl Program {
         let results = y.structure();
         let step = recording.finish(&self.runtime, &y.leaves(), self.operations(), self.rolling());
         Ok((y, Recorded { step, results, types: PhantomData }))
-    }
-
-    /// Returns an error while a step is recorded, for calls that cannot be replayed. `call` is the
-    /// name of the call.
-    pub(crate) fn refuse_recording(
-        &self,
-        at: &'static Location<'static>,
-        call: &str,
-    ) -> Result<()> {
-        let Some(recording) = &self.recording else { return Ok(()) };
-        let problem = format!("not within a step that is recorded (at {})", recording.at());
-        Err(IssueProblem::Recording(problem).at(at, call))
-    }
-
-    /// Refuses, while a step is recorded, to donate an array that a replay would find gone.
-    pub(crate) fn check_given_up(
-        &self,
-        leaves: &[(String, &MpmdArray)],
-    ) -> std::result::Result<(), IssueProblem> {
-        let Some(recording) = &self.recording else { return Ok(()) };
-        leaves.iter().try_for_each(|(path, leaf)| recording.check_given_up(path, leaf))
     }
 
     /// Refuses arrays of other programs.

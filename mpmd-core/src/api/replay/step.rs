@@ -5,18 +5,15 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::Again;
 use super::span::{Names, Replaying};
+use crate::api::program::{Again, Donation, Input, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::{Rolling, Runtime, Span, Values};
-use crate::{api::program::Program, trace::Label};
+use crate::trace::Label;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
-
-/// The place in the step of the operation that donates an array, and its line.
-pub(super) type Donation = (u64, &'static Location<'static>);
 
 /// This process's part of a recorded step.
 pub(super) struct ReplayStep {
@@ -36,16 +33,6 @@ pub(super) struct ReplayStep {
     /// The rolling hash at the end of the recording.
     pub(super) hash: Rolling,
     pub(super) names: Arc<Names>,
-}
-
-/// An input's properties at recording.
-pub(super) struct Input {
-    pub(super) path: String,
-    pub(super) aval: ShapedArray,
-    pub(super) sharding: Option<Sharding>,
-    /// Index of the first input that is the same array.
-    pub(super) first: u32,
-    pub(super) donated: Option<Donation>,
 }
 
 /// An operation in which this process takes part.
@@ -182,10 +169,8 @@ impl ReplayStep {
         };
         for operation in &self.operations {
             let Operation { place, label, at, again, inputs, outputs, drops } = operation;
-            program.admit(at);
             program.set_label(*label);
-            let op = before + place;
-            program.advance(op, &span);
+            let replayed = Replayed { op: before + place, span: &span };
             let taken: Vec<&MpmdArray> = inputs
                 .iter()
                 .filter_map(|source| match source {
@@ -194,7 +179,7 @@ impl ReplayStep {
                     Source::Value(value) => values[*value as usize].as_ref(),
                 })
                 .collect();
-            let made = again.clone().again(program, &taken, op, at);
+            let made = again.clone().again(program, &taken, replayed, at);
             drops.iter().for_each(|place| values[*place as usize] = None);
             for (leaf, place) in outputs {
                 values[*place as usize] = made.get(*leaf as usize).cloned();

@@ -4,6 +4,7 @@
 //! every process; a [`PutPlan`] keeps this process's part. That part may be local copies, sends,
 //! receives, any mix of them, or nothing.
 
+mod alias;
 mod start;
 mod transfer;
 
@@ -12,6 +13,7 @@ use std::sync::{Arc, Once};
 
 use mpmd_ids::ProcessId;
 
+pub(super) use alias::OnlyPiece;
 use start::Start;
 pub(super) use transfer::Transfer;
 use transfer::{Origin, Target, from_host, in_place};
@@ -125,7 +127,6 @@ impl PutPlan {
             (transfer.peers.first().map_or(usize::MAX, distance), transfer.id)
         });
         let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
-        let one_memory = from.is_none() || kind == to_kind;
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
             // A piece that is forwarded or packed takes a staging buffer, unless it is transferred
@@ -159,19 +160,17 @@ impl PutPlan {
                 // Pieces of later partial sums are added, so they cannot be written in place.
                 target.in_parts &= transfer.term == 0
                     && contiguous_bytes(&target.region, &transfer.region, item).is_some();
-                let whole = target.pieces == [1] && target.region == transfer.region;
-                let here = !matches!(transfer.origin, Origin::Process(_));
-                // A CUDA device shares memory with no other device.
-                let apart = match transfer.origin {
-                    Origin::Device(from) if from == target.device => false,
-                    Origin::Device(from) => {
-                        runtime.is_on_gpu(from, kind) || runtime.is_on_gpu(target.device, to_kind)
-                    }
-                    Origin::Host => runtime.is_on_gpu(target.device, to_kind),
-                    Origin::Process(_) => true,
+                let from = match transfer.origin {
+                    Origin::Device(device) => Some(Some((device, kind))),
+                    Origin::Host => Some(None),
+                    Origin::Process(_) => None,
                 };
-                let same = whole && transfer.is_by_itself() && here && one_memory && !apart;
-                target.alias = same.then_some(transfer.origin);
+                let can_alias = from.filter(|_| target.pieces == [1]).is_some_and(|from| {
+                    let (held, region) = (&transfer.holds, &transfer.region);
+                    let to = (target.device, to_kind);
+                    OnlyPiece { from, held, region }.can_alias(runtime, to, &target.region)
+                });
+                target.alias = can_alias.then_some(transfer.origin);
             }
         }
         let fingerprint = [

@@ -1,37 +1,26 @@
-//! Cutting arrays along an axis of their mesh, and joining them again. Shards get new handles and
-//! nothing is moved.
+//! Cutting arrays along an axis of their mesh or into microbatches, and joining them again. Shards
+//! get new handles; nothing is moved between devices.
+
+mod microbatches;
+mod relabel;
+mod sections;
 
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_transport::SharedBuffer;
-
-use crate::api::device_put::refuse_twice;
 use crate::api::program::Program;
-use crate::dry_run::{self, Kind, Memory, OpDescriptor};
+use crate::api::put::refuse_twice;
 use crate::error::{IssueProblem, Result, leaf};
-use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::exec::{AsyncBuffer, OpGuard, Rolling, follow};
+use crate::exec::Rolling;
+use crate::exec::array::{MpmdArray, Repr};
 use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::sharding::{Layout, Sharding};
+use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::{Tree, TreeError};
-
-/// The parts into which [`Program::split_by_mesh_axis`] cuts an axis.
-///
-/// It converts from a number of parts, and from the indices at which a part begins.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum Sections {
-    /// One part for each index of the axis.
-    Each,
-    /// A number of parts of equal size.
-    Equal(usize),
-    /// A part begins at index 0 and at each of these indices, which ascend strictly.
-    At(Vec<usize>),
-}
+pub(crate) use relabel::Relabelled;
+pub use sections::Sections;
 
 /// Memory options of [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -48,61 +37,6 @@ impl SplitOptions {
     pub fn donate(mut self, donate: bool) -> Self {
         self.donate = donate;
         self
-    }
-}
-
-impl From<usize> for Sections {
-    fn from(parts: usize) -> Self {
-        Self::Equal(parts)
-    }
-}
-
-impl From<Vec<usize>> for Sections {
-    fn from(starts: Vec<usize>) -> Self {
-        Self::At(starts)
-    }
-}
-
-impl From<&[usize]> for Sections {
-    fn from(starts: &[usize]) -> Self {
-        Self::At(starts.to_vec())
-    }
-}
-
-impl<const N: usize> From<[usize; N]> for Sections {
-    fn from(starts: [usize; N]) -> Self {
-        Self::At(starts.to_vec())
-    }
-}
-
-impl Sections {
-    /// Returns the index range of each part of an axis of `mesh`.
-    fn ranges(&self, mesh: &Mesh, axis: &str) -> std::result::Result<Vec<Range<usize>>, String> {
-        let size = mesh.axis_size(axis).map_err(|error| error.to_string())?;
-        let starts: Vec<usize> = match self {
-            Self::Each => (0..size).collect(),
-            Self::Equal(parts) if *parts == 0 || !size.is_multiple_of(*parts) => {
-                return Err(format!(
-                    "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} \
-                     equal parts"
-                ));
-            }
-            Self::Equal(parts) => (0..*parts).map(|part| part * (size / parts)).collect(),
-            Self::At(starts) => {
-                let starts: Vec<usize> = std::iter::once(0).chain(starts.iter().copied()).collect();
-                if !starts.is_sorted_by(|a, b| a < b) || starts.iter().any(|start| *start >= size) {
-                    return Err(format!(
-                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend \
-                         strictly, above 0 \
-                         and below {size}",
-                        &starts[1..]
-                    ));
-                }
-                starts
-            }
-        };
-        let ends = starts.iter().skip(1).copied().chain([size]);
-        Ok(starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect())
     }
 }
 
@@ -251,92 +185,6 @@ impl Program {
         Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
     }
 
-    /// Issues an operation that gives existing shards new handles and moves nothing. `words` go
-    /// into the program's hash.
-    pub(crate) fn relabel(
-        &mut self,
-        sources: &[&MpmdArray],
-        made: Vec<Relabelled>,
-        mut words: Vec<u64>,
-        what: Arc<dyn fmt::Display + Send + Sync>,
-        donate: bool,
-        at: &'static Location<'static>,
-    ) -> Vec<MpmdArray> {
-        let shards = |array: &MpmdArray| match &array.repr {
-            Repr::Placed(placed) => placed.shards.to_vec(),
-            Repr::Host(_) => Vec::new(),
-        };
-        let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
-        let takes_part = shards.iter().any(|shards| !shards.is_empty());
-        if takes_part {
-            self.admit(at);
-        }
-        words.push(u64::from(donate));
-        for source in sources {
-            if let Repr::Placed(placed) = &source.repr {
-                words.extend([
-                    placed.origin.op,
-                    u64::from(placed.origin.leaf),
-                    placed.made.sharding.fingerprint(),
-                ]);
-            }
-        }
-        let op = self.issue(words, what.clone(), at);
-        self.record_operation(at, sources.iter().map(|source| (*source, donate)), None, || {
-            let has = |source: usize, device| match &sources[source].repr {
-                Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
-                Repr::Host(_) => false,
-            };
-            let shards = |made: &Relabelled| {
-                let source = |device| made.sources.clone().find(|source| has(*source, device));
-                let memory =
-                    |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
-                dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
-            };
-            let results = made.iter().map(shards).collect();
-            OpDescriptor {
-                what: what.to_string(),
-                kind: Kind::Relabel,
-                results,
-                messages: Vec::new(),
-            }
-        });
-        let runtime = self.runtime.clone();
-        let guard = takes_part.then(|| {
-            let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);
-            runtime.trace.issued(op, self.label(), at, source, || what.clone());
-            runtime.in_flight.begin(op, self.hash_at_last(), 0)
-        });
-        let mut results = Vec::with_capacity(made.len());
-        for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {
-            let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();
-            let mut taken: Vec<LocalShard> = shards[sources]
-                .iter()
-                .flatten()
-                .filter(own)
-                .map(|shard| LocalShard {
-                    device: shard.device,
-                    slot: alias(&shard.slot, guard.clone()),
-                })
-                .collect();
-            taken.sort_by_key(|shard| layout.place_of(shard.device));
-            let made =
-                Made { aval, sharding, layout, what: what.clone(), runtime: runtime.clone() };
-            results.push(Placed::array(Arc::new(made), taken, Origin { op, leaf: i as u32, at }));
-        }
-        if donate {
-            for source in sources {
-                if let Repr::Placed(placed) = &source.repr {
-                    placed.donate(op, at);
-                    let failure = placed.donated_failure();
-                    // After the new handles, so that they still get the values.
-                    placed.shards.iter().for_each(|shard| shard.slot.give_up(failure.clone()));
-                }
-            }
-        }
-        results
-    }
-
     /// Returns the mesh over which all these arrays are sharded by specs, or an error if they do
     /// not share one.
     fn common_mesh(
@@ -370,36 +218,6 @@ impl Program {
         common
             .map(|(_, mesh)| mesh.clone())
             .ok_or_else(|| IssueProblem::Split("there is no array".to_owned()))
-    }
-}
-
-/// An array that consists of existing shards.
-#[derive(Clone)]
-pub(crate) struct Relabelled {
-    pub(crate) aval: ShapedArray,
-    pub(crate) sharding: Sharding,
-    pub(crate) layout: Arc<Layout>,
-    /// Indices of the operation's sources that hold the shards.
-    pub(crate) sources: Range<usize>,
-}
-
-impl Relabelled {
-    /// Describes an array of the same spec, unreduced axes and memory kind over another mesh with
-    /// the same axes.
-    pub(crate) fn over(
-        path: &str,
-        aval: ShapedArray,
-        sharding: &Sharding,
-        mesh: Mesh,
-        sources: Range<usize>,
-    ) -> std::result::Result<Self, IssueProblem> {
-        let spec = sharding.spec().cloned().unwrap_or_default();
-        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
-        let sums: Vec<&str> = sharding.unreduced_axes().iter().map(String::as_str).collect();
-        let named = Sharding::named(mesh, spec, sharding.memory_kind());
-        let sharding = named.unreduced(&sums).map_err(wrong)?;
-        let layout = sharding.layout(aval.shape()).map_err(wrong)?;
-        Ok(Self { aval, sharding, layout, sources })
     }
 }
 
@@ -533,13 +351,6 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     Mesh::new(&axes, devices).map_err(|error| error.to_string())
 }
 
-/// Returns a slot that gets the same buffer as `source`.
-fn alias(source: &AsyncBuffer, guard: Option<OpGuard>) -> AsyncBuffer {
-    let (resolver, slot) = AsyncBuffer::new();
-    follow(source, resolver, SharedBuffer::clone, None, guard);
-    slot
-}
-
 struct SplitWhat {
     leaves: usize,
     axis: String,
@@ -575,27 +386,6 @@ mod tests {
     fn mesh(axes: &[(&str, usize)]) -> Mesh {
         let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
         Mesh::new(axes, (0..count).map(DeviceId).collect()).unwrap()
-    }
-
-    #[test]
-    fn sections_give_ranges_or_an_error() {
-        let mesh = mesh(&[("x", 4), ("y", 2)]);
-        let ranges = |sections: Sections| sections.ranges(&mesh, "x");
-        assert_eq!(ranges(Sections::Each).unwrap(), [0..1, 1..2, 2..3, 3..4]);
-        assert_eq!(ranges(2.into()).unwrap(), [0..2, 2..4]);
-        assert_eq!(ranges([1].into()).unwrap(), [0..1, 1..4]);
-        assert_eq!(ranges(vec![1, 3].into()).unwrap(), [0..1, 1..3, 3..4]);
-        assert_eq!(ranges(Sections::At(Vec::new())).unwrap(), std::slice::from_ref(&(0..4)));
-        for wrong in [3, 0, 5, 8] {
-            let error = ranges(wrong.into()).unwrap_err();
-            let axis = "axis `x` of {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7] has 4 indices";
-            assert!(error.contains(axis), "{error}");
-        }
-        for wrong in [&[0][..], &[4], &[2, 2], &[3, 1], &[1, 9]] {
-            let error = ranges(wrong.into()).unwrap_err();
-            assert!(error.contains(&format!("cannot be cut at {wrong:?}")), "{error}");
-        }
-        assert!(Sections::Each.ranges(&mesh, "z").unwrap_err().contains("there is no axis `z`"));
     }
 
     #[test]

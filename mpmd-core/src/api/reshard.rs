@@ -6,8 +6,8 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::api::device_put::{PutOptions, PutSteps, refuse_twice};
 use crate::api::program::Program;
+use crate::api::put::{MoveOptions, PutSteps, refuse_twice};
 use crate::api::split::Relabelled;
 use crate::error::{IssueProblem, Result};
 use crate::exec::PutPlan;
@@ -16,50 +16,6 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{Intermediate, find_intermediate_sharding, groups_by_devices};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
-
-/// Options of [`Program::reshard`] for memory and plans.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct ReshardOptions {
-    /// True to donate the source arrays. Every clone of them becomes unusable, and the memory of
-    /// each is freed as soon as it has been read. Off by default.
-    pub donate: bool,
-    /// True to let the result share memory with the source. On by default, which is safe since
-    /// arrays never change.
-    pub may_alias: bool,
-    /// True to look up plans in the plan cache and store them there. On by default. Turn it off for
-    /// arrays that are moved once.
-    pub cache_plans: bool,
-}
-
-impl Default for ReshardOptions {
-    fn default() -> Self {
-        Self { donate: false, may_alias: true, cache_plans: true }
-    }
-}
-
-impl ReshardOptions {
-    /// Sets [`ReshardOptions::donate`].
-    #[must_use]
-    pub fn donate(mut self, donate: bool) -> Self {
-        self.donate = donate;
-        self
-    }
-
-    /// Sets [`ReshardOptions::may_alias`].
-    #[must_use]
-    pub fn may_alias(mut self, may_alias: bool) -> Self {
-        self.may_alias = may_alias;
-        self
-    }
-
-    /// Sets [`ReshardOptions::cache_plans`].
-    #[must_use]
-    pub fn cache_plans(mut self, cache_plans: bool) -> Self {
-        self.cache_plans = cache_plans;
-        self
-    }
-}
 
 /// The steps that move one array to its target.
 enum Route {
@@ -91,7 +47,7 @@ impl Program {
         &mut self,
         x: &T,
         to: impl Into<PrefixTree<Sharding>>,
-        options: ReshardOptions,
+        options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard");
@@ -121,7 +77,7 @@ impl Program {
     /// The array is first put to the intermediate sharding on its own devices. One replica of it,
     /// on some of these devices, then moves to the target. The two sides so exchange few and large
     /// pieces. In return, every source device temporarily holds an array that is gathered along the
-    /// cut axes. With [`ReshardOptions::donate`] the source is freed as soon as it has been
+    /// cut axes. With [`MoveOptions::donate`] the source is freed as soon as it has been
     /// gathered. Uncommitted leaves and leaves without an intermediate move as in
     /// [`Program::reshard`].
     ///
@@ -136,7 +92,7 @@ impl Program {
         x: &T,
         from: impl Into<PrefixTree<Sharding>>,
         to: impl Into<PrefixTree<Sharding>>,
-        options: ReshardOptions,
+        options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
         self.refuse_recording(at, "reshard_with_intermediate_sharding")?;
@@ -195,7 +151,7 @@ impl Program {
         x: &T,
         leaves: &[(String, &MpmdArray)],
         routes: Vec<Route>,
-        options: ReshardOptions,
+        options: MoveOptions,
         at: &'static Location<'static>,
     ) -> T::With<MpmdArray> {
         let groups =
@@ -212,24 +168,23 @@ impl Program {
         &mut self,
         array: &MpmdArray,
         route: &Route,
-        options: ReshardOptions,
+        options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let put = PutOptions::default().donate(options.donate).may_alias(options.may_alias);
         let (between, gather, replica, onward) = match route {
-            Route::Direct(steps) => return self.put_along(array, steps, put, at),
+            Route::Direct(steps) => return self.put_along(array, steps, options, at),
             Route::Via { between, gather, replica, onward } => (between, gather, replica, onward),
         };
         // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
         // no effect on it.
-        let gathered = self.put_one(array, gather, put.may_alias(true), at);
+        let gathered = self.put_one(array, gather, options.may_alias(true), at);
         let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
         let made = vec![Relabelled::clone(replica)];
         let mut replica = self.relabel(&[&gathered], made, vec![0x4e91], Arc::new(what), true, at);
         drop(gathered);
         let replica = replica.pop().expect("one was asked for");
         // The replica has no other handle, so it is donated, whether the source is or not.
-        self.put_one(&replica, onward, put.donate(true), at)
+        self.put_one(&replica, onward, options.donate(true), at)
     }
 }
 
@@ -269,12 +224,12 @@ mod tests {
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let x = MpmdArray::from_slice(&[4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
         let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
-        let once = ReshardOptions::default().cache_plans(false);
+        let once = MoveOptions::default().cache_plans(false);
         let y = p.reshard(&x, &rows, once).unwrap();
         let y = p.reshard_with_intermediate_sharding(&y, &rows, &all, once).unwrap();
         assert_eq!((p.metrics().plan_cache.entries, p.operations()), (0, 4));
         assert_eq!(y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
-        drop(p.reshard(&x, &rows, ReshardOptions::default()).unwrap());
+        drop(p.reshard(&x, &rows, MoveOptions::default()).unwrap());
         assert_eq!(p.metrics().plan_cache.entries, 1);
         p.finish().unwrap();
     }

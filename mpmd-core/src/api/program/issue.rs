@@ -1,0 +1,225 @@
+//! Issuing of operations. [`Program::issue_op`] is the only way: every operation gets a number and
+//! a hash, and is recorded, traced and counted there.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Instant;
+
+use mpmd_transport::deadline::after;
+use mpmd_transport::router::{OpRecord, Span};
+
+use super::Program;
+use crate::dry_run::OpDescriptor;
+use crate::exec::array::MpmdArray;
+use crate::exec::recorder::KnownDescriptor;
+use crate::exec::{Doing, OpGuard, Rolling, Runtime};
+use crate::trace::Label;
+
+/// An operation that is to be issued.
+pub(crate) struct NewOp<'a> {
+    /// Returns the description for messages.
+    pub(crate) what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,
+    pub(crate) at: &'static Location<'static>,
+    pub(crate) part: Part,
+    /// The arrays that it takes.
+    pub(crate) takes: &'a [&'a MpmdArray],
+    /// Returns true if it donates the array at this index of `takes`.
+    pub(crate) donates: &'a dyn Fn(usize) -> bool,
+    /// The operation that made the array that it moves, for traces.
+    pub(crate) source: Option<u64>,
+    /// Returns the descriptor for a dry run.
+    pub(crate) descriptor: &'a dyn Fn() -> OpDescriptor,
+    /// Cache for the index of the descriptor, so that `descriptor` is called once.
+    pub(crate) known: Option<&'a KnownDescriptor>,
+    /// Returns the means to issue it again if a step is being recorded. `None` if this process has
+    /// no part in it.
+    pub(crate) again: &'a dyn Fn() -> Option<Arc<dyn Again>>,
+    /// Number and hash, if it is part of a replay.
+    pub(crate) replayed: Option<Replayed<'a>>,
+}
+
+/// The part of this process in an operation.
+#[derive(Clone, Copy)]
+pub(crate) enum Part {
+    /// No part.
+    Idle,
+    /// Its program computes a value or waits for one: only traced.
+    Program,
+    /// Its devices or copy workers do work, which needs this many bytes of new memory. The program
+    /// is admitted before, and the operation is in flight until the work has ended.
+    Work(u64),
+}
+
+/// The number of a replayed operation, and the span that has the hash for it.
+#[derive(Clone, Copy)]
+pub(crate) struct Replayed<'a> {
+    pub(crate) op: u64,
+    pub(crate) span: &'a Arc<dyn Span>,
+}
+
+/// An operation in which this process takes part, for replay.
+pub(crate) trait Again: Send + Sync {
+    /// Issues this process's part of a replayed operation and returns its results. `x` has the
+    /// array inputs. An input without a shard on this process may be a placeholder of the same
+    /// description.
+    fn again(
+        self: Arc<Self>,
+        program: &mut Program,
+        x: &[&MpmdArray],
+        replayed: Replayed<'_>,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray>;
+}
+
+/// A function that is called with the number of each operation before the router is told of it.
+pub(super) type IssueHook = Box<dyn Fn(u64, &Arc<Runtime>) + Send>;
+
+impl<'a> NewOp<'a> {
+    /// Creates an operation that takes no arrays and in which this process has no part.
+    pub(crate) fn new(
+        at: &'static Location<'static>,
+        what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,
+        descriptor: &'a dyn Fn() -> OpDescriptor,
+    ) -> Self {
+        Self {
+            what,
+            at,
+            part: Part::Idle,
+            takes: &[],
+            donates: &|_| false,
+            source: None,
+            descriptor,
+            known: None,
+            again: &|| None,
+            replayed: None,
+        }
+    }
+}
+
+impl Program {
+    /// Issues an operation. Returns its number, and the guard that keeps it in flight if this
+    /// process has [work](Part::Work) to do. Blocks for such work while the program is too far
+    /// ahead.
+    ///
+    /// `words` contain every property of the operation that must be equal on all processes, except
+    /// the host values among the arrays that it takes. A replayed operation does not use them.
+    pub(crate) fn issue_op(
+        &mut self,
+        words: impl IntoIterator<Item = u64>,
+        new: NewOp<'_>,
+    ) -> (u64, Option<OpGuard>) {
+        let NewOp { what, at, takes, donates, .. } = new;
+        if let Part::Work(_) = new.part {
+            self.admit(at);
+        }
+        match new.replayed {
+            Some(Replayed { op, span }) => self.advance(op, span),
+            None => self.take_number(words, takes, what(), at),
+        }
+        let op = self.count;
+        if let Some(recording) = &mut self.recording {
+            recording.note(op, self.label, &new);
+        }
+        if let Some(recorder) = &self.runtime.recorder {
+            let takes = takes.iter().enumerate().map(|(i, array)| (*array, donates(i)));
+            let about = (self.label, at, self.hash.word());
+            recorder.operation(about, takes, new.known, new.descriptor);
+        }
+        let guard = match new.part {
+            Part::Work(bytes) => Some(self.runtime.in_flight.begin(op, self.hash_at_last, bytes)),
+            Part::Program => None,
+            Part::Idle => return (op, None),
+        };
+        self.runtime.trace.issued(op, self.label, at, new.source, what);
+        (op, guard)
+    }
+
+    /// Takes the next operation number and tells the router.
+    fn take_number(
+        &mut self,
+        words: impl IntoIterator<Item = u64>,
+        takes: &[&MpmdArray],
+        what: Arc<dyn fmt::Display + Send + Sync>,
+        at: &'static Location<'static>,
+    ) {
+        let values = self.hash_values(takes.iter().copied());
+        self.count += 1;
+        let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
+        self.hash = hash;
+        self.hash_at_last = hash.value();
+        if let Some(hook) = &self.on_issue {
+            hook(self.count, &self.runtime);
+        }
+        self.runtime.record(OpRecord {
+            op: self.count,
+            hash: self.hash_at_last,
+            what,
+            values,
+            note: self.label.map(Label::note),
+            at,
+        });
+    }
+
+    /// Takes all numbers up to `op`, for the operations of a replayed step.
+    pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn Span>) {
+        if op == self.count {
+            return;
+        }
+        if let Some(hook) = &self.on_issue {
+            (self.count + 1..=op).for_each(|op| hook(op, &self.runtime));
+        }
+        self.count = op;
+        self.hash_at_last = span.hash_at(op);
+        self.runtime.record_span(op, span);
+    }
+
+    /// Returns the rolling hash at the operation that was issued last. Peers compare this value.
+    pub(crate) fn hash_at_last(&self) -> u128 {
+        self.hash_at_last
+    }
+
+    /// Returns the rolling hash of all operations issued so far.
+    pub(crate) fn rolling(&self) -> Rolling {
+        self.hash
+    }
+
+    /// Sets the rolling hash to its value at the end of a replayed step.
+    pub(crate) fn set_rolling(&mut self, hash: Rolling) {
+        self.hash = hash;
+    }
+
+    /// Blocks while the program is too far ahead of the operations carried out here.
+    ///
+    /// It waits only for operations issued before. These do not depend on later operations, so
+    /// there is no deadlock.
+    pub(super) fn admit(&self, at: &'static Location<'static>) {
+        let runtime = &self.runtime;
+        let (ops, bytes) = (runtime.config.run_ahead_ops, runtime.config.run_ahead_bytes);
+        let (most_ops, most_bytes) = runtime.in_flight.at_most();
+        if most_ops < ops && most_bytes < bytes {
+            return;
+        }
+        let counts = runtime.in_flight.counts();
+        if counts.ops < ops && counts.bytes < bytes {
+            return;
+        }
+        let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
+        let _waiting = runtime.trace.wait("running ahead", at);
+        loop {
+            let deadline = after(Instant::now(), runtime.config.peer_timeout);
+            let enough = runtime.in_flight.wait_until(deadline, |counts| {
+                counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
+            });
+            if enough {
+                return;
+            }
+            runtime.report_hang(&format!(
+                "process {}: {at} waits for {} operations issued before it; {}",
+                runtime.me,
+                runtime.in_flight.counts().ops,
+                runtime.doing_and_why()
+            ));
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The record of a step's operations while it is recorded.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use super::{Again, NewOp, Program};
+use crate::error::{IssueProblem, Result, leaf};
+use crate::exec::array::{MpmdArray, Repr};
+use crate::trace::Label;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::Structure;
+
+/// A step that is being recorded.
+pub(crate) struct Recording {
+    /// The number of operations issued before the step.
+    pub(crate) before: u64,
+    pub(crate) at: &'static Location<'static>,
+    pub(crate) structure: Structure,
+    pub(crate) inputs: Vec<Input>,
+    /// Input index by origin: the array's operation and result index.
+    placed: HashMap<(u64, u32), u32>,
+    /// Input index of host values, by the address of their bytes.
+    uncommitted: HashMap<usize, u32>,
+    /// Keeps those host values alive, so that their addresses are not reused.
+    _held: Vec<MpmdArray>,
+    /// Arrays from outside the step that are not inputs.
+    pub(crate) constants: Vec<MpmdArray>,
+    constant: HashMap<(u64, u32), u32>,
+    /// Host values, and arrays of the step without a shard on this process.
+    pub(crate) others: Vec<MpmdArray>,
+    pub(crate) here: Vec<Noted>,
+}
+
+/// The place in the step of the operation that donates an array, and its line.
+pub(crate) type Donation = (u64, &'static Location<'static>);
+
+/// An input's properties at recording.
+pub(crate) struct Input {
+    pub(crate) path: String,
+    pub(crate) aval: ShapedArray,
+    pub(crate) sharding: Option<Sharding>,
+    /// Index of the first input that is the same array.
+    pub(crate) first: u32,
+    pub(crate) donated: Option<Donation>,
+}
+
+/// An operation in which this process takes part.
+pub(crate) struct Noted {
+    pub(crate) place: u64,
+    pub(crate) label: Option<Label>,
+    pub(crate) at: &'static Location<'static>,
+    pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
+    pub(crate) again: Arc<dyn Again>,
+    pub(crate) inputs: Vec<ArrayOrigin>,
+}
+
+/// The origin of an operation's array, while the step is recorded.
+#[derive(Clone, Copy)]
+pub(crate) enum ArrayOrigin {
+    Input(u32),
+    Constant(u32),
+    Other(u32),
+    /// The operation at a place of the step, and the index of the result.
+    Made(u64, u32),
+}
+
+impl Recording {
+    pub(crate) fn new(
+        before: u64,
+        structure: Structure,
+        leaves: &[MpmdArray],
+        at: &'static Location<'static>,
+    ) -> Self {
+        let mut this = Self {
+            before,
+            at,
+            inputs: Vec::with_capacity(leaves.len()),
+            placed: HashMap::new(),
+            uncommitted: HashMap::new(),
+            _held: leaves.iter().filter(|leaf| leaf.sharding().is_none()).cloned().collect(),
+            constants: Vec::new(),
+            constant: HashMap::new(),
+            others: Vec::new(),
+            here: Vec::new(),
+            structure,
+        };
+        for (place, (path, leaf)) in this.structure.paths().into_iter().zip(leaves).enumerate() {
+            let place = place as u32;
+            let first = match &leaf.repr {
+                Repr::Placed(placed) => *this.placed.entry(placed.origin()).or_insert(place),
+                Repr::Host(host) => {
+                    // Empty values have no address to recognize them by.
+                    if !host.bytes().is_empty() {
+                        this.uncommitted.insert(host.bytes().as_ptr() as usize, place);
+                    }
+                    place
+                }
+            };
+            let (aval, sharding) = (leaf.aval().clone(), leaf.sharding().cloned());
+            this.inputs.push(Input { path, aval, sharding, first, donated: None });
+        }
+        this
+    }
+
+    /// Refuses to donate an array from outside that is not an input of the step.
+    fn check_given_up(&self, path: &str, array: &MpmdArray) -> Result<(), IssueProblem> {
+        let Repr::Placed(placed) = &array.repr else { return Ok(()) };
+        let origin = placed.origin();
+        if origin.0 > self.before || self.placed.contains_key(&origin) {
+            return Ok(());
+        }
+        let problem = "is donated by a step that is recorded, but is neither made by it nor an \
+            input of it: a replay \
+                       would find it gone; make it an input";
+        Err(IssueProblem::Recording(format!("{}{} {problem}", leaf(path), placed.describe())))
+    }
+
+    /// Records operation `op`, which was issued with this label.
+    pub(super) fn note(&mut self, op: u64, label: Option<Label>, new: &NewOp<'_>) {
+        let (place, at, again) = (op - self.before, new.at, (new.again)());
+        let mut inputs = Vec::with_capacity(if again.is_some() { new.takes.len() } else { 0 });
+        for (i, input) in new.takes.iter().enumerate() {
+            let source = self.find(input, again.is_some());
+            if let Some(ArrayOrigin::Input(input)) = source
+                && (new.donates)(i)
+            {
+                self.inputs[input as usize].donated.get_or_insert((place, at));
+            }
+            inputs.extend(source.filter(|_| again.is_some()));
+        }
+        if let Some(again) = again {
+            self.here.push(Noted { place, label, at, what: (new.what)(), again, inputs });
+        }
+    }
+
+    /// Finds the origin of an array. Keeps arrays from outside, and arrays without another source
+    /// if they are `needed`.
+    pub(crate) fn find(&mut self, array: &MpmdArray, needed: bool) -> Option<ArrayOrigin> {
+        let placed = match &array.repr {
+            Repr::Placed(placed) => placed,
+            Repr::Host(host) => {
+                let input = self.uncommitted.get(&(host.bytes().as_ptr() as usize));
+                return match input {
+                    Some(input) if !host.bytes().is_empty() => Some(ArrayOrigin::Input(*input)),
+                    _ => needed.then(|| self.other(array)),
+                };
+            }
+        };
+        let origin = placed.origin();
+        if origin.0 > self.before {
+            let elsewhere = placed.shards.is_empty() && placed.made.runtime.recorder.is_none();
+            return match needed && elsewhere {
+                true => Some(self.other(array)),
+                false => Some(ArrayOrigin::Made(origin.0 - self.before, origin.1)),
+            };
+        }
+        if let Some(input) = self.placed.get(&origin) {
+            return Some(ArrayOrigin::Input(*input));
+        }
+        let next = self.constants.len() as u32;
+        Some(ArrayOrigin::Constant(match self.constant.entry(origin) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                self.constants.push(array.clone());
+                *new.insert(next)
+            }
+        }))
+    }
+
+    pub(crate) fn other(&mut self, array: &MpmdArray) -> ArrayOrigin {
+        self.others.push(array.clone());
+        ArrayOrigin::Other(self.others.len() as u32 - 1)
+    }
+}
+
+impl Program {
+    /// Returns an error while a step is recorded, for calls that cannot be replayed. `call` is the
+    /// name of the call.
+    pub(crate) fn refuse_recording(
+        &self,
+        at: &'static Location<'static>,
+        call: &str,
+    ) -> Result<()> {
+        let Some(recording) = &self.recording else { return Ok(()) };
+        let problem = format!("not within a step that is recorded (at {})", recording.at);
+        Err(IssueProblem::Recording(problem).at(at, call))
+    }
+
+    /// Refuses, while a step is recorded, to donate an array that a replay would find gone.
+    pub(crate) fn check_given_up(
+        &self,
+        leaves: &[(String, &MpmdArray)],
+    ) -> std::result::Result<(), IssueProblem> {
+        let Some(recording) = &self.recording else { return Ok(()) };
+        leaves.iter().try_for_each(|(path, leaf)| recording.check_given_up(path, leaf))
+    }
+}

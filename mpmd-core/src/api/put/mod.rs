@@ -1,0 +1,215 @@
+//! Moving arrays: `device_put`, and creation of arrays on their owners.
+//!
+//! [`Program::device_put`] checks and plans all leaves first, then issues one or two operations for
+//! each. This process's part of a move is in `PutPlan::run`.
+
+mod array_from_fn;
+mod options;
+mod plan;
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::api::program::{Again, NewOp, Part, Program, Replayed};
+use crate::error::{IssueProblem, Result};
+use crate::exec::array::{MpmdArray, Origin, Placed, Repr};
+use crate::exec::{PutPlan, Source};
+pub(crate) use array_from_fn::panic_text;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::{PrefixTree, Tree};
+pub use options::MoveOptions;
+pub(crate) use plan::PutSteps;
+
+impl Program {
+    /// Moves every array of a tree to a sharding.
+    ///
+    /// Each process derives its own part from the ownership of regions: nothing, a local copy,
+    /// sends, receives, or any mix. Any sharding moves to any other, on any devices. Returns
+    /// without waiting for the move. `to` is one sharding for all leaves, or a tree of them that is
+    /// a prefix of `x`.
+    ///
+    /// An uncommitted array has the same values on every process, so placing it sends no message.
+    ///
+    /// Partial sums are added up, unless the target has the same layout. The terms are added in the
+    /// order of the unreduced axes and in the array's dtype, so the bits do not depend on timing.
+    /// Large partial sums with several target devices take two operations: each device adds up a
+    /// part, then the parts are gathered. A target with unreduced axes gets the values as its first
+    /// partial sum, and zeros as the others.
+    ///
+    /// # Errors
+    ///
+    /// If a sharding does not fit its array, the prefix does not fit the tree, or an array was
+    /// donated. If partial sums of booleans would have to be added up. The error is the same on
+    /// every process, and nothing is moved.
+    #[track_caller]
+    pub fn device_put<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), MoveOptions::default(), at)
+    }
+
+    /// Does the same as [`Program::device_put`], with [`MoveOptions`].
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Program::device_put`].
+    #[track_caller]
+    pub fn device_put_with<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+        options: MoveOptions,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), options, at)
+    }
+
+    fn put_at<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: &PrefixTree<Sharding>,
+        options: MoveOptions,
+        at: &'static Location<'static>,
+    ) -> Result<T::With<MpmdArray>> {
+        let wrong = |problem: IssueProblem| problem.at(at, "device_put");
+        let shardings =
+            to.broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let leaves = x.leaves_with_paths();
+        // All leaves are checked before any is moved.
+        let mut plans = Vec::with_capacity(leaves.len());
+        for ((path, array), sharding) in leaves.iter().zip(&shardings) {
+            array.check_usable(path).map_err(wrong)?;
+            plans.push(self.put_steps(path, array, sharding, options.cache_plans).map_err(wrong)?);
+        }
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
+        }
+        let mut moved = Vec::with_capacity(leaves.len());
+        for ((_, array), steps) in leaves.into_iter().zip(plans) {
+            moved.push(self.put_along(array, &steps, options, at));
+        }
+        let mut moved = moved.into_iter();
+        Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
+    }
+
+    /// Issues a checked and planned move: one operation, or two.
+    pub(crate) fn put_along(
+        &mut self,
+        array: &MpmdArray,
+        steps: &PutSteps,
+        options: MoveOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        let Some(first) = &steps.first else {
+            return self.put_one(array, &steps.last, options, at);
+        };
+        let summed = self.put_one(array, first, options, at);
+        // The intermediate array has no other handle, so it can be donated.
+        self.put_one(&summed, &steps.last, MoveOptions::default().donate(true), at)
+    }
+
+    /// Issues the checked and planned move of one array.
+    pub(crate) fn put_one(
+        &mut self,
+        array: &MpmdArray,
+        plan: &Arc<PutPlan>,
+        options: MoveOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        self.issue_put(array, plan, options, None, at)
+    }
+
+    /// Issues a move, or issues it again in a replay. Runs this process's part, and releases the
+    /// local shards of a donated source.
+    fn issue_put(
+        &mut self,
+        array: &MpmdArray,
+        plan: &Arc<PutPlan>,
+        options: MoveOptions,
+        replayed: Option<Replayed<'_>>,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        let MoveOptions { donate, may_alias, .. } = options;
+        let flags = u64::from(donate) | u64::from(may_alias) << 1;
+        let origin = array.origin();
+        let (source, leaf) = origin.unwrap_or_default();
+        let dry_run = self.is_dry_run();
+        let again = || {
+            // A process that holds a shard of a donated source must release it, even if it takes no
+            // other part in the move.
+            let lets_go = donate && !array.shards().is_empty();
+            let here = lets_go || !plan.is_idle() || dry_run;
+            here.then(|| Arc::new(PutAgain { plan: plan.clone(), options }) as Arc<dyn Again>)
+        };
+        let words = [0x9a7, plan.fingerprint, flags, source, u64::from(leaf)];
+        let (op, guard) = self.issue_op(
+            words,
+            NewOp {
+                part: if plan.is_idle() { Part::Idle } else { Part::Work(plan.bytes()) },
+                takes: &[array],
+                donates: &|_| donate,
+                source: origin.map(|(op, _)| op),
+                known: Some(&plan.known_forms[usize::from(may_alias)]),
+                again: &again,
+                replayed,
+                ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor(may_alias))
+            },
+        );
+        let shards = guard.map_or_else(Vec::new, |guard| {
+            let source = match &array.repr {
+                Repr::Host(host) => Source::Host(host),
+                Repr::Placed(placed) => Source::Shards(&placed.shards),
+            };
+            plan.run(&self.runtime, op, &guard, &source, may_alias)
+        });
+        if donate && let Repr::Placed(placed) = &array.repr {
+            placed.donate(op, at);
+            let failure = placed.donated_failure();
+            for shard in placed.shards.iter() {
+                // Takes effect after every use that was issued before: each of them has registered
+                // with the slot.
+                shard.slot.give_up(failure.clone());
+            }
+        }
+        Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
+    }
+}
+
+/// A recorded move, to be replayed.
+struct PutAgain {
+    plan: Arc<PutPlan>,
+    options: MoveOptions,
+}
+
+impl Again for PutAgain {
+    fn again(
+        self: Arc<Self>,
+        program: &mut Program,
+        x: &[&MpmdArray],
+        replayed: Replayed<'_>,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        let put =
+            |x: &&MpmdArray| program.issue_put(x, &self.plan, self.options, Some(replayed), at);
+        x.iter().map(put).collect()
+    }
+}
+
+/// Refuses to donate the same array twice in one call.
+pub(crate) fn refuse_twice(
+    leaves: &[(String, &MpmdArray)],
+) -> std::result::Result<(), IssueProblem> {
+    let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
+    match (1..leaves.len()).find_map(|j| Some((twin(j)?, j))) {
+        None => Ok(()),
+        Some((first, second)) => {
+            let (first, second) = (&leaves[first].0, &leaves[second].0);
+            let problem = format!("{second:?} is donated, and is the same array as {first:?}");
+            Err(IssueProblem::Signature(problem))
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Cutting of each device's shard into equal parts.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_transport::{Failure, FailureKind};
+
+use crate::api::program::{NewOp, Part, Program};
+use crate::device::copy::{contiguous_bytes, copy_region};
+use crate::dry_run::{self, Kind, Memory, OpDescriptor};
+use crate::error::{IssueProblem, Result};
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
+use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime, follow};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::MemoryKind;
+
+impl MpmdArray {
+    /// Splits each device's shard into `m` equal parts along `dim`. Moves nothing between devices.
+    ///
+    /// Each of the `m` results has this array's sharding and 1/`m` of its size in `dim`. If `dim`
+    /// is sharded, microbatch `j` consists of the `j`-th part of every device's rows.
+    ///
+    /// # Errors
+    ///
+    /// If a device's shard cannot be cut into `m` equal parts, `dim` does not exist, or the array
+    /// is uncommitted, donated, or of another program.
+    #[track_caller]
+    pub fn microbatches(
+        &self,
+        program: &mut Program,
+        dim: usize,
+        m: usize,
+    ) -> Result<Vec<MpmdArray>> {
+        let at = Location::caller();
+        program.refuse_recording(at, "microbatches")?;
+        let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
+        self.check_usable("").map_err(wrong)?;
+        let split = |why: String| wrong(IssueProblem::Split(why));
+        let Repr::Placed(placed) = &self.repr else {
+            return Err(split(format!("{} is uncommitted: device_put it first", self.aval())));
+        };
+        if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
+            return Err(wrong(IssueProblem::Foreign { path: String::new() }));
+        }
+        let Some(size) = self.shape().get(dim).copied() else {
+            return Err(split(format!("{} has no dimension {dim}", self.aval())));
+        };
+        let uneven = placed
+            .made
+            .layout
+            .regions()
+            .iter()
+            .any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
+        if uneven {
+            return Err(split(format!(
+                "dimension {dim} of {} as {} cannot be cut in {m} equal parts on each device",
+                self.aval(),
+                placed.made.sharding
+            )));
+        }
+        let mut shape = self.shape().to_vec();
+        shape[dim] = size / m;
+        let aval = ShapedArray::try_new(&shape, self.dtype())?;
+        let why = |why| wrong(IssueProblem::Sharding { path: String::new(), why });
+        let layout = placed.made.sharding.layout(&shape).map_err(why)?;
+        let what = Arc::new(MicrobatchesWhat { aval: self.aval().clone(), dim, m });
+        let descriptor = || {
+            let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
+            OpDescriptor::local(&what, Kind::Relabel, results)
+        };
+        let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
+        let (op, guard) = program.issue_op(
+            words,
+            NewOp {
+                part: if placed.shards.is_empty() { Part::Idle } else { Part::Work(0) },
+                takes: &[self],
+                source: Some(placed.origin.op),
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
+        );
+        let runtime = program.runtime.clone();
+        let made = Arc::new(Made {
+            aval,
+            sharding: placed.made.sharding.clone(),
+            layout,
+            what,
+            runtime: runtime.clone(),
+        });
+        let part = |j: usize| {
+            let shards: Vec<LocalShard> = placed
+                .shards
+                .iter()
+                .map(|shard| {
+                    let whole = Region::full(&placed.region(shard.device).shape());
+                    let cut = cut(&whole, dim, m, j);
+                    let (resolver, slot) = AsyncBuffer::new();
+                    let (runtime, item) = (runtime.clone(), self.dtype().size());
+                    let guard = guard.clone();
+                    match (contiguous_bytes(&whole, &cut, item), guard) {
+                        (Some(range), guard) => {
+                            follow(
+                                &shard.slot,
+                                resolver,
+                                move |bytes| bytes.slice(range),
+                                None,
+                                guard,
+                            );
+                        }
+                        (None, Some(guard)) => {
+                            let cut = Cut { whole, part: cut, item, op };
+                            cut.copy(
+                                &runtime,
+                                shard,
+                                placed.made.sharding.memory_kind(),
+                                resolver,
+                                guard,
+                            );
+                        }
+                        // A process that holds a shard has a guard, so this case does not occur.
+                        (None, None) => drop(resolver),
+                    }
+                    LocalShard { device: shard.device, slot }
+                })
+                .collect();
+            Placed::array(made.clone(), shards, Origin { op, leaf: j as u32, at })
+        };
+        Ok((0..m).map(part).collect())
+    }
+}
+
+/// A part of a shard that is not contiguous in memory and has to be copied.
+struct Cut {
+    whole: Region,
+    part: Region,
+    item: usize,
+    op: u64,
+}
+
+impl Cut {
+    /// Copies the part of `shard` and resolves `resolver` with it, in the same memory kind. The copy
+    /// runs on the device's stream or on a copy worker.
+    fn copy(
+        self,
+        runtime: &Arc<Runtime>,
+        shard: &LocalShard,
+        kind: MemoryKind,
+        resolver: Resolver,
+        guard: OpGuard,
+    ) {
+        let Self { whole, part, item, op } = self;
+        if runtime.gpu_of(shard.device, kind).is_some() {
+            return runtime.copy_on_device(
+                shard.device,
+                op,
+                &shard.slot,
+                (whole, part, item),
+                resolver,
+                guard,
+            );
+        }
+        let runtime = runtime.clone();
+        shard.slot.on_end(move |outcome| {
+            let buffer = match outcome {
+                Ok(buffer) => buffer.clone(),
+                Err(failure) => return resolver.keep(Err(failure.clone())),
+            };
+            let mover = runtime.clone();
+            mover.move_data(Box::new(move || {
+                let copied = runtime.staging.allocate(part.elements() * item).map(|mut copy| {
+                    copy_region(&buffer, &whole, &mut copy, &part, &part, item);
+                    copy.freeze()
+                });
+                let outcome = copied.map_err(|error| {
+                    Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string()))
+                });
+                drop(buffer);
+                resolver.keep(outcome);
+                drop(guard);
+            }));
+        });
+    }
+}
+
+/// Returns the `j`-th of `m` equal parts of `whole` along `dim`.
+fn cut(whole: &Region, dim: usize, m: usize, j: usize) -> Region {
+    let ranges = whole.ranges().enumerate().map(|(d, range)| {
+        if d == dim {
+            let part = range.len() / m;
+            range.start + j * part..range.start + (j + 1) * part
+        } else {
+            range
+        }
+    });
+    Region::new(ranges.collect())
+}
+
+struct MicrobatchesWhat {
+    aval: ShapedArray,
+    dim: usize,
+    m: usize,
+}
+
+impl fmt::Display for MicrobatchesWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} microbatches of {} along dimension {}", self.m, self.aval, self.dim)
+    }
+}
