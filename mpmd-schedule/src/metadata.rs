@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde::Deserialize;
 
-use super::costs::Costs;
+use super::costs::{Costs, quoted};
 use super::schedule::Schedule;
 use super::text::Text;
 
@@ -219,22 +219,6 @@ impl ScheduleMetadata {
             Err(ScheduleMetadataError::Differs { differences })
         }
     }
-}
-
-/// Formats a TOML string.
-pub(super) fn quoted(text: &str) -> String {
-    let mut quoted = String::from("\"");
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => quoted.extend(['\\', c]),
-            c if c.is_control() => {
-                let _ = write!(quoted, "\\u{:04X}", c as u32);
-            }
-            c => quoted.push(c),
-        }
-    }
-    quoted.push('"');
-    quoted
 }
 
 #[cfg(test)]
