@@ -17,8 +17,8 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
 
+use mpmd_ids::block::Instant;
 use mpmd_transport::deadline::after;
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::{Failure, FailureKind};

@@ -8,14 +8,12 @@ use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-
-use parking_lot::{Condvar, Mutex};
+use std::time::Duration;
 
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
 use crate::trace::Label;
+use mpmd_ids::block::{Condvar, Instant, Mutex, thread};
 use mpmd_schedule::Schedule;
 
 /// The number of event lists. With this many, threads rarely contend for one.
@@ -61,7 +59,7 @@ struct Recorder {
     wanted: Mutex<Wanted>,
     changed: Condvar,
     closed: AtomicBool,
-    writer: Mutex<Option<JoinHandle<()>>>,
+    writer: Mutex<Option<thread::JoinHandle<()>>>,
 }
 
 /// Aligned to its own cache lines, since each list is mostly used by one thread.
@@ -122,7 +120,7 @@ impl Trace {
             writer: Mutex::default(),
         });
         let writing = recorder.clone();
-        let writer = std::thread::Builder::new().name("mpmd-trace".to_owned());
+        let writer = thread::Builder::new().name("mpmd-trace".to_owned());
         *recorder.writer.lock() = Some(writer.spawn(move || writing.write_until_closed(out))?);
         Ok(Self(Some(recorder)))
     }
@@ -413,8 +411,10 @@ mod tests {
             read.events.iter().filter(|event| matches!(event.what, What::Ended { .. })).count();
         assert_eq!(ended, 20_000);
         assert!(read.events.is_sorted_by_key(|event| event.at));
-        let waited = |event: &Event| matches!(event.what, What::Waited { text, .. } if read.text(text) == "a read");
-        assert!(read.events.iter().any(waited));
+        let is_read = |text| read.text(text) == "a read";
+        let is_wait =
+            |event: &Event| matches!(event.what, What::Waited { text, .. } if is_read(text));
+        assert!(read.events.iter().any(is_wait));
         assert_eq!(read.clocks.len(), 1);
         assert_eq!(read.schedules, [(schedule.name().to_owned(), "0F0,0B0\n1F0,1B0".to_owned())]);
     }

@@ -4,8 +4,9 @@
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use mpmd_ids::block::Instant;
 use mpmd_transport::memory::{
     DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool,
 };

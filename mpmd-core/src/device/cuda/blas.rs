@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use cudarc::cublas::sys;
+use mpmd_ids::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Pool};
-use parking_lot::Mutex;
 
 use super::asked::{Operand, Product};
 use super::calls::{self, Answer, static_text};

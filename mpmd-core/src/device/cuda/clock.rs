@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys;
-use parking_lot::Mutex;
+use mpmd_ids::block::Mutex;
 
 use super::Times;
 use super::error::CudaError;

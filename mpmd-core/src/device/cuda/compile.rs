@@ -5,10 +5,9 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_char};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 
 use cudarc::nvrtc::sys;
-use parking_lot::Mutex;
+use mpmd_ids::block::{Instant, Mutex};
 
 use super::cache::{Cache, Key};
 use super::calls::{self, Answer, static_text};

@@ -22,8 +22,8 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
+use mpmd_ids::block::Mutex;
 use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence, Latch};
-use parking_lot::Mutex;
 
 use super::calls;
 use super::error::CudaError;

@@ -9,7 +9,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use mpmd_ids::block::{Instant, thread};
 
 use super::error::CudaError;
 use super::gpu::Context;
@@ -26,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Starts a thread that gives the device up if waits for `events` do not end in time. The process
 /// that owns the events has ended, because of `why`.
 pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: String) {
-    let started = std::thread::Builder::new().name("cuda-orphan".to_owned()).spawn(move || {
+    let started = thread::Builder::new().name("cuda-orphan".to_owned()).spawn(move || {
         let until = Instant::now() + GRACE;
         loop {
             // If the device has failed, its streams end by themselves.
@@ -36,15 +38,17 @@ pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: Stri
             if Instant::now() >= until {
                 break;
             }
-            std::thread::sleep(LOOK);
+            thread::sleep(LOOK);
         }
         let error =
             CudaError::new("work of a CUDA device waits for a process that has ended", "", why);
         context.give_up(error);
     });
     if let Err(error) = started {
-        tracing::warn!(%error, "cannot start the thread that ends CUDA work which waits for a process \
-            that has ended");
+        tracing::warn!(
+            %error,
+            "cannot start the thread that ends CUDA work which waits for a process that has ended"
+        );
     }
 }
 
@@ -57,9 +61,11 @@ impl Context {
         let error = self.fails(error).lost();
         for line in self.lines() {
             let (context, error) = (self.clone(), error.clone());
-            let told = std::thread::Builder::new().name("cuda-given-up".to_owned());
+            let told = thread::Builder::new().name("cuda-given-up".to_owned());
             if let Err(error) = told.spawn(move || context.give_up_line(&line, &error)) {
-                tracing::warn!(%error, "cannot start the thread that ends work of a hanging CUDA stream");
+                tracing::warn!(
+                    %error, "cannot start the thread that ends work of a hanging CUDA stream"
+                );
             }
         }
     }
@@ -77,7 +83,7 @@ impl Context {
             if at.is_some() && standing.1.elapsed() >= STILL {
                 return line.give_up(error);
             }
-            std::thread::sleep(LOOK);
+            thread::sleep(LOOK);
         }
     }
 }

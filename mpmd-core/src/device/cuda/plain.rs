@@ -4,12 +4,13 @@
 //! Benchmarks use these as the baseline for the framework's times. Nothing else uses them.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaSlice, CudaStream, DriverError, LaunchConfig, PinnedHostSlice,
     PushKernelArg,
 };
+use mpmd_ids::block::Instant;
 
 use super::error::CudaError;
 use super::gpu::cuda;

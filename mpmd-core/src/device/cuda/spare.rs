@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence};
-use parking_lot::Mutex;
 
 /// Returns the place of a device block.
 pub(crate) fn place(buffer: &OwnedBuffer) -> DevicePlace {

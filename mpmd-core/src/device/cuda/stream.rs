@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
+use mpmd_ids::block::{Condvar, Mutex, thread};
 use mpmd_transport::memory::{Fence, Fences, Latch};
-use parking_lot::{Condvar, Mutex};
 
 use super::calls;
 use super::clock::Clock;
@@ -127,9 +127,9 @@ impl Stream {
         let ends = Arc::<Ends>::default();
         context.note_line(&ends);
         let (theirs, of) = (ends.clone(), stream.clone());
-        std::thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(
-            |error| CudaError::new("starting the thread of a stream", "", error.to_string()),
-        )?;
+        thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(|error| {
+            CudaError::new("starting the thread of a stream", "", error.to_string())
+        })?;
         Ok(Self { stream, issuing: Mutex::new(0), ends })
     }
 

@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::OnceLock;
 
+use mpmd_ids::block::{Condvar, Mutex, thread};
 use mpmd_transport::memory::Pool;
-use parking_lot::{Condvar, Mutex};
 
 use super::error::CudaError;
 use super::gpu::Gpu;
@@ -129,7 +129,7 @@ fn soon(needs: Arc<Needs>) {
         return;
     }
     // Without threads, `WarmUp::wait` prepares the sources.
-    if std::thread::Builder::new().name("cuda-warm-up".to_owned()).spawn(work).is_ok() {
+    if thread::Builder::new().name("cuda-warm-up".to_owned()).spawn(work).is_ok() {
         queue.threads += 1;
     } else {
         queue.waiting.clear();

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
-use parking_lot::Mutex;
 
 use super::Part;
 use crate::device::cuda::spare::{Spare, place, take};

@@ -18,12 +18,12 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::nccl::sys;
+use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, thread};
 use mpmd_transport::Failure;
 use mpmd_transport::memory::DevicePlace;
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use library::{Functions, IN_PROGRESS, SUCCESS, data_type, functions, operation};
 
@@ -395,7 +395,7 @@ impl Communicator {
                 let text = "the other devices of the group did not come in time";
                 return Err(CudaError::new(doing, "", text).into());
             }
-            std::thread::sleep(pause);
+            thread::sleep(pause);
             pause = (2 * pause).min(longest);
         }
     }
@@ -474,7 +474,7 @@ impl Communicator {
             unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
                 .and_then(|()| self.state(DOING, held));
         while matches!(is_over, Ok(IN_PROGRESS)) && Instant::now() < deadline {
-            std::thread::sleep(PAUSES[1]);
+            thread::sleep(PAUSES[1]);
             is_over = self.state(DOING, held);
         }
         if !matches!(is_over, Ok(SUCCESS)) {
@@ -522,7 +522,7 @@ fn config() -> sys::ncclConfig_t {
 }
 
 fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
-    if let Err(error) = std::thread::Builder::new().name(name.to_owned()).spawn(work) {
+    if let Err(error) = thread::Builder::new().name(name.to_owned()).spawn(work) {
         tracing::warn!(%error, "cannot start the thread that ends an NCCL communicator");
     }
 }
