@@ -64,8 +64,12 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
                 match structure {
                     #tree::Structure::Node(branches) => {
                         branches.len() == #count
-                            #(&& branches[#indices].0 == #names
-                                && #tree::Tree::has_structure(&self.#members, &branches[#indices].1))*
+                            #(
+                                && branches[#indices].0 == #names
+                                && #tree::Tree::has_structure(
+                                    &self.#members, &branches[#indices].1
+                                )
+                            )*
                     }
                     _ => false,
                 }

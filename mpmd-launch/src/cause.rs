@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
 
 use mpmd_ids::ProcessId;
 use mpmd_transport::FailureKind;
 use mpmd_transport::rendezvous::{RendezvousError, Report};
-
-use super::ExitKind;
+use rustix::process::Signal;
 
 /// The failure that ended a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -36,6 +37,58 @@ impl fmt::Display for Failure {
             several => write!(f, "processes {} failed first", listed(several))?,
         }
         self.why.iter().try_for_each(|why| write!(f, "; {why}"))
+    }
+}
+
+/// The end of a process.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum ExitKind {
+    /// It exited with this code.
+    Exit(i32),
+    /// A signal with this number ended it.
+    Signal(i32),
+}
+
+impl ExitKind {
+    /// Returns the exit code that a shell would show: for a signal, 128 plus its number.
+    pub fn code(self) -> i32 {
+        match self {
+            Self::Exit(code) => code,
+            Self::Signal(number) => 128 + number,
+        }
+    }
+
+    pub(super) fn of(status: ExitStatus) -> Self {
+        match (status.code(), status.signal()) {
+            (Some(code), _) => Self::Exit(code),
+            (None, signal) => Self::Signal(signal.unwrap_or(0)),
+        }
+    }
+}
+
+impl fmt::Display for ExitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Exit(code) => write!(f, "it ended with exit code {code}"),
+            Self::Signal(number) => {
+                write!(f, "it was ended by signal {number}")?;
+                const NAMES: [(Signal, &str); 11] = [
+                    (Signal::HUP, "SIGHUP"),
+                    (Signal::INT, "SIGINT"),
+                    (Signal::QUIT, "SIGQUIT"),
+                    (Signal::ILL, "SIGILL"),
+                    (Signal::ABORT, "SIGABRT"),
+                    (Signal::BUS, "SIGBUS"),
+                    (Signal::FPE, "SIGFPE"),
+                    (Signal::KILL, "SIGKILL"),
+                    (Signal::SEGV, "SIGSEGV"),
+                    (Signal::PIPE, "SIGPIPE"),
+                    (Signal::TERM, "SIGTERM"),
+                ];
+                let name = NAMES.iter().find(|(signal, _)| signal.as_raw() == number);
+                name.map_or(Ok(()), |(_, name)| write!(f, " ({name})"))
+            }
+        }
     }
 }
 
@@ -258,5 +311,12 @@ mod tests {
         );
         // It never tried to join, or failed before.
         assert_eq!(of(2), "process 2 failed first: it ended with exit code 4");
+    }
+
+    #[test]
+    fn exit_kind_has_message_and_code() {
+        assert_eq!(ExitKind::Exit(3).to_string(), "it ended with exit code 3");
+        assert_eq!(ExitKind::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
+        assert_eq!(ExitKind::Signal(15).code(), 143);
     }
 }

@@ -30,7 +30,7 @@ mod spawn;
 mod spin;
 mod supervise;
 
-pub use cause::Failure;
+pub use cause::{ExitKind, Failure};
 #[doc(hidden)]
 pub use device::kinds_by_process;
 pub use device::{cuda_collectives, device_kinds};
@@ -39,7 +39,7 @@ pub use error::LaunchError;
 pub use output::Color;
 pub use spawn::{Launch, OutputMode, adopt, guard};
 pub use spin::spin;
-pub use supervise::{ExitKind, Outcome};
+pub use supervise::Outcome;
 
 /// The environment variables that our launcher sets for its processes.
 pub mod variables {

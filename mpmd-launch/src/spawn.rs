@@ -12,7 +12,7 @@ use rustix::process::{
 };
 
 use super::output::Color;
-use super::{LaunchError, Outcome, supervise, variables};
+use super::{LaunchError, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
 ///
@@ -159,20 +159,6 @@ impl Launch {
     ) -> Self {
         self.guard = Some((program.into(), args.into_iter().map(Into::into).collect()));
         self
-    }
-
-    /// Starts the processes and blocks until all of them and their children have ended.
-    ///
-    /// Forwards SIGINT, SIGTERM and SIGHUP to them; from then on these signals alone no longer end
-    /// this process. SIGTSTP (Ctrl-Z) stops the processes and this one, SIGCONT continues them. The
-    /// time between does not count for any timeout. The calling thread must not end before the job.
-    ///
-    /// # Errors
-    ///
-    /// If the job could not be started; then none of its processes remains. Failures of a started
-    /// job are in the [`Outcome`].
-    pub fn run(&self) -> Result<Outcome, LaunchError> {
-        supervise::run(self)
     }
 
     pub(super) fn command(&self, process: usize, server: &Server, token: &Token) -> Command {

@@ -1,11 +1,10 @@
 //! Supervision of a job's processes: starts them, forwards signals, and waits until all have ended.
 //! After a first failure it ends the others, and finds the cause for the `Outcome`.
 
-use std::fmt;
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,10 +18,10 @@ use rustix::process::{
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use super::cause::{Failure, Known};
+use super::cause::{ExitKind, Failure, Known};
+use super::error::LaunchError;
 use super::output::{self, Stream};
-use super::spawn::OutputMode;
-use super::{Launch, LaunchError};
+use super::spawn::{Launch, OutputMode};
 
 /// The end of a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -42,77 +41,38 @@ impl Outcome {
     }
 }
 
-/// The end of a process.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum ExitKind {
-    /// It exited with this code.
-    Exit(i32),
-    /// A signal with this number ended it.
-    Signal(i32),
-}
-
-impl ExitKind {
-    /// Returns the exit code that a shell would show: for a signal, 128 plus its number.
-    pub fn code(self) -> i32 {
-        match self {
-            Self::Exit(code) => code,
-            Self::Signal(number) => 128 + number,
+impl Launch {
+    /// Starts the processes and blocks until all of them and their children have ended.
+    ///
+    /// Forwards SIGINT, SIGTERM and SIGHUP to them; from then on these signals alone no longer end
+    /// this process. SIGTSTP (Ctrl-Z) stops the processes and this one, SIGCONT continues them. The
+    /// time between does not count for any timeout. The calling thread must not end before the job.
+    ///
+    /// # Errors
+    ///
+    /// If the job could not be started; then none of its processes remains. Failures of a started
+    /// job are in the [`Outcome`].
+    pub fn run(&self) -> Result<Outcome, LaunchError> {
+        let processes = self.processes;
+        if processes == 0 || u32::try_from(processes).is_err() {
+            return Err(LaunchError::Processes { processes });
         }
-    }
-
-    fn of(status: ExitStatus) -> Self {
-        match (status.code(), status.signal()) {
-            (Some(code), _) => Self::Exit(code),
-            (None, signal) => Self::Signal(signal.unwrap_or(0)),
+        let token =
+            Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
+        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let config =
+            ServerConfig { processes, token: token.clone(), peer_timeout: self.peer_timeout };
+        let server = Server::bind(here, config)?;
+        let (events, happened) = mpsc::channel();
+        // Before the first process starts: from then on no signal may end the launcher and leave
+        // processes behind.
+        let _signals = Signals::forward_to(events.clone())?;
+        let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
+        for process in 0..processes {
+            job.start(process, self, self.command(process, &server, &token), &events)?;
         }
+        Ok(job.watch(&happened, self.grace, &server))
     }
-}
-
-impl fmt::Display for ExitKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Exit(code) => write!(f, "it ended with exit code {code}"),
-            Self::Signal(number) => {
-                write!(f, "it was ended by signal {number}")?;
-                const NAMES: [(Signal, &str); 11] = [
-                    (Signal::HUP, "SIGHUP"),
-                    (Signal::INT, "SIGINT"),
-                    (Signal::QUIT, "SIGQUIT"),
-                    (Signal::ILL, "SIGILL"),
-                    (Signal::ABORT, "SIGABRT"),
-                    (Signal::BUS, "SIGBUS"),
-                    (Signal::FPE, "SIGFPE"),
-                    (Signal::KILL, "SIGKILL"),
-                    (Signal::SEGV, "SIGSEGV"),
-                    (Signal::PIPE, "SIGPIPE"),
-                    (Signal::TERM, "SIGTERM"),
-                ];
-                let name = NAMES.iter().find(|(signal, _)| signal.as_raw() == number);
-                name.map_or(Ok(()), |(_, name)| write!(f, " ({name})"))
-            }
-        }
-    }
-}
-
-pub(super) fn run(launch: &Launch) -> Result<Outcome, LaunchError> {
-    let processes = launch.processes;
-    if processes == 0 || u32::try_from(processes).is_err() {
-        return Err(LaunchError::Processes { processes });
-    }
-    let token = Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
-    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let config =
-        ServerConfig { processes, token: token.clone(), peer_timeout: launch.peer_timeout };
-    let server = Server::bind(here, config)?;
-    let (events, happened) = mpsc::channel();
-    // Before the first process starts: from then on no signal may end the launcher and leave
-    // processes behind.
-    let _signals = Signals::forward_to(events.clone())?;
-    let mut job = Processes { running: Vec::new(), guard: Guard::start(launch)? };
-    for process in 0..processes {
-        job.start(process, launch, launch.command(process, &server, &token), &events)?;
-    }
-    Ok(job.watch(&happened, launch.grace, &server))
 }
 
 enum Event {
@@ -445,17 +405,5 @@ impl Drop for Signals {
             // The thread only forwards events; a panic of it has been printed.
             let _ = thread.join();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exit_kind_has_message_and_code() {
-        assert_eq!(ExitKind::Exit(3).to_string(), "it ended with exit code 3");
-        assert_eq!(ExitKind::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
-        assert_eq!(ExitKind::Signal(15).code(), 143);
     }
 }

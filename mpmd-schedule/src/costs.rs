@@ -85,7 +85,7 @@ impl Costs {
 
     /// Like `to_toml`, with the stages in an array of tables of this name.
     pub(super) fn to_toml_in(&self, stages: &str) -> String {
-        let mut text = format!("unit = {}\n", super::metadata::quoted(&self.unit));
+        let mut text = format!("unit = {}\n", quoted(&self.unit));
         for stage in &self.stage {
             let StageCosts {
                 forward,
@@ -108,6 +108,22 @@ impl Costs {
         }
         text
     }
+}
+
+/// Formats a TOML string.
+pub(super) fn quoted(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            c if c.is_control() => {
+                let _ = write!(quoted, "\\u{:04X}", c as u32);
+            }
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
 }
 
 #[cfg(test)]

@@ -2,8 +2,9 @@
 //! deadlock check and of the simulation.
 
 use super::costs::Costs;
-use super::lower::{LowerError, Lowered, Step, StepKind};
+use super::lower::{LowerError, Lowered};
 use super::schedule::{ActionKind, Schedule};
+use super::step::{Step, StepKind};
 
 /// All work of all processes, with numbers instead of names: nodes that compute, each in the queue
 /// of one lane, and transfers between processes.

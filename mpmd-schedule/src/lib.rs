@@ -13,23 +13,24 @@ pub mod flow;
 #[doc(hidden)]
 pub mod holds;
 mod lower;
-mod lower_comms;
 mod memory;
 mod metadata;
 mod pace;
 mod schedule;
 mod search;
 pub mod simulate;
+mod step;
 mod text;
 pub mod timeline;
 
 #[doc(hidden)]
 pub use ascending::ascending;
 pub use costs::{Costs, StageCosts};
-pub use lower::{LowerError, Lowered, Step, StepKind, lower, lower_cells, lower_late};
-pub use lower_comms::lower_comms;
-pub use memory::{StageBytes, StepDeviceMemory, StepMemory};
+pub use holds::StageBytes;
+pub use lower::{LowerError, Lowered, lower, lower_cells, lower_comms, lower_late};
+pub use memory::{StepDeviceMemory, StepMemory};
 pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
 pub use search::{SearchOptions, SearchResult, search};
+pub use step::{Step, StepKind};
 pub use text::{Cell, CellFault, Dialect, Entry, Text, TextError};

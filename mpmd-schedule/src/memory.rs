@@ -35,52 +35,10 @@
 
 use std::collections::BTreeMap;
 
-use super::holds::{Hold, OnDevice, holds};
+use super::holds::{Hold, OnDevice, StageBytes, holds};
 use super::pace::{Pace, StagePace};
 use super::schedule::{Schedule, ScheduleError};
 use mpmd_ids::DeviceId;
-
-/// Memory that a device of a stage holds for one microbatch, or for the parameters. All sizes are
-/// bytes as its pool counts them.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct StageBytes {
-    /// Memory that exists all the time: the stored parameters, and the arrays that the caller keeps
-    /// beside them.
-    pub kept: u64,
-    /// Arrays that each microbatch brings: the pipeline's input on the first stage, and side
-    /// inputs.
-    pub brought: u64,
-    /// Parameters in the shardings that kernels compute with, if these differ from the stored ones.
-    pub gathered: u64,
-    /// The gradients that weight passes add to.
-    pub gradients: u64,
-    /// Gradients in the stored shardings, if they are transferred there.
-    pub reduced: u64,
-    /// Inputs copied from the stage before. 0 on the first stage, and for zero-copy transfers.
-    pub input: u64,
-    /// Outputs of the forward pass.
-    pub output: u64,
-    /// Residuals of the forward pass.
-    pub residual: u64,
-    /// Residuals that become weight residuals without a copy.
-    pub kept_residual: u64,
-    /// Weight residuals.
-    pub weight_residual: u64,
-    /// The gradient of the inputs, which is sent to the stage before. 0 on the first stage.
-    pub input_gradient: u64,
-    /// The copy of the gradient of the outputs. 0 on the last stage, and for zero-copy transfers.
-    pub output_gradient: u64,
-    /// True if the outputs leave by zero-copy transfer, and so stay until the next stage has read
-    /// them.
-    pub lends_output: bool,
-    /// True if the gradient of the inputs leaves by zero-copy transfer.
-    pub lends_input_gradient: bool,
-    /// True if the forward pass keeps no residuals and is computed again for the backward pass. Its
-    /// inputs stay until then.
-    pub recomputes: bool,
-    /// True if a combined backward action has no weight residuals.
-    pub fuses: bool,
-}
 
 /// The peak memory of each device in a step, in bytes.
 #[derive(Clone, Debug, Eq, PartialEq)]

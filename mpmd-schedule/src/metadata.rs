@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde::Deserialize;
 
-use super::costs::Costs;
+use super::costs::{Costs, quoted};
 use super::schedule::Schedule;
 use super::text::Text;
 
@@ -121,8 +121,8 @@ impl ScheduleMetadata {
     /// # Errors
     ///
     /// - [`ScheduleMetadataError::Version`] if the format version differs.
-    /// - [`ScheduleMetadataError::Form`] if the text is not TOML, or a value is missing, unknown or of
-    ///   another type.
+    /// - [`ScheduleMetadataError::Form`] if the text is not TOML, or a value is missing, unknown or
+    ///   of another type.
     pub fn parse(text: &str) -> Result<Self, ScheduleMetadataError> {
         let form = |error: toml::de::Error| {
             ScheduleMetadataError::Form(error.to_string().trim_end().to_owned())
@@ -182,8 +182,8 @@ impl ScheduleMetadata {
     ///
     /// # Errors
     ///
-    /// [`ScheduleMetadataError::Differs`] with all differences. It includes costs for another number of
-    /// stages.
+    /// [`ScheduleMetadataError::Differs`] with all differences. It includes costs for another
+    /// number of stages.
     pub fn check(&self, schedule: &Schedule, text: &Text) -> Result<(), ScheduleMetadataError> {
         let of = Self::new(schedule, text);
         let mut differences = Vec::new();
@@ -219,22 +219,6 @@ impl ScheduleMetadata {
             Err(ScheduleMetadataError::Differs { differences })
         }
     }
-}
-
-/// Formats a TOML string.
-pub(super) fn quoted(text: &str) -> String {
-    let mut quoted = String::from("\"");
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => quoted.extend(['\\', c]),
-            c if c.is_control() => {
-                let _ = write!(quoted, "\\u{:04X}", c as u32);
-            }
-            c => quoted.push(c),
-        }
-    }
-    quoted.push('"');
-    quoted
 }
 
 #[cfg(test)]

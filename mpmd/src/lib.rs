@@ -38,10 +38,7 @@
 //! both processes in one:
 //!
 //! ```
-//! use mpmd::pipeline::{Declared, Loss, Microbatch, Pipeline, PlacedShape};
-//! use mpmd::pipeline::{Schedule, Stage, StageSignature};
-//! use mpmd::prelude::*;
-//! use mpmd::tree::Empty;
+//! use mpmd::{aval::ShapedArray as Shape, pipeline::*, prelude::*, tree::Empty};
 //!
 //! struct Scale; // y = x * w
 //! impl Stage for Scale {
@@ -51,22 +48,24 @@
 //!     type Out = MpmdArray;
 //!     type Residual = MpmdArray; // x, for the gradient of w
 //!     type WeightResidual = MpmdArray; // the gradient of w
-//!
-//!     fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+//!     fn infer(&self, _: &Shape, x: &Shape, _: &Empty<Shape>) -> Result<Declared<Self>> {
 //!         let like_x = PlacedShape::replicated(x.clone());
 //!         Ok(StageSignature::new(x.clone(), like_x.clone(), like_x))
 //!     }
-//!     fn forward(&self, _: &mut Context, w: View, x: View, _: Empty<View>, mut y: ViewMut, mut kept: ViewMut) -> Result<()> {
+//!     fn forward(
+//!         &self, _: &mut Context, w: View, x: View, _: Empty<View>, mut y: ViewMut, mut r: ViewMut
+//!     ) -> Result<()> {
 //!         y.fill(x.scalar::<f32>()? * w.scalar::<f32>()?)?;
-//!         Ok(kept.fill(x.scalar::<f32>()?)?)
+//!         Ok(r.fill(x.scalar::<f32>()?)?)
 //!     }
-//!     fn backward_input(&self, _: &mut Context, w: View, x: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut) -> Result<()> {
+//!     fn backward_input(
+//!         &self, _: &mut Context, w: View, x: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut
+//!     ) -> Result<()> {
 //!         dw.fill(dy.scalar::<f32>()? * x.scalar::<f32>()?)?;
 //!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(dy.scalar::<f32>()? * w.scalar::<f32>()?)?))
 //!     }
 //!     fn backward_weight(&self, _: &mut Context, dw: View, mut gradient: ViewMut) -> Result<()> {
-//!         let sum = gradient.as_slice::<f32>()?[0] + dw.scalar::<f32>()?;
-//!         Ok(gradient.fill(sum)?)
+//!         Ok(gradient.fill(gradient.as_slice::<f32>()?[0] + dw.scalar::<f32>()?)?)
 //!     }
 //! }
 //!
@@ -76,25 +75,28 @@
 //!     type In = MpmdArray;
 //!     type Side = MpmdArray; // the label
 //!     type Out = Loss<MpmdArray>;
-//!     type Residual = (MpmdArray, MpmdArray); // x and the error
+//!     type Residual = (MpmdArray, MpmdArray); // x and dy, the gradient of y = x * w
 //!     type WeightResidual = MpmdArray;
-//!
-//!     fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
+//!     fn infer(&self, _: &Shape, x: &Shape, _: &Shape) -> Result<Declared<Self>> {
 //!         let like_x = PlacedShape::replicated(x.clone());
 //!         let loss = Loss { sum: f32s([]), weight: f32s([]) };
 //!         Ok(StageSignature::new(loss, (like_x.clone(), like_x.clone()), like_x))
 //!     }
-//!     fn forward(&self, _: &mut Context, w: View, x: View, label: View, mut y: Loss<ViewMut>, mut kept: (ViewMut, ViewMut)) -> Result<()> {
+//!     fn forward(
+//!         &self, _: &mut Context, w: View, x: View, label: View, mut loss: Loss<ViewMut>,
+//!         (mut rx, mut dy): (ViewMut, ViewMut)
+//!     ) -> Result<()> {
 //!         let error = x.scalar::<f32>()? * w.scalar::<f32>()? - label.scalar::<f32>()?;
-//!         y.sum.fill(error * error)?;
-//!         y.weight.fill(1.0f32)?;
-//!         kept.0.fill(x.scalar::<f32>()?)?;
-//!         Ok(kept.1.fill(error)?)
+//!         loss.sum.fill(error * error)?;
+//!         loss.weight.fill(1.0f32)?;
+//!         rx.fill(x.scalar::<f32>()?)?;
+//!         Ok(dy.fill(2.0 * error)?)
 //!     }
-//!     fn backward_input(&self, cx: &mut Context, w: View, (x, e): (View, View), _: Loss<View>, dx: Option<ViewMut>, mut dw: ViewMut) -> Result<()> {
-//!         let e = 2.0 * e.scalar::<f32>()?;
-//!         dw.fill(e * x.scalar::<f32>()?)?;
-//!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(e * w.scalar::<f32>()?)?))
+//!     fn backward_input(
+//!         &self, cx: &mut Context, w: View, (x, dy): (View, View), _: Loss<View>,
+//!         dx: Option<ViewMut>, dw: ViewMut
+//!     ) -> Result<()> {
+//!         Scale.backward_input(cx, w, x, dy, dx, dw)
 //!     }
 //!     fn backward_weight(&self, cx: &mut Context, dw: View, gradient: ViewMut) -> Result<()> {
 //!         Scale.backward_weight(cx, dw, gradient)
@@ -107,12 +109,10 @@
 //!         p.device_put(&MpmdArray::from_slice(&[1], &[value])?, stages[stage].replicated())
 //!     };
 //!     let (w0, w1) = (put(2.0, 0)?, put(3.0, 1)?);
-//!     let batch = vec![
-//!         Microbatch::new(put(1.0, 0)?).side(1, put(5.0, 1)?),
-//!         Microbatch::new(put(2.0, 0)?).side(1, put(11.0, 1)?),
-//!     ];
+//!     let first = Microbatch::new(put(1.0, 0)?).side(1, put(5.0, 1)?);
+//!     let second = Microbatch::new(put(2.0, 0)?).side(1, put(11.0, 1)?);
 //!     let mut pipeline = Pipeline::first(Scale, &stages[0], w0)?.then(Square, &stages[1], w1)?;
-//!     let output = pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
+//!     let output = pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, vec![first, second])?;
 //!     let gradient = output.gradients[p.process().index()][0].1.to_host()?;
 //!     Ok(gradient.expect("each process owns one stage").to_vec::<f32>()?)
 //! });
@@ -122,17 +122,17 @@
 //!
 //! # Errors
 //!
-//! A call that makes no sense is an [`Error::Issue`], the same on every process, and names the line.
-//! An operation that cannot complete (a kernel fails, memory runs out, a process dies) fails its
-//! handle; all that is computed from it fails with the same [`Failure`], on every process. Nothing
-//! waits forever: a wait whose peer is silent ends after the peer timeout, and its report says which
-//! process waits for which.
+//! A call that makes no sense is an [`Error::Issue`], the same on every process, and names the
+//! line. An operation that cannot complete (a kernel fails, memory runs out, a process dies) fails
+//! its handle; all that is computed from it fails with the same [`Failure`], on every process.
+//! Nothing waits forever: a wait whose peer is silent ends after the peer timeout, and its report
+//! says which process waits for which.
 //!
 //! # Testing
 //!
 //! [`testing::simulate`] runs all processes of a job in one, with delayed and reordered messages.
-//! `mpmd check -n 4 -- ./program` proves, without running kernels, that the program cannot hang, and
-//! shows its memory and its traffic.
+//! `mpmd check -n 4 -- ./program` proves, without running kernels, that the program cannot hang,
+//! and shows its memory and its traffic.
 
 pub use mpmd_core::{
     ArrayFuture, Builder, Error, Failure, FailureKind, HostArray, IssueError, Jit, MemoryUse,
@@ -236,8 +236,8 @@ pub mod cuda {
 /// Pipelines: stages, schedules and training steps.
 ///
 /// Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`]) and
-/// call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`] shards parameters over a stage's devices;
-/// [`StepMemory`] is the memory that a step will need.
+/// call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`] shards
+/// parameters over a stage's devices; [`StepMemory`] is the memory that a step will need.
 pub mod pipeline {
     pub use mpmd_core::pipeline::{
         Declared, Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Stage,

@@ -267,10 +267,12 @@ pub(crate) mod tests {
 
         #[test]
         fn contiguous_bytes_finds_exactly_single_runs((piece, within, _) in nested(4, 3)) {
-            let mut offsets: Vec<usize> = indices(&piece).iter().map(|i| offset(&within, i, 1)).collect();
+            let mut offsets: Vec<usize> =
+                indices(&piece).iter().map(|i| offset(&within, i, 1)).collect();
             offsets.sort_unstable();
             let run = offsets.windows(2).all(|pair| pair[1] == pair[0] + 1);
-            let expected = run.then(|| offsets.first().map_or(0..0, |first| *first..first + offsets.len()));
+            let count = offsets.len();
+            let expected = run.then(|| offsets.first().map_or(0..0, |first| *first..first + count));
             prop_assert_eq!(contiguous_bytes(&within, &piece, 1), expected);
         }
     }

@@ -68,7 +68,11 @@ impl<'a> Context<'a> {
             return self.by_nccl(("all_reduce", None), axis, &values, &values);
         }
         self.in_place(&values, true, |cx, bytes| {
-            with_type!(dtype, T => cx.all_reduce::<T>(axis, elements_mut(bytes)?), Err(no_reduction(dtype)))
+            with_type!(
+                dtype,
+                T => cx.all_reduce::<T>(axis, elements_mut(bytes)?),
+                Err(no_reduction(dtype))
+            )
         })
     }
 
@@ -265,7 +269,8 @@ impl<'a> Context<'a> {
     ) -> Result<()> {
         let Some(mut on_cuda) = self.on_cuda.take() else {
             return Err(Error::kernel(
-                "a collective on values of a CUDA device was called in a kernel that does not run on one",
+                "a collective on values of a CUDA device was called in a kernel that does not run \
+                 on one",
             ));
         };
         let result = catch_unwind(AssertUnwindSafe(|| collective(self, &mut on_cuda)));

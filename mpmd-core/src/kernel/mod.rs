@@ -117,8 +117,8 @@ pub trait Kernel: Send + Sync + 'static {
 
     /// Returns the sources that the kernel launches on CUDA devices. They are prepared from the
     /// moment at which the kernel is bound to its mesh, so that nothing is compiled while it runs.
-    /// Include [`CUBLAS`](crate::device::cuda::source::CUBLAS) if the kernel multiplies matrices. Called only if
-    /// the kernel runs on CUDA devices.
+    /// Include [`CUBLAS`](crate::device::cuda::source::CUBLAS) if the kernel multiplies matrices.
+    /// Called only if the kernel runs on CUDA devices.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }

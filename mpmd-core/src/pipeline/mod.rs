@@ -74,8 +74,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// ```compile_fail
     /// # use mpmd_core::pipeline::{Pipeline, Stage};
     /// # use mpmd_core::prelude::*;
-    /// fn wire<A, B>(p: Pipeline<MpmdArray, (MpmdArray, MpmdArray)>, stage: B, mesh: &Mesh, w: B::Params)
-    /// where
+    /// fn wire<A, B>(
+    ///     p: Pipeline<MpmdArray, (MpmdArray, MpmdArray)>, stage: B, mesh: &Mesh, w: B::Params,
+    /// ) where
     ///     B: Stage<In = MpmdArray>, // takes one array, the pipeline gives two
     /// {
     ///     p.then(stage, mesh, w);

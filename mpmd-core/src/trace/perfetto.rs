@@ -94,7 +94,8 @@ impl Run {
         for wait in &self.waits {
             events.push(json!({
                 "name": wait.what, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,
-                "ts": micros(wait.start), "dur": length(wait.start, wait.end), "args": {"at": wait.at},
+                "ts": micros(wait.start), "dur": length(wait.start, wait.end),
+                "args": {"at": wait.at},
             }));
         }
     }
@@ -140,8 +141,8 @@ impl Run {
                     let last = (ts + dur - 1e-3).max(ts);
                     let (ph, at) = if *first == GIVES { ("s", ts) } else { ("f", last) };
                     let mut arrow = json!({
-                        "name": "piece", "cat": "piece", "ph": ph, "id": id, "pid": process, "tid": tid,
-                        "ts": at,
+                        "name": "piece", "cat": "piece", "ph": ph, "id": id, "pid": process,
+                        "tid": tid, "ts": at,
                     });
                     if ph == "f" {
                         arrow["bp"] = "e".into();
@@ -181,7 +182,8 @@ fn name_thread(events: &mut Vec<Value>, process: u32, tid: u64, name: &str) {
         "name": "thread_name", "ph": "M", "pid": process, "tid": tid, "args": {"name": name},
     }));
     events.push(json!({
-        "name": "thread_sort_index", "ph": "M", "pid": process, "tid": tid, "args": {"sort_index": tid},
+        "name": "thread_sort_index", "ph": "M", "pid": process, "tid": tid,
+        "args": {"sort_index": tid},
     }));
 }
 

@@ -10,11 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, thread};
-
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
 use crate::trace::Label;
+use mpmd_ids::block::{Condvar, Instant, Mutex, thread};
 use mpmd_schedule::Schedule;
 
 /// The number of event lists. With this many, threads rarely contend for one.
@@ -412,8 +411,10 @@ mod tests {
             read.events.iter().filter(|event| matches!(event.what, What::Ended { .. })).count();
         assert_eq!(ended, 20_000);
         assert!(read.events.is_sorted_by_key(|event| event.at));
-        let waited = |event: &Event| matches!(event.what, What::Waited { text, .. } if read.text(text) == "a read");
-        assert!(read.events.iter().any(waited));
+        let is_read = |text| read.text(text) == "a read";
+        let is_wait =
+            |event: &Event| matches!(event.what, What::Waited { text, .. } if is_read(text));
+        assert!(read.events.iter().any(is_wait));
         assert_eq!(read.clocks.len(), 1);
         assert_eq!(read.schedules, [(schedule.name().to_owned(), "0F0,0B0\n1F0,1B0".to_owned())]);
     }

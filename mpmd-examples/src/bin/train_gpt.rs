@@ -5,7 +5,7 @@
 //! cargo run --release --bin train_gpt                       # on the text of this repository
 //! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
 //! cargo run --release --features cuda --bin train_gpt -- --device cuda        # on GPUs
-//! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # the first process on a CPU
+//! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # first on a CPU
 //! ```
 //!
 //! Ctrl-C and SIGTERM end the program after the current step of training, evaluation or sampling.
@@ -67,7 +67,9 @@ struct Args {
     #[arg(long, value_parser = at_least(1))]
     microbatches: Option<usize>,
     /// Number of updates
-    #[arg(long, default_value_t = Config::default().rates.total as usize, value_parser = at_least(1))]
+    #[arg(
+        long, default_value_t = Config::default().rates.total as usize, value_parser = at_least(1)
+    )]
     steps: usize,
     /// Train for this many seconds instead; the learning rate then follows the time, so losses
     /// differ from run to run
@@ -96,7 +98,9 @@ struct Args {
     recompute: bool,
     /// Devices of each rank that share the sequences of a microbatch; each stores about 1/F of the
     /// stage's parameters and optimiser state, and gathers the parameters for each step
-    #[arg(long, value_name = "F", default_value_t = Config::default().fsdp, value_parser = at_least(1))]
+    #[arg(
+        long, value_name = "F", default_value_t = Config::default().fsdp, value_parser = at_least(1)
+    )]
     fsdp: usize,
     /// Devices over which a stage's matrices are sharded, for each of the --fsdp devices
     #[arg(

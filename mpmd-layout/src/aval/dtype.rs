@@ -156,8 +156,9 @@ macro_rules! elements {
 }
 
 elements! {
-    bool => Bool, i8 => I8, i16 => I16, i32 => I32, i64 => I64, u8 => U8, u16 => U16, u32 => U32, u64 => U64,
-    bf16 => Bf16, f16 => F16, f32 => F32, f64 => F64, Complex<f32> => C64, Complex<f64> => C128
+    bool => Bool, i8 => I8, i16 => I16, i32 => I32, i64 => I64, u8 => U8, u16 => U16, u32 => U32,
+    u64 => U64, bf16 => Bf16, f16 => F16, f32 => F32, f64 => F64, Complex<f32> => C64,
+    Complex<f64> => C128
 }
 
 #[cfg(test)]

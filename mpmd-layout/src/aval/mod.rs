@@ -154,7 +154,8 @@ macro_rules! shorthands {
 shorthands! {
     bools Bool "bool", i8s I8 "i8", i16s I16 "i16", i32s I32 "i32", i64s I64 "i64",
     u8s U8 "u8", u16s U16 "u16", u32s U32 "u32", u64s U64 "u64",
-    bf16s Bf16 "bf16", f16s F16 "f16", f32s F32 "f32", f64s F64 "f64", c64s C64 "c64", c128s C128 "c128"
+    bf16s Bf16 "bf16", f16s F16 "f16", f32s F32 "f32", f64s F64 "f64",
+    c64s C64 "c64", c128s C128 "c128"
 }
 
 #[cfg(test)]

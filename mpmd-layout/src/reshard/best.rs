@@ -318,11 +318,12 @@ mod tests {
     proptest! {
         #[test]
         fn a_detour_costs_less_and_never_more_over_the_network(
-            src in any_sharding(0), dst in any_sharding(8), hosts in 1usize..=4, per_process in 1usize..=4,
-            scale in prop::sample::select(vec![24usize, 240, 960]),
+            src in any_sharding(0), dst in any_sharding(8), hosts in 1usize..=4,
+            per_process in 1usize..=4, scale in prop::sample::select(vec![24usize, 240, 960]),
         ) {
             let processes = 16usize.div_ceil(per_process);
-            let names: Vec<usize> = (0..processes).map(|process| process * hosts / processes).collect();
+            let host = |process| process * hosts / processes;
+            let names: Vec<usize> = (0..processes).map(host).collect();
             let topology = Topology::even(processes, per_process).on_hosts(&names).unwrap();
             let shape = [scale, scale];
             let found = best(&src, &dst, &shape, &topology);
@@ -331,15 +332,19 @@ mod tests {
             prop_assert!(found.cost < found.direct_cost);
             let between = &found.intermediate.sharding;
             prop_assert_eq!(between.devices(), src.devices());
-            let replicas = found.intermediate.replica_axes.iter();
-            prop_assert!(replicas.clone().all(|axis| between.mesh().unwrap().axis_size(axis).unwrap() > 1));
-            let direct = moved(&src, &dst, &shape, &topology);
-            let steps = [moved(&src, between, &shape, &topology), moved(between, &dst, &shape, &topology)];
-            let both = |class: LinkClass| steps.iter().map(|step| step.bytes[class as usize]).sum::<u64>();
+            let size = |axis: &String| between.mesh().unwrap().axis_size(axis).unwrap();
+            prop_assert!(found.intermediate.replica_axes.iter().all(|axis| size(axis) > 1));
+            let moved = |src, dst| moved(src, dst, &shape, &topology);
+            let direct = moved(&src, &dst);
+            let steps = [moved(&src, between), moved(between, &dst)];
+            let both = |class: LinkClass| -> u64 {
+                steps.iter().map(|step| step.bytes[class as usize]).sum()
+            };
             let network = LinkClass::Network;
             prop_assert!(both(network) <= direct.bytes[network as usize]);
             if direct.bytes[network as usize] == 0 {
-                prop_assert!(both(LinkClass::SameHost) <= direct.bytes[LinkClass::SameHost as usize]);
+                let same_host = LinkClass::SameHost;
+                prop_assert!(both(same_host) <= direct.bytes[same_host as usize]);
             }
         }
     }

@@ -96,7 +96,8 @@ impl<'a> Spread<'a> {
             spread.served.extend(having.iter().filter_map(place));
         }
         spread.needing = wanting.len() - spread.served.len();
-        let alone = matches!(having, [host] if matches!(src.processes(host), [process] if src.devices(process).len() == 1));
+        let is_one = |host| matches!(src.processes(host), [at] if src.devices(at).len() == 1);
+        let alone = matches!(having, [host] if is_one(host));
         if !alone {
             spread.turn = dst.turn(b, &src.tile(a).region);
         }

@@ -301,8 +301,8 @@ proptest! {
             .sum();
         // Parts land on several processes of a host, and each process gets the others' parts from
         // them.
-        let found = summary.bytes_over(LinkClass::Network) + summary.bytes_over(LinkClass::SameHost);
-        prop_assert_eq!(found, (between * item) as u64);
+        let found = [LinkClass::Network, LinkClass::SameHost].map(|link| summary.bytes_over(link));
+        prop_assert_eq!(found.iter().sum::<u64>(), (between * item) as u64);
         let all: usize = dst.regions().iter().map(Region::elements).sum();
         prop_assert_eq!(summary.bytes.iter().sum::<u64>(), (all * item) as u64);
     }
@@ -313,7 +313,8 @@ proptest! {
     ) {
         let plan = plan(&src, &dst, item, &topology).unwrap();
         let process = |p: usize| ProcessId(p as u32);
-        let parts: Vec<Part> = (0..topology.processes()).map(|p| plan.part_of(process(p))).collect();
+        let processes = 0..topology.processes();
+        let parts: Vec<Part> = processes.map(|p| plan.part_of(process(p))).collect();
         let mut sent = BTreeMap::new();
         let mut received = BTreeMap::new();
         let mut covered: BTreeMap<DeviceId, usize> = BTreeMap::new();
@@ -341,7 +342,8 @@ proptest! {
                 for peer in &delivery.peers {
                     // The receiver knows the device that holds the region in its shard, or that the
                     // region is passed on.
-                    let giver = delivery.giver.filter(|_| matches!(delivery.from, Origin::Device(_)));
+                    let is_in_shard = matches!(delivery.from, Origin::Device(_));
+                    let giver = delivery.giver.filter(|_| is_in_shard);
                     let what = (delivery.region.clone(), giver);
                     let before = sent.insert((process(p), *peer, delivery.id), what);
                     prop_assert!(before.is_none());
@@ -359,7 +361,8 @@ proptest! {
         // The same bytes move between each two processes as in the pieces.
         let mut expected: BTreeMap<_, usize> = BTreeMap::new();
         for piece in plan.pieces() {
-            let pair = (topology.process_of(piece.src).unwrap(), topology.process_of(piece.dst).unwrap());
+            let of = |device| topology.process_of(device).unwrap();
+            let pair = (of(piece.src), of(piece.dst));
             if pair.0 != pair.1 {
                 *expected.entry(pair).or_default() += piece.region.elements();
             }

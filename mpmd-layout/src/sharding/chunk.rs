@@ -279,7 +279,8 @@ mod tests {
         ) {
             let at = dim.index(shape.len());
             let dim = at as isize - if negative { shape.len() as isize } else { 0 };
-            let layout = Sharding::chunk(dim, ids(&placements[..count])).unwrap().layout(&shape).unwrap();
+            let sharding = Sharding::chunk(dim, ids(&placements[..count])).unwrap();
+            let layout = sharding.layout(&shape).unwrap();
             let mut next = 0;
             let each = shape[at].div_ceil(count);
             for (place, (device, region)) in layout.iter().enumerate() {
@@ -291,7 +292,8 @@ mod tests {
                 next = region.range(at).end;
             }
             prop_assert_eq!(next, shape[at]);
-            let shards: Vec<_> = layout.iter().map(|(device, region)| (device, region.clone())).collect();
+            let shards: Vec<_> =
+                layout.iter().map(|(device, region)| (device, region.clone())).collect();
             let inferred = Sharding::of_shards(&shape, &shards).unwrap();
             prop_assert_eq!(inferred.layout(&shape), Ok(layout));
         }

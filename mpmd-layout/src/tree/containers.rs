@@ -301,7 +301,10 @@ macro_rules! tuples {
                 leaves: &mut dyn Iterator<Item = Self::Leaf>,
             ) -> Result<Self, TreeError> {
                 let branches = structure.elements(path, Some($count))?;
-                Ok((build(&branches[$zero], path, leaves)?, $(build(&branches[$index], path, leaves)?,)*))
+                Ok((
+                    build(&branches[$zero], path, leaves)?,
+                    $(build(&branches[$index], path, leaves)?,)*
+                ))
             }
         }
     )*};

@@ -359,7 +359,9 @@ proptest! {
     }
 
     #[test]
-    fn the_order_of_execution_does_not_matter(flow in flows(), picks in prop::collection::vec(any::<u16>(), 64)) {
+    fn the_order_of_execution_does_not_matter(
+        flow in flows(), picks in prop::collection::vec(any::<u16>(), 64),
+    ) {
         for channel in channels() {
             let mut engine = Engine::new(&flow, channel, false);
             let mut picks = picks.iter().cycle();

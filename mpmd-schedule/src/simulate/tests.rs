@@ -359,8 +359,8 @@ proptest! {
         ] {
             let schedule = builtin.schedule(ranks, microbatches, chunks).unwrap();
             let costs = equal(f, i, w, schedule.stages());
-            let found = simulate_schedule(&schedule, &costs, InOrder, Channel::TAGS).unwrap().simulated;
-            prop_assert_eq!(found.bubble(), bubble, "{:?}", builtin);
+            let made = simulate_schedule(&schedule, &costs, InOrder, Channel::TAGS).unwrap();
+            prop_assert_eq!(made.simulated.bubble(), bubble, "{:?}", builtin);
         }
     }
 
@@ -383,7 +383,8 @@ proptest! {
             send_backward: f64::from(cost.4),
             ..StageCosts::default()
         };
-        let costs = Costs { stage: costs[..schedule.stages()].iter().map(stage).collect(), ..Costs::units(0) };
+        let stage = costs[..schedule.stages()].iter().map(stage).collect();
+        let costs = Costs { stage, ..Costs::units(0) };
         let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
         prop_assert_eq!(made.simulated.makespan, by_rounds(&made.flow, &made.times));
         let rows = lower(&schedule).unwrap();

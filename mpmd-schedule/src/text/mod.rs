@@ -11,9 +11,8 @@ use std::fmt::{self, Write};
 
 pub use parse::{CellFault, TextError};
 
-use super::lower::{LowerError, Step, StepKind};
-use super::lower_comms::lower_comms;
 use super::schedule::{Action, Schedule, ScheduleError};
+use super::step::{Step, StepKind};
 
 /// The text of a schedule: the cells of each rank, in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -114,22 +113,6 @@ impl Text {
     /// Lists the first invalid cells, each with line, column, byte offset and problem.
     pub fn parse(text: &str, flavour: Option<Dialect>) -> Result<Self, TextError> {
         parse::parse(text, flavour)
-    }
-
-    /// Converts a schedule to text. As `compute_only` it has no empty cells. As `compute_comms` it
-    /// equals, to the byte, torch's text of the same orders.
-    ///
-    /// # Errors
-    ///
-    /// If the transfers cannot be put in order. This does not happen for a valid schedule.
-    pub fn of(schedule: &Schedule, flavour: Dialect) -> Result<Self, LowerError> {
-        let rows = match flavour {
-            Dialect::ComputeOnly => {
-                (0..schedule.ranks()).map(|rank| cells(schedule, rank)).collect()
-            }
-            Dialect::ComputeComms => lower_comms(schedule)?,
-        };
-        Ok(Self { flavour, rows })
     }
 
     /// Formats the text as torch does: each line ends with `\r\n`.

@@ -12,7 +12,11 @@ const SHOWN: usize = 40;
 
 /// An error in the text of a schedule. The caller is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{}{}", .faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "), and_more(.more))]
+#[error(
+    "{}{}",
+    .faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
+    and_more(.more)
+)]
 pub struct TextError {
     /// The first faults, in the order of the text.
     pub faults: Vec<CellFault>,

@@ -131,7 +131,8 @@ pub(super) struct Producer {
 
 impl Producer {
     /// Pushes a record of the concatenated parts. Returns false, and writes nothing, if there is no
-    /// room. The caller decides whether to ring the consumer's [doorbell](super::doorbell::Doorbell::ring).
+    /// room. The caller decides whether to ring the consumer's
+    /// [doorbell](super::doorbell::Doorbell::ring).
     ///
     /// If the consumer writes invalid counts, it counts as having popped nothing: the ring stays
     /// full.

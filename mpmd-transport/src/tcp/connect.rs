@@ -63,7 +63,8 @@ impl Listener {
         self.address
     }
 
-    /// Connects to all peers. Blocks until all are connected, at most for [`TcpConfig::peer_timeout`].
+    /// Connects to all peers. Blocks until all are connected, at most for
+    /// [`TcpConfig::peer_timeout`].
     ///
     /// May be called from any thread, also from one that runs an async runtime of its own (which it
     /// blocks).
@@ -177,7 +178,8 @@ async fn connect_all(
             accepted = listener.accept(), if expects => match accepted {
                 Ok((stream, _)) => {
                     next_link += 1;
-                    let task = meetings.spawn(greet(job.clone(), stream, next_link, strangers.clone()));
+                    let greeting = greet(job.clone(), stream, next_link, strangers.clone());
+                    let task = meetings.spawn(greeting);
                     strangers.add(next_link, task);
                 }
                 Err(error) => {
@@ -197,10 +199,13 @@ async fn connect_all(
                         return Err(TransportError::Protocol { peer, why });
                     }
                 }
-                Ok(Met::Stranger) => tracing::warn!("a connection from outside the job was refused at {own}"),
+                Ok(Met::Stranger) => {
+                    tracing::warn!("a connection from outside the job was refused at {own}");
+                }
                 Ok(Met::Misfit(error)) => return Err(error),
-                Err(error) if error.is_cancelled() => tracing::warn!("a connection without a preamble was closed \
-                    at {own}"),
+                Err(error) if error.is_cancelled() => {
+                    tracing::warn!("a connection without a preamble was closed at {own}");
+                }
                 Err(error) => return Err(environment("meeting the peers".to_owned(), &error)),
             },
         }

@@ -55,14 +55,20 @@ pub(super) async fn read(
         biased;
         end = &mut control => match end {
             End::Closed(_) => {
-                let second = tokio::select! { end = &mut bulk => Some(end), () = reader.stands_still() => None };
+                let second = tokio::select! {
+                    end = &mut bulk => Some(end),
+                    () = reader.stands_still() => None,
+                };
                 (end, second)
             }
             End::Protocol(_) => (end, None),
         },
         end = &mut bulk => match end {
             End::Closed(_) => {
-                let second = tokio::select! { end = &mut control => Some(end), () = reader.stands_still() => None };
+                let second = tokio::select! {
+                    end = &mut control => Some(end),
+                    () = reader.stands_still() => None,
+                };
                 (end, second)
             }
             End::Protocol(_) => (end, None),

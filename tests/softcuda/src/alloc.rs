@@ -2,15 +2,16 @@
 
 use std::sync::atomic::Ordering;
 
+use crate::device::memory::{Origin, space};
+use crate::device::races::Use;
+use crate::device::stream::{Work, own_stream};
 use crate::device::{current, initialized};
 use crate::entry::{In, Out, api};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::Handle;
 use crate::host::pinned;
-use crate::memory::{Origin, space};
-use crate::races::Use;
-use crate::stream::{Work, own_stream};
+use crate::settings::CallKind;
 
 api! {
     /// Allocates memory on the current context's device. It can be exported to other processes.
@@ -18,7 +19,7 @@ api! {
         let context = current()?;
         context.check()?;
         address.required()?;
-        meet(What::Alloc)?;
+        meet(CallKind::Alloc)?;
         address.set(space().allocate(context.device, bytes as u64, Origin::Alloc)?.address)
     }
 }
@@ -44,7 +45,7 @@ api! {
     fn cuMemAllocAsync(address: Out<u64>, bytes: usize, stream: Handle) {
         let stream = own_stream(stream)?;
         address.required()?;
-        meet(What::Alloc)?;
+        meet(CallKind::Alloc)?;
         let made = space().allocate(stream.context.device, bytes as u64, Origin::Pool)?;
         stream.issue(
             Work::new("an allocation", || Ok(())),
@@ -66,8 +67,8 @@ api! {
             return Err(Code::INVALID_VALUE);
         }
         let uses = [Use { address, bytes: found.bytes, write: true }];
-        stream.issue(Work::always("a release of \
-            memory", move || drop(space().free(address))), &uses);
+        let release = Work::always("a release of memory", move || drop(space().free(address)));
+        stream.issue(release, &uses);
         Ok(())
     }
 }

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::device::current;
+use crate::device::memory::space;
+use crate::device::stream::{Work, own_stream};
 use crate::entry::{In, Out, blas};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::gemm::{Element, Matrix, Product, Rounding, Scale, compute};
 use crate::handles::{Handle, Handles};
-use crate::memory::space;
-use crate::stream::{Work, own_stream};
+use crate::settings::CallKind;
 
 static HANDLES: Handles<Mutex<Library>> = Handles::new(7);
 
@@ -327,7 +328,7 @@ fn issue(library: Handle, call: Call) -> Result {
     }
     stream.issue(
         Work::new("a product of matrices", move || {
-            meet(What::Launch)?;
+            meet(CallKind::Launch)?;
             compute(&product)
         }),
         &uses,
@@ -338,78 +339,88 @@ fn issue(library: Handle, call: Call) -> Result {
 blas! {
     /// Issues a product in single precision.
     fn cublasSgemm_v2(
-        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: u64, a: u64, lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
+        lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
     ) {
         let side = |address, leading| Side { address, element: Element::F32, leading, stride: 0 };
         let way = Way { rounding: by_mode(library)?, double: false, scale: Element::F32 };
         let (a, b, c) = (side(a, lda), side(b, ldb), side(c, ldc));
-        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch: 1, way })
+        let (taken, sizes, batch) = ([transa, transb], [m, n, k], 1);
+        issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
 
 blas! {
     /// Issues a product in double precision.
     fn cublasDgemm_v2(
-        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: u64, a: u64, lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
+        lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
     ) {
         let side = |address, leading| Side { address, element: Element::F64, leading, stride: 0 };
         let way = Way { rounding: Rounding::Exact, double: true, scale: Element::F64 };
         let (a, b, c) = (side(a, lda), side(b, ldb), side(c, ldc));
-        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch: 1, way })
+        let (taken, sizes, batch) = ([transa, transb], [m, n, k], 1);
+        issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
 
 blas! {
     /// Issues several products in single precision, with matrices at equal distances.
     fn cublasSgemmStridedBatched(
-        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: u64, a: u64, lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64,
-        beta: u64, c: u64, ldc: i32, stride_c: i64, batch: i32,
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
+        lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64, beta: u64, c: u64, ldc: i32,
+        stride_c: i64, batch: i32,
     ) {
-        let side = |address, leading, stride| Side { address, element: Element::F32, leading, stride };
+        let side =
+            |address, leading, stride| Side { address, element: Element::F32, leading, stride };
         let way = Way { rounding: by_mode(library)?, double: false, scale: Element::F32 };
         let (a, b, c) = (side(a, lda, stride_a), side(b, ldb, stride_b), side(c, ldc, stride_c));
-        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch, way })
+        let (taken, sizes) = ([transa, transb], [m, n, k]);
+        issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
 
 blas! {
     /// Issues several products in double precision, with matrices at equal distances.
     fn cublasDgemmStridedBatched(
-        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: u64, a: u64, lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64,
-        beta: u64, c: u64, ldc: i32, stride_c: i64, batch: i32,
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
+        lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64, beta: u64, c: u64, ldc: i32,
+        stride_c: i64, batch: i32,
     ) {
-        let side = |address, leading, stride| Side { address, element: Element::F64, leading, stride };
+        let side =
+            |address, leading, stride| Side { address, element: Element::F64, leading, stride };
         let way = Way { rounding: Rounding::Exact, double: true, scale: Element::F64 };
         let (a, b, c) = (side(a, lda, stride_a), side(b, ldb, stride_b), side(c, ldc, stride_c));
-        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch, way })
+        let (taken, sizes) = ([transa, transb], [m, n, k]);
+        issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
 
 blas! {
     /// Issues a product of the given element types and compute type.
     fn cublasGemmEx(
-        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: u64, a: u64, a_type: u32, lda: i32, b: u64, b_type: u32, ldb: i32,
-        beta: u64, c: u64, c_type: u32, ldc: i32, compute_type: u32, algorithm: i32,
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
+        a_type: u32, lda: i32, b: u64, b_type: u32, ldb: i32, beta: u64, c: u64, c_type: u32,
+        ldc: i32, compute_type: u32, algorithm: i32,
     ) {
         let _ = algorithm;
-        let side = |address, kind, leading| Ok::<_, Code>(Side { address, element: element(kind)?, leading, stride: 0 });
+        let side = |address, kind, leading| {
+            Ok::<_, Code>(Side { address, element: element(kind)?, leading, stride: 0 })
+        };
         let (a, b, c) = (side(a, a_type, lda)?, side(b, b_type, ldb)?, side(c, c_type, ldc)?);
         let way = way(library, compute_type, a.element, b.element, c.element)?;
-        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch: 1, way })
+        let (taken, sizes, batch) = ([transa, transb], [m, n, k], 1);
+        issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
 
 blas! {
     /// Issues several products of the given types, with matrices at equal distances.
     fn cublasGemmStridedBatchedEx(
-        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
-        alpha: u64, a: u64, a_type: u32, lda: i32, stride_a: i64, b: u64, b_type: u32, ldb: i32, stride_b: i64,
-        beta: u64, c: u64, c_type: u32, ldc: i32, stride_c: i64, batch: i32, compute_type: u32, algorithm: i32,
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
+        a_type: u32, lda: i32, stride_a: i64, b: u64, b_type: u32, ldb: i32, stride_b: i64,
+        beta: u64, c: u64, c_type: u32, ldc: i32, stride_c: i64, batch: i32, compute_type: u32,
+        algorithm: i32,
     ) {
         let _ = algorithm;
         let side = |address, kind, leading, stride| {
@@ -418,6 +429,7 @@ blas! {
         let (a, b) = (side(a, a_type, lda, stride_a)?, side(b, b_type, ldb, stride_b)?);
         let c = side(c, c_type, ldc, stride_c)?;
         let way = way(library, compute_type, a.element, b.element, c.element)?;
-        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch, way })
+        let (taken, sizes) = ([transa, transb], [m, n, k]);
+        issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }

@@ -115,10 +115,10 @@ impl Driver {
     /// # Panics
     ///
     /// If the kind is unknown or `nth` is 0.
-    pub fn fail(&self, what: &str, nth: u64) {
-        let text = CString::new(what).expect("a name without zeros");
+    pub fn fail(&self, kind: &str, nth: u64) {
+        let text = CString::new(kind).expect("a name without zeros");
         // SAFETY: a text.
         let understood = unsafe { (self.fail)(text.as_ptr(), nth) };
-        assert_eq!(understood, 0, "unknown kind of call, or nth is 0: {what}:{nth}");
+        assert_eq!(understood, 0, "unknown kind of call, or nth is 0: {kind}:{nth}");
     }
 }

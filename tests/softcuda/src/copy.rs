@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use crate::counters::{self, Moved};
+use crate::device::memory::space;
+use crate::device::races::{self, Use};
+use crate::device::stream::{Stream, Work, own_stream};
 use crate::entry::{In, api};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::Handle;
 use crate::host::{HostBlock, pinned};
-use crate::memory::space;
-use crate::races::{self, Use};
-use crate::stream::{Stream, Work, own_stream};
+use crate::settings::CallKind;
 
 /// The position of rows of bytes in memory.
 #[derive(Clone, Copy)]
@@ -142,7 +143,7 @@ fn copy(
     let keep = [source, target];
     let number = stream.issue(
         Work::new("a copy", move || {
-            meet(What::Copy)?;
+            meet(CallKind::Copy)?;
             let _keep = &keep;
             match staged {
                 Some(bytes) => {
@@ -411,44 +412,44 @@ impl Side3D {
     }
 }
 
-fn copy_2d(what: &In<Copy2D>, stream: Handle, when: When) -> Result {
-    let what = what.get()?;
-    let extent = Extent { width: what.width as u64, height: what.height as u64, depth: 1 };
-    copy(&own_stream(stream)?, what.to.place(&what)?, what.from.place(&what)?, extent, when)
+fn copy_2d(args: &In<Copy2D>, stream: Handle, when: When) -> Result {
+    let args = args.get()?;
+    let extent = Extent { width: args.width as u64, height: args.height as u64, depth: 1 };
+    copy(&own_stream(stream)?, args.to.place(&args)?, args.from.place(&args)?, extent, when)
 }
 
-fn copy_3d(what: &In<Copy3D>, stream: Handle, when: When) -> Result {
-    let what = what.get()?;
+fn copy_3d(args: &In<Copy3D>, stream: Handle, when: When) -> Result {
+    let args = args.get()?;
     let extent =
-        Extent { width: what.width as u64, height: what.height as u64, depth: what.depth as u64 };
-    copy(&own_stream(stream)?, what.to.place(&what)?, what.from.place(&what)?, extent, when)
+        Extent { width: args.width as u64, height: args.height as u64, depth: args.depth as u64 };
+    copy(&own_stream(stream)?, args.to.place(&args)?, args.from.place(&args)?, extent, when)
 }
 
 api! {
     /// Copies rows with a pitch.
-    fn cuMemcpy2D_v2(what: In<Copy2D>) {
-        copy_2d(&what, 0, When::Synchronous)
+    fn cuMemcpy2D_v2(args: In<Copy2D>) {
+        copy_2d(&args, 0, When::Synchronous)
     }
 }
 
 api! {
     /// Copies rows with a pitch, in a stream.
-    fn cuMemcpy2DAsync_v2(what: In<Copy2D>, stream: Handle) {
-        copy_2d(&what, stream, When::Asynchronous)
+    fn cuMemcpy2DAsync_v2(args: In<Copy2D>, stream: Handle) {
+        copy_2d(&args, stream, When::Asynchronous)
     }
 }
 
 api! {
     /// Copies slices of rows.
-    fn cuMemcpy3D_v2(what: In<Copy3D>) {
-        copy_3d(&what, 0, When::Synchronous)
+    fn cuMemcpy3D_v2(args: In<Copy3D>) {
+        copy_3d(&args, 0, When::Synchronous)
     }
 }
 
 api! {
     /// Copies slices of rows, in a stream.
-    fn cuMemcpy3DAsync_v2(what: In<Copy3D>, stream: Handle) {
-        copy_3d(&what, stream, When::Asynchronous)
+    fn cuMemcpy3DAsync_v2(args: In<Copy3D>, stream: Handle) {
+        copy_3d(&args, stream, When::Asynchronous)
     }
 }
 
@@ -466,7 +467,7 @@ fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
     let uses = [Use { address: to, bytes, write: true }];
     stream.issue(
         Work::new("a fill", move || {
-            meet(What::Copy)?;
+            meet(CallKind::Copy)?;
             let span = space().span(to, bytes)?;
             // SAFETY: the span says that these bytes are mapped while it is held.
             let target = unsafe { std::slice::from_raw_parts_mut(span.pointer(), bytes as usize) };

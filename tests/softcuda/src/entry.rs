@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::counters;
-use crate::error::{Code, Result};
+use crate::error::{Code, Result, row};
 use crate::faults;
 
 /// Defines a function under its C name. The body is safe code that returns a [`Result`]; `$code`
@@ -31,14 +31,18 @@ pub(crate) use api;
 
 /// Defines a function of NVRTC, which has other numbers for some errors; see [`exported!`].
 macro_rules! nvrtc {
-    ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_nvrtc; $($function)*); };
+    ($($function:tt)*) => {
+        $crate::entry::exported!($crate::entry::code_of_nvrtc; $($function)*);
+    };
 }
 pub(crate) use nvrtc;
 
 /// Defines a function of cuBLAS. Bodies return cuBLAS codes, except for null pointers and
 /// unconverted errors of the driver.
 macro_rules! blas {
-    ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_cublas; $($function)*); };
+    ($($function:tt)*) => {
+        $crate::entry::exported!($crate::entry::code_of_cublas; $($function)*);
+    };
 }
 pub(crate) use blas;
 
@@ -211,5 +215,19 @@ impl Text {
         // SAFETY: the caller promised a zero-terminated string that does not change during the
         // call.
         Ok(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
+    }
+}
+
+api! {
+    /// Returns the name of a code, `CUDA_ERROR_…`.
+    fn cuGetErrorName(error: u32, text: Out<*const c_char>) {
+        text.set(row(error)?.1.as_ptr())
+    }
+}
+
+api! {
+    /// Returns the text of a code.
+    fn cuGetErrorString(error: u32, text: Out<*const c_char>) {
+        text.set(row(error)?.2.as_ptr())
     }
 }

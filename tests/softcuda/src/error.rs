@@ -2,14 +2,12 @@
 
 use std::ffi::CStr;
 
-use crate::entry::{Out, api};
-
 /// A `CUresult` code. Never zero: success is `Ok`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Code(pub(crate) u32);
 
 /// One row of the error table: code, name, text.
-type Row = (u32, &'static CStr, &'static CStr);
+pub(crate) type Row = (u32, &'static CStr, &'static CStr);
 
 macro_rules! codes {
     ($($name:ident = $value:literal, $cuda:literal, $text:literal;)*) => {
@@ -64,7 +62,8 @@ codes! {
 /// The result of a call inside the driver.
 pub(crate) type Result<T = ()> = std::result::Result<T, Code>;
 
-fn row(code: u32) -> Result<&'static Row> {
+/// Returns the row of a code; fails with `INVALID_VALUE` for a code that is not in the table.
+pub(crate) fn row(code: u32) -> Result<&'static Row> {
     TABLE.iter().find(|row| row.0 == code).ok_or(Code::INVALID_VALUE)
 }
 
@@ -72,19 +71,5 @@ impl Code {
     /// Returns CUDA's text for the code.
     pub(crate) fn text(self) -> String {
         row(self.0).map(|row| row.2.to_string_lossy().into_owned()).unwrap_or_default()
-    }
-}
-
-api! {
-    /// Returns the name of a code, `CUDA_ERROR_…`.
-    fn cuGetErrorName(error: u32, text: Out<*const std::ffi::c_char>) {
-        text.set(row(error)?.1.as_ptr())
-    }
-}
-
-api! {
-    /// Returns the text of a code.
-    fn cuGetErrorString(error: u32, text: Out<*const std::ffi::c_char>) {
-        text.set(row(error)?.2.as_ptr())
     }
 }

@@ -4,9 +4,9 @@ use std::ops::{Add, AddAssign, Mul};
 
 use half::{bf16, f16};
 
+use crate::device::memory::space;
+use crate::device::races::Use;
 use crate::error::Result;
-use crate::memory::space;
-use crate::races::Use;
 
 /// The type of a matrix's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

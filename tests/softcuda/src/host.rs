@@ -6,9 +6,11 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 
 use crate::device::current;
+use crate::device::memory::space;
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
+use crate::settings::CallKind;
 
 /// The valid flags of `cuMemHostAlloc` (portable, device map, write combined), then of
 /// `cuMemHostRegister` (portable, device map, I/O memory, read only).
@@ -47,7 +49,7 @@ impl Drop for HostBlock {
 
 fn alloc(bytes: usize, flags: u32) -> Result<u64> {
     current()?.check()?;
-    meet(What::AllocHost)?;
+    meet(CallKind::AllocHost)?;
     if bytes == 0 || flags & !ALLOC_FLAGS != 0 {
         return Err(Code::INVALID_VALUE);
     }
@@ -103,12 +105,14 @@ api! {
     /// Pins memory of the program.
     fn cuMemHostRegister_v2(pointer: u64, bytes: usize, flags: u32) {
         current()?.check()?;
-        if pointer == 0 || bytes == 0 || flags & !REGISTER_FLAGS != 0 || crate::memory::space().covers(pointer) {
+        let is_nothing = pointer == 0 || bytes == 0;
+        if is_nothing || flags & !REGISTER_FLAGS != 0 || space().covers(pointer) {
             return Err(Code::INVALID_VALUE);
         }
         let mut table = PINNED.write();
         let end = pointer + bytes as u64;
-        if table.range(..end).next_back().is_some_and(|(_, last)| last.address + last.bytes > pointer) {
+        let before = table.range(..end).next_back();
+        if before.is_some_and(|(_, last)| last.address + last.bytes > pointer) {
             return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
         }
         let block = HostBlock { address: pointer, bytes: bytes as u64, flags, owned: false };

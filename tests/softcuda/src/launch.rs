@@ -9,15 +9,16 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Once, OnceLock};
 
 use crate::device::current;
+use crate::device::memory::space;
+use crate::device::module::{Kernel, kernel};
+use crate::device::races;
+use crate::device::stream::{Work, own_stream};
 use crate::entry::{In, api};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::Handle;
 use crate::host::pinned;
-use crate::memory::space;
-use crate::module::{Kernel, kernel};
-use crate::races;
-use crate::stream::{Work, own_stream};
+use crate::settings::CallKind;
 
 const MOST_THREADS: usize = 1024;
 /// Stack size of a fiber in bytes. Not a power of two: otherwise equal offsets in all stacks would
@@ -109,6 +110,9 @@ fn catch_faults() {
     });
 }
 
+/// A handler that was installed with `SA_SIGINFO`.
+type SignalHandler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // A fault in a thread that runs no kernel is not ours. A thread with a kernel has initialized
     // this variable before, so reading it here allocates nothing.
@@ -130,11 +134,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
         }
         handler if before.sa_flags & libc::SA_SIGINFO != 0 => {
             // SAFETY: it was installed with SA_SIGINFO, so it takes three arguments.
-            let handler = unsafe {
-                std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(
-                    handler,
-                )
-            };
+            let handler = unsafe { std::mem::transmute::<usize, SignalHandler>(handler) };
             handler(signal, info, context);
         }
         handler => {
@@ -182,7 +182,7 @@ fn run(
     block: [u32; 3],
     shared: u32,
 ) -> Result {
-    meet(What::Launch)?;
+    meet(CallKind::Launch)?;
     let mut shared = vec![[0xCD_u8; 16]; (shared as usize).div_ceil(16) + 8];
     let code = STACKS.with(|stacks| {
         let launch = Launch {
@@ -246,8 +246,10 @@ api! {
         }
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
         let threads = block.iter().try_fold(1_u32, |all, side| all.checked_mul(*side));
-        let block_fits = block_z <= 64 && threads.is_some_and(|all| (1..=MOST_THREADS as u32).contains(&all));
-        let grid_fits = grid_x <= i32::MAX as u32 && grid_y <= 65535 && grid_z <= 65535 && !grid.contains(&0);
+        let block_fits =
+            block_z <= 64 && threads.is_some_and(|all| (1..=MOST_THREADS as u32).contains(&all));
+        let grid_fits =
+            grid_x <= i32::MAX as u32 && grid_y <= 65535 && grid_z <= 65535 && !grid.contains(&0);
         if !block_fits || !grid_fits || shared > kernel.dynamic_shared.load(Ordering::Relaxed) {
             return Err(Code::INVALID_VALUE);
         }
@@ -261,8 +263,10 @@ api! {
         }
         let arguments = pack(&kernel, &parameters)?;
         catch_faults();
-        stream.issue(Work::new("a \
-            kernel", move || run(&kernel, arguments, grid, block, shared)), &uses);
+        stream.issue(
+            Work::new("a kernel", move || run(&kernel, arguments, grid, block, shared)),
+            &uses,
+        );
         Ok(())
     }
 }

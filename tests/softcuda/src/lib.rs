@@ -42,14 +42,17 @@
 //!
 //! # Settings, by environment
 //!
-//! | variable | meaning | default |
-//! | --- | --- | --- |
-//! | `SOFTCUDA_DEVICES` | number of devices; with 0 there is a driver but no device | 1 |
-//! | `SOFTCUDA_MEMORY` | bytes of each device; each process counts its own use | 4 GiB |
-//! | `SOFTCUDA_PACE` | `eager`: a stream works as soon as it can; `lazy` or `lazy:<ms>`: a stream works only when a thread waits for it or queries it, or after a second (or `<ms>`); missing waits then show; `seed:<n>`: random short pauses | `eager` |
-//! | `SOFTCUDA_FAIL` | `<kind>:<nth>`, several separated by commas: the n-th call of a kind fails; the kinds are alloc, alloc_host, copy, launch, event, stream, compile. A copy or launch fails when it runs. The kind may be the C name of a function, which fails at once: `cuIpcOpenMemHandle_v2:1`; with an error code: `cuInit=4242:1` | nothing fails |
-//! | `SOFTCUDA_RACES` | `count`, or `abort` to end the process at a race | `count` |
-//! | `SOFTCUDA_CXX` | the C++ compiler for kernels | `c++` |
+//! - `SOFTCUDA_DEVICES`: number of devices, 1 by default. With 0 there is a driver but no device.
+//! - `SOFTCUDA_MEMORY`: bytes of each device, 4 GiB by default. Each process counts its own use.
+//! - `SOFTCUDA_PACE`: `eager` (the default): a stream works as soon as it can. `lazy` or
+//!   `lazy:<ms>`: a stream works only when a thread waits for it or queries it, or after a second
+//!   (or `<ms>`); missing waits then show. `seed:<n>`: random short pauses.
+//! - `SOFTCUDA_FAIL`: `<kind>:<nth>`, several separated by commas: the n-th call of a kind fails.
+//!   The kinds are alloc, alloc_host, copy, launch, event, stream, compile. A copy or launch fails
+//!   when it runs. The kind may be the C name of a function, which fails at once:
+//!   `cuIpcOpenMemHandle_v2:1`; with an error code: `cuInit=4242:1`. By default nothing fails.
+//! - `SOFTCUDA_RACES`: `count` (the default), or `abort` to end the process at a race.
+//! - `SOFTCUDA_CXX`: the C++ compiler for kernels, `c++` by default.
 //!
 //! # Differences from a GPU's driver
 //!
@@ -70,8 +73,6 @@
 
 mod alloc;
 mod blas;
-mod channel;
-mod collect;
 mod compile;
 mod control;
 mod copy;
@@ -79,24 +80,17 @@ mod counters;
 mod device;
 mod entry;
 mod error;
-mod event;
 mod faults;
 mod gemm;
 mod handles;
 mod harness;
 mod host;
-mod ipc;
 mod launch;
 mod mapped;
-mod memory;
-mod module;
 mod nccl;
 mod nvrtc;
-mod races;
 mod settings;
-mod shared_event;
 mod source;
-mod stream;
 
 pub use control::{Driver, bytes, calls, driver};
 pub use harness::{environment, install, library, real, run_again};

@@ -8,8 +8,9 @@ use parking_lot::Mutex;
 use crate::compile::{Program, compile, version};
 use crate::entry::{In, Out, Text, nvrtc};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::{Handle, Handles};
+use crate::settings::CallKind;
 
 static PROGRAMS: Handles<Mutex<State>> = Handles::new(6);
 
@@ -212,7 +213,7 @@ nvrtc! {
         };
         program.program.options = options;
         program.real = real;
-        if meet(What::Compile).is_err() {
+        if meet(CallKind::Compile).is_err() {
             program.log = "softcuda: failed as the test requested".into();
             return Err(COMPILATION);
         }
@@ -291,7 +292,8 @@ nvrtc! {
             return Err(NO_LOWERED_BEFORE);
         }
         let expression = expression.get()?;
-        let found = program.lowered.iter().find(|(asked, _)| *asked == expression).ok_or(NAME_NOT_VALID)?;
+        let found =
+            program.lowered.iter().find(|(asked, _)| *asked == expression).ok_or(NAME_NOT_VALID)?;
         name.set(found.1.as_ptr())
     }
 }

@@ -4,8 +4,6 @@ use std::str::FromStr;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use crate::faults::What;
-
 /// All settings; the crate's documentation describes them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Settings {
@@ -13,7 +11,7 @@ pub(crate) struct Settings {
     pub(crate) memory: u64,
     pub(crate) pace: Pace,
     pub(crate) abort_on_race: bool,
-    pub(crate) fail: Vec<(What, u64)>,
+    pub(crate) fail: Plan,
     pub(crate) compiler: String,
 }
 
@@ -27,6 +25,32 @@ pub(crate) enum Pace {
     /// After random short pauses, from this seed.
     Seed(u64),
 }
+
+/// A kind of operation that can be made to fail.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum CallKind {
+    /// An allocation of device memory, by `cuMemAlloc` or `cuMemAllocAsync`.
+    Alloc,
+    /// An allocation of pinned host memory.
+    AllocHost,
+    /// A copy or a fill, when it runs.
+    Copy,
+    /// A kernel, a matrix product or a collective, when it runs.
+    Launch,
+    /// The creation of an event.
+    Event,
+    /// The creation of a stream.
+    Stream,
+    /// A compilation by NVRTC.
+    Compile,
+    /// A call of a function, by its C name.
+    Function(String),
+    /// A call of a function, by its C name, that returns this code.
+    Answer(String, u32),
+}
+
+/// The requested failures: each kind, and the number of calls until it fails.
+pub(crate) type Plan = Vec<(CallKind, u64)>;
 
 /// Returns the settings of this process. Aborts the process if a variable has a wrong value.
 pub(crate) fn settings() -> &'static Settings {
@@ -59,7 +83,7 @@ impl Settings {
                     ));
                 }
             },
-            fail: crate::faults::plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
+            fail: plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
             compiler: variable("SOFTCUDA_CXX").unwrap_or_else(|| "c++".into()),
         })
     }
@@ -78,6 +102,41 @@ fn pace(text: &str) -> Result<Pace, String> {
         Some(("seed", seed)) => Ok(Pace::Seed(seed.parse().map_err(|_| wrong())?)),
         _ => Err(wrong()),
     }
+}
+
+/// Parses `kind:nth`, several separated by commas.
+///
+/// # Errors
+///
+/// A message for the user that quotes the wrong part.
+pub(crate) fn plan(text: &str) -> Result<Plan, String> {
+    let one = |part: &str| {
+        let (kind, nth) = part.split_once(':')?;
+        let kind = match kind {
+            "alloc" => CallKind::Alloc,
+            "alloc_host" => CallKind::AllocHost,
+            "copy" => CallKind::Copy,
+            "launch" => CallKind::Launch,
+            "event" => CallKind::Event,
+            "stream" => CallKind::Stream,
+            "compile" => CallKind::Compile,
+            name if ["cu", "nvrtc", "nccl"].iter().any(|library| name.starts_with(library)) => {
+                match name.split_once('=') {
+                    Some((name, code)) => CallKind::Answer(name.to_owned(), code.parse().ok()?),
+                    None => CallKind::Function(name.to_owned()),
+                }
+            }
+            _ => return None,
+        };
+        nth.parse().ok().filter(|nth| *nth > 0).map(|nth| (kind, nth))
+    };
+    let known = "alloc, alloc_host, copy, launch, event, stream, compile or a function of CUDA's";
+    let parts = text.split(',').filter(|part| !part.is_empty());
+    parts
+        .map(|part| {
+            one(part).ok_or_else(|| format!("SOFTCUDA_FAIL: {part:?} is not <{known}>:<nth>"))
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -104,5 +163,21 @@ mod tests {
             Settings::from(|name| (name == "SOFTCUDA_PACE").then(|| "quick".into())).unwrap_err();
         assert!(wrong.contains("quick"), "{wrong}");
         assert!(Settings::from(|name| (name == "SOFTCUDA_DEVICES").then(|| "x".into())).is_err());
+    }
+
+    #[test]
+    fn fault_plans_parse_or_name_error() {
+        assert_eq!(
+            plan("launch:3,alloc_host:1"),
+            Ok(vec![(CallKind::Launch, 3), (CallKind::AllocHost, 1)])
+        );
+        assert_eq!(plan(""), Ok(Vec::new()));
+        let function = CallKind::Function("cuInit".into());
+        assert_eq!(plan("cuInit:1"), Ok(vec![(function, 1)]));
+        let answer = CallKind::Answer("cuInit".into(), 4242);
+        assert_eq!(plan("cuInit=4242:2"), Ok(vec![(answer, 2)]));
+        assert!(plan("cuInit=x:2").is_err());
+        assert!(plan("launch").unwrap_err().contains("launch"));
+        assert!(plan("lunch:1").is_err() && plan("copy:0").is_err());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUresult;
+use cudarc::driver::sys::{CUfunction_attribute_enum as Attribute, CUresult};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg,
 };
@@ -248,7 +248,7 @@ fn wrong_launches_are_refused_at_once() {
     assert_eq!(tried((1, 1, 1), (1, 1, 65), 0), invalid);
     assert_eq!(tried((1, 65536, 1), (1, 1, 1), 0), invalid);
     assert_eq!(tried((1, 1, 1), (1, 1, 1), (48 << 10) + 1), invalid);
-    use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED;
+    const SHARED: Attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     assert_eq!(nothing.set_attribute(SHARED, (227 << 10) + 1), invalid);
     nothing.set_attribute(SHARED, 227 << 10).unwrap();
     assert_eq!(tried((1, 1, 1), (1, 1, 1), 227 << 10), Ok(()));
@@ -269,7 +269,7 @@ fn launch_beyond_launch_bounds_is_refused() {
         |threads| unsafe { stream.launch_builder(&few).launch(config(1, threads, 0)) }.map(drop);
     assert_eq!(tried(128), Ok(()));
     assert_eq!(tried(129), Err(DriverError(CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)));
-    use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK as THREADS;
+    const THREADS: Attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
     assert_eq!(few.get_attribute(THREADS), Ok(128));
 }
 

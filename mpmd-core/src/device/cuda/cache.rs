@@ -67,7 +67,8 @@ impl Cache {
     pub(super) fn write(&self, key: &Key, image: &[u8]) {
         let Some(folder) = &self.folder else { return };
         if let Err(error) = write(folder, key, image) {
-            tracing::debug!(%error, folder = %folder.display(), "cannot write the compiled kernel to the cache");
+            let folder = folder.display();
+            tracing::debug!(%error, %folder, "cannot write the compiled kernel to the cache");
         }
     }
 }

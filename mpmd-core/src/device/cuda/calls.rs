@@ -92,7 +92,10 @@ pub(super) unsafe fn static_text(text: *const c_char) -> Option<String> {
 }
 
 macro_rules! functions {
-    ($library:ident, $symbols:ident: $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*) => {
+    (
+        $library:ident, $symbols:ident:
+        $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*
+    ) => {
         /// Names of the functions of a library that are called here.
         #[allow(dead_code, reason = "those that are asked for one by one are not read")]
         pub(super) const $symbols: &[&str] = &[$(stringify!($name)),*];
@@ -111,7 +114,8 @@ macro_rules! functions {
                 let found = FOUND.get_or_init(|| {
                     // SAFETY: the type is that of the function's declaration, with its answer as
                     // the number that it is in C.
-                    let found = unsafe { $library::culib().get::<Function>(stringify!($name).as_bytes()) };
+                    let name = stringify!($name).as_bytes();
+                    let found = unsafe { $library::culib().get::<Function>(name) };
                     *found.unwrap_or_else(|error| panic!("{error}"))
                 });
                 // SAFETY: the caller keeps to the library's documentation.
@@ -130,7 +134,9 @@ functions! { cuda, DRIVER:
     fn cuDeviceGet(device: *mut cuda::CUdevice, ordinal: c_int) -> Answer;
     fn cuDeviceGetName(name: *mut c_char, bytes: c_int, device: cuda::CUdevice) -> Answer;
     fn cuDeviceGetUuid_v2(uuid: *mut cuda::CUuuid, device: cuda::CUdevice) -> Answer;
-    fn cuDeviceGetAttribute(value: *mut c_int, which: cuda::CUdevice_attribute, device: cuda::CUdevice) -> Answer;
+    fn cuDeviceGetAttribute(
+        value: *mut c_int, which: cuda::CUdevice_attribute, device: cuda::CUdevice
+    ) -> Answer;
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: cuda::CUdevice) -> Answer;
     fn cuDeviceCanAccessPeer(can: *mut c_int, from: cuda::CUdevice, to: cuda::CUdevice) -> Answer;
     fn cuDevicePrimaryCtxRetain(context: *mut cuda::CUcontext, device: cuda::CUdevice) -> Answer;
@@ -156,9 +162,15 @@ functions! { cuda, DRIVER:
     ) -> Answer;
     fn cuMemcpy2DAsync_v2(copy: *const cuda::CUDA_MEMCPY2D, stream: cuda::CUstream) -> Answer;
     fn cuMemcpy3DAsync_v2(copy: *const cuda::CUDA_MEMCPY3D, stream: cuda::CUstream) -> Answer;
-    fn cuMemsetD8Async(to: cuda::CUdeviceptr, value: c_uchar, count: usize, stream: cuda::CUstream) -> Answer;
-    fn cuMemsetD16Async(to: cuda::CUdeviceptr, value: c_ushort, count: usize, stream: cuda::CUstream) -> Answer;
-    fn cuMemsetD32Async(to: cuda::CUdeviceptr, value: c_uint, count: usize, stream: cuda::CUstream) -> Answer;
+    fn cuMemsetD8Async(
+        to: cuda::CUdeviceptr, value: c_uchar, count: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuMemsetD16Async(
+        to: cuda::CUdeviceptr, value: c_ushort, count: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuMemsetD32Async(
+        to: cuda::CUdeviceptr, value: c_uint, count: usize, stream: cuda::CUstream
+    ) -> Answer;
     fn cuPointerGetAttribute(
         value: *mut c_void, which: cuda::CUpointer_attribute, address: cuda::CUdeviceptr
     ) -> Answer;
@@ -179,8 +191,8 @@ functions! { cuda, DRIVER:
     fn cuIpcGetEventHandle(handle: *mut cuda::CUipcEventHandle, event: cuda::CUevent) -> Answer;
     fn cuIpcOpenEventHandle(event: *mut cuda::CUevent, handle: cuda::CUipcEventHandle) -> Answer;
     fn cuModuleLoadDataEx(
-        module: *mut cuda::CUmodule, image: *const c_void, count: c_uint, options: *mut cuda::CUjit_option,
-        values: *mut *mut c_void
+        module: *mut cuda::CUmodule, image: *const c_void, count: c_uint,
+        options: *mut cuda::CUjit_option, values: *mut *mut c_void
     ) -> Answer;
     fn cuModuleGetFunction(
         function: *mut cuda::CUfunction, module: cuda::CUmodule, name: *const c_char
@@ -212,14 +224,16 @@ functions! { cuda, DRIVER_ASKED:
 
 #[cfg(test)]
 functions! { cuda, DRIVER_IN_TESTS:
-    fn cuLaunchHostFunc(stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void) -> Answer;
+    fn cuLaunchHostFunc(
+        stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void
+    ) -> Answer;
 }
 
 functions! { nvrtc, NVRTC:
     fn nvrtcGetErrorString(answer: Answer) -> *const c_char;
     fn nvrtcCreateProgram(
-        program: *mut nvrtc::nvrtcProgram, source: *const c_char, name: *const c_char, headers: c_int,
-        texts: *const *const c_char, names: *const *const c_char
+        program: *mut nvrtc::nvrtcProgram, source: *const c_char, name: *const c_char,
+        headers: c_int, texts: *const *const c_char, names: *const *const c_char
     ) -> Answer;
     fn nvrtcDestroyProgram(program: *mut nvrtc::nvrtcProgram) -> Answer;
     fn nvrtcCompileProgram(
@@ -245,22 +259,26 @@ functions! { cublas, CUBLAS:
     fn cublasCreate_v2(handle: *mut cublas::cublasHandle_t) -> Answer;
     fn cublasDestroy_v2(handle: cublas::cublasHandle_t) -> Answer;
     fn cublasSetStream_v2(handle: cublas::cublasHandle_t, stream: cublas::cudaStream_t) -> Answer;
-    fn cublasSetWorkspace_v2(handle: cublas::cublasHandle_t, memory: *mut c_void, bytes: usize) -> Answer;
+    fn cublasSetWorkspace_v2(
+        handle: cublas::cublasHandle_t, memory: *mut c_void, bytes: usize
+    ) -> Answer;
     fn cublasSetMathMode(handle: cublas::cublasHandle_t, mode: cublas::cublasMath_t) -> Answer;
     fn cublasGemmEx(
-        handle: cublas::cublasHandle_t, a_op: cublas::cublasOperation_t, b_op: cublas::cublasOperation_t,
-        m: c_int, n: c_int, k: c_int, alpha: *const c_void, a: *const c_void, a_type: cublas::cudaDataType,
-        a_leading: c_int, b: *const c_void, b_type: cublas::cudaDataType, b_leading: c_int,
-        beta: *const c_void, c: *mut c_void, c_type: cublas::cudaDataType, c_leading: c_int,
-        compute: cublas::cublasComputeType_t, algorithm: cublas::cublasGemmAlgo_t
+        handle: cublas::cublasHandle_t, a_op: cublas::cublasOperation_t,
+        b_op: cublas::cublasOperation_t, m: c_int, n: c_int, k: c_int, alpha: *const c_void,
+        a: *const c_void, a_type: cublas::cudaDataType, a_leading: c_int, b: *const c_void,
+        b_type: cublas::cudaDataType, b_leading: c_int, beta: *const c_void, c: *mut c_void,
+        c_type: cublas::cudaDataType, c_leading: c_int, compute: cublas::cublasComputeType_t,
+        algorithm: cublas::cublasGemmAlgo_t
     ) -> Answer;
     fn cublasGemmStridedBatchedEx(
-        handle: cublas::cublasHandle_t, a_op: cublas::cublasOperation_t, b_op: cublas::cublasOperation_t,
-        m: c_int, n: c_int, k: c_int, alpha: *const c_void, a: *const c_void, a_type: cublas::cudaDataType,
-        a_leading: c_int, a_stride: c_longlong, b: *const c_void, b_type: cublas::cudaDataType,
-        b_leading: c_int, b_stride: c_longlong, beta: *const c_void, c: *mut c_void,
-        c_type: cublas::cudaDataType, c_leading: c_int, c_stride: c_longlong, count: c_int,
-        compute: cublas::cublasComputeType_t, algorithm: cublas::cublasGemmAlgo_t
+        handle: cublas::cublasHandle_t, a_op: cublas::cublasOperation_t,
+        b_op: cublas::cublasOperation_t, m: c_int, n: c_int, k: c_int, alpha: *const c_void,
+        a: *const c_void, a_type: cublas::cudaDataType, a_leading: c_int, a_stride: c_longlong,
+        b: *const c_void, b_type: cublas::cudaDataType, b_leading: c_int, b_stride: c_longlong,
+        beta: *const c_void, c: *mut c_void, c_type: cublas::cudaDataType, c_leading: c_int,
+        c_stride: c_longlong, count: c_int, compute: cublas::cublasComputeType_t,
+        algorithm: cublas::cublasGemmAlgo_t
     ) -> Answer;
 }
 

@@ -112,8 +112,9 @@ impl Gpu {
         let context = self.context.clone();
         Box::new(move |address, bytes| {
             let pinned = Pinned::new(context.clone(), address, bytes);
-            let pinned = pinned
-                .inspect_err(|error| tracing::debug!(%error, bytes, "cannot pin host memory; copies of it are staged"));
+            let pinned = pinned.inspect_err(|error| {
+                tracing::debug!(%error, bytes, "cannot pin host memory; copies of it are staged");
+            });
             pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
     }
@@ -181,8 +182,8 @@ pub(crate) fn reach_each_other(gpus: &[Arc<Gpu>]) {
     for from in gpus {
         for to in gpus.iter().filter(|to| to.ordinal() != from.ordinal()) {
             if let Err(error) = from.context.reach(&to.context) {
-                tracing::debug!(%error, from = from.ordinal(), to = to.ordinal(), "no direct access \
-                    between these devices");
+                let (from, to) = (from.ordinal(), to.ordinal());
+                tracing::debug!(%error, from, to, "no direct access between these devices");
             }
         }
     }

@@ -156,14 +156,19 @@ impl Modules {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {
                     Err(error) if image.is_kept() => {
-                        tracing::debug!(source = source.name(), %error, "the driver refuses a cached kernel; \
-                            compiling it again");
+                        tracing::debug!(
+                            source = source.name(), %error,
+                            "the driver refuses a cached kernel; compiling it again"
+                        );
                         Module::load(source, &compile::anew(source, self.architecture)?)
                     }
                     // A driver older than NVRTC cannot load NVRTC's machine code, but may compile
                     // its PTX.
                     Err(error) if image.is_binary() && error.is_unknown_image() => {
-                        tracing::debug!(source = source.name(), %error, "the driver refuses NVRTC's machine code; it compiles PTX instead");
+                        tracing::debug!(
+                            source = source.name(), %error,
+                            "the driver refuses NVRTC's machine code; it compiles PTX instead"
+                        );
                         Module::load(source, &compile::assembly(source, self.architecture)?)
                     }
                     loaded => loaded,

@@ -45,8 +45,10 @@ pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: Stri
         context.give_up(error);
     });
     if let Err(error) = started {
-        tracing::warn!(%error, "cannot start the thread that ends CUDA work which waits for a process \
-            that has ended");
+        tracing::warn!(
+            %error,
+            "cannot start the thread that ends CUDA work which waits for a process that has ended"
+        );
     }
 }
 
@@ -61,7 +63,9 @@ impl Context {
             let (context, error) = (self.clone(), error.clone());
             let told = thread::Builder::new().name("cuda-given-up".to_owned());
             if let Err(error) = told.spawn(move || context.give_up_line(&line, &error)) {
-                tracing::warn!(%error, "cannot start the thread that ends work of a hanging CUDA stream");
+                tracing::warn!(
+                    %error, "cannot start the thread that ends work of a hanging CUDA stream"
+                );
             }
         }
     }

@@ -14,8 +14,8 @@ use std::fmt;
 ///     "scale.cu",
 ///     r#"
 ///     extern "C" __global__ void scale(float *y, float factor, unsigned long long n) {
-///         for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
-///             y[i] *= factor;
+///         unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x;
+///         for (; i < n; i += gridDim.x * blockDim.x) y[i] *= factor;
 ///     }
 ///     "#,
 /// );
@@ -39,7 +39,8 @@ pub(crate) enum Kind {
 }
 
 /// The source to list in [`Kernel::cuda`](crate::kernel::Kernel::cuda) by a kernel that calls
-/// [`Cuda::gemm`](crate::kernel::cuda::Cuda::gemm). cuBLAS is then initialised before the kernel runs.
+/// [`Cuda::gemm`](crate::kernel::cuda::Cuda::gemm). cuBLAS is then initialised before the kernel
+/// runs.
 pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas };
 
 impl Source {

@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::block::MutexGuard;
-use mpmd_ids::block::mpsc::channel;
+use mpmd_ids::block::{MutexGuard, mpsc};
 use mpmd_transport::memory::{Fence, Fences};
 
 use super::Ended;
 use super::error::CudaError;
 use super::stream::{Event, RawEvent, RawStream, Stream};
 
-/// Exclusive access to a [`Stream`] for issuing one piece of work. Nothing else is issued in between.
+/// Exclusive access to a [`Stream`] for issuing one piece of work. Nothing else is issued in
+/// between.
 ///
-/// First name the fences that the work runs [after](StreamTurn::come_after), then [begin](StreamTurn::begin),
-/// then issue, and finally [end](StreamTurn::end), even after an error. Only `end` creates the fence
-/// behind the issued work.
+/// First name the fences that the work runs [after](StreamTurn::come_after), then
+/// [begin](StreamTurn::begin), then issue, and finally [end](StreamTurn::end), even after an error.
+/// Only `end` creates the fence behind the issued work.
 pub(crate) struct StreamTurn<'a> {
     line: &'a Stream,
     issuing: MutexGuard<'a, u64>,
@@ -84,7 +84,7 @@ impl<'a> StreamTurn<'a> {
         ends.push(event.clone(), Ok(()));
         // The waiter thread reports this end like any other, also if the device hangs and the
         // stream is given up.
-        let (tell, told) = channel();
+        let (tell, told) = mpsc::channel();
         event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
         let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
         ended.unwrap_or_else(|_| {

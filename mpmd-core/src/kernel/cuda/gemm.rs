@@ -17,7 +17,8 @@ use mpmd_layout::aval::DType;
 /// // The gradient of the weights, dw += x' dy: x is [64, 512] and dy is [64, 2048].
 /// let gradient = Gemm::new(512, 2048, 64).transpose_a().beta(1.0).math(Math::Tf32);
 /// // scores = q k' for each of 12 heads, which lie side by side in rows of 12 * 64 elements.
-/// let scores = Gemm::new(128, 128, 64).transpose_b().leading(768, 768, 128).batch(12, [64, 64, 128 * 128]);
+/// let one = Gemm::new(128, 128, 64).transpose_b().leading(768, 768, 128);
+/// let scores = one.batch(12, [64, 64, 128 * 128]);
 /// # let _ = (gradient, scores);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]

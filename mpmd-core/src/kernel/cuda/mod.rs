@@ -69,10 +69,13 @@ use mpmd_layout::aval::{DType, Element};
 ///         Ok(Signature::new(y.clone()).alias("1", ""))
 ///     }
 ///
-///     fn run(&self, cx: &mut Context<'_>, (x, _): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+///     fn run(
+///         &self, cx: &mut Context<'_>, (x, _): (View<'_>, View<'_>), mut y: ViewMut<'_>,
+///     ) -> Result<()> {
 ///         if let Some(cuda) = cx.cuda() {
 ///             let n = x.region().elements();
-///             return cuda.launch(&SAXPY, "saxpy", Grid::over(n), &[n.into(), self.a.into(), (&x).into(), (&mut y).into()]);
+///             let args = [n.into(), self.a.into(), (&x).into(), (&mut y).into()];
+///             return cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args);
 ///         }
 ///         for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
 ///             *y += self.a * x;

@@ -35,7 +35,10 @@ pub(super) fn is_missing() -> bool {
 /// Work of a test on a device. The arguments are its inputs and its outputs.
 trait Work: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static {}
 
-impl<F: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static> Work for F {}
+impl<F> Work for F where
+    F: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static
+{
+}
 
 /// A kernel that runs such work.
 struct Test<F> {

@@ -22,7 +22,8 @@ type Factory = dyn Fn(&Call) -> Result<Arc<dyn Op>, ArgumentError> + Send + Sync
 /// let mut registry = Registry::default();
 /// registry.register("last_dim", |call: &Call| {
 ///     let [axis] = call.bind(["axis"])?;
-///     let axes = axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))?;
+///     let axes = axis.and_then(Literal::axes);
+///     let axes = axes.ok_or_else(|| ArgumentError("needs an axis".into()))?;
 ///     Ok(move |leaf: &mut Placement<'_>| match leaf.aval().ndim() {
 ///         0 => Ok(()),
 ///         ndim => leaf.shard(ndim - 1, &axes),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use proptest::collection::vec;
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use zerocopy::IntoBytes;
@@ -516,11 +517,11 @@ proptest! {
 
     #[test]
     fn random_writes_of_a_peer_do_not_affect_others(
-        words in prop::collection::vec((0usize..4, any::<prop::sample::Index>(), any::<u64>()), 0..40),
-        counts in prop::collection::vec((0usize..4, 0usize..3, 0u64..1024), 0..6),
-        door in prop::collection::vec((0usize..32, any::<u32>()), 0..6),
-        records in prop::collection::vec((0u32..11, prop::collection::vec(any::<u8>(), 0..200)), 0..20),
-        packets in prop::collection::vec((0u32..4, 0u64..9000, any::<bool>()), 0..10),
+        words in vec((0usize..4, any::<prop::sample::Index>(), any::<u64>()), 0..40),
+        counts in vec((0usize..4, 0usize..3, 0u64..1024), 0..6),
+        door in vec((0usize..32, any::<u32>()), 0..6),
+        records in vec((0u32..11, vec(any::<u8>(), 0..200)), 0..20),
+        packets in vec((0u32..4, 0u64..9000, any::<bool>()), 0..10),
     ) {
         let mut trio = Trio::new();
         let header = Header { bytes: 3000, ..Header::new(Kind::Data) };

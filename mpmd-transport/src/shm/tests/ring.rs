@@ -256,7 +256,8 @@ proptest! {
         scribbles in prop::collection::vec((any::<Index>(), prop_oneof![
             any::<u64>(),
             (0..40u64).prop_map(|lines| lines * 64),
-            (0..600u64, prop_oneof![Just(u64::from(u32::MAX)), 0..4u64]).prop_map(|(len, kind)| len | kind << 32),
+            (0..600u64, prop_oneof![Just(u64::from(u32::MAX)), 0..4u64])
+                .prop_map(|(len, kind)| len | kind << 32),
         ]), 1..200),
         headers_only: bool,
     ) {
@@ -265,7 +266,8 @@ proptest! {
         let mut scribbles = scribbles.into_iter().cycle();
         for step in steps {
             let (place, value) = scribbles.next().unwrap();
-            let place = if headers_only { place.index(8) * 8 } else { place.index(ring.words().len()) };
+            let words = ring.words().len();
+            let place = if headers_only { place.index(8) * 8 } else { place.index(words) };
             ring.words()[place].store(value, Ordering::Relaxed);
             match step {
                 RingStep::Push(len, _) => {

@@ -33,7 +33,8 @@ macro_rules! functions {
         fn load() -> Result<Functions, CudaError> {
             let missing = |why: String| CudaError::new(DOING, "", why);
             super::super::driver::nccl().map_err(|error| missing(error.to_string()))?;
-            let library = library().ok_or_else(|| missing("the library cannot be loaded".to_owned()))?;
+            let cannot_load = || missing("the library cannot be loaded".to_owned());
+            let library = library().ok_or_else(cannot_load)?;
             // SAFETY: their types are those of `cudarc`'s bindings, but for the answers, which are
             // numbers.
             unsafe {
@@ -50,32 +51,36 @@ macro_rules! functions {
 functions! {
     fn ncclGetUniqueId(id: *mut ncclUniqueId) -> u32;
     fn ncclCommInitRankConfig(
-        communicator: *mut ncclComm_t, ranks: c_int, id: ncclUniqueId, rank: c_int, config: *mut ncclConfig_t
+        communicator: *mut ncclComm_t, ranks: c_int, id: ncclUniqueId, rank: c_int,
+        config: *mut ncclConfig_t
     ) -> u32;
     fn ncclCommGetAsyncError(communicator: ncclComm_t, state: *mut u32) -> u32;
     fn ncclCommFinalize(communicator: ncclComm_t) -> u32;
     fn ncclCommDestroy(communicator: ncclComm_t) -> u32;
     fn ncclCommAbort(communicator: ncclComm_t) -> u32;
     fn ncclAllReduce(
-        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, reduce: u32, communicator: ncclComm_t,
-        stream: cudaStream_t
+        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, reduce: u32,
+        communicator: ncclComm_t, stream: cudaStream_t
     ) -> u32;
     fn ncclReduceScatter(
-        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, reduce: u32, communicator: ncclComm_t,
-        stream: cudaStream_t
+        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, reduce: u32,
+        communicator: ncclComm_t, stream: cudaStream_t
     ) -> u32;
     fn ncclAllGather(
-        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, communicator: ncclComm_t, stream: cudaStream_t
-    ) -> u32;
-    fn ncclBroadcast(
-        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, root: c_int, communicator: ncclComm_t,
+        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, communicator: ncclComm_t,
         stream: cudaStream_t
     ) -> u32;
+    fn ncclBroadcast(
+        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, root: c_int,
+        communicator: ncclComm_t, stream: cudaStream_t
+    ) -> u32;
     fn ncclSend(
-        from: *const c_void, count: usize, dtype: u32, peer: c_int, communicator: ncclComm_t, stream: cudaStream_t
+        from: *const c_void, count: usize, dtype: u32, peer: c_int, communicator: ncclComm_t,
+        stream: cudaStream_t
     ) -> u32;
     fn ncclRecv(
-        to: *mut c_void, count: usize, dtype: u32, peer: c_int, communicator: ncclComm_t, stream: cudaStream_t
+        to: *mut c_void, count: usize, dtype: u32, peer: c_int, communicator: ncclComm_t,
+        stream: cudaStream_t
     ) -> u32;
     fn ncclGroupStart() -> u32;
     fn ncclGroupEnd() -> u32;

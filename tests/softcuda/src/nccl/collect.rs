@@ -3,11 +3,11 @@
 
 use half::{bf16, f16};
 
-use crate::channel::{LOOK, Shared};
+use crate::device::memory::space;
+use crate::device::races::Use;
 use crate::error::{Code, Result};
-use crate::memory::space;
 use crate::nccl::Communicator;
-use crate::races::Use;
+use crate::nccl::channel::{LOOK, Shared};
 
 /// The called function, with its reduction, root or peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,10 +5,10 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::device::ipc::started;
+use crate::device::memory::memory_file;
 use crate::error::Result;
-use crate::ipc::started;
 use crate::mapped::{self, Mapped};
-use crate::memory::memory_file;
 
 /// Number of records of one event that can be pending at the same time.
 const SLOTS: u64 = 64;

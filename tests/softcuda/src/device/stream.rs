@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::device::races::{self, Use};
 use crate::device::{Context, as_host_function, current};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::{Handle, Handles};
-use crate::races::{self, Use};
+use crate::settings::CallKind;
 use crate::settings::{Pace, settings};
 
 static STREAMS: Handles<Stream> = Handles::new(2);
@@ -46,7 +47,7 @@ struct Queue {
 /// One piece of work of a stream.
 pub(crate) struct Work {
     /// Name of the work in messages about its failure.
-    pub(crate) what: &'static str,
+    pub(crate) name: &'static str,
     /// True if the work runs even after the context failed. Events do, because others wait for
     /// them.
     pub(crate) always: bool,
@@ -55,14 +56,14 @@ pub(crate) struct Work {
 
 impl Work {
     /// Creates work that is skipped after the context failed.
-    pub(crate) fn new(what: &'static str, run: impl FnOnce() -> Result + Send + 'static) -> Work {
-        Work { what, always: false, run: Box::new(run) }
+    pub(crate) fn new(name: &'static str, run: impl FnOnce() -> Result + Send + 'static) -> Work {
+        Work { name, always: false, run: Box::new(run) }
     }
 
     /// Creates work that runs in any case.
-    pub(crate) fn always(what: &'static str, run: impl FnOnce() + Send + 'static) -> Work {
+    pub(crate) fn always(name: &'static str, run: impl FnOnce() + Send + 'static) -> Work {
         Work {
-            what,
+            name,
             always: true,
             run: Box::new(move || {
                 run();
@@ -147,7 +148,7 @@ impl Stream {
     /// reads and writes, as far as they are known.
     pub(crate) fn issue(self: &Arc<Self>, work: Work, uses: &[Use]) -> u64 {
         let _order = self.follow_default_stream();
-        races::used(self, work.what, uses);
+        races::used(self, work.name, uses);
         self.push(work)
     }
 
@@ -227,11 +228,11 @@ impl Stream {
                 pause(random);
             }
             if work.always || self.context.check().is_ok() {
-                let what = work.what;
+                let name = work.name;
                 match catch_unwind(AssertUnwindSafe(work.run)) {
                     Ok(Ok(())) => {}
-                    Ok(Err(code)) => self.context.fail(code, what),
-                    Err(_) => self.context.fail(Code::UNKNOWN, what),
+                    Ok(Err(code)) => self.context.fail(code, name),
+                    Err(_) => self.context.fail(Code::UNKNOWN, name),
                 }
             }
             self.queue.lock().done += 1;
@@ -280,7 +281,7 @@ fn create(stream: &Out<Handle>, flags: u32, priority: i32) -> Result {
     if flags & !NON_BLOCKING != 0 {
         return Err(Code::INVALID_VALUE);
     }
-    meet(What::Stream)?;
+    meet(CallKind::Stream)?;
     // Priorities outside the range are clamped, as CUDA does.
     let made = STREAMS.insert(|handle| Stream::new(context, handle, flags, priority.clamp(-5, 0)));
     made.run();

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use crate::device::ipc::{Kind, Ticket};
+use crate::device::memory::memory_file;
 use crate::error::Result;
-use crate::ipc::{Kind, Ticket};
 use crate::mapped::{self, Mapped};
-use crate::memory::memory_file;
 
 /// The most ranks of a group.
 pub(crate) const MOST_RANKS: usize = 16;

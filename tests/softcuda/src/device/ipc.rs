@@ -14,9 +14,9 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use crate::device::current;
+use crate::device::memory::{Allocation, Origin, space};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
-use crate::memory::{Allocation, Origin, space};
 
 /// The only flag of `cuIpcOpenMemHandle`; it is required.
 const LAZY_PEER_ACCESS: u32 = 1;
@@ -147,7 +147,11 @@ api! {
         handle.required()?;
         let found = space().begins(address).ok_or(Code::INVALID_VALUE)?;
         // Neither stream-ordered memory nor memory imported from another process can be exported.
-        let file = found.file.as_ref().filter(|_| found.origin == Origin::Alloc).ok_or(Code::INVALID_VALUE)?;
+        let file = found
+            .file
+            .as_ref()
+            .filter(|_| found.origin == Origin::Alloc)
+            .ok_or(Code::INVALID_VALUE)?;
         let mut ticket = Ticket::new(Kind::Memory, file, found.device)?;
         ticket.bytes = found.bytes;
         ticket.inside = found.inside() as u32;
@@ -173,7 +177,8 @@ api! {
             opened.times += 1;
             return address.set(opened.allocation.address);
         }
-        let allocation = space().import(context.device, file, u64::from(ticket.inside), ticket.bytes);
+        let allocation =
+            space().import(context.device, file, u64::from(ticket.inside), ticket.bytes);
         let allocation = allocation.map_err(|_| Code::MAP_FAILED)?;
         let at = allocation.address;
         open.insert((ticket.inode, context.device), Opened { allocation, times: 1 });
@@ -186,7 +191,10 @@ api! {
     fn cuIpcCloseMemHandle(address: u64) {
         current()?.check()?;
         let mut open = OPEN.lock();
-        let key = open.iter().find(|(_, opened)| opened.allocation.address == address).map(|(key, _)| *key);
+        let key = open
+            .iter()
+            .find(|(_, opened)| opened.allocation.address == address)
+            .map(|(key, _)| *key);
         let key = key.ok_or(Code::INVALID_VALUE)?;
         if let Some(opened) = open.get_mut(&key) {
             opened.times -= 1;

@@ -6,6 +6,9 @@
 //! their work is issued. Using the communicator before then is an error. Sums are formed from the
 //! last rank to the first, so that no test can depend on the usual order of rounding.
 
+mod channel;
+mod collect;
+
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::sync::Arc;
@@ -14,15 +17,17 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::channel::{Id, LOOK, MOST_RANKS, Shared};
-use crate::collect::{Kind, Operation, run};
+use crate::device::races::Use;
+use crate::device::stream::{Stream, Work, own_stream};
 use crate::device::{current, uuid};
 use crate::entry::{In, Out, nccl};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::{Handle, Handles};
-use crate::races::Use;
-use crate::stream::{Stream, Work, own_stream};
+use crate::settings::CallKind;
+
+use channel::{Id, LOOK, MOST_RANKS, Shared};
+use collect::{Kind, Operation, run};
 
 static COMMUNICATORS: Handles<Communicator> = Handles::new(9);
 /// Texts that were returned to C programs.
@@ -186,7 +191,7 @@ impl Communicator {
             let of = this.clone();
             let work = move || {
                 let _in_work = in_work;
-                meet(What::Launch)?;
+                meet(CallKind::Launch)?;
                 run(&of, &shared, &operations)
             };
             stream.issue(Work::new("a collective of NCCL's", work), &uses);
@@ -329,36 +334,52 @@ nccl! {
 
 nccl! {
     /// Reduces values to all ranks.
-    fn ncclAllReduce(from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle, stream: Handle) {
-        call(communicator, stream, Operation { kind: Kind::AllReduce(reduce), from, to, count, dtype })
+    fn ncclAllReduce(
+        from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle,
+        stream: Handle,
+    ) {
+        let kind = Kind::AllReduce(reduce);
+        call(communicator, stream, Operation { kind, from, to, count, dtype })
     }
 }
 
 nccl! {
     /// Reduces values and gives each rank its share of `count` elements.
-    fn ncclReduceScatter(from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle, stream: Handle) {
-        call(communicator, stream, Operation { kind: Kind::ReduceScatter(reduce), from, to, count, dtype })
+    fn ncclReduceScatter(
+        from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle,
+        stream: Handle,
+    ) {
+        let kind = Kind::ReduceScatter(reduce);
+        call(communicator, stream, Operation { kind, from, to, count, dtype })
     }
 }
 
 nccl! {
     /// Gathers `count` elements of every rank on all ranks.
-    fn ncclAllGather(from: u64, to: u64, count: usize, dtype: u32, communicator: Handle, stream: Handle) {
+    fn ncclAllGather(
+        from: u64, to: u64, count: usize, dtype: u32, communicator: Handle, stream: Handle,
+    ) {
         call(communicator, stream, Operation { kind: Kind::AllGather, from, to, count, dtype })
     }
 }
 
 nccl! {
     /// Sends the root's values to all ranks.
-    fn ncclBroadcast(from: u64, to: u64, count: usize, dtype: u32, root: i32, communicator: Handle, stream: Handle) {
+    fn ncclBroadcast(
+        from: u64, to: u64, count: usize, dtype: u32, root: i32, communicator: Handle,
+        stream: Handle,
+    ) {
         let root = usize::try_from(root).map_err(|_| INVALID_ARGUMENT)?;
-        call(communicator, stream, Operation { kind: Kind::Broadcast(root), from, to, count, dtype })
+        let kind = Kind::Broadcast(root);
+        call(communicator, stream, Operation { kind, from, to, count, dtype })
     }
 }
 
 nccl! {
     /// Sends values to another rank, which must receive them.
-    fn ncclSend(from: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle) {
+    fn ncclSend(
+        from: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle,
+    ) {
         let peer = usize::try_from(peer).map_err(|_| INVALID_ARGUMENT)?;
         call(communicator, stream, Operation { kind: Kind::Send(peer), from, to: 0, count, dtype })
     }
@@ -366,9 +387,15 @@ nccl! {
 
 nccl! {
     /// Receives values that another rank sends.
-    fn ncclRecv(to: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle) {
+    fn ncclRecv(
+        to: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle,
+    ) {
         let peer = usize::try_from(peer).map_err(|_| INVALID_ARGUMENT)?;
-        call(communicator, stream, Operation { kind: Kind::Receive(peer), from: 0, to, count, dtype })
+        call(
+            communicator,
+            stream,
+            Operation { kind: Kind::Receive(peer), from: 0, to, count, dtype },
+        )
     }
 }
 
@@ -392,7 +419,8 @@ nccl! {
             let same = |call: &(Arc<Communicator>, Arc<Stream>, Operation)| {
                 Arc::ptr_eq(&call.0, &communicator) && Arc::ptr_eq(&call.1, &stream)
             };
-            let of: Vec<Operation> = calls.extract_if(.., |call| same(call)).map(|call| call.2).collect();
+            let of: Vec<Operation> =
+                calls.extract_if(.., |call| same(call)).map(|call| call.2).collect();
             debug_assert_eq!(of.first(), Some(&operation));
             match communicator.launch(stream, of) {
                 Ok(()) => {}

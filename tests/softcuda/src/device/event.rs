@@ -5,15 +5,16 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::device::ipc::{Kind, Ticket};
+use crate::device::races;
+use crate::device::shared_event::SharedEvent;
+use crate::device::stream::{Stream, Work, own_stream, stream};
 use crate::device::{Context, context, current, initialized};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
-use crate::faults::{What, meet};
+use crate::faults::meet;
 use crate::handles::{Handle, Handles};
-use crate::ipc::{Kind, Ticket};
-use crate::races;
-use crate::shared_event::SharedEvent;
-use crate::stream::{Stream, Work, own_stream, stream};
+use crate::settings::CallKind;
 
 static EVENTS: Handles<Event> = Handles::new(3);
 
@@ -119,7 +120,7 @@ fn create(flags: u32) -> Result<Arc<Event>> {
     if flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    meet(What::Event)?;
+    meet(CallKind::Event)?;
     let shared = (flags & INTERPROCESS != 0).then(SharedEvent::new).transpose()?;
     Ok(insert(context.handle, flags, shared))
 }

@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::Mutex;
 
 use crate::compile::{MARK_LENGTH, Refused, is_image, library};
+use crate::device::memory::memory_file;
 use crate::device::{Context, current};
 use crate::entry::{In, Out, Text, api};
 use crate::error::{Code, Result};
 use crate::handles::{Handle, Handles};
-use crate::memory::memory_file;
 
 static MODULES: Handles<Module> = Handles::new(4);
 static KERNELS: Handles<Kernel> = Handles::new(5);
@@ -221,7 +221,9 @@ api! {
 
 api! {
     /// Loads a module from memory; JIT compiler options are ignored, as there is no JIT compiler.
-    fn cuModuleLoadDataEx(handle: Out<Handle>, data: In<u8>, count: u32, options: u64, values: u64) {
+    fn cuModuleLoadDataEx(
+        handle: Out<Handle>, data: In<u8>, count: u32, options: u64, values: u64,
+    ) {
         let _ = (count, options, values);
         load(&handle, &image(&data)?)
     }
@@ -323,7 +325,8 @@ api! {
             let align = 1 << (size.trailing_zeros().min(4));
             end.next_multiple_of(align)
         };
-        let end = sizes[..index].iter().fold(0, |end, (size, _)| place(end, *size) + *size as usize);
+        let end =
+            sizes[..index].iter().fold(0, |end, (size, _)| place(end, *size) + *size as usize);
         offset.set(place(end, bytes as u32))?;
         size.set_if_wanted(bytes);
         Ok(())
@@ -337,8 +340,8 @@ api! {
         current()?.check()?;
         let _ = (address, bytes);
         MODULES.get(handle)?;
-        eprintln!("softcuda: the global variable {:?} of a module has no address \
-            here", name.get()?);
+        let name = name.get()?;
+        eprintln!("softcuda: the global variable {name:?} of a module has no address here");
         Err(Code::NOT_SUPPORTED)
     }
 }
@@ -348,10 +351,10 @@ api! {
     fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, handle: Handle) {
         let kernel = kernel(handle)?;
         value.set(match attribute {
-            0 => kernel.entry.threads as i32,                                                    // threads of a block
-            1..=3 | 7 | 9 => 0,                                           // memory that is not measured here
-            4 => 32,                                                      // registers
-            5 | 6 => 80,                                                  // versions
+            0 => kernel.entry.threads as i32, // threads of a block
+            1..=3 | 7 | 9 => 0,               // memory that is not measured here
+            4 => 32,                          // registers
+            5 | 6 => 80,                      // versions
             8 => kernel.dynamic_shared.load(Ordering::Relaxed) as i32,
             _ => return Err(Code::INVALID_VALUE),
         })
@@ -399,7 +402,9 @@ api! {
 
 api! {
     /// Returns the number of blocks of a kernel that a multiprocessor holds at the same time.
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<i32>, handle: Handle, threads: i32, shared: usize) {
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        blocks: Out<i32>, handle: Handle, threads: i32, shared: usize,
+    ) {
         kernel(handle)?;
         if !(1..=1024).contains(&threads) || shared > SHARED_MOST as usize {
             return Err(Code::INVALID_VALUE);

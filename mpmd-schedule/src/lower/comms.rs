@@ -1,9 +1,9 @@
 //! Lowers a schedule to all operations of torch's runtime. Beside computations and transfers, these
 //! gather and release sharded weights, and reduce their gradients.
 
-use super::lower::{LowerError, lower_turns};
-use super::schedule::{Action, ActionKind, Schedule};
-use super::text::{Cell, Entry, cells};
+use super::{LowerError, lower_turns};
+use crate::schedule::{Action, ActionKind, Schedule};
+use crate::text::{Cell, Dialect, Entry, Text, cells};
 
 /// The number of stages of a rank with gathered weights: its next ones. Torch has the same number.
 const GATHERED: usize = 3;
@@ -55,6 +55,24 @@ pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
         lowered.push(cells);
     }
     Ok(lowered)
+}
+
+impl Text {
+    /// Converts a schedule to text. As `compute_only` it has no empty cells. As `compute_comms` it
+    /// equals, to the byte, torch's text of the same orders.
+    ///
+    /// # Errors
+    ///
+    /// If the transfers cannot be put in order. This does not happen for a valid schedule.
+    pub fn of(schedule: &Schedule, flavour: Dialect) -> Result<Self, LowerError> {
+        let rows = match flavour {
+            Dialect::ComputeOnly => {
+                (0..schedule.ranks()).map(|rank| cells(schedule, rank)).collect()
+            }
+            Dialect::ComputeComms => lower_comms(schedule)?,
+        };
+        Ok(Self { flavour, rows })
+    }
 }
 
 /// Returns the stages of a cell without immediate repeats.
@@ -143,7 +161,6 @@ fn with_reductions(row: Vec<Cell>, schedule: &Schedule) -> Vec<Cell> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::text::{Dialect, Text};
     use super::*;
 
     fn gathers(line: &str) -> String {

@@ -1,4 +1,13 @@
-//! Devices, their primary contexts, and each thread's stack of current contexts.
+//! Devices, their primary contexts, and each thread's stack of current contexts. Below: all that
+//! belongs to a context and ends with it, and its memory.
+
+pub(crate) mod event;
+pub(crate) mod ipc;
+pub(crate) mod memory;
+pub(crate) mod module;
+pub(crate) mod races;
+pub(crate) mod shared_event;
+pub(crate) mod stream;
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_char;
@@ -10,10 +19,10 @@ use parking_lot::Mutex;
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::handles::{Handle, Handles};
-use crate::memory::space;
-use crate::races;
 use crate::settings::settings;
-use crate::stream::Stream;
+
+use memory::space;
+use stream::Stream;
 
 /// CUDA 12.8, in CUDA's version encoding.
 const VERSION: i32 = 12080;
@@ -57,9 +66,9 @@ impl Context {
     }
 
     /// Records and prints a failure of work. The first error stays.
-    pub(crate) fn fail(&self, code: Code, what: &str) {
+    pub(crate) fn fail(&self, code: Code, work: &str) {
         if self.failed.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-            eprintln!("softcuda: device {}: {what} failed with error {}", self.device, code.0);
+            eprintln!("softcuda: device {}: {work} failed with error {}", self.device, code.0);
         }
     }
 
@@ -98,10 +107,10 @@ impl Context {
             stream.synchronize();
         }
         self.ended.store(true, Ordering::Release);
-        crate::stream::end_all(self);
-        crate::event::end_all(self);
-        crate::module::end_all(self);
-        crate::ipc::end_all(self.device);
+        stream::end_all(self);
+        event::end_all(self);
+        module::end_all(self);
+        ipc::end_all(self.device);
         space().free_all(self.device);
         let _ = CONTEXTS.remove(self.handle);
     }
@@ -172,27 +181,28 @@ pub(crate) fn uuid(device: u32) -> [u8; 16] {
 /// Returns a device attribute by CUDA's number; attributes not listed here are 0.
 fn attribute(device: u32, attribute: u32) -> i32 {
     match attribute {
-        1..=3 => 1024,                    // threads of a block; x, y
-        4 => 64,                          // z
-        5 => i32::MAX,                    // grid x
-        6 | 7 => 65535,                   // grid y, z
-        8 => 48 << 10,                    // shared memory of a block
-        9 => 64 << 10,                    // constant memory
-        10 => 32,                         // warp
-        11 => i32::MAX,                   // pitch
-        12 | 82 => 65536,                 // registers
-        13 | 36 => 1_000_000,             // clocks, kHz
-        14 => 512,                        // texture alignment
-        15 | 19 | 31 | 32 | 41 | 78 => 1, // overlap, host mapping, kernels at once, ECC, one address space, priorities
-        16 => 4,                          // multiprocessors
-        33 => device as i32 + 1,          // PCI bus
-        37 => 1024,                       // memory bus, bits
-        38 => 4 << 20,                    // L2
-        39 => 2048,                       // threads of a multiprocessor
-        40 => 2,                          // copy engines
-        75 => 8,                          // compute capability 8.0
-        81 => 228 << 10,                  // shared memory of a multiprocessor
-        97 => 227 << 10,                  // shared memory of a block that asks for it
+        1..=3 => 1024,        // threads of a block; x, y
+        4 => 64,              // z
+        5 => i32::MAX,        // grid x
+        6 | 7 => 65535,       // grid y, z
+        8 => 48 << 10,        // shared memory of a block
+        9 => 64 << 10,        // constant memory
+        10 => 32,             // warp
+        11 => i32::MAX,       // pitch
+        12 | 82 => 65536,     // registers
+        13 | 36 => 1_000_000, // clocks, kHz
+        14 => 512,            // texture alignment
+        // overlap, host mapping, kernels at once, ECC, one address space, priorities
+        15 | 19 | 31 | 32 | 41 | 78 => 1,
+        16 => 4,                  // multiprocessors
+        33 => device as i32 + 1,  // PCI bus
+        37 => 1024,               // memory bus, bits
+        38 => 4 << 20,            // L2
+        39 => 2048,               // threads of a multiprocessor
+        40 => 2,                  // copy engines
+        75 => 8,                  // compute capability 8.0
+        81 => 228 << 10,          // shared memory of a multiprocessor
+        97 => 227 << 10,          // shared memory of a block that asks for it
         91 | 99 | 115 | 125 => 1, // registered memory at its own address, registering, pools
         106 => 32,                // blocks of a multiprocessor
         111 => 1 << 10,           // reserved shared memory
@@ -209,7 +219,12 @@ api! {
         if settings().devices == 0 {
             return Err(Code::NO_DEVICE);
         }
-        let earlier = INITIALIZED.compare_exchange(0, std::process::id(), Ordering::AcqRel, Ordering::Acquire);
+        let earlier = INITIALIZED.compare_exchange(
+            0,
+            std::process::id(),
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
         if earlier.is_ok() {
             PRIMARY.lock().resize(settings().devices as usize, (None, 0));
         }
@@ -267,7 +282,8 @@ api! {
     /// Returns an invented PCI address of a device.
     fn cuDeviceGetPCIBusId(text: Out<c_char>, room: i32, dev: i32) {
         let device = device(dev)?;
-        let room = usize::try_from(room).ok().filter(|room| *room >= 13).ok_or(Code::INVALID_VALUE)?;
+        let room =
+            usize::try_from(room).ok().filter(|room| *room >= 13).ok_or(Code::INVALID_VALUE)?;
         let id = format!("0000:{:02X}:00.0", device + 1);
         text.set_all(id.bytes().take(room - 1).chain([0]).map(|byte| byte as c_char))
     }

@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use crate::device::Context;
+use crate::device::memory::{Origin, space};
+use crate::device::stream::Stream;
 use crate::handles::Handle;
-use crate::memory::{Origin, space};
 use crate::settings::settings;
-use crate::stream::Stream;
 
 /// Once an allocation has more recorded accesses than this, those that the host has seen completed
 /// are dropped.
@@ -86,7 +86,7 @@ impl Clock {
 /// A use of memory by the work of one step of a stream.
 #[derive(Clone, Debug)]
 struct Access {
-    what: &'static str,
+    name: &'static str,
     stream: usize,
     step: u64,
     used: Use,
@@ -99,12 +99,12 @@ pub(crate) fn new_stream() -> usize {
 }
 
 /// Records that work with these uses was issued on a stream.
-pub(crate) fn used(stream: &Stream, what: &'static str, uses: &[Use]) {
+pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
     let step = clock.step(stream.number);
     for used in uses {
-        let access = Access { what, stream: stream.number, step, used: *used };
+        let access = Access { name, stream: stream.number, step, used: *used };
         if let Some(found) =
             space().find(used.address).filter(|found| found.origin != Origin::Import)
         {
@@ -140,14 +140,13 @@ fn report(old: &Access, new: &Access, base: u64) {
     RACES.fetch_add(1, Ordering::SeqCst);
     eprintln!(
         "softcuda: race: {} on stream {} {} bytes {}..{} of the allocation at {base:#x}, and {} \
-         on stream {} {} bytes \
-         {}..{} of it, with no order between them",
-        new.what,
+         on stream {} {} bytes {}..{} of it, with no order between them",
+        new.name,
         new.stream,
         new.used.doing(),
         new.used.address - base,
         new.used.end() - base,
-        old.what,
+        old.name,
         old.stream,
         old.used.doing(),
         old.used.address - base,

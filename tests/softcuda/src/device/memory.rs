@@ -341,7 +341,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        crate::races::forget(self.number);
+        crate::device::races::forget(self.number);
         // SAFETY: the pages are this allocation's. Spans hold the allocation, so none is left. The
         // pages become reserved and inaccessible again, as they were at the start.
         unsafe {
