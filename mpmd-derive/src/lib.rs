@@ -141,7 +141,7 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
 /// A field in the generated code.
 struct Part {
     member: Member,
-    /// The field's name in paths.
+    /// The field's name, or its index in a tuple struct, as it appears in the paths of leaves.
     text: String,
 }
 
@@ -183,7 +183,8 @@ fn fields(input: &DeriveInput) -> Result<&Fields> {
     Ok(fields)
 }
 
-/// Returns the one type parameter. Fails if it has bounds that other leaves would not meet.
+/// Returns the struct's one type parameter, the leaf type. Fails if there is none or a second one,
+/// or if it has a bound other than `Leaf`. Also fails for lifetimes and where clauses.
 fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
     let mut leaf = None;
     for parameter in &input.generics.params {
@@ -219,7 +220,8 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
     Ok(leaf)
 }
 
-/// Returns the parameters of an `impl` block, with this bound on the leaf.
+/// Returns the generic parameters for an `impl` block, separated by commas and without angle
+/// brackets. The leaf type gets the bound `bound`.
 fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
     let parameters = input.generics.params.iter().map(|parameter| match parameter {
         GenericParam::Type(leaf) => {
@@ -235,7 +237,8 @@ fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
     quote!(#(#parameters),*)
 }
 
-/// Returns the arguments of the struct with this leaf.
+/// Returns the generic arguments of the struct, separated by commas and without angle brackets,
+/// with `leaf` as the leaf type.
 fn arguments(input: &DeriveInput, leaf: &Ident) -> TokenStream {
     let arguments = input.generics.params.iter().map(|parameter| match parameter {
         GenericParam::Type(_) => leaf.to_token_stream(),

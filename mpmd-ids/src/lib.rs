@@ -9,12 +9,12 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// One operating-system process of the job, numbered from 0.
+/// The number of an operating-system process of the job, counted from 0.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ProcessId(pub u32);
 
 impl ProcessId {
-    /// Returns the number as an index into lists by process.
+    /// Returns the number as an index into lists with one entry for each process.
     pub fn index(self) -> usize {
         self.0 as usize
     }

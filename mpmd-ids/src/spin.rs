@@ -12,16 +12,17 @@ use crate::block::{Instant, thread};
 /// Shorter polling times are not worth a poll.
 const SHORTEST: Duration = Duration::from_micros(1);
 
-/// How long the engine looks for work before it sleeps.
+/// Spin policy: the time for which a thread without work polls for messages before it sleeps.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Spin {
-    /// Adapts to the last gaps between works, up to 50 microseconds. Never polls if the job has
-    /// more processes on this host than there are cores.
+    /// Polls for at most 50 microseconds, and less after long gaps without work. Does not poll if
+    /// the job has more processes on this host than there are cores.
     #[default]
     Auto,
-    /// Sleeps at once.
+    /// Does not poll: the thread sleeps as soon as it has no work.
     Never,
-    /// Polls for this long in every gap, although that takes the core from other threads.
+    /// Polls for up to this time in every gap without work, although that takes the core from other
+    /// threads.
     For(Duration),
 }
 

@@ -6,7 +6,7 @@
 pub struct Fingerprint(u64);
 
 impl Fingerprint {
-    /// Creates a fingerprint of a value of this kind. Values of different kinds start from
+    /// Creates the fingerprint of an empty value of this kind. Values of different kinds start from
     /// different states.
     #[doc(hidden)]
     pub fn new(kind: &str) -> Self {
@@ -15,7 +15,7 @@ impl Fingerprint {
         fingerprint
     }
 
-    /// Adds a number.
+    /// Mixes a number into the fingerprint.
     #[doc(hidden)]
     pub fn word(&mut self, word: u64) {
         // Each step is invertible, so for a given state two different words never give the same
@@ -26,14 +26,14 @@ impl Fingerprint {
         self.0 = (x ^ (x >> 32)).wrapping_add(0xa076_1d64_78bd_642f);
     }
 
-    /// Adds a list of numbers with its length.
+    /// Mixes the length of a list and its numbers into the fingerprint.
     #[doc(hidden)]
     pub fn words(&mut self, words: impl ExactSizeIterator<Item = u64>) {
         self.word(words.len() as u64);
         words.for_each(|word| self.word(word));
     }
 
-    /// Adds a text with its length.
+    /// Mixes the length and the bytes of a text into the fingerprint.
     #[doc(hidden)]
     pub fn text(&mut self, text: &str) {
         self.word(text.len() as u64);
@@ -44,7 +44,7 @@ impl Fingerprint {
         }
     }
 
-    /// Returns the fingerprint of all added values.
+    /// Returns the fingerprint of all values mixed in so far.
     #[doc(hidden)]
     pub fn finish(&self) -> u64 {
         self.0

@@ -14,36 +14,41 @@ const NUMBERS: u32 = 0;
 const KEYS: u32 = 1;
 
 impl Key {
-    /// Returns the key of a part of this key's object, such as a layer, a step or a leaf.
+    /// Derives a new key from this key and `data`, such as the number of a layer, a step or a leaf.
+    /// The same arguments always give the same key.
     pub fn fold_in(self, data: u64) -> Self {
         let [low, high, ..] = block(self, data, KEYS);
         Self(join(low, high))
     }
 }
 
-/// Returns 64 random bits.
+/// Returns 64 random bits for the element with index `element`. The same arguments always give the
+/// same bits.
 pub fn bits(key: Key, element: u64) -> u64 {
     let [low, high, ..] = block(key, element, NUMBERS);
     join(low, high)
 }
 
-/// Returns a number that is uniformly distributed in `[0, 1)`: a multiple of 2^-24.
+/// Returns a number that is uniformly distributed in `[0, 1)`: a multiple of 2^-24. A pure function
+/// of the key and the element's index.
 pub fn uniform_f32(key: Key, element: u64) -> f32 {
     (bits(key, element) >> 40) as f32 / (1u32 << 24) as f32
 }
 
-/// Returns a number that is uniformly distributed in `[0, 1)`: a multiple of 2^-53.
+/// Returns a number that is uniformly distributed in `[0, 1)`: a multiple of 2^-53. A pure function
+/// of the key and the element's index.
 pub fn uniform_f64(key: Key, element: u64) -> f64 {
     (bits(key, element) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// Returns a number that is normally distributed with mean 0 and standard deviation 1. Rounds
-/// [`normal_f64`].
+/// Returns [`normal_f64`] of the same arguments, rounded to `f32`: normally distributed with mean 0
+/// and standard deviation 1.
 pub fn normal_f32(key: Key, element: u64) -> f32 {
     normal_f64(key, element) as f32
 }
 
-/// Returns a number that is normally distributed with mean 0 and standard deviation 1.
+/// Returns a number that is normally distributed with mean 0 and standard deviation 1, for the
+/// element with index `element`.
 ///
 /// Its last bits depend on the platform's logarithm and cosine. Processes with the same build on
 /// the same kind of machine get the same bits.

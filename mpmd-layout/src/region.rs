@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::tree::Leaf;
 
-/// A half-open range of indices in every dimension. Cheap to clone. Regions are ordered by the
-/// start of their first dimension, then by its end, then by the next dimension.
+/// A box of array indices: a half-open range in every dimension. Cheap to clone. Regions are
+/// ordered by the start of their first dimension, then by its end, then by the next dimension.
 #[derive(Clone, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(try_from = "Vec<(usize, usize)>", into = "Vec<(usize, usize)>")]
 pub struct Region {
@@ -18,7 +18,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Creates a region from its ranges.
+    /// Creates a region from one range of indices for each dimension.
     ///
     /// # Panics
     ///
@@ -37,17 +37,17 @@ impl Region {
         self.bounds.len()
     }
 
-    /// Returns the indices in a dimension.
+    /// Returns the region's half-open range of indices in dimension `dim`, counted from 0.
     ///
     /// # Panics
     ///
-    /// If the dimension does not exist.
+    /// If the region has no dimension `dim`.
     pub fn range(&self, dim: usize) -> Range<usize> {
         let (start, end) = self.bounds[dim];
         start..end
     }
 
-    /// Returns the indices of each dimension, in order.
+    /// Returns the half-open range of indices of each dimension, in order.
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<usize>> + DoubleEndedIterator + '_ {
         self.bounds.iter().map(|(start, end)| *start..*end)
     }
@@ -62,7 +62,7 @@ impl Region {
         self.ranges().map(|range| range.len()).product()
     }
 
-    /// True if it has no element.
+    /// True if the region has no element: the range of some dimension is empty.
     pub fn is_empty(&self) -> bool {
         self.ranges().any(|range| range.is_empty())
     }
@@ -91,7 +91,7 @@ impl Region {
             || self.bounds.iter().zip(&other.bounds[..]).all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
     }
 
-    /// Returns the same elements, with indices relative to the start of `outer`.
+    /// Returns this region with indices relative to the start of `outer` in every dimension.
     ///
     /// # Panics
     ///
@@ -109,7 +109,8 @@ impl Region {
     }
 
     /// Returns the elements of this region that are not in `other`, as disjoint non-empty regions
-    /// in ascending order.
+    /// in ascending order. Empty if `other` contains this region. Panics if the numbers of
+    /// dimensions differ.
     pub(crate) fn without(&self, other: &Self) -> Vec<Self> {
         let Some(common) = self.intersect(other) else {
             return if self.is_empty() { Vec::new() } else { vec![self.clone()] };
@@ -136,6 +137,8 @@ impl Region {
     }
 }
 
+/// Collects one (start, end) pair for each dimension. The end is exclusive.
+///
 /// # Panics
 ///
 /// If an end is below its start.

@@ -2,12 +2,17 @@
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// Returns the schedule with weight gradients in ascending order of microbatches. A gradient that
-/// comes too early waits for the one of the microbatch before it; then all waiting ones follow at
-/// once. If both gradients were one action, the input gradient stays at its place.
+/// Returns the schedule with each stage's weight gradients in ascending order of microbatches. A
+/// weight gradient that comes too early moves behind that of the microbatch before it. If it was
+/// part of a combined `B`, its input gradient stays in place as an `I`.
 ///
 /// Sums of floats depend on their order. With this order the bits equal those of schedules with
-/// ascending weight gradients. The cost is memory: weight residuals wait.
+/// ascending weight gradients. The cost is memory: weight residuals are held for longer. If any
+/// action moves, the result has no overlapped pairs.
+///
+/// # Errors
+///
+/// As for [`Schedule::new`].
 pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
     let count = schedule.microbatches();
     let rows = schedule.rows().iter().map(|row| {

@@ -31,20 +31,22 @@ fn relative() -> String {
     "unit".to_owned()
 }
 
-/// The cost of one microbatch at a stage. Costs are finite and not negative.
+/// The cost of one microbatch at a stage. Times are in [`Costs::unit`], finite and not negative.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct StageCosts {
-    /// Time of a forward pass.
+    /// Time of a forward pass, in the unit of the costs.
     pub forward: f64,
-    /// Time of the gradient of the inputs.
+    /// Time of the gradient of the inputs, in the unit of the costs.
     pub backward_input: f64,
-    /// Time of the gradient of the parameters.
+    /// Time of the gradient of the parameters, in the unit of the costs.
     pub backward_weight: f64,
-    /// Time to send the outputs to the next stage, if that is on another rank.
+    /// Time to send the outputs to the next stage, if that is on another rank, in the unit of the
+    /// costs.
     #[serde(default)]
     pub send_forward: f64,
-    /// Time to send the gradient of the inputs to the stage before, if that is on another rank.
+    /// Time to send the gradient of the inputs to the stage before, if that is on another rank, in
+    /// the unit of the costs.
     #[serde(default)]
     pub send_backward: f64,
     /// Bytes that a forward pass keeps until the input gradient has ended.
@@ -83,7 +85,7 @@ impl Costs {
         self.to_toml_in("stage")
     }
 
-    /// Like `to_toml`, with the stages in an array of tables of this name.
+    /// Like `to_toml`, with the stages as an array of tables with the name `stages`.
     pub(super) fn to_toml_in(&self, stages: &str) -> String {
         let mut text = format!("unit = {}\n", quoted(&self.unit));
         for stage in &self.stage {
@@ -110,7 +112,7 @@ impl Costs {
     }
 }
 
-/// Formats a TOML string.
+/// Returns the text as a quoted TOML string, with escapes.
 pub(super) fn quoted(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {

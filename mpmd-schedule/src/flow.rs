@@ -15,8 +15,8 @@ use super::step::{Step, StepKind};
 /// their posts. The channel defines when a side has reached a transfer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Flow {
-    /// The process of each lane. A lane is a device, or a rank of a schedule. It runs its nodes one
-    /// at a time, in the order of their numbers.
+    /// The process of each lane, indexed by lane. A lane is a device, or a rank of a schedule. It
+    /// runs its nodes one at a time, in the order of their numbers.
     pub lanes: Vec<u32>,
     /// Number of processes.
     pub processes: u32,
@@ -24,9 +24,9 @@ pub struct Flow {
     pub nodes: Vec<Node>,
     /// All transfers.
     pub transfers: Vec<Transfer>,
-    /// Concatenated lists of needed nodes.
+    /// Concatenated lists of the nodes that nodes need; [`Node::needs`] has the bounds.
     pub needs: Vec<u32>,
-    /// Concatenated lists of taken transfers.
+    /// Concatenated lists of the transfers that nodes take; [`Node::takes`] has the bounds.
     pub takes: Vec<u32>,
     /// For each process, the order in which it posts its ends of transfers.
     pub posts: Vec<Vec<Post>>,
@@ -35,12 +35,13 @@ pub struct Flow {
 /// A computation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Node {
-    /// The lane that computes it.
+    /// The lane that computes the node: an index in [`Flow::lanes`].
     pub lane: u32,
-    /// (first index, count) of its needs in [`Flow::needs`]. These are nodes of the same process
-    /// that must have ended.
+    /// (first index, count) in [`Flow::needs`] of the nodes that must have ended before this node.
+    /// They are of the same process.
     pub needs: (u32, u32),
-    /// (first index, count) of its transfers in [`Flow::takes`].
+    /// (first index, count) in [`Flow::takes`] of the transfers that must be received before this
+    /// node.
     pub takes: (u32, u32),
     /// Identifies the node for the creator of the flow: the index of an action, or of an operation.
     pub tag: u32,
@@ -53,7 +54,8 @@ pub struct Transfer {
     pub from: u32,
     /// The receiving process.
     pub to: u32,
-    /// The node that computes the data; `u32::MAX` if it exists from the beginning.
+    /// The number of the node that computes the data; `u32::MAX` if the data exist from the
+    /// beginning.
     pub after: u32,
     /// Size in bytes.
     pub bytes: u64,
@@ -71,12 +73,12 @@ pub enum Post {
 }
 
 impl Flow {
-    /// Returns the nodes of its own process that a node needs.
+    /// Returns the numbers of the nodes of the same process that must end before `node` begins.
     pub fn needs_of(&self, node: u32) -> &[u32] {
         slice(&self.needs, self.nodes[node as usize].needs)
     }
 
-    /// Returns the transfers that a node takes.
+    /// Returns the numbers of the transfers that must be received before `node` begins.
     pub fn takes_of(&self, node: u32) -> &[u32] {
         slice(&self.takes, self.nodes[node as usize].takes)
     }
@@ -206,7 +208,7 @@ pub struct StepNames {
     microbatches: u32,
 }
 
-/// The kinds of steps, by their number in a tag. The last is the second half of a `B`.
+/// The kinds of steps, indexed by their number in a tag. The last is the second half of a `B`.
 const KINDS: [StepKind; 9] = [
     StepKind::Compute(ActionKind::Forward),
     StepKind::Compute(ActionKind::BackwardInput),
@@ -219,7 +221,7 @@ const KINDS: [StepKind; 9] = [
     StepKind::Compute(ActionKind::Backward),
 ];
 const SECOND_HALF: u32 = 8;
-/// The number of kinds that a tag can hold.
+/// The number of kinds that a tag has room for.
 const RADIX: u32 = 16;
 
 impl StepNames {
@@ -240,13 +242,14 @@ impl StepNames {
         Step { stage: at / self.microbatches, kind, microbatch: at % self.microbatches }
     }
 
-    /// Returns true if a tag belongs to the weight gradient that ends a `B`. Its first half has the
-    /// same step.
+    /// Returns true if a tag belongs to the weight gradient that ends a `B`. The first half of the
+    /// `B` has another tag, for the same step.
     pub fn is_second_half(self, tag: u32) -> bool {
         tag % RADIX == SECOND_HALF
     }
 
-    /// Sets the sizes of the transfers.
+    /// Sets the bytes of the transfers to those in `costs`. Transfers of stages without costs stay
+    /// unchanged.
     pub(crate) fn weigh(self, flow: &mut Flow, costs: &Costs) {
         for transfer in &mut flow.transfers {
             let step = self.step(transfer.tag);
@@ -263,7 +266,8 @@ impl StepNames {
 
 const NONE: u32 = u32::MAX;
 
-/// Builds a flow. Its tables have the nodes and transfers, indexed by stage and microbatch.
+/// Builds a flow. Its tables have the numbers of nodes and transfers, indexed by stage and
+/// microbatch.
 struct Builder {
     names: StepNames,
     stages: u32,
@@ -274,7 +278,7 @@ struct Builder {
     input: Vec<u32>,
     /// Nodes of `W`, or of the second half of `B`.
     weight: Vec<u32>,
-    /// Transfers of the stage's outputs; `gradient` are those of the gradient of its inputs.
+    /// Transfers of the stage's outputs. The next table has those of the gradient of its inputs.
     outputs: Vec<u32>,
     gradient: Vec<u32>,
     flow: Flow,
@@ -441,7 +445,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Sets the needed nodes and the taken transfers of each node.
+    /// Sets, for each node, the nodes that it needs and the transfers that it takes.
     fn add_inputs(&mut self) {
         for node in 0..self.flow.nodes.len() {
             let tag = self.flow.nodes[node].tag;

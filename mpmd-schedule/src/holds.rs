@@ -6,50 +6,56 @@ use super::pace::{MOVE, Pace, Pass, PassKind};
 /// bytes as its pool counts them.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct StageBytes {
-    /// Memory that exists all the time: the stored parameters, and the arrays that the caller keeps
+    /// Bytes that exist all the time: the stored parameters, and the arrays that the caller keeps
     /// beside them.
     pub kept: u64,
-    /// Arrays that each microbatch brings: the pipeline's input on the first stage, and side
-    /// inputs.
+    /// Bytes of the arrays that each microbatch brings: the pipeline's input on the first stage,
+    /// and side inputs.
     pub brought: u64,
-    /// Parameters in the shardings that kernels compute with, if these differ from the stored ones.
+    /// Bytes of the parameters in the shardings that kernels compute with; 0 if these equal the
+    /// stored ones.
     pub gathered: u64,
-    /// The gradients that weight passes add to.
+    /// Bytes of the gradients that weight passes add to.
     pub gradients: u64,
-    /// Gradients in the stored shardings, if they are transferred there.
+    /// Bytes of the gradients in the stored shardings; 0 if gradients are not transferred there.
     pub reduced: u64,
-    /// Inputs copied from the stage before. 0 on the first stage, and for zero-copy transfers.
+    /// Bytes of the inputs copied from the stage before. 0 on the first stage, and for zero-copy
+    /// transfers.
     pub input: u64,
-    /// Outputs of the forward pass.
+    /// Bytes of the outputs of the forward pass.
     pub output: u64,
-    /// Residuals of the forward pass.
+    /// Bytes of all residuals of the forward pass, `kept_residual` included.
     pub residual: u64,
     /// Residuals that become weight residuals without a copy.
     pub kept_residual: u64,
-    /// Weight residuals.
+    /// Bytes of all weight residuals, `kept_residual` included.
     pub weight_residual: u64,
-    /// The gradient of the inputs, which is sent to the stage before. 0 on the first stage.
+    /// Bytes of the gradient of the inputs, which is sent to the stage before. 0 on the first
+    /// stage.
     pub input_gradient: u64,
-    /// The copy of the gradient of the outputs. 0 on the last stage, and for zero-copy transfers.
+    /// Bytes of the copy of the gradient of the outputs. 0 on the last stage, and for zero-copy
+    /// transfers.
     pub output_gradient: u64,
     /// True if the outputs leave by zero-copy transfer, and so stay until the next stage has read
     /// them.
     pub lends_output: bool,
-    /// True if the gradient of the inputs leaves by zero-copy transfer.
+    /// True if the gradient of the inputs leaves by zero-copy transfer, and so stays until the
+    /// stage before has read it.
     pub lends_input_gradient: bool,
     /// True if the forward pass keeps no residuals and is computed again for the backward pass. Its
     /// inputs stay until then.
     pub recomputes: bool,
-    /// True if a combined backward action has no weight residuals.
+    /// True if one kernel computes both gradients of a combined backward action, which then has no
+    /// weight residuals.
     pub fuses: bool,
 }
 
-/// Memory that a device of a stage holds.
+/// Memory that a device of a stage holds in a step.
 #[derive(Clone, Debug, Default)]
 pub struct OnDevice {
     /// Bytes of parameters, inputs, outputs and residuals.
     pub bytes: StageBytes,
-    /// Bytes of the gradients that are freed as they are reduced.
+    /// Bytes of the gradients that are freed once they are transferred to the stored shardings.
     pub moved_gradients: u64,
     /// Inputs that come from other stages.
     pub inputs: Vec<Input>,
@@ -66,7 +72,7 @@ pub struct Input {
     pub from: usize,
     /// Bytes of the copy on this device; 0 if it arrives by zero-copy transfer.
     pub bytes: u64,
-    /// Bytes of the input's gradient.
+    /// Bytes of the gradient of these inputs.
     pub gradient: u64,
     /// True if the gradient leaves by zero-copy transfer.
     pub lends: bool,
@@ -84,7 +90,8 @@ pub struct Output {
 }
 
 impl OnDevice {
-    /// Returns the memory of a stage that takes all outputs of the stage before, and nothing else.
+    /// Returns the memory of a stage that takes all outputs of the stage before. `last` is true for
+    /// the last stage of the chain.
     pub fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
         let input = Input {
             from: stage.saturating_sub(1),
@@ -108,7 +115,8 @@ impl OnDevice {
 }
 
 impl OnDevice {
-    /// Raises each size to the larger of both. Both must be of the same stage.
+    /// Raises each size in bytes to that of `other` if it is larger. Both must be of the same
+    /// stage.
     pub fn widen(&mut self, other: &Self) {
         let StageBytes { recomputes, fuses, lends_output, lends_input_gradient, .. } = self.bytes;
         let (a, b) = (self.bytes, other.bytes);
@@ -143,7 +151,7 @@ impl OnDevice {
     }
 }
 
-/// Bytes that a device holds for some time.
+/// Bytes that a device holds from one moment until the last of several others.
 pub(super) struct Hold {
     pub(super) bytes: u64,
     from: From,
@@ -157,7 +165,7 @@ enum From {
     Begin(Pass),
     /// A pass of this device ends.
     End(Pass),
-    /// The result of a pass has arrived.
+    /// The result of another stage's pass has arrived on this device.
     Come(Pass),
 }
 
@@ -165,17 +173,17 @@ enum From {
 enum Until {
     /// A pass of this device has ended.
     End(Pass),
-    /// The result of the first pass has been copied to the device that runs the second.
+    /// The result of the first pass has been copied to the device that runs the second pass.
     Sent(Pass, Pass),
     /// The memory that was lent to the pass has been returned.
     Back(Pass),
-    /// It may be freed after this pass, but need not be.
+    /// The bytes may be freed after this pass, but need not be.
     Perhaps(Pass),
     Never,
 }
 
 impl Hold {
-    /// Returns the expected times of its allocation and of its release.
+    /// Returns the expected (time of allocation, time of release), in the unit of [`Pace`].
     pub(super) fn expected(&self, pace: &Pace) -> (u64, u64) {
         let (begin, end) = (|pass| pace.times(pass).0, |pass| pace.times(pass).1);
         let from = match self.from {
@@ -193,8 +201,8 @@ impl Hold {
         (from, until.max().unwrap_or(u64::MAX))
     }
 
-    /// Returns the actions of a lane during which it may exist: the first one, and the first after
-    /// them.
+    /// Returns (first, end) of the lane's actions during which the bytes may exist; `end` is
+    /// exclusive.
     pub(super) fn at_most(&self, pace: &Pace, lane: usize) -> (usize, usize) {
         let from = match self.from {
             From::Start => 0,
@@ -208,7 +216,8 @@ impl Hold {
     }
 }
 
-/// Returns all that a device holds for a stage, except the memory that it holds all the time.
+/// Returns all that a device holds for a stage in a step of `count` microbatches, except the memory
+/// that it holds all the time.
 pub(super) fn holds(
     pace: &Pace,
     stage: usize,

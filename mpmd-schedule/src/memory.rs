@@ -40,26 +40,26 @@ use super::pace::{Pace, StagePace};
 use super::schedule::{Schedule, ScheduleError};
 use mpmd_ids::DeviceId;
 
-/// The peak memory of each device in a step, in bytes.
+/// The predicted peak memory of each device in a step, in bytes.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct StepMemory {
     devices: BTreeMap<DeviceId, StepDeviceMemory>,
 }
 
-/// The peak memory of a device, or of a process, in a step, in bytes.
+/// The predicted peak memory of a device, or of a process, in a step, in bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct StepDeviceMemory {
-    /// Memory that exists all the time.
+    /// Bytes that exist all the time; the peaks include them.
     pub kept: u64,
-    /// The peak if all ranks run at the same pace.
+    /// The peak in bytes if all ranks run at the same pace.
     pub expected: u64,
-    /// The upper bound of the peak for any pace of the neighbours.
+    /// The upper bound of the peak in bytes, for any pace of the neighbours.
     pub at_most: u64,
 }
 
 impl StepMemory {
-    /// Computes the plan of a schedule from the memory of each stage's devices. Each stage takes
-    /// the outputs of the stage before.
+    /// Predicts the peak memory of each device in a step of `schedule`. `stages` has, for each
+    /// stage, the memory of its devices. Each stage takes the outputs of the stage before.
     ///
     /// # Errors
     ///
@@ -120,13 +120,13 @@ impl StepMemory {
         Ok(Self { devices: found.into_iter().map(|(device, of)| (device, memory(of))).collect() })
     }
 
-    /// Returns the memory of each device, in the order of device numbers.
+    /// Returns (device, memory) for each device, in the order of device numbers.
     pub fn devices(&self) -> impl Iterator<Item = (DeviceId, StepDeviceMemory)> + '_ {
         self.devices.iter().map(|(device, memory)| (*device, *memory))
     }
 
     /// Returns the sum over these devices, for instance those of a process. Each device counts with
-    /// its own peak.
+    /// its own peak; unknown devices count as 0.
     pub fn of(&self, devices: &[DeviceId]) -> StepDeviceMemory {
         let found = devices.iter().filter_map(|device| self.devices.get(device));
         found.fold(StepDeviceMemory::default(), |sum, one| StepDeviceMemory {
@@ -158,7 +158,7 @@ fn lanes(schedule: &Schedule, stages: &[BTreeMap<DeviceId, OnDevice>]) -> Vec<us
     lanes
 }
 
-/// Returns the peak of the sum of bytes, each with its times of allocation and release.
+/// Returns the peak of a sum of bytes. Each item is (bytes, (time of allocation, time of release)).
 fn most<T: Copy + Ord>(held: impl Iterator<Item = (u64, (T, T))>) -> u64 {
     // Releases sort before allocations at the same time.
     let mut events: Vec<(T, bool, u64)> = Vec::new();
@@ -193,7 +193,6 @@ mod tests {
         plan.devices().map(|(_, memory)| (memory.expected, memory.at_most)).collect()
     }
 
-    /// Residuals alone: as many as there are forward passes before their backward passes.
     #[test]
     fn residuals_accumulate_in_schedule_order() {
         let bytes = StageBytes { kept: 1000, residual: 1, ..StageBytes::default() };

@@ -38,16 +38,16 @@ pub struct ScheduleMetadata {
     pub microbatches: usize,
     /// Number of stages on each rank; `None` if it differs between ranks.
     pub chunks: Option<usize>,
-    /// The name of the [`Placement`](super::Placement).
+    /// The name of the [`Placement`](super::Placement): `loop`, `V` or `custom`.
     pub placement: String,
     /// The rank of each stage.
     pub rank_of_stage: Vec<usize>,
-    /// The dialect of the text: the name of its [`Dialect`](super::Dialect).
+    /// The dialect of the text: `compute_only` or `compute_comms`.
     pub flavour: String,
     /// The hash of the text: [`Text::hash`].
     pub hash: u64,
-    /// The channel over which the schedule was proved free of deadlock, by its name in `check`.
-    /// `None` if it was not proved.
+    /// The channel over which the schedule was proved free of deadlock, as `check::Channel`
+    /// displays it: `tags`, for instance. `None` if it was not proved.
     pub channel: Option<String>,
     /// The costs of the passes, if the order was optimised for them.
     pub costs: Option<Costs>,
@@ -69,8 +69,8 @@ pub enum ScheduleMetadataError {
     /// The metadata belong to another text.
     #[error("the schedule metadata file belongs to another text: {}", .differences.join("; "))]
     Differs {
-        /// For each difference: the name of the value, its value in the metadata, and its value in
-        /// the text.
+        /// One message for each difference: the name of the value, its value in the metadata, and
+        /// its value in the text.
         differences: Vec<String>,
     },
 }
@@ -177,8 +177,8 @@ impl ScheduleMetadata {
         toml
     }
 
-    /// Checks that the metadata belong to this text. The name, the channel and the costs are not in
-    /// a text and are not compared.
+    /// Checks that the metadata belong to `text` and to `schedule`, which was made from it. The
+    /// name, the channel and the costs are not in a text and are not compared.
     ///
     /// # Errors
     ///

@@ -3,12 +3,12 @@
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// Assumed time of a pass. Transfers are short beside it.
+/// Assumed time of a pass, in an arbitrary unit. Transfers are short beside it.
 const PASS: u64 = 1 << 20;
-/// Assumed time of a transfer.
+/// Assumed time of a transfer, in the unit of `PASS`.
 pub(super) const MOVE: u64 = 1;
 
-/// A part of an action.
+/// One of the computations that an action consists of.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Pass {
     pub(super) stage: usize,
@@ -28,7 +28,7 @@ pub(super) enum PassKind {
 /// Properties of a stage that its pace depends on, beside the order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct StagePace {
-    /// Passes of stages of one lane run one at a time.
+    /// The number of the stage's lane. Passes of one lane run one at a time.
     pub(super) lane: usize,
     pub(super) recomputes: bool,
     pub(super) fuses: bool,
@@ -115,7 +115,8 @@ impl Pace {
         }
     }
 
-    /// Sets the times of the passes of an action, and returns its end.
+    /// Records the times of the passes of an action that begins at `start`, and returns the time at
+    /// which it ends.
     fn time(&mut self, action: Action, of: StagePace, start: u64) -> u64 {
         use PassKind::{Again, Forward, Input, Weight};
         let again = if of.recomputes { PASS } else { 0 };
@@ -158,7 +159,8 @@ impl Pace {
         self.timed(pass).is_some()
     }
 
-    /// Returns the expected start and end of the pass.
+    /// Returns the expected (start, end) of the pass, in the unit of `PASS`; (0, 0) if the schedule
+    /// lacks the pass.
     pub(super) fn times(&self, pass: Pass) -> (u64, u64) {
         self.timed(pass).map_or((0, 0), |timed| (timed.start, timed.end))
     }
@@ -178,6 +180,7 @@ impl Pace {
     }
 
     /// Returns the index of the first action of the lane that surely begins after the pass is over.
+    /// It is the number of the lane's actions if there is none.
     pub(super) fn is_over(&self, pass: Pass, lane: usize) -> usize {
         let Some(timed) = self.timed(pass) else { return self.rows[lane].len() };
         let Ran { lane: on, place, .. } = self.actions[timed.action];

@@ -11,28 +11,27 @@ pub struct Timeline {
     pub title: String,
     /// `s` for seconds, or `unit` if times are only relative to each other.
     pub unit: String,
-    /// End of the last bar.
+    /// The time at which the last work ends.
     pub end: f64,
     /// Unit of memory: `B` for bytes, or a word such as `activations`. If it is empty, small
     /// numbers count as activations and large ones as bytes.
     #[serde(default)]
     pub memory_unit: String,
-    /// Starts and ends of steps, in order.
+    /// The steps, in the order of their starts.
     pub marks: Vec<Mark>,
     /// One row for each rank, or for each process and device.
     pub rows: Vec<Row>,
 }
 
-/// A point in time with a name.
+/// The start of a step, with its name.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Mark {
-    /// Time of the mark.
+    /// Start time of the step.
     pub at: f64,
-    /// The end of the step that begins there. With `None` it ends at the next mark, or at the end
-    /// of the timeline.
+    /// End time of the step. With `None` it ends at the next mark, or at the end of the timeline.
     #[serde(default)]
     pub end: Option<f64>,
-    /// Name of the step that begins there.
+    /// Name of the step.
     pub name: String,
 }
 
@@ -41,15 +40,16 @@ pub struct Mark {
 pub struct Row {
     /// A name such as `rank 3`, or `process 1, cpu 0`.
     pub name: String,
-    /// The process, if there is one.
+    /// Number of the process that the row belongs to; `None` if there is none.
     pub process: Option<u32>,
     /// Computations, sorted by start; they do not overlap.
     pub bars: Vec<Bar>,
     /// Outgoing transfers, sorted by start; they may overlap.
     pub moves: Vec<Bar>,
-    /// Times without computation between beginning and end, in order, with their reasons.
+    /// Times without computation between beginning and end of the timeline, in order, with their
+    /// reasons.
     pub gaps: Vec<Gap>,
-    /// Memory in use. Each value holds until the next point.
+    /// Memory in use, in [`Timeline::memory_unit`]. Each value holds until the next point.
     pub memory: Vec<MemoryPoint>,
 }
 
@@ -81,37 +81,38 @@ pub struct Bar {
     pub kind: Kind,
     /// A name such as `2F7`, or the name of a kernel.
     pub name: String,
-    /// The stage, if it belongs to one.
+    /// The stage of the work; `None` if it belongs to no stage.
     pub stage: Option<u32>,
-    /// The microbatch, if it belongs to one.
+    /// The microbatch of the work; `None` if it belongs to no single one.
     pub microbatch: Option<u32>,
-    /// Start time.
+    /// Start time, in [`Timeline::unit`].
     pub start: f64,
-    /// End time.
+    /// End time, in [`Timeline::unit`].
     pub end: f64,
     /// Bytes moved, for a transfer.
     pub bytes: Option<u64>,
     /// Index in [`Timeline::rows`] of a transfer's target.
     #[serde(default)]
     pub to: Option<u32>,
-    /// Number of the operation in the program.
+    /// Number of the operation in the program; `None` in a simulation.
     pub op: Option<u64>,
-    /// Time at which it was issued, in a run.
+    /// Time at which the program issued the operation; `None` in a simulation.
     pub issued: Option<f64>,
-    /// Description of the last work that it waited for before its start.
+    /// Description of the last work that the bar waited for before its start. `None` if it did not
+    /// wait.
     pub waited_for: Option<String>,
-    /// Planned start and end, if there is a plan to compare with.
+    /// Planned (start, end), if there is a plan to compare with.
     pub planned: Option<(f64, f64)>,
-    /// The line of the program.
+    /// Source line that issued the operation, as `file:line:column`; `None` in a simulation.
     pub at: Option<String>,
 }
 
 /// A time in which a row computes nothing.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Gap {
-    /// Start time.
+    /// Start time, in [`Timeline::unit`].
     pub start: f64,
-    /// End time.
+    /// End time, in [`Timeline::unit`].
     pub end: f64,
     /// Description of the work that the row waited for: `stage 1, microbatch 4, forward of rank 0`.
     pub waits_for: String,
@@ -120,20 +121,20 @@ pub struct Gap {
 /// The memory in use from a time on.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct MemoryPoint {
-    /// Time from which the value holds.
+    /// Time from which the value holds, in [`Timeline::unit`].
     pub at: f64,
-    /// Bytes, or activations in a schedule without bytes.
+    /// Memory in use, in [`Timeline::memory_unit`].
     pub used: f64,
 }
 
 /// A step of a program, from its mark to its end. Steps may overlap.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TimelineStep {
-    /// The name of the mark that begins it.
+    /// The name of the mark at its start.
     pub name: String,
-    /// Start time.
+    /// Start time, in [`Timeline::unit`].
     pub from: f64,
-    /// End time.
+    /// End time, in [`Timeline::unit`].
     pub until: f64,
     /// Time from the end of the previous step to the end of this one; of the first step, its
     /// length.
@@ -141,7 +142,8 @@ pub struct TimelineStep {
 }
 
 impl Timeline {
-    /// Returns the steps that take time. A timeline without marks is one step without a name.
+    /// Returns the steps that take time, in order. A timeline without marks is one step without a
+    /// name.
     pub fn steps(&self) -> Vec<TimelineStep> {
         let next = self.marks.iter().skip(1).map(|mark| mark.at).chain([self.end]);
         let mut steps: Vec<TimelineStep> = Vec::new();
@@ -163,7 +165,8 @@ impl Timeline {
         steps
     }
 
-    /// Returns the step that takes the median time; of two in the middle, the shorter one.
+    /// Returns the step that takes the median time; of two in the middle, the shorter one. `None`
+    /// if there are no steps.
     pub fn median_step(&self) -> Option<TimelineStep> {
         let mut steps = self.steps();
         steps.sort_by(|a, b| a.takes.total_cmp(&b.takes));
@@ -186,18 +189,20 @@ impl Timeline {
 }
 
 impl Row {
-    /// Returns the time spent computing between `from` and `until`.
+    /// Returns the time that the row computes between the times `from` and `until`, in the
+    /// timeline's `unit`.
     pub fn busy(&self, from: f64, until: f64) -> f64 {
         let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
         self.bars.iter().map(within).sum()
     }
 
-    /// Returns the largest memory in use, or `None` if memory is not recorded.
+    /// Returns the largest memory in use at any time, in the timeline's `memory_unit`. `None` if
+    /// memory is not recorded.
     pub fn peak(&self) -> Option<f64> {
         self.memory.iter().map(|point| point.used).reduce(f64::max)
     }
 
-    /// Returns the stages of its bars in ascending order: its first chunk, its second, and so on.
+    /// Returns the stages of the row's bars, ascending and without repeats.
     pub fn stages(&self) -> Vec<u32> {
         let mut stages: Vec<u32> = self.bars.iter().filter_map(|bar| bar.stage).collect();
         stages.sort_unstable();

@@ -10,7 +10,7 @@ fn cases(golden: &str) -> Vec<Value> {
     golden["cases"].as_array().expect("cases").clone()
 }
 
-/// Returns the schedule of a case, and a name for it.
+/// Returns (schedule, name for messages) of a case of the golden file.
 fn schedule(case: &Value) -> (Schedule, String) {
     let number = |key: &str| case[key].as_u64().expect("a number") as usize;
     let name = case["schedule"].as_str().expect("a name");
@@ -63,18 +63,18 @@ fn text_matches_torch_to_the_byte() {
     assert_eq!(cases.len(), 35);
 }
 
-/// The costs of an order.
+/// The results of a simulated schedule, in units of time.
 struct Run {
     makespan: usize,
-    /// By rank: the most forward passes with gradients still outstanding.
+    /// By rank: the largest number of forward passes that wait for their gradients at one time.
     activations: Vec<usize>,
-    /// By rank: idle time between its first and its last action.
+    /// By rank: idle time between the rank's first and last action.
     idle: Vec<usize>,
 }
 
-/// Runs a schedule with passes that take `(F, I, W)` units of time, and moves that take none. As in
-/// the closed forms, a `B` gives its gradient at its end. A pair starts when both actions can, and
-/// runs one after the other.
+/// Simulates a schedule with passes that take `(F, I, W)` units of time, and transfers that take
+/// none. As in the closed forms, a `B` gives its gradient at its end. An overlapped pair starts
+/// when both actions can, and its actions run one after the other.
 fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> Run {
     use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
     let ranks = schedule.ranks();

@@ -20,7 +20,8 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 
-/// The number of leaves of a tree of shapes that an error lists.
+/// The number of leaves of a tree of shapes that an error lists. The error only counts further
+/// ones.
 const LISTED: usize = 4;
 
 /// Names for the elements of the input tuple of the input gradient's pass.
@@ -38,21 +39,21 @@ impl Bundle {
         Self { structure: tree.structure(), leaves: tree.into_leaves() }
     }
 
-    /// Returns the arrays as a tree of type `T`. Errors use the given name for the tree.
+    /// Returns the arrays as a tree of type `T`. An error calls the tree by the given name.
     pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, what: &str) -> Result<T> {
         let wrong =
             |why| Error::kernel(format!("its {what} is not the tree that its type takes: {why}"));
         T::from_leaves(&self.structure, self.leaves).map_err(wrong)
     }
 
-    /// Transfers the arrays to the sharding `to`. Arrays that have it already cost nothing.
+    /// Transfers all arrays to the sharding `to`. Arrays that have it already cost nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
         let to = vec![to.clone(); self.leaves.len()];
         Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
     }
 }
 
-/// Gradients of a stage: of its input (none on the first stage), and of its parameters.
+/// Gradients of a stage: (of its input, `None` on the first stage; of its parameters).
 pub(super) type Both = (Option<Bundle>, Bundle);
 
 /// A stage with its type erased, as the runner sees it.
@@ -63,43 +64,47 @@ pub(super) trait AnyStage: Send {
     fn input(&self) -> &Sharding;
     /// The sharding of the outputs and of their gradients.
     fn output(&self) -> &Sharding;
-    /// Returns the paths of all parameters, in leaf order.
+    /// Returns the paths of all parameters, in leaf order, including those that other stages store.
     fn paths(&self) -> Vec<String>;
     fn has_params(&self) -> bool;
     /// Returns the indices of the parameters that the stage stores itself.
     fn own(&self) -> Vec<usize>;
-    /// Returns a parameter as it is stored, or `None` if another stage stores it.
+    /// Returns the parameter at leaf index `place` as it is stored, or `None` if another stage
+    /// stores it.
     fn param(&self, place: usize) -> Option<&MpmdArray>;
     /// Returns all parameters that the stage stores itself, in leaf order.
     fn params(&self) -> Vec<MpmdArray>;
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()>;
-    /// Returns a parameter's shape, and its sharding if this stage stores it.
+    /// Returns the shape and sharding of the parameter at leaf index `place`. The sharding is the
+    /// stored one if this stage stores the parameter.
     fn place(&self, place: usize) -> &ParamPlace;
-    /// Marks a parameter as stored by another stage.
+    /// Drops the parameter at leaf index `place`: another stage stores it from now on.
     fn give_up(&mut self, place: usize);
-    /// Fails if the stage takes no side input of this structure. `None` stands for a microbatch
-    /// without side input.
+    /// Returns an error if the stage does not take a side input of this structure. `None` stands
+    /// for a microbatch without side input.
     fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError>;
-    /// Returns the shapes of all arrays of the stage for inputs of these shapes.
+    /// Returns the shapes of all arrays of the stage for inputs `x` and side inputs `side` of these
+    /// shapes.
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
-    /// Makes the kernels compute with parameters in other shardings than the stored ones.
+    /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as
+    /// they are.
     fn store(&mut self, storage: ParamSharding) -> Result<()>;
-    /// Returns true if the parameters are in the shardings that kernels compute with.
+    /// Returns true if the parameters are available in the shardings that kernels compute with.
     fn is_gathered(&self) -> bool;
-    /// Transfers the parameters to the shardings that kernels compute with. They stay until
-    /// `release`. `tied` are parameters of other stages, as (index, array).
+    /// Transfers the parameters to the shardings that kernels compute with. The copies stay until
+    /// `release`. `tied` are (leaf index, array) of the parameters that other stages store.
     fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()>;
     fn release(&mut self);
-    /// Runs the forward pass. Returns outputs, residuals, and the index of the kernel set for these
-    /// shapes.
+    /// Runs the forward pass. Returns (outputs, residuals, index of the kernel set for these
+    /// shapes).
     fn forward(
         &mut self,
         program: &mut Program,
         x: Bundle,
         side: Bundle,
     ) -> Result<(Bundle, Bundle, usize)>;
-    /// Runs the input gradient. Returns input gradients (none on the first stage) and weight
-    /// residuals.
+    /// Runs the input gradient. Returns (input gradients, weight residuals); the first is `None` on
+    /// the first stage.
     fn backward_input(
         &mut self,
         program: &mut Program,
@@ -107,7 +112,8 @@ pub(super) trait AnyStage: Send {
         residual: Bundle,
         dy: Bundle,
     ) -> Result<(Option<Bundle>, Bundle)>;
-    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
+    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch. `kernels`
+    /// is the index that the forward pass returned.
     fn backward_weight(
         &mut self,
         program: &mut Program,
@@ -115,9 +121,10 @@ pub(super) trait AnyStage: Send {
         weight_residual: Bundle,
         so_far: Option<Bundle>,
     ) -> Result<Bundle>;
-    /// Returns true if one kernel computes both gradients.
+    /// Returns true if one kernel computes both gradients of a combined backward action.
     fn fuses(&self) -> bool;
-    /// Runs the kernel that computes both gradients at once.
+    /// Runs the kernel that computes both gradients. The gradients of the parameters are added to
+    /// `so_far`.
     fn backward(
         &mut self,
         program: &mut Program,
@@ -128,7 +135,7 @@ pub(super) trait AnyStage: Send {
     ) -> Result<Both>;
 }
 
-/// A parameter of a stage.
+/// Shape and sharding of a parameter.
 pub(super) struct ParamPlace {
     pub(super) aval: ShapedArray,
     pub(super) sharding: Sharding,
@@ -142,14 +149,14 @@ pub(super) struct ErasedStage<S: Stage> {
     output: Sharding,
     structure: Structure,
     places: Vec<ParamPlace>,
-    /// Arrays as stored; `None` if another stage stores the parameter.
+    /// Parameters as stored, in leaf order; `None` if another stage stores the parameter.
     params: Vec<Option<MpmdArray>>,
-    /// Shardings that kernels compute with, if they differ from the stored ones.
+    /// Shardings that kernels compute with; `None` if they equal the stored ones.
     storage: Option<ParamSharding>,
-    /// Parameters in the shardings that kernels compute with, while a step uses them.
+    /// Parameters in the shardings that kernels compute with, from `gather` to `release`.
     gathered: Option<Vec<MpmdArray>>,
     first: bool,
-    /// The error for a missing side input, if the stage needs one.
+    /// The error for a missing side input; `None` if the stage needs none.
     needs_side: Option<TreeError>,
     /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
     /// comes. Shapes of residuals are known only then.
@@ -162,7 +169,7 @@ struct Kernels<S: Stage> {
     backward: Backward<S>,
     weight: Jit<BackwardWeight<S>>,
     add_weight: Jit<AddBackwardWeight<S>>,
-    /// For the first microbatch, and for later ones.
+    /// (for the first microbatch, for later ones), if the stage fuses its backward passes.
     fused: Option<[Jit<FusedBackward<S>>; 2]>,
 }
 
@@ -214,7 +221,8 @@ impl<S: Stage> ErasedStage<S> {
         Ok(Shapes::<S::Params>::from_leaves(&self.structure, avals)?)
     }
 
-    /// Returns the stage's declaration for these shapes. An error lists them.
+    /// Returns the stage's declaration for these shapes. An error of the stage gets the shapes in
+    /// its text.
     fn infer(
         &self,
         params: &Shapes<S::Params>,
@@ -228,7 +236,7 @@ impl<S: Stage> ErasedStage<S> {
         })
     }
 
-    /// Returns the stored sharding of each parameter, also of those that other stages store.
+    /// Returns the stored sharding of each parameter, including those that other stages store.
     fn stored(&self) -> Vec<Sharding> {
         self.places.iter().map(|place| place.sharding.clone()).collect()
     }
@@ -343,18 +351,18 @@ fn not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
     ))
 }
 
-/// Returns true if every device of the mesh is in the sharding.
+/// Returns true if the sharding includes every device of the mesh.
 fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
     mesh.devices().iter().all(|device| sharding.devices().contains(device))
 }
 
-/// Fails if no tree of type `T` has the structure.
+/// Returns an error if no tree of type `T` has the structure.
 fn fits<T: Tree>(structure: &Structure) -> Result<(), TreeError> {
     let leaves = std::iter::repeat_n(false, structure.leaves());
     T::With::<bool>::from_leaves(structure, leaves).map(drop)
 }
 
-/// Formats the first leaves of a tree of shapes.
+/// Lists the first leaves of a tree of shapes in words, with their paths.
 fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
     let leaves = tree.leaves_with_paths();
     let shown = leaves.iter().take(LISTED).map(|(path, aval)| match path.is_empty() {
@@ -368,7 +376,8 @@ fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
     shown.join(", ")
 }
 
-/// Replaces tuple indices in an error's path by the names of the elements.
+/// Replaces the tuple index at the beginning of an error's path by the name of the element. Other
+/// errors stay unchanged.
 fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     let Error::Issue(issue) = &mut error else { return error };
     let Some(path) = issue.why.path_mut() else { return error };
@@ -381,7 +390,7 @@ fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     error
 }
 
-/// Returns the path to donate, if there is a leaf below it.
+/// Returns the path, to be donated, if there is a leaf below it; else `None`.
 fn donated(placed: &impl Tree<Leaf = PlacedShape>, path: &'static str) -> Option<&'static str> {
     (!placed.leaves().is_empty()).then_some(path)
 }

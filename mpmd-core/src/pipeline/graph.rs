@@ -17,9 +17,10 @@ use mpmd_layout::tree::{Structure, TreeError};
 /// The stages of a pipeline, their links, and the options of its runs.
 pub(super) struct StageGraph {
     pub(super) stages: Vec<Box<dyn AnyStage>>,
-    /// The input of each stage.
+    /// The parts of the input of each stage, indexed by stage.
     pub(super) feeds: Vec<Feed>,
-    /// Readers of the outputs of each stage: (later stage, part of its input), ascending.
+    /// For each stage, the readers of its outputs: (index of a later stage, index of a part of that
+    /// stage's input), ascending.
     pub(super) readers: Vec<Vec<(usize, usize)>>,
     pub(super) ties: Vec<Tie>,
     /// For each stage, true if it computes its forward pass again for the backward one.
@@ -27,9 +28,9 @@ pub(super) struct StageGraph {
     /// True if weight gradients are computed in ascending order of microbatches, even if the
     /// schedule has another order.
     pub(super) ascending: bool,
-    /// Identifies the outputs of this pipeline.
+    /// The identity of this pipeline, which its `Output`s share.
     pub(super) identity: Arc<()>,
-    /// For each stage, the kernel that adds up gradients of its outputs, built at first use.
+    /// For each stage, the kernel that adds up gradients of its outputs; built at first use.
     adders: Vec<Option<Jit<AddArrays>>>,
 }
 
@@ -42,7 +43,7 @@ pub(super) struct Tie {
     pub(super) user: (usize, usize),
 }
 
-/// Labels the operations that follow.
+/// Sets the label of the operations that the program issues from now on.
 pub(super) fn label(
     program: &mut Program,
     (stage, microbatch): (usize, Option<usize>),
@@ -104,7 +105,8 @@ impl StageGraph {
         }
     }
 
-    /// Changes a stage by `change`. An error names the stage.
+    /// Changes stage `stage` by calling `change`. An error names the stage; an unknown stage is an
+    /// error.
     pub(super) fn change(
         &mut self,
         stage: usize,
@@ -125,8 +127,8 @@ impl StageGraph {
         format!("there is no stage {stage}; the pipeline has stages 0 to {}", self.stages.len() - 1)
     }
 
-    /// Checks that the side inputs of one microbatch, given by stage, are those that the stages
-    /// take.
+    /// Checks that each stage gets the side input that it takes. `sides` are (stage, structure) of
+    /// one microbatch. The error is the problem in words.
     pub(super) fn check_sides<'a>(
         &self,
         sides: impl Iterator<Item = (usize, &'a Structure)> + Clone,
@@ -158,7 +160,8 @@ impl StageGraph {
         Ok(())
     }
 
-    /// Makes a stage use another stage's parameter instead of its own.
+    /// Makes the stage `user` use a parameter of the stage `owner` instead of its own. Both are
+    /// (stage, path of the parameter).
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let place = |(stage, path): (usize, &str)| {
             let found =
@@ -218,8 +221,8 @@ impl StageGraph {
         Ok(())
     }
 
-    /// Gathers a stage's parameters for its kernels, unless they are gathered already. They stay
-    /// until they are released.
+    /// Gathers a stage's parameters for its kernels, unless they are gathered already. The copies
+    /// stay until they are released.
     pub(super) fn gather(&mut self, program: &mut Program, stage: usize) -> Result<()> {
         if self.stages[stage].is_gathered() {
             return Ok(());
@@ -238,7 +241,8 @@ impl StageGraph {
         self.stages.iter_mut().for_each(|stage| stage.release());
     }
 
-    /// Adds up arrays in their order. They have the sharding of the stage's outputs.
+    /// Returns the sum of arrays, added in their order. The arrays have the sharding of the stage's
+    /// outputs; the first one is donated.
     pub(super) fn add_outputs(
         &mut self,
         program: &mut Program,

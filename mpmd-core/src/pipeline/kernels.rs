@@ -16,33 +16,33 @@ use crate::{
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::{Structure, Tree, TreeError};
 
-/// Forward pass: (parameters, inputs, side inputs) -> (outputs, residuals).
+/// The kernel of the forward pass: (parameters, inputs, side inputs) -> (outputs, residuals).
 pub(super) struct Forward<S: Stage>(pub(super) Arc<S>);
 
-/// Input gradient: (parameters, residuals, output gradients) -> (input gradients, weight
-/// residuals).
+/// The kernel of the input gradient: (parameters, residuals, output gradients) -> (input gradients,
+/// weight residuals).
 pub(super) struct BackwardInput<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
 /// Like [`BackwardInput`], without input gradients: for the first stage.
 pub(super) struct BackwardFirst<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
-/// Weight gradient of the first microbatch: weight residuals -> gradients.
+/// The kernel of the weight gradient of the first microbatch: weight residuals -> gradients.
 pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
-/// Weight gradient of later microbatches: (weight residuals, gradients so far) -> gradients, in
-/// place.
+/// The kernel of the weight gradient of later microbatches: (weight residuals, gradients so far) ->
+/// gradients, in place.
 pub(super) struct AddBackwardWeight<S: Stage>(pub(super) Arc<S>);
 
-/// Both gradients: (parameters, residuals, output gradients, gradients so far) -> (input gradients,
-/// gradients). The first microbatch has no gradients so far, and the first stage no input
-/// gradients.
+/// The kernel of both gradients: (parameters, residuals, output gradients, gradients so far) ->
+/// (input gradients, gradients). The first microbatch has no gradients so far, and the first stage
+/// no input gradients.
 pub(super) struct FusedBackward<S: Stage> {
     pub(super) stage: Arc<S>,
     pub(super) inferred: Arc<Inferred>,
     pub(super) first: bool,
 }
 
-/// Adds the second of two arrays to the first, in place.
+/// The kernel that adds the second of two arrays to the first, in place.
 pub(super) struct AddArrays;
 
 /// The stage's declaration for given shapes.
@@ -81,7 +81,7 @@ fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) ->
         .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
 }
 
-/// Returns the path below the element `index` of a tuple.
+/// Returns the path `path` below the element `index` of a tuple.
 fn below(index: usize, path: &str) -> String {
     if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
 }
@@ -120,8 +120,8 @@ impl<S: Stage> Kernel for Forward<S> {
 }
 
 impl Inferred {
-    /// Returns the signature of the input gradient. `outputs` is the index of the weight residuals
-    /// in the tuple of outputs; `None` if they are the only output.
+    /// Returns the signature of the input gradient's kernel. `outputs` is the index of the weight
+    /// residuals in the tuple of outputs; `None` if they are the only output.
     fn backward_input<O>(&self, out: O, outputs: Option<usize>) -> Signature<O> {
         let signature = declare(Signature::new(out), &self.backward_input);
         self.keeps.iter().fold(signature, |signature, (residual, weight)| {
@@ -362,8 +362,9 @@ mod tests {
 
     use super::*;
 
-    /// Returns the sums of all pairs of some 16-bit floats, and of many wider floats, computed on a
-    /// device of this kind.
+    /// Returns the bytes of the sums of all pairs of some 16-bit floats, and of many wider floats.
+    /// A device of this kind computes them. There is one item for each of the dtypes f16, bf16, f32
+    /// and f64.
     fn sums(kind: DeviceKind) -> Vec<Vec<u8>> {
         let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
         let mesh = p.mesh(&[("x", 1)]).unwrap();

@@ -24,12 +24,13 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
         Self { part: Part { stage, path: None }, of, tree: PhantomData }
     }
 
-    /// Returns the index of the stage.
+    /// Returns the index of the stage that computes the outputs, from 0.
     pub fn stage(&self) -> usize {
         self.part.stage
     }
 
-    /// Selects the one array at a path of the outputs. The path is checked at the first microbatch.
+    /// Selects the one array at a path of the outputs. An unknown path is an error at the first
+    /// microbatch.
     #[must_use]
     pub fn leaf(&self, path: impl Into<String>) -> Output<MpmdArray> {
         let part = Part { stage: self.part.stage, path: Some(path.into()) };
@@ -113,7 +114,8 @@ tuples! {
 #[derive(Clone, Debug)]
 pub(super) struct Feed {
     pub(super) parts: Vec<Part>,
-    /// True if the one part is the whole input, not the element of a tuple.
+    /// True if the only part is the whole input, false if the parts are elements of a tuple or
+    /// vector.
     whole: bool,
 }
 
@@ -130,7 +132,7 @@ impl Feed {
         Self { parts: Vec::new(), whole: true }
     }
 
-    /// Returns the structure of an input from the structures of its parts.
+    /// Returns the structure of a stage's input from the structures of its parts.
     pub(super) fn structure(&self, mut parts: Vec<Structure>) -> Structure {
         if self.whole && parts.len() == 1 {
             parts.swap_remove(0)
@@ -141,7 +143,8 @@ impl Feed {
 }
 
 impl Part {
-    /// Returns the indices of the leaves of this part among the leaves of the stage's outputs.
+    /// Returns the indices of the leaves of this part among the leaves of the stage's outputs. An
+    /// unknown path is an error.
     pub(super) fn places(&self, outputs: &Structure) -> Result<std::ops::Range<usize>> {
         let Some(path) = &self.path else { return Ok(0..outputs.leaves()) };
         let paths = outputs.paths();
@@ -159,7 +162,7 @@ impl Part {
         if self.path.is_some() { Structure::Leaf } else { outputs.clone() }
     }
 
-    /// Returns this part of a stage's outputs.
+    /// Returns this part of a stage's outputs. An unknown path is an error.
     pub(super) fn of(&self, outputs: &Bundle) -> Result<Bundle> {
         let places = self.places(&outputs.structure)?;
         Ok(Bundle {
@@ -169,7 +172,8 @@ impl Part {
     }
 }
 
-/// Fails if an output is read by no part: its gradient would be undefined.
+/// Returns an error if a leaf of the outputs is in none of `parts`: its gradient would be
+/// undefined.
 pub(super) fn check_all_read<'a>(
     stage: usize,
     outputs: &Structure,

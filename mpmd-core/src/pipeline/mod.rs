@@ -41,9 +41,9 @@ use mpmd_layout::tree::Tree;
 pub struct Pipeline<In, Out> {
     graph: StageGraph,
     replays: bool,
-    /// The recorded step, for replay.
+    /// The last recorded step, if `replays` is on.
     kept: Option<Kept>,
-    /// The schedule that the processes compared last.
+    /// The schedule that the processes compared last; `None` before the first comparison.
     compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
 }
@@ -53,7 +53,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// # Errors
     ///
-    /// If a parameter is not on the devices of the mesh.
+    /// If a parameter is not on all devices of the mesh.
     #[track_caller]
     pub fn first<S: Stage<In = In, Out = Out>>(
         stage: S,
@@ -210,7 +210,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     }
 
     /// If `yes`, records training steps and replays them; off by default. A replaying process does
-    /// not spend time on the operations of other processes.
+    /// not spend time on the operations of other processes. Discards an earlier recording.
     ///
     /// The first step with a schedule, and with given shapes and shardings of parameters and
     /// microbatches, is [recorded](Program::record). Later ones are
@@ -225,7 +225,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.graph.stages.len()
     }
 
-    /// Returns the mesh of a stage.
+    /// Returns the mesh of stage `stage`, from 0.
     ///
     /// # Panics
     ///
@@ -252,8 +252,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             .map_err(|why| refused(why, at, "Pipeline::store", None))
     }
 
-    /// Returns the paths and arrays of the parameters that a stage stores, in leaf order and in
-    /// their stored shardings.
+    /// Returns (path, array) of each parameter that a stage stores, in leaf order and in the stored
+    /// shardings.
     ///
     /// # Panics
     ///
@@ -280,11 +280,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
-    /// Runs one microbatch forward through all stages and keeps nothing for a backward pass.
+    /// Runs one microbatch forward through all stages, and keeps nothing for a backward pass. Only
+    /// issues the operations, and returns the outputs of the last stage without waiting.
     ///
     /// # Errors
     ///
-    /// Those of the `jit` and `device_put` calls that it makes.
+    /// If side inputs do not fit. Also the errors of the `jit` and `device_put` calls that it
+    /// makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
         issue(
@@ -323,13 +325,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
-    /// Estimates the peak memory of a training step on the devices of this process: see
-    /// [`StepMemory`]. Issues nothing.
+    /// Estimates the peak memory in bytes of a training step on each device: see [`StepMemory`].
+    /// Issues nothing.
     ///
     /// `beside` are arrays that the caller keeps throughout, such as the state of an optimiser.
-    /// Arrays of the microbatches are counted separately and do not belong there. The plan also
-    /// covers devices of other processes. For these it ignores zero-copy transfers in which this
-    /// process takes no part.
+    /// Arrays of the microbatches are counted separately and do not belong there. For devices of
+    /// other processes, the estimate ignores zero-copy transfers in which this process takes no
+    /// part.
     ///
     /// # Errors
     ///
@@ -430,10 +432,11 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         Ok(())
     }
 
-    /// Runs the forward and backward passes of one training step in the order of `schedule`.
+    /// Runs the forward and backward passes of one training step in the order of `schedule`, with
+    /// one entry of `microbatches` for each of its microbatches.
     ///
     /// Before the first step with a schedule, the processes compare it. If one process has another
-    /// schedule, each returns an error with the first rank that differs.
+    /// schedule, each process returns an error with the first rank that differs.
     ///
     /// Only issues the operations, and returns without waiting for them. The gradients are sums
     /// over the microbatches; divide them by the total weight.
@@ -469,8 +472,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     }
 }
 
-/// Runs `f` with `at` as the source location of all issued operations. An error gets the location,
-/// `call`, and the stage and microbatch that the runner had reached.
+/// Runs `f` with `at` as the source location of all operations that it issues. An error gets the
+/// location, `call`, and the stage and microbatch that the runner had reached.
 fn issue<T>(
     (graph, program): (&mut StageGraph, &mut Program),
     at: &'static Location<'static>,
@@ -493,7 +496,7 @@ fn place(graph: &StageGraph, label: Label) -> String {
     format!("{stage}{microbatch}, {}", label.role.name())
 }
 
-/// Adds the user's source location, `call` and `place` to an error. Errors that are not the
+/// Adds the user's source location `at`, `call` and `place` to an error. Errors that are not the
 /// caller's fault stay unchanged.
 fn refused(why: Error, at: &'static Location<'static>, call: &str, place: Option<&str>) -> Error {
     let call = place.map_or_else(|| call.to_owned(), |place| format!("{call}: {place}"));

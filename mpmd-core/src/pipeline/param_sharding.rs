@@ -23,7 +23,7 @@ pub struct ParamSharding {
 }
 
 impl ParamSharding {
-    /// Creates a storage with these compute shardings, one for each parameter in leaf order.
+    /// Computes with the parameters in these shardings, one for each parameter in leaf order.
     /// Kernels write whole gradients in the same shardings.
     pub fn new(compute: Vec<Sharding>) -> Self {
         Self { gradients: compute.clone(), compute }
@@ -44,7 +44,8 @@ impl ParamSharding {
         Ok(self)
     }
 
-    /// Checks that there is one valid sharding on `mesh` for each parameter.
+    /// Checks that there is one valid sharding on `mesh` for each parameter. `params` are (path,
+    /// shape).
     pub(super) fn check(&self, params: &[(String, &ShapedArray)], mesh: &Mesh) -> Result<()> {
         let (found, expected) = (self.compute.len(), params.len());
         if found != expected {
@@ -79,7 +80,8 @@ impl ParamSharding {
     }
 }
 
-/// Transfers each array to its sharding. Arrays that have it already cost nothing.
+/// Transfers each array to the sharding at its index in `to`. Arrays that already have it cost
+/// nothing. Only issues the transfers.
 #[track_caller]
 pub(super) fn put_each(
     program: &mut Program,

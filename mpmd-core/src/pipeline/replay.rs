@@ -11,7 +11,7 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::Structure;
 use mpmd_schedule::Schedule;
 
-/// The last recorded step, with the schedule and the form that it is valid for.
+/// The last recorded step, with the schedule and the layout of inputs that it is valid for.
 pub(super) struct Kept {
     schedule: Schedule,
     form: StepShape,
@@ -20,7 +20,7 @@ pub(super) struct Kept {
 }
 
 /// The layout of a step's inputs: the parameters that each stage stores, then the microbatches.
-/// `params` are their numbers by stage.
+/// `params` has the number of parameters of each stage.
 #[derive(Eq, PartialEq)]
 struct StepShape {
     params: Vec<usize>,
@@ -35,7 +35,8 @@ struct Given {
     paths: Vec<Vec<String>>,
 }
 
-/// Replays the kept step if it fits these arguments; otherwise records this one.
+/// Replays the kept step if it fits these arguments; otherwise records this step and keeps the
+/// recording.
 pub(super) fn train_step(
     kept: &mut Option<Kept>,
     graph: &mut StageGraph,
@@ -88,7 +89,8 @@ impl StepShape {
         (Self { params, microbatches }, all)
     }
 
-    /// Puts the parameters in place and returns the microbatches.
+    /// Sets the parameters of all stages to the first of the arrays. Returns the microbatches, made
+    /// of the other arrays.
     fn put_together(&self, graph: &mut StageGraph, all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
         let mut all = all.into_iter();
         for (stage, own) in graph.stages.iter_mut().zip(&self.params) {
@@ -123,7 +125,8 @@ impl Given {
         (Self { losses: given, paths }, all)
     }
 
-    /// Rebuilds the output from as many results as `take_apart` returned.
+    /// Rebuilds the output of a step from the arrays that `take_apart` returned, or from those of a
+    /// replay. Panics if there are fewer.
     fn put_together(&self, all: Vec<MpmdArray>) -> StepOutput {
         let mut all = all.into_iter();
         let mut next = || all.next().expect("a step gives as many arrays as when it was recorded");

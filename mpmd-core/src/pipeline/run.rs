@@ -21,7 +21,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Empty, Structure, Tree};
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
-/// One microbatch: the input of the pipeline, and side inputs of stages.
+/// One microbatch: the input of the pipeline, and the side inputs of its stages.
 pub struct Microbatch<In> {
     x: In,
     side: HashMap<usize, Bundle>,
@@ -39,7 +39,8 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
         Self { x, side: HashMap::new() }
     }
 
-    /// Sets the side inputs of a stage, which must be on that stage's mesh.
+    /// Sets the side inputs of stage `stage`, which must be on that stage's mesh. Replaces earlier
+    /// ones.
     #[must_use]
     pub fn side<T: Tree<Leaf = MpmdArray>>(mut self, stage: usize, side: T) -> Self {
         self.side.insert(stage, Bundle::of(side));
@@ -51,23 +52,23 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     }
 }
 
-/// A stage's gradients, summed over the microbatches: (path, array) in the order of the parameters
-/// that it stores.
+/// (path, array) of a stage's gradients, summed over the microbatches, in the order of the
+/// parameters that the stage stores.
 pub type Gradients = Vec<(String, MpmdArray)>;
 
 /// The results of a training step.
 #[derive(Debug)]
 pub struct StepOutput {
-    /// The loss and its weight, summed over the microbatches in ascending order; on the last
+    /// The loss and its weight, each summed over the microbatches in ascending order; on the last
     /// stage's mesh.
     pub loss: Loss<MpmdArray>,
-    /// The loss and weight of each microbatch; on the last stage's mesh.
+    /// The loss and weight of each microbatch, in ascending order; on the last stage's mesh.
     pub losses: Vec<Loss<MpmdArray>>,
-    /// The gradients of each stage.
+    /// The gradients of each stage, indexed by stage.
     pub gradients: Vec<Gradients>,
 }
 
-/// Adds one microbatch's loss to the sum.
+/// The kernel that adds one microbatch's loss and weight to the sums.
 struct AddLoss;
 
 impl Kernel for AddLoss {
@@ -96,30 +97,30 @@ impl Kernel for AddLoss {
     }
 }
 
-/// The numbers of remaining passes of a step at a stage.
+/// The numbers of passes of a step that are still to come at a stage.
 #[derive(Clone, Copy, Default)]
 struct Uses {
-    /// Passes that read its parameters.
+    /// Passes that read the stage's parameters.
     params: usize,
-    /// Passes that add to its gradients.
+    /// Passes that add to the gradients of the stage's parameters.
     weights: usize,
 }
 
 /// Data of a microbatch at a stage between its passes.
 #[derive(Default)]
 struct Held {
-    /// The parts of its input that have arrived.
+    /// The parts of the stage's input that have arrived; `None` for the missing ones.
     parts: Vec<Option<Bundle>>,
-    /// The input for recomputing the forward pass.
+    /// The stage's input, kept for recomputing the forward pass.
     x: Option<Bundle>,
     side: Option<Bundle>,
     /// Index of the kernel set compiled for this microbatch's shapes.
     kernels: usize,
-    /// The number of leaves of each part of the input.
+    /// The number of leaves of each part of the stage's input.
     leaves: Vec<usize>,
     outputs: Option<Structure>,
     residual: Option<Bundle>,
-    /// Gradients of outputs that have arrived from the reading stages.
+    /// Gradients of the stage's outputs that have arrived from the reading stages.
     gradients: Vec<Arrived>,
     weight_residual: Option<Bundle>,
 }
@@ -141,17 +142,17 @@ struct RunningStep<'a> {
     losses: Vec<Option<Loss<MpmdArray>>>,
 }
 
-/// Returns the schedule as it is run: with ascending weight gradients if the pipeline asks for
-/// that.
+/// Returns the schedule that is run: `schedule`, or its copy with ascending weight gradients if the
+/// pipeline asks for that.
 pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Schedule> {
     Ok(if graph.ascending { mpmd_schedule::ascending(schedule)? } else { schedule.clone() })
 }
 
-/// The maximal number of operations for comparing a schedule.
+/// Limit of the number of operations that compare a schedule; ranks are grouped to stay below it.
 const COMPARED: usize = 64;
 
-/// Makes the processes compare a schedule, rank by rank, unless it is the one that they compared
-/// last.
+/// Makes the processes compare a schedule, unless it is `known`, the one compared last. Checks
+/// first that the schedule trains this pipeline. Does not compare while the program records.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
     (graph, microbatches): (&StageGraph, usize),
@@ -195,7 +196,7 @@ pub(super) fn train_step(
     output
 }
 
-/// Runs the forward passes of a schedule. Returns the outputs of each microbatch.
+/// Runs the forward passes of a schedule. Returns the outputs of each microbatch, in order.
 pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     graph: &mut StageGraph,
     program: &mut Program,
@@ -213,7 +214,7 @@ pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     outputs
 }
 
-/// Runs one microbatch through all stages in order.
+/// Runs one microbatch through all stages in order, and returns the outputs of the last stage.
 pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     graph: &mut StageGraph,
     program: &mut Program,
@@ -267,7 +268,7 @@ fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result
     )))
 }
 
-/// Fails if the schedule has another number of stages than the pipeline.
+/// Returns an error if the schedule has another number of stages than the pipeline.
 pub(super) fn check_stages(graph: &StageGraph, schedule: &Schedule) -> Result<()> {
     let (name, ranks, expected, stages) =
         (schedule.name(), schedule.ranks(), schedule.stages(), graph.stages.len());
@@ -290,7 +291,8 @@ fn role(kind: ActionKind) -> Role {
     }
 }
 
-/// Counts the passes that read each stage's parameters, and those that add to its gradients.
+/// Returns, for each stage, the number of passes that read its parameters and of those that add to
+/// its gradients.
 fn uses(stages: usize, order: &[Action]) -> Vec<Uses> {
     let mut uses = vec![Uses::default(); stages];
     for action in order {
@@ -419,7 +421,7 @@ impl<'a> RunningStep<'a> {
         Ok(outputs.into_iter().flatten().collect())
     }
 
-    /// Runs the forward pass of one stage and returns its outputs.
+    /// Runs the forward pass of `key`, (stage, microbatch), and returns the stage's outputs.
     fn forward_pass(&mut self, key: (usize, usize)) -> Result<Bundle> {
         let recomputes = self.graph.recomputes[key.0];
         let held = self.held(key);
@@ -444,7 +446,8 @@ impl<'a> RunningStep<'a> {
         Ok(y)
     }
 
-    /// Sends the outputs to all stages that read them.
+    /// Sends the outputs `y` of `key`, (stage, microbatch), to all stages that read them. An output
+    /// that no stage reads is an error.
     fn send_outputs(&mut self, key: (usize, usize), y: &Bundle) -> Result<()> {
         let (stage, microbatch) = key;
         self.label(key, Role::SendForward);
@@ -464,7 +467,7 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Stores a loss, and seeds its gradient: 1 for the loss, 0 for its weight.
+    /// Stores the loss of a microbatch, and seeds its gradient: 1 for the loss, 0 for its weight.
     fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
         let loss: Loss<MpmdArray> = y.into_tree("output")?;
         let seed = |value: f64| match loss.sum.dtype() {
@@ -477,8 +480,8 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Returns the inputs of a backward pass: the residuals, recomputed if they were not kept, and
-    /// the output gradient.
+    /// Returns (residuals, output gradient) for a backward pass. Residuals that were not kept are
+    /// recomputed.
     fn backward_inputs(&mut self, key: (usize, usize)) -> Result<(Bundle, Bundle)> {
         let residual = if self.graph.recomputes[key.0] {
             let held = self.held(key);
@@ -494,8 +497,8 @@ impl<'a> RunningStep<'a> {
         Ok((residual, dy))
     }
 
-    /// Returns the gradient of a stage's outputs: the sum of its readers' gradients, in their
-    /// order.
+    /// Returns the gradient of a stage's outputs: the sum of the readers' gradients, in the order
+    /// of the readers.
     fn output_gradient(&mut self, key: (usize, usize)) -> Result<Bundle> {
         let held = self.held(key);
         let mut all = std::mem::take(&mut held.gradients);
@@ -545,7 +548,8 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Computes both gradients with one kernel.
+    /// Computes both gradients of a microbatch at a stage with one kernel, and sends the input
+    /// gradient.
     fn both_passes(&mut self, key: (usize, usize)) -> Result<()> {
         let (residual, dy) = self.backward_inputs(key)?;
         let kernels = self.held(key).kernels;
@@ -557,7 +561,8 @@ impl<'a> RunningStep<'a> {
         self.send_gradients(key, dx)
     }
 
-    /// Sends the gradient of a stage's input to the stages that produced it.
+    /// Sends the gradient of a stage's input to the stages that produced the input. Does nothing if
+    /// `dx` is `None`.
     fn send_gradients(&mut self, key: (usize, usize), dx: Option<Bundle>) -> Result<()> {
         let (stage, microbatch) = key;
         let leaves = std::mem::take(&mut self.held(key).leaves);
@@ -615,7 +620,8 @@ impl<'a> RunningStep<'a> {
     }
 }
 
-/// Sums in ascending order of microbatches, independent of the order of computation.
+/// Returns the losses added in ascending order of microbatches, independent of the order of
+/// computation.
 fn sum_losses(
     last: &dyn AnyStage,
     program: &mut Program,
@@ -628,8 +634,8 @@ fn sum_losses(
     rest.iter().try_fold(first.clone(), |sum, one| add.call(program, (sum, one.clone())))
 }
 
-/// Returns the value, or an error if it is missing. Only a schedule that bypassed the checks gets
-/// this error.
+/// Returns the value, or an error that names it if it is missing. Only a schedule that bypassed the
+/// checks gets this error.
 fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), what: &str) -> Result<T> {
     found.ok_or_else(|| {
         let problem = format!("the {what} of stage {stage}, microbatch {microbatch}, is not there");

@@ -34,10 +34,10 @@ pub(super) struct ShapeBundle {
     avals: Vec<ShapedArray>,
 }
 
-/// Shapes and their shardings.
+/// Shapes of arrays, each with its sharding.
 type Places = Vec<(ShapedArray, Sharding)>;
 
-/// Shapes and shardings of all arrays of a stage.
+/// Global shapes and shardings of all arrays of a stage.
 pub(super) struct StageShapes {
     pub(super) mesh: Mesh,
     /// All parameters in their stored shardings, including those that other stages store.
@@ -94,9 +94,9 @@ impl ShapeBundle {
     }
 }
 
-/// Returns the memory of each device of each stage. If there are several microbatches, each array
-/// counts with its largest size in any of them. `counts` maps the size of a buffer in its pool, in
-/// bytes, to the size that counts here.
+/// Returns, for each stage, the memory of each of its devices. Each array counts with its largest
+/// size in any of the microbatches. `counts` maps the size of a buffer in its pool, in bytes, to
+/// the size that counts here.
 pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     program: &Program,
@@ -226,14 +226,16 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     Ok(found)
 }
 
-/// Shapes and shardings that a step makes of a stage's parameters and their gradients.
+/// Shapes and shardings that a step makes of a stage's parameters and of their gradients.
 struct Params {
     kept: Places,
     gathered: Places,
-    /// Gradients that are transferred, and their results on the stage's own devices.
+    /// Gradients that are transferred to the stored shardings. The next list has the results that
+    /// stay on this stage's devices.
     moved: Places,
     reduced: Places,
-    /// (using stage, place of its gradient here) for each tied parameter of this stage.
+    /// (using stage, shape and sharding of its gradient here) for each tied parameter that this
+    /// stage stores.
     tied: Vec<(usize, (ShapedArray, Sharding))>,
 }
 
@@ -275,7 +277,8 @@ impl Params {
     }
 }
 
-/// Returns the memory of a device for each part of a stage's input, and for its gradient.
+/// Returns the bytes on device `device` for each part of the input of stage `index`, and for its
+/// gradient.
 fn inputs(
     graph: &StageGraph,
     program: &Program,
@@ -300,7 +303,8 @@ fn inputs(
     Ok(found)
 }
 
-/// Returns the memory of a device for each output of a stage, and for its gradient.
+/// Returns the bytes on device `device` for each output of stage `index`, and for the gradients of
+/// its readers.
 fn outputs(
     graph: &StageGraph,
     program: &Program,
@@ -330,7 +334,7 @@ fn outputs(
     Ok(all)
 }
 
-/// Returns the bytes of the arrays' shards on a device, as its pool counts them.
+/// Returns the bytes of the arrays' shards on a device, as its pool and then `counts` count them.
 fn on(
     device: DeviceId,
     counts: &mut dyn FnMut(u64) -> u64,
@@ -355,8 +359,8 @@ fn region(device: DeviceId, aval: &ShapedArray, sharding: &Sharding) -> Result<O
     Ok(layout.region_of(device).cloned())
 }
 
-/// Returns the bytes that a device needs to receive arrays. Zero-copy transfers and shards already
-/// in place need none.
+/// Returns the bytes that a device needs to receive arrays from the shardings `from` in the
+/// shardings `to`. Zero-copy transfers and shards already in place need none.
 fn taken(
     program: &Program,
     device: DeviceId,
@@ -377,7 +381,7 @@ fn taken(
     Ok(bytes)
 }
 
-/// Returns true if a shard of `device` is used in place by one of the receiving devices.
+/// Returns true if a device of `to` uses a shard of `device` in place.
 fn lends(
     program: &Program,
     device: DeviceId,
@@ -398,9 +402,9 @@ fn lends(
     Ok(false)
 }
 
-/// Returns the device of another process that sends the wanted region by zero-copy transfer, if
-/// there is one. Transfers inside a process are copies. A region that is not contiguous in one
-/// shard is assembled from pieces.
+/// Returns the device that sends region `wanted` to `taker` by zero-copy transfer, or `None`.
+/// Transfers inside a process are copies. A region that is not contiguous in one shard is assembled
+/// from pieces.
 fn giver(
     program: &Program,
     taker: DeviceId,
@@ -425,8 +429,8 @@ fn giver(
 }
 
 impl Program {
-    /// Returns true if the two processes use zero-copy transfers. Known only if one of them is this
-    /// process.
+    /// Returns true if the two processes use zero-copy transfers. If neither is this process,
+    /// returns false.
     fn hands_over_between(&self, giver: ProcessId, taker: ProcessId) -> bool {
         let me = self.process();
         (giver == me && self.runtime.hands_over(taker))

@@ -20,19 +20,19 @@ use mpmd_layout::tree::{Leaf, Tree};
 pub trait Stage: Send + Sync + 'static {
     /// The parameters.
     type Params: Tree<Leaf = MpmdArray>;
-    /// Outputs of earlier stages, or the input of the pipeline.
+    /// The input tree: outputs of earlier stages, or the input of the pipeline.
     type In: Tree<Leaf = MpmdArray>;
     /// Arrays that come with each microbatch and have no gradient, such as labels and masks. Use
     /// [`Empty`](mpmd_layout::tree::Empty) for none.
     type Side: Tree<Leaf = MpmdArray>;
-    /// Inputs of later stages; [`Loss`] on the last stage.
+    /// The output tree, which later stages read; [`Loss`] on the last stage.
     type Out: Tree<Leaf = MpmdArray>;
     /// Residuals of the forward pass, read by the input gradient.
     type Residual: Tree<Leaf = MpmdArray>;
     /// Residuals of the input gradient, read by the weight gradient.
     type WeightResidual: Tree<Leaf = MpmdArray>;
 
-    /// Declares outputs and residuals for inputs of these global shapes.
+    /// Declares outputs, residuals and collectives for inputs of these global shapes.
     ///
     /// # Errors
     ///
@@ -44,7 +44,8 @@ pub trait Stage: Send + Sync + 'static {
         side: &Shapes<Self::Side>,
     ) -> Result<Declared<Self>>;
 
-    /// Computes the outputs, and the residuals for the input gradient.
+    /// Computes the outputs `y`, and the residuals for the input gradient, on one device. The
+    /// arguments are the regions of the arrays on this device.
     ///
     /// # Errors
     ///
@@ -59,8 +60,8 @@ pub trait Stage: Send + Sync + 'static {
         residual: ViewsMut<'_, Self::Residual>,
     ) -> Result<()>;
 
-    /// Computes the input gradient from the output gradient, and the residuals for the weight
-    /// gradient. `dx` is `None` on the first stage: the data need no gradient.
+    /// Computes the input gradient `dx` from the output gradient `dy`, and the residuals for the
+    /// weight gradient. `dx` is `None` on the first stage: the data need no gradient.
     ///
     /// A residual that the signature [keeps](StageSignature::keep) is already in `weight_residual`,
     /// and its view in `residual` is empty.
@@ -78,7 +79,7 @@ pub trait Stage: Send + Sync + 'static {
         weight_residual: ViewsMut<'_, Self::WeightResidual>,
     ) -> Result<()>;
 
-    /// Adds the gradient of the parameters to `gradient`.
+    /// Adds the gradient of the parameters for one microbatch to `gradient`.
     ///
     /// # Errors
     ///
@@ -90,8 +91,9 @@ pub trait Stage: Send + Sync + 'static {
         gradient: ViewsMut<'_, Self::Params>,
     ) -> Result<()>;
 
-    /// Returns true if [`Stage::backward`] computes both gradients in one pass. The runner calls it
-    /// where a schedule has both gradients as one action, unless the gradients are partial sums.
+    /// Returns true if [`Stage::backward`] computes both gradients in one pass. The runner then
+    /// calls `backward` where a schedule has both gradients as one action, unless the gradients are
+    /// partial sums. Default: false.
     fn fuses_backward(&self) -> bool {
         false
     }
@@ -99,9 +101,9 @@ pub trait Stage: Send + Sync + 'static {
     /// Computes the input gradient like [`Stage::backward_input`], and adds the gradient of the
     /// parameters to `gradient` like [`Stage::backward_weight`].
     ///
-    /// There are no weight residuals, and no residual is kept. It may call the collectives that are
-    /// declared for the input gradient. If it computes the same bits as the two separate passes,
-    /// the bits of a step do not depend on the schedule.
+    /// There are no weight residuals, and no residual is kept. The pass may call the collectives
+    /// that are declared for the input gradient. If it computes the same bits as the two separate
+    /// passes, the bits of a step do not depend on the schedule. Default: an error.
     ///
     /// # Errors
     ///
@@ -128,7 +130,8 @@ pub trait Stage: Send + Sync + 'static {
         Spec::default()
     }
 
-    /// Returns the sharding of the outputs and of their gradient. A [`Loss`] is never divided.
+    /// Returns the sharding of the outputs and of their gradient over the stage's mesh. A [`Loss`]
+    /// is never divided. Default: replicated on every device.
     fn output_spec(&self) -> Spec {
         Spec::default()
     }
@@ -138,13 +141,14 @@ pub trait Stage: Send + Sync + 'static {
         plain_name::<Self>()
     }
 
-    /// Returns the settings of the stage as words, which processes compare with each other.
+    /// Returns the settings of the stage as words, which the processes compare with each other.
+    /// Default: none.
     fn statics(&self) -> Vec<u64> {
         Vec::new()
     }
 
     /// Returns the CUDA sources that the passes launch on CUDA devices, like
-    /// [`Kernel::cuda`](crate::kernel::Kernel::cuda).
+    /// [`Kernel::cuda`](crate::kernel::Kernel::cuda). Default: none.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
@@ -172,7 +176,7 @@ pub struct PlacedShape {
 impl Leaf for PlacedShape {}
 
 impl PlacedShape {
-    /// Creates a residual of this global shape, sharded by `spec`.
+    /// Creates a residual of the global shape `aval`, sharded by `spec`.
     pub fn new(aval: ShapedArray, spec: Spec) -> Self {
         Self { aval, spec }
     }
@@ -199,7 +203,8 @@ pub struct StageSignature<O, R, W> {
 }
 
 impl<O, R, W> StageSignature<O, R, W> {
-    /// Declares a stage with output `out` and these residuals.
+    /// Declares a stage with output `out` and these residuals, without kept residuals and without
+    /// collectives.
     pub fn new(out: O, residual: R, weight_residual: W) -> Self {
         Self {
             out,
@@ -211,8 +216,8 @@ impl<O, R, W> StageSignature<O, R, W> {
         }
     }
 
-    /// Declares that the residual at one path is also the weight residual at the other path. It is
-    /// not copied.
+    /// Declares that the residual at path `residual` is also the weight residual at path
+    /// `weight_residual`. It is not copied.
     #[must_use]
     pub fn keep(mut self, residual: impl Into<String>, weight_residual: impl Into<String>) -> Self {
         self.keeps.push((residual.into(), weight_residual.into()));
@@ -220,7 +225,7 @@ impl<O, R, W> StageSignature<O, R, W> {
     }
 
     /// Declares the next collective of [`Stage::forward`]: an all-reduce over mesh axis `axis`.
-    /// Each device contributes at most as many elements as `aval` has.
+    /// `aval` limits the number of elements that each device contributes.
     #[must_use]
     pub fn forward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.forward.push((axis.into(), aval));
@@ -236,7 +241,8 @@ impl<O, R, W> StageSignature<O, R, W> {
     }
 }
 
-/// The output of the last stage for a microbatch: scalars, the same on each of its devices.
+/// The output of the last stage for a microbatch: scalars with the same values on each device of
+/// the stage.
 #[derive(Clone, Debug, Tree)]
 pub struct Loss<L> {
     /// The sum of the losses over all items (rows, tokens).

@@ -6,7 +6,7 @@ use super::file::ProcessTrace;
 
 /// Conversion of each process's times to the common clock.
 pub(super) struct Aligned {
-    /// By index of the trace.
+    /// The conversion for each trace, by the index of the trace.
     lines: Vec<Line>,
     /// Error bound between times of different processes, in nanoseconds.
     pub(super) bound: u64,
@@ -25,7 +25,8 @@ struct Line {
     run: i128,
 }
 
-/// One comparison of a group's clock with the common clock.
+/// One comparison of a clock with the common clock, both in nanoseconds. Processes that share a
+/// clock form a group.
 #[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 struct Sample {
     here: i128,
@@ -97,7 +98,8 @@ impl Aligned {
         Self { lines, bound, problems }
     }
 
-    /// Converts a time of the trace with index `place` to the common clock, in nanoseconds.
+    /// Converts a time of the trace with index `place`, in nanoseconds since the trace began, to
+    /// nanoseconds of the common clock.
     pub(super) fn time(&self, place: usize, at: u64) -> i128 {
         let Line { at: from, common, rise, run } = self.lines[place];
         // Saturates: the product exceeds 128 bits only for nonsensical clocks.
@@ -109,7 +111,8 @@ impl Aligned {
 /// drift by at most some 100 parts per million.
 const FAR: i128 = 10_000;
 
-/// Fits a line through the best sample of the first half of the time and the best of the second.
+/// Returns (line, error bound in nanoseconds). The line goes through the best sample of the first
+/// half of the time and the best of the second. `None` without samples.
 fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     samples.sort_unstable();
     let middle = (samples.first()?.here + samples.last()?.here) / 2;
@@ -134,8 +137,9 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A process on its own host. Its trace begins at common time `begin`, and its clock gains
-    /// `drift` nanoseconds per second. Its samples are wrong by `skew`, within `bound`.
+    /// Creates the trace of a process on its own host. The trace begins at common time `begin`, and
+    /// the clock gains `drift` nanoseconds per second. The samples are wrong by `skew`, within
+    /// `bound`.
     fn process(process: u32, begin: i64, drift: i64, bound: u64, skew: i64) -> ProcessTrace {
         let clock = |seconds: i64| Clock {
             at: (seconds * (SECOND as i64 + drift)) as u64,

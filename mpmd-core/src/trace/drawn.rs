@@ -7,7 +7,7 @@ use super::reasons::short;
 use crate::trace::{Label, Role};
 use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
-/// The shortest idle time, in seconds, for which a reason is given.
+/// The shortest idle time, in seconds, that becomes a gap with a reason.
 const SHORT: f64 = 1e-6;
 
 impl Run {
@@ -91,8 +91,8 @@ impl Run {
         timeline
     }
 
-    /// Returns the row of one device. The first device's row also shows the process's outgoing
-    /// pieces.
+    /// Returns the row of one device. The row of device 0 also shows the process's outgoing pieces.
+    /// `first` has the index of each process's first row.
     fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> Row {
         let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
         let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
@@ -169,8 +169,8 @@ impl Run {
         })
     }
 
-    /// Returns the share of time between `from` and `until` in which a process's devices computed,
-    /// from 0 to 1.
+    /// Returns the share of the time from `from` to `until`, in seconds, in which a process's
+    /// devices computed. It is a number from 0 to 1.
     pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
         let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
         for kernel in self.kernels.iter().filter(|kernel| kernel.process == process) {
@@ -196,8 +196,8 @@ fn kind(label: Option<Label>) -> Kind {
     }
 }
 
-/// Returns the name of a pass as in a schedule's text, such as `2F7`. Other operations keep their
-/// description.
+/// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
+/// their description.
 pub(super) fn name(label: Option<Label>, what: &str) -> String {
     let Some(Label { stage, microbatch: Some(microbatch), role }) = label else {
         return what.to_owned();

@@ -5,7 +5,7 @@ use crate::trace::Label;
 /// Size of an event in a file, in bytes.
 pub(super) const EVENT_BYTES: usize = 6 * 8;
 
-/// The value of a word without content: no label.
+/// The word of an absent label.
 const NONE: u64 = u64::MAX;
 
 /// An event of a traced process.
@@ -13,7 +13,7 @@ const NONE: u64 = u64::MAX;
 pub struct Event {
     /// Time in nanoseconds since the process's trace began.
     pub at: u64,
-    /// The event itself.
+    /// The kind of the event, with its data.
     pub what: What,
 }
 
@@ -25,24 +25,26 @@ pub struct Event {
 pub enum What {
     /// The program issued an operation in which this process takes part.
     Issued {
-        /// Its number.
+        /// The number of the operation.
         op: u64,
-        /// Its part in a pipeline.
+        /// The part of the operation in a pipeline; `None` outside of pipelines.
         label: Option<Label>,
-        /// The text that describes it.
+        /// The text that describes the operation: an index into `ProcessTrace::texts`.
         text: u32,
-        /// The text of the program's line.
+        /// The source line that issued the operation, as a text: an index into
+        /// `ProcessTrace::texts`.
         line: u32,
-        /// The operation that made the array, for a `device_put`; 0 for none.
+        /// The operation that made the array, for a `device_put`; 0 if there is none.
         source: u64,
     },
     /// A device started its part of an operation, after the inputs were ready.
     Started {
-        /// The operation.
+        /// The number of the operation.
         op: u64,
         /// The device's index in this process.
         device: u32,
-        /// Time at which the device took up the operation.
+        /// Time at which the device took up the operation, in nanoseconds since the process's trace
+        /// began.
         since: u64,
         /// The operation that made the last input that the device waited for; 0 if all were ready.
         input: u64,
@@ -51,53 +53,53 @@ pub enum What {
     },
     /// A device ended its part of an operation.
     Ended {
-        /// The operation.
+        /// The number of the operation.
         op: u64,
         /// The device's index in this process.
         device: u32,
-        /// Bytes of arrays on the device.
+        /// Bytes of arrays on the device at this time.
         memory: u64,
     },
     /// All parts of an operation on this process have ended, and its sends are complete.
     Over {
-        /// The operation.
+        /// The number of the operation.
         op: u64,
     },
-    /// A piece of an array made progress.
+    /// A piece made progress. A piece is a part of an array that one process sends to another.
     Piece {
-        /// The progress.
+        /// The progress that the piece made.
         step: PieceStep,
-        /// The operation.
+        /// The number of the operation.
         op: u64,
-        /// Number of the piece in the operation.
+        /// The number of the piece in the operation.
         piece: u64,
-        /// The process at the other end.
+        /// The process at the other end of the transfer.
         peer: u32,
-        /// Size in bytes.
+        /// Size of the piece in bytes.
         bytes: u64,
-        /// For [`PieceStep::Posted`], the ticket by which [`What::Left`] reports completion; else
-        /// 0.
+        /// For [`PieceStep::Posted`], the ticket by which [`What::Left`] reports completion. For
+        /// other progress it is 0.
         ticket: u64,
     },
-    /// The transport has completed a send.
+    /// The transport of the sender has completed a send.
     Left {
-        /// The ticket of the send.
+        /// The ticket of the send: that of its [`PieceStep::Posted`].
         ticket: u64,
     },
     /// The program's thread has waited until now.
     Waited {
-        /// Start of the wait.
+        /// Start of the wait, in nanoseconds since the process's trace began.
         since: u64,
-        /// The text that names the waiting call.
+        /// The text that names the waiting call: an index into `ProcessTrace::texts`.
         text: u32,
-        /// The text of the program's line.
+        /// The source line of the wait, as a text: an index into `ProcessTrace::texts`.
         line: u32,
     },
     /// The program ended a step.
     StepEnd {
         /// Number of the step, from 1.
         step: u64,
-        /// The last operation that was issued before.
+        /// The number of the last operation that was issued before the end of the step.
         op: u64,
     },
 }
@@ -105,15 +107,16 @@ pub enum What {
 /// The progress of a piece that is sent from one process to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PieceStep {
-    /// Its bytes are ready, and the router has them.
+    /// The bytes are ready, and the sender's router has them.
     Offered,
-    /// It was given to the transport.
+    /// The bytes were given to the sender's transport.
     Posted,
-    /// The receiver has issued the operation of the piece.
+    /// The receiver's program has issued the operation of the piece.
     Expected,
-    /// It has arrived, or in a zero-copy transfer the notice of its location.
+    /// The bytes have arrived at the receiver; in a zero-copy transfer, the notice of their
+    /// location.
     Arrived,
-    /// Its bytes are available to the receiver.
+    /// The bytes are available to the receiver's operation.
     Taken,
 }
 
@@ -129,7 +132,8 @@ const OVER: u8 = 4;
 const LEFT: u8 = 5;
 const WAITED: u8 = 6;
 const STEP_END: u8 = 7;
-/// The kind of a piece's first step; the other steps follow.
+/// The kind of an event of a piece's first step; the other steps follow in the order of
+/// `PieceStep`.
 const PIECE: u8 = 16;
 
 impl Event {

@@ -26,20 +26,21 @@ pub struct About {
     pub process: u32,
     /// Number of processes in the job.
     pub processes: u32,
-    /// The devices that it owns, by their index in the process.
+    /// The job's numbers of the devices that the process owns, indexed by their number in the
+    /// process.
     pub devices: Vec<u32>,
-    /// The name of its transport.
+    /// The name of the process's transport.
     pub transport: String,
-    /// Its pid.
+    /// The process id in the operating system.
     pub pid: u32,
     /// The file name of the program.
     pub program: String,
     /// Identifier of the process's monotonic clock. Processes with the same identifier read the
-    /// same clock. An empty one equals no other.
+    /// same clock. An empty identifier equals no other.
     pub clock: String,
-    /// Time of the monotonic clock when the trace began, in nanoseconds.
+    /// Time of the monotonic clock when the trace began, in nanoseconds from the clock's own zero.
     pub monotonic: u64,
-    /// Error bound of this time, in nanoseconds.
+    /// Error bound of `monotonic`, in nanoseconds.
     pub monotonic_bound: u64,
     /// Time of the process's wall clock when the trace began, in nanoseconds since 1970.
     pub unix: i64,
@@ -52,28 +53,29 @@ pub struct ProcessTrace {
     pub about: About,
     /// Events, sorted by time.
     pub events: Vec<Event>,
-    /// Texts, by number.
+    /// Texts, indexed by the numbers that events contain.
     pub texts: Vec<String>,
-    /// Comparisons of its clock with the common clock.
+    /// Comparisons of the process's clock with the common clock of the job.
     pub clocks: Vec<Clock>,
-    /// Names of schedules, and their rows in torch's text format.
+    /// (name of a schedule, its rows in torch's text format)
     pub schedules: Vec<(String, String)>,
-    /// The number of events that were dropped because too many came at once.
+    /// The number of events that were dropped because they came faster than they could be written.
     pub dropped: u64,
-    /// The problem at the end of the file, if there is one.
+    /// The problem at the point where the file breaks off; `None` if the file is not damaged.
     pub truncated: Option<String>,
     /// True if the process ended its trace itself.
     pub ended: bool,
 }
 
-/// One comparison of a process's time with the common clock.
+/// One comparison of a process's time with the clock of the rendezvous service, which is common to
+/// the job.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Clock {
     /// Time in nanoseconds since the process's trace began.
     pub at: u64,
-    /// Time of the common clock at this moment, in nanoseconds since 1970.
+    /// Time of the common clock at the moment `at`, in nanoseconds since 1970.
     pub server: i64,
-    /// Error bound of the common time, in nanoseconds.
+    /// Error bound of `server`, in nanoseconds.
     pub bound: u64,
 }
 
@@ -94,7 +96,7 @@ pub enum TraceError {
     NotATrace {
         /// Path of the file.
         path: PathBuf,
-        /// The problem at its beginning.
+        /// The problem at the beginning of the file.
         why: String,
     },
     /// The folder contains no traces.
@@ -106,13 +108,14 @@ pub enum TraceError {
     },
 }
 
-/// Returns the name of a process's trace file.
+/// Returns the file name of a process's trace, without a folder.
 pub(super) fn name(process: u32) -> String {
     format!("process-{process}.trace")
 }
 
 impl About {
-    /// Adds the times of the clocks at the beginning of the trace. Returns also this moment.
+    /// Sets the clocks' times to those of now, when the trace begins. Returns (this moment, the
+    /// description).
     pub(super) fn begin(self) -> (Instant, Self) {
         let monotonic = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -131,21 +134,21 @@ impl About {
     }
 }
 
-/// Returns the wall clock of this process, in nanoseconds since 1970.
+/// Returns the time of this process's wall clock, in nanoseconds since 1970.
 pub(crate) fn unix_now() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// Returns an identifier of the monotonic clock. It is the same for all processes since a boot,
-/// except in other time namespaces.
+/// Returns an identifier of the monotonic clock; empty if the system gives none. It is the same for
+/// all processes since a boot, except in other time namespaces.
 fn own_clock() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
     if boot.is_empty() { boot } else { format!("{} {}", boot.trim(), space.display()) }
 }
 
-/// Chunks of a file, except events.
+/// The chunks of a file other than events.
 pub(super) enum Chunk {
     Text { number: u32, text: String },
     Clock { at: u64, server: i64, bound: u64 },
@@ -194,7 +197,7 @@ pub(super) fn write_events(events: &[Event], out: &mut Vec<u8>) {
     }
 }
 
-/// Returns the first bytes of a file.
+/// Returns the first bytes of a file: magic bytes, version and description.
 pub(super) fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
     let about = serde_json::to_vec(about)?;
     let mut bytes = Vec::new();
@@ -216,8 +219,8 @@ impl ProcessTrace {
         Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace { path: path.to_owned(), why })
     }
 
-    /// Reads all traces of a folder, from the job that began last, sorted by process. Returns also
-    /// the problems: files that are missing, of another job, or not traces.
+    /// Reads all traces of a folder, from the job that began last. Returns (traces sorted by
+    /// process, problems). Problems are files that are missing, of another job, or not traces.
     ///
     /// # Errors
     ///
@@ -275,7 +278,8 @@ impl ProcessTrace {
         self.texts.get(number as usize).map_or("", String::as_str)
     }
 
-    /// Parses a file. The error is the problem at its beginning.
+    /// Parses the bytes of a file. If they are damaged later on, sets `truncated`. The error is a
+    /// problem at the beginning.
     pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
         let mut rest = Rest(bytes);
         if rest.take(MAGIC.len()) != Some(MAGIC) {
@@ -365,7 +369,7 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// Returns a message that the traces of these processes are missing.
+/// Returns a message that the traces of these processes are missing; `None` if the range is empty.
 fn missing(processes: Range<u32>) -> Option<String> {
     match processes.len() {
         0 => None,

@@ -62,7 +62,7 @@ impl Role {
         Self::Recompute,
     ];
 
-    /// Returns a description for messages, such as `input gradient`.
+    /// Returns the role in words for messages, such as `input gradient`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -85,14 +85,14 @@ const STAGE: u32 = 32;
 const ROLE: u32 = 56;
 
 impl Label {
-    /// Packs the label into one word. Stages from 2^24 on are truncated.
+    /// Packs the label into one word. Of stages, only the low 24 bits are kept.
     pub(crate) fn word(self) -> u64 {
         let role = Role::ALL.iter().position(|role| *role == self.role).unwrap_or_default() as u64;
         let microbatch = self.microbatch.map_or(0, |microbatch| microbatch.wrapping_add(1));
         role << ROLE | u64::from(self.stage & 0xff_ffff) << STAGE | u64::from(microbatch)
     }
 
-    /// Unpacks the label of a word.
+    /// Unpacks a label from its word.
     pub(crate) fn of_word(word: u64) -> Self {
         let role = Role::ALL.get((word >> ROLE) as usize).copied().unwrap_or(Role::Forward);
         Self {

@@ -8,7 +8,7 @@ use super::reasons::bytes;
 use crate::trace::{Label, Role};
 use mpmd_schedule::{Costs, StageCosts};
 
-/// The number of longest waits in a summary.
+/// The number of causes of waits that a summary lists, the longest first.
 const LONGEST_WAITS: usize = 8;
 
 /// The reason why a run gives no costs of stages.
@@ -124,7 +124,7 @@ impl Run {
         Ok(Costs { unit: "s".to_owned(), stage })
     }
 
-    /// Returns the summary that `mpmd trace` prints.
+    /// Returns the summary that `mpmd trace` prints: several lines of text.
     pub fn summary(&self) -> String {
         let mut text = String::new();
         let name = if self.title.is_empty() { "a run" } else { &self.title };
@@ -204,8 +204,8 @@ impl Run {
         }
     }
 
-    /// Returns the time span of the steps, without the first if there are others. Without steps,
-    /// returns the whole run.
+    /// Returns (start, end) in seconds of the steps, without the first step if there are others.
+    /// Without steps, returns the times of the whole run.
     fn window(&self) -> (f64, f64) {
         match self.steps.as_slice() {
             [] => (0.0, self.end),

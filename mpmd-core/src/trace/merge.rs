@@ -12,7 +12,7 @@ use crate::trace::Label;
 /// The merged traces of a job. Times are in seconds since the first event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Run {
-    /// The program's name.
+    /// The file name of the program.
     pub title: String,
     /// Error bound between times of different processes, in seconds.
     pub bound: f64,
@@ -20,7 +20,7 @@ pub struct Run {
     pub problems: Vec<String>,
     /// The processes that have a trace, by number.
     pub processes: Vec<Process>,
-    /// Operations, by process and number.
+    /// The parts of processes in operations, by (process, number of the operation).
     pub operations: BTreeMap<(u32, u64), Operation>,
     /// Kernels, sorted by process, device and start.
     pub kernels: Vec<Kernel>,
@@ -30,105 +30,108 @@ pub struct Run {
     pub waits: Vec<Wait>,
     /// Steps, in order.
     pub steps: Vec<RunStep>,
-    /// Names of schedules, and their rows in torch's text format.
+    /// (name of a schedule, its rows in torch's text format)
     pub schedules: Vec<(String, String)>,
-    /// Time at which the last kernel ended or the last piece arrived.
+    /// Time at which the last kernel ended or the last piece arrived, in seconds.
     pub end: f64,
 }
 
 /// A process of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Process {
-    /// Its number.
+    /// The number of the process in the job.
     pub process: u32,
-    /// The devices that it owns.
+    /// The job's numbers of the devices that the process owns.
     pub devices: Vec<u32>,
-    /// Time of its last event.
+    /// Time of the last event of the process, in seconds.
     pub last: f64,
 }
 
-/// One process's part of an operation.
+/// One process's part of an operation. Times are in seconds since the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Operation {
-    /// Its part in a pipeline.
+    /// The part of the operation in a pipeline; `None` outside of pipelines.
     pub label: Option<Label>,
-    /// Its description.
+    /// The description of the operation.
     pub what: Arc<str>,
-    /// The line of the program.
+    /// The source line that issued the operation, as `file:line:column`.
     pub at: Arc<str>,
-    /// Time at which it was issued.
+    /// Time at which the program issued the operation.
     pub issued: f64,
     /// Time at which the first kernel began or the first piece was ready. Without either, the time
     /// of issue.
     pub started: f64,
-    /// Time at which all its parts on this process had ended. `None` if the trace ends before.
+    /// Time at which all parts of the operation on this process had ended. `None` if the trace ends
+    /// before.
     pub ended: Option<f64>,
-    /// The operation that made the array, for a move.
+    /// The number of the operation that made the array, for a move.
     pub source: Option<u64>,
 }
 
-/// The work of one device for an operation.
+/// The work of one device for an operation. Times are in seconds since the beginning of the run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Kernel {
-    /// The process.
+    /// The number of the process in the job.
     pub process: u32,
     /// The device's index in the process.
     pub device: u32,
-    /// The operation.
+    /// The number of the operation.
     pub op: u64,
     /// Time at which the device took up the operation.
     pub since: f64,
-    /// Time at which its inputs were ready and it began.
+    /// Time at which the inputs were ready and the kernel began.
     pub start: f64,
-    /// Time at which it ended. If it did not end, the end of the process's trace.
+    /// Time at which the kernel ended. If it did not end, the end of the process's trace.
     pub end: f64,
-    /// True if it ended.
+    /// True if the end of the kernel was recorded.
     pub ended: bool,
-    /// The operation that made the last input, if the device waited for an input.
+    /// The number of the operation that made the last input; `None` if the device waited for no
+    /// input.
     pub waited_for: Option<u64>,
-    /// Bytes of arrays on the device at start and end.
+    /// (at start, at end): bytes of arrays on the device.
     pub memory: (u64, u64),
 }
 
-/// A piece that was sent from one process to another. Times are `None` if they were not recorded.
+/// A part of an array that was sent from one process to another. Times are in seconds, and `None`
+/// if they were not recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Piece {
-    /// The operation.
+    /// The number of the operation.
     pub op: u64,
-    /// Number of the piece in the operation.
+    /// The number of the piece in the operation.
     pub piece: u64,
     /// The sending process.
     pub from: u32,
     /// The receiving process.
     pub to: u32,
-    /// Size in bytes.
+    /// Size of the piece in bytes.
     pub bytes: u64,
-    /// Time at which its bytes were ready to be sent.
+    /// Time at which the bytes were ready to be sent.
     pub offered: Option<f64>,
-    /// Time at which it was given to the transport.
+    /// Time at which the bytes were given to the sender's transport.
     pub posted: Option<f64>,
-    /// Time at which the transport completed the send.
+    /// Time at which the sender's transport completed the send.
     pub left: Option<f64>,
-    /// Time at which the receiver had issued the operation.
+    /// Time at which the receiver's program had issued the operation.
     pub expected: Option<f64>,
-    /// Time of its arrival.
+    /// Time at which the bytes arrived at the receiver.
     pub arrived: Option<f64>,
-    /// Time at which its bytes were available to the receiver.
+    /// Time at which the bytes were available to the receiver's operation.
     pub taken: Option<f64>,
 }
 
-/// A wait of a program's thread.
+/// A wait of a program's thread. Times are in seconds since the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wait {
-    /// The process.
+    /// The number of the process in the job.
     pub process: u32,
     /// Start of the wait.
     pub start: f64,
     /// End of the wait.
     pub end: f64,
-    /// The waiting call.
+    /// The name of the waiting call.
     pub what: Arc<str>,
-    /// The line of the program.
+    /// The source line of the wait, as `file:line:column`.
     pub at: Arc<str>,
 }
 
@@ -137,16 +140,17 @@ pub struct Wait {
 pub struct RunStep {
     /// Number of the step, from 1.
     pub number: u64,
-    /// Its operations: those after the first number, up to and including the second.
+    /// The operations of the step: those with numbers after the first, up to and including the
+    /// second.
     pub ops: (u64, u64),
-    /// Start of its first kernel.
+    /// Start of the step's first kernel, in seconds.
     pub start: f64,
-    /// End of its last kernel.
+    /// End of the step's last kernel, in seconds.
     pub end: f64,
 }
 
 impl Piece {
-    /// Returns start and end of the transfer, if both are known.
+    /// Returns (start, end) of the transfer in seconds, or `None` if either was not recorded.
     pub fn on_its_way(&self) -> Option<(f64, f64)> {
         let start = self.posted.or(self.offered)?;
         let end = self.taken.or(self.arrived)?;
@@ -155,7 +159,8 @@ impl Piece {
 }
 
 impl Run {
-    /// Merges traces. `problems` are the messages from reading them.
+    /// Merges the traces of a job's processes on one common clock. `problems` are the messages from
+    /// reading the traces.
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
@@ -185,8 +190,8 @@ impl Run {
         merging.finish(&step_ends)
     }
 
-    /// Keeps only the kernels, pieces and waits of these steps, and shifts all times so that they
-    /// begin at 0. Keeps all operations.
+    /// Keeps only the kernels, pieces and waits of the steps with these numbers. Shifts all times
+    /// so that the first of these steps begins at 0. Keeps all operations.
     ///
     /// # Errors
     ///
@@ -211,24 +216,25 @@ impl Run {
         Ok(self)
     }
 
-    /// True if `op` belongs to one of the steps, or if the program ended no step.
+    /// Returns true if `op` belongs to one of the steps, or if the program ended no step.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
         self.steps.last().is_none_or(|last| op <= last.ops.1)
     }
 
-    /// Returns the part of a process in an operation.
+    /// Returns the part of process `process` in operation `op`; `None` if its trace has none.
     pub fn operation(&self, process: u32, op: u64) -> Option<&Operation> {
         self.operations.get(&(process, op))
     }
 
-    /// Returns the pieces of an operation.
+    /// Returns the pieces of operation `op`, of all processes.
     pub(super) fn pieces_of(&self, op: u64) -> &[Piece] {
         let from = self.pieces.partition_point(|piece| piece.op < op);
         let until = self.pieces.partition_point(|piece| piece.op <= op);
         &self.pieces[from..until]
     }
 
-    /// Shifts all times by `begin`.
+    /// Subtracts `begin`, in seconds, from all times. Times of pieces and waits do not fall below
+    /// 0.
     fn shift(&mut self, begin: f64) {
         let move_all = |times: &mut [&mut f64]| times.iter_mut().for_each(|time| **time -= begin);
         for operation in self.operations.values_mut() {
@@ -270,7 +276,8 @@ impl Run {
     }
 }
 
-/// Returns the time at which an event's subject began.
+/// Returns the time at which an event's subject began, in nanoseconds since the process's trace
+/// began.
 fn begin_of(event: &Event) -> u64 {
     match event.what {
         What::Waited { since, .. } | What::Started { since, .. } => since.min(event.at),

@@ -159,15 +159,15 @@ impl Run {
     }
 }
 
-/// End of the last piece in each row.
+/// The rows in use: the end of the last piece in each, by (process, thread id).
 #[derive(Default)]
 struct Lanes {
     ends: BTreeMap<(u32, u32), f64>,
 }
 
 impl Lanes {
-    /// Returns the first row in which the piece overlaps no other. Above a thousand rows, all share
-    /// the last.
+    /// Returns the thread id of the first row, from `first` on, in which the piece overlaps no
+    /// other. Takes the row. Above a thousand rows, all pieces share the last.
     fn place(&mut self, process: u32, first: u32, start: f64, end: f64) -> u32 {
         let last = first + GETS - GIVES - 1;
         let free = |tid: &u32| self.ends.get(&(process, *tid)).is_none_or(|taken| *taken <= start);
@@ -200,8 +200,8 @@ fn args(operation: Option<&Operation>, op: u64) -> Value {
     args
 }
 
-/// Returns the microseconds between two times after rounding, so that slices with a common end keep
-/// it.
+/// Returns the microseconds between two times in seconds, after rounding. Slices with a common end
+/// keep it.
 fn length(start: f64, end: f64) -> f64 {
     ((micros(end) - micros(start)) * 1e3).round() / 1e3
 }

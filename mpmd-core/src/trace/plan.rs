@@ -45,7 +45,8 @@ impl Run {
         Ok(simulated.timeline(name, &costs.unit))
     }
 
-    /// Returns the timeline, with the plan beside it if there is one.
+    /// Returns the run's timeline, with the plan beside it. Without a plan, returns the timeline
+    /// alone.
     pub fn timeline_with_plan(&self) -> Timeline {
         match self.plan() {
             Ok(plan) => self.timeline_beside(&plan),

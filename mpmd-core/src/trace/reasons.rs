@@ -4,9 +4,9 @@ use super::merge::{Kernel, Operation, Run};
 use crate::trace::{Label, Role};
 
 impl Run {
-    /// Describes the work that process `process` waited for: the pass that made the values of
-    /// operation `op`, and its process. If the transfer took most of the wait from `since` on,
-    /// describes the transfer.
+    /// Describes the work that process `process` waited for from time `since` on, in seconds. It is
+    /// the pass that made the values of operation `op`, with its process. If the transfer took most
+    /// of the wait, describes the transfer.
     pub(super) fn reason(&self, process: u32, op: u64, since: f64) -> String {
         let Some(operation) = self.operation(process, op) else {
             return format!("operation {op}");
@@ -51,8 +51,8 @@ impl Run {
         }
     }
 
-    /// Describes the operation that made an operation's values: itself, or for a move the operation
-    /// that made the array.
+    /// Describes the operation that made the values of operation `op`: `op` itself, or for a move
+    /// the operation of process `from` that made the array.
     fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
         let source =
             operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
@@ -77,7 +77,8 @@ fn why_thread(kernel: &Kernel, idle: f64) -> String {
     format!("the thread of cpu {}, which {did} or had no core", kernel.device)
 }
 
-/// Returns the label of the pass that made the values of a move.
+/// Returns the label of the pass that made the values of a move with this label. Other labels stay
+/// unchanged.
 fn made(label: Label) -> Label {
     let role = match label.role {
         Role::SendForward => Role::Forward,
@@ -87,13 +88,13 @@ fn made(label: Label) -> Label {
     Label { role, ..label }
 }
 
-/// Shortens an operation's description: removes its mesh, shardings and types.
+/// Returns an operation's description without its mesh, shardings and types.
 pub(super) fn short(what: &str) -> &str {
     let kernel = what.strip_prefix("jit ").and_then(|what| what.split(" on ").next());
     kernel.unwrap_or_else(|| what.split(" from ").next().unwrap_or(what))
 }
 
-/// Formats a number of bytes with a unit.
+/// Formats a number of bytes with a suitable unit, up to GiB.
 pub(super) fn bytes(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),

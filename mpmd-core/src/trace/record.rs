@@ -19,24 +19,24 @@ use mpmd_schedule::Schedule;
 /// The number of event lists. With this many, threads rarely contend for one.
 const LISTS: usize = 16;
 
-/// The most events that a list keeps until they are written. Further events are dropped and
+/// Limit of the events in one list that are not written yet. Further events are dropped and
 /// counted.
 const MOST_EVENTS: usize = 1 << 15;
 
-/// The length of a list at which the writer is woken up.
+/// The number of events in a list at which the writer is woken up.
 const MANY_EVENTS: usize = MOST_EVENTS / 4;
 
 /// Interval between writes: if the process is killed, at most the events of this time are lost.
 const WRITE_EVERY: Duration = Duration::from_millis(100);
 
-/// The most descriptions to remember by address. Above this the table is cleared, and descriptions
-/// are looked up by text.
+/// Limit of the descriptions that are remembered by address. At the limit the table is cleared, and
+/// descriptions are looked up by text.
 const MOST_KNOWN: usize = 4096;
 
-/// The most texts in one file. Further ones share one number.
+/// Limit of the texts in one file. All further texts share one number.
 const MOST_TEXTS: usize = 1 << 16;
 
-/// The longest text, in characters.
+/// Limit of a text's length, in characters. Longer texts are cut.
 const LONGEST_TEXT: usize = 2048;
 
 /// The trace of this process, if tracing is on. If it is off, each call costs one branch.
@@ -49,7 +49,7 @@ impl fmt::Debug for Trace {
     }
 }
 
-/// The state of a process's trace.
+/// The state of a process's trace, shared by its threads and the writer.
 struct Recorder {
     start: Instant,
     lists: [List; LISTS],
@@ -67,7 +67,8 @@ struct Recorder {
 #[repr(align(128))]
 struct List(Mutex<Vec<Event>>);
 
-/// Contents of the file other than events and texts.
+/// Contents of the file other than events and texts: chunks to be written, and the schedules
+/// recorded so far.
 #[derive(Default)]
 struct Extra {
     chunks: Vec<Chunk>,
@@ -82,11 +83,12 @@ struct Wanted {
 
 #[derive(Default)]
 struct Texts {
-    /// By address. The description is kept alive, so that its address is not reused.
+    /// (number, description) by the address of the description. The description is kept alive, so
+    /// that its address is not reused.
     known: HashMap<usize, (u32, Arc<dyn fmt::Display + Send + Sync>)>,
     lines: HashMap<usize, u32>,
     by_text: HashMap<String, u32>,
-    /// Texts that are not written yet.
+    /// (number, text) of the texts that are not written yet.
     new: Vec<(u32, String)>,
 }
 
@@ -96,7 +98,8 @@ thread_local! {
 }
 
 impl Trace {
-    /// Begins the trace of a process in a folder. Creates the folder if necessary.
+    /// Creates the trace file of a process in a folder, and starts the thread that writes it.
+    /// Creates the folder if necessary, and replaces an older file.
     pub(crate) fn begin(folder: &Path, about: About) -> std::io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let path = folder.join(file::name(about.process));
@@ -125,7 +128,7 @@ impl Trace {
         Ok(Self(Some(recorder)))
     }
 
-    /// True if tracing is on.
+    /// Returns true if tracing is on.
     pub(crate) fn is_on(&self) -> bool {
         self.0.is_some()
     }
@@ -136,7 +139,8 @@ impl Trace {
         self.0.as_ref().map_or(0, |recorder| recorder.now())
     }
 
-    /// Records an event at the current time.
+    /// Records an event at the current time. If tracing is off, does nothing and does not call the
+    /// closure.
     #[inline]
     pub(crate) fn note(&self, what: impl FnOnce() -> What) {
         if let Some(recorder) = &self.0 {
@@ -144,7 +148,8 @@ impl Trace {
         }
     }
 
-    /// Records an event at a time from [`now`](Self::now).
+    /// Records an event at the time `at`, a result of [`now`](Self::now). Does nothing if tracing
+    /// is off.
     #[inline]
     pub(crate) fn note_at(&self, at: u64, what: impl FnOnce() -> What) {
         if let Some(recorder) = &self.0 {
@@ -152,8 +157,9 @@ impl Trace {
         }
     }
 
-    /// Records that an operation was issued in which this process takes part. The closure returns
-    /// its description. For a move, `source` is the operation that made the array.
+    /// Records that the program issued operation `op` at line `at`. The closure returns the
+    /// description of the operation. For a move, `source` is the operation that made the array.
+    /// Does nothing if tracing is off.
     #[inline]
     pub(crate) fn issued(
         &self,
@@ -173,7 +179,8 @@ impl Trace {
         }
     }
 
-    /// Records a wait of the program's thread at line `at`, from now until the guard is dropped.
+    /// Returns a guard that records a wait of the program's thread at line `at`, from now until the
+    /// guard is dropped. The text names the waiting call.
     pub(crate) fn wait(&self, what: &'static str, at: &'static Location<'static>) -> Waiting<'_> {
         Waiting { trace: self, what, at, since: self.now() }
     }
@@ -187,7 +194,7 @@ impl Trace {
         }
     }
 
-    /// Records the order in which a pipeline's ranks compute. Each schedule is written once.
+    /// Records the order in which a pipeline's ranks compute. Equal schedules are written once.
     pub(crate) fn schedule(&self, schedule: &Schedule) {
         let Some(recorder) = &self.0 else { return };
         let mut extra = recorder.extra.lock();
@@ -214,7 +221,7 @@ impl Trace {
     }
 }
 
-/// Records the wait of the program's thread when it is dropped.
+/// A running wait of the program's thread. It is recorded when the value is dropped.
 pub(crate) struct Waiting<'a> {
     trace: &'a Trace,
     what: &'static str,
@@ -293,7 +300,8 @@ impl Recorder {
         }
     }
 
-    /// Returns the chunks of everything recorded since the last call.
+    /// Returns, as bytes for the file, everything recorded since the last call. `spare` is an empty
+    /// list that is reused.
     fn take(&self, spare: &mut Vec<Event>) -> Vec<u8> {
         let mut events = Vec::new();
         for list in &self.lists {

@@ -9,7 +9,7 @@ use crate::trace::{Label, Role};
 
 const MILLI: u64 = 1_000_000;
 
-/// A trace under construction. Times are in milliseconds since its start.
+/// A trace under construction. Its methods take milliseconds since the start of the trace.
 struct Writing {
     trace: ProcessTrace,
 }
@@ -65,9 +65,9 @@ fn label(stage: u32, microbatch: u32, role: Role) -> Option<Label> {
     Some(Label { stage, microbatch: Some(microbatch), role })
 }
 
-/// Two steps of two stages with one microbatch. Each step has a forward pass of 10 ms on each
-/// stage, with a move of 2 ms between them. Then come both gradients of each stage, with a move
-/// back of 1 ms. The second process's clock is 5 ms behind.
+/// Returns the traces of two processes. They run two steps of two stages with one microbatch. Each
+/// step has a forward pass of 10 ms on each stage, with a move of 2 ms between them. Then come both
+/// gradients of each stage, with a move back of 1 ms. The second process's clock is 5 ms behind.
 fn two_stages() -> Vec<ProcessTrace> {
     let (mut front, mut back) = (Writing::new(0, 1000), Writing::new(1, 1005));
     for (step, at) in [(1, 10), (2, 110)] {
@@ -391,7 +391,7 @@ fn trace_events_are_valid() {
     assert_eq!((first["ts"].as_f64(), first["dur"].as_f64()), (Some(21_000.0), Some(10_000.0)));
 }
 
-/// A process and a thread.
+/// (process, thread), as numbers in a Trace Event file.
 type Thread = (u64, u64);
 
 /// Checks that every slice has a time and a length, in a named thread of a named process. Slices of
@@ -466,7 +466,7 @@ fn check_trace_events(json: &Value) {
     }
 }
 
-/// Returns [`two_stages`] with extreme times and sizes.
+/// Returns [`two_stages`] with times and sizes that are far too large.
 fn beyond_all_bounds() -> Vec<ProcessTrace> {
     let mut traces = two_stages();
     for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
@@ -496,7 +496,7 @@ fn extreme_times_and_sizes_do_not_overflow() {
     let _ = run.of_steps(0..=u64::MAX);
 }
 
-/// Encodes a trace as its process writes it.
+/// Encodes a trace as the bytes of its file.
 fn file_of(trace: &ProcessTrace) -> Vec<u8> {
     let mut bytes = file::beginning(&trace.about).unwrap();
     for (number, text) in (0..).zip(&trace.texts) {

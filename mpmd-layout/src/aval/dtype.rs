@@ -32,13 +32,13 @@ pub enum DType {
     U32,
     /// Unsigned, 64 bits.
     U64,
-    /// The upper half of an `f32`.
+    /// bfloat16: the upper 16 bits of an `f32`.
     Bf16,
-    /// IEEE half precision.
+    /// IEEE half precision, 16 bits.
     F16,
-    /// IEEE single precision.
+    /// IEEE single precision, 32 bits.
     F32,
-    /// IEEE double precision.
+    /// IEEE double precision, 64 bits.
     F64,
     /// Complex of two `f32`, 64 bits together.
     C64,
@@ -66,7 +66,7 @@ impl DType {
         Self::C128,
     ];
 
-    /// Returns the bytes of one element.
+    /// Returns the size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::Bool | Self::I8 | Self::U8 => 1,
@@ -126,7 +126,8 @@ impl fmt::Display for DType {
     }
 }
 
-/// Parses the short name or the name in numpy and JAX: `f32` or `float32`.
+/// Parses the short name or the name in numpy and JAX: `f32` or `float32`. Fails for any other
+/// text.
 impl FromStr for DType {
     type Err = AvalError;
 

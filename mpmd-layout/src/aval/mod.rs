@@ -36,22 +36,22 @@ pub enum AvalError {
     #[error("{at}: shape {:?} has {} elements, but {found} values are \
         given", expected.shape(), expected.elements())]
     Elements {
-        /// The line that gives the values.
+        /// The line of the program that gives the values.
         at: &'static Location<'static>,
         /// Expected shape and dtype of the values.
         expected: ShapedArray,
-        /// Number of values.
+        /// Number of values given.
         found: usize,
     },
-    /// The number of bytes is not that of the array.
+    /// The number of bytes given is not the size of the array in bytes.
     #[error("{expected} has {} bytes, but {found} are given", expected.bytes())]
     Length {
         /// Shape and dtype of the values.
         expected: ShapedArray,
-        /// Number of bytes.
+        /// Number of bytes given.
         found: usize,
     },
-    /// The elements were read or given as another type.
+    /// The elements were read or given as another type than the array's.
     #[error("the elements are {expected}, not {found}")]
     DType {
         /// The array's dtype.
@@ -68,7 +68,7 @@ pub enum AvalError {
     /// The text is not the name of a dtype.
     #[error("unknown dtype `{found}`; known are {}", DType::ALL.map(DType::name).join(", "))]
     UnknownDType {
-        /// The text.
+        /// The text that is not a name.
         found: String,
     },
 }
@@ -118,7 +118,7 @@ impl ShapedArray {
         self.shape.iter().product()
     }
 
-    /// Returns the bytes of all elements.
+    /// Returns the size of all elements together in bytes.
     pub fn bytes(&self) -> usize {
         self.elements() * self.dtype.size()
     }

@@ -10,8 +10,8 @@ use super::plan::{Plan, Summary, plan};
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::{DeviceId, LinkClass, Mesh, Topology};
 
-/// The most intermediates that are compared. A mesh that would give more has its axes cut one at a
-/// time.
+/// Limit of the number of intermediates that one search compares. A mesh that would give more has
+/// its axes cut one at a time.
 const MOST_CANDIDATES: usize = 256;
 
 /// An intermediate sharding with a lower estimated cost than the direct way.
@@ -21,9 +21,9 @@ pub struct Detour {
     /// The sharding to move the array to first. All of its replicas serve as sources of the second
     /// step.
     pub intermediate: Intermediate,
-    /// The estimated cost of the direct plan.
+    /// The cost of the direct plan, in the unit of the cost function.
     pub direct_cost: u64,
-    /// The estimated cost of both steps together. Lower than `direct_cost`.
+    /// The cost of both steps together, in the same unit. Lower than `direct_cost`.
     pub cost: u64,
 }
 
@@ -107,8 +107,8 @@ pub fn estimate_ns(plan: &Plan, item_bytes: usize, topology: &Topology) -> u64 {
     copies.into_values().chain(sends.into_values()).chain(receives.into_values()).max().unwrap_or(0)
 }
 
-/// Returns true if both steps together move no more bytes than the direct way over its slowest link
-/// class and over slower ones.
+/// True if both steps together move no more bytes than the direct way over its slowest link class
+/// and over slower ones. False if the direct way moves nothing.
 fn keeps_to_fast_links(direct: &Summary, steps: [&Summary; 2]) -> bool {
     let slowest = LinkClass::ALL.into_iter().rev().find(|class| direct.bytes[*class as usize] > 0);
     let Some(slowest) = slowest else { return false };

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::topology::DeviceId;
 
-/// Returns the indices of arrays, in the groups in which they are moved.
+/// Groups the arrays of a tree for moving. Returns the indices of the arrays of each group, groups
+/// in the order in which they are moved.
 ///
 /// `sources` gives each array's devices, or `None` for values that every process has. Those values
 /// come first, as one group. The other arrays follow, one group for each set of devices, in the

@@ -12,14 +12,15 @@ pub(super) const REPLICA: &str = "_intermediate_replica";
 /// axis.
 pub(super) const SPLIT: &str = "_intermediate_split";
 
-/// A sharding on the source's devices that lies between a source and a target.
+/// A sharding to which an array moves first on its way from a source to a target. It uses the
+/// source's devices.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Intermediate {
     /// The sharding, in the source's memory kind.
     pub sharding: Sharding,
-    /// The axes of its mesh over which every array is replicated, in mesh order. Each index along
-    /// them holds the whole array.
+    /// The axes of the sharding's mesh over which every array is replicated, in mesh order. The
+    /// devices at one index along such an axis together hold the whole array.
     pub replica_axes: Vec<String>,
 }
 
@@ -31,7 +32,7 @@ pub enum NoIntermediate {
     /// directly to their destinations.
     #[error("no intermediate sharding is needed")]
     NotNeeded,
-    /// One of the two is not a sharding over a mesh by a spec, or holds partial sums.
+    /// The source or the target is not a sharding over a mesh by a spec, or holds partial sums.
     #[error("source and target must both be shardings of whole values over a mesh by a spec")]
     NotNamed,
     /// The specs have different lengths, and not exactly one of them is empty.
@@ -54,7 +55,7 @@ pub enum NoIntermediate {
 }
 
 impl NoIntermediate {
-    /// Returns the reason as one word, for machines.
+    /// Returns the reason as one word in snake case, for machine-readable output.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotNeeded => "not_needed",
@@ -92,7 +93,7 @@ impl NoIntermediate {
 ///
 /// # Errors
 ///
-/// If there is none, the first condition that does not hold.
+/// If there is no such sharding. The error is the first condition that does not hold.
 pub fn find_intermediate_sharding(
     src: &Sharding,
     dst: &Sharding,
@@ -146,7 +147,7 @@ pub fn find_intermediate_sharding(
     cut_axes(src, mesh, &entries, &cuts).ok_or(NoIntermediate::NoSplitCandidate)
 }
 
-/// An axis that is cut into a replica axis and a split axis.
+/// A request to cut an axis into a replica axis and a split axis.
 struct Cut {
     axis: String,
     /// The axis' size.
@@ -155,8 +156,8 @@ struct Cut {
     split: usize,
 }
 
-/// Returns the sharding in which the axes of `cuts` are cut. Returns `None` if nothing is cut or
-/// the cut is impossible.
+/// Returns the sharding in which the axes of `cuts` are cut in two. Returns `None` if nothing is
+/// cut or a cut is impossible.
 fn cut_axes(
     src: &Sharding,
     mesh: &Mesh,
@@ -219,8 +220,8 @@ mod tests {
         Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
     }
 
-    /// Returns the intermediate of two shardings on devices 0.. and 100.. as text: mesh, spec,
-    /// replica axes.
+    /// Finds the intermediate of two shardings on devices 0.. and 100.. and returns mesh, spec and
+    /// replica axes as one text. The error is the reason that there is none.
     fn found(
         src: (&[(&str, usize)], Spec),
         dst: (&[(&str, usize)], Spec),

@@ -10,8 +10,8 @@ use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::{DeviceId, LinkClass, Topology};
 
-/// Field widths of a delivery's id: the partial sum, the tiles of source and destination, and the
-/// piece of their intersection. The highest bit is free for other kinds of ids.
+/// Field widths of a delivery's id in bits: the partial sum, the tiles of source and destination,
+/// and the piece of their intersection. The highest bit is free for other kinds of ids.
 const TERM_BITS: u32 = 10;
 const TILE_BITS: u32 = 20;
 const PIECE_BITS: u32 = 13;
@@ -30,7 +30,7 @@ const PIECE_BITS: u32 = 13;
 /// its holders repeatedly.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// One tiling for each partial sum.
+    /// The source's tiles: one tiling for each partial sum.
     sources: Vec<Tiling>,
     dst: Tiling,
     dst_devices: Vec<DeviceId>,
@@ -47,10 +47,12 @@ pub struct Piece {
     pub dst: DeviceId,
     /// The moved part of the whole array. Never empty.
     pub region: Region,
-    /// Index of the source's partial sum that it belongs to; 0 if nothing is unreduced.
+    /// Index of the source's partial sum that the region is a part of; 0 if the source is not
+    /// unreduced.
     pub term: u32,
-    /// 1 if `src` holds the region in the source array. If `src` passes it on, one more than the
-    /// step of the piece that brings it to `src`.
+    /// The place of this move in its chain of moves. It is 1 if `src` holds the region in the
+    /// source array. If `src` passes on a region that it received, it is one more than the step of
+    /// that piece.
     pub step: u32,
 }
 
@@ -66,9 +68,11 @@ pub struct Part {
 /// there.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Delivery {
-    /// Its id in messages. Both processes of a transfer know it by this id.
+    /// The id of the transfer in messages. The sending and the receiving process compute the same
+    /// id.
     pub id: u64,
-    /// Index of the source's partial sum that it belongs to; 0 if nothing is unreduced.
+    /// Index of the source's partial sum that the region is a part of; 0 if the source is not
+    /// unreduced.
     pub term: u32,
     /// The delivered part of the whole array. Never empty.
     pub region: Region,
@@ -77,9 +81,9 @@ pub struct Delivery {
     /// The device that holds the region in its shard of the source array. `None` if the sending
     /// process has no such shard and passes on the region alone, as it received it.
     pub giver: Option<DeviceId>,
-    /// The devices of this process that want it.
+    /// The devices of this process that need the region in the destination array.
     pub targets: Vec<DeviceId>,
-    /// The processes that receive it from this one.
+    /// The processes to which this process sends the region.
     pub peers: Vec<ProcessId>,
 }
 
@@ -100,7 +104,7 @@ pub struct Summary {
     pub pieces: usize,
     /// Bytes over each class of links, indexed in the order of [`LinkClass::ALL`].
     pub bytes: [u64; 4],
-    /// The largest number of bytes that one device sends to other devices.
+    /// Bytes that the busiest device sends to other devices.
     pub max_bytes_sent_by_a_device: u64,
     /// Length of the longest chain of pieces in which each waits for the one before it; 0 if
     /// nothing is moved.
@@ -122,20 +126,20 @@ pub enum ReshardError {
     /// A layout has a device that the job does not have.
     #[error("there is no device {device} in a job of {devices} devices")]
     UnknownDevice {
-        /// The device.
+        /// The device that the job lacks.
         device: DeviceId,
         /// Number of devices in the job.
         devices: usize,
     },
-    /// There are too many devices or partial sums to number the pieces.
+    /// There are more devices or partial sums than the ids of deliveries can number.
     #[error(
         "a layout of {devices} devices with {terms} partial sums is too large: at most \
          {most_devices} and {most_terms}"
     )]
     TooLarge {
-        /// Devices of the larger layout.
+        /// Number of devices of the larger of the two layouts.
         devices: usize,
-        /// Partial sums of the source.
+        /// Number of partial sums of the source.
         terms: usize,
         /// The largest allowed number of devices.
         most_devices: usize,
@@ -145,7 +149,8 @@ pub enum ReshardError {
 }
 
 /// Plans the moves from an array laid out as `src` to one laid out as `dst`, with elements of
-/// `item_bytes` bytes.
+/// `item_bytes` bytes. Moves no data, and lists no pieces yet: the methods of [`Plan`] compute
+/// them.
 ///
 /// If the source is unreduced, the pieces of all its partial sums go to every device that wants
 /// their sum. If the destination is unreduced, only the devices of its first partial sum receive
@@ -153,8 +158,8 @@ pub enum ReshardError {
 ///
 /// # Errors
 ///
-/// If the shapes differ or a device is not part of the job. Also if there are more devices or
-/// partial sums than pieces can be numbered for.
+/// If the shapes differ or a device is not part of the job. Also if a layout has more than 2^20
+/// devices, or the source more than 2^10 partial sums.
 pub fn plan(
     src: &Layout,
     dst: &Layout,
@@ -184,7 +189,7 @@ pub fn plan(
 }
 
 impl Plan {
-    /// Returns the deliveries of one process.
+    /// Returns the deliveries that one process carries out: its copies, sends and receives.
     pub fn part_of(&self, process: ProcessId) -> Part {
         let host = self.topology.host_of(process);
         let tiles = |tiling: &Tiling| {
@@ -263,7 +268,8 @@ impl Plan {
         Some((region, spread))
     }
 
-    /// Appends the deliveries of a process for the intersection of tiles `a` and `b`.
+    /// Appends the deliveries of process `process` on host `host` for the intersection of tiles `a`
+    /// and `b`.
     fn deliveries(
         &self,
         term: usize,

@@ -3,19 +3,22 @@
 
 use crate::sharding::{Layout, Sharding, Spec, SpecEntry};
 
-/// Smaller arrays are added in one step, which is one round of messages.
+/// Size of an array in bytes from which its partial sums may be added in two steps. Smaller arrays
+/// take one step, which is one round of messages.
 const TWO_STEPS_BYTES: usize = 256 << 10;
 
 /// Returns the sharding for the first step of a two-step addition of partial sums: reduce-scatter,
-/// then gather. In it each device adds up one part of the array.
+/// then gather. In this sharding each device adds up one part of the array. The array has `shape`
+/// and `item_bytes` bytes per element.
 ///
 /// With `n` partial sums of `b` bytes and `k` copies of the sum wanted, one step moves `n k b`
 /// bytes. Two steps move `(n - 1) b + k b`. The returned sharding divides a dimension that the
 /// source does not divide. If no such dimension can be divided evenly, it divides a divided one
 /// further.
 ///
-/// Returns `None` if two steps gain nothing: source and destination layouts are equal, the array is
-/// small, each part is wanted once, or no dimension can be divided evenly.
+/// Returns `None` if two steps gain nothing: `from` has no mesh or no partial sums, or its layout
+/// equals `to`. Also if the array is below 256 KiB, fewer than two copies of the sum are wanted, or
+/// no dimension can be divided evenly.
 #[doc(hidden)]
 pub fn scattered(
     from: &Sharding,

@@ -25,11 +25,12 @@ pub(super) const CHUNK_BYTES: usize = 2 << 20;
 /// Smallest part in bytes when a region is divided over several links.
 const PART_BYTES: usize = 1 << 20;
 
-/// The most chunks of one region: their numbers have to fit the piece field of a delivery's id.
+/// Limit of the number of chunks of one region: their numbers have to fit the piece field of a
+/// delivery's id.
 pub(super) const MOST_CHUNKS: usize = 1 << 13;
 
 /// The route of one region: the intersection of tile `a` of the source and tile `b` of the
-/// destination.
+/// destination. A tile is one of the distinct regions of a layout.
 pub(super) struct Spread<'a> {
     src: &'a Tiling,
     dst: &'a Tiling,
@@ -42,13 +43,14 @@ pub(super) struct Spread<'a> {
     arrival: OnceCell<usize>,
     /// Indices, among the hosts that want the region, of those that have it already.
     served: Vec<usize>,
-    /// Number of hosts that get it over the network.
+    /// Number of hosts that get the region over the network: those that want it and do not have it.
     needing: usize,
-    /// True if these hosts pass it on from one to the next. False if each gets it from a holder.
+    /// True if the hosts that get the region over the network pass it on from one to the next.
+    /// False if each of them gets it from a holder.
     relay: bool,
-    /// Number of parts that travel between hosts by separate routes.
+    /// Number of parts of the region that travel between hosts by separate routes.
     parts: usize,
-    /// Chunks of each part.
+    /// Number of chunks, each one message, into which each part is cut.
     chunks: usize,
     /// The dimension along which parts and chunks are cut.
     dim: usize,
@@ -115,7 +117,7 @@ impl<'a> Spread<'a> {
         spread
     }
 
-    /// Sets the numbers of parts and chunks.
+    /// Sets `parts`, `chunks` and `dim` for a region of `bytes` bytes.
     fn divide(&mut self, region: &Region, bytes: usize) {
         if bytes < 2 * PART_BYTES.min(CHUNK_BYTES) || !self.leaves_a_process() {
             return;
@@ -150,7 +152,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// Returns true if a process wants the region and does not have it.
+    /// True if some process wants the region and has it in no source shard.
     fn leaves_a_process(&self) -> bool {
         let without = |process: &Process| {
             self.src.in_process(self.a, process.process, process.host).is_none()
@@ -164,7 +166,7 @@ impl<'a> Spread<'a> {
     }
 
     /// Returns the number of pieces in which the region moves between processes: parts times chunks
-    /// of each.
+    /// of each part.
     pub(super) fn pieces(&self) -> usize {
         self.parts * self.chunks
     }
@@ -173,7 +175,7 @@ impl<'a> Spread<'a> {
         self.parts
     }
 
-    /// Returns the indices of a part's pieces.
+    /// Returns the half-open range of the indices of a part's pieces.
     pub(super) fn pieces_of(&self, part: usize) -> Range<usize> {
         part * self.chunks..(part + 1) * self.chunks
     }
@@ -188,7 +190,7 @@ impl<'a> Spread<'a> {
         cut(region, self.dim, part, self.parts)
     }
 
-    /// Returns true if a process has the region in a shard of the source.
+    /// True if `process`, which runs on `host`, has the region in a shard of the source.
     pub(super) fn has_it(&self, process: ProcessId, host: u32) -> bool {
         self.src.in_process(self.a, process, host).is_some()
     }
@@ -239,7 +241,8 @@ impl<'a> Spread<'a> {
         Some(Giver { process: before.process, device: self.landing_device(before) })
     }
 
-    /// Returns the processes to which a process sends a part, each with the sending device.
+    /// Returns (receiver, sending device) for each process to which `process` sends a part. `host`
+    /// is the host of `process`.
     pub(super) fn takers(
         &self,
         process: ProcessId,
@@ -317,7 +320,8 @@ impl<'a> Spread<'a> {
         self.among(having, self.turn * count + rank)
     }
 
-    /// Returns the process of a host without the region that receives a part for all of them.
+    /// Returns the process that receives a part for all wanting processes of a host without the
+    /// region.
     fn landing(&self, wanting: &Host, part: usize) -> &'a Process {
         let processes = self.dst.processes(wanting);
         if processes.len() == 1 {
@@ -331,13 +335,13 @@ impl<'a> Spread<'a> {
     }
 
     /// Returns the sequence number of a transfer between hosts, counted over all regions that come
-    /// from `a`.
+    /// from `a`. A part has `of` such transfers; `start` is the index of this one.
     fn crossing(&self, of: usize, start: usize, part: usize) -> usize {
         (self.turn * of + start) * self.parts + part
     }
 
-    /// Returns the holder that sends in a transfer between hosts. Hosts take turns, then their
-    /// processes, then their devices.
+    /// Returns the holder that sends in the transfer between hosts with sequence number `crossing`.
+    /// Hosts take turns, then their processes, then their devices.
     fn source(&self, crossing: usize) -> Giver {
         let hosts = self.src.hosts(self.a);
         self.among(&hosts[crossing % hosts.len()], crossing / hosts.len())
@@ -350,7 +354,7 @@ impl<'a> Spread<'a> {
         Giver { process: process.process, device: devices[turn / processes.len() % devices.len()] }
     }
 
-    /// Returns the `rank`-th host that gets the region over the network.
+    /// Returns the host with rank `rank` among those that get the region over the network.
     fn needing_host(&self, rank: usize) -> &'a Host {
         // Counts the served hosts before it. A binary search works because the number of needing
         // hosts before each served one never decreases.
@@ -366,14 +370,14 @@ impl<'a> Spread<'a> {
         &self.dst.hosts(self.b)[rank + before]
     }
 
-    /// Returns a host's rank among those that get the region over the network.
+    /// Returns the rank of `host` among the hosts that get the region over the network.
     fn rank(&self, host: u32) -> usize {
         let place = self.dst.hosts(self.b).partition_point(|found| found.host < host);
         place - self.served.partition_point(|served| *served < place)
     }
 
-    /// Returns the number of chains along which hosts pass the region on: one for each host that
-    /// has it, at most one for each host that needs it.
+    /// Returns the number of arcs: chains along which hosts pass the region on. There is one for
+    /// each host that has it, but no more than hosts that need it.
     fn arcs(&self) -> usize {
         self.src.hosts(self.a).len().min(self.needing)
     }
@@ -385,13 +389,15 @@ impl<'a> Spread<'a> {
         self.rank(hosts[self.turn % hosts.len()].host) % self.needing
     }
 
-    /// Returns the places of an arc on the opened ring.
+    /// Returns the range of places that a chain of hosts (an arc) has on the ring of needing hosts.
+    /// Place 0 is the opening.
     fn arc(&self, arc: usize) -> Range<usize> {
         let arcs = self.arcs();
         arc * self.needing / arcs..(arc + 1) * self.needing / arcs
     }
 
-    /// Returns the arc of a host and its place in that arc.
+    /// Returns (arc, place in the arc) of the needing host with this rank. An arc is a chain of
+    /// hosts.
     fn place_in_arc(&self, rank: usize) -> (usize, usize) {
         let on_ring = (rank + self.needing - self.opening()) % self.needing;
         let arc = ((on_ring + 1) * self.arcs()).div_ceil(self.needing) - 1;

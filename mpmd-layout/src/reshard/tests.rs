@@ -167,7 +167,7 @@ fn part_of_large_gather_lists_only_own_deliveries() {
 
 const DEVICES: u32 = 12;
 
-/// Returns a tiling of 72 by 72 by random cuts, its tiles assigned to random devices.
+/// Generates layouts of a 72 by 72 array: tiles by random cuts, each on a random device of its own.
 fn any_tiling() -> impl Strategy<Value = Layout> {
     let devices = Just((0..DEVICES).map(DeviceId).collect::<Vec<_>>()).prop_shuffle();
     (devices, proptest::collection::vec((0..4usize, any::<bool>(), 1..23usize), 0..5)).prop_map(
@@ -193,7 +193,8 @@ fn any_tiling() -> impl Strategy<Value = Layout> {
     )
 }
 
-/// Returns a named sharding of 72 by 72 over some of the devices, in random order.
+/// Generates layouts of a 72 by 72 array by a named sharding over some of the devices, in random
+/// order.
 fn any_named() -> impl Strategy<Value = Layout> {
     let devices = Just((0..DEVICES).map(DeviceId).collect::<Vec<_>>()).prop_shuffle();
     (devices, 1..=4usize, 1..=3usize, 0..6usize).prop_map(|(devices, a, b, spec)| {
@@ -245,8 +246,8 @@ fn lacking(src: &Layout, dst: &Layout, group: impl Fn(DeviceId) -> bool) -> usiz
     wanted.into_iter().map(|region| missing(region, &having)).sum()
 }
 
-/// Returns an element size that makes 72 by 72 elements large enough for parts and chunks, or too
-/// small for them.
+/// Generates a number of bytes per element: large enough that 72 by 72 elements are cut into parts
+/// and chunks, or too small for that.
 fn any_item() -> impl Strategy<Value = usize> {
     prop_oneof![Just(4usize), Just(1 << 15)]
 }

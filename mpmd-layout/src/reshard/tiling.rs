@@ -25,7 +25,7 @@ pub(super) struct Tiling {
     processes: Vec<Process>,
     /// The holding devices, grouped by process, in the layout's order.
     devices: Vec<DeviceId>,
-    /// Each device that holds a tile, ascending, with that tile.
+    /// (device, index of its tile) for each device that holds a tile, ascending.
     tile_of: Vec<(DeviceId, u32)>,
     lookup: Lookup,
 }
@@ -54,9 +54,9 @@ pub(super) struct Process {
 #[derive(Clone, Debug)]
 enum Lookup {
     Grid {
-        /// The ranges of each dimension, ascending.
+        /// (start, end) of the ranges of each dimension, ascending.
         cuts: Vec<Vec<(usize, usize)>>,
-        /// The tile of each combination, row-major.
+        /// Index of the tile at each combination of ranges, row-major.
         cells: Vec<u32>,
     },
     Line(Line),
@@ -66,15 +66,16 @@ enum Lookup {
 #[derive(Clone, Debug)]
 struct Line {
     dim: usize,
-    /// Start along `dim` and tile, ascending.
+    /// (start along `dim`, index of the tile), ascending.
     by_start: Vec<(usize, u32)>,
-    /// For each entry of `by_start`, the largest end up to and including it.
+    /// For each entry of `by_start`, the largest end along `dim` of the entry and of those before
+    /// it.
     ends: Vec<usize>,
 }
 
 impl Tiling {
     /// Returns the tiles that the devices with partial sum `term` hold, in the order of their first
-    /// holders.
+    /// holders. Fails if a device of the layout is not in the topology.
     pub(super) fn new(
         layout: &Layout,
         term: usize,
@@ -133,7 +134,7 @@ impl Tiling {
         &self.tiles[tile as usize]
     }
 
-    /// Returns the tile that a device holds.
+    /// Returns the index of the tile that a device holds, or `None` if it holds none.
     pub(super) fn tile_of(&self, device: DeviceId) -> Option<u32> {
         let at = self.tile_of.binary_search_by_key(&device, |(device, _)| *device).ok()?;
         Some(self.tile_of[at].1)
@@ -144,23 +145,24 @@ impl Tiling {
         slice(&self.hosts, &self.tile(tile).hosts)
     }
 
-    /// Returns the processes of a host that hold the tile.
+    /// Returns the processes on `host` that hold the tile that `host` is an entry of.
     pub(super) fn processes(&self, host: &Host) -> &[Process] {
         slice(&self.processes, &host.processes)
     }
 
-    /// Returns the devices of a process that hold the tile.
+    /// Returns the devices of `process` that hold the tile that `process` is an entry of.
     pub(super) fn devices(&self, process: &Process) -> &[DeviceId] {
         slice(&self.devices, &process.devices)
     }
 
-    /// Returns the holders of a tile on a host, if any.
+    /// Returns the holders of a tile on a host, or `None` if no device there holds the tile.
     pub(super) fn on_host(&self, tile: u32, host: u32) -> Option<&Host> {
         let hosts = self.hosts(tile);
         hosts.binary_search_by_key(&host, |found| found.host).ok().map(|at| &hosts[at])
     }
 
-    /// Returns the holders of a tile in a process, if any.
+    /// Returns the holders of a tile in a process, or `None` if none of its devices holds the tile.
+    /// `host` is the host of the process.
     pub(super) fn in_process(&self, tile: u32, process: ProcessId, host: u32) -> Option<&Process> {
         let processes = self.processes(self.on_host(tile, host)?);
         processes
@@ -169,7 +171,8 @@ impl Tiling {
             .map(|at| &processes[at])
     }
 
-    /// Returns the tiles that share elements with a non-empty region, in a fixed order.
+    /// Returns the indices of the tiles that share elements with a non-empty region, in a fixed
+    /// order.
     pub(super) fn touching(&self, region: &Region) -> Vec<u32> {
         match &self.lookup {
             Lookup::Grid { cuts, cells } => {
@@ -218,7 +221,8 @@ impl Tiling {
     }
 }
 
-/// Returns the indices of a dimension's cuts that a range touches.
+/// Returns the half-open range of the indices of a dimension's cuts that a range touches. `cuts`
+/// are (start, end) in ascending order.
 fn touched(cuts: &[(usize, usize)], range: &Range<usize>) -> Range<usize> {
     let first = cuts.partition_point(|cut| cut.1 <= range.start);
     first..cuts.partition_point(|cut| cut.0 < range.end).max(first)

@@ -19,19 +19,19 @@ use crate::topology::DeviceId;
 /// devices.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ChunkRanks {
-    /// The first index of each rank's chunk, in every dimension.
+    /// The first index of each rank's chunk in every dimension, as `[rank][dimension]`.
     pub offsets_by_rank: Vec<Vec<usize>>,
-    /// The number of indices of each rank's chunk, in every dimension.
+    /// The number of indices of each rank's chunk in every dimension, as `[rank][dimension]`.
     pub sizes_by_rank: Vec<Vec<usize>>,
-    /// The rank that holds each chunk.
+    /// The rank that holds each chunk, in the order of the chunks.
     pub ranks: Vec<usize>,
 }
 
 /// Cuts dimension `dim` of an array of `shape` into one chunk for each placement. Chunk `i` is on
 /// rank `placements[i]`.
 ///
-/// A negative `dim` counts from the end. `world` is the number of ranks; without it, the number of
-/// placements.
+/// A negative `dim` counts from the end. `world` is the number of ranks; `None` stands for the
+/// number of placements.
 ///
 /// # Errors
 ///
@@ -72,7 +72,8 @@ pub fn chunk_by_rank(
     })
 }
 
-/// Checks the conditions that do not depend on a shape.
+/// Checks the conditions that do not depend on a shape: there are placements, and no device has two
+/// chunks.
 pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingError> {
     if placements.is_empty() {
         return Err(ShardingError::NoPlacements { dim });
@@ -87,7 +88,7 @@ pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingE
 }
 
 /// Returns the layout of an array of `shape`, with dimension `dim` cut into a chunk for each
-/// placement.
+/// placement. Fails if the array has no such dimension.
 pub(super) fn layout(
     dim: isize,
     placements: &[DeviceId],
@@ -99,8 +100,8 @@ pub(super) fn layout(
     Ok(Layout::new(shape, placements.to_vec(), regions, chunks == 1))
 }
 
-/// Returns the dimension and the devices in chunk order if the shards are exactly the chunks of a
-/// dimension. Empty chunks, which all have the same offset, keep the order of the shards.
+/// Returns (dimension, devices in chunk order) if the shards are exactly the chunks of a dimension,
+/// otherwise `None`. Empty chunks, which all have the same offset, keep the order of the shards.
 pub(super) fn infer(
     shape: &[usize],
     shards: &[(DeviceId, Region)],
@@ -117,7 +118,8 @@ pub(super) fn infer(
     Some((dim, ordered.into_iter().map(|(device, _)| *device).collect()))
 }
 
-/// Returns the index of dimension `dim`, which counts from the end if negative.
+/// Returns the index of dimension `dim`, which counts from the end if negative. Fails if the shape
+/// has no such dimension.
 fn dim_index(shape: &[usize], dim: isize) -> Result<usize, ShardingError> {
     let from_start = if dim < 0 { dim.checked_add_unsigned(shape.len()) } else { Some(dim) };
     from_start

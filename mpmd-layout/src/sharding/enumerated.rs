@@ -73,7 +73,8 @@ pub(super) fn layout(
     Ok(Layout::new(shape, devices, regions, shards.len() == 1))
 }
 
-/// Returns two shards that overlap, in the order of the list, and their intersection.
+/// Returns two shards that overlap, as (index of the first in the list, index of the second, their
+/// intersection). Returns `None` if no two shards overlap.
 ///
 /// Sweeps along the dimension with the most distinct starts. A shard is compared only with the
 /// shards that start no later and have not ended yet.
@@ -113,7 +114,8 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
     None
 }
 
-/// Returns a part of `whole` that is in none of the regions `held`. These must be disjoint.
+/// Returns a part of `whole` that is in none of the regions `held`, or `None` if they cover it. The
+/// regions `held` must be disjoint.
 ///
 /// Counting elements tells whether there is such a part. To find it, the search cuts out a region
 /// that overlaps the remainder, and continues in a part of the remainder that is not full.
@@ -297,8 +299,8 @@ mod tests {
         );
     }
 
-    /// Returns a tiling made by cuts from side to side. Each choice cuts one of the parts so far in
-    /// two, if it can be cut. Parts may be empty.
+    /// Returns a tiling made by cuts from side to side. Each cut is the choice of (part, dimension,
+    /// index) and cuts one of the parts so far in two. Parts may be empty.
     fn tiling(
         shape: &[usize],
         cuts: &[(prop::sample::Index, prop::sample::Index, prop::sample::Index)],
@@ -332,8 +334,7 @@ mod tests {
             .prop_map(|(shape, regions)| (shape, (3..).map(DeviceId).zip(regions).collect()))
     }
 
-    /// Returns true if every element of the array is in exactly one shard. Checks element by
-    /// element.
+    /// True if every element of the array is in exactly one shard. Checks element by element.
     fn tiles_by_counting(shape: &[usize], shards: &[(DeviceId, Region)]) -> bool {
         let whole = Region::full(shape);
         if !shards

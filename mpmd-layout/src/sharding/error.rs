@@ -24,11 +24,11 @@ pub enum ShardingError {
     /// The spec uses an axis more than once.
     #[error("{spec}: axis `{axis}` divides dimension {first} and again dimension {second}")]
     AxisUsedTwice {
-        /// The axis.
+        /// The axis that is used twice.
         axis: String,
-        /// The dimension that uses it first.
+        /// The dimension that the axis divides first.
         first: usize,
-        /// The dimension that uses it again; may be the same.
+        /// The dimension that the axis divides again; may be the same.
         second: usize,
         /// The spec.
         spec: Spec,
@@ -46,11 +46,11 @@ pub enum ShardingError {
     #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} divides into \
         {parts} parts", shape[*dim])]
     NotDivisible {
-        /// The dimension.
+        /// The index of the dimension.
         dim: usize,
-        /// The axes that divide it, with their sizes.
+        /// The axes that divide the dimension, with their sizes, as text.
         axes: String,
-        /// The number of parts they make.
+        /// The number of parts into which the axes divide the dimension.
         parts: usize,
         /// The array's shape.
         shape: Vec<usize>,
@@ -60,7 +60,7 @@ pub enum ShardingError {
     /// The job has no such device.
     #[error("there is no device {device} in a job of {devices} devices")]
     UnknownDevice {
-        /// The device.
+        /// The device that the job lacks.
         device: DeviceId,
         /// Number of devices in the job.
         devices: usize,
@@ -68,7 +68,7 @@ pub enum ShardingError {
     /// Unreduced axes were given for a sharding without a mesh.
     #[error("axis `{axis}` cannot be unreduced: {sharding} has no mesh")]
     UnreducedWithoutMesh {
-        /// The first of the axes.
+        /// The first of the axes given.
         axis: String,
         /// The sharding as text.
         sharding: String,
@@ -76,7 +76,7 @@ pub enum ShardingError {
     /// The mesh does not have an axis that was to be unreduced.
     #[error("axis `{axis}` cannot be unreduced: the mesh is {mesh}")]
     UnreducedUnknownAxis {
-        /// The axis.
+        /// The axis that the mesh lacks.
         axis: String,
         /// The mesh.
         mesh: Mesh,
@@ -84,14 +84,14 @@ pub enum ShardingError {
     /// An axis is given twice in a list of unreduced axes.
     #[error("axis `{axis}` is unreduced twice")]
     UnreducedTwice {
-        /// The axis.
+        /// The axis that is listed twice.
         axis: String,
     },
     /// An axis that divides a dimension cannot be unreduced: a device would hold only a part of one
     /// summand.
     #[error("axis `{axis}` cannot be unreduced: {spec} divides dimension {dim} over it")]
     UnreducedDivides {
-        /// The axis.
+        /// The axis that was to be unreduced.
         axis: String,
         /// The dimension that the axis divides.
         dim: usize,
@@ -101,25 +101,25 @@ pub enum ShardingError {
     /// A list of chunk placements is empty.
     #[error("the chunks of dimension {dim} are placed nowhere")]
     NoPlacements {
-        /// The dimension, as it was given.
+        /// The dimension to be cut, as it was given: from the end if negative.
         dim: isize,
     },
     /// A device is given two chunks.
     #[error("chunks {first} and {second} of dimension {dim} are both placed on device {device}")]
     PlacedTwice {
-        /// The dimension, as it was given.
+        /// The dimension to be cut, as it was given: from the end if negative.
         dim: isize,
-        /// The device.
+        /// The device with two chunks.
         device: DeviceId,
-        /// The first chunk placed on the device.
+        /// The index of the first chunk placed on the device.
         first: usize,
-        /// The second chunk placed on the device.
+        /// The index of the second chunk placed on the device.
         second: usize,
     },
     /// The array does not have the dimension that should be cut into chunks.
     #[error("chunks of dimension {dim}: shape {shape:?} has {}", dims(.shape))]
     DimOutOfRange {
-        /// The dimension, as it was given.
+        /// The dimension to be cut, as it was given: from the end if negative.
         dim: isize,
         /// The array's shape.
         shape: Vec<usize>,
@@ -147,7 +147,7 @@ pub enum ShardingError {
     /// A device has two shards.
     #[error("device {device} has {first} and again {second}: a device has one shard")]
     ShardTwice {
-        /// The device.
+        /// The device with two shards.
         device: DeviceId,
         /// The device's first region in the list.
         first: Region,
@@ -160,11 +160,11 @@ pub enum ShardingError {
          both have {common}"
     )]
     Overlap {
-        /// The device that comes first in the list.
+        /// The device of the first of the two shards in the list.
         first_device: DeviceId,
         /// The region of `first_device`.
         first_region: Region,
-        /// The other device.
+        /// The device of the second of the two shards in the list.
         second_device: DeviceId,
         /// The region of `second_device`.
         second_region: Region,
@@ -186,7 +186,7 @@ pub enum ShardingError {
         "device {device} has {region}, which is past the end of dimension {dim} of shape {shape:?}"
     )]
     PastEnd {
-        /// The device.
+        /// The device of the shard.
         device: DeviceId,
         /// The region of `device`.
         region: Region,
@@ -208,27 +208,27 @@ pub enum ShardingError {
     /// A rank is given two chunks.
     #[error("chunks {first} and {second} are both placed on rank {rank}")]
     RankTwice {
-        /// The rank.
+        /// The rank with two chunks.
         rank: usize,
-        /// The first chunk placed on the rank.
+        /// The index of the first chunk placed on the rank.
         first: usize,
-        /// The second chunk placed on the rank.
+        /// The index of the second chunk placed on the rank.
         second: usize,
     },
     /// A chunk is placed on a rank that does not exist.
     #[error("chunk {chunk} is placed on rank {rank}, but there are {world} ranks")]
     UnknownRank {
-        /// The rank.
+        /// The rank that does not exist.
         rank: usize,
-        /// The chunk placed on the rank.
+        /// The index of the chunk placed on the rank.
         chunk: usize,
-        /// Number of ranks.
+        /// Number of ranks; they are numbered from 0.
         world: usize,
     },
     /// A rank is given no chunk.
     #[error("rank {rank} of {world} gets no chunk: there are {placements} placements")]
     MissingRank {
-        /// The first such rank.
+        /// The first rank without a chunk.
         rank: usize,
         /// Number of ranks.
         world: usize,

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::{Layout, ShardingKind};
 use crate::topology::DeviceId;
 
-/// The interner sweeps out dead entries only above this many.
+/// Number of entries above which the interner removes dead entries.
 const SWEEP_ABOVE: usize = 256;
 
 /// The data that equal shardings share.
@@ -20,7 +20,7 @@ pub(super) struct Inner {
     pub(super) layouts: Mutex<HashMap<Box<[usize]>, Arc<Layout>>>,
 }
 
-/// Returns the one object with this value; creates it if there is none.
+/// Returns the one object with this value; creates it if there is none. Takes the interner's lock.
 pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
     let fingerprint = kind.fingerprint();
     let mut interner = INTERNER.lock();
@@ -43,7 +43,8 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
     inner
 }
 
-/// All live shardings. It only makes equal values one object and changes no result.
+/// The table of all live shardings of this process. It only makes equal values one object and
+/// changes no result.
 static INTERNER: LazyLock<Mutex<Interner>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]

@@ -10,7 +10,7 @@ use crate::region::Region;
 use crate::topology::mesh::DeviceList;
 use crate::topology::{DeviceId, Mesh};
 
-/// The most shards of a list that a text shows.
+/// Number of shards that the text of an enumerated sharding shows.
 const SHARDS_SHOWN: usize = 8;
 
 /// The kinds of [`Sharding`](super::Sharding), with their data.
@@ -21,7 +21,7 @@ pub enum ShardingKind {
     Named {
         /// The mesh.
         mesh: Mesh,
-        /// The axes that divide each dimension.
+        /// The mesh axes that divide each dimension.
         spec: Spec,
         /// The axes over which the shards are partial sums, in the order of the mesh. The values of
         /// the array are the sums over them.
@@ -33,14 +33,14 @@ pub enum ShardingKind {
     Chunk {
         /// The dimension; if negative it counts from the end.
         dim: isize,
-        /// The device of each chunk.
+        /// The device of each chunk, in the order of the chunks.
         placements: Vec<DeviceId>,
         /// The memory of the devices that holds the chunks.
         memory_kind: MemoryKind,
     },
     /// Shards listed one by one. Applies only to the shape that they fill.
     Enumerated {
-        /// Each device with its region.
+        /// The (device, region) of each shard, in the order of the list.
         shards: Vec<(DeviceId, Region)>,
         /// The memory of the devices that holds the shards.
         memory_kind: MemoryKind,

@@ -4,7 +4,7 @@ use crate::fingerprint::Fingerprint;
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// The region of an array that each device holds.
+/// The region that each device holds of an array of one shape.
 ///
 /// Layouts are equal if shape, devices in their order, regions and partial sums are equal, even if
 /// they come from different shardings.
@@ -21,15 +21,15 @@ pub struct Layout {
     /// is one.
     term_of: Vec<usize>,
     fingerprint: u64,
-    /// Each device with its index in `devices`, ascending by device.
+    /// (device, index in `devices`), ascending by device.
     places: Vec<(DeviceId, usize)>,
 }
 
 impl Layout {
-    /// Creates a layout in which each device holds the region at the same index. `fully_replicated`
-    /// says that the sharding divides nothing. It is separate because all regions of an empty array
-    /// may be equal although a sharding divides it. The regions of two devices must be equal or
-    /// disjoint.
+    /// Creates a layout in which `devices[i]` holds `regions[i]`. `fully_replicated` says that the
+    /// sharding divides nothing. It is separate because all regions of an empty array may be equal
+    /// although a sharding divides it. The regions of two devices must be equal or disjoint, which
+    /// is not checked.
     ///
     /// # Panics
     ///
@@ -90,7 +90,7 @@ impl Layout {
         self
     }
 
-    /// Returns the whole array's shape.
+    /// Returns the shape of the whole array.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
@@ -132,8 +132,8 @@ impl Layout {
         self.term_of.get(place).copied().unwrap_or(0)
     }
 
-    /// Returns true if the sharding divides nothing: every device holds the whole array, or a
-    /// partial sum of all of it.
+    /// True if the sharding divides nothing: every device holds the whole array, or a partial sum
+    /// of all of it.
     pub fn fully_replicated(&self) -> bool {
         self.fully_replicated
     }
@@ -143,7 +143,8 @@ impl Layout {
         self.fingerprint
     }
 
-    /// Returns a device's index in device-assignment order.
+    /// Returns a device's index in device-assignment order, or `None` if the array is not on the
+    /// device.
     pub fn place_of(&self, device: DeviceId) -> Option<usize> {
         let at = self.places.binary_search_by_key(&device, |(device, _)| *device).ok()?;
         Some(self.places[at].1)

@@ -48,27 +48,30 @@ impl Mesh {
         Sharding::named(self.clone(), spec, MemoryKind::Device)
     }
 
-    /// Returns the sharding that puts the whole array on every device.
+    /// Returns the sharding that puts the whole array on every device of the mesh, in device
+    /// memory.
     pub fn replicated(&self) -> Sharding {
         self.sharding(Spec::default())
     }
 }
 
 impl Sharding {
-    /// Divides dimensions over the axes of `mesh` as `spec` says.
+    /// Creates the sharding that divides dimensions over the axes of `mesh` as `spec` says, in the
+    /// memory `memory_kind` of the devices.
     ///
     /// Does not check that mesh and spec fit together: [`layout`](Self::layout) does.
     pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
         Self::of_kind(ShardingKind::Named { mesh, spec, unreduced: Vec::new(), memory_kind })
     }
 
-    /// Puts the whole array on one device, in the device's own memory.
+    /// Creates the sharding that puts the whole array on one device, in the device's own memory.
     pub fn single_device(device: DeviceId) -> Self {
         Self::of_kind(ShardingKind::SingleDevice { device, memory_kind: MemoryKind::Device })
     }
 
-    /// Cuts dimension `dim` into one chunk for each placement. Chunk `i` is on device
-    /// `placements[i]`, in the device's own memory. A negative `dim` counts from the end.
+    /// Creates the sharding that cuts dimension `dim` into one chunk for each placement. Chunk `i`
+    /// is on device `placements[i]`, in the device's own memory. A negative `dim` counts from the
+    /// end.
     ///
     /// With `n` indices and `k` placements each chunk has `ceil(n / k)` indices. The trailing
     /// chunks have the rest and may be empty. [`layout`](Self::layout) checks that the array has
@@ -83,9 +86,9 @@ impl Sharding {
         Ok(Self::of_kind(ShardingKind::Chunk { dim, placements, memory_kind }))
     }
 
-    /// Lists shards one by one, in the devices' own memory. They may be any disjoint regions that
-    /// fill an array. Empty ones are allowed. [`layout`](Self::layout) checks that they fill an
-    /// array of its shape.
+    /// Creates the sharding with these (device, region) shards, in the devices' own memory. The
+    /// regions must be disjoint and together fill an array. Empty ones are allowed.
+    /// [`layout`](Self::layout) checks that they fill an array of its shape.
     ///
     /// # Errors
     ///
@@ -97,10 +100,10 @@ impl Sharding {
         Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
     }
 
-    /// Returns the sharding of an array of `shape` that has these shards.
+    /// Returns the sharding of an array of `shape` that has these (device, region) shards.
     ///
-    /// If they are exactly the chunks of a dimension, it is a chunk sharding of the first such
-    /// dimension. Its chunks are in the order of their offsets, empty ones in the order of the
+    /// If the shards are exactly the chunks of a dimension, it is a chunk sharding of the first
+    /// such dimension. Its chunks are in the order of their offsets, empty ones in the order of the
     /// list. Otherwise it is an enumerated sharding.
     ///
     /// # Errors
@@ -119,21 +122,21 @@ impl Sharding {
         }
     }
 
-    /// Returns the same regions in another memory of the devices.
+    /// Returns the sharding with the same regions in the memory `memory_kind` of the devices.
     #[must_use]
     pub fn with_memory_kind(&self, memory_kind: MemoryKind) -> Self {
         Self::of_kind(self.inner.kind.with_memory_kind(memory_kind))
     }
 
-    /// Returns the same regions as partial sums: the values of the array are the sums over these
-    /// axes of the mesh. These axes replace any earlier [`unreduced_axes`](Self::unreduced_axes);
-    /// their order does not matter. A `device_put` to a sharding without unreduced axes adds the
-    /// sums up.
+    /// Returns the sharding with the same regions, in which they hold partial sums. The values of
+    /// the array are the sums over these axes of the mesh. The axes replace any earlier
+    /// [`unreduced_axes`](Self::unreduced_axes); their order does not matter. A `device_put` to a
+    /// sharding without unreduced axes adds the sums up.
     ///
     /// # Errors
     ///
-    /// If the sharding has no mesh, the mesh does not have an axis, the spec divides a dimension
-    /// over it, or an axis comes twice.
+    /// If an axis is given for a sharding without a mesh, or the mesh does not have it. Also if the
+    /// spec divides a dimension over the axis, or it comes twice.
     pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
         match &self.inner.kind {
             ShardingKind::Named { mesh, spec, memory_kind, .. } => {
@@ -151,8 +154,8 @@ impl Sharding {
         }
     }
 
-    /// Returns the same regions without unreduced axes: the sharding after the partial sums are
-    /// added up.
+    /// Returns the sharding with the same regions and no unreduced axes: the sharding after the
+    /// partial sums are added up.
     #[must_use]
     pub fn reduced(&self) -> Self {
         match &self.inner.kind {
@@ -163,7 +166,7 @@ impl Sharding {
         }
     }
 
-    /// Returns the kind of sharding with its data.
+    /// Returns the kind of the sharding with its data.
     pub fn kind(&self) -> &ShardingKind {
         &self.inner.kind
     }
@@ -184,7 +187,7 @@ impl Sharding {
         }
     }
 
-    /// Returns the mesh if it is a named sharding.
+    /// Returns the mesh of a named sharding, or `None` for the other kinds.
     pub fn mesh(&self) -> Option<&Mesh> {
         match &self.inner.kind {
             ShardingKind::Named { mesh, .. } => Some(mesh),
@@ -192,7 +195,7 @@ impl Sharding {
         }
     }
 
-    /// Returns the spec if it is a named sharding.
+    /// Returns the spec of a named sharding, or `None` for the other kinds.
     pub fn spec(&self) -> Option<&Spec> {
         match &self.inner.kind {
             ShardingKind::Named { spec, .. } => Some(spec),
@@ -200,9 +203,9 @@ impl Sharding {
         }
     }
 
-    /// Returns the axes over which the shards are partial sums, in the order of the mesh. Axes of
-    /// size 1 are included, so that a program's correctness does not depend on the size of its
-    /// mesh.
+    /// Returns the axes over which the shards are partial sums, in the order of the mesh; none if
+    /// the shards are values. Axes of size 1 are included, so that a program's correctness does not
+    /// depend on the size of its mesh.
     pub fn unreduced_axes(&self) -> &[String] {
         match &self.inner.kind {
             ShardingKind::Named { unreduced, .. } => unreduced,
@@ -215,7 +218,7 @@ impl Sharding {
         self.inner.kind.memory_kind()
     }
 
-    /// Returns the layout of an array of `shape`. Caches it by shape.
+    /// Returns the layout of an array of `shape`. The sharding caches it by shape.
     ///
     /// # Errors
     ///

@@ -4,7 +4,8 @@ use super::{Layout, ShardingError, Spec, SpecEntry};
 use crate::region::Region;
 use crate::topology::Mesh;
 
-/// Returns the layout of an array of `shape` that `spec` divides over `mesh`.
+/// Returns the layout of an array of `shape` that `spec` divides over `mesh`. Fails if the three do
+/// not fit together.
 pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout, ShardingError> {
     let dims = divide(mesh, spec, shape)?;
     let fully_replicated = dims.iter().all(|dim| dim.parts == 1);
@@ -16,8 +17,8 @@ pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout
     Ok(Layout::new(shape, mesh.devices().to_vec(), regions, fully_replicated))
 }
 
-/// Returns the axes in the order of the mesh, after checking that shards can be partial sums over
-/// them.
+/// Returns the axes in the order of the mesh. Fails if an axis is unknown, comes twice, or divides
+/// a dimension: then shards cannot be partial sums over it.
 pub(super) fn unreduced(
     mesh: &Mesh,
     spec: &Spec,
@@ -60,12 +61,13 @@ struct Divided {
     /// Indices of the dividing mesh axes, major to minor.
     axes: Vec<usize>,
     parts: usize,
-    /// Indices in each part.
+    /// Number of indices in each part.
     size: usize,
 }
 
 impl Divided {
-    /// Returns the bounds of the part that the device at these mesh coordinates holds.
+    /// Returns the half-open (start, end) of the part that the device at these mesh coordinates
+    /// holds.
     fn part(&self, mesh: &Mesh, coordinates: &[usize]) -> (usize, usize) {
         let part =
             self.axes.iter().fold(0, |part, axis| part * mesh.shape()[*axis] + coordinates[*axis]);

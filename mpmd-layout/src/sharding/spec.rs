@@ -4,22 +4,23 @@ use std::fmt;
 
 use crate::fingerprint::Fingerprint;
 
-/// The mesh axes that divide each dimension. Dimensions beyond its end are not divided.
+/// The mesh axes that divide each dimension, one entry for each of the first dimensions. Dimensions
+/// beyond the last entry are not divided.
 ///
 /// `spec![None, "model"]` divides dimension 1 over axis `model`. `spec![("data", "model"), None]`
 /// divides dimension 0 over two axes, the first of them major.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub struct Spec(Vec<SpecEntry>);
 
-/// The division of one dimension.
+/// The mesh axes that divide one dimension.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub enum SpecEntry {
     /// Not divided.
     #[default]
     None,
-    /// Divided over one axis.
+    /// Divided over the axis of this name.
     Axis(String),
-    /// Divided over several axes, major to minor.
+    /// Divided over the axes of these names, major to minor.
     Axes(Vec<String>),
 }
 
@@ -61,7 +62,7 @@ impl Spec {
 }
 
 impl SpecEntry {
-    /// Returns the axes, major to minor.
+    /// Returns the names of the axes, major to minor; none if the dimension is not divided.
     pub fn axes(&self) -> &[String] {
         match self {
             Self::None => &[],

@@ -25,15 +25,15 @@ pub enum CudaCollectives {
     Nccl,
 }
 
-/// The identity of a GPU, equal in all processes.
+/// Bytes that identify a GPU: the same in all processes, different for each GPU.
 #[doc(hidden)]
 pub type GpuId = [u8; 16];
 
 impl CudaCollectives {
-    /// All values.
+    /// All settings, in the order of declaration.
     pub const ALL: [Self; 2] = [Self::Host, Self::Nccl];
 
-    /// Returns its name for users: `host` or `nccl`.
+    /// Returns the setting's name for users: `host` or `nccl`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Host => "host",
@@ -41,7 +41,7 @@ impl CudaCollectives {
         }
     }
 
-    /// Returns the value of that name, or `None` if there is none.
+    /// Returns the setting that has this name, or `None` if there is none. Case matters.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|way| way.name() == name)
     }
@@ -54,20 +54,22 @@ impl fmt::Display for CudaCollectives {
 }
 
 impl Topology {
-    /// Returns the same job with this path for collectives of CUDA devices. The default is
-    /// [`Host`](CudaCollectives::Host).
+    /// Returns a copy of the topology that sets the path for collectives of CUDA devices to `way`.
+    /// The default is [`Host`](CudaCollectives::Host).
     #[must_use]
     pub fn with_cuda_collectives(&self, way: CudaCollectives) -> Self {
         self.with(|inner| inner.collectives = way)
     }
 
-    /// Returns the path for collectives of CUDA devices that can use it.
+    /// Returns the path set for collectives of CUDA devices. With [`Nccl`](CudaCollectives::Nccl),
+    /// groups and dtypes that NCCL does not support still go through the host.
     pub fn cuda_collectives(&self) -> CudaCollectives {
         self.inner.collectives
     }
 
-    /// Returns the same job with the GPUs of a process's devices of kind [`Cuda`](DeviceKind::Cuda)
-    /// recorded, in the devices' order. Devices with unknown GPUs count as all different.
+    /// Returns a copy of the topology that knows the GPUs of a process's devices of kind
+    /// [`Cuda`](DeviceKind::Cuda). `gpus` are in the devices' order. Devices with unknown GPUs
+    /// count as all different.
     #[must_use]
     #[doc(hidden)]
     pub fn with_gpus_of(&self, process: ProcessId, gpus: &[GpuId]) -> Self {
@@ -77,14 +79,15 @@ impl Topology {
         self.with(|inner| inner.gpus.extend(known))
     }
 
-    /// Returns true if the GPU of any device of a process is known.
+    /// True if the GPU of at least one device of the process is known.
     #[doc(hidden)]
     pub fn knows_gpus_of(&self, process: ProcessId) -> bool {
         self.devices_of(process).iter().any(|device| self.inner.gpus.contains_key(device))
     }
 
-    /// Returns true if the topology lets these devices work together by NCCL. The same on all
-    /// processes that own some of them.
+    /// True if these devices can run collectives by NCCL: it is chosen, and they are two or more
+    /// CUDA devices. No two of them may be known to share a GPU. The same on all processes that own
+    /// some of them.
     #[doc(hidden)]
     pub fn are_joined(&self, devices: &[DeviceId]) -> bool {
         if self.inner.collectives != CudaCollectives::Nccl || devices.len() < 2 {

@@ -15,10 +15,10 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// All kinds.
+    /// All kinds, in the order of declaration.
     pub const ALL: [Self; 2] = [Self::Cpu, Self::Cuda];
 
-    /// Returns its name for users: `cpu` or `cuda`.
+    /// Returns the kind's name for users: `cpu` or `cuda`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -26,7 +26,7 @@ impl DeviceKind {
         }
     }
 
-    /// Returns the kind of that name, or `None` if there is none.
+    /// Returns the kind that has this name, or `None` if there is none. Case matters.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }

@@ -4,11 +4,11 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The distance between two devices, nearest first.
+/// The distance between two devices, in order from the nearest to the farthest.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkClass {
-    /// Both are the same device.
+    /// Both ends are the same device.
     SameDevice,
     /// Two devices of one process.
     SameProcess,
@@ -18,10 +18,10 @@ pub enum LinkClass {
     Network,
 }
 
-/// The cost of one link.
+/// The cost of a message over one link.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Link {
-    /// Nanoseconds that every message takes, of any size.
+    /// Nanoseconds that every message takes in addition to the time for its bytes.
     pub latency_ns: u64,
     /// Bytes per microsecond, which is megabytes (10^6) per second.
     pub bytes_per_us: u64,
@@ -47,8 +47,7 @@ impl LinkClass {
     /// All classes, nearest first.
     pub const ALL: [Self; 4] = [Self::SameDevice, Self::SameProcess, Self::SameHost, Self::Network];
 
-    /// Returns its name in the machine interface: `same_device`, `same_process`, `same_host` or
-    /// `network`.
+    /// Returns the class's name in JSON: `same_device`, `same_process`, `same_host` or `network`.
     pub fn name(self) -> &'static str {
         match self {
             Self::SameDevice => "same_device",
@@ -66,7 +65,8 @@ impl fmt::Display for LinkClass {
 }
 
 impl Link {
-    /// Returns the nanoseconds that a message of `bytes` bytes takes; saturates.
+    /// Returns the nanoseconds that a message of `bytes` bytes takes: latency plus the time for the
+    /// bytes. Saturates at `u64::MAX`.
     pub fn nanos(&self, bytes: u64) -> u64 {
         let moving = u128::from(bytes) * 1000 / u128::from(self.bytes_per_us.max(1));
         self.latency_ns.saturating_add(u64::try_from(moving).unwrap_or(u64::MAX))
@@ -74,7 +74,7 @@ impl Link {
 }
 
 impl Links {
-    /// Returns the costs of a class.
+    /// Returns the cost of a link of this class.
     pub fn of(&self, class: LinkClass) -> Link {
         match class {
             LinkClass::SameDevice => self.same_device,
@@ -85,7 +85,7 @@ impl Links {
     }
 }
 
-/// Round figures of a common machine with a network of 10 Gbit/s. On many machines the resulting
+/// Costs of a common machine with a network of 10 Gbit/s, rounded. On many machines the resulting
 /// plans differ little.
 impl Default for Links {
     fn default() -> Self {

@@ -9,8 +9,8 @@ use super::{DeviceId, MeshError};
 use crate::fingerprint::Fingerprint;
 use crate::tree::Leaf;
 
-/// A grid of devices with named axes. Cheap to clone. Meshes are equal if axes, sizes and devices
-/// are.
+/// A grid of devices with named axes. Cheap to clone. Meshes are equal if their axes, sizes and
+/// devices are equal, in the same order.
 #[derive(Clone)]
 pub struct Mesh {
     inner: Arc<Inner>,
@@ -23,13 +23,13 @@ struct Inner {
     shape: Vec<usize>,
     /// Row-major.
     devices: Vec<DeviceId>,
-    /// Each device with its index in `devices`, ascending by device.
+    /// (device, index in `devices`), ascending by device.
     places: Vec<(DeviceId, usize)>,
 }
 
 impl Mesh {
-    /// Creates a mesh with these axes. `devices` are in row-major order: the last axis varies
-    /// fastest.
+    /// Creates a mesh from the (name, size) of each axis, major to minor. `devices` are in
+    /// row-major order: the last axis varies fastest.
     ///
     /// # Errors
     ///
@@ -99,12 +99,13 @@ impl Mesh {
         &self.inner.devices
     }
 
-    /// Returns the index of an axis among the axes, or `None` if the mesh has no such axis.
+    /// Returns the index of an axis, from 0 for the major axis, or `None` if the mesh has no such
+    /// axis.
     pub fn axis_index(&self, axis: &str) -> Option<usize> {
         self.inner.names.iter().position(|name| name == axis)
     }
 
-    /// Returns the size of an axis.
+    /// Returns the size of an axis: the number of indices along it.
     ///
     /// # Errors
     ///
@@ -191,7 +192,7 @@ impl Mesh {
         Ok(self.group_at(index, place))
     }
 
-    /// Returns the index along every axis of the device at an index of the row-major order.
+    /// Returns the index along every axis of the device at row-major index `place`.
     #[doc(hidden)]
     pub fn coordinates(&self, mut place: usize) -> Vec<usize> {
         let mut coordinates = vec![0; self.inner.shape.len()];
@@ -213,7 +214,8 @@ impl Mesh {
         Some(self.inner.places[at].1)
     }
 
-    /// Returns the distance in row-major order of two devices that are neighbours along an axis.
+    /// Returns the distance in row-major order of two devices that are neighbours along axis number
+    /// `index`.
     fn stride(&self, index: usize) -> usize {
         self.inner.shape[index + 1..].iter().product()
     }
@@ -270,10 +272,10 @@ impl Leaf for Mesh {}
 /// messages stay short.
 pub(crate) struct DeviceList<'a>(pub(crate) &'a [DeviceId]);
 
-/// The most devices that are listed one by one.
+/// Number of devices up to which all are listed one by one.
 const LISTED: usize = 32;
 
-/// The most runs that are shown of a longer list.
+/// Number of runs of consecutive ids that are shown of a longer list.
 const RUNS_SHOWN: usize = 8;
 
 impl fmt::Display for DeviceList<'_> {

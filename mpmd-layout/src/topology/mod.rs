@@ -28,7 +28,7 @@ impl Leaf for DeviceId {}
 pub struct Device {
     /// The device's id.
     pub id: DeviceId,
-    /// The process that owns it.
+    /// The process that owns the device.
     pub process: ProcessId,
     /// The device's kind.
     pub kind: DeviceKind,
@@ -45,34 +45,34 @@ struct Inner {
     /// Ascending by id.
     devices: Vec<Device>,
     ids: Vec<DeviceId>,
-    /// The devices of each process.
+    /// The devices of each process, indexed by process.
     owned: Vec<Vec<DeviceId>>,
-    /// The host of each process, numbered by first appearance.
+    /// The host number of each process, indexed by process. Hosts are numbered by first appearance.
     hosts: Vec<u32>,
     links: Links,
     /// The path of collectives between CUDA devices.
     collectives: CudaCollectives,
-    /// The GPUs of CUDA devices, as far as they are known. Filled only if needed.
+    /// The GPUs of CUDA devices that are known. `with_gpus_of` adds them.
     gpus: BTreeMap<DeviceId, GpuId>,
 }
 
-/// The reason that devices form no topology or mesh, or that a mesh has no such part. Always the
-/// caller's fault.
+/// The reason that a topology or mesh cannot be made, or that a mesh lacks a requested device, axis
+/// or range. Always the caller's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
     /// A device is listed more than once.
     #[error("device {device} is listed twice")]
     DuplicateDevice {
-        /// The device.
+        /// The device that is listed twice.
         device: DeviceId,
     },
     /// A device belongs to a process that the job does not have.
     #[error("device {device} belongs to process {process}, but the job has {processes} processes")]
     UnknownProcess {
-        /// The device.
+        /// The device with the unknown owner.
         device: DeviceId,
-        /// The process that should own it.
+        /// The process given as the owner of the device.
         process: ProcessId,
         /// Number of processes in the job.
         processes: usize,
@@ -80,25 +80,25 @@ pub enum MeshError {
     /// The mesh, or the job, has no such device.
     #[error("there is no device {device} in {within}")]
     UnknownDevice {
-        /// The device.
+        /// The requested device.
         device: DeviceId,
         /// The mesh or job that was searched, as text.
         within: String,
     },
-    /// The number of hosts is not the number of processes.
+    /// The number of hosts given is not the number of processes.
     #[error("{found} hosts are given for {processes} processes")]
     HostCount {
-        /// Number of processes.
+        /// Number of processes in the job.
         processes: usize,
         /// Number of hosts given.
         found: usize,
     },
-    /// The number of device kinds is neither one nor the number of processes.
+    /// The number of device kinds given is neither one nor the number of processes.
     #[error(
         "{found} kinds of devices are given for {processes} processes: one for all, or one for each"
     )]
     KindCount {
-        /// Number of processes.
+        /// Number of processes in the job.
         processes: usize,
         /// Number of kinds given.
         found: usize,
@@ -106,55 +106,56 @@ pub enum MeshError {
     /// The sizes of the axes do not multiply to the number of devices.
     #[error("a mesh {mesh} takes {expected} devices, found {found}")]
     DeviceCount {
-        /// The axes and their sizes.
+        /// The axes and their sizes as text: `{x:2, y:2}`.
         mesh: String,
-        /// Product of the sizes; saturates.
+        /// Number of devices that the mesh needs: the product of the sizes. Saturates.
         expected: usize,
         /// Number of devices given.
         found: usize,
     },
-    /// Two axes have one name.
+    /// Two axes have the same name.
     #[error("axis `{axis}` is named twice in {mesh}")]
     DuplicateAxis {
-        /// The name.
+        /// The repeated name.
         axis: String,
-        /// The axes and their sizes.
+        /// The axes and their sizes as text: `{x:2, y:2}`.
         mesh: String,
     },
-    /// An axis has no name, or no size.
+    /// An axis has an empty name or size 0.
     #[error("axis `{axis}` of size {size} in {mesh}: an axis has a name and at least one index")]
     EmptyAxis {
-        /// The name.
+        /// The axis's name; may be empty.
         axis: String,
-        /// The size.
+        /// The axis's size; may be 0.
         size: usize,
-        /// The axes and their sizes.
+        /// The axes and their sizes as text: `{x:2, y:2}`.
         mesh: String,
     },
     /// The mesh has no axis of that name.
     #[error("there is no axis `{axis}` in {mesh}")]
     UnknownAxis {
-        /// The name.
+        /// The requested name.
         axis: String,
-        /// The mesh's axes and their sizes.
+        /// The mesh that was searched, as text.
         mesh: String,
     },
-    /// The range is empty or runs past the axis.
+    /// The range of indices is empty or ends past the axis.
     #[error("{start}..{end} is no part of axis `{axis}` in {mesh}")]
     Range {
-        /// The axis.
+        /// The axis's name.
         axis: String,
         /// The first requested index.
         start: usize,
         /// One past the last requested index.
         end: usize,
-        /// The mesh's axes and their sizes.
+        /// The mesh as text.
         mesh: String,
     },
 }
 
 impl Topology {
-    /// Creates a job with these devices. It has as many processes as the highest owner requires.
+    /// Creates a job with these devices. The number of processes is one more than the highest
+    /// owner's number. All processes are on one host.
     ///
     /// # Errors
     ///
@@ -164,7 +165,8 @@ impl Topology {
         Self::with_processes(processes, devices)
     }
 
-    /// Creates a job with these devices and `processes` processes, some of which may own none.
+    /// Creates a job with these devices and `processes` processes, on one host. A process may own
+    /// no device.
     ///
     /// # Errors
     ///
@@ -191,12 +193,12 @@ impl Topology {
         Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links, collectives, gpus }) })
     }
 
-    /// Returns the same job with its processes on these hosts, one name for each process. By
-    /// default all processes are on one host.
+    /// Returns a copy of the topology with process `i` on host `hosts[i]`. Equal values are the
+    /// same host. By default all processes are on one host.
     ///
     /// # Errors
     ///
-    /// If there is not one host for each process.
+    /// If the number of hosts is not the number of processes.
     pub fn on_hosts<T: Ord>(&self, hosts: &[T]) -> Result<Self, MeshError> {
         if hosts.len() != self.processes() {
             return Err(MeshError::HostCount { processes: self.processes(), found: hosts.len() });
@@ -210,12 +212,12 @@ impl Topology {
         Ok(self.with(|inner| inner.hosts = hosts))
     }
 
-    /// Returns the same job with devices of these kinds: one kind for all processes, or one for
-    /// each process in order. By default all devices are [`DeviceKind::Cpu`].
+    /// Returns a copy of the topology with devices of these kinds: one kind for all processes, or
+    /// one for each process in order. By default all devices are [`DeviceKind::Cpu`].
     ///
     /// # Errors
     ///
-    /// If there is neither one kind nor one for each process.
+    /// If the number of kinds is neither one nor the number of processes.
     pub fn of_kinds(&self, kinds: &[DeviceKind]) -> Result<Self, MeshError> {
         let processes = self.processes();
         if kinds.len() != 1 && kinds.len() != processes {
@@ -229,7 +231,7 @@ impl Topology {
         }))
     }
 
-    /// Returns the same job with links of these costs.
+    /// Returns a copy of the topology with these costs of links. Plans compare routes by them.
     #[must_use]
     pub fn with_links(&self, links: Links) -> Self {
         self.with(|inner| inner.links = links)
@@ -241,8 +243,8 @@ impl Topology {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Creates `processes` processes with `devices_per_process` CPU devices each. Process 0 owns
-    /// the first devices.
+    /// Creates a job of `processes` processes on one host, each with `devices_per_process` CPU
+    /// devices. Ids ascend: process 0 owns the first devices.
     ///
     /// # Panics
     ///
@@ -300,12 +302,12 @@ impl Topology {
         self.device(device).map(|device| device.kind)
     }
 
-    /// Returns true if a process owns devices of this kind.
+    /// True if a process owns at least one device of this kind.
     pub fn has_kind(&self, process: ProcessId, kind: DeviceKind) -> bool {
         self.devices_of(process).iter().any(|device| self.kind_of(*device) == Some(kind))
     }
 
-    /// Returns the devices of a process, ascending; none for an unknown process.
+    /// Returns the ids of a process's devices, ascending; none for an unknown process.
     pub fn devices_of(&self, process: ProcessId) -> &[DeviceId] {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
     }

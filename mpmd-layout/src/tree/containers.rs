@@ -12,7 +12,7 @@ use super::{Leaf, Name, Path, Structure, Tree, TreeError};
 pub struct Empty<L>(PhantomData<fn() -> L>);
 
 impl<L> Empty<L> {
-    /// Creates the empty tree.
+    /// Creates the tree without leaves.
     pub fn new() -> Self {
         Self(PhantomData)
     }
@@ -151,7 +151,7 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
     }
 }
 
-/// Converts the results for an array's elements back to an array.
+/// Converts a vector of `N` elements to an array. Panics if the vector has another length.
 fn array<T, const N: usize>(elements: Vec<T>) -> [T; N] {
     let found = elements.len();
     elements.try_into().unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
@@ -204,7 +204,7 @@ impl<T: Tree> Tree for Option<T> {
     }
 }
 
-/// Leaves come in the order of the keys.
+/// Branches are named by their keys, and leaves come in the order of the keys.
 impl<T: Tree> Tree for BTreeMap<String, T> {
     type Leaf = T::Leaf;
     type With<M: Leaf> = BTreeMap<String, T::With<M>>;
@@ -329,7 +329,8 @@ tuples! {
 mod tests {
     use super::*;
 
-    /// Maps, visits and builds a tree; each must return the same tree.
+    /// Asserts that mapping a tree with the identity returns an equal tree. Asserts the same for
+    /// rebuilding it from its structure and leaves.
     fn round_trip<T>(tree: T)
     where
         T: Tree<Leaf = u64, With<u64> = T> + Clone + std::fmt::Debug + PartialEq,

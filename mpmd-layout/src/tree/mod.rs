@@ -59,16 +59,17 @@ pub trait Tree: Sized {
     /// `T::With<T::Leaf>` is `T`.
     type With<M: Leaf>: Tree<Leaf = M>;
 
-    /// Returns the names of the branches, down to the leaves.
+    /// Returns the names of the tree's branches, down to the leaves, without the leaves' values.
     fn structure(&self) -> Structure;
 
-    /// Returns true if [`structure`](Self::structure) equals `structure`. Cheaper than creating and
+    /// True if [`structure`](Self::structure) equals `structure`. Cheaper than creating and
     /// comparing it.
     fn has_structure(&self, structure: &Structure) -> bool {
         self.structure() == *structure
     }
 
-    /// Calls `f` with every leaf and its path below `path`, in order.
+    /// Calls `f` with the path and a reference of every leaf, in order. `path` is the path from the
+    /// root to this tree; each leaf's path starts with it. Leaves `path` unchanged in the end.
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf));
 
     /// Applies `f` to every leaf, in order, and returns the tree of the results.
@@ -91,12 +92,13 @@ pub trait Tree: Sized {
         f: &mut dyn FnMut(&Self::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E>;
 
-    /// Builds the tree of this structure from the next leaves of an iterator. `path` is the tree's
-    /// place in its parent, for messages. Programs call [`from_leaves`](Self::from_leaves) instead.
+    /// Builds a tree of `structure` from the next leaves of an iterator. `path` is the path from
+    /// the root to this tree, for errors. If building fails, `path` may keep further steps.
+    /// Programs call [`from_leaves`](Self::from_leaves) instead.
     ///
     /// # Errors
     ///
-    /// If this type has no such structure, or the leaves end early.
+    /// If no tree of this type has the structure, or the leaves end early.
     fn build(
         structure: &Structure,
         path: &mut Path,
@@ -125,8 +127,8 @@ pub trait Tree: Sized {
         leaves
     }
 
-    /// Returns references to the leaves with their paths (`blocks/3/w`), in order. The path of a
-    /// tree that is a leaf is empty.
+    /// Returns (path, reference) of each leaf, in order, with paths like `blocks/3/w`. The path of
+    /// a tree that is a leaf is empty.
     fn leaves_with_paths(&self) -> Vec<(String, &Self::Leaf)> {
         let mut leaves = Vec::new();
         self.visit(&mut Path::default(), &mut |path, leaf| leaves.push((path.to_string(), leaf)));
@@ -143,11 +145,12 @@ pub trait Tree: Sized {
         leaves
     }
 
-    /// Builds the tree of this structure from these leaves, in order.
+    /// Builds a tree of `structure` from these leaves, in order.
     ///
     /// # Errors
     ///
-    /// If this type has no such structure, or there are more or fewer leaves.
+    /// If no tree of this type has the structure, or there are more or fewer leaves than the
+    /// structure has.
     fn from_leaves(
         structure: &Structure,
         leaves: impl IntoIterator<Item = Self::Leaf>,
@@ -161,28 +164,29 @@ pub trait Tree: Sized {
     }
 }
 
-/// The reason that trees do not match each other. Always the caller's fault.
+/// The reason that a tree does not match a structure, a prefix or a list of leaves. Always the
+/// caller's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TreeError {
-    /// A tree of the type cannot have the structure.
+    /// A tree of the requested type cannot have the given structure.
     #[error("at {}: expected {expected}, found {found}", place(path))]
     Structure {
-        /// The place in the tree; empty at the root.
+        /// The path of the place that does not match; empty at the root.
         path: String,
-        /// The structure that the type has there, as text.
+        /// The structure that the type has at `path`, as text.
         expected: String,
-        /// The structure that was given there, as text.
+        /// The structure that was given at `path`, as text.
         found: String,
     },
-    /// A tree is not a prefix of the other.
+    /// A prefix does not match the structure of a tree.
     #[error("not a prefix: at {} the tree has {expected}, the prefix {found}", place(path))]
     Prefix {
-        /// The place in the tree; empty at the root.
+        /// The path of the place that does not match; empty at the root.
         path: String,
-        /// The tree's branches there, as text.
+        /// The tree's branches at `path`, as text.
         expected: String,
-        /// The prefix's branches there, as text.
+        /// The prefix's branches at `path`, as text.
         found: String,
     },
     /// There are fewer leaves than the structure has.
@@ -203,7 +207,7 @@ fn place(path: &str) -> String {
     if path.is_empty() { "the root".to_owned() } else { format!("`{path}`") }
 }
 
-/// A placeholder for a leaf that was taken out.
+/// Takes the place of a leaf that `into_leaves` moves out of its tree.
 struct Taken;
 
 impl Leaf for Taken {}
@@ -250,7 +254,7 @@ macro_rules! leaves {
 
 leaves!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, String, &str);
 
-/// Allows a tree of references into a tree that stays in place.
+/// References are leaves too, so a tree of references can point into a tree that stays in place.
 impl<L: Leaf> Leaf for &L {}
 
 #[cfg(test)]
@@ -260,7 +264,7 @@ mod tests {
     use super::*;
     use crate::aval::{ShapedArray, f32s};
 
-    /// A leaf that borrows, like a view of a buffer.
+    /// A leaf type with a lifetime, like a view of a buffer.
     struct View<'a>(&'a mut f64);
 
     impl Leaf for View<'_> {}
@@ -365,7 +369,8 @@ mod tests {
         assert_eq!(deep.to_string(), "at `1`: expected [0, 1], found [0]");
     }
 
-    /// A kernel in miniature: its types are trees of one leaf type, its calls use trees of others.
+    /// A kernel in miniature. Its associated types are trees of `u64`; `infer` and `run` use the
+    /// same trees with other leaves.
     trait Kernel {
         type In: Tree<Leaf = u64>;
         type Out: Tree<Leaf = u64>;

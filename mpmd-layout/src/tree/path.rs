@@ -3,13 +3,13 @@
 use std::borrow::Cow;
 use std::fmt;
 
-/// One step of a [`Path`]. Names are equal if their texts are: field `0` of a tuple is element 0 of
-/// a vector.
+/// The name of a branch, one step of a [`Path`]. Names are equal if their texts are: field `0` of a
+/// tuple is element 0 of a vector.
 #[derive(Clone, Debug)]
 pub enum Name {
-    /// A field of a struct.
+    /// The name of a struct's field.
     Field(&'static str),
-    /// An element of a sequence, or a field of a tuple.
+    /// The index of an element of a sequence, or of a field of a tuple, from 0.
     Index(usize),
     /// A key of a map.
     Key(String),
@@ -54,7 +54,7 @@ pub struct Path {
 }
 
 impl Path {
-    /// Appends the branch of that name.
+    /// Appends a step to the end of the path.
     pub fn push(&mut self, name: Name) {
         self.names.push(name);
     }
@@ -64,7 +64,7 @@ impl Path {
         self.names.pop()
     }
 
-    /// Returns the steps from the root.
+    /// Returns all steps, from the root on.
     pub fn names(&self) -> &[Name] {
         &self.names
     }

@@ -7,28 +7,28 @@ use super::{Leaf, Path, Structure, Tree, TreeError};
 /// The upper part of a tree. Each leaf stands for everything below it: one sharding for all arrays
 /// of a layer, or for all arrays at once.
 ///
-/// Can be made with `from` a leaf, a reference to one, or a struct that derives
+/// `from` makes a prefix from a leaf, a reference to one, or a struct that derives
 /// [`Tree`](trait@Tree). Tuples, vectors, arrays and maps of these convert too.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum PrefixTree<L> {
-    /// The value for every leaf below.
+    /// The value for every leaf at or below this place of the tree.
     Leaf(L),
-    /// Branches by name.
+    /// Each branch below this place as (name, prefix).
     Node(Vec<(String, PrefixTree<L>)>),
 }
 
 impl<L: Leaf + Clone> PrefixTree<L> {
-    /// Creates the prefix that gives each leaf of `tree` its own value.
+    /// Creates the prefix that has the structure of `tree` and clones of its leaves.
     pub fn of(tree: &impl Tree<Leaf = L>) -> Self {
         Self::of_structure(&tree.structure(), &mut tree.leaves().into_iter())
     }
 
-    /// Returns the value for each leaf of a tree of that structure, in the order of the leaves.
+    /// Returns one value for each leaf of a tree of `structure`, in the order of the leaves. A leaf
+    /// of the prefix is cloned for all leaves below its place.
     ///
     /// # Errors
     ///
-    /// If this is not a prefix of the structure. The error names the first place that does not
-    /// match.
+    /// If this is not a prefix of `structure`. The error names the first place that does not match.
     pub fn broadcast(&self, structure: &Structure) -> Result<Vec<L>, TreeError> {
         let mut leaves = Vec::new();
         self.add_leaves(structure, &mut Path::default(), &mut leaves)?;

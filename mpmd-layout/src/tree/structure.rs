@@ -12,19 +12,19 @@ use super::{Name, Path, Tree, TreeError};
 pub enum Structure {
     /// A leaf.
     Leaf,
-    /// An absent option, without leaves.
+    /// An option that is `None`: no leaves.
     Absent,
-    /// Branches, in order; possibly none.
+    /// The branches as (name, structure), in order; possibly none.
     Node(Vec<(Name, Structure)>),
 }
 
 impl Structure {
-    /// Creates a node with these branches.
+    /// Creates a node with these (name, structure) branches.
     pub fn node(branches: impl IntoIterator<Item = (Name, Self)>) -> Self {
         Self::Node(branches.into_iter().collect())
     }
 
-    /// Creates a node with numbered branches.
+    /// Creates a node with branches that are named 0, 1, 2 and so on.
     pub fn sequence(branches: impl IntoIterator<Item = Self>) -> Self {
         Self::node(branches.into_iter().enumerate().map(|(i, branch)| (Name::Index(i), branch)))
     }
@@ -38,19 +38,19 @@ impl Structure {
         }
     }
 
-    /// Returns the paths of the leaves, in order.
+    /// Returns the path of each leaf (`blocks/3/w`), in the order of the leaves.
     pub fn paths(&self) -> Vec<String> {
         let mut paths = Vec::new();
         self.add_paths(&mut Path::default(), &mut paths);
         paths
     }
 
-    /// Returns the branches if they are numbered from 0 and, if `count` is given, there are `count`
-    /// of them. For implementations of [`Tree::build`].
+    /// Returns the (name, structure) branches of this node if they are numbered from 0. If `count`
+    /// is given, there must be `count` of them. For implementations of [`Tree::build`].
     ///
     /// # Errors
     ///
-    /// If it has other branches. The error names `path` as the place.
+    /// If this structure is no such node. The error names `path` as the place.
     pub fn elements(
         &self,
         path: &Path,
@@ -72,12 +72,12 @@ impl Structure {
         }
     }
 
-    /// Returns the branches if their names are `names`, in order. For implementations of
-    /// [`Tree::build`].
+    /// Returns the (name, structure) branches of this node if their names are `names`, in order.
+    /// For implementations of [`Tree::build`].
     ///
     /// # Errors
     ///
-    /// If it has other branches. The error names `path` as the place.
+    /// If this structure is no such node. The error names `path` as the place.
     pub fn fields(
         &self,
         path: &Path,
@@ -97,7 +97,8 @@ impl Structure {
         }
     }
 
-    /// Creates the error for a tree that has `expected` in place of this structure.
+    /// Creates the error that this structure was given at `path`, where the tree's type needs
+    /// `expected`.
     pub(super) fn misfit(&self, path: &Path, expected: &Self) -> TreeError {
         self.misfit_text(path, expected.to_string())
     }
@@ -121,7 +122,7 @@ impl Structure {
     }
 }
 
-/// Writes the outermost level in a few words: `a leaf`, `nothing`, or the names of the branches.
+/// Writes the outermost level only: `a leaf`, `nothing`, or the names of the branches in brackets.
 impl fmt::Display for Structure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -136,7 +137,8 @@ impl fmt::Display for Structure {
     }
 }
 
-/// Visits a branch. For implementations of [`Tree::visit`].
+/// Calls `branch.visit` with `name` appended to `path`, and removes `name` again. For
+/// implementations of [`Tree::visit`].
 pub(super) fn visit<'a, T: Tree>(
     name: Name,
     branch: &'a T,
@@ -148,7 +150,8 @@ pub(super) fn visit<'a, T: Tree>(
     path.pop();
 }
 
-/// Builds a branch. For implementations of [`Tree::build`].
+/// Builds a branch from its (name, structure) and the next leaves. If that fails, the name stays in
+/// `path`. For implementations of [`Tree::build`].
 pub(super) fn build<T: Tree>(
     (name, structure): &(Name, Structure),
     path: &mut Path,

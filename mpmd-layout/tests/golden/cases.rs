@@ -4,7 +4,7 @@ use mpmd_layout::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use serde::Deserialize;
 
-/// A mesh and a spec.
+/// A named sharding as read from a golden file: a mesh and a spec.
 #[derive(Deserialize)]
 pub(crate) struct CaseSharding {
     mesh: CaseMesh,
@@ -27,7 +27,7 @@ enum CaseEntry {
 }
 
 impl CaseSharding {
-    /// Converts to a sharding.
+    /// Converts to a sharding in device memory. Panics if the mesh is malformed.
     pub(crate) fn sharding(self) -> Sharding {
         let names = self.mesh.axis_names.iter().map(String::as_str);
         let axes: Vec<(&str, usize)> = names.zip(self.mesh.shape).collect();

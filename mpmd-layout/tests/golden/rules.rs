@@ -80,7 +80,7 @@ fn tuple(spec: &Spec) -> String {
     }
 }
 
-/// Returns true if the original's message names the same leaf and spec as this error.
+/// True if the original's message names the same leaf and spec as this error.
 fn same_place(ours: &RulesError, message: &str) -> bool {
     match ours {
         RulesError::Op(failed) => {

@@ -9,7 +9,8 @@ use std::str::FromStr;
 /// followed by `,eager` or `,eager:4`.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Channel {
-    /// The queues of posts, which wait for earlier ones.
+    /// The division of a process's posts into queues. A post waits for the earlier ones of its
+    /// queue.
     pub queues: Queues,
     /// The time at which a send is done.
     pub protocol: Protocol,
@@ -23,14 +24,14 @@ pub enum Queues {
     /// No queues: matching ends find each other, in any order. This framework's own transports work
     /// so.
     Tags,
-    /// Like tags, but each process has at most this many open ends at a time, in the order of its
+    /// Like tags, with a limit: each process has this many ends open at a time, in the order of its
     /// posts. 0 counts as 1.
     TagsBounded(u32),
-    /// One queue for each peer process, with both directions.
+    /// One queue for each peer process, for sends and receives together.
     PerPair,
-    /// One queue for each peer process and direction.
+    /// One queue for each peer process and direction: sends and receives wait separately.
     PerDirection,
-    /// A single queue for all.
+    /// A single queue for all ends of a process.
     Single,
 }
 
@@ -67,7 +68,7 @@ impl Channel {
         Self { queues, protocol: Protocol::Rendezvous }
     }
 
-    /// Creates a channel with these queues, and room for this many messages from each sender.
+    /// Creates a channel with these queues, and room for `messages` messages from each sender.
     pub const fn eager(queues: Queues, messages: u32) -> Self {
         Self { queues, protocol: Protocol::Eager(messages) }
     }
@@ -89,7 +90,7 @@ impl fmt::Display for Channel {
     }
 }
 
-/// An error in the name of a channel.
+/// An error in the name of a channel, with that name.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "{0:?} is no channel; there are tags, tags:K, pair, direction and single, each also with \
@@ -100,7 +101,8 @@ pub struct NoChannel(String);
 impl FromStr for Channel {
     type Err = NoChannel;
 
-    /// Parses the output of [`Display`](fmt::Display). `eager` alone has room for one message.
+    /// Parses the output of [`Display`](fmt::Display). `eager` alone has room for one message. An
+    /// unknown word or a limit of 0 is an error.
     fn from_str(text: &str) -> Result<Self, NoChannel> {
         let wrong = || NoChannel(text.to_owned());
         let number = |text: &str| text.parse().ok().filter(|number| *number > 0).ok_or_else(wrong);

@@ -21,46 +21,46 @@ pub struct Deadlock {
     pub cycle: Vec<Wait>,
     /// Transfers that can never happen, because an end is missing.
     pub missing: Vec<Missing>,
-    /// The numbers of unfinished nodes and transfers.
+    /// (number of unfinished nodes, number of unfinished transfers)
     pub undone: (usize, usize),
 }
 
-/// A waiting item.
+/// An item of a cycle, which waits for the next item.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Wait {
-    /// The waiting item.
+    /// The waiting operation.
     pub item: Item,
-    /// Its process.
+    /// The process of the operation.
     pub process: u32,
-    /// Its tag in the flow: the node's, or the transfer's.
+    /// The tag of the operation's node or transfer in the flow.
     pub tag: u32,
-    /// The reason why it waits for the next item.
+    /// The reason why the operation waits for the next item.
     pub why: Why,
 }
 
-/// An operation of a process.
+/// An operation of a process, with the number of its node or transfer in the flow.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Item {
-    /// Computes this node.
+    /// Computes the node of this number.
     Node(u32),
-    /// Sends this transfer.
+    /// Sends the transfer of this number.
     Send(u32),
-    /// Receives this transfer.
+    /// Receives the transfer of this number.
     Receive(u32),
 }
 
 /// The reason why one item waits for another.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Why {
-    /// The node comes later in its lane.
+    /// The item comes later in its lane than the next item.
     Lane,
-    /// The node needs the other node.
+    /// The item is a node that needs the next item, a node.
     Need,
-    /// The node takes a received transfer.
+    /// The item is a node that takes the transfer which the next item receives.
     Take,
-    /// The end of a transfer was posted later in its queue.
+    /// The item is an end of a transfer, posted later in the same queue than the next item.
     Queue,
-    /// The send waits for the node that computes its data.
+    /// The item is a send, and the next item is the node that computes its data.
     Make,
     /// A send and its receive wait for each other.
     Peer,
@@ -71,7 +71,7 @@ pub enum Why {
 pub struct Missing {
     /// The number of the transfer.
     pub transfer: u32,
-    /// Its tag in the flow.
+    /// The tag of the transfer in the flow.
     pub tag: u32,
     /// (sending process, true if it posts a send)
     pub from: (u32, bool),
@@ -100,7 +100,7 @@ impl Deadlock {
 }
 
 impl Wait {
-    /// Describes the operation and its process.
+    /// Describes the operation and its process in words.
     pub fn text(&self, names: &dyn Names) -> String {
         let process = names.process(self.process);
         match self.item {
@@ -112,7 +112,7 @@ impl Wait {
 }
 
 impl Missing {
-    /// Describes the missing end.
+    /// Describes in words the end that is missing.
     pub fn line(&self, names: &dyn Names) -> String {
         let what = names.transfer(self.tag);
         let (from, to) = (names.process(self.from.0), names.process(self.to.0));
@@ -141,7 +141,7 @@ pub(super) fn missing(engine: &Engine) -> Vec<Missing> {
     lacking.collect()
 }
 
-/// After this many steps the search stops with the shortest cycle so far.
+/// The number of followed waits after which the search stops with the shortest cycle so far.
 const SEARCH: usize = 50_000_000;
 
 /// Returns the shortest cycle of waits. Nothing more can begin in the execution, and no end is
@@ -197,7 +197,7 @@ pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
 struct Graph<'e, 'f> {
     engine: &'e Engine<'f>,
     nodes: u32,
-    /// The first unfinished item of each lane and of each queue.
+    /// The first unfinished item of each lane; in the next table, of each queue.
     lane_front: Vec<u32>,
     queue_front: Vec<u32>,
 }
@@ -227,7 +227,7 @@ impl<'e, 'f> Graph<'e, 'f> {
         nodes.chain(ends).filter(|item| *item != NONE).collect()
     }
 
-    /// Adds the items that an unfinished item waits for.
+    /// Adds to `edges` the (item, reason) pairs that an unfinished item waits for.
     fn edges(&self, item: u32, edges: &mut Vec<(u32, Why)>) {
         let (engine, flow): (_, &Flow) = (self.engine, self.engine.flow);
         let end = |transfer: u32, receive: u32| self.nodes + transfer * 2 + receive;

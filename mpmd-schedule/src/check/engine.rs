@@ -30,7 +30,7 @@ const ROOM: u8 = 32;
 const BEGUN: u8 = 64;
 const SENT: u8 = 128;
 
-/// A node or transfer that can begin.
+/// A node or transfer that can begin, with its number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Begin {
     Node(u32),
@@ -45,10 +45,10 @@ pub(crate) struct Engine<'a> {
     /// The number of events that each node still waits for.
     waits: Vec<u32>,
     pub(super) ended: Vec<bool>,
-    /// The next node in the lane of each node.
+    /// The next node in the lane of each node; `NONE` after the last.
     after: Vec<u32>,
-    /// Nodes that need each node. The next lists are the nodes that take each transfer, and the
-    /// transfers that each node computes.
+    /// For each node, the nodes that need it. The next lists are the nodes that take each transfer,
+    /// and the transfers that each node computes.
     needed_by: Lists,
     taken_by: Lists,
     makes: Lists,
@@ -58,29 +58,30 @@ pub(crate) struct Engine<'a> {
     pub(super) queues: Option<Windows>,
     /// Transfers for each pair of sender and receiver, in the order of their sends.
     rooms: Option<Windows>,
-    /// Ends that have come to the front and are not processed yet.
+    /// Ends that have come to the front of their queues and are not processed yet.
     fresh: Vec<u32>,
     /// Items that can begin. The caller removes and runs them.
     pub(crate) begins: Vec<Begin>,
     /// Transfers that were taken since the caller last looked. Only for the simulation.
     pub(crate) took: Vec<u32>,
-    /// The causes of all starts. Only for the simulation.
+    /// The causes of all starts; `None` in the check. Only for the simulation.
     pub(crate) causes: Option<Causes>,
     pub(crate) nodes_left: usize,
     pub(crate) transfers_left: usize,
 }
 
 /// The last cause of each node and transfer: the number of a node, or the number of nodes plus the
-/// number of a transfer. For a node, the transfer was received; for a transfer, the other transfer
-/// arrived.
+/// number of a transfer. A node's cause may be a transfer that was received. A transfer's cause may
+/// be another transfer that arrived.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,
-    /// The item that let a transfer begin.
+    /// The item that let each transfer begin.
     pub(crate) transfer: Vec<u32>,
-    /// The item that let its receive come to the front, if the receive came after the data.
+    /// For each transfer, the item that let its receive come to the front. Unset if the receive
+    /// came before the data.
     pub(crate) late: Vec<u32>,
-    /// The item that ends now.
+    /// The node or transfer that ends now.
     now: u32,
 }
 
@@ -178,7 +179,7 @@ impl<'a> Engine<'a> {
         self.settle();
     }
 
-    /// Ends a node.
+    /// Ends a node. Adds the items that can begin as a result to `begins`.
     pub(crate) fn end_node(&mut self, node: u32) {
         self.ended[node as usize] = true;
         self.nodes_left -= 1;
@@ -200,7 +201,7 @@ impl<'a> Engine<'a> {
         self.settle();
     }
 
-    /// Records that a transfer has arrived.
+    /// Records that a transfer has arrived. Adds the items that can begin as a result to `begins`.
     pub(crate) fn end_transfer(&mut self, transfer: u32) {
         if let Some(causes) = &mut self.causes {
             causes.now = self.flow.nodes.len() as u32 + transfer;
@@ -213,7 +214,8 @@ impl<'a> Engine<'a> {
         self.settle();
     }
 
-    /// Removes one of the events that a node waits for.
+    /// Removes one of the events that a node waits for. After the last one, `cause` is recorded and
+    /// the node can begin.
     fn has(&mut self, node: u32, cause: u32) {
         let waits = &mut self.waits[node as usize];
         *waits -= 1;
@@ -308,7 +310,7 @@ impl<'a> Engine<'a> {
         self.state[transfer as usize] & MADE != 0
     }
 
-    /// Returns true if an end of a transfer is posted.
+    /// Returns true if the end of a transfer with the number `end` is posted.
     pub(super) fn is_posted(&self, end: u32) -> bool {
         self.state[end as usize / 2]
             & if end.is_multiple_of(2) { SEND_POSTED } else { RECEIVE_POSTED }
@@ -322,7 +324,7 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// Returns the number of an end of a transfer.
+/// Returns the number of an end: twice the transfer's number, plus one for a receive.
 pub(super) fn end_of(post: Post) -> u32 {
     match post {
         Post::Send(transfer) => transfer * 2,
@@ -378,8 +380,8 @@ fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
         .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
 }
 
-/// Numbers the keys of all posts. Returns, for each process, the number of its first key and its
-/// sorted keys; and the total number of keys.
+/// Numbers the distinct keys of all posts; posts without a key are left out. Returns (keys, total).
+/// `keys` has for each process (number of its first key, its sorted keys).
 fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u32>)>, u32) {
     let mut first = 0;
     let of_process = |posts: &Vec<Post>| {
@@ -396,7 +398,7 @@ fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u3
     (keys, first)
 }
 
-/// A list of items for each index.
+/// A list of numbers for each index, in one allocation.
 #[derive(Debug)]
 pub(super) struct Lists {
     bounds: Vec<u32>,

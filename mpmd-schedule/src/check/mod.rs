@@ -59,7 +59,8 @@ pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
     verdict(&engine, channel)
 }
 
-/// Returns the result of an execution in which nothing more can begin.
+/// Returns the proof if all nodes and transfers are done, else the deadlock. Nothing more can begin
+/// in `engine`.
 pub(super) fn verdict(engine: &Engine, channel: Channel) -> Result<Proof, Deadlock> {
     let undone = (engine.nodes_left, engine.transfers_left);
     let missing = cycle::missing(engine);

@@ -3,7 +3,7 @@
 use crate::flow::{Flow, StepNames};
 use crate::{ActionKind, Costs, StepKind};
 
-/// The peak memory of a rank.
+/// The peak memory of a rank between forward and backward passes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct RankPeak {
     /// The largest number of forward passes that have begun and wait for the end of their weight
@@ -11,16 +11,16 @@ pub struct RankPeak {
     pub activations: u64,
     /// The largest number of bytes of activations and weight residuals; 0 if the costs have none.
     pub bytes: u64,
-    /// The tags of the nodes that first reach the two peaks: activations, bytes.
+    /// The tags of the nodes that first reach the peaks: (activations, bytes).
     pub at: (u32, u32),
 }
 
-/// Converts to a signed number, which can decrease.
+/// Converts a size in bytes to a signed number; sizes above `i64::MAX` become `i64::MAX`.
 fn bytes(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// The unit of the memory.
+/// The unit in which memory is counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Unit {
     Activations,
@@ -48,7 +48,8 @@ impl<'a> Ledger<'a> {
         if self.costs.is_some_and(says) { Unit::Bytes } else { Unit::Activations }
     }
 
-    /// Returns the changes of memory at the start and at the end of a node.
+    /// Returns (change at the start, change at the end) of a rank's memory through the node with
+    /// this tag.
     pub(crate) fn change(&self, tag: u32, unit: Unit) -> (i64, i64) {
         let step = self.names.step(tag);
         let stage = self.costs.and_then(|costs| costs.stage.get(step.stage as usize));
@@ -75,7 +76,7 @@ impl<'a> Ledger<'a> {
         }
     }
 
-    /// Returns the peak of each lane.
+    /// Returns the peak of each lane, indexed by lane.
     pub(crate) fn peaks(&self, flow: &Flow) -> Vec<RankPeak> {
         let mut peaks = vec![RankPeak::default(); flow.lanes.len()];
         let mut kept = vec![(0i64, 0i64); flow.lanes.len()];

@@ -13,13 +13,13 @@ pub struct Limits<'a> {
     /// The time at which results are sent. A runtime that works in order needs [`Leaves::InOrder`],
     /// which delays more.
     pub leaves: Leaves,
-    /// The costs of its stages, for their bytes.
+    /// The costs of the stages. Only their bytes are used.
     pub costs: Option<&'a Costs>,
-    /// The maximum that a rank may keep.
+    /// The limit of the memory that a rank keeps; `None` for no limit.
     pub budget: Option<Budget>,
 }
 
-/// The maximum that a rank may keep at a time between forward and backward passes.
+/// The limit of the memory that a rank may keep at a time between forward and backward passes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Budget {
     /// Limit of forward passes that wait for the end of their weight gradient.
@@ -33,9 +33,9 @@ pub enum Budget {
 pub struct Report {
     /// All faults; empty if the schedule is fit to run.
     pub problems: Vec<Problem>,
-    /// The proof that it has no deadlock; `None` if there is none.
+    /// The proof that the schedule has no deadlock; `None` if it was not proved.
     pub proof: Option<Proof>,
-    /// The peak memory of each rank; empty if the rows are not a schedule.
+    /// The peak memory of each rank, indexed by rank; empty if the rows are not a schedule.
     pub peaks: Vec<RankPeak>,
     /// The transfers between ranks, sorted by sending and receiving rank.
     pub links: Vec<Link>,
@@ -50,7 +50,7 @@ pub struct Link {
     pub to: u32,
     /// The number of transfers.
     pub transfers: u64,
-    /// The number of bytes.
+    /// The sum of the transfers' bytes; 0 without costs.
     pub bytes: u64,
 }
 
@@ -71,16 +71,16 @@ pub enum Problem {
     Twice {
         /// The action.
         action: Action,
-        /// (rank, place) of the first.
+        /// (rank, place in the rank's row) of the first occurrence.
         first: (usize, usize),
-        /// (rank, place) of the other.
+        /// (rank, place in the rank's row) of the other occurrence.
         other: (usize, usize),
     },
     /// An action is on another rank than its stage.
     Elsewhere {
         /// The action.
         action: Action,
-        /// (rank, place) of the action.
+        /// (rank, place in the rank's row) of the action.
         at: (usize, usize),
         /// The rank of the stage.
         stage_on: usize,
@@ -96,9 +96,9 @@ pub enum Problem {
     Order {
         /// The rank.
         rank: usize,
-        /// The action that comes too early, and its place.
+        /// (action that comes too early, its place in the row)
         action: (Action, usize),
-        /// The action that it needs, and its place.
+        /// (action that it needs, place of that action in the row)
         needs: (Action, usize),
     },
     /// Explicit transfers do not match the actions.
@@ -116,23 +116,23 @@ pub enum Problem {
         /// The number of actions.
         actions: usize,
     },
-    /// The number of faults that are not listed.
+    /// The number of further faults, which are not listed.
     More(usize),
     /// A rank exceeds the memory budget.
     Budget {
         /// The rank.
         rank: usize,
-        /// The memory that it keeps, in the unit of the budget.
+        /// The peak of the rank's memory, in the unit of the budget.
         peak: u64,
         /// The exceeded budget.
         budget: Budget,
-        /// The action at which it first keeps the most.
+        /// The action that first reaches the peak.
         at: Action,
     },
 }
 
 impl Problem {
-    /// Describes the fault in one or more lines.
+    /// Describes the fault in one or more lines of text.
     pub fn lines(&self, names: &dyn Names) -> Vec<String> {
         let place = |(rank, place): (usize, usize)| format!("rank {rank}, place {place}");
         let line = match self {
@@ -174,7 +174,8 @@ impl Problem {
     }
 }
 
-/// Checks a schedule. Its actions are known to be complete and in order.
+/// Checks a schedule over a channel and against a budget. Its actions are known to be complete and
+/// in order.
 pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
     let mut report = Report::default();
     match lower(schedule) {
@@ -186,8 +187,8 @@ pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
     report
 }
 
-/// Checks rows that may not be a valid schedule. If they have no transfers, those of [`lower`] are
-/// added.
+/// Checks rows that may not be a valid schedule; faults are listed in the report. If the rows have
+/// no transfers, those of [`lower`] are added.
 pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     let (actions, pairs) = rows.actions();
     let mut report = Report::default();
@@ -221,7 +222,7 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     }
 }
 
-/// The number of missing or misplaced actions that a report lists.
+/// The limit for the number of missing or misplaced actions that a report lists.
 const NAMED: usize = 100;
 
 /// Returns a fault if stage and microbatch numbers are far too large for the number of actions.
@@ -244,8 +245,9 @@ impl Report {
         self.problems.is_empty() && self.proof.is_some()
     }
 
-    /// Checks that every action appears once, on the rank of its stage, and after the actions of
-    /// its rank that it needs.
+    /// Adds a problem for every action that is missing, or appears twice. Does the same for actions
+    /// on another rank than their stage, and for those before an action of their rank that they
+    /// need.
     fn whole(&mut self, rows: &[Vec<Action>]) {
         let places = Places::new(rows);
         if places.stages == 0 {
@@ -337,8 +339,8 @@ impl Report {
         }
     }
 
-    /// Finds ranks that wait for each other over any channel. If an action appears twice, the first
-    /// one counts. A missing action is not waited for.
+    /// Adds a problem if ranks wait for each other over any channel. If an action appears twice,
+    /// the first one counts. A missing action is not waited for.
     fn circle(&mut self, rows: &[Vec<Action>]) {
         let places = Places::new(rows);
         let first = |(rank, row): (usize, &Vec<Action>)| {
@@ -465,7 +467,8 @@ impl Places {
         (action.stage * self.microbatches + action.microbatch) * KINDS.len() + kind
     }
 
-    /// Returns (rank, place).
+    /// Returns (rank, place) of the first occurrence of an action; `None` if there is none on the
+    /// rank of its stage.
     fn of(&self, action: Action) -> Option<(usize, usize)> {
         self.first[self.at(action)].map(|(rank, place)| (rank as usize, place as usize))
     }

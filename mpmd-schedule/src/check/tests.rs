@@ -23,7 +23,8 @@ fn channels() -> Vec<Channel> {
     all.collect()
 }
 
-/// Returns every built-in schedule for these numbers that exists.
+/// Returns the built-in schedules for all combinations of these numbers that are valid. A round is
+/// one microbatch per rank.
 fn schedules(ranks: &[usize], rounds: &[usize], chunks: &[usize]) -> Vec<Schedule> {
     let mut schedules = Vec::new();
     for builtin in Builtin::ALL {

@@ -3,7 +3,8 @@
 /// Marks an item that is in no list.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Lists of items. In each list the first unfinished items are open, at most `width` of them.
+/// Lists of items. The first unfinished items of each list are open; `width` is the limit for their
+/// number.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     width: u32,
@@ -12,8 +13,8 @@ pub(super) struct Windows {
     bounds: Vec<u32>,
     /// The list of each item.
     list_of: Vec<u32>,
-    /// For each list the index of its first unopened item. `open` has the number of open unfinished
-    /// items.
+    /// For each list, the index in `items` of its first unopened item. `open` has the number of
+    /// open unfinished items of each list.
     next: Vec<u32>,
     open: Vec<u32>,
 }
@@ -55,13 +56,13 @@ impl Windows {
         &self.items[self.bounds[list] as usize..self.bounds[list + 1] as usize]
     }
 
-    /// Returns the list of an item.
+    /// Returns the list of an item; `None` if the item is in no list.
     pub(super) fn list_of(&self, item: u32) -> Option<usize> {
         self.list_of.get(item as usize).filter(|list| **list != NONE).map(|list| *list as usize)
     }
 
-    /// Opens items while there is room. Calls `enter` for each; it returns true if the item is
-    /// already finished.
+    /// Opens items of a list while fewer than `width` are open. Calls `enter` for each; `enter`
+    /// returns true if the item is already finished.
     pub(super) fn fill(&mut self, list: usize, mut enter: impl FnMut(u32) -> bool) {
         while self.open[list] < self.width && self.next[list] < self.bounds[list + 1] {
             let item = self.items[self.next[list] as usize];
@@ -70,7 +71,7 @@ impl Windows {
         }
     }
 
-    /// Frees the place of a finished item. The caller then calls [`fill`](Self::fill).
+    /// Frees the place of a finished item in a list. The caller then calls [`fill`](Self::fill).
     pub(super) fn free(&mut self, list: usize) {
         self.open[list] -= 1;
     }

@@ -5,7 +5,8 @@ use super::{LowerError, lower_turns};
 use crate::schedule::{Action, ActionKind, Schedule};
 use crate::text::{Cell, Dialect, Entry, Text, cells};
 
-/// The number of stages of a rank with gathered weights: its next ones. Torch has the same number.
+/// The number of stages that a rank keeps gathered: the next ones in its row. Torch has the same
+/// number.
 const GATHERED: usize = 3;
 
 /// Returns the cells of each rank with transfers, gathers and reductions, as torch 2.11.0 places
@@ -58,8 +59,8 @@ pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
 }
 
 impl Text {
-    /// Converts a schedule to text. As `compute_only` it has no empty cells. As `compute_comms` it
-    /// equals, to the byte, torch's text of the same orders.
+    /// Converts a schedule to text. As `compute_only`, the text has no empty cells. As
+    /// `compute_comms` it equals, to the byte, torch's text of the same orders.
     ///
     /// # Errors
     ///
@@ -75,7 +76,7 @@ impl Text {
     }
 }
 
-/// Returns the stages of a cell without immediate repeats.
+/// Returns the stages of a cell's actions; two equal neighbours count once.
 fn stages(cell: Cell) -> impl Iterator<Item = u32> {
     let mut last = None;
     cell.actions()
@@ -83,8 +84,8 @@ fn stages(cell: Cell) -> impl Iterator<Item = u32> {
         .filter(move |stage| last.replace(*stage) != Some(*stage))
 }
 
-/// Returns, for each cell, the next stages of the rank from this cell on, until there are enough.
-/// They are in the order of the cells; stages of one cell stay together.
+/// Returns, for each cell, the next stages of the rank from this cell on, until there are three.
+/// They are in the order of the cells; the stages of one cell stay together.
 fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     let mut next = Vec::with_capacity(row.len());
     // Runs from the last cell to the first. Each group has the stages of one cell that no earlier
@@ -112,7 +113,7 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     next
 }
 
-/// Inserts `UNSHARD` and `RESHARD` between the cells.
+/// Inserts `UNSHARD` and `RESHARD` between the cells of a rank. `all` is the number of stages.
 ///
 /// Overlapped pairs of a rank with more than three stages can release several stages at once. These
 /// are in ascending order here; torch does not define an order.
@@ -141,7 +142,7 @@ fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
     cells
 }
 
-/// Inserts `REDUCE_GRAD` after the last weight gradient of each stage.
+/// Inserts `REDUCE_GRAD` after the last weight gradient of each stage in a rank's row.
 fn with_reductions(row: Vec<Cell>, schedule: &Schedule) -> Vec<Cell> {
     let mut left = vec![schedule.microbatches(); schedule.stages()];
     let mut cells = Vec::with_capacity(row.len() + schedule.stages().min(row.len()));

@@ -19,7 +19,7 @@ pub enum LowerError {
     /// The ranks wait for each other in a cycle, or for an action that does not exist.
     #[error("the moves cannot be put in order: {}", .heads.join("; "))]
     Stuck {
-        /// For each unfinished rank: its next action.
+        /// For each unfinished rank: its next action, and the action that this waits for.
         heads: Vec<String>,
     },
 }
@@ -29,7 +29,7 @@ pub enum LowerError {
 pub struct Lowered {
     /// The steps of each rank.
     pub steps: Vec<Vec<Step>>,
-    /// For each rank, the indices of steps that overlap with the next one, ascending.
+    /// For each rank, the indices of steps that overlap with the next step of the rank, ascending.
     pub pairs: Vec<Vec<usize>>,
 }
 
@@ -72,8 +72,8 @@ impl Lowered {
         self.steps.iter().flatten().any(|step| !matches!(step.kind, StepKind::Compute(_)))
     }
 
-    /// Returns the computations of each rank in order, and the indices of overlapped pairs among
-    /// them.
+    /// Returns (actions, pairs), both indexed by rank. `actions` are the computations in order.
+    /// `pairs` are the indices in `actions` of the first actions of overlapped pairs, ascending.
     pub fn actions(&self) -> (Vec<Vec<Action>>, Vec<Vec<usize>>) {
         let row = |(row, pairs): (&Vec<Step>, &Vec<usize>)| {
             let (mut actions, mut places) = (Vec::with_capacity(row.len()), Vec::new());
@@ -90,10 +90,12 @@ impl Lowered {
     }
 }
 
-/// Lowers a schedule to the steps of each rank, in torch's order.
+/// Converts a schedule to the steps of each rank: computations, sends and receives, in torch's
+/// order.
 ///
-/// Torch also gathers and releases weights between the steps, and each such operation takes a turn
-/// of its rank. Both actions of an overlapped pair come before their sends.
+/// Ranks take turns: see [`lower_cells`]. Torch also gathers and releases weights between the
+/// steps, and each such operation counts as a turn of its rank. Both actions of an overlapped pair
+/// come before their sends.
 ///
 /// # Errors
 ///
@@ -109,8 +111,8 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     Ok(lower_cells(&schedule.rows().iter().map(|row| cells(row)).collect::<Vec<_>>())?.into())
 }
 
-/// Lowers rows of cells, in torch's order. A cell is one turn of its rank. It has several actions
-/// if these overlap, and none if the rank does something else.
+/// Converts rows of cells to steps, in torch's order. Rows are indexed by rank. A cell is one turn
+/// of its rank. It has several actions if these overlap, and none if the rank does something else.
 ///
 /// Ranks take turns in order, one cell each. A rank loses its turn if its next cell needs data that
 /// does not exist yet. Otherwise the cell's actions follow. Then each action that another rank
@@ -124,10 +126,11 @@ pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError
     Ok(lower_turns(rows)?.0)
 }
 
-/// For each rank its steps, and for each cell the number of steps before its turn.
+/// (steps of each rank; for each rank and cell, the number of the rank's steps before the cell's
+/// turn)
 pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
 
-/// Like [`lower_cells`]. Also returns, for each rank and cell, the number of steps that were there
+/// Like [`lower_cells`]. Also returns, for each rank and cell, the number of the rank's steps
 /// before the cell's turn.
 ///
 /// # Errors
@@ -168,9 +171,9 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
     Ok((steps, turns))
 }
 
-/// Lowers rows with each send right after its computation, and each receive right before the
-/// computation that needs it. Over channels that keep order this mostly deadlocks, so [`lower`] has
-/// another order.
+/// Converts the actions of each rank to steps, with each send right after its computation. Each
+/// receive comes right before the computation that needs it. Over channels that keep order this
+/// mostly deadlocks, so [`lower`] has another order.
 ///
 /// Accepts any rows. Data that no rank computes is not received, and data that no rank needs is not
 /// sent.
@@ -195,7 +198,7 @@ pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     rows.iter().map(late).collect()
 }
 
-/// Marks a stage that no rank has.
+/// The rank of a stage that no rank has.
 const NOWHERE: u32 = u32::MAX;
 /// Bits of [`There::done`].
 const FORWARD: u8 = 1;
@@ -205,7 +208,7 @@ const INPUT: u8 = 2;
 struct There {
     microbatches: usize,
     rank_of_stage: Vec<u32>,
-    /// Indexed by stage and microbatch.
+    /// Bits of the finished passes, indexed by stage and microbatch.
     done: Vec<u8>,
 }
 
@@ -237,7 +240,8 @@ impl There {
         };
     }
 
-    /// Returns the pass of another stage that an action needs: the stage and the bit of the pass.
+    /// Returns the pass of another stage that an action needs, as (stage, bit of the pass). `None`
+    /// if it needs none.
     fn need(&self, action: Action) -> Option<(usize, u8)> {
         match action.kind {
             ActionKind::Forward => Some((action.stage.checked_sub(1)?, FORWARD)),
@@ -253,8 +257,8 @@ impl There {
             .is_none_or(|(stage, bit)| self.done[self.at(stage, action.microbatch)] & bit != 0)
     }
 
-    /// Returns the send that follows an action, and the matching receive. `None` if no other rank
-    /// needs the data.
+    /// Returns (send, receive) for the result of an action. `None` if no other rank needs the
+    /// result.
     fn moves(&self, action: Action) -> Option<(Step, Step)> {
         let (to, send, receive) = match action.kind {
             ActionKind::Forward => {
@@ -273,7 +277,7 @@ impl There {
         Some((Step { kind: send, ..step }, Step { kind: receive, stage: to as u32, ..step }))
     }
 
-    /// Returns the receive that an action needs, if another rank computes the data.
+    /// Returns the receive that an action needs. `None` if no other rank computes the data.
     fn receive_of(&self, action: Action) -> Option<Step> {
         let (from, bit) = self.need(action)?;
         let (here, there) = (self.rank_of_stage[action.stage], self.rank_of_stage[from]);
@@ -283,7 +287,7 @@ impl There {
         made.then_some(Step { kind, ..Step::of_action(action) })
     }
 
-    /// Returns true if the action exists that a receive is for.
+    /// Returns true if a rank has the action that reads the received data.
     fn is_wanted(&self, receive: Step) -> bool {
         let bit = if receive.kind == StepKind::ReceiveForward { FORWARD } else { INPUT };
         self.done[self.at(receive.stage as usize, receive.microbatch as usize)] & bit != 0

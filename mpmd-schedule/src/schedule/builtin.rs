@@ -22,11 +22,11 @@ pub enum Builtin {
     GPipe,
     /// GPipe with backward passes in descending order, as in its paper.
     GPipeReversed,
-    /// Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates forward
-    /// and backward.
+    /// With `m` microbatches, rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes,
+    /// then alternates forward and backward.
     OneFOneB,
-    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes before the first backward, which gives
-    /// outputs time to travel.
+    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes of rank `r` of `p` before its first
+    /// backward pass. This gives outputs time to travel. `m` is the number of microbatches.
     Eager1F1B,
     /// 1F1B with several stages on each rank, in rounds of microbatches.
     Interleaved1F1B,
@@ -40,7 +40,8 @@ pub enum Builtin {
     ZbvZeroBubble,
     /// Stages placed as a V; a rank runs a forward and a backward pass at the same time.
     DualPipeV,
-    /// Inference: forward passes only, one stage after another for each round of `p` microbatches.
+    /// Inference: forward passes only. Each rank runs one stage after another for each round of as
+    /// many microbatches as there are ranks.
     ForwardOnly,
 }
 
@@ -60,8 +61,8 @@ impl Builtin {
         Self::ForwardOnly,
     ];
 
-    /// Returns its name, which is also the name of its schedules. It is torch's name if torch has
-    /// the schedule.
+    /// Returns the name of the built-in schedule and of the schedules that it creates. It is
+    /// torch's name if torch has the schedule.
     pub fn name(self) -> &'static str {
         match self {
             Self::GPipe => "GPipe",
@@ -78,8 +79,9 @@ impl Builtin {
         }
     }
 
-    /// Returns the built-in schedule of this name. Case, `-`, `_` and spaces do not matter. Accepts
-    /// the short names `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and `eager`, too.
+    /// Returns the built-in schedule of this name, or `None`. Case, `-`, `_` and spaces do not
+    /// matter. Accepts the short names `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and `eager`,
+    /// too.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |name: &str| -> String {
             name.chars()
@@ -123,10 +125,11 @@ impl Builtin {
     /// # Errors
     ///
     /// - [`ScheduleError::Empty`] if `ranks` or `microbatches` is 0.
-    /// - [`ScheduleError::Rule`] if the rule does not allow these numbers. GPipe, 1F1B, eager 1F1B
-    ///   and ZB-H1 have one stage per rank, ZBV and DualPipeV two. The interleaved schedules need
-    ///   `max(1, m div p)` rounds of equally many microbatches. DualPipeV needs at least two
-    ///   microbatches per rank. All others allow fewer microbatches than ranks.
+    /// - [`ScheduleError::Rule`] if the rule does not allow these numbers, or there would be more
+    ///   than 2^27 actions. GPipe, 1F1B, eager 1F1B and ZB-H1 have one stage per rank, ZBV and
+    ///   DualPipeV two. The interleaved schedules divide their `m` microbatches on `p` ranks into
+    ///   `max(1, m div p)` rounds of equally many. DualPipeV needs at least two microbatches per
+    ///   rank. All others allow fewer microbatches than ranks.
     pub fn schedule(
         self,
         ranks: usize,
@@ -239,8 +242,8 @@ impl Size {
         (self.chunks - 1) * self.round()
     }
 
-    /// Returns the stage and microbatch of the `n`-th pass of a rank if chunks go round. It counts
-    /// forward passes if `forward`, else backward passes, with descending chunks.
+    /// Returns (stage, microbatch) of the `n`-th pass of a rank, from 0, if chunks go round. It
+    /// counts forward passes if `forward`, else backward passes, with descending chunks.
     fn nth(self, rank: usize, n: usize, forward: bool) -> (usize, usize) {
         let Self { ranks, microbatches, chunks } = self;
         if chunks == 1 {
@@ -414,7 +417,7 @@ impl Size {
     }
 }
 
-/// The two stages of a rank in a V.
+/// The two stages of a rank in a V: `There` is the earlier one.
 #[derive(Clone, Copy)]
 enum Leg {
     There,
@@ -455,7 +458,8 @@ impl V {
         self.counts[leg as usize][Self::column(kind)]
     }
 
-    /// Adds the next pass of this kind if its microbatch exists.
+    /// Adds the leg's next pass of this kind to `row` if its microbatch exists. Counts the pass in
+    /// any case.
     fn next(&mut self, leg: Leg, kind: ActionKind, row: &mut Row) {
         let count = &mut self.counts[leg as usize][Self::column(kind)];
         if *count < self.microbatches {
@@ -470,7 +474,7 @@ impl V {
         }
     }
 
-    /// Adds an input gradient; its weight gradient waits.
+    /// Adds the leg's next input gradient to `row`; its weight gradient waits for `oldest`.
     fn input(&mut self, leg: Leg, row: &mut Row) {
         self.waiting.0.push((self.stages[leg as usize], self.count(leg, BackwardInput)));
         self.next(leg, BackwardInput, row);
@@ -484,7 +488,7 @@ impl V {
         if input { self.input(leg, row) } else { self.both(leg, row) }
     }
 
-    /// Adds the oldest waiting weight gradient. Returns false if there is none.
+    /// Adds the oldest waiting weight gradient to `row`. Returns false if there is none.
     fn oldest(&mut self, row: &mut Row) -> bool {
         let (waiting, taken) = &mut self.waiting;
         let Some((stage, microbatch)) = waiting.get(*taken).copied() else { return false };
@@ -493,8 +497,8 @@ impl V {
         true
     }
 
-    /// Adds a forward pass of one leg and a backward pass of the other. They run at the same time
-    /// if `overlapped`.
+    /// Adds the next forward pass of one leg and the next backward pass of the other to `row`. They
+    /// run at the same time if `overlapped`.
     fn pair(&mut self, forward: Leg, backward: Leg, overlapped: bool, row: &mut Row) {
         if overlapped {
             row.overlaps.push(row.actions.len());

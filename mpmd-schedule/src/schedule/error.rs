@@ -46,9 +46,9 @@ pub enum ScheduleError {
     Actions {
         /// The schedule's name.
         schedule: String,
-        /// The first problems: action, place, and fault.
+        /// The first 8 problems or fewer, in words: action, place, and fault.
         problems: Vec<String>,
-        /// The number of further problems.
+        /// The number of further problems, which are not listed.
         more: usize,
     },
     /// The orders of the ranks wait for each other in a cycle.
@@ -56,8 +56,8 @@ pub enum ScheduleError {
     Stuck {
         /// The schedule's name.
         schedule: String,
-        /// A shortest cycle: for each rank its position, and the action on the next rank that it
-        /// waits for.
+        /// A shortest cycle, in words: for each rank its position, and the action on the next rank
+        /// that it waits for.
         cycle: Vec<String>,
         /// The number of ranks that cannot proceed. Ranks outside the cycle wait for it, or for
         /// another cycle.

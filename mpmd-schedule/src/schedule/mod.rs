@@ -25,7 +25,7 @@ pub enum ActionKind {
 }
 
 impl ActionKind {
-    /// Returns its letter in torch's text format: `F`, `I`, `W` or `B`.
+    /// Returns the letter of the kind in torch's text format: `F`, `I`, `W` or `B`.
     pub fn letter(self) -> char {
         match self {
             Self::Forward => 'F',
@@ -60,7 +60,7 @@ impl fmt::Display for Action {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Placement {
-    /// Stage `s` is on rank `s mod p`: several stages per rank go round.
+    /// Stage `s` is on rank `s mod p` of `p` ranks: several stages per rank go round.
     Loop,
     /// Two stages per rank, in the form of a V: rank `r` of `p` has stages `r` and `2p - 1 - r`.
     V,
@@ -219,7 +219,7 @@ impl Schedule {
         self.rank_of_stage[stage]
     }
 
-    /// Returns the rank of each stage.
+    /// Returns the rank of each stage, indexed by stage.
     pub fn ranks_of_stages(&self) -> &[usize] {
         &self.rank_of_stage
     }
@@ -245,7 +245,7 @@ impl Schedule {
         self.has_backward
     }
 
-    /// Returns the order of actions on each rank.
+    /// Returns the order of actions on each rank, indexed by rank.
     pub fn rows(&self) -> &[Vec<Action>] {
         &self.rows
     }
@@ -273,7 +273,8 @@ impl Schedule {
         self.paired(rank).map(cell).collect()
     }
 
-    /// Returns a rank's actions. An overlapped action comes with its partner.
+    /// Returns (action, partner) for a rank's actions, in order. The partner is the second action
+    /// of an overlapped pair; it does not come again.
     pub(super) fn paired(&self, rank: usize) -> impl Iterator<Item = (Action, Option<Action>)> {
         let mut row = self.rows[rank].iter().copied().enumerate();
         let mut pairs = self.overlaps[rank].iter().copied().peekable();

@@ -30,8 +30,9 @@ impl Schedule {
         Ok(())
     }
 
-    /// Runs rounds. In each round, each rank does its next action if its needs were done in an
-    /// earlier round. If `together`, an overlapped pair counts as one action.
+    /// Returns all actions, in the order of rounds. In each round, each rank does its next action
+    /// if its needs were done in an earlier round. If `together`, an overlapped pair counts as one
+    /// action.
     fn rounds(&self, together: bool) -> Result<Vec<Action>, ScheduleError> {
         let total = self.rows.iter().map(Vec::len).sum();
         let mut next = vec![0; self.rows.len()];
@@ -76,15 +77,16 @@ impl Schedule {
         Ok(order)
     }
 
-    /// Returns the next actions of a rank: one action, an overlapped pair if `pair` is its number,
-    /// or none at the end.
+    /// Returns the actions of a rank from index `next` that are done together. It is one action, an
+    /// overlapped pair if `pair` is its number, or none at the row's end.
     fn head(&self, rank: usize, next: usize, pair: Option<usize>) -> &[Action] {
         let is_pair = pair.is_some_and(|pair| self.overlaps[rank].get(pair) == Some(&next));
         let row = &self.rows[rank];
         &row[next..row.len().min(next + if is_pair { 2 } else { 1 })]
     }
 
-    /// Returns the error with a shortest cycle of ranks that wait for each other.
+    /// Returns the error that describes a shortest cycle of ranks that wait for each other. `heads`
+    /// are the next actions of each rank.
     fn stuck(&self, heads: &[&[Action]], next: &[usize], done: &Done) -> ScheduleError {
         let missing = |head: &&[Action]| {
             let needs = head.iter().flat_map(|action| self.needs(*action));
@@ -118,7 +120,8 @@ impl Schedule {
         ScheduleError::Stuck { schedule: self.name.clone(), cycle: said.collect(), ranks: waiting }
     }
 
-    /// Returns a shortest cycle through a rank: each rank, and the action that it waits for.
+    /// Returns a shortest cycle through rank `start`: (rank, the action that it waits for) for each
+    /// member. `None` if there is no cycle.
     fn circle(&self, start: usize, waits: &[Vec<Action>]) -> Option<Vec<(usize, Action)>> {
         let mut from: Vec<Option<(usize, Action)>> = vec![None; waits.len()];
         let mut queue = VecDeque::from([start]);
@@ -149,7 +152,8 @@ impl Schedule {
         None
     }
 
-    /// Returns the action that computes a needed result. A `B` may compute an input gradient.
+    /// Returns the action of the schedule that computes a needed result: `need`, or the `B` that
+    /// contains this input gradient.
     fn made_by(&self, need: Action) -> Action {
         let both = Action { kind: ActionKind::Backward, ..need };
         if need.kind == ActionKind::BackwardInput && place(&self.rows, need).is_none() {
@@ -199,7 +203,7 @@ mod tests {
     use super::ActionKind::{Backward, Forward};
     use super::*;
 
-    /// Plain implementation of rounds that asks every rank in every round.
+    /// Returns the global order, computed by plain rounds that ask every rank in every round.
     fn slow(schedule: &Schedule) -> Vec<Action> {
         let mut next = vec![0; schedule.ranks()];
         let (mut done, mut order) = (HashSet::new(), Vec::new());

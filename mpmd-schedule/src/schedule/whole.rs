@@ -215,7 +215,7 @@ fn too_few(name: &str, rows: &[Vec<Action>], stages: usize, microbatches: usize)
     ScheduleError::Actions { schedule: name.to_owned(), problems, more }
 }
 
-/// The problems found so far.
+/// The first problems, and the number of further ones.
 #[derive(Default)]
 struct Problems {
     named: Vec<String>,

@@ -3,8 +3,8 @@
 use super::shop::{Rows, Shop};
 
 impl Shop<'_> {
-    /// Improves an order by swaps on its critical path. Early in the search it also accepts swaps
-    /// that make the order longer.
+    /// Improves an order by up to `tries` swaps on its critical path. Takes and returns (makespan,
+    /// orders of the ranks). Early in the search it also accepts swaps that make the order longer.
     pub(super) fn anneal(
         &self,
         (makespan, rows): (f64, Rows),
@@ -48,7 +48,8 @@ impl Shop<'_> {
         best
     }
 
-    /// Moves one action by up to `far` places. Returns (old, new), or `None` if it cannot move.
+    /// Moves the action at index `place` of a row by up to `far` places, towards the end if
+    /// `later`. Returns (old index, new index), or `None` if it cannot move.
     fn shift(
         &self,
         row: &mut [u32],
@@ -70,7 +71,7 @@ impl Shop<'_> {
     }
 }
 
-/// Undoes a shift.
+/// Undoes a shift: moves the action at index `to` back to index `from`.
 fn back(row: &mut [u32], from: usize, to: usize) {
     if from < to {
         row[from..=to].rotate_right(1);

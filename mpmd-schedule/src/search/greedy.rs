@@ -72,7 +72,7 @@ impl Shop<'_> {
         Some(rows)
     }
 
-    /// Returns a rank's next action and its start time.
+    /// Returns (start time, action) of the action that a rank does next. `None` if none can begin.
     fn choose(&self, rules: Rules, at: &Greedy<'_>) -> Option<(f64, u32)> {
         let mut other: Option<(f64, bool, u32)> = None;
         let mut weight: Option<(f64, u32)> = None;
@@ -147,7 +147,7 @@ impl Shop<'_> {
     }
 }
 
-/// The progress of a rank.
+/// The progress of a rank while an order is built.
 struct Greedy<'a> {
     stages: &'a [usize],
     ends: &'a [f64],

@@ -28,8 +28,8 @@ use super::schedule::{Schedule, ScheduleError};
 pub struct SearchOptions {
     /// The maximum that a rank may hold at a time, over all its stages; `None` means no limit.
     pub budget: Option<Budget>,
-    /// The number of orders to try, each in time proportional to its actions. Very large orders get
-    /// fewer tries.
+    /// The total number of changed orders to try, each in time proportional to its actions. Very
+    /// large orders get fewer tries.
     pub tries: usize,
     /// The seed of the random choices.
     pub seed: u64,
@@ -44,15 +44,17 @@ impl Default for SearchOptions {
 /// The result of [`search`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchResult {
-    /// The order.
+    /// The found order, with the name `by cost`.
     pub schedule: Schedule,
-    /// Its makespan in the unit of the costs. Transfers delay only the passes that wait for them.
+    /// The makespan of `schedule`, in the unit of the costs. Transfers delay only the passes that
+    /// wait for them.
     pub makespan: f64,
-    /// The makespan of each fixed schedule, by name; `None` if it exceeds the budget.
+    /// (name, makespan) of each fixed schedule, in the order given. The makespan is `None` if the
+    /// schedule exceeds the budget.
     pub fixed: Vec<(String, Option<f64>)>,
 }
 
-/// Limit of the work: the number of placed actions, over all orders.
+/// Limit of the work of a search: the number of actions placed, over all tried orders.
 const MOST_WORK: usize = 400_000_000;
 
 /// Searches an order of forward passes, input gradients and weight gradients with a short makespan.

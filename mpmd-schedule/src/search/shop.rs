@@ -5,17 +5,17 @@ use crate::check::Budget;
 use crate::costs::{Costs, StageCosts};
 use crate::schedule::{Action, ActionKind, Schedule};
 
-/// Kinds of actions, as digits of an action's number.
+/// Kinds of actions: the number of an action modulo 3.
 pub(super) const FORWARD: u32 = 0;
 pub(super) const INPUT: u32 = 1;
 pub(super) const WEIGHT: u32 = 2;
 
-/// The orders of all ranks, with actions as numbers.
+/// For each rank, the numbers of its actions, in order. `Shop::id` defines the numbers.
 pub(super) type Rows = Vec<Vec<u32>>;
 
 /// The scheduling problem: actions, costs and budget.
 pub(super) struct Shop<'a> {
-    /// The rank of each stage.
+    /// The rank of each stage, indexed by stage.
     pub(super) placement: Vec<usize>,
     pub(super) ranks: usize,
     pub(super) microbatches: usize,
@@ -23,11 +23,11 @@ pub(super) struct Shop<'a> {
     pub(super) budget: Option<Budget>,
 }
 
-/// The result of running an order.
+/// The simulated times of an order.
 pub(super) struct Run {
     pub(super) makespan: f64,
-    /// Neighbors in a rank's row that follow each other without pause on the critical path: (rank,
-    /// index of the first).
+    /// Neighbours in a rank's row that follow each other without pause on the critical path: (rank,
+    /// index of the first in the row).
     pub(super) critical: Vec<(usize, usize)>,
 }
 
@@ -64,7 +64,7 @@ impl Shop<'_> {
         schedule.rows().iter().map(|row| row.iter().flat_map(ids).collect()).collect()
     }
 
-    /// Returns the time of an action.
+    /// Returns the duration of an action, in the unit of the costs.
     pub(super) fn cost(&self, id: u32) -> f64 {
         let (stage, kind, _) = self.parts(id);
         let StageCosts { forward, backward_input, backward_weight, .. } = self.costs.stage[stage];
@@ -75,7 +75,8 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns the action of another stage that an action needs, and the transfer time from there.
+    /// Returns (action, transfer time) for the action of another stage that `id` needs. `None` if
+    /// it needs no other stage. The transfer time is 0 on the same rank.
     pub(super) fn need(&self, id: u32) -> Option<(u32, f64)> {
         let (stage, kind, microbatch) = self.parts(id);
         let way = |from: usize, cost: f64| {
@@ -94,7 +95,7 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns the action of another stage that needs this action.
+    /// Returns the action of another stage that needs `id`, or `None`.
     pub(super) fn needed_by(&self, id: u32) -> Option<u32> {
         let (stage, kind, microbatch) = self.parts(id);
         match kind {
@@ -106,8 +107,8 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns the memory that an action takes when it begins, and the memory that it frees when it
-    /// ends.
+    /// Returns (memory taken at the start, memory freed at the end) of an action: bytes if the
+    /// budget is in bytes, else activations.
     pub(super) fn memory(&self, id: u32) -> (u64, u64) {
         let (stage, kind, _) = self.parts(id);
         let StageCosts { activation_bytes, weight_residual_bytes, .. } = self.costs.stage[stage];
@@ -128,7 +129,7 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns true if a rank's order stays within the budget.
+    /// Returns true if a rank that runs these actions in order stays within the budget.
     pub(super) fn holds(&self, row: &[u32]) -> bool {
         let (limit, mut held) = (self.limit(), 0);
         row.iter().all(|id| {
@@ -140,7 +141,7 @@ impl Shop<'_> {
         })
     }
 
-    /// Returns true if microbatches come in ascending order within each stage and kind.
+    /// Returns true if microbatches come in ascending order within each stage and kind of action.
     pub(super) fn ascends(&self, rows: &Rows) -> bool {
         rows.iter().all(|row| {
             let mut next = vec![0; 3 * self.placement.len()];
@@ -165,8 +166,8 @@ impl Shop<'_> {
         !same_queue && !of_one && self.need(second).is_none_or(|(need, _)| need != first)
     }
 
-    /// Runs the orders, with each action as early as possible. Returns `None` if the orders wait in
-    /// a cycle.
+    /// Simulates the orders, with each action as early as possible. Returns `None` if the ranks
+    /// wait for each other in a cycle.
     pub(super) fn run(&self, rows: &Rows) -> Option<Run> {
         let total: usize = rows.iter().map(Vec::len).sum();
         let mut ends = vec![f64::NAN; 3 * self.placement.len() * self.microbatches];
@@ -203,7 +204,8 @@ impl Shop<'_> {
         Some(Run { makespan: free[last], critical: self.critical(rows, &ends, last) })
     }
 
-    /// Follows the critical path back from the last action of a rank.
+    /// Follows the critical path back from the last action of rank `last`. Returns the pairs of
+    /// [`Run::critical`], the latest first.
     pub(super) fn critical(&self, rows: &Rows, ends: &[f64], last: usize) -> Vec<(usize, usize)> {
         let mut places = vec![0u32; ends.len()];
         for row in rows {

@@ -20,7 +20,8 @@ pub use schedule::{SimulateError, SimulatedSchedule, simulate_lowered, simulate_
 use super::check::{Begin, Causes, Channel, Deadlock, Engine, Protocol, Queues, verdict};
 use super::flow::Flow;
 
-/// Durations of nodes and transfers, by number, in any common unit; finite and not negative.
+/// Durations of nodes and transfers, indexed by their numbers, in any common unit; finite and not
+/// negative.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Times {
     /// Compute time of each node.
@@ -29,44 +30,44 @@ pub struct Times {
     pub transfers: Vec<f64>,
 }
 
-/// A time interval.
+/// A time interval, in the unit of [`Times`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Span {
-    /// The start.
+    /// Start time.
     pub start: f64,
-    /// The end; for a transfer, the time at which the receiver takes it.
+    /// End time; for a transfer, the time at which the receiver takes it.
     pub end: f64,
 }
 
-/// The times of a simulated flow. They begin at 0.
+/// The times of a simulated flow, in the unit of [`Times`]. They begin at 0.
 #[derive(Clone, Debug)]
 pub struct Simulated {
     /// The simulated channel.
     pub channel: Channel,
-    /// The interval of each node.
+    /// The interval of each node, indexed by its number.
     pub nodes: Vec<Span>,
-    /// The interval of each transfer.
+    /// The interval of each transfer, indexed by its number.
     pub transfers: Vec<Span>,
-    /// Statistics of each lane.
+    /// The use of each lane's time, indexed by lane.
     pub lanes: Vec<LaneTime>,
-    /// The end of the last node or transfer.
+    /// The time at which the last node or transfer ends.
     pub makespan: f64,
     causes: Causes,
 }
 
-/// The use of a lane's time.
+/// The use of a lane's time, in the unit of [`Times`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LaneTime {
-    /// The start of its first node.
+    /// Start time of the lane's first node; 0 for a lane without nodes.
     pub first: f64,
-    /// The end of its last node.
+    /// End time of the lane's last node; 0 for a lane without nodes.
     pub last: f64,
-    /// The total compute time.
+    /// The sum of the compute times of the lane's nodes.
     pub busy: f64,
 }
 
 impl LaneTime {
-    /// Returns the time in which it computes nothing between its first and its last node.
+    /// Returns the time in which the lane computes nothing between its first and its last node.
     pub fn idle(&self) -> f64 {
         (self.last - self.first - self.busy).max(0.0)
     }
@@ -153,7 +154,8 @@ impl Simulated {
         self.makespan - busiest
     }
 
-    /// Returns the share of all lanes' time in which they compute nothing; 0 if there is no time.
+    /// Returns the share of all lanes' time in which they compute nothing, from 0 to 1; 0 if there
+    /// is no time.
     pub fn bubble_share(&self) -> f64 {
         let busy: f64 = self.lanes.iter().map(|lane| lane.busy).sum();
         let whole = self.makespan * self.lanes.len() as f64;
@@ -161,7 +163,7 @@ impl Simulated {
     }
 }
 
-/// The channels of [`channel_costs`], from the richest to the poorest.
+/// The channels of [`channel_costs`], roughly from the fewest constraints on order to the most.
 pub const COMPARED: [Channel; 6] = [
     Channel::TAGS,
     Channel::rendezvous(Queues::PerDirection),
@@ -171,7 +173,8 @@ pub const COMPARED: [Channel; 6] = [
     Channel::rendezvous(Queues::Single),
 ];
 
-/// Simulates a flow over each channel of [`COMPARED`] and returns the makespans.
+/// Simulates a flow over each channel of [`COMPARED`]. Returns (channel, makespan) for each, or the
+/// deadlock in place of the makespan.
 pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, Deadlock>)> {
     COMPARED
         .map(|channel| {

@@ -9,13 +9,15 @@ const NONE: u32 = u32::MAX;
 /// An interval in which a lane computes nothing, with its cause.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pause {
-    /// The start.
+    /// Start time, in the unit of the simulated times.
     pub start: f64,
-    /// The end.
+    /// End time, in the unit of the simulated times.
     pub end: f64,
-    /// The node that begins at the end of the pause; `None` after the last node.
+    /// The number of the node that begins at the end of the pause. `None` after the lane's last
+    /// node.
     pub node: Option<u32>,
-    /// The last of the node's needs: a node, or a transfer that it [receives](Item::Receive).
+    /// The last item that the node waited for: a node, or a transfer that it
+    /// [receives](Item::Receive). `None` after the lane's last node.
     pub waits_for: Option<Item>,
 }
 
@@ -60,7 +62,8 @@ impl Simulated {
         path
     }
 
-    /// Returns the pauses of each lane in order, from 0 until the makespan.
+    /// Returns the pauses of each lane between 0 and the makespan, in order. `flow` is the
+    /// simulated flow.
     pub fn pauses(&self, flow: &Flow) -> Vec<Vec<Pause>> {
         let mut until = vec![0.0; flow.lanes.len()];
         let mut pauses: Vec<Vec<Pause>> = vec![Vec::new(); flow.lanes.len()];
@@ -92,8 +95,8 @@ impl Simulated {
         pauses
     }
 
-    /// Describes the cause of a pause: the node that computed the received data, or the operation
-    /// that delayed the transfer.
+    /// Describes the cause of a pause in words: the node that computed the received data, or the
+    /// operation that delayed the transfer.
     pub fn waited_for(&self, flow: &Flow, pause: &Pause, names: &dyn Names) -> String {
         let count = flow.nodes.len() as u32;
         let item = |item: u32| {

@@ -16,17 +16,17 @@ pub enum SimulateError {
     /// The costs are for another number of stages.
     #[error("the costs are of {found} stages, the schedule has {expected}")]
     Stages {
-        /// Stages of the schedule.
+        /// Number of stages of the schedule.
         expected: usize,
-        /// Stages of the costs.
+        /// Number of stages of the costs.
         found: usize,
     },
     /// A cost is negative, infinite or not a number.
     #[error("the cost {cost} of stage {stage} is not a finite, non-negative time")]
     Cost {
-        /// The stage.
+        /// The stage, from 0.
         stage: usize,
-        /// Its cost.
+        /// The invalid cost.
         cost: f64,
     },
     /// The schedule deadlocks over the channel.
@@ -43,28 +43,29 @@ fn lines(deadlock: &Deadlock) -> String {
 pub struct SimulatedSchedule {
     /// The flow of the schedule.
     pub flow: Flow,
-    /// The decoder of the flow's tags.
+    /// The decoder of the flow's tags, which names the step of each node and transfer.
     pub names: StepNames,
     /// The durations of the flow's nodes and transfers.
     pub times: Times,
     /// The simulated times.
     pub simulated: Simulated,
-    /// The memory that each rank keeps between forward and backward passes. Each point holds until
-    /// the next.
+    /// For each rank, the memory that it keeps between forward and backward passes. Each point
+    /// holds until the next.
     pub memory: Vec<Vec<MemoryPoint>>,
-    /// True if memory is in bytes, false if it is in activations.
+    /// True if `memory` is in bytes. False if it counts activations: forward passes that wait for
+    /// the end of their weight gradient.
     pub memory_is_bytes: bool,
 }
 
 /// Simulates a schedule with its transfers in the order of [`lower()`](crate::lower()).
 ///
-/// `B` is `I`, then `W`. `leaves` is the time at which results are sent. Transfers take the costs
-/// of sending, or no time if the costs have none.
+/// A `B` takes the time of an `I`, then that of a `W`. `leaves` says when a rank can send its
+/// results. Transfers take the costs of sending, or no time if the costs have none. Does no I/O.
 ///
 /// # Errors
 ///
-/// If the costs are for another number of stages or invalid, or if the schedule deadlocks over the
-/// channel.
+/// If the schedule is too large, if the costs are for another number of stages or invalid, or if
+/// the schedule deadlocks over the channel.
 pub fn simulate_schedule(
     schedule: &Schedule,
     costs: &Costs,
@@ -115,12 +116,14 @@ pub fn simulate_lowered(
 }
 
 impl SimulatedSchedule {
-    /// Simulates the same schedule over other channels and returns the makespans.
+    /// Simulates the same schedule over the channels of [`COMPARED`](super::COMPARED). Returns
+    /// (channel, makespan) for each, or the deadlock in place of the makespan.
     pub fn channel_costs(&self) -> Vec<(Channel, Result<f64, Deadlock>)> {
         channel_costs(&self.flow, &self.times)
     }
 
-    /// Converts the simulation to a timeline with bars, transfers, gaps and memory.
+    /// Converts the simulation to a timeline with bars, transfers, gaps and memory. `unit` is the
+    /// unit of the costs: `s` or `unit`.
     pub fn timeline(&self, title: &str, unit: &str) -> Timeline {
         let mut timeline = self.simulated.timeline(&self.flow, &self.names, title, unit);
         timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();

@@ -7,7 +7,8 @@ use crate::timeline::{Bar, Gap, Row, Timeline};
 
 impl Simulated {
     /// Converts the simulation to a timeline with bars, transfers and gaps, one row for each lane.
-    /// It has no memory: a flow does not contain it.
+    /// The memory curves stay empty: a flow does not contain memory. `unit` is the unit of the
+    /// times: `s` or `unit`.
     pub fn timeline(&self, flow: &Flow, names: &dyn Names, title: &str, unit: &str) -> Timeline {
         let row = |(lane, process): (usize, &u32)| Row {
             name: names.lane(lane as u32, *process),

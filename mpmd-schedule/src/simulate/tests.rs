@@ -195,8 +195,8 @@ fn invalid_costs_and_deadlocks_are_reported() {
     );
 }
 
-/// Builds a flow. `lanes` are processes, `nodes` are (lane, taken transfers), and `transfers` are
-/// (sender, receiver, node).
+/// Builds a flow. `lanes` has the process of each lane, and `posts` the posts of each process.
+/// `nodes` are (lane, taken transfers), `transfers` are (sender, receiver, source node).
 fn flow_of(
     lanes: &[u32],
     nodes: &[(u32, &[u32])],
@@ -221,7 +221,7 @@ fn flow_of(
     flow
 }
 
-/// Shows tags as numbers.
+/// Names that show tags as numbers.
 struct Nameless;
 
 impl Names for Nameless {
@@ -234,7 +234,7 @@ impl Names for Nameless {
     }
 }
 
-/// Marks a transfer without a source node.
+/// The value of `Transfer::after` for data that exist from the beginning.
 const FROM_THE_BEGINNING: u32 = u32::MAX;
 
 #[test]
@@ -294,7 +294,8 @@ fn transfers_that_are_never_taken_are_a_deadlock() {
     assert_eq!(undone(sends_first, Channel::eager(Queues::Single, 1)), None);
 }
 
-/// Computes the makespan over tags directly from the rules, in rounds until nothing changes.
+/// Returns the makespan over the channel `tags`, computed directly from the rules, in rounds until
+/// nothing changes.
 fn by_rounds(flow: &Flow, times: &Times) -> f64 {
     let mut ends = vec![f64::NAN; flow.nodes.len()];
     loop {
@@ -321,7 +322,7 @@ fn by_rounds(flow: &Flow, times: &Times) -> f64 {
     }
 }
 
-/// Returns start and length of an item of a critical path, from the spans and the transfer times.
+/// Returns (start, duration) of an item of a critical path.
 fn span_on_path(made: &SimulatedSchedule, item: Item) -> (f64, f64) {
     match item {
         Item::Node(node) => {

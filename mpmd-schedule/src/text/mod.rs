@@ -26,8 +26,8 @@ pub struct Text {
 /// The dialect of a text. Torch must be told the dialect when it loads a text.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Dialect {
-    /// Computations only; the transfers follow from them. Cells may be empty: the rank waits, as if
-    /// every action took the same time.
+    /// Computations only; the transfers follow from them. Empty cells are allowed and have no
+    /// effect: they only align the ranks on paper.
     ComputeOnly,
     /// Computations, sends, receives, and gathers and releases of weights. No cell is empty.
     ComputeComms,
@@ -38,9 +38,10 @@ pub enum Dialect {
 pub enum Cell {
     /// No operation.
     Empty,
-    /// One operation.
+    /// One computation, transfer or operation on weights.
     One(Entry),
-    /// A forward and a backward pass, at the same time if the runtime can.
+    /// (first, second): a forward and a backward pass, in either order. The rank runs them at the
+    /// same time if it can.
     Overlapped(Action, Action),
 }
 
@@ -49,11 +50,12 @@ pub enum Cell {
 pub enum Entry {
     /// A computation or a transfer.
     Step(Step),
-    /// Gathers the sharded weights of the stage.
+    /// Gathers the sharded weights of the stage with this number.
     Unshard(u32),
-    /// Releases the gathered weights of the stage.
+    /// Releases the gathered weights of the stage with this number.
     Reshard(u32),
-    /// Reduces the complete gradients of the stage's weights to their stored shards.
+    /// Reduces the complete gradients of the weights of the stage with this number to their stored
+    /// shards.
     ReduceGrad(u32),
 }
 
@@ -110,12 +112,13 @@ impl Text {
     ///
     /// # Errors
     ///
-    /// Lists the first invalid cells, each with line, column, byte offset and problem.
+    /// If there are no lines, or cells are invalid. Lists the first 8 faults with line, column,
+    /// byte offset and problem, and counts the others.
     pub fn parse(text: &str, flavour: Option<Dialect>) -> Result<Self, TextError> {
         parse::parse(text, flavour)
     }
 
-    /// Formats the text as torch does: each line ends with `\r\n`.
+    /// Formats the text as torch does: one line for each rank, each ending with `\r\n`.
     pub fn to_csv(&self) -> String {
         let mut csv = String::new();
         for row in &self.rows {
@@ -125,7 +128,7 @@ impl Text {
         csv
     }
 
-    /// Returns the lines without line ends, for display and pipes.
+    /// Returns one line for each rank, without line ends, for display and pipes.
     pub fn lines(&self) -> Vec<String> {
         let one = |row: &Vec<Cell>| {
             let mut text = String::new();

@@ -18,9 +18,9 @@ const SHOWN: usize = 40;
     and_more(.more)
 )]
 pub struct TextError {
-    /// The first faults, in the order of the text.
+    /// The first faults, in the order of the text: 8 or fewer.
     pub faults: Vec<CellFault>,
-    /// The number of further faults.
+    /// The number of further faults, which are not listed.
     pub more: usize,
 }
 
@@ -35,7 +35,7 @@ pub struct CellFault {
     pub byte: usize,
     /// The cell, or its beginning if it is long.
     pub cell: String,
-    /// The problem.
+    /// The problem, in words.
     pub problem: String,
 }
 
@@ -176,7 +176,8 @@ fn cell(raw: &str) -> Result<Cell, String> {
     }
 }
 
-/// Reads `stage kind [microbatch]`.
+/// Parses one operation, `STAGE KIND [MICROBATCH]` without spaces. The error is the problem, in
+/// words.
 fn entry(text: &str) -> Result<Entry, String> {
     let (stage, rest) = leading(text, |c| c.is_ascii_digit());
     let (kind, rest) = leading(rest, |c| c.is_ascii_alphabetic() || c == '_');
@@ -254,7 +255,7 @@ const KINDS: [&str; 11] = [
     "REDUCE_GRAD",
 ];
 
-/// Splits off the leading characters that satisfy `is`.
+/// Returns (leading characters that satisfy `is`, remainder).
 fn leading(text: &str, is: impl Fn(char) -> bool) -> (&str, &str) {
     text.split_at(text.find(|c| !is(c)).unwrap_or(text.len()))
 }
@@ -395,7 +396,7 @@ mod tests {
         Regex::new(&format!(r"\A\s*({moved}|{other}|{pair})?\s*\z")).unwrap()
     }
 
-    /// Generates valid and invalid cells from pieces.
+    /// Generates strings of up to 8 pieces of cells, valid and invalid.
     fn pieces() -> impl Strategy<Value = String> {
         let piece = prop::sample::select(vec![
             "0",
@@ -429,7 +430,8 @@ mod tests {
         prop::collection::vec(piece, 0..9).prop_map(|pieces| pieces.concat())
     }
 
-    /// Generates mostly valid cells.
+    /// Generates cells: operations, overlapped pairs, and the strings of `pieces`. Some are
+    /// invalid.
     fn cells() -> impl Strategy<Value = String> {
         let kind = prop::sample::select(KINDS.to_vec());
         let one = (0..30_u32, kind.clone(), prop::option::weighted(0.8, 0..30_u32)).prop_map(

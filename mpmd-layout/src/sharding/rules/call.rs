@@ -30,7 +30,7 @@ pub struct Call {
 pub struct ArgumentError(pub String);
 
 impl Call {
-    /// Parses the ops of a tactic, in order.
+    /// Parses the text of a tactic and returns its ops, in order.
     ///
     /// An op is a name, a name with dots, or a call of one with literal arguments. A `|` within
     /// quotes is no separator. Blanks around names and `|` are ignored. (In the Python original
@@ -61,12 +61,12 @@ impl Call {
         &self.name
     }
 
-    /// Returns the arguments without keyword.
+    /// Returns the positional arguments: those without a keyword.
     pub fn args(&self) -> &[Literal] {
         &self.args
     }
 
-    /// Returns the arguments with keyword, each keyword once.
+    /// Returns the arguments with a keyword as (keyword, value). Each keyword comes once.
     pub fn keywords(&self) -> &[(String, Literal)] {
         &self.keywords
     }
@@ -76,8 +76,8 @@ impl Call {
         &self.text
     }
 
-    /// Returns the arguments for parameters of these names, in that order; `None` for each that is
-    /// not given.
+    /// Returns the arguments for parameters of these names, in the order of `names`; `None` for
+    /// each that is not given. Positional arguments go to the first names.
     ///
     /// # Errors
     ///
@@ -107,7 +107,8 @@ impl Call {
     }
 }
 
-/// Returns true if a name can be called in a tactic: an identifier, or several joined by dots.
+/// True if `name` can be called in a tactic: an identifier, or several joined by dots, other than
+/// `None`, `True` and `False`.
 pub(super) fn is_name(name: &str) -> bool {
     let mut reader = Reader { text: name, at: 0 };
     reader.dotted_name().is_some_and(|found| found.len() == name.len() && !is_constant(found))
@@ -143,6 +144,7 @@ impl Reader<'_> {
     }
 
     /// Reads a call's arguments after the opening bracket, up to and including the closing one.
+    /// Appends them to `args` and `keywords`.
     fn arguments(
         &mut self,
         args: &mut Vec<Literal>,
@@ -174,8 +176,8 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads `name=`, but not `name==`. Consumes nothing and returns `None` if the text is
-    /// different.
+    /// Reads `name=`, but not `name==`, and returns the name. Consumes nothing and returns `None`
+    /// before other text.
     fn keyword(&mut self) -> Option<String> {
         let start = self.at;
         let name = self.identifier().filter(|name| !is_constant(name)).map(str::to_owned);

@@ -20,20 +20,20 @@ pub enum RulesError {
     /// A pattern starts with a slash. Names never do, so the pattern is a mistake.
     #[error("rule {rule}: pattern {pattern:?} starts with `/`, but names of leaves do not")]
     PatternStartsWithSlash {
-        /// The rule's index.
+        /// The rule's index in the strategy, from 0.
         rule: usize,
-        /// Its pattern.
+        /// The rule's pattern.
         pattern: String,
     },
     /// A pattern is not a regular expression.
     #[error("rule {rule}: pattern {pattern:?}{}: {message}", position.map(|at| format!(", \
         position {at}")).unwrap_or_default())]
     BadPattern {
-        /// The rule's index.
+        /// The rule's index in the strategy, from 0.
         rule: usize,
-        /// Its pattern.
+        /// The rule's pattern.
         pattern: String,
-        /// The position in the pattern, in bytes from 0, if it is known.
+        /// The position of the problem in the pattern, in bytes from 0, or `None` if it is unknown.
         position: Option<usize>,
         /// The problem with the pattern.
         message: String,
@@ -41,21 +41,21 @@ pub enum RulesError {
     /// Matching a pattern took more steps than allowed.
     #[error("rule {rule}: pattern {pattern:?} cannot be matched with leaf `{leaf}`: {message}")]
     PatternGaveUp {
-        /// The rule's index.
+        /// The rule's index in the strategy, from 0.
         rule: usize,
-        /// Its pattern.
+        /// The rule's pattern.
         pattern: String,
-        /// The leaf's name.
+        /// The name of the leaf that was matched.
         leaf: String,
-        /// The reason.
+        /// The message of the regular expression engine.
         message: String,
     },
     /// A tactic cannot be parsed.
     #[error("rule {rule}, pattern {pattern:?}: {source}")]
     Tactic {
-        /// The rule's index.
+        /// The rule's index in the strategy, from 0.
         rule: usize,
-        /// Its pattern.
+        /// The rule's pattern.
         pattern: String,
         /// The problem with the tactic, and its position.
         source: Box<ParseError>,
@@ -64,11 +64,11 @@ pub enum RulesError {
     #[error("rule {rule}, pattern {pattern:?}: there is no op `{op}`; known are \
         {}", known.join(", "))]
     UnknownOp {
-        /// The rule's index.
+        /// The rule's index in the strategy, from 0.
         rule: usize,
-        /// Its pattern.
+        /// The rule's pattern.
         pattern: String,
-        /// The unknown name.
+        /// The name that no op has.
         op: String,
         /// The registered names, sorted.
         known: Vec<String>,
@@ -76,9 +76,9 @@ pub enum RulesError {
     /// An op is called with wrong arguments.
     #[error("rule {rule}, pattern {pattern:?}: `{op}` {message}")]
     Arguments {
-        /// The rule's index.
+        /// The rule's index in the strategy, from 0.
         rule: usize,
-        /// Its pattern.
+        /// The rule's pattern.
         pattern: String,
         /// The call as written.
         op: String,
@@ -93,7 +93,7 @@ pub enum RulesError {
     UnknownAxis {
         /// The leaf's name.
         leaf: String,
-        /// Its final spec.
+        /// The leaf's final spec.
         spec: Box<Spec>,
         /// The unknown axis.
         axis: String,
@@ -107,13 +107,13 @@ pub enum RulesError {
     AxisUsedTwice {
         /// The leaf's name.
         leaf: String,
-        /// Its final spec.
+        /// The leaf's final spec.
         spec: Box<Spec>,
-        /// The axis.
+        /// The axis that is used twice.
         axis: String,
-        /// The op that used it first, as written.
+        /// The op that used the axis first, as written.
         first: Box<str>,
-        /// The op that used it again; may be the same.
+        /// The op that used the axis again, as written; may be the same op.
         second: Box<str>,
     },
     /// The leaves need more memory on each device than the budget.
@@ -122,11 +122,12 @@ pub enum RulesError {
     OverBudget {
         /// Bytes that all leaves together need on each device.
         needed: u64,
-        /// Bytes that they may need on each device.
+        /// The budget: bytes allowed on each device.
         budget: u64,
-        /// The largest leaves with their bytes per device, largest first.
+        /// The five largest leaves, or all if there are fewer, as (name, bytes per device), largest
+        /// first.
         largest: Vec<(String, u64)>,
-        /// Number of leaves.
+        /// Number of leaves in all.
         leaves: usize,
     },
     /// An op of that name is registered already.
@@ -138,29 +139,29 @@ pub enum RulesError {
     /// The name does not fit the notation of tactics.
     #[error("{name:?} cannot be an op's name: names are identifiers, or several joined by dots")]
     BadName {
-        /// The name.
+        /// The refused name.
         name: String,
     },
 }
 
-/// An op refused a leaf; names the rule, the op and the leaf.
+/// The error of an op that refused a leaf. Names the rule, the op and the leaf.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "leaf `{leaf}`, {aval} with spec {spec}: `{op}` of rule {rule} (pattern {pattern:?}): {reason}"
 )]
 #[non_exhaustive]
 pub struct OpFailed {
-    /// The rule's index.
+    /// The rule's index in the strategy, from 0.
     pub rule: usize,
-    /// Its pattern.
+    /// The rule's pattern.
     pub pattern: String,
     /// The op as written.
     pub op: String,
     /// The leaf's name.
     pub leaf: String,
-    /// Its shape and dtype.
+    /// The leaf's shape and dtype.
     pub aval: ShapedArray,
-    /// Its spec before the op.
+    /// The leaf's spec before the op.
     pub spec: Spec,
     /// The reason that the op refuses the leaf.
     pub reason: OpError,

@@ -7,10 +7,10 @@ use crate::aval::ShapedArray;
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
-/// The widest column of a table, in characters. A longer name widens only its own row.
+/// Limit of the width of a table's column, in characters. A longer name widens only its own row.
 const WIDEST: usize = 200;
 
-/// Number of leaves that an error over the budget lists.
+/// Number of leaves that an error over the budget lists at most.
 const LARGEST: usize = 5;
 
 /// The shardings of some leaves, by a strategy. `Display` writes a table for people.
@@ -32,9 +32,11 @@ pub struct InferredLeaf {
     pub aval: ShapedArray,
     /// The axes that divide each dimension: one entry for every dimension.
     pub spec: Spec,
-    /// The index of the rule that applies to it, or `None` if no pattern matches its name.
+    /// The index of the rule that applies to the leaf, or `None` if no pattern matches the leaf's
+    /// name.
     pub rule: Option<usize>,
-    /// Bytes on each device. If a dimension does not divide evenly, its parts are rounded up.
+    /// Bytes that the leaf takes on each device. If a dimension does not divide evenly, its parts
+    /// are rounded up.
     pub bytes_per_device: u64,
     /// True if some dimension does not divide evenly. The sharding then has no layout of this
     /// shape.
@@ -48,34 +50,34 @@ impl Inferred {
         Self { mesh: mesh.clone(), leaves, patterns, budget: None }
     }
 
-    /// Returns the mesh.
+    /// Returns the mesh over which the leaves are divided.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// Returns the leaves, in the order given.
+    /// Returns the leaves with their specs, in the order given to `infer`.
     pub fn leaves(&self) -> &[InferredLeaf] {
         &self.leaves
     }
 
-    /// Returns the sharding of each leaf, in the order given.
+    /// Returns the sharding of each leaf, in the order given to `infer`. All are in device memory.
     pub fn shardings(&self) -> impl Iterator<Item = Sharding> {
         self.leaves.iter().map(|leaf| self.mesh.sharding(leaf.spec.clone()))
     }
 
-    /// Returns the bytes that all leaves together need on each device.
+    /// Returns the bytes that all leaves together need on each device. Saturates at `u64::MAX`.
     pub fn bytes_per_device(&self) -> u64 {
         self.leaves.iter().fold(0, |sum: u64, leaf| sum.saturating_add(leaf.bytes_per_device))
     }
 
-    /// Returns the indices of the rules that apply to no leaf.
+    /// Returns the indices of the rules that apply to no leaf, ascending.
     pub fn idle_rules(&self) -> Vec<usize> {
         let idle = |rule: &usize| self.leaves.iter().all(|leaf| leaf.rule != Some(*rule));
         (0..self.patterns.len()).filter(idle).collect()
     }
 
-    /// Checks that the leaves need at most `budget` bytes on each device. The table then shows the
-    /// budget.
+    /// Checks that the leaves together need at most `budget` bytes on each device. Returns the same
+    /// result with the budget, which its table then shows.
     ///
     /// # Errors
     ///
@@ -96,8 +98,8 @@ impl Inferred {
 }
 
 impl InferredLeaf {
-    /// Creates a leaf. `entries` has one entry for each dimension. `mesh` has all their axes, each
-    /// used once.
+    /// Creates a leaf and computes its bytes per device. `entries` has one entry for each
+    /// dimension. `mesh` has all their axes, each used once.
     pub(super) fn new(
         (name, aval): (String, ShapedArray),
         entries: Vec<SpecEntry>,

@@ -3,8 +3,8 @@
 use super::error::ErrorKind;
 use super::reader::{ParseError, Reader, starts_identifier};
 
-/// The deepest nesting of brackets. Each level is a recursive call of the reader, and the text may
-/// be untrusted.
+/// The deepest nesting of brackets that is allowed. Each level is a recursive call of the reader,
+/// and the text may be untrusted.
 const MOST_NESTED: usize = 100;
 
 /// A value that can be written in a tactic, in the notation of Python.
@@ -27,13 +27,13 @@ pub enum Literal {
     List(Vec<Literal>),
     /// `{a, b}`, in the order written.
     Set(Vec<Literal>),
-    /// `{a: b}`, in the order written.
+    /// `{a: b}` as (key, value), in the order written.
     Dict(Vec<(Literal, Literal)>),
 }
 
 impl Literal {
-    /// Returns axis names from a text, or from a list or tuple of at least one text. A set has no
-    /// order, so it gives `None`.
+    /// Returns axis names: of a text, or of a list or tuple of at least one text. Returns `None`
+    /// for other values, also for a set, which has no order.
     pub fn axes(&self) -> Option<Vec<String>> {
         let text = |literal: &Self| match literal {
             Self::Str(text) => Some(text.clone()),
@@ -48,7 +48,7 @@ impl Literal {
         }
     }
 
-    /// Returns the number, whole or not, or `None` for other values.
+    /// Returns the number as `f64`, whole or not, or `None` for other values.
     pub fn number(&self) -> Option<f64> {
         match self {
             Self::Int(int) => Some(*int as f64),
@@ -75,7 +75,8 @@ impl Literal {
 }
 
 impl Reader<'_> {
-    /// Reads a value inside `nested` levels of brackets.
+    /// Reads a value inside `nested` levels of brackets. Fails if there is no literal, or if the
+    /// brackets are nested too deeply.
     pub(super) fn value(&mut self, nested: usize) -> Result<Literal, ParseError> {
         if nested > MOST_NESTED {
             return Err(
@@ -112,7 +113,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads one value in brackets, or a tuple.
+    /// Reads from an opening `(`: one value in brackets, or a tuple.
     fn parenthesised(&mut self, nested: usize) -> Result<Literal, ParseError> {
         self.bump();
         self.skip_blanks();
@@ -128,7 +129,7 @@ impl Reader<'_> {
         Ok(first)
     }
 
-    /// Reads a set or a dict.
+    /// Reads from an opening `{`: a set or a dict.
     fn braced(&mut self, nested: usize) -> Result<Literal, ParseError> {
         self.bump();
         self.skip_blanks();
@@ -162,7 +163,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads the values up to `close`, and `close`.
+    /// Reads values up to `close`, appends them to `items` and returns `items`. Consumes `close`.
     fn items(
         &mut self,
         close: char,

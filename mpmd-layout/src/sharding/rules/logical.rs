@@ -39,7 +39,8 @@ impl LogicalAxes {
         self
     }
 
-    /// Appends a rule. With no axes it keeps dimensions of that name whole.
+    /// Appends a rule that divides dimensions with the logical name `name` over `axes`, major to
+    /// minor. With no axes the rule keeps these dimensions whole.
     #[must_use]
     pub fn rule(mut self, name: impl Into<String>, axes: &[&str]) -> Self {
         self.rules.push((name.into(), axes.iter().map(|axis| (*axis).to_owned()).collect()));
@@ -50,7 +51,8 @@ impl LogicalAxes {
         self.names.get(leaf).map(Vec::as_slice)
     }
 
-    /// Returns the dimensions that the rules divide, in the order of the rules, each with its axes.
+    /// Returns (dimension, axes) for each dimension that the rules divide, in the order of the
+    /// rules. Fails if the names are not one for each entry, or a name comes twice.
     pub(super) fn assign(
         &self,
         names: &[Option<String>],

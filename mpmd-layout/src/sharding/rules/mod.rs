@@ -20,7 +20,7 @@
 //! - Users can add ops to a [`Registry`].
 //!
 //! A leaf without a matching pattern stays whole. The strategies are those of big_vision's
-//! `infer_sharding` and give the same specs (`tests/golden_rules.rs`). The exception is annotated
+//! `infer_sharding` and give the same specs (`tests/golden/rules.rs`). The exception is annotated
 //! leaves, where the original behaves differently by accident.
 //!
 //! ```
@@ -80,8 +80,8 @@ use crate::aval::ShapedArray;
 use crate::topology::Mesh;
 use crate::tree::Tree;
 
-/// Infers the shardings over `mesh` that `strategy` gives to these leaves. A leaf is a name with a
-/// shape and dtype.
+/// Infers the shardings over `mesh` that `strategy` gives to these leaves. A leaf is (name, shape
+/// and dtype).
 ///
 /// Applies the rules in order and the ops of each rule in order, each op to all leaves in the order
 /// given. The finished specs are checked last. So the first error is the same on every process.
@@ -148,7 +148,7 @@ pub fn infer_sharding<T: Tree<Leaf = ShapedArray>>(
     Ok(tree.map_ref(&mut |_| shardings.next().expect("a sharding for each leaf")))
 }
 
-/// Checks that a finished spec uses only axes of the mesh, each once.
+/// Checks that the finished spec of the leaf named `leaf` uses only axes of the mesh, each once.
 fn check(leaf: &str, state: &State, mesh: &Mesh) -> Result<(), RulesError> {
     let spec = || Box::new(state.spec());
     for (i, (axis, second)) in state.divided.iter().enumerate() {

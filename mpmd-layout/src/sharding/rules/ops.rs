@@ -48,10 +48,9 @@ pub struct Placement<'a> {
 pub(super) struct State {
     /// One entry for each dimension.
     pub(super) entries: Vec<SpecEntry>,
-    /// Axes that divide a dimension, each with the op that decided it, in the order of the
-    /// decisions.
+    /// (axis, op as written) for each axis that divides a dimension, in the order of the decisions.
     pub(super) divided: Vec<(String, String)>,
-    /// Axes that must not divide any dimension, each with the op that decided it.
+    /// (axis, op as written) for each axis that must not divide any dimension.
     pub(super) kept_whole: Vec<(String, String)>,
     pub(super) notes: Vec<String>,
 }
@@ -65,7 +64,7 @@ pub enum OpError {
     AlreadySharded {
         /// The dimension, from 0.
         dim: usize,
-        /// The axes that divide it.
+        /// The axes that divide the dimension.
         by: SpecEntry,
     },
     /// The leaf should be whole but is divided.
@@ -77,7 +76,7 @@ pub enum OpError {
          dimensions"
     )]
     DimOutOfRange {
-        /// The requested dimension.
+        /// The requested dimension; negative from the end.
         dim: i64,
         /// Number of dimensions of the leaf.
         ndim: usize,
@@ -128,7 +127,7 @@ pub enum OpError {
 }
 
 impl OpError {
-    /// Returns the class of the error.
+    /// Returns the class of the error, named like a Python exception.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::UnknownAxis { .. } => ErrorKind::Key,
@@ -231,7 +230,7 @@ impl State {
     }
 }
 
-/// `replicate`, `replicate(axes)`.
+/// The op `replicate` or `replicate(axes)`.
 pub(super) enum Replicate {
     /// The leaf must be undivided at this op.
     Whole,
@@ -239,21 +238,21 @@ pub(super) enum Replicate {
     Along(Vec<String>),
 }
 
-/// `fsdp(axis, min_size_to_shard_mb=4)`.
+/// The op `fsdp(axis, min_size_to_shard_mb=4)`.
 pub(super) struct Fsdp {
     axes: Vec<String>,
     /// Leaves of at most this many bytes do not change.
     small: f64,
 }
 
-/// `shard_dim(axis, dim, ignore_ndim_error=False)`.
+/// The op `shard_dim(axis, dim, ignore_ndim_error=False)`.
 pub(super) struct ShardDim {
     axes: Vec<String>,
     dim: i64,
     ignore_ndim_error: bool,
 }
 
-/// `logical_partitioning()`.
+/// The op `logical_partitioning()`.
 pub(super) struct LogicalPartitioning;
 
 impl Replicate {
@@ -354,7 +353,8 @@ impl Op for LogicalPartitioning {
     }
 }
 
-/// Returns the dimensions from the largest to the smallest; of equal ones the last comes first.
+/// Returns the indices of the dimensions from the largest to the smallest; of equal ones the last
+/// comes first.
 pub(super) fn largest_first(shape: &[usize]) -> Vec<usize> {
     let mut dims: Vec<usize> = (0..shape.len()).collect();
     dims.sort_by_key(|dim| std::cmp::Reverse((shape[*dim], *dim)));

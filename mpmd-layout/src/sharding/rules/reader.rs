@@ -11,9 +11,9 @@ pub struct ParseError {
     pub text: String,
     /// The place of the error, in characters from 1.
     pub column: usize,
-    /// The text or kind of text that is allowed there.
+    /// The text or kind of text that is allowed at that column.
     pub expected: String,
-    /// The text found there, or "the end".
+    /// The text found at that column, or "the end".
     pub found: String,
     kind: ErrorKind,
 }
@@ -21,7 +21,7 @@ pub struct ParseError {
 /// A position in a tactic, with functions that read on from it.
 pub(super) struct Reader<'a> {
     pub(super) text: &'a str,
-    /// In bytes, always between two characters.
+    /// The position in bytes from 0, always between two characters.
     pub(super) at: usize,
 }
 
@@ -34,7 +34,8 @@ impl ParseError {
 }
 
 impl<'a> Reader<'a> {
-    /// Consumes a comma and returns true. Before `close`, consumes nothing and returns false.
+    /// Skips blanks. Then consumes a comma and returns true, or returns false before `close` and
+    /// does not consume it. Fails before any other text.
     pub(super) fn comma_or(&mut self, close: char) -> Result<bool, ParseError> {
         self.skip_blanks();
         match self.peek() {
@@ -48,8 +49,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads an identifier, or several joined by dots without blanks. Consumes nothing if there is
-    /// none.
+    /// Reads an identifier, or several joined by dots without blanks. Consumes nothing and returns
+    /// `None` if there is none.
     pub(super) fn dotted_name(&mut self) -> Option<&'a str> {
         let start = self.at;
         self.identifier()?;

@@ -53,11 +53,11 @@ pub struct Strategy {
     pub(super) logical: LogicalAxes,
 }
 
-/// A pattern and the ops for the leaves that it matches.
+/// The pattern of a rule and the ops of its tactic.
 #[derive(Clone)]
 pub(super) struct Rule {
     pub(super) pattern: String,
-    /// Anchored: matches the whole text only.
+    /// The pattern as a regular expression that matches the whole text only.
     regex: Regex,
     pub(super) steps: Vec<TacticOp>,
 }
@@ -71,11 +71,12 @@ pub(super) struct TacticOp {
 }
 
 impl Registry {
-    /// Adds an op. `make` turns each call of the op in a tactic into an op object.
+    /// Adds the op `name`. `make` creates the op from a call in a tactic; it runs once for each
+    /// call when a strategy is parsed. An error of `make` fails the parsing.
     ///
     /// # Errors
     ///
-    /// If there is an op of that name, or the name is not identifiers joined by dots.
+    /// If there is an op of that name, or the name is not an identifier or several joined by dots.
     pub fn register<O: Op + 'static>(
         &mut self,
         name: &str,
@@ -91,11 +92,12 @@ impl Registry {
         }
     }
 
-    /// Adds an op, or replaces the op of that name.
+    /// Adds the op `name`, or replaces the op of that name. `make` is as in
+    /// [`register`](Self::register). Strategies that are parsed already do not change.
     ///
     /// # Errors
     ///
-    /// If the name is not identifiers joined by dots.
+    /// If the name is not an identifier or several joined by dots.
     pub fn replace<O: Op + 'static>(
         &mut self,
         name: &str,
@@ -170,7 +172,7 @@ impl Strategy {
         self
     }
 
-    /// Returns the patterns, in order.
+    /// Returns the patterns, in the order of the rules.
     pub fn patterns(&self) -> impl Iterator<Item = &str> {
         self.rules.iter().map(|rule| rule.pattern.as_str())
     }
@@ -245,14 +247,15 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
     Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| bad(error, false))
 }
 
-/// The largest repeat count of one `{n}` in a pattern.
+/// The largest repeat count that one `{n}` in a pattern may have.
 const MOST_REPEATED: u64 = 1000;
 
-/// The largest product of all repeat counts of a pattern. The regex engine counts match lengths in
-/// 64 bits.
+/// The largest allowed product of all repeat counts of a pattern. The regex engine counts match
+/// lengths in 64 bits.
 const MOST_IN_ALL: u64 = 1 << 40;
 
-/// Returns the position of the first repeat count in a pattern that exceeds the limits, if any.
+/// Returns the position, in bytes from 0, of the first repeat count in a pattern that exceeds the
+/// limits. Returns `None` if none does.
 fn repeats_too_often(pattern: &str) -> Option<usize> {
     let mut in_all: u64 = 1;
     let mut chars = pattern.char_indices();

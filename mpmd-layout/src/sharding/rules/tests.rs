@@ -41,7 +41,7 @@ fn one(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> Result<Spec, RulesError>
         .map(|specs| specs[0].clone())
 }
 
-/// Returns the spec of one leaf, as text.
+/// Returns the spec that `tactic` gives to a single leaf, as text. Panics if the tactic fails.
 fn of(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> String {
     one(mesh, aval, tactic).unwrap_or_else(|error| panic!("{error}")).to_string()
 }
