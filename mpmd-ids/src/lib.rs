@@ -3,7 +3,6 @@
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
 pub mod block;
-mod spin;
 
 use std::fmt;
 

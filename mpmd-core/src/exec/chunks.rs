@@ -13,9 +13,13 @@ use mpmd_ids::block::Mutex;
 use mpmd_transport::SharedBuffer;
 
 use super::assembly::DeviceAssembly;
-use super::put::Transfer;
+use super::transfer::Transfer;
 use super::{OpGuard, Runtime};
 use mpmd_layout::region::Region;
+
+/// Host values up to this many bytes are copied by the program thread itself: queueing would cost
+/// more.
+pub(crate) const COPY_INLINE: usize = 64 << 10;
 
 /// Bytes of a chunk: enough for the device's full speed, and few enough that the first is packed
 /// soon.

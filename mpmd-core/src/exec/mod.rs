@@ -45,6 +45,7 @@ pub(crate) mod recorder;
 mod send;
 mod start;
 mod status;
+mod transfer;
 mod under_way;
 mod worker;
 

@@ -7,7 +7,7 @@ use mpmd_ids::ProcessId;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::put::Transfer;
+use super::transfer::Transfer;
 use super::{AsyncBuffer, OpGuard, Outcome, Runtime};
 use crate::device::copy::copy_region;
 use crate::device::cuda::Part;

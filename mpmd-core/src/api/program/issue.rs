@@ -4,8 +4,8 @@
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::Instant;
 
+use mpmd_ids::block::Instant;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{OpRecord, Span};
 

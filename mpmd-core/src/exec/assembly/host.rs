@@ -15,7 +15,7 @@ use crate::device::{
     sum::add_region,
 };
 use crate::exec::async_buffer::Resolver;
-use crate::exec::put::Transfer;
+use crate::exec::transfer::Transfer;
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;

@@ -14,7 +14,7 @@ pub(crate) use device::{DeviceAssembly, Sum};
 pub(crate) use host::HostAssembly;
 
 use super::async_buffer::AsyncBuffer;
-use super::put::Transfer;
+use super::transfer::Transfer;
 use super::{OpGuard, Outcome, Runtime};
 use crate::device::cuda::Part;
 use mpmd_layout::region::Region;

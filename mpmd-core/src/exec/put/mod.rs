@@ -6,17 +6,16 @@
 
 mod alias;
 mod start;
-mod transfer;
 
 use std::fmt;
 use std::sync::{Arc, Once};
 
 use mpmd_ids::ProcessId;
 
+use super::transfer::Transfer;
+use super::transfer::{Origin, Target, from_host, in_place};
 pub(super) use alias::OnlyPiece;
 use start::Start;
-pub(super) use transfer::Transfer;
-use transfer::{Origin, Target, from_host, in_place};
 
 use super::assembly::Sum;
 use super::{AsyncBuffer, OpGuard, Runtime};
@@ -30,10 +29,6 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{self, ReshardError};
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
-
-/// Host values up to this many bytes are copied by the program thread itself: queueing would cost
-/// more.
-pub(super) const COPY_INLINE: usize = 64 << 10;
 
 /// One process's part in moving arrays of one shape from one sharding to another.
 pub(crate) struct PutPlan {

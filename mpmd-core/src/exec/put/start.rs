@@ -7,12 +7,13 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
 
-use super::transfer::{Origin, Target, Transfer};
-use super::{COPY_INLINE, PutPlan, PutWhat, Source, kind_of};
+use super::{PutPlan, PutWhat, Source, kind_of};
 use crate::device::cuda::Gpu;
 use crate::exec::assembly::Sum;
+use crate::exec::chunks::COPY_INLINE;
 use crate::exec::receive::Receive;
 use crate::exec::send::Send;
+use crate::exec::transfer::{Origin, Target, Transfer};
 use crate::exec::{
     Assembly, AsyncBuffer, DeviceAssembly, HostAssembly, OpGuard, Outcome, Resolver, Runtime,
     follow,

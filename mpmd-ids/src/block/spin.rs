@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::block::{Instant, thread};
+use super::{Instant, thread};
 
 /// Shorter polling times are not worth a poll.
 const SHORTEST: Duration = Duration::from_micros(1);

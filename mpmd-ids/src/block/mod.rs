@@ -9,7 +9,9 @@ pub use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
-pub use crate::spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
+mod spin;
+
+pub use spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
 
 /// Channels.
 pub mod mpsc {
