@@ -31,5 +31,5 @@ pub use lower_comms::lower_comms;
 pub use memory::{StageBytes, StepDeviceMemory, StepMemory};
 pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
-pub use search::{SearchOptions, SearchResult, search};
+pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use text::{Cell, CellFault, Dialect, Entry, Text, TextError};

@@ -133,12 +133,12 @@ fn transport_knows_bytes(source: &Source) -> Vec<Finding> {
 /// benchmarks are exempt: one measures a transport by itself, and the other, of issuing, has a
 /// transport of its own.
 fn one_way_in(source: &Source) -> Vec<Finding> {
-    let crates = ["mpmd-core/", "mpmd-cli/", "mpmd-derive/", "mpmd-examples/"];
+    let crates = ["mpmd-core/", "mpmd-bench/", "mpmd-cli/", "mpmd-derive/", "mpmd-examples/"];
     let inside = [
         "mpmd-core/src/runtime",
         "mpmd-core/src/program",
-        "mpmd-cli/src/bench/p2p",
-        "mpmd-cli/src/bench/issue",
+        "mpmd-bench/src/p2p",
+        "mpmd-bench/src/issue",
     ];
     if !crates.iter().any(|c| source.path.starts_with(c))
         || inside.iter().any(|m| source.is_in_module(m))
@@ -290,11 +290,11 @@ mod tests {
         let check = |path, text| broken(one_way_in, path, text);
         assert_eq!(check("mpmd-core/src/device_put.rs", bad), [1, 2, 3, 4]);
         assert_eq!(check("mpmd-examples/src/bin/basic.rs", bad), [1, 2, 3, 4]);
-        assert_eq!(check("mpmd-cli/src/bench/links.rs", bad), [1, 2, 3, 4]);
+        assert_eq!(check("mpmd-bench/src/links.rs", bad), [1, 2, 3, 4]);
         let inside = [
             "mpmd-core/src/runtime/mod.rs",
             "mpmd-core/src/program.rs",
-            "mpmd-cli/src/bench/p2p/ends.rs",
+            "mpmd-bench/src/p2p/ends.rs",
         ];
         for path in inside.into_iter().chain(["tests/src/lib.rs"]) {
             assert_eq!(check(path, bad), NONE, "{path}");
