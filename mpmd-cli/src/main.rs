@@ -1,18 +1,16 @@
 //! The `mpmd` command line.
 
-mod bench;
 mod check;
 mod doctor;
 mod draw;
+mod files;
 mod plan;
 mod run;
 mod schedule;
 mod trace;
 
-use std::io::Write as _;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use mpmd_transport::memory::CountingAllocator;
 
@@ -43,14 +41,14 @@ enum Command {
     /// Show a schedule: as torch's text, as a table, as data or as a picture
     Schedule(schedule::ScheduleArgs),
     /// Measure the costs of the framework itself
-    Bench(bench::BenchArgs),
+    Bench(mpmd_bench::BenchArgs),
     /// Examine this machine: the transports that it supports, and how to fix those that fail
     Doctor(doctor::DoctorArgs),
     /// Read another process's memory and let it read this one's
     #[command(name = doctor::READ_MEMORY, hide = true)]
     ReadMemory { pid: u32, address: u64 },
     /// Become a program that ends with this process's parent
-    #[command(name = run::EXEC, hide = true)]
+    #[command(name = mpmd_launch::EXEC, hide = true)]
     Exec(run::Exec),
     /// End the processes that a launcher has left behind
     #[command(name = run::GUARD, hide = true)]
@@ -65,12 +63,12 @@ fn main() -> ExitCode {
         Command::Draw(args) => draw::draw(&args),
         Command::Check(args) => check::check(&args),
         Command::Schedule(args) => schedule::schedule(&args),
-        Command::Bench(args) => bench::bench(&args),
+        Command::Bench(args) => mpmd_bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {
-            mpmd_core::launch::guard(std::io::stdin());
+            mpmd_launch::guard(std::io::stdin());
             Ok(ExitCode::SUCCESS)
         }
     };
@@ -78,13 +76,4 @@ fn main() -> ExitCode {
         eprintln!("mpmd: {error:#}");
         ExitCode::FAILURE
     })
-}
-
-/// Writes to standard output. A closed pipe is not an error: the reader may have seen enough.
-fn say(text: &str) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        done => done.context("cannot write to standard output"),
-    }
 }

@@ -10,12 +10,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use mpmd_core::launch::{Launch, adopt, device_kinds, variables};
 use mpmd_core::transports;
-
-/// The hidden subcommand by which `run` starts this program again in place of the user's, see
-/// [`Exec`].
-pub(crate) const EXEC: &str = "__exec";
+use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
 
 /// The hidden subcommand by which `run` starts the job's guard.
 pub(crate) const GUARD: &str = "__guard";

@@ -98,7 +98,7 @@ fn cases_come_from_a_file_as_well() {
     assert_eq!((dash.stdout.trim_end(), dash.status), (expected, Some(0)));
     let missing = ask(&["chunk", "there/is/no/such/file"], "");
     assert_eq!(missing.status, Some(2));
-    assert!(missing.stderr.contains("reading there/is/no/such/file"), "{}", missing.stderr);
+    assert!(missing.stderr.contains("cannot read there/is/no/such/file"), "{}", missing.stderr);
 }
 
 #[test]

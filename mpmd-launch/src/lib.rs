@@ -37,6 +37,8 @@ pub use device::{cuda_collectives, device_kinds};
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
 pub use output::Color;
+#[doc(hidden)]
+pub use spawn::EXEC;
 pub use spawn::{Launch, OutputMode, adopt, guard};
 pub use spin::spin;
 pub use supervise::Outcome;

@@ -207,6 +207,9 @@ impl Launch {
 /// them when it is loaded, before the program runs.
 const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNALS", "")];
 
+/// The hidden subcommand of `mpmd` that calls [`adopt`] and becomes another program.
+pub const EXEC: &str = "__exec";
+
 /// Makes this process end when its parent ends, if [`Launch`] started it; else does nothing. The
 /// request survives `exec`, not `fork`.
 ///

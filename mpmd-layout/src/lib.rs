@@ -16,6 +16,7 @@
 extern crate self as mpmd;
 
 pub mod aval;
+mod bytes;
 mod fingerprint;
 pub mod random;
 pub mod region;
@@ -24,6 +25,8 @@ pub mod sharding;
 pub mod topology;
 pub mod tree;
 
+#[doc(hidden)]
+pub use bytes::bytes_text;
 #[doc(hidden)]
 pub use fingerprint::Fingerprint;
 

@@ -31,6 +31,6 @@ pub use lower::{LowerError, Lowered, lower, lower_cells, lower_comms, lower_late
 pub use memory::{StepDeviceMemory, StepMemory};
 pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
-pub use search::{SearchOptions, SearchResult, search};
+pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use step::{Step, StepKind};
 pub use text::{Cell, CellFault, Dialect, Entry, Text, TextError};

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use mpmd_core::launch::variables;
-use mpmd_core::pipeline::check::Channel;
-use mpmd_core::plan::Plan;
+use mpmd_core::dry_run::Plan;
+use mpmd_launch::variables;
+use mpmd_schedule::check::Channel;
 use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};
 
@@ -74,7 +74,7 @@ impl ProgramArgs {
             Ok(plan)
         })?;
         let report = Report::new(&plan, &others, budget, channels);
-        crate::say(&report.to_string())?;
+        crate::files::say(&report.to_string())?;
         Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }
@@ -151,7 +151,7 @@ impl DryRuns<'_> {
             _ => anyhow::bail!(
                 "{name} {how} as process {process}; as process 0 it was planned. The work of a \
                  single process, such \
-                 as reading values or writing files, must be skipped if Program::is_planning returns \
+                 as reading values or writing files, must be skipped if Program::is_dry_run returns \
                  true\n{said}"
             ),
         }

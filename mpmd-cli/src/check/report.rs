@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use mpmd_core::pipeline::check::{self, Channel, Deadlock, Names, Proof};
-use mpmd_core::plan::{End, Kind, Link, MemoryPeak, MemoryPlan, Plan, PlannedFlow};
+use mpmd_core::dry_run::{End, Kind, Link, MemoryPeak, MemoryPlan, Plan, PlannedFlow};
+use mpmd_layout::bytes_text;
+use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
 use super::others::Others;
 
@@ -121,7 +122,7 @@ impl<'a> Report<'a> {
     fn memory_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (process, peak) in self.memory.processes.iter().enumerate() {
             let at = self.plan.describe(peak.operation);
-            write!(f, "memory   process {process}: {} at most", Bytes(peak.bytes))?;
+            write!(f, "memory   process {process}: {} at most", bytes_text(peak.bytes))?;
             if peak.bytes > 0 {
                 write!(f, ", in {at}")?;
             }
@@ -129,7 +130,8 @@ impl<'a> Report<'a> {
             let devices =
                 self.memory.devices.iter().filter(|device| device.process as usize == process);
             for device in devices {
-                let (time, order) = (Bytes(device.in_time.bytes), Bytes(device.in_order.bytes));
+                let (time, order) =
+                    (bytes_text(device.in_time.bytes), bytes_text(device.in_order.bytes));
                 writeln!(
                     f,
                     "           device {}: {time}; in the order of issue {order}",
@@ -138,7 +140,8 @@ impl<'a> Report<'a> {
             }
         }
         for (device, peak) in self.over_budget() {
-            let (bytes, budget) = (Bytes(peak.bytes), Bytes(self.budget.unwrap_or_default()));
+            let (bytes, budget) =
+                (bytes_text(peak.bytes), bytes_text(self.budget.unwrap_or_default()));
             let at = self.plan.describe(peak.operation);
             writeln!(
                 f,
@@ -155,14 +158,18 @@ impl<'a> Report<'a> {
             return writeln!(f, "links    nothing goes between processes {when}");
         }
         let total: u64 = links.values().map(|link| link.bytes).sum();
-        writeln!(f, "links    {} between processes {when}", Bytes(total))?;
+        writeln!(f, "links    {} between processes {when}", bytes_text(total))?;
         let mut listed: Vec<(&(u32, u32), &Link)> = links.iter().collect();
         listed.sort_by_key(|(_, link)| std::cmp::Reverse(link.bytes));
         let rest = listed.len().saturating_sub(MOST_LINKS);
         listed.truncate(MOST_LINKS);
         listed.sort_by_key(|(between, _)| **between);
         for ((from, to), Link { messages, bytes }) in listed {
-            writeln!(f, "           {from} to {to}: {} in {messages} messages", Bytes(*bytes))?;
+            writeln!(
+                f,
+                "           {from} to {to}: {} in {messages} messages",
+                bytes_text(*bytes)
+            )?;
         }
         match rest {
             0 => Ok(()),
@@ -226,29 +233,5 @@ impl Names for Named<'_> {
     fn transfer(&self, tag: u32) -> String {
         let sent = self.0.planned.transfers.get(tag as usize);
         sent.map_or_else(|| format!("transfer {tag}"), |sent| self.0.plan.describe(sent.operation))
-    }
-}
-
-/// Formats bytes for people.
-struct Bytes(u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let units = [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-        match units.into_iter().find(|(unit, _)| self.0 >= *unit) {
-            Some((unit, name)) => write!(f, "{:.1} {name}", self.0 as f64 / unit as f64),
-            None => write!(f, "{} B", self.0),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_are_short() {
-        let shown = [0, 1023, 1536, 3 << 20, 5 << 30].map(|bytes| Bytes(bytes).to_string());
-        assert_eq!(shown, ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"]);
     }
 }

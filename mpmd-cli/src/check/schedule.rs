@@ -6,13 +6,14 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
-use mpmd_core::pipeline::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
-use mpmd_core::pipeline::flow::{Leaves, StepNames};
-use mpmd_core::pipeline::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
-use mpmd_core::pipeline::{Builtin, Costs, Lowered, Schedule, ScheduleMetadata, Text, lower};
+use mpmd_schedule::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
+use mpmd_schedule::flow::{Leaves, StepNames};
+use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
+use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, ScheduleMetadata, Text, lower};
 use serde_json::{Value, json};
 
-use crate::schedule::{is_file, read, read_costs};
+use crate::files::read;
+use crate::schedule::{is_file, read_costs};
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
@@ -76,9 +77,9 @@ impl ScheduleArgs {
         let subject = self.find(subject)?;
         let findings = self.look(subject, budget, channels)?;
         if self.json {
-            crate::say(&format!("{}\n", findings.json()))?;
+            crate::files::say(&format!("{}\n", findings.json()))?;
         } else {
-            crate::say(&findings.text())?;
+            crate::files::say(&findings.text())?;
         }
         Ok(if findings.is_fit() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }

@@ -3,12 +3,13 @@
 use std::fs;
 
 use mpmd_core::device::cuda::{self, Driver, GpuInfo, NoCuda};
-use mpmd_core::launch::variables;
-use mpmd_core::topology::{DeviceKind, ProcessId, Topology};
+use mpmd_ids::ProcessId;
+use mpmd_launch::variables;
+use mpmd_layout::bytes_text;
+use mpmd_layout::topology::{DeviceKind, Topology};
 use serde::Serialize;
 
 use super::findings::{Finding, Verdict, finding};
-use crate::plan::bytes_text;
 
 /// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::time::Duration;
 use std::{fs, io};
 
-use mpmd_core::launch::variables;
 use mpmd_core::transports;
+use mpmd_launch::variables;
 use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::launch::{cuda_collectives, device_kinds, spin, variables};
-use mpmd_core::topology::{CudaCollectives, DeviceKind};
 use mpmd_core::transports::{self, Spin};
+use mpmd_launch::{cuda_collectives, device_kinds, spin, variables};
+use mpmd_layout::bytes_text;
+use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 use serde::Serialize;
 
 use super::facts::{Facts, Interface, Sharing, Ucx};
 use super::memory::Attempt;
-use crate::plan::bytes_text;
 
 /// One line of the report: a fact and its verdict.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]

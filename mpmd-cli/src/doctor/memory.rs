@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use mpmd_core::transports::probe;
+use mpmd_transport::probe;
 use rustix::process::{PTracer, set_ptracer};
 use serde::Serialize;
 

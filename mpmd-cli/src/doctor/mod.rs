@@ -9,15 +9,14 @@ mod findings;
 mod memory;
 mod show;
 
-use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Args;
-use mpmd_core::launch::variables;
 use mpmd_core::transports;
+use mpmd_launch::variables;
 
-use crate::run;
+use crate::{files, run};
 use facts::Facts;
 use findings::Verdict;
 
@@ -50,7 +49,7 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let findings = findings::judge(&facts);
     let text =
         if args.json { show::json(&facts, &findings)? } else { show::text(&facts, &findings) };
-    std::io::stdout().write_all(text.as_bytes())?;
+    files::say(&text)?;
     let problems = findings.iter().any(|finding| finding.verdict == Verdict::Problem);
     Ok(if problems { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -1,6 +1,6 @@
 //! Colours of bars. They differ in hue and in lightness, also for people with colour blindness.
 
-use mpmd_core::trace::Kind;
+use mpmd_schedule::timeline::Kind;
 
 /// All kinds, in the order of their numbers on the page.
 pub(super) const KINDS: [Kind; 6] = [

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::trace::{Bar, Timeline};
+use mpmd_schedule::timeline::{Bar, Timeline};
 use serde_json::{Map, Value, json};
 
 use super::{colour, facts, text};
@@ -38,7 +38,7 @@ pub(super) fn json(timeline: &Timeline) -> String {
     let short = rounding(timeline);
     let mut rows = Vec::new();
     for row in &timeline.rows {
-        let gap = |gap: &mpmd_core::trace::Gap, texts: &mut Texts| {
+        let gap = |gap: &mpmd_schedule::timeline::Gap, texts: &mut Texts| {
             json!([short(gap.start), short(gap.end), texts.number(&gap.waits_for)])
         };
         rows.push(json!({
@@ -130,7 +130,7 @@ fn columns(bars: &[Bar], texts: &mut Texts, short: &dyn Fn(f64) -> Value) -> Val
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_core::trace::{Kind, Row};
+    use mpmd_schedule::timeline::{Kind, Row};
 
     #[test]
     fn no_text_can_end_the_script() {

@@ -1,6 +1,6 @@
 //! The figures that a drawing gives in words: step time, share of bubble, peak memory.
 
-use mpmd_core::trace::{Kind, Row, Timeline};
+use mpmd_schedule::timeline::{Kind, Row, Timeline};
 
 use super::{colour, text};
 
@@ -172,7 +172,7 @@ pub(super) fn sentence(timeline: &Timeline) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_core::trace::{Bar, Mark, MemoryPoint};
+    use mpmd_schedule::timeline::{Bar, Mark, MemoryPoint};
 
     fn two() -> Timeline {
         let bar = |stage, microbatch, start, end| Bar {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use mpmd_core::trace::{Kind, Timeline};
+use mpmd_schedule::timeline::{Kind, Timeline};
 
 use super::{colour, data, facts, svg, text};
 
@@ -151,7 +151,7 @@ fn table(timeline: &Timeline) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_core::trace::{Bar, Row};
+    use mpmd_schedule::timeline::{Bar, Row};
 
     #[test]
     fn page_loads_nothing_from_outside() {

@@ -8,15 +8,14 @@ mod sums;
 mod svg;
 mod text;
 
-use std::fs;
-use std::io::{self, Read as _, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
-use mpmd_core::trace::Timeline;
+use mpmd_schedule::timeline::Timeline;
 
+use crate::files::{read_input, write_output};
 pub(crate) use html::html;
 pub(crate) use svg::svg;
 
@@ -54,26 +53,9 @@ impl Format {
 
 /// Reads a timeline and writes its picture.
 pub(crate) fn draw(args: &DrawArgs) -> Result<ExitCode> {
-    let text = match args.file.as_deref().filter(|path| *path != Path::new("-")) {
-        Some(path) => {
-            fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
-        }
-        None => {
-            let mut text = String::new();
-            io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
-            text
-        }
-    };
+    let (_, text) = read_input(args.file.as_deref())?;
     let timeline: Timeline =
         serde_json::from_str(&text).context("this is not a timeline as JSON")?;
-    let picture = args.format.draw(&timeline);
-    match &args.output {
-        Some(path) => {
-            fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?
-        }
-        None => {
-            io::stdout().write_all(picture.as_bytes()).context("cannot write to standard output")?
-        }
-    }
+    write_output(args.output.as_ref(), &args.format.draw(&timeline))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use mpmd_core::trace::{Row, Timeline};
+use mpmd_schedule::timeline::{Row, Timeline};
 
 use super::colour;
 
@@ -84,7 +84,7 @@ fn add(sum: &mut Vec<(Class, f64)>, kind: usize, quarters: usize, share: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_core::trace::{Bar, Kind};
+    use mpmd_schedule::timeline::{Bar, Kind};
 
     fn row() -> Row {
         let bar = |kind, stage, start, end| Bar {

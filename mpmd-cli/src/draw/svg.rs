@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use mpmd_core::trace::{Bar, Row, Timeline};
+use mpmd_schedule::timeline::{Bar, Row, Timeline};
 
 use super::colour::{self, Theme};
 use super::sums::{self, Class};

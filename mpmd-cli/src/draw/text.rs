@@ -1,8 +1,8 @@
 //! Formats times, amounts of memory and shares for people.
 
-use mpmd_core::trace::Timeline;
+use mpmd_schedule::timeline::Timeline;
 
-use crate::plan::bytes_text;
+use mpmd_layout::bytes_text;
 
 /// The units that seconds are shown in.
 const SECONDS: [(f64, &str); 4] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "\u{b5}s"), (1e-9, "ns")];

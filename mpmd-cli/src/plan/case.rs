@@ -1,8 +1,9 @@
 //! The shardings of cases, and their form as JSON.
 
-use mpmd_core::region::Region;
-use mpmd_core::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
-use mpmd_core::topology::{DeviceId, Mesh};
+use mpmd_ids::DeviceId;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
+use mpmd_layout::topology::Mesh;
 use serde::Serialize;
 
 use super::field::{Field, Malformed};

@@ -1,7 +1,7 @@
 //! `mpmd plan chunk`: front-loaded chunks of a dimension, by rank.
 
-use mpmd_core::region::Region;
-use mpmd_core::sharding::{ChunkRanks, chunk_by_rank};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{ChunkRanks, chunk_by_rank};
 
 use super::draw;
 use super::field::{Field, Malformed};

@@ -230,7 +230,7 @@ fn corner(up: bool, down: bool, left: bool, right: bool) -> char {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_core::region::Region;
+    use mpmd_layout::region::Region;
 
     #[test]
     fn cells_of_any_length_are_shown() {

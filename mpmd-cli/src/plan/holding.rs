@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use mpmd_core::region::Region;
-use mpmd_core::sharding::Layout;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Layout;
 
 /// The regions of an array and their holders.
 #[derive(Clone, Debug)]
@@ -122,23 +122,6 @@ pub(super) fn numbers(sorted: &[u32]) -> String {
     texts.join(", ")
 }
 
-/// Formats a number of bytes, as `512 B`, `4.0 KiB` or `1.5 GiB`.
-pub(crate) fn bytes_text(bytes: u64) -> String {
-    let mut amount = bytes as f64;
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let mut unit = "B";
-    for larger in ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] {
-        // Values that would round to 1024.0 take the next unit.
-        if amount < 1023.95 {
-            break;
-        }
-        (amount, unit) = (amount / 1024.0, larger);
-    }
-    format!("{amount:.1} {unit}")
-}
-
 /// Returns all starts and ends, ascending, without duplicates.
 fn cuts(ranges: impl Iterator<Item = Range<usize>>) -> Vec<usize> {
     let mut cuts: Vec<usize> = ranges.flat_map(|range| [range.start, range.end]).collect();
@@ -156,12 +139,6 @@ mod tests {
         assert_eq!(numbers(&[]), "");
         assert_eq!(numbers(&[0, 1, 2, 3, 5, 7, 8, 10, 11, 12]), "0-3, 5, 7, 8, 10-12");
         assert_eq!(numbers(&[u32::MAX - 2, u32::MAX - 1, u32::MAX]), "4294967293-4294967295");
-    }
-
-    #[test]
-    fn bytes_are_in_binary_units() {
-        let texts = [0, 1023, 1024, 1536, 1_048_575, 1 << 20, 3 << 30].map(bytes_text);
-        assert_eq!(texts, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "3.0 GiB"]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `mpmd plan intermediate`: finds the sharding through which a source can reach a smaller target.
 
-use mpmd_core::reshard::{Intermediate, NoIntermediate, find_intermediate_sharding};
-use mpmd_core::sharding::Sharding;
+use mpmd_layout::reshard::{Intermediate, NoIntermediate, find_intermediate_sharding};
+use mpmd_layout::sharding::Sharding;
 use serde::Serialize;
 
 use super::case::{CaseSharding, NamedJson};

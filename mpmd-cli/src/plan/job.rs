@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use mpmd_core::topology::{Device, DeviceId, DeviceKind, ProcessId, Topology};
+use mpmd_ids::{DeviceId, ProcessId};
+use mpmd_layout::topology::{Device, DeviceKind, Topology};
 
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mpmd_core::region::Region;
-use mpmd_core::sharding::{Layout, Sharding};
-use mpmd_core::topology::DeviceId;
+use mpmd_ids::DeviceId;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Layout, Sharding};
 use serde::Serialize;
 
 use super::case::CaseSharding;

@@ -19,18 +19,16 @@ mod reshard;
 mod rules;
 mod svg;
 
-use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::{fs, io};
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::files;
 use field::{Field, Malformed};
-pub(crate) use holding::bytes_text;
 use refusal::Refusal;
 
 /// The exit status for input of the wrong form.
@@ -131,7 +129,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
             texts.iter().enumerate().map(case).collect::<Vec<_>>().join("\n\n")
         }
     };
-    writeln!(io::stdout().lock(), "{text}").context("writing the answers")?;
+    files::say(&format!("{text}\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -147,15 +145,8 @@ fn malformed(error: &anyhow::Error) -> ExitCode {
 }
 
 fn read(file: Option<&Path>) -> Result<Value> {
-    let (name, bytes) = match file.filter(|file| *file != Path::new("-")) {
-        Some(file) => (file.display().to_string(), fs::read(file)),
-        None => {
-            let mut bytes = Vec::new();
-            ("standard input".to_owned(), io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes))
-        }
-    };
-    let bytes = bytes.with_context(|| format!("reading {name}"))?;
-    serde_json::from_slice(&bytes).with_context(|| format!("{name} is no JSON"))
+    let (name, text) = files::read_input(file)?;
+    serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))
 }
 
 /// Answers each case. Fails before any answer if a case has the wrong form.
@@ -181,7 +172,7 @@ fn draw_into(file: &Path, answers: &[Box<dyn Answer>]) -> Result<()> {
     let Some(drawing) = answer.svg() else {
         bail!("there is nothing to draw: {}", answer.pretty())
     };
-    fs::write(file, drawing).with_context(|| format!("writing {}", file.display()))
+    files::write(file, drawing)
 }
 
 impl Answer for Refusal {

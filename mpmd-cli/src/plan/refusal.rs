@@ -1,10 +1,10 @@
 //! Refusals: well-formed cases without an answer. Each has an error as one word and a message.
 
-use mpmd_core::aval::AvalError;
-use mpmd_core::reshard::ReshardError;
-use mpmd_core::sharding::ShardingError;
-use mpmd_core::sharding::rules::RulesError;
-use mpmd_core::topology::MeshError;
+use mpmd_layout::aval::AvalError;
+use mpmd_layout::reshard::ReshardError;
+use mpmd_layout::sharding::ShardingError;
+use mpmd_layout::sharding::rules::RulesError;
+use mpmd_layout::topology::MeshError;
 use serde::Serialize;
 
 /// The reason why a case has no answer. It serves as the answer: `{error, message}`.

@@ -2,15 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::aval::ShapedArray;
-use mpmd_core::region::Region;
-use mpmd_core::reshard::{Piece, Summary, plan};
-use mpmd_core::topology::{DeviceId, LinkClass};
+use mpmd_ids::DeviceId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::bytes_text;
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard::{Piece, Summary, plan};
+use mpmd_layout::topology::LinkClass;
 use serde::Serialize;
 
 use super::case::CaseSharding;
 use super::field::{Field, Malformed};
-use super::holding::{Holding, bytes_text};
+use super::holding::Holding;
 use super::job::{CaseJob, Job};
 use super::refusal::Refusal;
 use super::{Answer, draw, json_text, svg};

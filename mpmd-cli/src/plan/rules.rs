@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::aval::ShapedArray;
-use mpmd_core::sharding::rules::{Inferred, LogicalAxes, Registry, Strategy, infer};
-use mpmd_core::topology::{DeviceId, Mesh};
+use mpmd_ids::DeviceId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::rules::{Inferred, LogicalAxes, Registry, Strategy, infer};
+use mpmd_layout::topology::Mesh;
 use serde::Serialize;
 
 use super::case::{EntryJson, read_axes, spec_json};

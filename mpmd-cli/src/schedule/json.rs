@@ -1,8 +1,8 @@
 //! A schedule as JSON.
 
 use anyhow::Result;
-use mpmd_core::pipeline::simulate::SimulatedSchedule;
-use mpmd_core::pipeline::{Dialect, Text};
+use mpmd_schedule::simulate::SimulatedSchedule;
+use mpmd_schedule::{Dialect, Text};
 use serde::Serialize;
 
 use super::source::Source;
@@ -38,7 +38,7 @@ struct Shown<'a> {
 
 pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<String> {
     let schedule = &source.schedule;
-    let peak = |curve: &Vec<mpmd_core::trace::MemoryPoint>| {
+    let peak = |curve: &Vec<mpmd_schedule::timeline::MemoryPoint>| {
         curve.iter().map(|at| at.used).fold(0.0, f64::max)
     };
     let shown = Shown {

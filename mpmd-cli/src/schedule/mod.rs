@@ -1,25 +1,22 @@
 //! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a picture.
 
-mod by_cost;
 mod json;
 mod source;
 mod table;
 
-use std::fs;
-use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use mpmd_core::pipeline::check::{Budget, Channel, check};
-use mpmd_core::pipeline::flow::{Flow, Leaves};
-use mpmd_core::pipeline::simulate::{SimulatedSchedule, simulate_lowered};
-use mpmd_core::pipeline::{Dialect, Lowered, Schedule, ScheduleMetadata, Text};
+use mpmd_schedule::check::{Budget, Channel, check};
+use mpmd_schedule::flow::{Flow, Leaves};
+use mpmd_schedule::simulate::{SimulatedSchedule, simulate_lowered};
+use mpmd_schedule::{Dialect, Lowered, Schedule, ScheduleMetadata, Text};
 
-pub(crate) use by_cost::{by_cost, is_by_cost};
+use crate::files::{say, write, write_output};
 use source::Source;
-pub(crate) use source::{is_file, read, read_costs};
+pub(crate) use source::{is_file, read_costs};
 
 /// The exit status for wrong arguments or files.
 const WRONG: u8 = 2;
@@ -53,7 +50,7 @@ pub(crate) struct ScheduleArgs {
     costs: Option<PathBuf>,
     /// The memory limit of a rank, for ByCost: bytes of activations by the costs, or a number as in
     /// 4activations
-    #[arg(long, value_name = "BYTES", value_parser = crate::check::budget)]
+    #[arg(long, value_name = "BYTES")]
     budget: Option<Budget>,
     /// The file to write; by default standard output. Text in a file is identical to torch's, with
     /// lines that end with `\r\n`
@@ -126,7 +123,7 @@ fn show(args: &ScheduleArgs) -> Result<()> {
         Format::Svg => crate::draw::svg(&timeline(&source)?),
         Format::Html => crate::draw::html(&timeline(&source)?),
     };
-    write(args, shown.as_bytes())
+    write_output(args.output.as_ref(), &shown)
 }
 
 fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
@@ -142,20 +139,18 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     let Some(path) = &args.output else {
         // With line ends that people and other programs expect.
         let lines = text.lines().into_iter().map(|line| line + "\n");
-        return write(args, lines.collect::<String>().as_bytes());
+        return say(&lines.collect::<String>());
     };
-    write(args, text.to_csv().as_bytes())?;
+    write(path, text.to_csv())?;
     if args.sidecar {
         let mut sidecar = ScheduleMetadata::new(&source.schedule, &text);
         let steps = match text.flavour {
             Dialect::ComputeComms => Lowered::of_text(&text),
-            Dialect::ComputeOnly => mpmd_core::pipeline::lower(&source.schedule)?,
+            Dialect::ComputeOnly => mpmd_schedule::lower(&source.schedule)?,
         };
         sidecar.channel = proved_for(&steps)?.map(|channel| channel.to_string());
         sidecar.costs.clone_from(&source.costs);
-        let path = path.with_extension("toml");
-        fs::write(&path, sidecar.to_toml())
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        write(&path.with_extension("toml"), sidecar.to_toml())?;
     }
     Ok(())
 }
@@ -171,7 +166,7 @@ fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
 fn steps(source: &Source) -> Result<Lowered> {
     match &source.text {
         Some(text) if text.flavour == Dialect::ComputeComms => Ok(Lowered::of_text(text)),
-        _ => Ok(mpmd_core::pipeline::lower(&source.schedule)?),
+        _ => Ok(mpmd_schedule::lower(&source.schedule)?),
     }
 }
 
@@ -180,30 +175,17 @@ fn simulated(source: &Source) -> Result<SimulatedSchedule> {
     Ok(simulate_lowered(&steps, &costs, Leaves::InOrder, Channel::TAGS)?)
 }
 
-fn timeline(source: &Source) -> Result<mpmd_core::trace::Timeline> {
+fn timeline(source: &Source) -> Result<mpmd_schedule::timeline::Timeline> {
     let schedule = &source.schedule;
     let (name, ranks, microbatches) = (schedule.name(), schedule.ranks(), schedule.microbatches());
     let title = format!("{name}, {ranks} ranks, {microbatches} microbatches");
     Ok(simulated(source)?.timeline(&title, &source.costs().unit))
 }
 
-fn write(args: &ScheduleArgs, bytes: &[u8]) -> Result<()> {
-    match &args.output {
-        Some(path) => {
-            fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
-        }
-        None => match io::stdout().write_all(bytes).and_then(|()| io::stdout().flush()) {
-            // The reader has closed the pipe, and needs no more.
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-            done => done.context("cannot write to standard output"),
-        },
-    }
-}
-
 /// Returns, for each rank, the peak number of forward passes that wait for their gradients.
 fn activations(schedule: &Schedule) -> Vec<usize> {
-    use mpmd_core::pipeline::ActionKind::{Backward, BackwardWeight, Forward};
-    let peak = |row: &Vec<mpmd_core::pipeline::Action>| {
+    use mpmd_schedule::ActionKind::{Backward, BackwardWeight, Forward};
+    let peak = |row: &Vec<mpmd_schedule::Action>| {
         let (mut live, mut most) = (0_usize, 0);
         for action in row {
             match action.kind {

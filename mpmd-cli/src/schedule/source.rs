@@ -1,12 +1,14 @@
 //! Finds the schedule for the arguments: by name, or from files.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use mpmd_core::pipeline::{Builtin, Costs, Dialect, Schedule, ScheduleMetadata, Text};
+use mpmd_schedule::{
+    Builtin, Costs, Dialect, Schedule, ScheduleMetadata, Text, by_cost, is_by_cost,
+};
 
-use super::{Asked, ScheduleArgs, by_cost, is_by_cost};
+use super::{Asked, ScheduleArgs};
+use crate::files::read;
 
 /// A schedule and its source.
 pub(super) struct Source {
@@ -122,8 +124,4 @@ pub(crate) fn read_costs(path: &Path) -> Result<Costs> {
 /// True if an argument that is no schedule's name means a file. The file may be missing.
 pub(crate) fn is_file(path: &Path) -> bool {
     path.components().count() > 1 || path.extension().is_some() || path.exists()
-}
-
-pub(crate) fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }

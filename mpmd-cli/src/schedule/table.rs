@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use mpmd_core::pipeline::Schedule;
-use mpmd_core::pipeline::simulate::SimulatedSchedule;
-use mpmd_core::trace::Row;
+use mpmd_schedule::Schedule;
+use mpmd_schedule::simulate::SimulatedSchedule;
+use mpmd_schedule::timeline::Row;
 
 /// The maximum number of characters for the whole time. In a longer table not all names fit.
 const LONGEST: f64 = 100_000.0;
@@ -123,10 +123,10 @@ fn number(value: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::pipeline::check::Channel;
-    use mpmd_core::pipeline::flow::Leaves;
-    use mpmd_core::pipeline::simulate::simulate_schedule;
-    use mpmd_core::pipeline::{Costs, StageCosts};
+    use mpmd_schedule::check::Channel;
+    use mpmd_schedule::flow::Leaves;
+    use mpmd_schedule::simulate::simulate_schedule;
+    use mpmd_schedule::{Costs, StageCosts};
 
     use super::*;
 

@@ -64,7 +64,7 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
         Err(PlanError::NoSchedule) => {}
         Err(error) => said += &format!("note: there is no plan to compare with: {error}\n"),
     }
-    crate::say(&said)?;
+    crate::files::say(&said)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use mpmd_core::trace::{Bar, Mark, Timeline};
+use mpmd_schedule::timeline::{Bar, Mark, Timeline};
 use serde_json::json;
 use tempfile::TempDir;
 

@@ -1,6 +1,6 @@
 //! Timelines to draw: two schedules with a simple simulation.
 
-use mpmd_core::trace::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
+use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
 /// An action of a rank: a kind, a stage, a microbatch.
 type Action = (Kind, u32, u32);

@@ -3,6 +3,7 @@
 //! The proof executes every event that can happen. `engine.rs` explains why one execution is
 //! enough.
 
+mod budget;
 mod channel;
 mod cycle;
 mod engine;
@@ -14,13 +15,14 @@ mod windows;
 #[cfg(test)]
 mod tests;
 
+pub use budget::Budget;
 pub use channel::{Channel, NoChannel, Protocol, Queues};
 pub use cycle::{Deadlock, Item, Missing, Wait, Why};
 pub(super) use engine::{Begin, Causes, Engine};
 pub use names::Names;
 pub use peak::RankPeak;
 pub(super) use peak::{Ledger, Unit};
-pub use report::{Budget, Limits, Link, Problem, Report, check_lowered, check_schedule};
+pub use report::{Limits, Link, Problem, Report, check_lowered, check_schedule};
 
 use super::flow::Flow;
 

@@ -1,6 +1,6 @@
 //! Checks a schedule: reports all its faults, its memory and its transfers.
 
-use super::{Channel, Deadlock, Ledger, Names, Proof, RankPeak, check};
+use super::{Budget, Channel, Deadlock, Ledger, Names, Proof, RankPeak, check};
 use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::lower::{lower, lower_late};
 use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
@@ -17,15 +17,6 @@ pub struct Limits<'a> {
     pub costs: Option<&'a Costs>,
     /// The limit of the memory that a rank keeps; `None` for no limit.
     pub budget: Option<Budget>,
-}
-
-/// The limit of the memory that a rank may keep at a time between forward and backward passes.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Budget {
-    /// Limit of forward passes that wait for the end of their weight gradient.
-    Activations(u64),
-    /// Limit in bytes, as counted by the costs.
-    Bytes(u64),
 }
 
 /// The result of checking a schedule.

@@ -12,10 +12,12 @@
 //! clock, and a seed determines its random choices.
 
 mod anneal;
+mod by_cost;
 mod greedy;
 mod shop;
 
 use anneal::Random;
+pub use by_cost::{by_cost, is_by_cost};
 use greedy::Rules;
 use shop::{Rows, Shop};
 

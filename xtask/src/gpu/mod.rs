@@ -132,9 +132,11 @@ fn build(root: &Path, target: &Path, ground: &Ground) -> anyhow::Result<()> {
 }
 
 /// The packages with programs or tests for GPUs.
-const PACKAGES: [&str; 8] = [
+const PACKAGES: [&str; 10] = [
     "--package",
     "mpmd-core",
+    "--package",
+    "mpmd-bench",
     "--package",
     "mpmd-cli",
     "--package",

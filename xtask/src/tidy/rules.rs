@@ -58,8 +58,8 @@ const TRANSPORT_USERS: &[&str] = &[
     "mpmd-core/src/api/program",
     "mpmd-bench/src/p2p",
     "mpmd-bench/src/issue",
-    "mpmd-cli/src/bench/p2p",
-    "mpmd-cli/src/bench/issue",
+    "mpmd-bench/src/p2p",
+    "mpmd-bench/src/issue",
 ];
 
 /// The names through which a transport is used.
@@ -376,7 +376,7 @@ mod tests {
         let check = |path| broken(one_way_in, path, bad);
         assert_eq!(check("mpmd-core/src/api/device_put.rs"), [1, 2, 3, 5]);
         assert_eq!(check("mpmd-examples/src/bin/basic.rs"), [1, 2, 3, 5]);
-        assert_eq!(check("mpmd-cli/src/bench/links.rs"), [1, 2, 3, 5]);
+        assert_eq!(check("mpmd-bench/src/links.rs"), [1, 2, 3, 5]);
         for path in
             ["mpmd-core/src/exec/mod.rs", "mpmd-core/src/api/program.rs", "tests/src/lib.rs"]
         {

@@ -1,0 +1,266 @@
+//! Measures the time to issue a `jit` call.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::Args;
+use mpmd_core::cuda::{Cuda, Grid, Source};
+use mpmd_core::prelude::{
+    Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s,
+};
+use mpmd_core::{Simulation, kernel};
+use mpmd_layout::topology::{DeviceKind, Mesh};
+use mpmd_layout::tree::{Path, Tree};
+use mpmd_transport::memory::CountingAllocator;
+
+use crate::case::{Case, show};
+use crate::options::{DeviceOption, Options};
+use crate::plain;
+
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct DispatchArgs {
+    #[command(flatten)]
+    options: Options,
+    #[command(flatten)]
+    on: DeviceOption,
+}
+
+/// Calls between two reads of the clock, below the limit on running ahead.
+const BATCH: usize = 500;
+
+/// The kernel that a launch by `cudarc` alone also launches.
+static NOTHING: Source = Source::cuda(
+    "nothing.cu",
+    r#"
+extern "C" __global__ void nothing(const float *x, float *y) {
+    if (threadIdx.x == 0) y[0] = x[0];
+}
+"#,
+);
+
+fn nothing(cuda: Cuda<'_>, x: &View<'_>, y: &mut ViewMut<'_>) -> mpmd_core::Result<()> {
+    cuda.launch(&NOTHING, "nothing", Grid::new(1, 32), &[x.into(), y.into()])
+}
+
+/// A kernel with one array that does next to nothing.
+struct Empty;
+
+impl Kernel for Empty {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> mpmd_core::Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> mpmd_core::Result<()> {
+        match cx.cuda() {
+            Some(cuda) => nothing(cuda, &x, &mut y),
+            None => Ok(y.fill(0.0f32)?),
+        }
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&NOTHING]
+    }
+}
+
+/// A kernel with many arrays that does next to nothing.
+struct EmptyTree;
+
+impl Kernel for EmptyTree {
+    type In = Vec<MpmdArray>;
+    type Out = Vec<MpmdArray>;
+
+    fn infer(&self, x: &Vec<ShapedArray>) -> mpmd_core::Result<Signature<Vec<ShapedArray>>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: kernel::Views<'_, Self::In>,
+        mut y: kernel::ViewsMut<'_, Self::Out>,
+    ) -> mpmd_core::Result<()> {
+        if let (Some(cuda), Some(x), Some(y)) = (cx.cuda(), x.first(), y.first_mut()) {
+            // One launch, as for one array: the rest is the subject of the measurement.
+            return nothing(cuda, x, y);
+        }
+        y.into_iter().try_for_each(|mut y| Ok(y.fill(0.0f32)?))
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&NOTHING]
+    }
+}
+
+pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
+    let (options, device) = (args.options, args.on.device);
+    if device == DeviceKind::Cuda {
+        let mut cases = local(options, device)?;
+        // The other cases do not depend on the kind of the devices.
+        let launch = plain::launch(options.repeats)?;
+        cases[0] = std::mem::replace(&mut cases[0], launch.clone()).over("launch", &launch);
+        cases.push(launch);
+        show(&cases, options.json);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut cases = local(options, device)?;
+    let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
+    // Process 0 takes no part in the calls.
+    cases.extend(results.swap_remove(0)?);
+    cases.extend(traced(options)?);
+    show(&cases, options.json);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
+    let mut p = Program::builder().device_kinds(&[device]).alone()?;
+    let mesh = p.mesh(&[("x", 1)])?;
+    let x = scalar(&mut p, &mesh)?;
+    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let one = |p: &mut Program| empty.call(p, x.clone());
+    let issue = issue_times(&mut p, options.repeats, one)?;
+    let issue_counts = allocations(&mut p, options.repeats, one)?;
+    let mut complete = Vec::new();
+    for _ in 0..options.repeats {
+        let start = Instant::now();
+        for _ in 0..100 {
+            empty.call(&mut p, x.clone())?.block_until_ready()?;
+        }
+        complete.push(start.elapsed() / 100);
+    }
+    let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
+    let xs: Vec<MpmdArray> =
+        (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
+    let all = |p: &mut Program| many.call(p, xs.clone());
+    let leaves = issue_times(&mut p, options.repeats, all)?;
+    let leaves_counts = allocations(&mut p, options.repeats, all)?;
+    p.finish()?;
+    let mut cases = vec![
+        Case::micros("jit issue", "empty, 1 leaf", issue).within(1.0),
+        Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0),
+        Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0),
+    ];
+    cases.extend(issue_counts.cases("empty, 1 leaf"));
+    cases.extend(leaves_counts.cases("64 leaves in, 64 out"));
+    Ok(cases)
+}
+
+fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
+    let device = p.topology().device_ids()[1];
+    let mesh = p.mesh_of(&[("x", 1)], &[device])?;
+    let x = scalar(p, &mesh)?;
+    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let one = |p: &mut Program| empty.call(p, x.clone());
+    let times = issue_times(p, options.repeats, one)?;
+    let counts = allocations(p, options.repeats, one)?;
+    let issued = Case::micros("jit issue", "no part in it", times).within(0.1);
+    // Without the allocations of other threads: most of them belong to the other process.
+    Ok(std::iter::once(issued).chain(counts.cases("no part in it").into_iter().take(1)).collect())
+}
+
+/// Measures the same call with tracing. Each call records four events, on two threads.
+fn traced(options: Options) -> Result<Vec<Case>> {
+    let folder = tempfile::tempdir()?;
+    let mut p = Program::builder().trace(folder.path()).alone()?;
+    let mesh = p.mesh(&[("x", 1)])?;
+    let x = scalar(&mut p, &mesh)?;
+    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let issue = issue_times(&mut p, options.repeats, |p| empty.call(p, x.clone()))?;
+    let mut complete = Vec::new();
+    for _ in 0..options.repeats {
+        let start = Instant::now();
+        for _ in 0..100 {
+            empty.call(&mut p, x.clone())?.block_until_ready()?;
+        }
+        complete.push(start.elapsed() / 100);
+    }
+    p.finish()?;
+    Ok(vec![
+        Case::micros("jit issue", "empty, 1 leaf, traced", issue),
+        Case::micros("jit complete", "empty, 1 leaf, traced", complete),
+    ])
+}
+
+/// Allocations per call, one sample for each repeat.
+#[derive(Default)]
+struct Counts {
+    issuing: Vec<f64>,
+    running: Vec<f64>,
+}
+
+impl Counts {
+    fn cases(self, parameters: &str) -> [Case; 2] {
+        [
+            Case::count("allocs, program", parameters, self.issuing),
+            Case::count("allocs, devices", parameters, self.running),
+        ]
+    }
+}
+
+/// Counts the allocations of calls, including clones of the input handles. `issuing` counts the
+/// program's thread, `running` all other threads until the results are ready.
+fn allocations<T: Tree<Leaf = MpmdArray>>(
+    p: &mut Program,
+    repeats: usize,
+    mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
+) -> mpmd_core::Result<Counts> {
+    let (mut counts, mut path) = (Counts::default(), Path::default());
+    // The first batch fills caches and pools.
+    for repeat in 0..=repeats {
+        let mut results = Vec::with_capacity(BATCH);
+        let (run, found) = CountingAllocator::count(|| -> mpmd_core::Result<()> {
+            for _ in 0..BATCH {
+                results.push(call(p)?);
+            }
+            // `visit` does not allocate.
+            let mut ready = Ok(());
+            results.iter().for_each(|y| {
+                y.visit(&mut path, &mut |_, y| {
+                    if ready.is_ok() {
+                        ready = y.block_until_ready().map(drop);
+                    }
+                });
+            });
+            ready
+        });
+        run?;
+        if repeat > 0 {
+            counts.issuing.push(found.own as f64 / BATCH as f64);
+            counts.running.push(found.others as f64 / BATCH as f64);
+        }
+    }
+    Ok(counts)
+}
+
+fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
+    p.array_from_fn(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
+}
+
+/// Returns the mean time of a call in each batch. The device catches up between batches.
+fn issue_times<T: Tree<Leaf = MpmdArray>>(
+    p: &mut Program,
+    repeats: usize,
+    mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
+) -> mpmd_core::Result<Vec<Duration>> {
+    let mut times = Vec::with_capacity(repeats);
+    // Keeps the results of the previous batch, as a program keeps the arrays of its last step.
+    // Otherwise the allocator would return the memory to the system and fault it in again.
+    let mut kept = Vec::new();
+    for _ in 0..repeats {
+        let mut results = Vec::with_capacity(BATCH);
+        let start = Instant::now();
+        for _ in 0..BATCH {
+            results.push(call(p)?);
+        }
+        times.push(start.elapsed() / BATCH as u32);
+        for y in results.iter().flat_map(Tree::leaves) {
+            y.block_until_ready()?;
+        }
+        kept = results;
+    }
+    drop(kept);
+    Ok(times)
+}

@@ -1,0 +1,208 @@
+//! Measures the time in which a process issues the steps of a job, call by call and replayed. Most
+//! of these operations concern other processes only.
+//!
+//! `replay` measures one process of a job. Stand-ins simulate the other processes, and the measured
+//! process runs its own kernels on their data. `stages` measures whole jobs, on threads of this
+//! process.
+
+mod peers;
+mod step;
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use mpmd_core::prelude::Program;
+use mpmd_core::{ProcessId, Recorded, Simulation};
+
+use crate::case::{Case, show};
+use crate::options::Options;
+use peers::Peers;
+use step::{Given, Results, Steps};
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ReplayArgs {
+    #[command(flatten)]
+    options: Options,
+    /// Processes, each with one device and one stage.
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(2..=4096))]
+    ranks: usize,
+    /// Microbatches of a step.
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
+    microbatches: usize,
+    /// The measured process; by default the one in the middle.
+    #[arg(long)]
+    rank: Option<u32>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct StagesArgs {
+    #[command(flatten)]
+    options: Options,
+    /// Numbers of stages, each its own process.
+    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32", value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
+    stages: Vec<usize>,
+    /// Microbatches of a step.
+    #[arg(long, default_value_t = 32, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
+    microbatches: usize,
+}
+
+/// Measures the time in which one process issues a step of a 1F1B schedule, as seen by its own
+/// thread.
+///
+/// If a step has more operations here than the program may run ahead, it takes as long as the
+/// device needs for them.
+pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
+    let (ranks, microbatches) = (args.ranks, args.microbatches);
+    let rank = ProcessId(args.rank.unwrap_or(ranks as u32 / 2));
+    ensure!(rank.index() < ranks, "--rank is one of the {ranks} ranks, from 0, not {rank}");
+    let repeats = args.options.repeats.max(1);
+    let peers = Peers::new(rank, ranks);
+    let mut p = Program::builder().devices(ranks).over(peers.clone())?;
+    let steps = Steps::new(&mut p, microbatches)?;
+    let (operations, arrivals) = steps.arrivals(rank);
+    let mut given = steps.given(&mut p)?;
+    let mut timed =
+        |p: &mut Program,
+         issue: &mut dyn FnMut(&mut Program, Given) -> mpmd_core::Result<Results>| {
+            // The messages that the other processes would have sent by then.
+            peers.send(p.operations(), &arrivals);
+            let taken = std::mem::take(&mut given);
+            let inputs = taken.1.clone();
+            let start = Instant::now();
+            let sums = issue(p, taken)?;
+            let took = start.elapsed();
+            // The device catches up before the next step.
+            sums[rank.index()].block_until_ready()?;
+            given = (sums, inputs);
+            Ok(took)
+        };
+    // The first step creates the plans.
+    let mut issue = |p: &mut Program, x| steps.step(p, x);
+    let first = timed(&mut p, &mut issue)?;
+    let issued =
+        (0..repeats).map(|_| timed(&mut p, &mut issue)).collect::<mpmd_core::Result<Vec<_>>>()?;
+    let mut recorded: Option<Recorded<Given, Results>> = None;
+    let recording = timed(&mut p, &mut |p, x| {
+        let (sums, step) = p.record(x, |p, x| steps.step(p, x))?;
+        recorded = Some(step);
+        Ok(sums)
+    })?;
+    let recorded = recorded.expect("the step was recorded");
+    ensure!(
+        recorded.operations() == operations,
+        "a step of {operations} operations has {recorded:?}"
+    );
+    let mut again = |p: &mut Program, x| recorded.replay(p, x);
+    let replayed =
+        (0..repeats).map(|_| timed(&mut p, &mut again)).collect::<mpmd_core::Result<Vec<_>>>()?;
+    p.finish()?;
+    let here = recorded.operations_here();
+    let job = format!("{ranks} ranks x {microbatches}, rank {rank}");
+    let (all, own) =
+        (format!("{job}, {operations} operations"), format!("{job}, {here} operations"));
+    let cases = [
+        Case::micros("first step", &all, [first]),
+        Case::micros("step issued", &all, issued.iter().copied()),
+        Case::micros("step recorded", &all, [recording]),
+        Case::micros("step replayed", &own, replayed.iter().copied()),
+        per_operation("op issued", &all, issued.iter().map(|time| each_of(*time, operations))),
+        per_operation("op replayed", &own, replayed.iter().map(|time| each_of(*time, here as u64))),
+    ];
+    show(&cases, args.options.json);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the microseconds per operation.
+fn each_of(time: Duration, operations: u64) -> f64 {
+    time.as_secs_f64() * 1e6 / operations.max(1) as f64
+}
+
+/// Creates a case measured in fractions of microseconds.
+fn per_operation(
+    name: &'static str,
+    parameters: impl Into<String>,
+    samples: impl IntoIterator<Item = f64>,
+) -> Case {
+    Case {
+        name,
+        parameters: parameters.into(),
+        unit: "us",
+        samples: samples.into_iter().collect(),
+        beside: None,
+    }
+}
+
+/// Measures whole steps of jobs with more and more stages, as time per operation of the job.
+pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
+    let mut cases: Vec<Case> = Vec::new();
+    for replays in [false, true] {
+        let mut first = None;
+        for stages in args.stages.iter().copied() {
+            let results = Simulation::new(stages, stages).run(|p| measure(p, args, replays));
+            let mut results =
+                results.into_iter().collect::<mpmd_core::Result<Vec<_>>>()?.into_iter();
+            let (operations, times) = results.next().unwrap_or_default();
+            // A step ends when the last process has ended it.
+            let longest = results.fold(times, |longest, (_, times)| {
+                longest.into_iter().zip(times).map(|(a, b)| a.max(b)).collect()
+            });
+            let samples: Vec<f64> =
+                longest.into_iter().map(|time| each_of(time, operations)).collect();
+            let how = if replays { "replayed" } else { "issued" };
+            let parameters =
+                format!("{stages} stages x {}, {operations} operations", args.microbatches);
+            let case = per_operation("per operation", format!("{how}, {parameters}"), samples);
+            let median = case.quantile(0.5);
+            let ratio = median / *first.get_or_insert(median);
+            let ratio = Case {
+                name: "to the first",
+                parameters: case.parameters.clone(),
+                unit: "ratio",
+                samples: vec![ratio],
+                beside: None,
+            };
+            cases.extend([case, ratio]);
+        }
+    }
+    show(&cases, args.options.json);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the number of operations of a step, and the times of the steps on this process.
+fn measure(
+    p: &mut Program,
+    args: &StagesArgs,
+    replays: bool,
+) -> mpmd_core::Result<(u64, Vec<Duration>)> {
+    let steps = Steps::new(p, args.microbatches)?;
+    let mut given = steps.given(p)?;
+    let inputs = given.1.clone();
+    let mut recorded: Option<Recorded<Given, Results>> = None;
+    let mut times = Vec::new();
+    let warm_up = 2;
+    for repeat in 0..warm_up + args.options.repeats.max(1) {
+        // All processes start together.
+        p.broadcast_value(ProcessId(0), (), || Ok(()))?;
+        let start = Instant::now();
+        let sums = match &recorded {
+            Some(recorded) => recorded.replay(p, given)?,
+            None if !replays => steps.step(p, given)?,
+            None => {
+                let (sums, step) = p.record(given, |p, x| steps.step(p, x))?;
+                recorded = Some(step);
+                sums
+            }
+        };
+        for sum in &sums {
+            sum.block_until_ready()?;
+        }
+        if repeat >= warm_up {
+            times.push(start.elapsed());
+        }
+        given = (sums, inputs.clone());
+    }
+    Ok((steps.operations(), times))
+}

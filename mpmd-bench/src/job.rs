@@ -1,0 +1,27 @@
+//! Benchmarks as jobs of several processes.
+
+use anyhow::{Result, ensure};
+use mpmd_core::prelude::Program;
+use mpmd_launch::{Launch, OutputMode};
+
+/// Runs this same command as a job of `processes` processes. Blocks until it ends; returns its exit
+/// code.
+pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
+    let outcome = Launch::new(processes, std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .transport(Some(transport.to_owned()))
+        .output(OutputMode::Quiet0)
+        .run()?;
+    Ok(u8::try_from(outcome.code()).unwrap_or(1))
+}
+
+/// Checks that a job that another launcher has started uses the transport `said`.
+///
+/// # Errors
+///
+/// If it uses another transport: the figures would carry the wrong name.
+pub(crate) fn check_transport(p: &Program, said: &str) -> Result<()> {
+    let transport = p.transport();
+    ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+    Ok(())
+}

@@ -1,0 +1,84 @@
+//! `mpmd bench`: measures the costs of the framework itself on this machine.
+//!
+//! Every case is repeated. The median is the figure to quote; p10 and p90 show the noise of the
+//! machine.
+
+mod case;
+mod check;
+mod dispatch;
+mod host;
+mod issue;
+mod job;
+mod links;
+mod memcpy;
+mod options;
+mod p2p;
+mod pipeline;
+mod plain;
+mod plan;
+mod reshard;
+mod schedules;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+
+/// Measure the costs of the framework.
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The time to issue a `jit` call: empty, with 64 leaves, and on a process without a part in
+    /// it.
+    Dispatch(dispatch::DispatchArgs),
+    /// Messages and arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
+    P2p(p2p::P2pArgs),
+    /// Planning between shardings of up to thousands of devices, cold and from the cache.
+    Plan(plan::PlanArgs),
+    /// Proving and simulating schedules of many ranks and microbatches.
+    Check(check::CheckArgs),
+    /// `device_put` between shardings over four devices each, in one process and over several.
+    Reshard(reshard::ReshardArgs),
+    /// The costs of links between devices; `--out` writes the file for `MPMD_LINKS`.
+    Links(links::LinksArgs),
+    /// Training steps of a pipeline with one process for each stage, beside the time of their
+    /// kernels alone.
+    Pipeline(pipeline::PipelineArgs),
+    /// Steps with passes that only wait, under each schedule, beside the simulation.
+    Schedules(schedules::SchedulesArgs),
+    /// The time in which one process of a large job issues a training step, call by call and
+    /// replayed.
+    Replay(issue::ReplayArgs),
+    /// Training steps of jobs with more and more stages, as threads: the time per operation, which
+    /// should stay constant.
+    Stages(issue::StagesArgs),
+    /// Plain copies, warm and into fresh memory, by one thread and two.
+    Memcpy(memcpy::MemcpyArgs),
+}
+
+/// Runs a benchmark and prints its figures. Benchmarks of several processes start the running
+/// program again, as `mpmd bench` with the same arguments.
+///
+/// # Errors
+///
+/// If the options do not fit together, or a measurement fails.
+pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
+    match &args.what {
+        What::Dispatch(args) => dispatch::dispatch(args),
+        What::P2p(args) => p2p::p2p(args),
+        What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
+        What::Check(args) => check::check_schedules(args).map(|()| ExitCode::SUCCESS),
+        What::Reshard(args) => reshard::reshard(args),
+        What::Links(args) => links::links(args),
+        What::Pipeline(args) => pipeline::pipeline(args),
+        What::Schedules(args) => schedules::schedules(args),
+        What::Replay(args) => issue::replay(args),
+        What::Stages(args) => issue::stages(args),
+        What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
+    }
+}

@@ -1,0 +1,159 @@
+//! Measures arrays by `device_put`, from program to program, with all layers of the framework.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use mpmd_core::prelude::{MpmdArray, Program, spec};
+use mpmd_core::{Result, Simulation};
+use mpmd_layout::aval::u8s;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::DeviceKind;
+use mpmd_transport::ProcessId;
+
+use super::found::{Samples, Test};
+use super::handover::handover;
+use super::pace::{self, Pace};
+use super::words::Case;
+use crate::job::check_transport;
+use crate::options::{Carrier, Size};
+
+/// The process that measures.
+pub(super) const FIRST: ProcessId = ProcessId(0);
+
+/// Measures as one of two processes.
+pub(super) fn in_job(
+    carrier: Carrier,
+    device: DeviceKind,
+    sizes: &[Size],
+    cases: &[Case],
+    pace: &Pace,
+) -> anyhow::Result<Vec<Samples>> {
+    let mut p = Program::builder().devices(2).device_kinds(&[device]).from_env()?;
+    check_transport(&p, carrier.name())?;
+    let found = measure(&mut p, sizes, cases, pace)?;
+    p.finish()?;
+    Ok(found)
+}
+
+/// Measures between two threads.
+pub(super) fn in_threads(
+    device: DeviceKind,
+    sizes: &[Size],
+    cases: &[Case],
+    pace: &Pace,
+) -> Result<Vec<Samples>> {
+    let simulation = Simulation::new(2, 2).settings(|program| program.device_kinds(&[device]));
+    let mut results = simulation.run(|p| measure(p, sizes, cases, pace));
+    let other = results.pop().map(|result| result.map(drop));
+    let found = results.pop().unwrap_or_else(|| Ok(Vec::new()));
+    other.map_or(Ok(()), |result| result).and(found)
+}
+
+/// One device of each process, as shardings.
+pub(super) struct Pair {
+    pub(super) here: Sharding,
+    pub(super) there: Sharding,
+}
+
+fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Samples>> {
+    let devices = p.topology().device_ids().to_vec();
+    let pair = Pair {
+        here: Sharding::single_device(devices[0]),
+        there: Sharding::single_device(devices[1]),
+    };
+    let on_gpu = p.topology().kind_of(devices[1]) == Some(DeviceKind::Cuda);
+    let mut found = Vec::new();
+    for Size(bytes) in sizes.iter().copied() {
+        // First, while the memory is still new to the processes.
+        let handed = match cases.contains(&Case::Handover) {
+            true => handover(p, &pair, bytes, pace)?,
+            false => Vec::new(),
+        };
+        let x = p.array_from_fn(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
+        x.block_until_ready()?;
+        if cases.contains(&Case::Latency) {
+            found.push(latency(p, &pair, &x, bytes, pace)?);
+        }
+        if cases.contains(&Case::Bandwidth) {
+            found.push(bandwidth(p, &pair, &x, Test::Bandwidth, bytes, pace)?);
+        }
+        if cases.contains(&Case::Handover) && on_gpu && bytes > 1 {
+            // In two parts, so that the receiver must copy them into one array.
+            let halves = p.mesh_of(&[("half", 2)], &devices)?.sharding(spec!["half"]);
+            let even = bytes / 2 * 2;
+            let x = p.array_from_fn(u8s([even]), &halves, |_, mut view| Ok(view.fill(7u8)?))?;
+            found.push(bandwidth(p, &pair, &x, Test::OneCopy, bytes, pace)?);
+        }
+        found.extend(handed);
+    }
+    Ok(found)
+}
+
+/// Measures round trips. The program on each side waits at every hop.
+fn latency(
+    p: &mut Program,
+    pair: &Pair,
+    x: &MpmdArray,
+    bytes: usize,
+    pace: &Pace,
+) -> Result<Samples> {
+    let run = |p: &mut Program, rounds: u64| -> Result<Duration> {
+        let start = Instant::now();
+        let mut x = x.clone();
+        for _ in 0..rounds {
+            // The receiver also waits, so that the programs on both sides take part in every hop.
+            let y = p.device_put(&x, &pair.there)?;
+            y.block_until_ready()?;
+            x = p.device_put(&y, &pair.here)?;
+            x.block_until_ready()?;
+        }
+        Ok(start.elapsed())
+    };
+    let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
+    // All processes must issue the same operations, so process 0 decides.
+    let rounds = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one)))?;
+    let mut found = Samples::new(Test::Latency, bytes);
+    for _ in 0..pace.repeats_at(bytes) {
+        found.add(rounds, run(p, rounds)?);
+    }
+    Ok(found)
+}
+
+/// Measures arrays one after another, until the last has arrived.
+fn bandwidth(
+    p: &mut Program,
+    pair: &Pair,
+    x: &MpmdArray,
+    test: Test,
+    bytes: usize,
+    pace: &Pace,
+) -> Result<Samples> {
+    let window = pace::window(bytes);
+    let done = p.array_from_fn(u8s([1]), &pair.there, |_, mut view| Ok(view.fill(1u8)?))?;
+    let run = |p: &mut Program, arrays: u64| -> Result<Duration> {
+        let start = Instant::now();
+        let mut under_way: VecDeque<MpmdArray> = VecDeque::with_capacity(window);
+        for _ in 0..arrays {
+            if under_way.len() == window
+                && let Some(oldest) = under_way.pop_front()
+            {
+                // Only the receiver waits here, and only its memory limits the window.
+                oldest.block_until_ready()?;
+            }
+            under_way.push_back(p.device_put(x, &pair.there)?);
+        }
+        for y in under_way {
+            y.block_until_ready()?;
+        }
+        // The receiver's confirmation: its program sends it after all arrays have arrived.
+        p.device_put(&done, &pair.here)?.block_until_ready()?;
+        Ok(start.elapsed())
+    };
+    let one = Pace::warm(bytes, window, |arrays| run(p, arrays).map(|time| (arrays, time)))?;
+    let arrays = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
+    let mut found = Samples::new(test, bytes);
+    for _ in 0..pace.repeats_at(bytes) {
+        found.add(arrays, run(p, arrays)?);
+    }
+    Ok(found)
+}

@@ -1,0 +1,315 @@
+//! Measures messages and arrays between a pair of processes, beside `ucx_perftest` and a plain
+//! copy.
+//!
+//! This process starts the pair and shows its results. Beside `ucx_perftest` each sample comes from
+//! a new pair, as it does there. The two programs take turns, size by size, so that noise of the
+//! machine affects both. No engine runs while the other program is measured.
+
+mod array;
+mod busy;
+mod ends;
+mod found;
+mod handover;
+mod meet;
+mod memory;
+mod message;
+mod pace;
+mod perftest;
+mod table;
+mod words;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use mpmd_launch::{JobEnv, Launch, OutputMode};
+use mpmd_layout::topology::DeviceKind;
+
+use crate::case::quantile;
+use crate::options::{Carrier, DeviceOption, Size};
+use crate::plain;
+use busy::Busy;
+use found::{Samples, Test};
+use pace::Pace;
+use perftest::Perftest;
+use table::{Row, Setting};
+use words::{Case, Level, SpinWord};
+
+/// The variable for the spin time of transport engines, for the programs of level `array`.
+const SPIN: &str = "MPMD_SPIN";
+
+/// The number and length of samples without a peer.
+const ALONE: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
+/// The number and length of samples with a peer: each sample first starts two processes.
+const BESIDE: Pace = Pace { repeats: 5, sample: Duration::from_millis(30) };
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct P2pArgs {
+    /// Print one line of JSON for each case instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Number of measurements of each case, fewer for large sizes; by default 15, with `--peer` 5.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: Option<u32>,
+    /// The transport of the messages.
+    #[arg(long, value_enum, default_value = "shm")]
+    transport: Carrier,
+    #[command(flatten)]
+    on: DeviceOption,
+    /// Messages directly over the transport, or arrays by `device_put`; by default both, but only
+    /// arrays on devices of kind cuda.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    level: Vec<Level>,
+    /// The cases to measure for each size. Hand-overs exist for arrays only, and without a peer.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
+    case: Vec<Case>,
+    /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "8,64,512,4Ki,32Ki,256Ki,1Mi,4Mi,16Mi,64Mi,256Mi"
+    )]
+    sizes: Vec<Size>,
+    /// The time that the transport's engine looks for work before it sleeps: auto, never, always,
+    /// or a number of microseconds. Some transports always sleep, and ignore this.
+    #[arg(long, default_value = "auto")]
+    spin: SpinWord,
+    /// Number of threads that each keep a core busy during the measurement.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=256))]
+    busy: u16,
+    /// Measures `ucx_perftest`, too, in turns: the one beside the UCX library in use.
+    #[arg(long)]
+    peer: bool,
+    /// The path of another `ucx_perftest`.
+    #[arg(long, value_name = "PATH", requires = "peer")]
+    perftest: Option<PathBuf>,
+    /// A further option for `ucx_perftest`; with `-e` it detects failures of its peer, as mpmd
+    /// does, which costs TCP some bandwidth.
+    #[arg(long, value_name = "OPTION", requires = "peer", allow_hyphen_values = true)]
+    perftest_option: Vec<String>,
+    /// The length of a sample in microseconds, set by the launcher of the pair.
+    #[arg(long, hide = true)]
+    sample_us: Option<u64>,
+    /// The file for samples, set by the launcher of the pair.
+    #[arg(long, hide = true)]
+    samples_to: Option<PathBuf>,
+}
+
+impl P2pArgs {
+    fn pace(&self) -> Pace {
+        let usual = if self.peer { BESIDE } else { ALONE };
+        Pace {
+            repeats: self.repeats.map_or(usual.repeats, |repeats| repeats as usize),
+            sample: self.sample_us.map_or(usual.sample, Duration::from_micros),
+        }
+    }
+
+    /// Returns the levels to measure.
+    fn levels(&self) -> &[Level] {
+        match (&self.level[..], self.on.device) {
+            ([], DeviceKind::Cuda) => &[Level::Array],
+            ([], DeviceKind::Cpu) => &[Level::Message, Level::Array],
+            (levels, _) => levels,
+        }
+    }
+
+    fn setting(&self) -> Setting {
+        let (transport, spin) = (self.transport.name(), self.spin.word.clone());
+        Setting { transport, spin, busy: self.busy.into() }
+    }
+}
+
+/// Measures a pair of processes, started by this launcher or as a job of another.
+pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
+    match JobEnv::from_env()? {
+        Some(env) => as_one_of_two(args, &env)?,
+        None => {
+            let rows = rows(args)?;
+            table::show(&rows, &args.setting(), args.json);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Does the work of one process of the pair.
+fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
+    ensure!(env.processes == 2, "a pair is measured, and this job has {} processes", env.processes);
+    ensure!(!args.peer, "--peer needs a pair that this program has started itself");
+    let &[level] = args.levels() else {
+        bail!("a job measures one level: choose --level message or --level array");
+    };
+    let first = env.process.index() == 0;
+    let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
+    let pace = args.pace();
+    let found = match level {
+        Level::Message => {
+            message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
+        }
+        Level::Array => {
+            array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &pace)?
+        }
+    };
+    match &args.samples_to {
+        _ if !first => Ok(()),
+        Some(path) => found::hand_over(&found, path),
+        None => {
+            let mut rows = Rows::default();
+            rows.take(Some(level), found);
+            table::show(&rows.0, &args.setting(), args.json);
+            Ok(())
+        }
+    }
+}
+
+/// Measures all requested cases.
+fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
+    ensure!(
+        !args.peer || args.case.iter().any(|case| *case != Case::Handover),
+        "--peer is measured beside latency and bandwidth: --case names neither"
+    );
+    let on_gpu = args.on.device == DeviceKind::Cuda;
+    ensure!(
+        !on_gpu || args.levels() == [Level::Array],
+        "messages have no device: choose --level array with --device cuda"
+    );
+    ensure!(
+        !on_gpu || !args.peer,
+        "--peer is measured beside the host's memory, not with --device cuda"
+    );
+    let perftest = args
+        .peer
+        .then(|| Perftest::find(args.perftest.as_deref(), &args.perftest_option, args.spin.spin))
+        .transpose()?;
+    let pace = args.pace();
+    let _busy = Busy::start(args.busy.into())?;
+    let mut rows = Rows::default();
+    for level in args.levels().iter().copied() {
+        match &perftest {
+            None => rows.take(Some(level), ours(args, level, &args.sizes, &pace)?),
+            Some(perftest) => {
+                for size in args.sizes.iter().copied() {
+                    in_turns(args, level, size, perftest, &pace, &mut rows)?;
+                }
+            }
+        }
+    }
+    for Size(bytes) in args.sizes.iter().copied() {
+        let repeats = pace.repeats_at(bytes);
+        rows.take(
+            None,
+            [if on_gpu {
+                on_device(bytes, repeats)?
+            } else {
+                memory::memcpy(bytes, repeats, &pace)
+            }],
+        );
+    }
+    rows.compare();
+    Ok(rows.0)
+}
+
+/// Measures the driver's own copies within a device's memory.
+fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
+    let mut found = Samples::new(Test::DeviceCopy, bytes);
+    for time in plain::copies(plain::Way::OnDevice, bytes, repeats)? {
+        found.add(1, time);
+    }
+    Ok(found)
+}
+
+/// Takes samples of mpmd and of the peer in turns.
+fn in_turns(
+    args: &P2pArgs,
+    level: Level,
+    size: Size,
+    perftest: &Perftest,
+    pace: &Pace,
+    rows: &mut Rows,
+) -> Result<()> {
+    let mut known = [None, None];
+    for _ in 0..pace.repeats_at(size.0) {
+        rows.take(Some(level), ours(args, level, &[size], &Pace { repeats: 1, ..*pace })?);
+        let tests = [(Case::Latency, Test::Latency), (Case::Bandwidth, Test::Bandwidth)];
+        for ((case, test), known) in tests.into_iter().zip(&mut known) {
+            if !args.case.contains(&case) {
+                continue;
+            }
+            let sample = perftest.sample(test, size.0, pace, known)?;
+            rows.row(Some(level), test, size.0).peer.push(sample);
+        }
+    }
+    Ok(())
+}
+
+/// Starts a pair of processes and returns its samples.
+fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Samples>> {
+    if args.transport == Carrier::Inproc {
+        return match level {
+            Level::Message => message::in_threads(sizes, &args.case, pace),
+            Level::Array => Ok(array::in_threads(args.on.device, sizes, &args.case, pace)?),
+        };
+    }
+    let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
+    let sizes: Vec<String> = sizes.iter().map(Size::to_string).collect();
+    // A peer has no hand-overs.
+    let cases = args.case.iter().filter(|case| !args.peer || **case != Case::Handover);
+    let cases: Vec<&str> = cases.map(|case| case.name()).collect();
+    let words = [
+        ("--transport", args.transport.name().to_owned()),
+        ("--device", args.on.device.name().to_owned()),
+        ("--level", level.name().to_owned()),
+        ("--case", cases.join(",")),
+        ("--sizes", sizes.join(",")),
+        ("--spin", args.spin.word.clone()),
+        ("--repeats", pace.repeats.to_string()),
+        ("--sample-us", pace.sample.as_micros().to_string()),
+    ];
+    let outcome =
+        Launch::new(2, std::env::current_exe().context("finding this program, to start it again")?)
+            .args(["bench", "p2p"])
+            .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
+            .args(["--samples-to".as_ref(), samples.path().as_os_str()])
+            .transport(Some(args.transport.name().to_owned()))
+            .env(SPIN, &args.spin.word)
+            .output(OutputMode::Quiet0)
+            .run()?;
+    if let Some(failure) = &outcome.first_failure {
+        bail!("the pair of processes was not measured: {failure}");
+    }
+    found::take_over(samples.path())
+}
+
+/// Rows in the order in which they first appeared.
+#[derive(Default)]
+struct Rows(Vec<Row>);
+
+impl Rows {
+    fn take(&mut self, level: Option<Level>, found: impl IntoIterator<Item = Samples>) {
+        for Samples { test, bytes, samples } in found {
+            self.row(level, test, bytes).ours.extend(samples);
+        }
+    }
+
+    /// Sets the plain copy of as many bytes beside each bandwidth.
+    fn compare(&mut self) {
+        let copies = self.0.iter().filter(|row| row.test.is_plain());
+        let copies: Vec<(usize, (Test, f64))> =
+            copies.map(|row| (row.bytes, (row.test, quantile(&row.ours, 0.5)))).collect();
+        for row in self.0.iter_mut().filter(|row| !row.test.is_plain() && row.test.unit() == "GB/s")
+        {
+            row.copy = copies.iter().find(|(bytes, _)| *bytes == row.bytes).map(|(_, copy)| *copy);
+        }
+    }
+
+    /// Returns the row of this case, or a new one.
+    fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
+        let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
+        let at = self.0.iter().position(same).unwrap_or_else(|| {
+            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new(), copy: None });
+            self.0.len() - 1
+        });
+        &mut self.0[at]
+    }
+}

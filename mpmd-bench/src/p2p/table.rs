@@ -1,0 +1,214 @@
+//! Formats the results for people and for programs.
+
+use serde_json::{Value, json};
+
+use super::found::Test;
+use super::words::Level;
+use crate::case::quantile;
+use crate::options::Size;
+
+/// One line of the results.
+#[derive(Clone, Debug)]
+pub(super) struct Row {
+    /// `None` for the plain copy.
+    pub(super) level: Option<Level>,
+    pub(super) test: Test,
+    pub(super) bytes: usize,
+    /// Samples of mpmd, in the unit of the test.
+    pub(super) ours: Vec<f64>,
+    /// Samples of `ucx_perftest`; empty if it was not requested.
+    pub(super) peer: Vec<f64>,
+    /// The kind and the median of a plain copy of as many bytes, for bandwidths.
+    pub(super) copy: Option<(Test, f64)>,
+}
+
+/// The settings of all lines.
+#[derive(Clone, Debug)]
+pub(super) struct Setting {
+    pub(super) transport: &'static str,
+    pub(super) spin: String,
+    pub(super) busy: usize,
+}
+
+impl Row {
+    /// Returns one line of JSON. The plain copy has no level, transport or spin.
+    pub(super) fn json(&self, setting: &Setting) -> Value {
+        let pair = self.level.is_some();
+        let mut line = json!({
+            "name": self.test.name(),
+            "parameters": self.parameters(setting),
+            "level": self.level,
+            "transport": pair.then_some(setting.transport),
+            "bytes": self.bytes,
+            "spin": pair.then_some(&setting.spin),
+            "busy": setting.busy,
+            "median": quantile(&self.ours, 0.5),
+            "p10": quantile(&self.ours, 0.1),
+            "p90": quantile(&self.ours, 0.9),
+            "unit": self.test.unit(),
+            "repeats": self.ours.len(),
+        });
+        if let Some((test, copy)) = self.copy {
+            let name = format!("of_{}", test.name().replace(' ', "_"));
+            line[name] = json!(quantile(&self.ours, 0.5) / copy);
+        }
+        if !self.peer.is_empty() {
+            for (name, share) in [("peer_median", 0.5), ("peer_p10", 0.1), ("peer_p90", 0.9)] {
+                line[name] = json!(quantile(&self.peer, share));
+            }
+            let (name, compared) = self.compared();
+            line[name] = json!(compared);
+        }
+        line
+    }
+
+    /// Describes the case beside its name, in the form of other `mpmd bench` cases.
+    fn parameters(&self, Setting { transport, spin, busy }: &Setting) -> String {
+        let size = Size(self.bytes);
+        let mut words = match self.level {
+            Some(level) => format!("{size}, {} over {transport}, spin {spin}", level.name()),
+            None => size.to_string(),
+        };
+        if *busy > 0 {
+            words += &format!(", {busy} busy");
+        }
+        words
+    }
+
+    /// Returns the difference of latencies in microseconds, or the ratio of bandwidths.
+    fn compared(&self) -> (&'static str, f64) {
+        let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
+        match self.test {
+            Test::Latency | Test::Handover | Test::HandoverWarmUp => ("difference_us", ours - peer),
+            _ => ("ratio", ours / peer),
+        }
+    }
+
+    fn text(&self) -> String {
+        let level = self.level.map_or("", Level::name);
+        let (test, unit, size) = (self.test.name(), self.test.unit(), Size(self.bytes).to_string());
+        let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.ours, share)));
+        let copy = self.copy.map(|(_, copy)| format!("{:.2}", quantile(&self.ours, 0.5) / copy));
+        let copy = copy.unwrap_or_default();
+        let mut line = format!(
+            "{level:<8} {test:<16} {size:>6} {median:>11} {p10:>11} {p90:>11}  {unit:<4} {copy:>10}"
+        );
+        if !self.peer.is_empty() {
+            let [median, p10, p90] =
+                [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.peer, share)));
+            let compared = match self.compared() {
+                ("ratio", ratio) => format!("x {ratio:.2}"),
+                (_, difference) if difference < 0.0 => format!("- {} us", figure(-difference)),
+                (_, difference) => format!("+ {} us", figure(difference)),
+            };
+            line += &format!("  {median:>11} {p10:>11} {p90:>11}  {compared:>13}");
+        }
+        line.trim_end().to_owned()
+    }
+}
+
+/// Prints all rows.
+pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
+    if json {
+        for row in rows {
+            println!("{}", row.json(setting));
+        }
+        return;
+    }
+    let Setting { transport, spin, busy } = setting;
+    println!("{transport}, spin {spin}, {busy} busy beside it");
+    let peer = rows.iter().any(|row| !row.peer.is_empty());
+    println!("{}", heading(peer));
+    for row in rows {
+        println!("{}", row.text());
+    }
+}
+
+fn heading(peer: bool) -> String {
+    let mut line = format!(
+        "{:<8} {:<16} {:>6} {:>11} {:>11} {:>11}  {:<4} {:>10}",
+        "level", "case", "size", "median", "p10", "p90", "unit", "of copy"
+    );
+    if peer {
+        line += &format!("  {:>11} {:>11} {:>11}  {:>13}", "perftest", "p10", "p90", "ours");
+    }
+    line.trim_end().to_owned()
+}
+
+/// Formats a value with its significant digits.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        0.0..0.01 => format!("{value:.6}"),
+        0.01..1.0 => format!("{value:.4}"),
+        1.0..10.0 => format!("{value:.3}"),
+        10.0..100.0 => format!("{value:.2}"),
+        100.0..1000.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn setting() -> Setting {
+        Setting { transport: "tcp", spin: "auto".to_owned(), busy: 1 }
+    }
+
+    fn row(test: Test, ours: &[f64], peer: &[f64]) -> Row {
+        let (ours, peer) = (ours.to_vec(), peer.to_vec());
+        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, copy: None }
+    }
+
+    #[test]
+    fn latencies_are_compared_by_difference_and_bandwidths_by_ratio() {
+        let line = row(Test::Latency, &[2.0, 3.0, 4.0], &[1.0, 1.5, 9.0]).json(&setting());
+        assert_eq!((&line["difference_us"], &line["peer_median"]), (&json!(1.5), &json!(1.5)));
+        assert_eq!(
+            (&line["level"], &line["bytes"], &line["busy"]),
+            (&json!("message"), &json!(4096), &json!(1))
+        );
+        assert!(line.get("ratio").is_none());
+        let line = row(Test::Bandwidth, &[4.0], &[5.0]).json(&setting());
+        assert_eq!(line["ratio"], json!(0.8));
+        assert!(line.get("difference_us").is_none());
+    }
+
+    #[test]
+    fn rows_without_a_peer_have_no_peer_fields() {
+        let line = row(Test::Latency, &[2.0], &[]).json(&setting());
+        assert!(line.as_object().unwrap().keys().all(|key| !key.contains("peer")), "{line}");
+        let line = Row { level: None, ..row(Test::Memcpy, &[2.0], &[]) }.json(&setting());
+        assert_eq!(
+            (&line["level"], &line["transport"], &line["spin"]),
+            (&Value::Null, &Value::Null, &Value::Null)
+        );
+    }
+
+    #[test]
+    fn bandwidths_have_a_ratio_to_a_plain_copy() {
+        let copied = Row { copy: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0], &[]) };
+        let line = copied.json(&setting());
+        assert_eq!(line["of_memcpy"], json!(0.5));
+        assert_eq!(line["parameters"], "4Ki, message over tcp, spin auto, 1 busy");
+        let on_device = Row { copy: Some((Test::DeviceCopy, 8.0)), ..copied.clone() };
+        assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
+        assert!(copied.text().ends_with("GB/s       0.50"), "{}", copied.text());
+        let line = row(Test::Latency, &[4.0], &[]).json(&setting());
+        assert!(line.get("of_memcpy").is_none(), "{line}");
+    }
+
+    #[test]
+    fn columns_stand_under_their_names() {
+        for peer in [&[][..], &[123.456][..]] {
+            let line = row(Test::Latency, &[12_345.6], peer).text();
+            let heading = heading(!peer.is_empty());
+            assert_eq!(
+                line.find("12346").unwrap() + 5,
+                heading.find("median").unwrap() + 6,
+                "{heading}\n{line}"
+            );
+            assert!(line.len() <= heading.len(), "{heading}\n{line}");
+        }
+    }
+}

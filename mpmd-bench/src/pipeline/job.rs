@@ -1,0 +1,282 @@
+//! The work of each process of the job: steps of the pipeline and, alternately, its kernels alone.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline};
+use mpmd_core::prelude::*;
+use mpmd_core::{Jit, ProcessId};
+use mpmd_schedule::{Schedule, StepDeviceMemory};
+use serde::{Deserialize, Serialize};
+
+use super::alone::{Alone, Took};
+use super::mlp::{Shape, Values};
+use super::stage::{Last, Layer, Middle, Update};
+
+/// The number of steps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    pub(super) warm_up: usize,
+    pub(super) repeats: usize,
+}
+
+/// The measurements of one schedule, the same on every process except for the times of steps.
+#[derive(Debug)]
+pub(super) struct Measured {
+    pub(super) samples: Vec<Sample>,
+    /// The mean loss of every step, including the warm-up.
+    pub(super) losses: Vec<f32>,
+    /// Memory, by process.
+    pub(super) memory: Vec<Memory>,
+}
+
+/// The memory of a process's arrays, in bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Memory {
+    /// The peak that the plan expects before the first step.
+    pub(super) expected: u64,
+    /// The peak in all steps.
+    pub(super) peak: u64,
+    /// Memory that was mapped after the first `MAY_MAP` steps.
+    pub(super) mapped_later: u64,
+}
+
+/// The number of first steps that may ask the system for memory.
+const MAY_MAP: usize = 3;
+
+/// One step and the times that it is compared with.
+#[derive(Debug)]
+pub(super) struct Sample {
+    /// The time from the moment at which every process is ready until this one knows that all are
+    /// done.
+    pub(super) step: Duration,
+    /// By process, which is by stage.
+    pub(super) parts: Vec<Part>,
+}
+
+/// The measurements of a process for its stage.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Part {
+    /// The actions alone, in the schedule's order.
+    pub(super) actions: Vec<Took>,
+    /// The update alone.
+    pub(super) update: Took,
+    /// The matrix library's time for the products of each microbatch.
+    pub(super) products: Vec<Took>,
+    /// Payload bytes that the process sent in the step.
+    pub(super) sent: u64,
+}
+
+/// Runs and measures the steps of one schedule.
+///
+/// # Errors
+///
+/// As the operations of the pipeline; all processes get the same error.
+pub(super) fn measure(
+    p: &mut Program,
+    shape: &Shape,
+    schedule: &Schedule,
+    rate: f64,
+    pace: Pace,
+) -> Result<Measured> {
+    let mut job = Job::new(p, shape, rate)?;
+    let me = p.process().index();
+    let planned = job.memory(p, shape, schedule)?;
+    let expected = agree_all(p, planned.expected)?;
+    if me == 0 {
+        let mib: Vec<String> = expected.iter().map(|bytes| mib(*bytes)).collect();
+        eprintln!("{}: {} MiB of memory expected by process", schedule.name(), mib.join(", "));
+    }
+    let mut mapped = p.memory().mapped;
+    let mut alone = Alone::new(*shape, me)?;
+    let (mut samples, mut losses) = (Vec::with_capacity(pace.repeats), Vec::new());
+    for step in 0..pace.warm_up + pace.repeats {
+        meet(p)?;
+        let before = sent(p);
+        let start = Instant::now();
+        let loss = job.step(p, schedule)?;
+        // The first process waits for the others. It sends them nothing before the next step.
+        for other in (1..p.processes()).rev() {
+            agree(p, other, (), || Ok(()))?;
+        }
+        let step_time = start.elapsed();
+        // After this all data has been received, so the sent bytes are known, and all processes
+        // start their kernels together.
+        meet(p)?;
+        let sent = sent(p) - before;
+        let (actions, update) = alone.run(&schedule.rows()[me])?;
+        meet(p)?;
+        let products = (0..shape.microbatches).map(|_| alone.products()).collect();
+        let part = Part { actions, update, products, sent };
+        losses.push(agree(p, shape.stages - 1, 0.0, || loss.mean())?);
+        let parts = agree_all(p, part)?;
+        if step < MAY_MAP {
+            mapped = p.memory().mapped;
+        }
+        if step >= pace.warm_up {
+            samples.push(Sample { step: step_time, parts });
+        }
+    }
+    let now = p.memory();
+    let peak = now.recent_peak + now.staging_recent_peak;
+    let memory = Memory { expected: planned.expected, peak, mapped_later: now.mapped - mapped };
+    let memory = agree_all(p, memory)?;
+    Ok(Measured { samples, losses, memory })
+}
+
+/// Runs `steps` steps of one schedule without measuring them. Returns their losses.
+///
+/// # Errors
+///
+/// As the operations of the pipeline.
+pub(super) fn steps(
+    p: &mut Program,
+    shape: &Shape,
+    schedule: &Schedule,
+    rate: f64,
+    steps: usize,
+) -> Result<Vec<f32>> {
+    let mut job = Job::new(p, shape, rate)?;
+    job.memory(p, shape, schedule)?;
+    let one = |_| {
+        meet(p)?;
+        let loss = job.step(p, schedule)?;
+        agree(p, shape.stages - 1, 0.0, || loss.mean())
+    };
+    (0..steps).map(one).collect()
+}
+
+/// Formats bytes as MiB with one decimal.
+fn mib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Returns the value of each process, on all processes.
+fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(
+    p: &mut Program,
+    mine: T,
+) -> Result<Vec<T>> {
+    (0..p.processes()).map(|process| agree(p, process, mine.clone(), || Ok(mine.clone()))).collect()
+}
+
+/// Blocks until every process is here.
+fn meet(p: &mut Program) -> Result<()> {
+    (0..p.processes()).try_for_each(|process| agree(p, process, (), || Ok(())))
+}
+
+fn agree<T: Serialize + for<'a> Deserialize<'a>>(
+    p: &mut Program,
+    from: usize,
+    in_dry_run: T,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    p.broadcast_value(ProcessId(from as u32), in_dry_run, f)
+}
+
+/// Returns the payload bytes sent so far. The empty values of `meet` have none.
+fn sent(p: &Program) -> u64 {
+    p.metrics().bytes_sent.iter().sum()
+}
+
+/// The pipeline, its data and its optimiser.
+struct Job {
+    stages: Pipeline<MpmdArray, Loss<MpmdArray>>,
+    /// Inputs and labels by microbatch, the same in every step.
+    data: Vec<(MpmdArray, MpmdArray)>,
+    updates: Vec<Jit<Update>>,
+}
+
+/// The loss of a step, on the process of the last stage.
+struct StepLoss(Loss<MpmdArray>);
+
+impl StepLoss {
+    fn mean(&self) -> Result<f32> {
+        let value = |array: &MpmdArray| -> Result<f32> {
+            let host =
+                array.to_host()?.ok_or_else(|| Error::kernel("a loss on another process"))?;
+            Ok(host.to_vec::<f32>()?[0])
+        };
+        Ok(value(&self.0.sum)? / value(&self.0.weight)?)
+    }
+}
+
+impl Job {
+    fn new(p: &mut Program, shape: &Shape, rate: f64) -> Result<Self> {
+        let meshes = p.mesh(&[("stage", shape.stages)])?.split("stage")?;
+        let (dim, per_stage, last) = (shape.dim, shape.layers_of_stage(), shape.stages - 1);
+        let make = |p: &mut Program, stage: usize, aval: ShapedArray, values: Values| {
+            p.array_from_fn(aval, &meshes[stage].replicated(), move |_, mut view| {
+                values.fill(dim, view.as_mut_slice()?);
+                Ok(())
+            })
+        };
+        let layers = |p: &mut Program, stage: usize| {
+            (stage * per_stage..(stage + 1) * per_stage)
+                .map(|layer| {
+                    let w = make(p, stage, f32s([dim, dim]), Values::Matrix(layer))?;
+                    Ok(Layer { w, b: make(p, stage, f32s([dim]), Values::Bias(layer))? })
+                })
+                .collect::<Result<Vec<_>>>()
+        };
+        let stages = if last == 0 {
+            Pipeline::first(Last(*shape), &meshes[0], layers(p, 0)?)?
+        } else {
+            let mut stages = Pipeline::first(Middle(*shape), &meshes[0], layers(p, 0)?)?;
+            for (stage, mesh) in meshes.iter().enumerate().take(last).skip(1) {
+                stages = stages.then(Middle(*shape), mesh, layers(p, stage)?)?;
+            }
+            stages.then(Last(*shape), &meshes[last], layers(p, last)?)?
+        };
+        let data = (0..shape.microbatches)
+            .map(|microbatch| {
+                let aval = f32s([shape.rows, dim]);
+                let x = make(p, 0, aval.clone(), Values::Input(microbatch))?;
+                Ok((x, make(p, last, aval, Values::Labels(microbatch))?))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        // The gradients are sums over rows.
+        let rate = rate / (shape.rows * shape.microbatches) as f64;
+        let updates = meshes
+            .iter()
+            .map(|mesh| {
+                p.jit(Update(rate as f32)).on(mesh).outputs(mesh.replicated()).donate("0").build()
+            })
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self { stages, data, updates })
+    }
+
+    /// Returns the expected peak memory of a step on this process. Maps it now, as late mapping
+    /// would delay the other processes.
+    fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<StepDeviceMemory> {
+        let rows = || f32s([shape.rows, shape.dim]);
+        let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
+        self.stages.map_memory(p, schedule, &shapes, &[])?;
+        let plan = self.stages.memory(p, schedule, &shapes, &[])?;
+        Ok(plan.of(p.topology().devices_of(p.process())))
+    }
+
+    /// Runs one step until it has ended on this process.
+    fn step(&mut self, p: &mut Program, schedule: &Schedule) -> Result<StepLoss> {
+        let last = self.updates.len() - 1;
+        let batch = self
+            .data
+            .iter()
+            .map(|(x, labels)| Microbatch::new(x.clone()).side(last, labels.clone()));
+        let output = self.stages.train_step(p, schedule, batch.collect())?;
+        for (stage, (update, gradients)) in self.updates.iter().zip(output.gradients).enumerate() {
+            let arrays = |named: Vec<(String, MpmdArray)>| {
+                named.into_iter().map(|(_, array)| array).collect()
+            };
+            let (params, gradients): (Vec<_>, Vec<_>) =
+                (arrays(self.stages.params(stage)), arrays(gradients));
+            self.stages.set_params(stage, update.call(p, (params, gradients))?)?;
+        }
+        p.step_end()?;
+        for stage in 0..=last {
+            for (_, array) in self.stages.params(stage) {
+                array.block_until_ready()?;
+            }
+        }
+        output.loss.sum.block_until_ready()?;
+        Ok(StepLoss(output.loss))
+    }
+}

@@ -1,0 +1,367 @@
+//! Measures training steps of a pipeline, beside an ideal in which only the kernels take time.
+//!
+//! Each step alternates with its kernels alone, on all processes at the same time. Shared memory,
+//! clock rates and noise so affect both. The ideal is the schedule's own order with these kernel
+//! times and moves that cost nothing.
+
+mod alone;
+mod check;
+mod gpu;
+mod ideal;
+mod job;
+mod mlp;
+mod on_cuda;
+mod stage;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use mpmd_core::Simulation;
+use mpmd_core::prelude::Program;
+use mpmd_launch::JobEnv;
+use mpmd_layout::topology::DeviceKind;
+use mpmd_schedule::{Action, ActionKind, Schedule};
+
+use crate::case::{Case, show};
+use crate::job::{check_transport, run_as_job};
+use crate::options::{Carrier, DeviceOption, Options};
+use alone::Took;
+use job::{Measured, Memory, Pace, Part};
+use mlp::Shape;
+
+/// If kernels take this many times their CPU time, other programs were using the cores.
+const BUSY: f64 = 1.2;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct PipelineArgs {
+    #[command(flatten)]
+    options: Options,
+    #[command(flatten)]
+    on: DeviceOption,
+    /// Rows and columns of every matrix.
+    #[arg(long, default_value_t = 512, value_parser = count(1 << 20))]
+    dim: usize,
+    /// Layers, divided evenly among the stages.
+    #[arg(long, default_value_t = 4, value_parser = count(1 << 20))]
+    layers: usize,
+    /// Stages, each its own process.
+    #[arg(long, default_value_t = 2, value_parser = count(256))]
+    stages: usize,
+    /// Rows of a microbatch.
+    #[arg(long, default_value_t = 64, value_parser = count(1 << 20))]
+    microbatch: usize,
+    /// Microbatches of a step.
+    #[arg(long, default_value_t = 8, value_parser = count(1 << 16))]
+    microbatches: usize,
+    /// Names of schedules: 1f1b, gpipe.
+    #[arg(long, value_delimiter = ',', default_value = "1f1b,gpipe")]
+    schedule: Vec<String>,
+    /// Threads of each process's kernels; only 1 is supported.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+    /// The transport of the messages.
+    #[arg(long, value_enum, default_value = "shm")]
+    transport: Carrier,
+    /// Number of steps before the first measured one.
+    #[arg(long, default_value_t = 3)]
+    warm_up: usize,
+    /// The learning rate, for the gradient of the mean loss.
+    #[arg(long, default_value_t = 0.01)]
+    learning_rate: f64,
+    /// Compares the loss of every step with a plain computation in one process; for small sizes.
+    #[arg(long)]
+    check: bool,
+    /// Expects this loss of the last step instead of the computed one.
+    #[arg(long, requires = "check", value_name = "LOSS")]
+    expect: Option<f64>,
+    /// The only schedule of a traced job that this program has started.
+    #[arg(long, hide = true)]
+    only: Option<String>,
+}
+
+/// Parses a number from 1 to `most`. The limit keeps products of sizes from overflowing.
+fn count(most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most)
+}
+
+/// Measures the steps of each schedule.
+pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
+    let schedules = args.schedules()?;
+    if let Some(env) = JobEnv::from_env()? {
+        let stages = args.stages;
+        ensure!(
+            env.processes == stages,
+            "{stages} stages need as many processes, not {}",
+            env.processes
+        );
+        let mut p =
+            Program::builder().devices(stages).device_kinds(&[args.on.device]).from_env()?;
+        check_transport(&p, args.transport.name())?;
+        if let Some(only) = &args.only {
+            on_cuda::as_one(&mut p, args, &schedules, only)?;
+            p.finish()?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        ensure!(
+            args.on.device == DeviceKind::Cpu,
+            "with --device cuda this program starts its jobs itself"
+        );
+        let first = p.process().0 == 0;
+        let measured = measure(&mut p, args, &schedules)?;
+        p.finish()?;
+        if first {
+            report(args, &schedules, &measured)?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    if args.on.device == DeviceKind::Cuda {
+        ensure!(args.transport != Carrier::Inproc, "--device cuda is measured between processes");
+        return on_cuda::measure(args, &schedules);
+    }
+    if args.transport == Carrier::Inproc {
+        let simulation = Simulation::new(args.stages, args.stages);
+        let mut results = simulation
+            .run(|p| measure(p, args, &schedules))
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()?;
+        report(args, &schedules, &results.swap_remove(0))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name())?))
+}
+
+impl PipelineArgs {
+    fn shape(&self) -> Shape {
+        let Self { dim, layers, stages, microbatch: rows, microbatches, .. } = *self;
+        Shape { dim, layers, stages, rows, microbatches }
+    }
+
+    fn pace(&self) -> Pace {
+        Pace { warm_up: self.warm_up, repeats: self.options.repeats.max(1) }
+    }
+
+    fn steps(&self) -> usize {
+        self.pace().warm_up + self.pace().repeats
+    }
+
+    /// Returns the schedules, after a check of all other options.
+    fn schedules(&self) -> Result<Vec<Schedule>> {
+        let (layers, stages) = (self.layers, self.stages);
+        ensure!(
+            layers.is_multiple_of(stages),
+            "{layers} layers cannot be spread evenly over {stages} stages"
+        );
+        ensure!(
+            self.threads == 1,
+            "a device's kernels run on one thread, and --threads says {}",
+            self.threads
+        );
+        let work = check::multiplications(&self.shape(), self.steps());
+        ensure!(
+            !self.check || work <= check::MOST,
+            "--check would take {work:.1e} multiplications in one thread, and at most {:.0e} are \
+             made: \
+             choose smaller sizes or fewer --repeats",
+            check::MOST
+        );
+        let named = |name: &String| Ok(Schedule::named(name, stages, self.microbatches, Some(1))?);
+        self.schedule.iter().map(named).collect()
+    }
+}
+
+fn measure(
+    p: &mut Program,
+    args: &PipelineArgs,
+    schedules: &[Schedule],
+) -> mpmd_core::Result<Vec<Measured>> {
+    let one = |schedule| job::measure(p, &args.shape(), schedule, args.learning_rate, args.pace());
+    schedules.iter().map(one).collect()
+}
+
+/// Prints the results after a check of the losses.
+fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) -> Result<()> {
+    let mut expected = Vec::new();
+    if args.check {
+        expected = check::losses(&args.shape(), args.learning_rate, args.steps());
+        if let (Some(last), Some(expect)) = (expected.last_mut(), args.expect) {
+            *last = expect;
+        }
+    }
+    let mut cases = Vec::new();
+    for (schedule, measured) in schedules.iter().zip(measured) {
+        if args.check
+            && let Some(off) = check::first_off(&measured.losses, &expected)
+        {
+            bail!("{} over {}: {off}", schedule.name(), args.transport.name());
+        }
+        cases.extend(of_schedule(args, schedule, measured)?);
+        cases.extend(expected.last().map(|loss| Case {
+            name: "plain loss",
+            parameters: parameters(args, schedule),
+            unit: "mse",
+            samples: vec![*loss],
+            beside: None,
+        }));
+    }
+    show(&cases, args.options.json);
+    let median = |name| cases.iter().find(|case| case.name == name).map(|case| case.quantile(0.5));
+    if let (Some(ideal), Some(quiet)) = (median("ideal"), median("quiet ideal"))
+        && ideal > BUSY * quiet
+    {
+        eprintln!(
+            "other programs took cores from the kernels alone: an efficiency measured now says \
+             little"
+        );
+    }
+    Ok(())
+}
+
+fn parameters(args: &PipelineArgs, schedule: &Schedule) -> String {
+    let Shape { dim, layers, stages, rows, microbatches } = args.shape();
+    let (name, transport) = (schedule.name(), args.transport.name());
+    let (stage, per_stage) = (if stages == 1 { "stage" } else { "stages" }, layers / stages);
+    format!(
+        "{name}, {transport}, {stages} {stage} of {per_stage}x{dim}, {microbatches}x{rows} rows"
+    )
+}
+
+/// Returns the cases of one schedule.
+fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) -> Result<Vec<Case>> {
+    let (shape, parameters) = (args.shape(), parameters(args, schedule));
+    let samples = &measured.samples;
+    let steps: Vec<Duration> = samples.iter().map(|sample| sample.step).collect();
+    let ideals = |clock: fn(&Took) -> u64| -> Result<Vec<Duration>> {
+        samples.iter().map(|sample| ideal_of(schedule, &sample.parts, clock)).collect()
+    };
+    let (ideals, quiet) = (ideals(|took| took.wall)?, ideals(|took| took.own)?);
+    let share = |(ideal, step): (&Duration, &Duration)| ideal.as_secs_f64() / step.as_secs_f64();
+    let efficiency = ideals.iter().zip(&steps).map(share).collect();
+    let idle = |spans: &[Duration]| -> Vec<f64> {
+        samples.iter().zip(spans).map(|(sample, span)| idle_points(&sample.parts, *span)).collect()
+    };
+    let (idle, simulated) = (idle(&steps), idle(&ideals));
+    let case = |name, unit, samples: Vec<f64>| Case {
+        name,
+        parameters: parameters.clone(),
+        unit,
+        samples,
+        beside: None,
+    };
+    let mut cases = vec![
+        Case::micros("step", &*parameters, steps.iter().copied()),
+        Case::micros("ideal", &*parameters, ideals.iter().copied()),
+        Case::micros("quiet ideal", &*parameters, quiet),
+        case("efficiency", "ratio", efficiency),
+    ];
+    let simulated = case("simulated idle", "points", simulated);
+    cases.extend([case("idle", "points", idle).over("simulation", &simulated), simulated]);
+    for stage in 0..shape.stages {
+        for (name, forward) in [("forward", true), ("backward", false)] {
+            let times = samples.iter().flat_map(|sample| {
+                let row = schedule.rows()[stage].iter().zip(&sample.parts[stage].actions);
+                row.filter(move |(action, _)| (action.kind == ActionKind::Forward) == forward)
+                    .map(|(_, time)| Duration::from_nanos(time.wall))
+            });
+            cases.push(Case::micros(name, format!("stage {stage}, {parameters}"), times));
+        }
+        let updates =
+            samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
+        cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
+    }
+    // Rates of one thread: all operations over the sum of all kernel times.
+    let flops: f64 = (0..shape.stages)
+        .map(|stage| {
+            let (forward, backward) = shape.products(stage);
+            (forward + backward) as f64 * shape.product_flops() * shape.microbatches as f64
+        })
+        .sum();
+    let rate = |took: fn(&Part) -> &[Took]| -> Vec<f64> {
+        let own = |parts: &[Part]| parts.iter().flat_map(took).map(|took| took.own).sum::<u64>();
+        samples.iter().map(|sample| flops / own(&sample.parts).max(1) as f64).collect()
+    };
+    let (kernels, library) = (rate(|part| &part.actions), rate(|part| &part.products));
+    let ratio = kernels.iter().zip(&library).map(|(kernels, library)| kernels / library).collect();
+    let memory = |of: fn(&Memory) -> f64| measured.memory.iter().map(of).collect::<Vec<f64>>();
+    let bytes =
+        samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
+    cases.extend([
+        case("kernels", "GFLOP/s", kernels),
+        case("library", "GFLOP/s", library),
+        case("rate ratio", "ratio", ratio),
+        case("moved", "bytes/step", bytes.collect()),
+        case("memory", "bytes", memory(|memory| memory.peak as f64)),
+        case(
+            "memory ratio",
+            "ratio",
+            memory(|memory| memory.peak as f64 / memory.expected.max(1) as f64),
+        ),
+        case("mapped late", "bytes", memory(|memory| memory.mapped_later as f64)),
+        case(
+            "loss",
+            "mse",
+            measured.losses.last().map(|loss| f64::from(*loss)).into_iter().collect(),
+        ),
+    ]);
+    Ok(cases)
+}
+
+/// Returns the share of a step in which the devices are idle, in percent. The busy time is that of
+/// their kernels alone.
+fn idle_points(parts: &[Part], step: Duration) -> f64 {
+    let busy = parts
+        .iter()
+        .flat_map(|part| part.actions.iter().chain([&part.update]))
+        .map(|took| took.wall);
+    let all = parts.len() as f64 * step.as_nanos() as f64;
+    100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
+}
+
+/// Returns the ideal of one step, from the kernel times of its own turn by one of the clocks.
+///
+/// The threads' CPU time gives the ideal of a quiet machine. If the two clocks differ much, the
+/// machine was busy, and an efficiency means little.
+fn ideal_of(schedule: &Schedule, parts: &[Part], clock: fn(&Took) -> u64) -> Result<Duration> {
+    let mut next: Vec<_> = parts.iter().map(|part| part.actions.iter()).collect();
+    // The times of each rank are in its own order, in which its actions come.
+    let time = |action: Action| {
+        let took = next[schedule.rank_of(action.stage)].next();
+        Duration::from_nanos(took.map(clock).unwrap_or_default())
+    };
+    Ok(ideal::makespan(schedule, time, |rank| Duration::from_nanos(clock(&parts[rank].update)))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Elapsed times; the CPU times are half of them.
+    fn part(actions: [u64; 4], update: u64) -> Part {
+        let took = |wall| Took { wall, own: wall / 2 };
+        Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }
+    }
+
+    #[test]
+    fn devices_are_idle_outside_of_their_kernels() {
+        let parts = [part([20, 20, 5, 5], 0), part([10, 10, 20, 20], 10)];
+        // Busy for 120 of 2 * 100, and of 2 * 60.
+        assert!((idle_points(&parts, Duration::from_nanos(100)) - 40.0).abs() < 1e-9);
+        assert!(idle_points(&parts, Duration::from_nanos(60)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn an_ideal_is_made_of_each_actions_own_time() {
+        let schedule = Schedule::one_f_one_b(2, 2).unwrap();
+        // Rank 0: F0 F1 B0 B1; rank 1: F0 B0 F1 B1.
+        let parts = [part([2, 4, 20, 40], 10), part([8, 16, 6, 18], 200)];
+        let of = |parts: &[Part], clock| ideal_of(&schedule, parts, clock).unwrap().as_nanos();
+        // Rank 1: 2 + 8 + 16 + 6 + 18 = 50, and 200 for its update. Rank 0: B0 from 26 to 46, B1
+        // from 50 to 90.
+        assert_eq!(of(&parts, |took| took.wall), 250);
+        assert_eq!(of(&parts, |took| took.own), 125);
+        let parts = [part([2, 4, 20, 40], 10), part([8, 16, 6, 18], 0)];
+        assert_eq!(of(&parts, |took| took.wall), 100);
+    }
+}

@@ -1,0 +1,327 @@
+//! The network as stages of a pipeline, and the optimiser's kernel.
+
+use mpmd_core::cuda::Source;
+use mpmd_core::kernel::{Views, ViewsMut};
+use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
+use mpmd_core::prelude::*;
+use mpmd_layout::tree::Empty;
+
+use super::gpu;
+use super::mlp::{self, Shape, Weights};
+
+/// A layer's parameters, or other values with one for each parameter.
+#[derive(Clone, Debug, Tree)]
+pub(super) struct Layer<L> {
+    /// The matrix.
+    pub(super) w: L,
+    /// The bias.
+    pub(super) b: L,
+}
+
+/// A stage other than the last.
+pub(super) struct Middle(pub(super) Shape);
+
+/// The last stage, with the loss.
+pub(super) struct Last(pub(super) Shape);
+
+/// `(parameters, gradients) -> parameters`, in place: plain gradient descent with this learning
+/// rate.
+pub(super) struct Update(pub(super) f32);
+
+type Layers<L> = Vec<Layer<L>>;
+
+/// The residuals of a forward pass: the inputs of the layers, and the output of the last one or its
+/// gradient.
+type Kept<L> = (Vec<L>, L);
+
+/// The inputs of the layers, and the gradients of their outputs before `relu`.
+type Gradients<L> = (Vec<L>, Vec<L>);
+
+/// Returns the signature that every stage declares, with these outputs. Fails if the layers do not
+/// fit the shape.
+fn declare<O>(
+    shape: &Shape,
+    layers: &[Layer<ShapedArray>],
+    x: &ShapedArray,
+    out: O,
+) -> Result<StageSignature<O, Kept<PlacedShape>, Gradients<PlacedShape>>> {
+    let Shape { dim, rows, .. } = *shape;
+    let fits = |layer: &Layer<ShapedArray>| layer.w == f32s([dim, dim]) && layer.b == f32s([dim]);
+    if *x != f32s([rows, dim])
+        || layers.len() != shape.layers_of_stage()
+        || !layers.iter().all(fits)
+    {
+        let found = layers.len();
+        return Err(Error::kernel(format!(
+            "{x} and {found} layers do not fit rows {rows} and width {dim}"
+        )));
+    }
+    let placed = || PlacedShape::replicated(x.clone());
+    let each = || layers.iter().map(|_| placed()).collect::<Vec<_>>();
+    let last = layers.len() - 1;
+    let signature = StageSignature::new(out, (each(), placed()), (each(), each()));
+    let signature = (0..=last)
+        .fold(signature, |signature, at| signature.keep(format!("0/{at}"), format!("0/{at}")));
+    Ok(signature.keep("1", format!("1/{last}")))
+}
+
+fn weights<'a>(layers: &[Layer<View<'a>>]) -> Result<Vec<Weights<'a>>> {
+    layers.iter().map(|layer| Ok((layer.w.as_slice()?, layer.b.as_slice()?))).collect()
+}
+
+fn slices_mut<'a>(views: &'a mut [ViewMut<'_>]) -> Result<Vec<&'a mut [f32]>> {
+    views.iter_mut().map(|view| Ok(view.as_mut_slice()?)).collect()
+}
+
+fn slices<'a>(views: &'a [ViewMut<'_>]) -> Result<Vec<&'a [f32]>> {
+    views.iter().map(|view| Ok(view.as_slice()?)).collect()
+}
+
+fn backward_input(
+    cx: &Context<'_>,
+    shape: &Shape,
+    layers: &[Layer<View<'_>>],
+    dx: Option<ViewMut<'_>>,
+    (inputs, mut gradients): Gradients<ViewMut<'_>>,
+) -> Result<()> {
+    let mut dx = dx;
+    if let Some(cuda) = cx.cuda() {
+        return gpu::backward_input(cuda, shape, layers, &inputs, &mut gradients, dx.as_mut());
+    }
+    let dx = dx.as_mut().map(|dx| dx.as_mut_slice()).transpose()?;
+    mlp::backward_input(
+        shape,
+        &weights(layers)?,
+        &slices(&inputs)?,
+        &mut slices_mut(&mut gradients)?,
+        dx,
+    );
+    Ok(())
+}
+
+fn backward_weight(
+    cx: &Context<'_>,
+    shape: &Shape,
+    (inputs, gradients): Gradients<View<'_>>,
+    into: Layers<ViewMut<'_>>,
+) -> Result<()> {
+    for ((mut into, input), gradient) in into.into_iter().zip(inputs).zip(gradients) {
+        if let Some(cuda) = cx.cuda() {
+            gpu::backward_weight(cuda, shape, &input, &gradient, &mut into)?;
+            continue;
+        }
+        let (dw, db) = (into.w.as_mut_slice()?, into.b.as_mut_slice()?);
+        mlp::backward_weight(shape, input.as_slice()?, gradient.as_slice()?, dw, db);
+    }
+    Ok(())
+}
+
+/// Returns the shape as words, so that processes with different shapes are detected.
+fn statics(shape: &Shape) -> Vec<u64> {
+    [shape.dim, shape.layers, shape.stages, shape.rows].map(|number| number as u64).to_vec()
+}
+
+impl Stage for Middle {
+    type Params = Layers<MpmdArray>;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = Kept<MpmdArray>;
+    type WeightResidual = Gradients<MpmdArray>;
+
+    fn infer(
+        &self,
+        layers: &Layers<ShapedArray>,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
+        declare(&self.0, layers, x, x.clone())
+    }
+
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        layers: Layers<View<'_>>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        (mut inputs, mut output): Kept<ViewMut<'_>>,
+    ) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
+            return cuda.copy(&output, &mut y);
+        }
+        let output = output.as_mut_slice()?;
+        mlp::forward(
+            &self.0,
+            &weights(&layers)?,
+            x.as_slice()?,
+            &mut slices_mut(&mut inputs)?,
+            output,
+        );
+        y.as_mut_slice()?.copy_from_slice(output);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        cx: &mut Context<'_>,
+        layers: Layers<View<'_>>,
+        _: Kept<View<'_>>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        mut kept: Gradients<ViewMut<'_>>,
+    ) -> Result<()> {
+        if let Some(output) = kept.1.last_mut() {
+            match cx.cuda() {
+                Some(cuda) => gpu::through_relu(cuda, &self.0, output, &dy)?,
+                None => mlp::through_relu(output.as_mut_slice()?, dy.as_slice()?),
+            }
+        }
+        backward_input(cx, &self.0, &layers, dx, kept)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut Context<'_>,
+        kept: Gradients<View<'_>>,
+        gradient: Layers<ViewMut<'_>>,
+    ) -> Result<()> {
+        backward_weight(cx, &self.0, kept, gradient)
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        statics(&self.0)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        gpu::sources()
+    }
+}
+
+impl Stage for Last {
+    type Params = Layers<MpmdArray>;
+    type In = MpmdArray;
+    type Side = MpmdArray;
+    type Out = Loss<MpmdArray>;
+    type Residual = Kept<MpmdArray>;
+    type WeightResidual = Gradients<MpmdArray>;
+
+    fn infer(
+        &self,
+        layers: &Layers<ShapedArray>,
+        x: &ShapedArray,
+        labels: &ShapedArray,
+    ) -> Result<Declared<Self>> {
+        if labels != x {
+            return Err(Error::kernel(format!("labels {labels} of {x}")));
+        }
+        declare(&self.0, layers, x, Loss { sum: f32s([]), weight: f32s([]) })
+    }
+
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        layers: Layers<View<'_>>,
+        x: View<'_>,
+        labels: View<'_>,
+        mut loss: Loss<ViewMut<'_>>,
+        (mut inputs, mut output): Kept<ViewMut<'_>>,
+    ) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
+            return gpu::loss(cuda, &self.0, &mut output, &labels, &mut loss.sum, &mut loss.weight);
+        }
+        let output = output.as_mut_slice()?;
+        mlp::forward(
+            &self.0,
+            &weights(&layers)?,
+            x.as_slice()?,
+            &mut slices_mut(&mut inputs)?,
+            output,
+        );
+        loss.sum.fill(mlp::loss(&self.0, output, labels.as_slice()?))?;
+        loss.weight.fill(self.0.rows as f32)?;
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        cx: &mut Context<'_>,
+        layers: Layers<View<'_>>,
+        _: Kept<View<'_>>,
+        loss: Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        mut kept: Gradients<ViewMut<'_>>,
+    ) -> Result<()> {
+        if let Some(output) = kept.1.last_mut() {
+            match cx.cuda() {
+                Some(cuda) => gpu::scale(cuda, &self.0, &loss.sum, output)?,
+                None => {
+                    let scale = loss.sum.scalar::<f32>()?;
+                    output.as_mut_slice::<f32>()?.iter_mut().for_each(|d| *d *= scale);
+                }
+            }
+        }
+        backward_input(cx, &self.0, &layers, dx, kept)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut Context<'_>,
+        kept: Gradients<View<'_>>,
+        gradient: Layers<ViewMut<'_>>,
+    ) -> Result<()> {
+        backward_weight(cx, &self.0, kept, gradient)
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        statics(&self.0)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        gpu::sources()
+    }
+}
+
+impl Kernel for Update {
+    type In = (Vec<MpmdArray>, Vec<MpmdArray>);
+    type Out = Vec<MpmdArray>;
+
+    fn infer(
+        &self,
+        (params, gradients): &(Vec<ShapedArray>, Vec<ShapedArray>),
+    ) -> Result<Signature<Vec<ShapedArray>>> {
+        if params != gradients {
+            return Err(Error::kernel("gradients of other shapes than the parameters"));
+        }
+        let signature = Signature::new(params.clone());
+        let alias =
+            |signature: Signature<_>, at| signature.alias(format!("0/{at}"), format!("{at}"));
+        Ok((0..params.len()).fold(signature, alias))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (_, gradients): (Vec<View<'_>>, Vec<View<'_>>),
+        params: ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        for (mut params, gradient) in params.into_iter().zip(gradients) {
+            if let Some(cuda) = cx.cuda() {
+                gpu::update(cuda, &mut params, &gradient, self.0)?;
+                continue;
+            }
+            mlp::update(params.as_mut_slice()?, gradient.as_slice()?, self.0);
+        }
+        Ok(())
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        vec![u64::from(self.0.to_bits())]
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        gpu::sources()
+    }
+}

@@ -1,0 +1,220 @@
+//! Measures resharding from four devices to four, in one process and over several, beside a plain
+//! copy of as many bytes.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::Args;
+use mpmd_core::device::copy::copy_region;
+use mpmd_core::prelude::{MpmdArray, Program, spec};
+use mpmd_core::{MoveOptions, Simulation};
+use mpmd_ids::DeviceId;
+use mpmd_launch::JobEnv;
+use mpmd_layout::aval::f32s;
+use mpmd_layout::sharding::{Layout, Sharding};
+use mpmd_layout::topology::{DeviceKind, Mesh};
+
+use crate::case::{Case, show};
+use crate::host;
+use crate::job::run_as_job;
+use crate::options::{DeviceOption, Options};
+
+/// Devices of the job: four that have the array, and four others.
+const DEVICES: usize = 8;
+
+/// The minimum number of bytes of one sample, so that reading the clock costs nothing.
+const SAMPLE_BYTES: usize = 32 << 20;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ReshardArgs {
+    #[command(flatten)]
+    options: Options,
+    #[command(flatten)]
+    on: DeviceOption,
+    /// The transport of the messages: `shm` or `tcp` between processes, or `inproc` between
+    /// threads.
+    #[arg(long, default_value = "shm")]
+    transport: String,
+    /// Numbers of processes; each divides 8.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+    processes: Vec<usize>,
+    /// Sizes of the array, in MiB; each is a power of two.
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64")]
+    mib: Vec<usize>,
+}
+
+/// Measures three cases: rows to columns, rows to other devices, and replication.
+pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
+    if JobEnv::from_env()?.is_some() {
+        let mut p =
+            Program::builder().devices(DEVICES).device_kinds(&[args.on.device]).from_env()?;
+        measure(&mut p, args)?;
+        p.finish()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for processes in &args.processes {
+        anyhow::ensure!(
+            *processes > 0 && DEVICES.is_multiple_of(*processes),
+            "{DEVICES} devices cannot be spread evenly over {processes} processes"
+        );
+    }
+    for mib in &args.mib {
+        anyhow::ensure!(mib.is_power_of_two(), "{mib} MiB is no power of two");
+    }
+    for processes in args.processes.iter().copied() {
+        if args.transport == "inproc" {
+            let simulation = Simulation::new(processes, DEVICES);
+            let simulation = simulation.settings(|program| program.device_kinds(&[args.on.device]));
+            for result in simulation.run(|p| measure(p, args)) {
+                result?;
+            }
+            continue;
+        }
+        let code = run_as_job(processes, &args.transport)?;
+        if code != 0 {
+            return Ok(ExitCode::from(code));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
+    // Both meshes are on every process. With several processes, opposite devices of the two meshes
+    // are never on the same process.
+    let even: Vec<DeviceId> = (0..4).map(|i| DeviceId(2 * i)).collect();
+    let odd: Vec<DeviceId> = (0..4).map(|i| DeviceId((2 * i + 5) % 8)).collect();
+    let (here, there) = (p.mesh_of(&[("x", 4)], &even)?, p.mesh_of(&[("x", 4)], &odd)?);
+    let mut cases = Vec::new();
+    for mib in args.mib.iter().copied() {
+        let rows = here.sharding(spec!["x"]);
+        let columns = here.sharding(spec![None, "x"]);
+        for (name, to, copies) in [
+            ("rows to columns", columns, 1),
+            ("to other devices", there.sharding(spec!["x"]), 1),
+            ("replicate", here.replicated(), 4),
+        ] {
+            let bytes = mib << 20;
+            let times = put(p, args, bytes, &rows, &to)?;
+            let parameters = format!("{mib} MiB, {} processes", p.processes());
+            if p.process().0 == 0 {
+                let memcpy = memcpy(args, bytes);
+                cases
+                    .push(Case::bandwidth(name, parameters, bytes * copies, times).beside(&memcpy));
+                cases.push(memcpy);
+            }
+            // The other processes wait here, so that the copy has the machine to itself.
+            meet(p, &here)?;
+        }
+        if p.process().0 == 0 && p.processes() == 1 {
+            let memcpy = memcpy(args, mib << 20);
+            cases.push(copies(args, mib << 20, &here)?.beside(&memcpy));
+        }
+    }
+    if args.on.device == DeviceKind::Cuda && p.processes() == 1 {
+        let repeats = args.options.repeats.clamp(1, 10);
+        for mib in args.mib.iter().copied() {
+            let moved = host::cases(p, mib << 20, repeats);
+            cases.extend(moved.map_err(|error| mpmd_core::Error::kernel(format!("{error:#}")))?);
+        }
+    }
+    if p.process().0 == 0 {
+        show(&cases, args.options.json);
+    }
+    Ok(())
+}
+
+/// Returns the shape of a matrix of `bytes` bytes, a power of two, with at least as many columns as
+/// rows.
+fn shape(bytes: usize) -> [usize; 2] {
+    let rows = 1 << ((bytes / 4).ilog2() / 2);
+    [rows, bytes / 4 / rows]
+}
+
+/// Measures the time until the array is on every device, including allocation.
+fn put(
+    p: &mut Program,
+    args: &ReshardArgs,
+    bytes: usize,
+    from: &Sharding,
+    to: &Sharding,
+) -> mpmd_core::Result<Vec<Duration>> {
+    let rounds = (SAMPLE_BYTES / bytes).max(1);
+    let mesh = from.mesh().expect("a named sharding").clone();
+    let x = p.array_from_fn(f32s(shape(bytes)), from, |_, mut view| Ok(view.fill(1.0f32)?))?;
+    x.block_until_ready()?;
+    let mut times = Vec::new();
+    for repeat in 0..=args.options.repeats.min(10) {
+        meet(p, &mesh)?;
+        let start = Instant::now();
+        for _ in 0..rounds {
+            let y: MpmdArray =
+                p.device_put_with(&x, to, MoveOptions::default().may_alias(false))?;
+            y.block_until_ready()?;
+        }
+        meet(p, &mesh)?;
+        if repeat > 0 {
+            times.push(start.elapsed() / rounds as u32);
+        }
+    }
+    Ok(times)
+}
+
+/// Blocks until every process is here.
+fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
+    // Each process sends its part when it issues this, after it has waited for its earlier
+    // operations.
+    let here = p.array_from_fn(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| {
+        Ok(view.fill(0.0f32)?)
+    })?;
+    p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
+}
+
+/// Measures plain copies of as many bytes by one thread.
+fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
+    let source = vec![7u8; bytes];
+    let mut target = vec![0u8; bytes];
+    let times = sampled(args, bytes, || {
+        target.copy_from_slice(&source);
+        std::hint::black_box(&mut target);
+    });
+    Case::bandwidth("memcpy", format!("{} MiB", bytes >> 20), bytes, times)
+}
+
+/// Measures one thread's copies from rows to columns, without the framework.
+fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Case> {
+    let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
+    let (rows, columns) =
+        (layout(mesh.sharding(spec!["x"]))?, layout(mesh.sharding(spec![None, "x"]))?);
+    let buffers = |layout: &Layout| -> Vec<Vec<u8>> {
+        layout.regions().iter().map(|region| vec![1; region.elements() * 4]).collect()
+    };
+    let (sources, mut targets) = (buffers(&rows), buffers(&columns));
+    let times = sampled(args, bytes, || {
+        for (to, target) in columns.regions().iter().zip(&mut targets) {
+            for (from, source) in rows.regions().iter().zip(&sources) {
+                if let Some(piece) = from.intersect(to) {
+                    copy_region(source, from, target, to, &piece, 4);
+                }
+            }
+        }
+        std::hint::black_box(&mut targets);
+    });
+    Ok(Case::bandwidth(
+        "copy_region",
+        format!("{} MiB, rows to columns", bytes >> 20),
+        bytes,
+        times,
+    ))
+}
+
+/// Returns the times of `copy`, which copies `bytes` bytes.
+fn sampled(args: &ReshardArgs, bytes: usize, mut copy: impl FnMut()) -> Vec<Duration> {
+    let rounds = (SAMPLE_BYTES / bytes).max(1);
+    let sample = |_| {
+        let start = Instant::now();
+        (0..rounds).for_each(|_| copy());
+        start.elapsed() / rounds as u32
+    };
+    (0..=args.options.repeats.min(10)).map(sample).skip(1).collect()
+}

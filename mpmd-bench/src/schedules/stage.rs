@@ -1,0 +1,210 @@
+//! A stage with passes that take a set time and compute nothing. A few cores can so show the
+//! behaviour of many ranks.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::kernel::{Views, ViewsMut};
+use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
+use mpmd_core::prelude::*;
+use mpmd_layout::tree::Empty;
+use mpmd_schedule::StageCosts;
+
+/// The lengths of a stage's passes.
+#[derive(Clone, Copy)]
+pub(super) struct Passes {
+    pub(super) costs: StageCosts,
+    /// True if both gradients are one pass where the schedule has them as one.
+    pub(super) fused: bool,
+}
+
+/// A stage other than the last.
+pub(super) struct Waits(pub(super) Passes);
+
+/// The last stage, with the loss.
+pub(super) struct WaitsLast(pub(super) Passes);
+
+/// Elements of the arrays between stages.
+pub(super) const ELEMENTS: usize = 16;
+
+/// A sleep ends late by about this time. The rest is spent in a busy wait.
+const LATE: Duration = Duration::from_micros(150);
+
+/// Blocks for `seconds`, to within some microseconds.
+fn wait(seconds: f64) {
+    let end = Instant::now() + Duration::from_secs_f64(seconds);
+    if let Some(asleep) = end.checked_duration_since(Instant::now() + LATE) {
+        std::thread::sleep(asleep);
+    }
+    while Instant::now() < end {
+        std::thread::yield_now();
+    }
+}
+
+/// Returns the signature of a stage.
+fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O, PlacedShape, PlacedShape> {
+    let kept = || PlacedShape::replicated(x.clone());
+    StageSignature::new(out, kept(), kept()).keep("", "")
+}
+
+fn words(Passes { costs, fused }: &Passes) -> Vec<u64> {
+    let costs = [costs.forward, costs.backward_input, costs.backward_weight].map(f64::to_bits);
+    [&costs[..], &[u64::from(*fused)]].concat()
+}
+
+fn forward(costs: &StageCosts, x: &View<'_>, kept: &mut ViewMut<'_>) -> Result<()> {
+    wait(costs.forward);
+    kept.as_mut_slice::<f32>()?.copy_from_slice(x.as_slice()?);
+    Ok(())
+}
+
+fn backward_input(costs: &StageCosts, dy: f32, dx: Option<ViewMut<'_>>) -> Result<()> {
+    wait(costs.backward_input);
+    dx.map_or(Ok(()), |mut dx| dx.fill(dy))?;
+    Ok(())
+}
+
+/// Adds up the kept values, so that a lost or doubled microbatch is detected.
+fn backward_weight(costs: &StageCosts, kept: &View<'_>, mut sum: ViewMut<'_>) -> Result<()> {
+    wait(costs.backward_weight);
+    sum.as_mut_slice::<f32>()?[0] += kept.as_slice::<f32>()?[0];
+    Ok(())
+}
+
+impl Stage for Waits {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = MpmdArray;
+    type WeightResidual = MpmdArray;
+
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
+        Ok(declared(x, x.clone()))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        mut kept: ViewMut<'_>,
+    ) -> Result<()> {
+        forward(&self.0.costs, &x, &mut kept)?;
+        y.as_mut_slice::<f32>()?.copy_from_slice(x.as_slice()?);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        _: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0.costs, dy.as_slice::<f32>()?[0], dx)
+    }
+
+    fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
+        backward_weight(&self.0.costs, &kept, sum)
+    }
+
+    fn fuses_backward(&self) -> bool {
+        self.0.fused
+    }
+
+    fn backward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        kept: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        sum: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0.costs, dy.as_slice::<f32>()?[0], dx)?;
+        backward_weight(&self.0.costs, &kept, sum)
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        words(&self.0)
+    }
+}
+
+impl Stage for WaitsLast {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = Loss<MpmdArray>;
+    type Residual = MpmdArray;
+    type WeightResidual = MpmdArray;
+
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
+        Ok(declared(x, Loss { sum: f32s([]), weight: f32s([]) }))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut loss: ViewsMut<'_, Loss<MpmdArray>>,
+        mut kept: ViewMut<'_>,
+    ) -> Result<()> {
+        forward(&self.0.costs, &x, &mut kept)?;
+        loss.sum.fill(x.as_slice::<f32>()?[0])?;
+        loss.weight.fill(1.0f32)?;
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        loss: Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        _: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0.costs, loss.sum.scalar::<f32>()?, dx)
+    }
+
+    fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
+        backward_weight(&self.0.costs, &kept, sum)
+    }
+
+    fn fuses_backward(&self) -> bool {
+        self.0.fused
+    }
+
+    fn backward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        kept: View<'_>,
+        dy: Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        sum: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0.costs, dy.sum.scalar::<f32>()?, dx)?;
+        backward_weight(&self.0.costs, &kept, sum)
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        words(&self.0)
+    }
+}

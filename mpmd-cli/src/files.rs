@@ -1,0 +1,43 @@
+//! Reads inputs and writes outputs: files, or standard input and output.
+
+use std::fs;
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+
+/// Reads a file as text.
+pub(crate) fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// Reads a file, or standard input if `file` is `None` or `-`. Also returns the input's name.
+pub(crate) fn read_input(file: Option<&Path>) -> Result<(String, String)> {
+    match file.filter(|file| *file != Path::new("-")) {
+        Some(path) => Ok((path.display().to_string(), read(path)?)),
+        None => {
+            let (name, mut text) = ("standard input".to_owned(), String::new());
+            io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+            Ok((name, text))
+        }
+    }
+}
+
+/// Writes a file.
+pub(crate) fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
+    fs::write(path, content).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Writes a file, or standard output if `file` is `None`.
+pub(crate) fn write_output(file: Option<&PathBuf>, content: &str) -> Result<()> {
+    file.map_or_else(|| say(content), |path| write(path, content))
+}
+
+/// Writes to standard output. A closed pipe is not an error: the reader may have seen enough.
+pub(crate) fn say(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        done => done.context("cannot write to standard output"),
+    }
+}
