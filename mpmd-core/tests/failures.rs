@@ -327,7 +327,7 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
     let faults: [(Fault, &str); 3] = [
         (|| Err(Error::kernel("no more text")), "no more text"),
         (|| panic!("a bug"), "the closure panicked"),
-        (|| Ok("x".repeat(2 << 20)), "agree (operation 1)"),
+        (|| Ok("x".repeat(2 << 20)), "broadcast_value (operation 1)"),
     ];
     for (fault, expected) in faults {
         let results =

@@ -41,7 +41,7 @@ fn assert_values_are_named(text: &str) {
         text.contains("process 1 issued the same call, but the values differ: their hash is"),
         "{text}"
     );
-    assert!(text.contains("from the same seed") && text.contains("`agree`"), "{text}");
+    assert!(text.contains("from the same seed") && text.contains("`broadcast_value`"), "{text}");
     assert_eq!(text.matches("tests/same_call.rs:").count(), 1, "{text}");
 }
 

@@ -21,7 +21,7 @@ fn config() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<LIMIT>()
 }
 
-/// Encodes a control payload.
+/// Encodes `value` as a control payload.
 ///
 /// # Errors
 ///
@@ -60,7 +60,7 @@ mod tests {
     use crate::router::Answer;
     use crate::{Failure, FailureKind, ProcessId};
 
-    /// Decodes bytes. A value that could be decoded must survive another round trip.
+    /// Decodes `bytes` and asserts that the value, if there is one, survives another round trip.
     fn read<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) {
         if let Ok(value) = decode::<T>(bytes) {
             assert_eq!(decode::<T>(&encode(&value).unwrap()).unwrap(), value);

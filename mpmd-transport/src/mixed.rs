@@ -49,7 +49,8 @@ impl Mixed {
     }
 }
 
-/// Forwards events of a peer only if they come from the transport that is used for that peer.
+/// A handler that forwards a peer's messages and its end only if they come from the transport used
+/// for that peer. It forwards all ends of tickets.
 struct Ear {
     handler: Arc<dyn Handler>,
     is_near: Arc<[bool]>,

@@ -19,7 +19,8 @@ impl Strangers {
         Self { most, waiting: Mutex::new(VecDeque::new()) }
     }
 
-    /// Adds a stranger. Must be called before `task` runs for the first time.
+    /// Adds a stranger, and aborts the oldest one if there are too many. Must be called before
+    /// `task` runs for the first time.
     pub(crate) fn add(&self, link: Link, task: AbortHandle) {
         let mut waiting = self.waiting.lock();
         waiting.push_back((link, task));

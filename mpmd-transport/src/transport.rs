@@ -57,7 +57,7 @@ pub trait Transport: Send + Sync {
     }
 
     /// Finds out with which peers device memory can be shared. Every process that has devices calls
-    /// it at most once, before [`Transport::start`]. `with` says for each process if it has
+    /// this at most once, before [`Transport::start`]. `with` says for each process if it has
     /// devices. Blocks until those processes have called it too, for at most `peer_timeout`.
     ///
     /// # Errors
@@ -80,13 +80,15 @@ pub trait Transport: Send + Sync {
         None
     }
 
-    /// Bytes of this process's memory that `peer` has borrowed. 0 without zero-copy transfers.
+    /// Number of bytes of this process's memory that `peer` has borrowed. 0 without zero-copy
+    /// transfers.
     fn lent_to(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
     }
 
-    /// Bytes of `peer`'s memory that this process has borrowed. 0 without zero-copy transfers.
+    /// Number of bytes of `peer`'s memory that this process has borrowed. 0 without zero-copy
+    /// transfers.
     fn borrowed_from(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
@@ -146,7 +148,8 @@ pub trait Transport: Send + Sync {
         let _ = (parking, deadline);
     }
 
-    /// Ends every [`Transport::park`] of this process. Cheap if no thread is parked.
+    /// Ends every [`Transport::park`] with a `parking` from before this call. Cheap if no thread is
+    /// parked.
     fn wake(&self) {}
 
     /// Tells the transport that `peer` is gone, so that it need not wait for it any more. Does not
@@ -157,8 +160,8 @@ pub trait Transport: Send + Sync {
         let _ = (peer, why);
     }
 
-    /// Sends the posted messages, then closes; blocks for at most `deadline`. Peers see an orderly
-    /// end.
+    /// Sends the posted messages, then closes. Blocks for `deadline` at most, but a little longer
+    /// if peers are slow to close or while a handler call is in progress. Peers see an orderly end.
     ///
     /// Messages continue to arrive meanwhile. Messages posted meanwhile, or cut off by the
     /// deadline, end with [`TransportError::Closed`]. After it returns, every open ticket has ended
@@ -176,11 +179,12 @@ pub struct Parking(pub u32);
 pub struct Ticket(pub u64);
 
 impl Ticket {
-    /// For messages that need no [`Handler::done`].
+    /// The ticket of messages that need no [`Handler::done`].
     pub const NONE: Self = Self(0);
 }
 
-/// Receives the events of a transport. Called on the transport's threads: it must not block.
+/// Receives the events of a transport. Called on the transport's threads, and on threads that drive
+/// the transport: it must not block.
 pub trait Handler: Send + Sync {
     /// A message arrived.
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload);
@@ -190,7 +194,7 @@ pub trait Handler: Send + Sync {
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>);
 
     /// A peer is gone. It may have died or shut down in order: a transport cannot always tell the
-    /// two apart. A goodbye that arrived before tells.
+    /// two apart. A goodbye message that arrived before shows if the end was in order.
     ///
     /// Called at most once for each peer, after everything that arrived from it. Nothing more comes
     /// from the peer. Its payloads that still wait end with [`TransportError::PeerGone`].
@@ -221,13 +225,14 @@ impl Payload {
     }
 }
 
-/// Payload bytes that wait for a buffer. If it is dropped, they are read and thrown away.
+/// Payload bytes of a received message that wait for a buffer. Dropping this discards the bytes.
 pub trait Fetch: Send {
     /// The number of bytes.
     fn bytes(&self) -> u64;
 
-    /// Reads the bytes into `into`, which must have exactly that many bytes. Then calls `then`
-    /// once, on a thread of the transport. Does not block.
+    /// Reads the payload into `into`, which must have exactly [`bytes`](Self::bytes) bytes. Then
+    /// calls `then` once, on any thread: perhaps on this one, before this returns. Does not wait
+    /// for the peer.
     fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone);
 }
 

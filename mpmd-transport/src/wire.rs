@@ -54,9 +54,10 @@ pub enum Kind {
     Probe = 7,
     /// The state of the piece at the asked process, in the payload.
     Answer = 8,
-    /// The number of operations issued, and the rolling hash at that operation.
+    /// The number of operations that the sender has issued (`count`), and the rolling hash at the
+    /// last of them.
     Heartbeat = 9,
-    /// The same, at the end of step number `op`.
+    /// The number of operations issued and the rolling hash, at the end of step number `op`.
     Step = 10,
     /// The sender has issued its last operation. If the end was not orderly, the payload gives the
     /// reason.
@@ -105,9 +106,10 @@ pub struct Header {
     pub kind: Kind,
     /// The incarnation of the job.
     pub epoch: u64,
-    /// The operation that the message belongs to, or 0.
+    /// Number of the operation that the message belongs to, or 0. For [`Kind::Step`]: number of the
+    /// step.
     pub op: u64,
-    /// The piece within the operation.
+    /// Number of the piece within the operation.
     pub piece: u64,
     /// Bytes of the piece; bytes of the payload if [`Kind::carries_payload`].
     pub bytes: u64,
@@ -147,7 +149,7 @@ pub enum WireError {
     TooLong {
         /// The message's kind.
         kind: Kind,
-        /// The announced length.
+        /// The announced length in bytes.
         bytes: u64,
     },
 }

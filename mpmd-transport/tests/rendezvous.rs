@@ -15,7 +15,7 @@ use mpmd_transport::rendezvous::{
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
-/// Nothing here takes this long; it ends a test that would hang.
+/// Time limit for a wait. Nothing here takes this long; it ends a test that would hang.
 const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(400);
 
@@ -57,7 +57,8 @@ fn join(config: JoinConfig) -> Result<(Rendezvous, Vec<Member>), RendezvousError
     Ok((rendezvous, members))
 }
 
-/// Lets all the given processes join at once; returns their results in that order.
+/// Lets the given processes join at once, each on its own thread. Returns their results in the
+/// given order.
 fn join_all(
     server: &Server,
     who: &[u32],
@@ -366,7 +367,8 @@ impl Relay {
     }
 }
 
-/// Joins as the only process of a job, with a connection through a relay.
+/// Joins as the only process of a job, with a connection through a relay. Returns the client and
+/// the relay.
 fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
     let relay = Relay::to(server);
     let server = relay.address.to_string();
@@ -607,7 +609,7 @@ fn preamble(version: u16, token: [u8; 32]) -> Vec<u8> {
     [&b"MPMDMEET"[..], &version.to_le_bytes(), &token].concat()
 }
 
-/// Returns the server's answer to `bytes` until it closes.
+/// Sends `bytes` to the server. Returns all bytes that it answers until it closes.
 fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();

@@ -5,6 +5,7 @@
 //! have [paths](Path) for messages. A [`PrefixTree`] gives one value for several leaves at once.
 //!
 //! ```
+//! # extern crate mpmd_layout as mpmd;
 //! use mpmd_layout::tree::Tree;
 //!
 //! #[derive(Tree)]

@@ -14,7 +14,8 @@ use super::fabric::{Core, Event};
 /// fetched.
 const INLINE_BYTES: u64 = 16 << 10;
 
-/// Starts a process's delivery thread.
+/// Starts the delivery thread of `process`, which calls `handler`. Panics if the thread was started
+/// before, or if the process was shut down.
 pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handler>) {
     assert!(
         core.begin(process),
@@ -30,7 +31,7 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
 struct Delivery {
     core: Arc<Core>,
     process: ProcessId,
-    /// `None` only at the very end.
+    /// `None` only while the thread ends.
     handler: Option<Arc<dyn Handler>>,
 }
 
@@ -109,12 +110,12 @@ impl Drop for Delivery {
     }
 }
 
-/// A payload that stays with its sender. The message ends when this is dropped.
+/// A payload lent to the receiver: its bytes stay with the sender. Dropping this ends the message.
 struct Lent {
     core: Arc<Core>,
     from: ProcessId,
     message: u64,
-    /// Held here too: the memory stays valid even if the sender is gone.
+    /// The sender's payload, held here too: the memory stays valid even if the sender is gone.
     payload: Option<SharedBuffer>,
 }
 
@@ -140,12 +141,12 @@ impl Drop for Lent {
     }
 }
 
-/// A payload that has not been copied from its sender yet.
+/// A payload that has not been copied from its sender yet. Dropping this ends the message.
 struct Waiting {
     core: Arc<Core>,
     on: ProcessId,
     from: ProcessId,
-    /// `None` once fetched.
+    /// The message's number; `None` once it is fetched.
     message: Option<u64>,
     bytes: u64,
 }

@@ -26,23 +26,25 @@ const LAST_CALL: Duration = Duration::from_secs(1);
 pub(super) struct Core {
     faults: Faults,
     state: Mutex<State>,
-    /// One for each process, notified when its queue, its open tickets or its thread changes.
+    /// A condition variable for each process, notified when its queue, its open tickets or its
+    /// thread changes.
     changed: Vec<Condvar>,
 }
 
 pub(super) struct State {
     pub(super) nodes: Vec<Node>,
-    /// Numbers messages and breaks ties between events.
+    /// The next number for a message or a queued event. Of two events due together, the lower
+    /// number comes first.
     next: u64,
 }
 
-/// One process.
+/// The state of one process.
 pub(super) struct Node {
     life: Life,
     queue: BinaryHeap<Queued>,
-    /// Messages that this process has posted and that have not been taken yet, by number.
+    /// Messages that this process has posted and that have not ended yet, by number.
     open: HashMap<u64, Open>,
-    /// Number of messages posted so far to each process.
+    /// Number of messages posted so far to each process, by the receiver's index.
     posted: Vec<u64>,
     thread: Thread,
 }
@@ -66,13 +68,14 @@ struct Open {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
-    /// True for data, which hosts share by zero-copy transfer. Other payloads go with the message.
+    /// True for a message of kind data. Between processes of one host its payload is lent.
     is_data: bool,
     /// True once the receiver's handler has the payload.
     delivered: bool,
-    /// True once the receiver has kept the payload on loan, for any time.
+    /// True once the receiver's handler has returned and kept the payload on loan. A shutdown of
+    /// the sender does not wait for such a message.
     kept: bool,
-    /// True while its payload is being dropped; then it is removed.
+    /// True while the payload is being dropped. The entry is removed next.
     ending: bool,
 }
 
@@ -108,14 +111,15 @@ impl Core {
         self.changed.len()
     }
 
-    /// True if two processes use zero-copy transfers.
+    /// True if data between the two processes goes by zero-copy transfer: they are different
+    /// processes on one host of [`Faults::hosts`].
     pub(super) fn hands_over(&self, one: ProcessId, other: ProcessId) -> bool {
         let host = |process: ProcessId| self.faults.hosts.get(process.index());
         one != other && host(one).is_some() && host(one) == host(other)
     }
 
-    /// Number of bytes that one process has lent to another and not got back, including messages
-    /// under way. 0 if a process is not in the job.
+    /// Returns the number of bytes that `from` has lent to `to` and not got back, including
+    /// messages under way. 0 if the two do not use zero-copy transfers.
     pub(super) fn lent(&self, from: ProcessId, to: ProcessId) -> u64 {
         if !self.hands_over(from, to) {
             return 0;
@@ -174,7 +178,8 @@ impl Core {
         self.push(&mut state, to, due, Event::Arrival { from, message, header });
     }
 
-    /// Returns the payload of a message that has not ended.
+    /// Returns the payload of `from`'s message, or `None` if it carries none. Fails if the message
+    /// has ended.
     pub(super) fn payload_of(
         &self,
         from: ProcessId,
@@ -187,7 +192,8 @@ impl Core {
         }
     }
 
-    /// As `payload_of`, for a message that is about to be given to its receiver's handler.
+    /// Marks a message as delivered, just before the receiver's handler gets it. Returns its
+    /// payload as `payload_of` does.
     pub(super) fn deliver(
         &self,
         from: ProcessId,
@@ -209,7 +215,8 @@ impl Core {
         }
     }
 
-    /// Ends a message. Does nothing if it has ended before.
+    /// Ends a message: drops its payload and reports success for its ticket. Does nothing if the
+    /// message has ended before.
     pub(super) fn end(&self, from: ProcessId, message: u64) {
         let payload = match self.state.lock().node(from).open.get_mut(&message) {
             Some(open) if !open.ending => {
@@ -223,7 +230,8 @@ impl Core {
         self.remove(&mut self.state.lock(), from, message, Ok(()));
     }
 
-    /// Queues the copy of a payload on `on`'s thread. Returns the event if that thread has ended.
+    /// Queues `event`, the copy of a payload, for the delivery thread of `on`. Returns the event as
+    /// the error if that thread has ended.
     pub(super) fn copy_later(&self, on: ProcessId, event: Event) -> Result<(), Event> {
         let mut state = self.state.lock();
         if state.node(on).thread == Thread::Ended {
@@ -264,13 +272,15 @@ impl Core {
         }
     }
 
-    /// Handles the drop of an endpoint's last handle.
+    /// Handles the drop of an endpoint: kills its process and tells the delivery thread to stop.
+    /// Does not wait.
     pub(super) fn abandon(&self, process: ProcessId) {
         self.kill(process);
         self.stop(&mut self.state.lock(), process);
     }
 
     /// Takes a process out of the job: ends its messages, all tickets towards it, and its own.
+    /// Tells the other processes that it is down. Does nothing if it is out already.
     fn retire(&self, mut state: MutexGuard<'_, State>, process: ProcessId, life: Life) {
         let before = state.node(process).life;
         if matches!(before, Life::Closed | Life::Killed) {
@@ -320,7 +330,7 @@ impl Core {
         }
     }
 
-    /// Removes a message that has no payload any more, and ends its ticket.
+    /// Removes a message that has no payload any more, and ends its ticket with `result`.
     fn remove(
         &self,
         state: &mut State,
@@ -382,15 +392,16 @@ impl Core {
         first
     }
 
-    /// Called by a delivery thread before its first event, so that a shutdown from within a handler
-    /// is detected.
+    /// Records the calling delivery thread as the one of `process`, before its first event. So a
+    /// shutdown from within a handler does not wait for its own thread.
     pub(super) fn introduce(&self, process: ProcessId) {
         if let Thread::Running { id, .. } = &mut self.state.lock().node(process).thread {
             *id = Some(thread::current().id());
         }
     }
 
-    /// Called by a delivery thread as its last access to the fabric.
+    /// Marks the delivery thread of `process` as ended, and fails the copies that are still queued.
+    /// It is the thread's last access to the fabric.
     pub(super) fn ended(&self, process: ProcessId) {
         let mut state = self.state.lock();
         let node = state.node(process);
@@ -406,7 +417,8 @@ impl Core {
         }
     }
 
-    /// Waits for the next event of a process; `None` once its thread has to end.
+    /// Blocks until an event of `process` is due, and returns it. Returns `None` once the thread
+    /// was told to stop and no event is due.
     pub(super) fn next(&self, process: ProcessId) -> Option<Event> {
         let changed = &self.changed[process.index()];
         let mut state = self.state.lock();
@@ -442,7 +454,8 @@ impl Faults {
     }
 }
 
-/// The finaliser of SplitMix64: every bit of the result depends on every bit of `x`.
+/// Mixes the bits of `x` by the finaliser of SplitMix64: every bit of the result depends on every
+/// bit of `x`.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -454,7 +467,8 @@ pub(super) fn gone(peer: ProcessId, why: &str) -> TransportError {
     TransportError::PeerGone { peer, why: why.to_owned() }
 }
 
-/// The heap returns its greatest first: the earliest event, and of equals the first posted.
+/// Orders events so that the heap returns the earliest first, and of equal times the one with the
+/// lower number.
 impl Ord for Queued {
     fn cmp(&self, other: &Self) -> Ordering {
         (other.due, other.number).cmp(&(self.due, self.number))

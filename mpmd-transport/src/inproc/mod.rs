@@ -46,7 +46,7 @@ impl Fabric {
         Self { endpoints: (0..count).map(endpoint).collect() }
     }
 
-    /// The endpoint of one process; always the same.
+    /// Returns the endpoint of `process`: the same one at every call.
     ///
     /// # Panics
     ///
@@ -82,7 +82,7 @@ impl fmt::Debug for Fabric {
 /// one receiver keep their order.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Seed of the delays.
+    /// Seed of the random delays.
     pub seed: u64,
     /// Range of the time that each message is delayed. The delay depends only on seed, sender,
     /// receiver and the number of the message between the two.
@@ -115,7 +115,8 @@ impl Transport for Inproc {
         self.core.hands_over(self.process, peer)
     }
 
-    /// These processes share one address space and the same devices.
+    /// True for peers on the same [host](Faults::hosts): such processes share one address space and
+    /// the same devices.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         self.hands_over(peer)
     }
@@ -128,6 +129,8 @@ impl Transport for Inproc {
         self.core.lent(peer, self.process)
     }
 
+    /// Starts the delivery thread, which calls `handler`.
+    ///
     /// # Panics
     ///
     /// If it was called before, or after [`Transport::shutdown`], or if the system cannot start a
@@ -144,7 +147,8 @@ impl Transport for Inproc {
     }
 
     /// Waits until receivers have taken the posted messages; they may keep lent payloads. Messages
-    /// that they have not taken by the deadline are lost.
+    /// that they have not taken within `deadline` are lost. Then waits up to a second more for a
+    /// handler call under way.
     fn shutdown(&self, deadline: Duration) {
         self.core.shutdown(self.process, deadline);
     }

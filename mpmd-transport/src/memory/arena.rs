@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 use super::segment::{Segment, check_file_limit};
 use super::{DeviceAllocator, DeviceMemory};
 
-/// A process that may not create files of this size does not share memory: most programs would not
-/// fit.
+/// The smallest file size limit, in bytes, with which a process shares memory. With a lower limit
+/// most programs would not fit.
 const LEAST_FILE: u64 = 1 << 30;
 
 /// The source of segments for all pools of a process. Clones are the same arena.
@@ -27,7 +27,7 @@ pub struct Arena {
 pub(super) struct Inner {
     kind: Kind,
     next: AtomicU32,
-    /// Numbers of freed segments that the peers have not been told about yet.
+    /// Freed segments that the peers have not been told about yet.
     retired: Mutex<Vec<Retired>>,
     reclaim: Arc<OnceLock<Reclaim>>,
     /// Number of freed device segments that still have their memory, because peers may have it
@@ -39,7 +39,7 @@ pub(super) struct Inner {
 /// The kind of memory of an arena's segments.
 enum Kind {
     Private,
-    /// Files in memory.
+    /// Files in memory, which other processes can map.
     Shared,
     Device(Arc<dyn DeviceAllocator>),
 }
@@ -47,13 +47,13 @@ enum Kind {
 /// A freed segment that peers may not have been told about yet.
 pub(crate) struct Retired {
     pub(crate) number: u32,
-    /// Its device memory, if it had any: peers may still have it open.
+    /// The segment's device memory, if it had any: peers may still have it open.
     pub(crate) memory: Option<Leaving>,
 }
 
 /// The memory of a freed device segment. Dropping this frees it.
 pub(crate) struct Leaving {
-    /// `None` once it is freed.
+    /// The device memory; `None` once it is freed.
     memory: Option<Box<dyn DeviceMemory>>,
     count: Arc<AtomicUsize>,
 }
@@ -67,17 +67,18 @@ impl Drop for Leaving {
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
 
-/// Pins the pages of a new mapping for devices, given its address and length in bytes. They stay
-/// pinned until the result is dropped. Returns `None` if they are not to be pinned, or cannot be.
+/// Pins the pages of a new mapping for devices, given its (address, length in bytes). The pages
+/// stay pinned until the result is dropped. Returns `None` if they are not to be pinned, or cannot
+/// be.
 pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
 
 impl Arena {
-    /// Creates an arena for this process alone.
+    /// Creates an arena of host memory that other processes cannot map.
     pub fn private() -> Self {
         Self::new(Kind::Private)
     }
 
-    /// Creates an arena in the memory of a device.
+    /// Creates an arena of device memory that `allocator` allocates.
     pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
         Self::new(Kind::Device(allocator))
     }
@@ -91,7 +92,7 @@ impl Arena {
         Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
     }
 
-    /// Creates an arena of segments that other processes can map.
+    /// Creates an arena of host memory that other processes can map.
     ///
     /// # Errors
     ///
@@ -107,7 +108,8 @@ impl Arena {
         Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
     }
 
-    /// Maps a new segment of `bytes` bytes.
+    /// Maps a new segment of `bytes` bytes of the arena's kind of memory. Host memory is pinned if
+    /// [`Arena::on_map`] was called.
     pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let segment = match &self.inner.kind {
             Kind::Private => Segment::private(bytes),
@@ -147,19 +149,20 @@ impl Arena {
         let _ = self.inner.reclaim.set(Box::new(reclaim));
     }
 
-    /// Brings back the blocks that peers have finished with.
+    /// Calls the function of [`Arena::on_shortage`], if one is set: it brings back the blocks that
+    /// peers have finished with.
     pub(super) fn reclaim(&self) {
         if let Some(reclaim) = self.inner.reclaim.get() {
             reclaim();
         }
     }
 
-    /// True if device memory will be freed as soon as peers have closed it.
+    /// True if freed device segments still have their memory, because peers may have it open.
     pub(super) fn has_leaving(&self) -> bool {
         self.inner.leaving.load(Ordering::Acquire) > 0
     }
 
-    /// Takes the freed segments; each is returned once.
+    /// Takes the freed segments that peers have not been told about. Each is returned once.
     pub(crate) fn take_retired(&self) -> Vec<Retired> {
         std::mem::take(&mut self.inner.retired.lock())
     }

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// True while a count runs. Written at its start and end, read by every allocation.
 static COUNTING: AtomicBool = AtomicBool::new(false);
-/// Allocations of all threads during counts.
+/// Number of allocations of all threads during counts.
 static ALL: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Allocations of this thread during counts. Needs no initialisation and no destructor, so that
-    /// an allocator may use it at any time.
+    /// Number of allocations of this thread during counts. Needs no initialisation and no
+    /// destructor, so that an allocator may use it at any time.
     static OWN: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -27,15 +27,16 @@ pub struct CountingAllocator;
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Allocations {
-    /// By the counting thread.
+    /// Number of allocations by the thread that called `count`.
     pub own: u64,
-    /// By all other threads of the process.
+    /// Number of allocations by all other threads of the process.
     pub others: u64,
 }
 
 impl CountingAllocator {
-    /// Runs `run` and counts the allocations meanwhile. Zero if this is not the process's global
-    /// allocator. Counts must not overlap: the first to end ends both.
+    /// Runs `run` and returns its result, with the number of allocations meanwhile. That number is
+    /// zero if this is not the process's global allocator. Counts must not overlap: the first to
+    /// end ends both.
     pub fn count<R>(run: impl FnOnce() -> R) -> (R, Allocations) {
         let before = (ALL.load(Ordering::SeqCst), OWN.get());
         COUNTING.store(true, Ordering::SeqCst);

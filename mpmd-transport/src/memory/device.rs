@@ -13,7 +13,7 @@ use super::Fence;
 /// The largest description of device memory or of a device's fence, in bytes.
 pub const MOST_WORDS: usize = 96;
 
-/// Allocates a device's segments.
+/// A source of segments in a device's memory.
 pub trait DeviceAllocator: Send + Sync {
     /// Allocates `bytes` bytes (more than 0), aligned to at least 256 bytes. Their content is
     /// undefined.
@@ -29,13 +29,13 @@ pub trait DeviceAllocator: Send + Sync {
 /// The caller drops it only when no work of the device uses it any more and no other process has it
 /// open.
 pub trait DeviceMemory: Any + Send + Sync {
-    /// The device's own address of its first byte. Never 0.
+    /// The device's own address of the memory's first byte. Never 0.
     fn address(&self) -> u64;
 
-    /// Its length in bytes.
+    /// The memory's length in bytes.
     fn bytes(&self) -> usize;
 
-    /// Index of its device among this process's devices, as the allocator numbers them.
+    /// Index of the memory's device among this process's devices, as the allocator numbers them.
     fn device(&self) -> u32;
 
     /// Prepares the calling thread for libraries that use this memory and expect the device to be
@@ -48,14 +48,14 @@ pub trait DeviceMemory: Any + Send + Sync {
         Ok(())
     }
 
-    /// The description by which other processes of this host open it: at most [`MOST_WORDS`] bytes,
-    /// the same at every call. `None` if they cannot open it.
+    /// The description by which other processes of this host open the memory: at most
+    /// [`MOST_WORDS`] bytes, the same at every call. `None` if they cannot open it.
     fn export(&self) -> Option<&[u8]> {
         None
     }
 
-    /// True if it lies in another device than [`device`](Self::device), which can only access it
-    /// remotely. It should be copied rather than used in place.
+    /// True if the memory lies in another device than [`device`](Self::device), which can only
+    /// access it remotely. The bytes should be copied rather than used in place.
     fn is_far(&self) -> bool {
         false
     }
@@ -71,7 +71,7 @@ pub trait DeviceSharing: Send + Sync {
     /// A message for users, if this process's devices cannot share memory.
     fn samples(&self) -> Result<Vec<Vec<u8>>, String>;
 
-    /// Tries to open a peer's sample.
+    /// Tries to open a peer's sample memory, given its description.
     ///
     /// # Errors
     ///
@@ -91,8 +91,9 @@ pub trait DeviceSharing: Send + Sync {
     /// The description is valid while the fence is held here. `None` if a peer cannot wait for it.
     fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>>;
 
-    /// Combines a peer's fences, given by their descriptions, into one. This process's devices may
-    /// pass it before the peer reports that it has seen the end; that report comes later, once.
+    /// Combines a peer's fences, given by their descriptions, into one. Work of this process's
+    /// devices may pass the combined fence before the peer reports the end. The report comes later,
+    /// once, by [`Arriving::pass`].
     ///
     /// # Errors
     ///
@@ -100,23 +101,23 @@ pub trait DeviceSharing: Send + Sync {
     fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>>;
 }
 
-/// A fence in the work of another process.
+/// A fence that stands for the work of another process.
 pub trait Arriving: Fence {
-    /// Called when the other process has seen the end of its work, well or not. Also called when
-    /// that process is gone and will never see it.
+    /// Reports that the other process has seen the end of its work; `Err` holds the work's failure.
+    /// Also called if that process is gone and will never see the end.
     fn pass(&self, result: Result<(), String>);
 
-    /// This object as a plain fence.
+    /// Returns this object as a plain [`Fence`].
     fn fence(self: Arc<Self>) -> Arc<dyn Fence>;
 }
 
 /// A range of memory of one of this process's devices.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct DevicePlace {
-    /// The device, by [`DeviceMemory::device`].
+    /// Index of the device, as [`DeviceMemory::device`] returns it.
     pub device: u32,
     /// The device's own address of the first byte.
     pub address: u64,
-    /// Its length in bytes.
+    /// The range's length in bytes.
     pub bytes: usize,
 }

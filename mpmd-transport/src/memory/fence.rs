@@ -11,14 +11,15 @@ use std::sync::Arc;
 
 /// A point in a device's work. It is passed once all work before it has finished, well or not.
 pub trait Fence: Any + Send + Sync {
-    /// True if it has been passed. Reads one atomic.
+    /// True if the fence has been passed. Reads one atomic.
     fn is_over(&self) -> bool;
 
     /// Calls `then` once the fence is passed: now, or on the thread that notices it. `then` must be
     /// short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
 
-    /// The work's error, as a message for users, if one is known once the fence is passed.
+    /// The work's error, as a message for users. `None` if the fence is not passed, or if no error
+    /// is known.
     fn failure(&self) -> Option<String> {
         None
     }
@@ -29,9 +30,9 @@ pub trait Fence: Any + Send + Sync {
         false
     }
 
-    /// True if `earlier` is always over when this is: a fence of the same queue that was issued
-    /// before. Then only this one must be kept, and a buffer that a thousand calls read has one
-    /// fence.
+    /// True if `earlier` is always over when this fence is: both are in one queue, and `earlier`
+    /// was issued before. Then only this one must be kept, and a buffer that a thousand calls read
+    /// has one fence.
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let _ = earlier;
         false
@@ -43,8 +44,9 @@ pub trait Fence: Any + Send + Sync {
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds a fence. Drops those that are over or that it [covers](Fence::covers), but keeps
-    /// [lost](Fence::is_lost) ones: their memory must never be reused.
+    /// Adds `fence`, unless it is over or a stored fence [covers](Fence::covers) it. Drops stored
+    /// fences that are over or that `fence` covers. [Lost](Fence::is_lost) fences are always added
+    /// and kept: their memory must never be reused.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
         self.0.retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
         // Two threads may add their fences in another order than they issued them.
@@ -69,32 +71,33 @@ impl Fences {
         Self(fences.into_iter().collect())
     }
 
-    /// Adds all of `others`.
+    /// Adds the fences of `others` as [`add`](Self::add) does, which leaves out those that are
+    /// over.
     pub fn add_all(&mut self, others: &Self) {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
     }
 
-    /// The fences that were not over when they were last checked, and the lost ones.
+    /// Iterates over the stored fences. Some of them may be over.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Fence>> {
         self.0.iter()
     }
 
-    /// True if all are over.
+    /// True if all fences are over, or if there are none.
     pub fn are_over(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over())
     }
 
-    /// True if the memory may be reused: all are over, and none is [lost](Fence::is_lost).
+    /// True if the memory may be reused: all fences are over, and none is [lost](Fence::is_lost).
     pub(super) fn are_done(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over() && !fence.is_lost())
     }
 
-    /// The error of the first fence that failed, if any has.
+    /// Returns the error of the first failed fence, or `None` if no failure is known.
     pub fn failure(&self) -> Option<String> {
         self.0.iter().find_map(|fence| fence.failure())
     }
 
-    /// Calls `then` once all are over: now, or on the thread that notices the last of them.
+    /// Calls `then` once all fences are over: now, or on the thread that notices the last of them.
     pub fn on_over(mut self, then: Box<dyn FnOnce() + Send>) {
         while let Some(fence) = self.0.pop() {
             if !fence.is_over() {
@@ -104,7 +107,8 @@ impl Fences {
         then();
     }
 
-    /// Keeps `memory` until all are over, or for ever if one of them is [lost](Fence::is_lost).
+    /// Keeps `memory` until all fences are over, or for ever if one of them is
+    /// [lost](Fence::is_lost). Does not wait.
     pub(super) fn keep<T: Send + 'static>(self, memory: T) {
         let all = self.clone();
         self.on_over(Box::new(move || {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-/// Called once; must be short.
+/// A callback: called once, and must be short.
 type Then = Box<dyn FnOnce() + Send>;
 
 /// The building block of [fences](super::Fence): an event that happens once. Checking it reads one
@@ -18,7 +18,7 @@ pub struct Latch {
 }
 
 impl Latch {
-    /// True if it has been passed. Writes from before that are visible.
+    /// True if the latch has been passed. Then writes made before [`pass`](Self::pass) are visible.
     pub fn is_passed(&self) -> bool {
         self.is_passed.load(Ordering::Acquire)
     }

@@ -60,7 +60,7 @@ enum Backing {
 pub struct OwnedBuffer {
     backing: Backing,
     len: usize,
-    /// Fences of work that uses the bytes. A writer waits for them first.
+    /// Fences of device work that uses the bytes. A writer waits for them first.
     fences: Fences,
 }
 
@@ -71,7 +71,7 @@ impl OwnedBuffer {
         SharedBuffer { whole: Arc::new(Whole::new(Memory::Owned(self))), range, verdict: None }
     }
 
-    /// Their place in device memory, or `None` if they are host memory.
+    /// The place of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         match &self.backing {
             Backing::Block(block) => {
@@ -91,7 +91,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// True if these are host bytes that devices can copy from and to directly.
+    /// True if these are host bytes in pinned pages, which devices can copy from and to directly.
     pub fn is_pinned(&self) -> bool {
         match &self.backing {
             Backing::Block(block) => block.is_pinned(),
@@ -100,7 +100,8 @@ impl OwnedBuffer {
         }
     }
 
-    /// Fences of unfinished work that uses these bytes. They must not be written before it is over.
+    /// Fences of device work that may still read or write these bytes. Until all are over, do not
+    /// write the bytes or rely on their content. Does not wait for them.
     pub fn fences(&self) -> &Fences {
         &self.fences
     }
@@ -184,36 +185,38 @@ pub trait Loan: Send + Sync {
     /// memory](Self::device).
     fn bytes(&self) -> &[u8];
 
-    /// Their place in memory of a device of this process, if they are device memory.
+    /// The place of the bytes in memory of a device of this process. `None` if they are host
+    /// memory.
     fn device(&self) -> Option<DevicePlace> {
         None
     }
 
-    /// True if the device accesses them remotely, in another device's memory. They should then be
-    /// copied.
+    /// True if the device accesses the bytes remotely, in another device's memory. The borrower
+    /// should then copy them.
     fn is_far(&self) -> bool {
         false
     }
 
-    /// True if their owner has a memory limit. They should then be copied and given back soon.
+    /// True if the owner of the bytes has a memory limit. The borrower should then copy them and
+    /// give them back soon.
     fn is_limited(&self) -> bool {
         false
     }
 
-    /// Their place in a segment, if they can be re-lent to another process.
+    /// The position of the bytes in a segment. `None` if they cannot be re-lent to another process.
     fn place(&self) -> Option<SegmentPosition> {
         None
     }
 
-    /// Called before they are re-lent. Tells the owner that other processes than this one may read
-    /// them, even after this process is gone. Returns false if the owner cannot be told now: then
-    /// they are not re-lent.
+    /// Called before the bytes are re-lent. Tells the owner that processes other than this one may
+    /// read them, even after this process is gone. Returns false if the owner cannot be told now:
+    /// then the bytes are not re-lent.
     fn pass_on(&self) -> bool {
         true
     }
 }
 
-/// A position in a segment.
+/// A segment, and an offset in bytes within it.
 #[derive(Clone)]
 pub struct SegmentPosition {
     pub(crate) segment: Arc<Segment>,
@@ -232,22 +235,23 @@ impl SegmentPosition {
 pub struct SharedBuffer {
     whole: Arc<Whole>,
     range: Range<usize>,
-    /// The final check of the bytes, for this holder and its clones. See `with_verdict`.
+    /// A fence that ends when the validity of the bytes is known, for this holder and its clones.
+    /// See `with_verdict`.
     verdict: Option<Arc<dyn Fence>>,
 }
 
 struct Whole {
     memory: Memory,
-    /// Fences of work that reads the bytes.
+    /// Fences of device work that reads the bytes.
     reads: Mutex<Fences>,
-    /// Fences of work that writes them.
+    /// Fences of device work that writes the bytes.
     ready: Fences,
 }
 
 enum Memory {
     Owned(OwnedBuffer),
     Lent(Box<dyn Loan>),
-    /// The state during a drop.
+    /// The memory was taken out: the state during a drop.
     Gone,
 }
 
@@ -296,7 +300,8 @@ impl SharedBuffer {
         Self::lent_later(loan, Fences::default())
     }
 
-    /// As [`SharedBuffer::lent`], for bytes that are valid once all fences in `ready` are over.
+    /// Wraps memory of another owner, as [`SharedBuffer::lent`] does. The bytes are valid once all
+    /// fences in `ready` are over.
     pub fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
         let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
         let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
@@ -318,7 +323,7 @@ impl SharedBuffer {
         self.range.is_empty()
     }
 
-    /// Their place in device memory, or `None` if they are host memory.
+    /// The place of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         let place = match &self.whole.memory {
             Memory::Owned(buffer) => buffer.device(),
@@ -333,7 +338,8 @@ impl SharedBuffer {
         place.map(part)
     }
 
-    /// As [`OwnedBuffer::bind`].
+    /// Binds this thread to the bytes' device, if they are device memory that this process owns.
+    /// Otherwise does nothing.
     #[cfg(feature = "ucx")]
     pub(crate) fn bind(&self) -> std::io::Result<()> {
         match &self.whole.memory {
@@ -342,7 +348,8 @@ impl SharedBuffer {
         }
     }
 
-    /// True if these are host bytes that devices can copy from directly.
+    /// True if these are host bytes of this process in pinned pages, which devices can copy from
+    /// directly.
     pub fn is_pinned(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(buffer) => buffer.is_pinned(),
@@ -350,11 +357,11 @@ impl SharedBuffer {
         }
     }
 
-    /// Fences of the work that writes the bytes. Device work that reads them must run after it;
-    /// other readers wait for it.
+    /// Fences of the device work that writes the bytes. Device work that reads the bytes must run
+    /// after that work; other readers must wait for the fences.
     ///
-    /// If it [has failed](Fences::failure), or if the process that lent the bytes is gone, their
-    /// values are undefined. Code that would then use them on a device fails.
+    /// If that work [has failed](Fences::failure), or if the process that lent the bytes is gone,
+    /// their values are undefined. Code that would then use the bytes on a device fails.
     pub fn ready(&self) -> &Fences {
         &self.whole.ready
     }
@@ -368,12 +375,12 @@ impl SharedBuffer {
         Self { verdict: Some(verdict), ..self }
     }
 
-    /// The fence given by [`with_verdict`](Self::with_verdict).
+    /// Returns the fence given by [`with_verdict`](Self::with_verdict), if there is one.
     pub(crate) fn verdict(&self) -> Option<Arc<dyn Fence>> {
         self.verdict.clone()
     }
 
-    /// True if the bytes are known to be written and valid.
+    /// True if the bytes are known to be written and valid. Does not wait.
     pub fn is_made(&self) -> bool {
         let is_well = |verdict: &Arc<dyn Fence>| verdict.is_over() && verdict.failure().is_none();
         self.ready().are_over()
@@ -392,16 +399,18 @@ impl SharedBuffer {
         }));
     }
 
-    /// Adds the fence of issued work that reads these bytes: the memory stays until it is over.
+    /// Adds the fence of issued device work that reads these bytes. The memory does not go back to
+    /// its pool or its owner before the fence is over.
     pub fn add_read(&self, fence: Arc<dyn Fence>) {
         self.whole.reads.lock().add(fence);
     }
 
-    /// Returns a part of these bytes without a copy.
+    /// Returns a part of these bytes without a copy. `range` counts bytes from the start of this
+    /// buffer.
     ///
     /// # Panics
     ///
-    /// If `range` runs past the end.
+    /// If `range` runs past the end, or ends before it starts.
     pub fn slice(&self, range: Range<usize>) -> Self {
         assert!(
             range.start <= range.end && range.end <= self.range.len(),
@@ -443,8 +452,8 @@ impl SharedBuffer {
         }
     }
 
-    /// True if they count against a limit of their pool. The owner may run short of memory, so a
-    /// borrower copies them and gives them back.
+    /// True if the bytes count against a memory limit of their pool or their owner. The owner may
+    /// run short of memory, so a borrower copies them and gives them back.
     pub fn is_limited(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
@@ -453,13 +462,14 @@ impl SharedBuffer {
         }
     }
 
-    /// True if these bytes are in the memory of a foreign device, which [one of this
-    /// process's](Self::device) accesses remotely. They should be copied.
+    /// True if these bytes are lent and lie in another device's memory, which [this process's
+    /// device](Self::device) accesses remotely. They should be copied.
     pub fn is_far(&self) -> bool {
         matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
     }
 
-    /// Their place in a segment, if other processes can map it.
+    /// The position of the bytes in a segment. `None` if other processes cannot map or open that
+    /// segment.
     pub(crate) fn place(&self) -> Option<SegmentPosition> {
         let place = match &self.whole.memory {
             Memory::Owned(buffer) => buffer.place(),
@@ -469,8 +479,8 @@ impl SharedBuffer {
         place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
     }
 
-    /// Must be called before these bytes are lent. Returns false if they cannot be lent now. See
-    /// [`Loan::pass_on`].
+    /// Tells the owner of lent bytes that they are about to be re-lent. Must be called before these
+    /// bytes are lent. Returns false if they cannot be lent now. See [`Loan::pass_on`].
     pub(crate) fn pass_on(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(_) | Memory::Gone => true,
@@ -478,7 +488,7 @@ impl SharedBuffer {
         }
     }
 
-    /// True if both are the same bytes at the same place.
+    /// True if both are the same range of the same buffer.
     pub fn same_place(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.whole, &other.whole) && self.range == other.range
     }

@@ -14,7 +14,7 @@ use super::{Backing, Fences, OwnedBuffer, SegmentPosition};
 /// rest.
 pub struct Divided {
     whole: Arc<Whole>,
-    /// The ranges handed out, ascending.
+    /// The byte ranges handed out, ascending, without empty ones.
     given: Vec<Range<usize>>,
 }
 
@@ -38,15 +38,15 @@ pub(super) struct Part {
 }
 
 impl Divided {
-    /// Divides `buffer`; no part has been handed out yet.
+    /// Divides `buffer`; no part has been handed out yet. Panics if `buffer` is device memory.
     pub fn new(mut buffer: OwnedBuffer) -> Self {
         let start = NonNull::from(&mut buffer[..]).cast();
         Self { whole: Arc::new(Whole { buffer, start }), given: Vec::new() }
     }
 
-    /// Hands out the part at `range`, with the buffer's present content. Returns `None` if it
-    /// overlaps an earlier part or runs past the end. A range stays taken even after its part is
-    /// dropped.
+    /// Hands out the part at `range`, in bytes, with the buffer's present content. Returns `None`
+    /// if it overlaps an earlier part or runs past the end. A range stays taken even after its part
+    /// is dropped.
     pub fn part(&mut self, range: Range<usize>) -> Option<OwnedBuffer> {
         if range.start > range.end || range.end > self.whole.buffer.len {
             return None;

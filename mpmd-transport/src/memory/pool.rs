@@ -11,23 +11,23 @@ use parking_lot::{Mutex, MutexGuard};
 use super::segment::Segment;
 use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition};
 
-/// Blocks up to this size share segments; larger ones have a segment each.
+/// Blocks up to this size in bytes share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
-/// Size of the first shared segment. Later ones are larger, in proportion to the pool: each costs a
-/// mapping, and a descriptor in every process that it is lent to.
+/// Size in bytes of the first shared segment. Later ones are larger, in proportion to the pool:
+/// each costs a mapping, and a descriptor in every process that it is lent to.
 const FIRST_SEGMENT: usize = 4 << 20;
 const LARGEST_SEGMENT: usize = 32 << 20;
 /// Blocks with a segment of their own are kept until all blocks exceed twice the peak use plus this
 /// many bytes. With a smaller bound, pages would come and go with every step.
 const KEPT_BESIDE: u64 = 64 << 20;
-/// The longest wait until peers have closed a device's memory when it is short, and the polling
-/// interval.
+/// Time limit of an allocation that waits until peers have closed freed device memory.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
 const FREED_LOOK: Duration = Duration::from_millis(5);
-/// The largest total size of a pool's buffers in bytes: the address space has no more.
+/// Limit on the total size of a pool's buffers in bytes: the address space has no more.
 const MOST: u64 = isize::MAX as u64;
 
-/// A source of buffers with a limit, which counts its buffers. Clones are the same pool.
+/// A source of buffers with an optional limit in bytes. It counts its buffers. Clones are the same
+/// pool.
 #[derive(Clone)]
 pub struct Pool {
     inner: Arc<Inner>,
@@ -42,9 +42,9 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// Unused blocks, by size class.
+    /// Unused blocks, by size class in bytes.
     free: BTreeMap<usize, Vec<Carved>>,
-    /// The segment that small blocks are carved from, and the number of its bytes already used.
+    /// (Segment that small blocks are carved from, number of its bytes already used).
     open: Option<(Arc<Segment>, usize)>,
     stats: PoolStats,
 }
@@ -53,19 +53,20 @@ struct State {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// In buffers in use.
+    /// Bytes in buffers in use.
     pub live: u64,
-    /// In reservations that have no buffer yet.
+    /// Bytes in reservations that have no buffer yet.
     pub reserved: u64,
-    /// In blocks kept for reuse.
+    /// Bytes in blocks kept for reuse.
     pub cached: u64,
-    /// Largest sum of live and reserved so far.
+    /// Largest sum of `live` and `reserved` so far.
     pub peak: u64,
-    /// Largest live so far: the memory really used, without reservations.
+    /// Largest `live` so far: the memory really used, without reservations.
     pub peak_live: u64,
-    /// Largest live since [`Pool::forget_peak`].
+    /// Largest `live` since [`Pool::forget_peak`], or since the start.
     pub recent_peak: u64,
-    /// Mapped from the system so far; never falls. It stays constant once a program has warmed up.
+    /// Bytes mapped from the system so far; never falls. It stays constant once a program has
+    /// warmed up.
     pub mapped: u64,
 }
 
@@ -95,9 +96,9 @@ pub struct OutOfMemory {
     pub live: u64,
     /// Bytes reserved.
     pub reserved: u64,
-    /// The pool's limit; `None` if the system refused.
+    /// The pool's limit in bytes. `None` if it has no limit, or if the limit was not the cause.
     pub limit: Option<u64>,
-    /// The error of the system, or of the device's driver, if it refused.
+    /// The error of the system, or of the device's driver. `None` if neither refused.
     pub refusal: Option<String>,
 }
 
@@ -110,13 +111,13 @@ fn refusal_text(refusal: &Option<String>) -> String {
 }
 
 impl Pool {
-    /// Creates an empty pool that gives out at most `limit` bytes at a time. `name` is for
-    /// messages.
+    /// Creates an empty pool. Buffers and reservations together are limited to `limit` bytes at any
+    /// time; `None` is no limit. `name` is for messages.
     pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
         Self::in_arena(name, limit, &Arena::private())
     }
 
-    /// As [`Pool::new`], with segments of `arena`.
+    /// Creates an empty pool, as [`Pool::new`] does, that maps its segments from `arena`.
     pub fn in_arena(name: impl Into<String>, limit: Option<u64>, arena: &Arena) -> Self {
         let (name, arena) = (name.into(), arena.clone());
         Self { inner: Arc::new(Inner { name, limit, arena, state: Mutex::default() }) }
@@ -131,7 +132,7 @@ impl Pool {
         self.reserve(bytes)?.allocate()
     }
 
-    /// Reserves `bytes` bytes without allocating pages.
+    /// Reserves `bytes` bytes without allocating pages. The reservation ends when it is dropped.
     ///
     /// # Errors
     ///
@@ -159,7 +160,8 @@ impl Pool {
         self.set_aside(bytes, class)
     }
 
-    /// Reserves `class` bytes; `None` stands for more than any pool has.
+    /// Reserves `class` bytes; `None` stands for more than any pool has. If the limit forbids it,
+    /// first brings back lent blocks. `bytes` is for the error.
     fn set_aside(&self, bytes: usize, class: Option<u64>) -> Result<Reservation, OutOfMemory> {
         let most = self.inner.limit.unwrap_or(MOST).min(MOST);
         let fitting = |stats: &PoolStats| {
@@ -191,7 +193,7 @@ impl Pool {
         state.stats.recent_peak = state.stats.live;
     }
 
-    /// The most bytes that the pool gives out at a time.
+    /// The limit in bytes on buffers and reservations together. `None` is no limit.
     pub fn limit(&self) -> Option<u64> {
         self.inner.limit
     }
@@ -202,7 +204,7 @@ impl Pool {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
 
-    /// Gives cached blocks that have a segment of their own back to the system.
+    /// Gives cached blocks that have a segment of their own (above 512 KiB) back to the system.
     pub fn trim(&self) {
         self.inner.trim();
     }
@@ -277,8 +279,8 @@ impl Inner {
         state.take(class).ok_or_else(|| io::Error::other("a new segment is too small for a block"))
     }
 
-    /// Maps a new segment. If there is no memory for it, waits until peers have closed device
-    /// memory that was just freed.
+    /// Maps a new segment of `bytes` bytes. If there is no memory for it, waits up to half a second
+    /// until peers have closed freed device memory.
     fn map_when_freed(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let until = Instant::now() + FREED_WITHIN;
         loop {
@@ -333,12 +335,12 @@ impl State {
     }
 }
 
-/// Bytes reserved in a pool; dropping it gives them up.
+/// Bytes reserved in a pool. Dropping this gives up those that have no buffer yet.
 #[derive(Debug)]
 pub struct Reservation {
     pool: Pool,
     bytes: usize,
-    /// Bytes that the pool still counts as reserved for it.
+    /// Number of bytes that the pool still counts as reserved for this.
     counted: u64,
 }
 
@@ -404,7 +406,7 @@ impl Reservation {
         Ok(buffers)
     }
 
-    /// The number of bytes requested.
+    /// The number of bytes requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -427,7 +429,7 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// A range of a segment that no other block shares.
+/// A range of a segment, of `capacity` bytes, that no other block shares.
 struct Carved {
     start: NonNull<u8>,
     capacity: usize,
@@ -452,7 +454,7 @@ impl Carved {
 
 /// A carved range in use; goes back to its pool when dropped.
 pub(super) struct Block {
-    /// `None` only while it is dropped.
+    /// The range; `None` only while the block is dropped.
     carved: Option<Carved>,
     pool: Pool,
 }
@@ -492,7 +494,7 @@ impl Block {
         self.carved().segment.device().map_or(Ok(()), |memory| memory.bind())
     }
 
-    /// Its place in device memory, or `None` if it is host memory.
+    /// The block's place in device memory, or `None` if it is host memory.
     pub(super) fn device(&self) -> Option<DevicePlace> {
         let Carved { start, segment, capacity } = self.carved();
         let device = segment.device()?.device();
@@ -520,8 +522,8 @@ impl Drop for Block {
     }
 }
 
-/// Returns the size class of an allocation: a multiple of the alignment with at most a quarter of
-/// waste. `None` if it would exceed [`MOST`].
+/// Returns the size class in bytes of an allocation of `bytes`: a multiple of the alignment. Above
+/// 256 bytes the waste is at most a quarter. `None` if it would exceed [`MOST`].
 fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(ALIGNMENT);
     let step = (bytes.checked_next_power_of_two()? / 8).max(ALIGNMENT);

@@ -20,7 +20,7 @@ use super::arena::Inner;
 use super::map::{map, unmap};
 use super::{Arena, DeviceMemory};
 
-/// Segments of at least this size ask for pages of 2 MiB.
+/// Segments of at least this size in bytes ask for pages of 2 MiB.
 const HUGE: usize = 2 << 20;
 
 /// The seals of a segment that other processes map. Without GROW and SHRINK its owner could remove
@@ -30,16 +30,17 @@ const HUGE: usize = 2 << 20;
 const SEALS: SealFlags =
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
-/// The identity of a segment's file.
+/// The identity of a segment's file: its device and its inode number.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) struct File {
     device: u64,
     number: u64,
 }
 
-/// One mapping, or one allocation of a device. Given back when dropped.
+/// One mapping, or one allocation of a device. Dropping it gives the memory back.
 pub struct Segment {
-    /// An address of the device's own if this is device memory: never to be dereferenced.
+    /// Address of the first byte. In device memory it is the device's own address: never to be
+    /// dereferenced.
     start: NonNull<u8>,
     bytes: usize,
     /// The guard that pins the pages for devices, if any. Dropped before the mapping goes.
@@ -48,8 +49,8 @@ pub struct Segment {
     device: Option<Box<dyn DeviceMemory>>,
     /// The file, if other processes can map the segment.
     descriptor: Option<OwnedFd>,
-    /// The number by which peers know the segment, once they do, and the arena to tell when it is
-    /// freed.
+    /// (Number by which peers know the segment, arena to tell when it is freed). Not set before a
+    /// peer knows the segment.
     known: OnceLock<(u32, Weak<Inner>)>,
 }
 
@@ -146,7 +147,7 @@ impl Segment {
         }
     }
 
-    /// Wraps memory of a device.
+    /// Wraps memory of a device. Fails if its address is 0.
     pub(crate) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
         let start = usize::try_from(memory.address()).unwrap_or(0);
         let start = NonNull::new(std::ptr::without_provenance_mut(start))
@@ -166,18 +167,20 @@ impl Segment {
         self.device.as_deref()
     }
 
-    /// Keeps `pin` until just before the mapping goes.
+    /// Keeps `pin`, the guard of pinned pages, until just before the mapping goes. Only the first
+    /// call counts.
     pub(super) fn keep_pin(&self, pin: Box<dyn Any + Send + Sync>) {
         // A second pin is not needed.
         let _ = self.pin.set(pin);
     }
 
-    /// True if its pages are pinned for devices.
+    /// True if the segment's pages are pinned for devices.
     pub(super) fn is_pinned(&self) -> bool {
         self.pin.get().is_some()
     }
 
-    /// The address of the first byte, aligned to a page.
+    /// The address of the first byte, aligned to a page in host memory. For device memory it is the
+    /// device's own address and must not be dereferenced.
     pub(super) fn start(&self) -> NonNull<u8> {
         self.start
     }
@@ -187,8 +190,8 @@ impl Segment {
         self.bytes
     }
 
-    /// Returns bytes of a segment that another process owns and has lent, or `None` if the segment
-    /// has no such range.
+    /// Returns bytes of a segment that another process owns and has lent. `None` if the segment has
+    /// no such range, or is device memory.
     ///
     /// The owner promises not to change them while they are lent. If it breaks the promise, by a
     /// bug, readers see other values; they never access unmapped memory.
@@ -204,23 +207,23 @@ impl Segment {
         })
     }
 
-    /// The descriptor by which other processes map it; `None` if they cannot.
+    /// The descriptor by which other processes map the segment; `None` if they cannot.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
-    /// True if other processes can map it, or open it.
+    /// True if other processes can map the segment, or open its device memory.
     pub(crate) fn is_shareable(&self) -> bool {
         self.descriptor.is_some() || self.device().is_some_and(|memory| memory.export().is_some())
     }
 
-    /// True if `range` lies within the segment.
+    /// True if `range`, in bytes, lies within the segment.
     pub(crate) fn has(&self, range: &Range<usize>) -> bool {
         range.start <= range.end && range.end <= self.bytes
     }
 
-    /// Returns the number by which peers know it; takes a new one of `arena` at the first call. The
-    /// number is never used for another segment of this process.
+    /// Returns the number by which peers know this segment; takes a new one of `arena` at the first
+    /// call. The number is never used for another segment of that arena.
     pub(crate) fn number(&self, arena: &Arena) -> u32 {
         self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
     }
@@ -249,12 +252,12 @@ pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     Ok(descriptor)
 }
 
-/// Makes the system allocate all pages of a file in memory now.
+/// Makes the system allocate the pages of the first `bytes` bytes of a file in memory now.
 pub(crate) fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
     in_pieces(bytes as u64, |at, bytes| fallocate(file, FallocateFlags::empty(), at, bytes))
 }
 
-/// Calls `take` with offsets and lengths that together cover `bytes` bytes.
+/// Calls `take` with (offset, length in bytes) until all calls together have covered `bytes` bytes.
 ///
 /// A call that a signal interrupts has done nothing, and the next one is half as long. So repeated
 /// signals cannot interrupt the same work for ever.
@@ -271,7 +274,7 @@ fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) ->
     Ok(())
 }
 
-/// Checks that this process may have files of `bytes` bytes.
+/// Fails if this process's file size limit is below `bytes` bytes.
 pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes => Err(io::Error::other(format!(

@@ -17,7 +17,7 @@ use super::{Down, Member, RendezvousError, Report, Token};
 use crate::wire::ProcessId;
 
 /// This process's connection to the job's [`Server`](super::Server). Any thread may call its
-/// methods. All of them block, for a bounded time.
+/// methods. Those that ask the server block, for a bounded time.
 ///
 /// If it is dropped without [`leave`](Self::leave), the process counts as died, and the others are
 /// told.
@@ -54,14 +54,17 @@ pub struct JoinConfig {
 }
 
 impl Rendezvous {
-    /// Connects to the server, which may start later, and compares clocks with it.
+    /// Connects to the server, which may start later, and compares clocks with it. Starts a thread
+    /// that reads the connection.
     ///
     /// # Errors
     ///
     /// - [`Unreachable`](RendezvousError::Unreachable) after `peer_timeout`.
     /// - [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
-    ///   [`Stranger`](RendezvousError::Stranger) at once, by the server's answer to the preamble.
+    ///   [`Stranger`](RendezvousError::Stranger) by the server's answer to the preamble.
     /// - [`NoSuchProcess`](RendezvousError::NoSuchProcess) if `process` is not below `processes`.
+    /// - [`ServerGone`](RendezvousError::ServerGone) or
+    ///   [`Environment`](RendezvousError::Environment) if the connection fails.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
         if config.process.index() >= config.processes {
             let JoinConfig { process, processes, .. } = config;
@@ -102,8 +105,8 @@ impl Rendezvous {
         Ok(this)
     }
 
-    /// The address of this end of the connection. It is an interface by which at least the server,
-    /// and most likely the job's other hosts, can reach this process.
+    /// The IP address of this end of the connection. It belongs to an interface by which at least
+    /// the server, and most likely the job's other hosts, can reach this process.
     pub fn local_ip(&self) -> IpAddr {
         self.local.ip()
     }
@@ -115,8 +118,8 @@ impl Rendezvous {
         self.clock_offset
     }
 
-    /// Joins the job and waits for all others. Returns the descriptions of all processes, by
-    /// process number.
+    /// Joins the job and waits for all others, at most the config's `peer_timeout` plus two
+    /// seconds. Returns the descriptions of all processes, by process number.
     ///
     /// # Errors
     ///
@@ -137,12 +140,15 @@ impl Rendezvous {
         }
     }
 
-    /// Sets a value that all processes can [`get`](Self::get). It replaces an earlier one.
+    /// Sets a value that all processes can [`get`](Self::get), replacing the earlier one of `key`.
+    /// Blocks until the server answers.
     ///
     /// # Errors
     ///
-    /// [`TooLong`](RendezvousError::TooLong) above [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES);
-    /// [`ServerGone`](RendezvousError::ServerGone) if the connection has ended.
+    /// [`TooLong`](RendezvousError::TooLong) if the value is longer than
+    /// [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES), or the key than 1024 bytes;
+    /// [`ServerGone`](RendezvousError::ServerGone) if the connection has ended or the server is
+    /// silent.
     pub fn set(&self, key: impl Into<String>, value: Vec<u8>) -> Result<(), RendezvousError> {
         let key = key.into();
         if value.len() > protocol::MAX_VALUE_BYTES {
@@ -152,12 +158,14 @@ impl Rendezvous {
         self.link.ask(self.config.peer_timeout, |ask| Request::Set { ask, key, value }).map(drop)
     }
 
-    /// Returns the value under `key`. Waits at most `peer_timeout` until a process sets one.
+    /// Returns the value under `key`. Blocks until a process sets one, at most `peer_timeout` plus
+    /// two seconds.
     ///
     /// # Errors
     ///
-    /// [`Unset`](RendezvousError::Unset) after `peer_timeout`;
-    /// [`ServerGone`](RendezvousError::ServerGone).
+    /// [`Unset`](RendezvousError::Unset) if no process sets one within `peer_timeout`;
+    /// [`TooLong`](RendezvousError::TooLong) for a key above 1024 bytes;
+    /// [`ServerGone`](RendezvousError::ServerGone) if the server does not answer.
     pub fn get(
         &self,
         key: impl Into<String>,
@@ -170,13 +178,16 @@ impl Rendezvous {
         }
     }
 
-    /// Waits at most `peer_timeout` until all processes of the job wait here. A name can be used again.
+    /// Blocks until all processes of the job wait here, at most `peer_timeout` plus two seconds. A
+    /// name can be used again.
     ///
     /// # Errors
     ///
     /// - [`Barrier`](RendezvousError::Barrier), with the processes that did not come in time.
     /// - [`BarrierBroken`](RendezvousError::BarrierBroken) as soon as a process can no longer come.
-    /// - [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join).
+    /// - [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join), or if this process
+    ///   already waits under this name.
+    /// - [`TooLong`](RendezvousError::TooLong) for a name above 1024 bytes.
     /// - [`ServerGone`](RendezvousError::ServerGone) if the connection has ended.
     pub fn barrier(
         &self,
@@ -187,8 +198,8 @@ impl Rendezvous {
         self.link.ask(peer_timeout, |ask| Request::Barrier { ask, name, peer_timeout }).map(drop)
     }
 
-    /// Calls `tell` for every process, and the server, that goes without leaving in order. Events
-    /// from before this call are reported at once.
+    /// Sets the function that is called for every process, and for the server, if it goes without
+    /// leaving in order. Events from before this call are reported at once.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
     pub fn on_down(&self, tell: Box<dyn Fn(Down) + Send + Sync>) {
@@ -205,25 +216,25 @@ impl Rendezvous {
     /// Reports the failure that this process ends with to the server's owner. Only the first report
     /// of a process counts.
     ///
-    /// Blocks until the answer comes, at most four seconds. After that the owner knows the failure,
-    /// however this process ends.
+    /// Blocks until the answer comes, and waits for it at most four seconds. After success the
+    /// owner knows the failure, however this process ends.
     ///
     /// # Errors
     ///
     /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
-    /// [`ServerGone`](RendezvousError::ServerGone).
+    /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes.
     pub fn report(&self, report: Report) -> Result<(), RendezvousError> {
         self.link.ask(REPORT_WITHIN, |ask| Request::Report { ask, report }).map(drop)
     }
 
-    /// Leaves the job in order: the others will not be told that this process is down. Blocks for
-    /// the server's answer, at most a few seconds, and not at all if the server is known to be
-    /// silent.
+    /// Leaves the job in order: the others will not be told that this process is down. Waits for
+    /// the server's answer, at most five seconds. Does not wait if the server is known to be
+    /// silent. Closes the connection.
     ///
     /// # Errors
     ///
-    /// [`ServerGone`](RendezvousError::ServerGone), or [`Left`](RendezvousError::Left) if it has
-    /// left before.
+    /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes, or
+    /// [`Left`](RendezvousError::Left) if this process has left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
@@ -237,11 +248,11 @@ impl Rendezvous {
         left
     }
 
-    /// Compares clocks with the server: makes a few round trips and uses the quickest.
+    /// Compares clocks with the server: makes eight round trips and uses the quickest.
     ///
     /// # Errors
     ///
-    /// [`ServerGone`](RendezvousError::ServerGone).
+    /// [`ServerGone`](RendezvousError::ServerGone) if the server does not answer.
     pub fn compare_clocks(&self) -> Result<ClockOffset, RendezvousError> {
         const TRIPS: usize = 8;
         let mut trips = Vec::with_capacity(TRIPS);
@@ -256,8 +267,9 @@ impl Rendezvous {
     }
 }
 
-/// Returns the offset by the quickest of some round trips. Each is (time asked, server's clock,
-/// time answered), in nanoseconds. The quickest has the smallest error.
+/// Returns the clock offset by the quickest of some round trips, which has the smallest error. Each
+/// trip is (time asked, server's clock, time answered), in nanoseconds. Without a usable trip, the
+/// offset is 0 and its bound huge.
 fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
     // A clock that was set back meanwhile makes the trip useless.
     let found = trips.iter().filter(|(asked, _, answered)| answered >= asked).map(
@@ -301,11 +313,12 @@ struct State {
     asks: HashMap<u64, mpsc::Sender<Answered>>,
     /// The members received so far: the answer to `join` may come in parts.
     members: Vec<Member>,
-    /// The reason why no more requests can be made.
+    /// The reason why no more requests can be made; `None` while the connection stands.
     ended: Option<RendezvousError>,
     /// True once the job is complete. From then on this process can do without the server.
     joined: bool,
     /// The reason why no answer is expected at the moment: the server of a running job is silent.
+    /// `None` while it is heard.
     silent: Option<RendezvousError>,
     /// True once the loss of the server has been reported, which is done once.
     loss_told: bool,
@@ -314,23 +327,25 @@ struct State {
     untold: Vec<Down>,
 }
 
-/// The time an answer came, by this process's clock in nanoseconds since 1970, and the answer.
+/// (Time of the answer in nanoseconds since 1970 by this process's clock, answer).
 type Answered = (i64, Result<Answer, RendezvousError>);
 
-/// Extra time to wait for an answer: the server's error, which names the late processes, should
-/// come first.
+/// Time to wait for an answer beyond the peer timeout: the server's error, which names the late
+/// processes, should come first.
 const SLACK: Duration = Duration::from_secs(2);
 
 /// Time that the server has to take a report, without the slack. Short, as a failing process must
 /// not hang here.
 const REPORT_WITHIN: Duration = Duration::from_secs(2);
 
-/// The longest time that leaving waits for the server. The request has been sent in any case.
+/// Time limit for the answer when leaving, without the slack. The request has been sent in any
+/// case.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 
 impl Connection {
-    /// Sends a request and blocks until its answer comes. Returns the time of the answer, and the
-    /// answer. If the server is silent, the request is still sent, but fails at once.
+    /// Sends a request and blocks until its answer comes, at most `peer_timeout` plus [`SLACK`].
+    /// Returns (time of the answer in nanoseconds since 1970, answer). If the server is silent, the
+    /// request is still sent, but fails at once.
     fn ask(
         &self,
         peer_timeout: Duration,
@@ -364,7 +379,8 @@ impl Connection {
         }
     }
 
-    /// If the server is silent, withdraws request `ask` and returns the error.
+    /// If the server is silent, withdraws request `ask` and returns the error. Otherwise returns
+    /// `None`.
     fn silence_of(&self, ask: u64) -> Option<RendezvousError> {
         let mut state = self.state.lock();
         let silent = state.silent.clone()?;
@@ -434,7 +450,7 @@ impl Connection {
     }
 
     /// If this process has joined: records that the server is silent, fails all pending requests
-    /// and returns true.
+    /// and returns true. Otherwise has no effect and returns false.
     fn goes_on_without(&self, why: &str) -> bool {
         let mut state = self.state.lock();
         if !state.joined {
@@ -450,7 +466,8 @@ impl Connection {
         true
     }
 
-    /// Reports, once, that the server is lost to this process.
+    /// Reports to the function of `on_down`, once, that the server is lost to this process. Reports
+    /// nothing while this process leaves.
     fn tell_loss(&self, why: String) {
         let mut state = self.state.lock();
         if state.leaving || std::mem::replace(&mut state.loss_told, true) {

@@ -8,11 +8,12 @@ use super::job::after;
 use super::protocol::{self, ANSWER_BYTES, Greeting, VERSION};
 use super::{JoinConfig, RendezvousError};
 
-/// Number of times a token is shown to a server that closes the connection unanswered.
+/// Limit on the times that the token is shown to a server that closes the connection unanswered.
 const TRIES: usize = 3;
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
-/// Connects and shows the token. Also returns the interval of the server's pings.
+/// Connects to the server, which may start later, and shows the token. Returns the stream and the
+/// interval of the server's pings. Gives up after about the peer timeout.
 pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), RendezvousError> {
     let until = after(Instant::now(), config.peer_timeout);
     let mut tries = 0;
@@ -30,7 +31,7 @@ pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), Rendezv
     }
 }
 
-/// Connects, with retries until `until`.
+/// Connects, with retries at growing intervals until `until`.
 fn reach(
     server: &str,
     peer_timeout: Duration,
@@ -51,7 +52,7 @@ fn reach(
     }
 }
 
-/// Tries every address of the server once.
+/// Tries every address of the server once. Fails with the error of the last one.
 fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in server.to_socket_addrs()? {
@@ -72,7 +73,8 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     Err(last)
 }
 
-/// Shows the token; returns the interval of the server's pings.
+/// Sends the preamble with the token and waits for the answer, until about `until`. Returns the
+/// interval of the server's pings.
 fn greet(
     stream: &mut TcpStream,
     config: &JoinConfig,

@@ -23,7 +23,7 @@ pub enum RendezvousError {
         "the rendezvous service at {server} could not be reached within {peer_timeout:?}: {why}"
     )]
     Unreachable {
-        /// The address tried.
+        /// The server's address, as `host:port`.
         server: String,
         /// The peer timeout.
         peer_timeout: Duration,
@@ -33,13 +33,13 @@ pub enum RendezvousError {
     /// The server closed the connection unanswered. Most likely the caller's fault.
     #[error("the server at {server} refused the connection: the job token is probably wrong")]
     Token {
-        /// The server.
+        /// The server's address, as `host:port`.
         server: String,
     },
     /// The program that listens there is not a rendezvous server. The caller's fault.
     #[error("the program that listens at {server} is not a rendezvous service of mpmd")]
     Stranger {
-        /// The address.
+        /// The address, as `host:port`.
         server: String,
     },
     /// The server is of another build. The caller's fault.
@@ -48,11 +48,11 @@ pub enum RendezvousError {
          run the same build on every process"
     )]
     Version {
-        /// The server.
+        /// The server's address, as `host:port`.
         server: String,
-        /// Its version.
+        /// The server's protocol version.
         theirs: u16,
-        /// The version of this process.
+        /// The protocol version of this process.
         ours: u16,
     },
     /// Some processes of the job did not join in time. All that did join get this error. A peer's
@@ -63,13 +63,13 @@ pub enum RendezvousError {
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// The time that the others waited.
+        /// The time that the processes that joined have waited.
         peer_timeout: Duration,
     },
     /// Another living process has this number and keeps it. The caller's fault.
     #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
     Duplicate {
-        /// The number.
+        /// The process number that both have.
         process: ProcessId,
         /// The holder's host.
         host: String,
@@ -91,7 +91,7 @@ pub enum RendezvousError {
     /// The number is not one of the job's. The caller's fault.
     #[error("there is no process {process} in a job of {processes}: they count from 0")]
     NoSuchProcess {
-        /// The number.
+        /// The process number that is too large.
         process: ProcessId,
         /// Number of processes in the job.
         processes: usize,
@@ -118,29 +118,29 @@ pub enum RendezvousError {
     Program {
         /// The process that joined later.
         process: ProcessId,
-        /// Its host.
+        /// The host of `process`.
         host: String,
-        /// Its fingerprint.
+        /// The program fingerprint of `process`.
         program: String,
         /// A process that joined before.
         other: ProcessId,
-        /// Its host.
+        /// The host of `other`.
         other_host: String,
-        /// Its fingerprint.
+        /// The program fingerprint of `other`.
         other_program: String,
     },
     /// A request that only a joined process may make, or a second join. The caller's fault.
     #[error("{what} is possible only {when}")]
     OutOfTurn {
-        /// The request.
+        /// The request, in words.
         what: String,
-        /// The condition under which it would be allowed.
+        /// The condition under which the request would be allowed, in words.
         when: String,
     },
     /// No process set the value in time. A peer's fault.
     #[error("no process has set {key:?} after {peer_timeout:?}")]
     Unset {
-        /// The key.
+        /// The key that was asked for.
         key: String,
         /// The time waited.
         peer_timeout: Duration,
@@ -148,31 +148,31 @@ pub enum RendezvousError {
     /// Some processes did not reach the barrier in time. A peer's fault.
     #[error("barrier {name:?}: {} not arrived after {peer_timeout:?}", have(missing, *processes))]
     Barrier {
-        /// The barrier.
+        /// The barrier's name.
         name: String,
         /// The missing processes, ascending.
         missing: Vec<ProcessId>,
         /// Number of processes in the job.
         processes: usize,
-        /// The time that the others waited.
+        /// The time that the arrived processes have waited.
         peer_timeout: Duration,
     },
     /// A process that a barrier needs will never reach it. A peer's fault.
     #[error("barrier {name:?}: process {process} will not come: {why}")]
     BarrierBroken {
-        /// The barrier.
+        /// The barrier's name.
         name: String,
         /// The process that will not reach it.
         process: ProcessId,
-        /// The reason.
+        /// The reason, in words.
         why: String,
     },
     /// A key, a value, a name or a description of a process is too long. The caller's fault.
     #[error("{what} has {bytes} bytes; at most {limit} are allowed")]
     TooLong {
-        /// The text or value that is too long.
+        /// The name of the text or value that is too long.
         what: String,
-        /// Its length in bytes.
+        /// The actual length in bytes.
         bytes: usize,
         /// The largest allowed length in bytes.
         limit: usize,
@@ -180,9 +180,9 @@ pub enum RendezvousError {
     /// The connection to the server has ended. The environment's fault, or the server's.
     #[error("the rendezvous service at {server} is gone: {why}")]
     ServerGone {
-        /// The server.
+        /// The server's address, as `host:port`.
         server: String,
-        /// The connection's error.
+        /// The connection's error, in words.
         why: String,
     },
     /// This process has left the job. The caller's fault.

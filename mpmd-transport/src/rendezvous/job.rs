@@ -40,7 +40,7 @@ pub(super) struct Job {
     values: HashMap<String, Vec<u8>>,
     gets: Vec<Get>,
     barriers: BTreeMap<String, Vec<Arrival>>,
-    /// In order of arrival, at most one from each process.
+    /// (Process, its failure), in order of arrival, at most one from each process.
     reports: Vec<(ProcessId, Report)>,
     ticked: Instant,
     actions: Vec<Action>,
@@ -51,7 +51,7 @@ struct Seat {
     link: Link,
     member: Member,
     waits: Wait,
-    /// The reason why it is no longer in the job.
+    /// The reason why the process is no longer in the job; `None` while it is.
     ended: Option<String>,
 }
 
@@ -109,17 +109,18 @@ impl Job {
         self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
     }
 
-    /// The failures that processes of the job have reported, in order of arrival.
+    /// The failures that processes of the job have reported, as (process, report), in order of
+    /// arrival.
     pub(super) fn reports(&self) -> &[(ProcessId, Report)] {
         &self.reports
     }
 
-    /// Takes the actions since the last call.
+    /// Takes the actions that the server must carry out, added since the last call.
     pub(super) fn actions(&mut self) -> Vec<Action> {
         std::mem::take(&mut self.actions)
     }
 
-    /// Adds a client that has shown the right token.
+    /// Adds a client that has shown the right token. It must join within the peer timeout.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
         let join_by = after(now, self.peer_timeout);
         self.links.insert(
@@ -128,7 +129,8 @@ impl Job {
         );
     }
 
-    /// Handles the end of a client's connection.
+    /// Handles the end of a client's connection: drops its requests. If it had joined, its process
+    /// counts as died.
     pub(super) fn closed(&mut self, link: Link, why: &str) {
         if let Some(process) = self.forget(link) {
             self.end(process, why, true);
@@ -186,7 +188,8 @@ impl Job {
         }
     }
 
-    /// Sends pings and fails expired requests. Returns the time at which it must be called again.
+    /// Sends due pings, drops silent clients and fails expired requests. Returns the time by which
+    /// it must be called again.
     pub(super) fn tick(&mut self, now: Instant) -> Instant {
         self.watch(now);
         if self.phase == Phase::Gathering && now >= self.gather_until {
@@ -468,7 +471,8 @@ impl Job {
         self.links.remove(&link)?.process
     }
 
-    /// Marks a process as ended. `died` is true if it did not leave in order.
+    /// Marks a process as ended and fails all pending barriers. If `died` (it did not leave in
+    /// order), tells the others. Before the job is complete, only frees the process's number.
     fn end(&mut self, process: ProcessId, why: &str, died: bool) {
         if self.phase != Phase::Running {
             // The others do not know it yet: another process may take its number.
@@ -501,7 +505,7 @@ impl Job {
         }
     }
 
-    /// Fails a job that can never be complete, and tells all processes that joined.
+    /// Fails a job that can never be complete, and answers all processes that joined with `error`.
     fn fail(&mut self, error: RendezvousError) {
         let told: Vec<_> =
             self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();

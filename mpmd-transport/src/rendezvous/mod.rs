@@ -62,20 +62,20 @@ pub use token::{Token, TokenError};
 /// A process's description of itself, sent to the others when it joins.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Member {
-    /// The name of its host, for messages and to tell if two processes share a host.
+    /// The name of the process's host, for messages and to tell if two processes share a host.
     pub host: String,
-    /// Its process id in the operating system.
+    /// The process's id in the operating system.
     pub pid: u32,
-    /// Number of devices that it owns.
+    /// Number of devices that the process owns.
     pub devices: u32,
-    /// Its transports' addresses: pairs of the transport's name and an address in that transport's
-    /// format.
+    /// The addresses of the process's transports: pairs of (the transport's name, an address in
+    /// that transport's format).
     pub addresses: Vec<(String, String)>,
     /// A fingerprint of the program, which must be equal in all processes. May be empty, but then
     /// in all.
     pub program: String,
-    /// The reason why it cannot take part, if there is one: the others then hear it instead of
-    /// missing the process.
+    /// The reason why the process cannot take part, if there is one: the others then hear it
+    /// instead of missing the process.
     pub trouble: Option<String>,
 }
 
@@ -93,10 +93,10 @@ pub struct Report {
 /// A process or the server has gone without leaving in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Down {
-    /// A process of the job, and how the server noticed.
+    /// (Process of the job, the reason that the server gives).
     Process(ProcessId, String),
-    /// The server itself: it has ended, cannot be reached, or is silent. Reported once. For a
-    /// process that has joined this is only a warning; ends of processes may not be reported from
-    /// now on.
+    /// The server itself, with the reason: it has ended, cannot be reached, or is silent. Reported
+    /// once. For a process that has joined this is only a warning; ends of processes may not be
+    /// reported from now on.
     Server(String),
 }

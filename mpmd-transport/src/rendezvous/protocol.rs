@@ -50,9 +50,9 @@ pub(super) fn preamble_version(head: &[u8; HEAD_BYTES]) -> Option<u16> {
 /// The server's answer to a preamble.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Greeting {
-    /// The token is right. A ping comes at least this often.
+    /// The token is right. `ping` is the interval of the server's pings.
     Welcome { ping: Duration },
-    /// The server speaks this version.
+    /// The versions differ; `server` is the server's version.
     OtherVersion { server: u16 },
 }
 
@@ -72,7 +72,8 @@ impl Greeting {
         bytes
     }
 
-    /// Returns `None` if the bytes are not an answer of a rendezvous server.
+    /// Decodes an answer to a preamble. Returns `None` if the bytes are not an answer of a
+    /// rendezvous server.
     pub(super) fn decode(bytes: &[u8; ANSWER_BYTES]) -> Option<Self> {
         let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         if bytes[..8] != MAGIC {
@@ -89,7 +90,7 @@ impl Greeting {
     }
 }
 
-/// A client's message. `ask` identifies the answer.
+/// A client's message. `ask` is a number that the answer repeats.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Request {
     Join { ask: u64, process: ProcessId, processes: u64, peer_timeout: Duration, member: Member },
@@ -124,13 +125,13 @@ pub(super) enum Reply {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Answer {
     Done,
-    /// All members by process number. If `more` is true, only a part, which others follow.
+    /// Members by process number. If `more` is true, further messages continue the list.
     Members {
         members: Arc<[Member]>,
         more: bool,
     },
     Value(Vec<u8>),
-    /// The server's clock, in nanoseconds.
+    /// The server's clock, in nanoseconds since 1970.
     Clock(i64),
 }
 
@@ -158,7 +159,8 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     }))
 }
 
-/// Encodes a message as it goes over the wire.
+/// Encodes a message as a frame: its length in 4 bytes, then the payload. Fails if the message is
+/// too long.
 pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousError> {
     let too_long = |bytes| RendezvousError::TooLong {
         what: "a rendezvous message".into(),
@@ -176,7 +178,7 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
     Ok(bytes)
 }
 
-/// Splits a byte stream into messages, wherever it was cut. Holds at most one message and one read.
+/// A buffer that cuts a byte stream into messages, in any pieces that it arrives.
 #[derive(Default)]
 pub(super) struct Frames {
     bytes: Vec<u8>,
@@ -190,8 +192,8 @@ impl Frames {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Decodes the next whole message, if there is one. Returns a description of the fault if the
-    /// bytes are invalid.
+    /// Decodes the next whole message. Returns `Ok(None)` if more bytes are needed, and a
+    /// description of the fault if the bytes are invalid.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
         let rest = &self.bytes[self.taken..];
         let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
@@ -279,7 +281,8 @@ mod tests {
         assert_eq!(parts(Reply::Ping).collect::<Vec<_>>(), [Reply::Ping]);
     }
 
-    /// Decodes the messages in `bytes`, in pieces of `size` bytes, up to the first invalid one.
+    /// Decodes `bytes`, in pieces of `size` bytes, up to the first invalid message. Returns the
+    /// messages and the fault, if any.
     fn heard<T: DeserializeOwned>(bytes: &[u8], size: usize) -> (Vec<T>, Option<String>) {
         let (mut frames, mut heard) = (Frames::default(), Vec::new());
         for piece in bytes.chunks(size) {

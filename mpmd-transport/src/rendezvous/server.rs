@@ -24,7 +24,7 @@ use super::{RendezvousError, Report, Token};
 use crate::strangers::Strangers;
 use crate::wire::ProcessId;
 
-/// The service where the processes of one job meet. Dropping it stops it.
+/// The service where the processes of one job meet. Dropping a `Server` stops the service.
 ///
 /// Runs in the background on one thread. Processes are its clients, see
 /// [`Rendezvous`](super::Rendezvous); the process that owns the server is no exception.
@@ -49,11 +49,13 @@ pub struct ServerConfig {
 }
 
 impl Server {
-    /// Starts the service at `address`. Port 0 takes a free port, see [`address`](Self::address).
+    /// Starts the service at `address`, on a thread of its own. Port 0 takes a free port, see
+    /// [`address`](Self::address).
     ///
     /// # Errors
     ///
     /// [`RendezvousError::Bind`] if the address is taken or is not an address of this host.
+    /// [`RendezvousError::Environment`] if the thread cannot be started.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
         let failed = |e: std::io::Error| RendezvousError::Bind {
             address: address.to_string(),
@@ -80,12 +82,12 @@ impl Server {
         Ok(Self { address, stage, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// The address at which it listens.
+    /// The address at which the service listens, with its actual port.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Waits at most `peer_timeout` until all processes have joined.
+    /// Blocks until all processes have joined, at most `peer_timeout`.
     ///
     /// # Errors
     ///
@@ -116,12 +118,14 @@ impl Server {
         self.stage.state.lock().failed.clone()
     }
 
-    /// The failures that processes have [reported](super::Rendezvous::report), in order of arrival.
+    /// Returns the failures that processes have [reported](super::Rendezvous::report), as (process,
+    /// report), in order of arrival.
     pub fn reports(&self) -> Vec<(ProcessId, Report)> {
         self.stage.state.lock().reports.clone()
     }
 
-    /// Waits at most `peer_timeout` until no process is left in the job. Returns true if none is left.
+    /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
+    /// left.
     ///
     /// For the process that owns the server and wants to end while others still need the server.
     pub fn wait_empty(&self, peer_timeout: Duration) -> bool {
@@ -154,7 +158,7 @@ pub(super) fn clock() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// State shared with the server's owner.
+/// The job's state as the server's owner sees it.
 #[derive(Debug, Default)]
 struct Stage {
     state: Mutex<StageState>,
@@ -176,10 +180,10 @@ enum Event {
     Closed(Link, String),
 }
 
-/// Time between a client's connection and its token.
+/// Time limit for a client to show its token, counted from its connection.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Time for the last replies when the server stops.
+/// Time limit for sending the last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 struct Hub {
@@ -294,7 +298,8 @@ impl Hub {
     }
 }
 
-/// Lets a client in that shows the token. Returns `None` for all others, which get no information.
+/// Reads a client's preamble and answers it. Returns the connection if the token is right.
+/// Otherwise returns `None`; a client without the token learns at most the server's version.
 async fn greet(
     mut stream: TcpStream,
     token: &Token,
@@ -319,7 +324,7 @@ async fn greet(
     welcomed
 }
 
-/// Sends a greeting. Returns the connection if the client is let in.
+/// Sends a greeting. Returns the connection if the client is let in, else `None`.
 async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> {
     let said = timeout(PREAMBLE_PATIENCE, stream.write_all(&greeting.encode())).await;
     if !matches!(said, Ok(Ok(()))) {
@@ -354,7 +359,8 @@ async fn examine(stream: &mut TcpStream, token: &Token, ping: Duration) -> Optio
     token.matches(&shown).then_some(Greeting::Welcome { ping })
 }
 
-/// Carries messages between a client and the hub until either ends it.
+/// Carries messages between a client and the hub (the server's main task) until either ends the
+/// connection.
 async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
     let (says, mut to_say) = mpsc::unbounded_channel();
     // Clock requests are answered here. The sender is weak, so that the hub alone decides how long

@@ -75,7 +75,7 @@ impl Token {
     }
 }
 
-/// Compares secrets in a time that does not depend on the differing bytes.
+/// Returns true if two secrets are equal, in a time that does not depend on the differing bytes.
 pub(crate) fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
     one.ct_eq(other).into()
 }
@@ -121,10 +121,10 @@ pub enum TokenError {
         "a job token is 64 hexadecimal digits; this is something else, {digits} characters long"
     )]
     Malformed {
-        /// The text's length.
+        /// The text's length in bytes, without surrounding spaces.
         digits: usize,
     },
-    /// The operating system's fault.
+    /// No random numbers could be read: the operating system's fault.
     #[error("the operating system gives no random numbers for a job token: {why}")]
     NoRandomness {
         /// The system's error.

@@ -7,12 +7,12 @@ use super::peer::PieceKey;
 use super::{Action, Cargo, EAGER_BYTES, EAGER_CREDIT, EAGER_OVERHEAD, Early, Router};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Cost of a kept message in addition to its text: its header and its place in a list.
+/// Cost in bytes of a kept message in addition to its text: its header and its place in a list.
 pub(super) const KEPT_OVERHEAD: u64 = 128;
 
-/// Most bytes of one peer's messages that are kept until this process needs them, without eager
-/// payloads. In a correct process, each such message stands for memory of its own, and it has less
-/// memory than that.
+/// Limit in bytes on one peer's messages that are kept until this process needs them, without eager
+/// payloads. A peer above it is lost. In a correct process, each such message stands for memory of
+/// its own, and it has less memory than that.
 pub(super) const MOST_KEPT: u64 = 128 << 20;
 
 impl<C: Cargo> Early<C> {
@@ -25,8 +25,8 @@ impl<C: Cargo> Early<C> {
 }
 
 impl<C: Cargo> Router<C> {
-    /// Treats a peer as lost because it broke the protocol. Drops its messages, both kept ones and
-    /// later ones.
+    /// Treats a peer as lost because it broke the protocol, for the reason `why`. Drops the peer's
+    /// messages, both kept ones and later ones. A second call does nothing.
     pub fn broken(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()).filter(|peer| !peer.broken) else {
             return;
@@ -43,14 +43,14 @@ impl<C: Cargo> Router<C> {
         peer.kept = 0;
     }
 
-    /// Treats a peer as gone although its connections may stand.
+    /// Treats a peer as gone although its connections may stand, and has the driver give it up.
     pub(super) fn lose(&mut self, process: ProcessId, why: String) {
         self.peer_down(process, &why);
         self.actions.push(Action::GiveUp { peer: process, why });
     }
 
     /// Returns true if the sender may send this message about a piece. Otherwise treats the sender
-    /// as lost.
+    /// as lost. Counts an eager piece against the sender's credit.
     pub(super) fn is_allowed(&mut self, from: ProcessId, header: &Header) -> bool {
         let peer = &mut self.peers[from.index()];
         let Header { bytes, op, piece, .. } = *header;
@@ -104,21 +104,23 @@ impl<C: Cargo> Router<C> {
         self.count_kept(from, cost);
     }
 
-    /// Takes the message about a piece that arrived before the piece was expected.
+    /// Takes the message about a piece that arrived before the piece was expected. `None` if there
+    /// is none.
     pub(super) fn take_early(&mut self, from: ProcessId, key: PieceKey) -> Option<Early<C>> {
         let early = self.early.remove(&(from, key))?;
         self.peers[from.index()].kept -= early.cost();
         Some(early)
     }
 
-    /// Keeps a grant, and the hash at its operation, until the piece is offered.
+    /// Keeps a peer's grant of a piece, and the hash at its operation, until this process offers
+    /// the piece.
     pub(super) fn keep_grant(&mut self, from: ProcessId, key: PieceKey, hash: u128) {
         if self.peers[from.index()].granted.insert(key, hash).is_none() {
             self.count_kept(from, KEPT_OVERHEAD);
         }
     }
 
-    /// Counts `bytes` of kept messages. A peer with more than [`MOST_KEPT`] is lost.
+    /// Adds `bytes` to the size of a peer's kept messages. Above [`MOST_KEPT`] the peer is lost.
     pub(super) fn count_kept(&mut self, from: ProcessId, bytes: u64) {
         let peer = &mut self.peers[from.index()];
         peer.kept += bytes;

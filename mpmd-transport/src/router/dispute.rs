@@ -12,11 +12,13 @@ use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Time that the other side has to send its operations. Then the failure is reported without them.
+/// Time that the other process has to send its operations. After that, the failure is reported
+/// without them.
 const SHOW_WITHIN: Duration = Duration::from_secs(2);
 
 impl<C: Cargo> Router<C> {
-    /// Compares a peer's hash at `count` with this process's, now or once this process gets there.
+    /// Compares a peer's rolling hash after `count` operations with this process's, now or once
+    /// this process has issued as many. Opens a dispute if they differ.
     pub(super) fn compare(&mut self, from: ProcessId, count: u64, hash: u128, now: Duration) {
         if count > self.history.count() {
             let peer = &mut self.peers[from.index()];
@@ -34,6 +36,8 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Opens a dispute: this process and `with` disagree at operation `op` or at one before it.
+    /// Sends this process's recent operations to `with`. Does nothing if the job has failed or a
+    /// dispute with it is open.
     pub(super) fn dispute(&mut self, with: ProcessId, op: u64, now: Duration) {
         if self.failed.is_some() || self.peers[with.index()].disputed.is_some() {
             return;
@@ -49,7 +53,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles the operations that a peer in a dispute has sent.
+    /// Handles the operations that a peer has sent in a dispute: fails the job with the first
+    /// difference, or opens a dispute here too.
     pub(super) fn shown(&mut self, from: ProcessId, control: &[u8], now: Duration) {
         if self.failed.is_some() {
             return;
@@ -77,7 +82,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Ends disputes in which the other side has not sent its operations in time.
+    /// Ends disputes in which the other process has not sent its operations in time, by failing the
+    /// job.
     pub(super) fn expire_disputes(&mut self, now: Duration) {
         for process in self.others() {
             if let Some((since, op)) = self.peers[process.index()].disputed

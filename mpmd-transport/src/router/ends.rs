@@ -22,7 +22,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Handles the end of a peer's connection: the peer is gone.
+    /// Handles the end of a peer's connection: the peer is gone. Fails the waits for its pieces.
+    /// Reports its loss, unless it has said goodbye without a failure.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()) else { return };
         if peer.down.is_some() {
@@ -60,7 +61,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Fails the job: tells every waiter and every peer.
+    /// Fails the job: tells every waiter and every peer. Does nothing if the job has failed
+    /// already.
     pub fn fail(&mut self, failure: Arc<Failure>) {
         if self.failed.is_some() {
             return;
@@ -78,8 +80,8 @@ impl<C: Cargo> Router<C> {
         self.fail_quietly(failure);
     }
 
-    /// Says goodbye: this process issues no more operations. `failure` is the reason, unless it is
-    /// the program's end.
+    /// Says goodbye to all peers: this process issues no more operations. `failure` is the reason;
+    /// `None` is the program's end.
     pub fn goodbye(&mut self, failure: Option<&Failure>, now: Duration) {
         if std::mem::replace(&mut self.left, true) {
             return;
@@ -133,7 +135,8 @@ impl<C: Cargo> Router<C> {
         self.failed.clone().or_else(|| self.others().find_map(of_peer))
     }
 
-    /// Returns the failure of an operation for which a piece broke off because its sender is gone.
+    /// Returns the failure of operation `op`, which waited for a piece from `process`. That process
+    /// is gone, for the reason `why`.
     pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let what = self.name(op);
         let message = format!("process {process} is gone ({why}); {what} waited for it");
@@ -177,7 +180,8 @@ impl<C: Cargo> Router<C> {
         self.compare_end(from, now);
     }
 
-    /// Returns the reason why a piece of `op` will never come from `from`, if there is one already.
+    /// Returns the reason why a piece of operation `op` will never come from `from`. `None` if it
+    /// may still come.
     pub(super) fn why_never(&self, from: ProcessId, op: u64) -> Option<Arc<Failure>> {
         if let Some(failure) = &self.failed {
             return Some(failure.clone());

@@ -14,15 +14,16 @@ pub struct Failure {
     pub kind: FailureKind,
     /// The process where the failure began.
     pub process: ProcessId,
-    /// The operation that failed or that waited; 0 if it was none in particular.
+    /// Number of the operation that failed or that waited; 0 if it was none in particular.
     pub op: u64,
     /// A message for people.
     pub message: String,
-    /// For a divergence: the second process. `process` found that it had issued other operations.
+    /// In a divergence: the second process, which issued other operations than `process`. Otherwise
+    /// `None`.
     pub other: Option<ProcessId>,
 }
 
-/// The longest message that is sent, in bytes.
+/// Limit on the message of a failure that is sent, in bytes.
 const MOST_MESSAGE_BYTES: usize = 16 << 10;
 
 /// Kinds of [`Failure`].
@@ -39,7 +40,7 @@ pub enum FailureKind {
     Memory,
     /// A process left before the program's end; its own error gives the reason.
     Left,
-    /// An array's memory had been donated.
+    /// The program used an array after its memory had been donated.
     Donated,
     /// A peer broke the protocol, or a transport failed.
     Transport,

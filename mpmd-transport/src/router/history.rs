@@ -10,35 +10,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-/// Number of operations that are remembered.
+/// Number of entries that are remembered: each is one operation, or the operations of one span.
 const REMEMBERED: usize = 8192;
 
-/// Most operations that are sent to a peer that disagrees. They must fit into a control message.
+/// Limit on the operations that are sent to a peer that disagrees. They must fit into a control
+/// message.
 const SHOWN: usize = 512;
 
 /// One issued operation.
 #[derive(Clone)]
 pub struct OpRecord {
-    /// Its number, from 1.
+    /// The operation's number, from 1.
     pub op: u64,
     /// The rolling hash of operations 1 to `op`.
     pub hash: u128,
     /// The operation's description, formatted only when needed.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
-    /// Hashes of the host values that it takes, if those are compared.
+    /// Hashes of the host values that the operation takes, if those are compared.
     pub values: Option<Values>,
     /// The operation's purpose, if its issuer gives one.
     pub note: Option<Note>,
-    /// The line of the program that issued it.
+    /// The line of the program that issued the operation.
     pub at: &'static Location<'static>,
 }
 
 /// Hashes that tell a difference in host values from any other difference.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Values {
-    /// Hash of everything else about the operation, and of all operations before it.
+    /// Hash of the operation without its host values, and of all operations before it.
     pub call: u64,
-    /// Hash of the values.
+    /// Hash of the host values.
     pub hash: u64,
 }
 
@@ -47,7 +48,7 @@ pub struct Values {
 pub struct Note {
     /// A number that only `show` understands.
     pub word: u64,
-    /// Writes it for people.
+    /// Writes the purpose that a `word` stands for, for people.
     pub show: fn(u64, &mut fmt::Formatter<'_>) -> fmt::Result,
 }
 
@@ -95,7 +96,7 @@ pub(super) struct ShownRecord {
     pub(super) hash: u128,
     pub(super) what: String,
     pub(super) values: Option<Values>,
-    /// Number of steps that had ended before it.
+    /// Number of steps that had ended before the operation.
     pub(super) steps: u64,
 }
 
@@ -120,7 +121,7 @@ impl Shown {
 #[derive(Default)]
 pub(super) struct History {
     count: u64,
-    /// Each with the number of steps that had ended before it.
+    /// (Entry, number of steps that had ended before it), oldest first.
     entries: VecDeque<(Entry, u64)>,
     steps: u64,
 }
@@ -179,7 +180,7 @@ impl History {
         self.keep(Entry::One(record));
     }
 
-    /// Issues all operations up to `op`, as parts of `span`.
+    /// Records that all operations up to `op` are issued, as parts of `span`.
     pub(super) fn extend(&mut self, op: u64, span: &Arc<dyn Span>) {
         debug_assert!(op > self.count, "a span goes on");
         let first = self.count + 1;
@@ -209,12 +210,12 @@ impl History {
         self.entries.back().map_or(0, |(entry, _)| entry.hash_at(self.count))
     }
 
-    /// Returns the hash at `op`, if it is remembered.
+    /// Returns the rolling hash at operation `op`. `None` if it is not issued yet or forgotten.
     pub(super) fn hash_at(&self, op: u64) -> Option<u128> {
         if op == 0 { Some(0) } else { self.entry(op).map(|(entry, _)| entry.hash_at(op)) }
     }
 
-    /// Describes an operation, with its number, if it is remembered.
+    /// Describes an operation, with its number. `None` if it is not issued yet or forgotten.
     pub(super) fn describe(&self, op: u64) -> Option<String> {
         self.entry(op).map(|(entry, _)| entry.describe(op))
     }
@@ -232,8 +233,8 @@ impl History {
         self.entries.get(place).filter(|(entry, _)| entry.first() <= op)
     }
 
-    /// Returns the records for a peer that disagrees at `op`: the last operations up to some way
-    /// past it.
+    /// Returns the records for a peer that disagrees at `op`: at most 512 operations, up to 128
+    /// past `op`.
     pub(super) fn show(&self, op: u64) -> Shown {
         let last = self.count.min(op.saturating_add(SHOWN as u64 / 4));
         let first = (last + 1).saturating_sub(SHOWN as u64).max(1);
@@ -319,7 +320,7 @@ fn same_call(
         (Some(x), Some(y)) if x.call == y.call && x.hash != y.hash => Some(format!(
             "{issued} the values differ: their hash is {:016x} on process {first} and {:016x} on \
              process {second}; host values must be equal on all processes: compute them everywhere \
-             from the same seed or file, or on one process alone and give them to all by `agree`",
+             from the same seed or file, or on one process alone and give them to all by `broadcast_value`",
             x.hash, y.hash
         )),
         _ => (a.what == b.what).then(|| format!("{issued} with other arrays or other options")),
@@ -384,7 +385,7 @@ mod tests {
         let hashes =
             "their hash is 00000000000000ab on process 0 and 00000000000000cd on process 1";
         assert!(text.contains("process 1 issued the same call, but the values differ:"), "{text}");
-        assert!(text.contains(hashes) && text.contains("`agree`"), "{text}");
+        assert!(text.contains(hashes) && text.contains("`broadcast_value`"), "{text}");
         let other = "process 1 issued the same call, but with other arrays or other options";
         // Something other than the values differs.
         for values in [[values(7, 1), values(8, 1)], [values(7, 1), values(8, 2)], [None, None]] {

@@ -56,14 +56,15 @@ use peer::{Expected, Peer, PieceKey, Ready};
 /// Pieces up to this size may travel without a grant, in bytes.
 pub const EAGER_BYTES: u64 = 16 << 10;
 
-/// Most bytes of eager pieces that one sender may have unclaimed at one receiver.
+/// Limit in bytes on the eager pieces (sent without a grant) of one sender that one receiver has
+/// not consumed yet. Each piece counts with 64 bytes more.
 pub const EAGER_CREDIT: u64 = 1 << 20;
 
-/// Number of taken zero-copy pieces after which the sender is told. When time passes, it is told
-/// earlier.
+/// Number of zero-copy pieces taken from a sender after which the sender is told at once. Otherwise
+/// [`Router::tick`] tells it.
 const TOLD_AT_ONCE: u32 = 16;
 
-/// Cost of an eager piece in addition to its bytes.
+/// Cost in bytes of an eager piece in addition to its bytes.
 const EAGER_OVERHEAD: u64 = 64;
 
 /// The driver's types that pass through a router.
@@ -79,18 +80,18 @@ pub trait Cargo {
 /// Settings of a [`Router`].
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// This process.
+    /// This process's id.
     pub process: ProcessId,
     /// Number of processes in the job.
     pub processes: usize,
-    /// The incarnation of the job; messages of another are ignored.
+    /// The incarnation of the job; messages of another incarnation are ignored.
     pub epoch: u64,
     /// The peer timeout: a peer that is silent for longer counts as lost. A wait that lasts longer
     /// is reported.
     pub peer_timeout: Duration,
     /// Time between heartbeats.
     pub heartbeat: Duration,
-    /// By process: true if pieces go to and from it by zero-copy transfer
+    /// True, by process, if pieces go to and from that process by zero-copy transfer
     /// ([`Transport::hands_over`](crate::Transport::hands_over)). Missing entries count as false.
     pub hands_over: Vec<bool>,
     /// True if the peers are simulated by a stand-in. Its pieces have no hashes to compare
@@ -120,16 +121,16 @@ pub enum Action<C: Cargo> {
     Answer {
         /// The process that asked.
         to: ProcessId,
-        /// The operation it waits for.
+        /// Number of the operation that the asking process waits for.
         op: u64,
-        /// The piece of the operation.
+        /// Number of the awaited piece within the operation.
         piece: u64,
     },
     /// A peer has taken all zero-copy pieces up to this operation, or will never take any.
     Taken {
         /// The peer.
         by: ProcessId,
-        /// The last of the operations.
+        /// Number of the last of the operations; `u64::MAX` for all.
         op: u64,
     },
     /// Drop this cargo: no process will receive it.
@@ -152,11 +153,11 @@ pub enum Action<C: Cargo> {
 
 /// The payload of a message to send.
 pub enum Body<O> {
-    /// None.
+    /// No payload.
     Empty,
     /// A control payload.
     Control(Vec<u8>),
-    /// A piece.
+    /// The bytes of a piece.
     Cargo(O),
 }
 
@@ -164,7 +165,7 @@ pub enum Body<O> {
 /// operation was remembered.
 enum Early<C: Cargo> {
     Cargo(Header, C::Incoming),
-    /// With the sender's hash.
+    /// An offer of a piece, with the sender's rolling hash at the operation.
     Offered(u128),
     Poison(Arc<Failure>),
 }
@@ -174,12 +175,13 @@ pub struct Router<C: Cargo> {
     config: Config,
     history: History,
     peers: Vec<Peer<C>>,
-    /// Messages for operations that this process has not issued yet.
+    /// Messages for operations that this process has not issued yet, by operation number: (sender,
+    /// header, payload).
     parked: BTreeMap<u64, Vec<(ProcessId, Header, C::Incoming)>>,
     early: HashMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
     next_heartbeat: Duration,
-    /// The time of the last [`Router::tick`].
+    /// The time of the last [`Router::tick`], on the driver's clock.
     ticked: Duration,
     /// The lowest operation at which a peer's hash is to be compared; `u64::MAX` for none.
     next_check: u64,
@@ -242,8 +244,9 @@ impl<C: Cargo> Router<C> {
         self.failed.as_ref()
     }
 
-    /// Issues an operation, which has the next number. Calls `clock` only if needed: most
-    /// operations of a large job concern other processes.
+    /// Issues an operation, which has the next number, and handles messages that waited for it.
+    /// Calls `clock`, which returns the time, only if needed: most operations of a large job
+    /// concern other processes.
     pub fn issue(&mut self, record: OpRecord, clock: impl Fn() -> Duration) {
         let op = record.op;
         self.history.push(record);
@@ -284,10 +287,11 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Waits for a piece of `bytes` bytes from `from` in an issued operation. `hash` is the rolling
-    /// hash at the operation, which this router may have forgotten.
+    /// Registers `waiter` for a piece of `bytes` bytes from `from` in an issued operation. Does not
+    /// block: the waiter gets the piece or a failure by [`Action::Deliver`]. `key` is (operation,
+    /// piece). `hash` is the rolling hash at the operation, which this router may have forgotten.
     ///
-    /// The memory for it must be reserved: a large piece is granted now, unless it comes by
+    /// The memory for the piece must be reserved: a large piece is granted now, unless it comes by
     /// zero-copy transfer.
     pub fn expect(
         &mut self,
@@ -352,8 +356,9 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Like [`Router::expect`], for a piece of which only the sender knows the size. The sender
-    /// [announces](Self::announce) it: at most `most` bytes. More bytes break the protocol.
+    /// Registers `waiter`, as [`Router::expect`] does, for a piece of which only the sender knows
+    /// the size. The sender [announces](Self::announce) it. `likely` is the expected size in bytes,
+    /// `most` the largest allowed one. A larger piece breaks the protocol.
     ///
     /// If the `likely` size is large, the piece is granted at once, which saves a round trip.
     pub fn expect_any_size(
@@ -375,8 +380,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Accepts a piece of any size that an issued operation no longer needs, so that its sender can
-    /// finish.
+    /// Registers `waiter` for a piece of any size that an issued operation no longer needs, and
+    /// grants it, so that its sender can finish.
     pub fn decline(
         &mut self,
         from: ProcessId,
@@ -389,7 +394,9 @@ impl<C: Cargo> Router<C> {
         self.expect_any_size(from, key, hash, (u64::MAX, u64::MAX), waiter, now);
     }
 
-    /// Offers a piece of an issued operation to `to`, which does not know its size.
+    /// Offers a piece of `bytes` bytes of an issued operation to `to`, which does not know its
+    /// size. Sends or keeps the piece as [`Router::offer`] does. Also tells `to` of a large piece,
+    /// which asks for its grant. `key` is (operation, piece).
     pub fn announce(
         &mut self,
         to: ProcessId,
@@ -404,8 +411,12 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Offers a piece of an issued operation to `to`. `hash` is the rolling hash at the operation,
-    /// which this router may have forgotten.
+    /// Offers a piece of `bytes` bytes of an issued operation to `to`. Sends the piece now if it
+    /// goes by zero-copy transfer, if it is granted already, or if it is small and within credit.
+    /// Otherwise keeps it until the grant. Discards `cargo` if `to` is gone or the job has failed.
+    ///
+    /// The tuple is (operation, piece). `hash` is the rolling hash at the operation, which this
+    /// router may have forgotten.
     pub fn offer(
         &mut self,
         to: ProcessId,
@@ -442,7 +453,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Tells `to` that a piece for which it waits will never come.
+    /// Tells `to` that a piece for which it waits will never come, because of `failure`. The tuple
+    /// is (operation, piece). Does nothing if `to` is gone or the job has failed.
     pub fn poison(&mut self, to: ProcessId, (op, piece): (u64, u64), failure: &Failure) {
         let body = encode_failure(failure);
         let bytes = body.len() as u64;
@@ -510,9 +522,10 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Ends a step: sends the rolling hash to the next process, which compares it.
+    /// Ends step number `step`: sends the rolling hash to the process with the next number, which
+    /// compares it.
     ///
-    /// All processes together so compare all of them.
+    /// Thus each process is compared with the next one, and all together.
     pub fn step_end(&mut self, step: u64) {
         self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
@@ -525,7 +538,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Forgets messages that arrived for an operation that has ended here.
+    /// Forgets messages and grants that arrived for operation `op`, which has ended here.
     pub fn forget(&mut self, op: u64) {
         for ((from, _), early) in self.early.extract_if(|(_, key), _| key.0 == op) {
             self.peers[from.index()].kept -= early.cost();
@@ -647,7 +660,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the name of an operation for messages.
+    /// Returns the description of an operation for messages, or just its number if it is forgotten.
     fn name(&self, op: u64) -> String {
         self.history.describe(op).unwrap_or_else(|| format!("operation {op}"))
     }
@@ -660,7 +673,7 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Returns the rolling hash at a piece's operation. A forgotten operation still has one while
-    /// the piece waits here.
+    /// the piece waits here; otherwise returns `None`.
     pub(super) fn hash_of(&self, peer: ProcessId, key: PieceKey) -> Option<u128> {
         let peer = &self.peers[peer.index()];
         let expected = || peer.expected.get(&key).map(|expected| expected.hash);

@@ -41,43 +41,44 @@ pub(super) struct Goodbye {
 }
 
 pub(super) struct Peer<C: Cargo> {
-    /// The reason, once the peer is gone.
+    /// The reason why the peer is gone; `None` until then.
     pub(super) down: Option<String>,
     /// True if the peer broke the protocol. Its later messages are ignored.
     pub(super) broken: bool,
     pub(super) goodbye: Option<Goodbye>,
-    /// True if pieces go to and from it by zero-copy transfer: the memory stays in place.
+    /// True if pieces go to and from the peer by zero-copy transfer: the memory stays in place.
     pub(super) hands_over: bool,
-    /// The last operation of which this process took a zero-copy piece from the peer.
+    /// Number of the last operation of which this process took a zero-copy piece from the peer.
     pub(super) last_taken: u64,
-    /// The last operation up to which the peer knows that all its pieces were taken.
+    /// Number of the last operation up to which the peer knows that all its pieces were taken.
     pub(super) told: u64,
-    /// Pieces taken since the last report to the peer.
+    /// Number of zero-copy pieces taken since the last report to the peer.
     pub(super) untold: u32,
     pub(super) heard: Duration,
-    /// Time and reason of its loss at the rendezvous, until it is clear if the peer is gone.
+    /// (Time, reason) of the peer's loss at the rendezvous, until it is clear if the peer is gone.
     pub(super) suspected: Option<(Duration, String)>,
-    /// Eager bytes that may still be sent to it.
+    /// Bytes of eager pieces (sent without a grant) that may still be sent to the peer.
     pub(super) credit: u64,
-    /// Credit for eager bytes consumed here that has not been returned to it yet.
+    /// Bytes of eager pieces consumed here for which the peer has not got its credit back yet.
     pub(super) owed: u64,
-    /// Cost of eager pieces that arrived and for which no credit was returned: at most
-    /// [`EAGER_CREDIT`].
+    /// Bytes of eager pieces that arrived and for which no credit was returned. Above
+    /// [`EAGER_CREDIT`] the peer is lost.
     pub(super) unclaimed: u64,
-    /// Bytes of its messages that are kept for later: at most
-    /// [`MOST_KEPT`](super::breach::MOST_KEPT).
+    /// Bytes of the peer's messages that are kept for later. Above
+    /// [`MOST_KEPT`](super::breach::MOST_KEPT) the peer is lost.
     pub(super) kept: u64,
-    /// Sorted, so that failures and probes come in operation order.
+    /// The pieces that this process expects from the peer, sorted, so that failures and probes come
+    /// in operation order.
     pub(super) expected: BTreeMap<PieceKey, Expected<C>>,
     pub(super) ready: HashMap<PieceKey, Ready<C>>,
     pub(super) granted: HashMap<PieceKey, u128>,
-    /// Its latest answer to a probe.
+    /// The peer's latest answer to a probe.
     pub(super) answer: Option<Answer>,
-    /// Its recent operations, if it disagreed and has sent them.
+    /// The peer's recent operations, if it disagreed and has sent them.
     pub(super) shown: Option<Shown>,
-    /// Time and operation of the dispute with it, if there is one.
+    /// (Time, operation) of the dispute with the peer, if there is one.
     pub(super) disputed: Option<(Duration, u64)>,
-    /// An operation count and hash of the peer, to compare when this process gets there.
+    /// (Number of operations, rolling hash) of the peer, to compare when this process gets there.
     pub(super) check: Option<(u64, u128)>,
 }
 
@@ -109,17 +110,18 @@ impl<C: Cargo> Default for Peer<C> {
 }
 
 impl<C: Cargo> Peer<C> {
-    /// Returns true if messages can be sent to it.
+    /// Returns true if messages can be sent to the peer: it is not gone.
     pub(super) fn is_reachable(&self) -> bool {
         self.down.is_none()
     }
 
-    /// Returns true if it may still ask for pieces.
+    /// Returns true if the peer may still ask for pieces: it is not gone, and has not said goodbye
+    /// with a failure.
     pub(super) fn takes_pieces(&self) -> bool {
         self.is_reachable() && self.goodbye.as_ref().is_none_or(|goodbye| goodbye.failure.is_none())
     }
 
-    /// Returns true if it has left the job, in order or not.
+    /// Returns true if the peer has left the job, in order or not.
     pub(super) fn has_left(&self) -> bool {
         self.down.is_some() || self.goodbye.is_some()
     }

@@ -38,7 +38,7 @@ struct Message {
     body: Vec<u8>,
 }
 
-/// The result of a wait.
+/// The result of a wait: the bytes of the piece, or the failure.
 type Outcome = Result<Vec<u8>, Arc<Failure>>;
 
 struct Job {
@@ -48,19 +48,20 @@ struct Job {
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
-    /// Pairs of a process and the peer that it gave up.
+    /// (Process, peer that it gave up).
     silent: Vec<(usize, usize)>,
-    /// The rolling hash at each operation that a process has issued by itself.
+    /// The rolling hash by (process, operation), for operations that a process has issued by
+    /// itself.
     hashes: HashMap<(usize, u64), u128>,
-    /// Losses of peers, each with the process that lost the peer.
+    /// (Process, its loss of a peer).
     lost: Vec<(usize, Arc<Failure>)>,
     /// The faulty process, which may send any message.
     liar: Option<usize>,
-    /// The last operation up to which pieces were taken, by (sender, receiver) of zero-copy
-    /// transfers.
+    /// Number of the last operation up to which pieces were taken, by (sender, receiver) of
+    /// zero-copy transfers.
     taken: HashMap<(usize, usize), u64>,
     seeded: Seeded,
-    /// Time in milliseconds.
+    /// The simulated time in milliseconds.
     now: u64,
     max_delay: u64,
 }
@@ -83,7 +84,8 @@ impl Job {
         Self::handing_over(processes, seed, max_delay, |_, _| false)
     }
 
-    /// Creates a job in which the pairs for which `pairs` is true use zero-copy transfer.
+    /// Creates a job in which the pairs for which `pairs` is true use zero-copy transfer. Messages
+    /// are delayed by up to `max_delay` milliseconds, at random by `seed`.
     fn handing_over(
         processes: usize,
         seed: u64,
@@ -200,14 +202,16 @@ impl Job {
         }
     }
 
-    /// Delivers a message to a process at once, even one that its sender could not have sent.
+    /// Delivers a message of `from` to the router of `to` at once, even one that its sender could
+    /// not have sent.
     fn say(&mut self, from: usize, to: usize, header: Header, body: &[u8]) {
         let header = Header { epoch: 1, ..header };
         self.routers[to].arrived(ProcessId(from as u32), header, body.to_vec(), body, at(self.now));
         self.act(to);
     }
 
-    /// Lets one millisecond pass.
+    /// Lets one millisecond pass: delivers the messages that are due, and sometimes ticks the
+    /// routers.
     fn step(&mut self) {
         self.now += 1;
         while let Some(index) = self.flying.iter().position(|message| message.due <= self.now) {
@@ -247,10 +251,10 @@ impl Job {
     }
 }
 
-/// One piece of an operation: sender, receiver, bytes.
+/// One piece of an operation: (sender, receiver, bytes).
 type Move = (usize, usize, u64);
 
-/// Returns a program of `ops` operations, some of them without pieces.
+/// Returns a random program of `ops` operations, each with its pieces. Some have none.
 fn program(processes: usize, ops: usize, seeded: &mut Seeded) -> Vec<Vec<Move>> {
     let sizes = [0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 70_000];
     (0..ops)
@@ -454,7 +458,7 @@ fn poison_arrives_instead_of_the_piece_early_or_late() {
     }
 }
 
-/// Runs a divergence and returns the one message that both processes fail with.
+/// Runs a diverging job and returns the one message that all processes fail with.
 fn diverged(mut job: Job) -> String {
     job.run(4000);
     let messages: Vec<String> = job

@@ -9,31 +9,33 @@ use super::{Action, Body, Cargo, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Time after which a wait probes its sender.
+/// Time after which a process that waits for a piece probes the sender.
 pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
 
-/// The longest time between two probes of one wait.
+/// Limit on the time between two probes of one wait.
 const PROBE_AT_MOST: Duration = Duration::from_secs(5);
 
-/// The longest chain of waits that is passed on, in lines.
+/// Limit on the chain of waits that is passed on, in lines.
 const CHAIN: usize = 16;
 
-/// The longest line of a peer's answer that is kept, in bytes.
+/// Limit on each line of a peer's answer that is kept, in bytes.
 const LONGEST_LINE: usize = 4 << 10;
 
 /// The description that a process gives of itself when a peer waits for it.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Answer {
-    /// Number of operations it has issued.
+    /// Number of operations that the process has issued.
     pub count: u64,
-    /// The activity of its program and its devices.
+    /// The activity of the process's program and devices.
     pub doing: String,
-    /// Its own wait, then the answer of the process it waits for, and so on to the root cause.
+    /// The process's own wait, then the answer of the process that it waits for, and so on to the
+    /// root cause.
     pub chain: Vec<String>,
 }
 
 impl<C: Cargo> Router<C> {
-    /// Tells the router that time has passed. Call it a few times a second.
+    /// Tells the router the time. Sends heartbeats and probes, finds lost peers, and reports long
+    /// waits. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
         if now.saturating_sub(self.ticked) > self.config.peer_timeout / 2 {
             self.forget_stop(now - self.ticked, now);
@@ -57,7 +59,7 @@ impl<C: Cargo> Router<C> {
 
     /// Answers a probe of `to`, as [`Action::Answer`] demands. `doing` describes this process's
     /// activity. `running` is the lowest operation in progress on this process itself that waits
-    /// for no lower one.
+    /// for no lower one. Does nothing if `to` is gone.
     pub fn answer(
         &mut self,
         to: ProcessId,
@@ -80,7 +82,8 @@ impl<C: Cargo> Router<C> {
         self.history.describe(op)
     }
 
-    /// Probes every peer that is still there, for [`Router::last_words`].
+    /// Probes every peer that is still there, and forgets its earlier answer.
+    /// [`Router::last_words`] returns the new answers.
     pub fn ask_all(&mut self) {
         let op = self.history.count();
         let hash = self.history.hash();
@@ -92,8 +95,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the latest answers of the peers that are still there: their activity and their own
-    /// waits. A line says so if a peer has not answered.
+    /// Returns the latest answers of the peers that are still there, in at most 16 lines: their
+    /// activity and their own waits. A line says so if a peer has not answered.
     pub fn last_words(&self) -> Vec<String> {
         let said = |process: ProcessId| {
             let answer = self.peers[process.index()].answer.as_ref();

@@ -28,7 +28,7 @@ pub(super) struct Address {
 }
 
 impl Address {
-    /// This process's address, with a new name.
+    /// Returns this process's address, with a new random name.
     pub(super) fn of_this_process() -> std::io::Result<Self> {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
         let mut name = [0; NAME_BYTES];
@@ -46,12 +46,12 @@ impl Address {
         })
     }
 
-    /// The name of its socket.
+    /// Returns the name of the socket at which the process listens.
     pub(super) fn socket_name(&self) -> Vec<u8> {
         format!("mpmd-{}", hex(&self.name)).into_bytes()
     }
 
-    /// The reason why the two cannot share memory; `None` if they can. Symmetric.
+    /// Returns the reason why the two processes cannot share memory; `None` if they can. Symmetric.
     fn apart_from(&self, other: &Self) -> Option<&'static str> {
         if self.version != other.version {
             Some("they run different builds")

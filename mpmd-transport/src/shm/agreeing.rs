@@ -17,19 +17,22 @@ use crate::memory::{DeviceSharing, MOST_WORDS};
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
-/// Packet kinds: a sample; the end of the samples; no samples, with the reason.
+/// First bytes of a packet with a sample's description. `NO_MORE` ends the samples. `NONE` says
+/// that there are none, with the reason.
 const SAMPLE: [u8; 4] = *b"SAMP";
 const NO_MORE: [u8; 4] = *b"OVER";
 const NONE: [u8; 4] = *b"NONE";
-/// All samples could be opened; or one could not, with the reason.
+/// First bytes of a packet with a result: all samples could be opened (`GOOD`), or one could not
+/// (`BAD`), with the reason.
 const GOOD: [u8; 4] = *b"GOOD";
 const BAD: [u8; 4] = *b"BAD!";
 
-/// The most samples of one process: more than it has devices.
+/// Limit on the packets of samples of one process: more than it has devices.
 const MOST_SAMPLES: usize = 1024;
 
 impl Shared {
-    /// Finds out with which peers in `with` device memory can be shared. See
+    /// Finds out with which peers in `with` device memory can be shared, by exchanging samples with
+    /// them. Blocks until they have answered, and fails after `peer_timeout`. See
     /// [`Transport::share_devices`](crate::Transport::share_devices).
     pub(super) fn share_devices(
         &self,
@@ -90,7 +93,7 @@ impl Shared {
     }
 }
 
-/// Keeps the first reason.
+/// Stores `found` in `known`, unless `known` holds a reason already.
 fn note(known: &mut Option<String>, found: Option<String>) {
     if known.is_none() {
         *known = found;
@@ -109,8 +112,8 @@ fn show(peer: &Peer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) ->
     }
 }
 
-/// Tries a peer's samples and sends the result. Returns the reason why its memory cannot be shared,
-/// if so.
+/// Tries a peer's samples and sends the peer the result. Returns the reason why the peer's device
+/// memory cannot be shared, or `None` if it can.
 fn try_all(
     peer: &Peer,
     sharing: &dyn DeviceSharing,
@@ -140,8 +143,8 @@ fn try_all(
     Err(nonsense())
 }
 
-/// Receives a peer's result for this process's samples. Returns the reason why it cannot open them,
-/// if so.
+/// Waits for a peer's result for this process's samples. Returns the reason why the peer cannot
+/// open them, or `None` if it can.
 fn hear_verdict(peer: &Peer, deadline: Instant) -> io::Result<Option<String>> {
     let packet = peer.socket.receive_until(deadline)?.bytes;
     match packet.split_first_chunk::<4>() {
@@ -157,7 +160,7 @@ fn say(peer: &Peer, kind: [u8; 4], rest: &[u8], deadline: Instant) -> io::Result
     peer.socket.send_until(&packet, &[], deadline)
 }
 
-/// Cuts a reason to the size of a packet.
+/// Cuts a reason to the bytes that fit a packet, perhaps within a character.
 fn cut(why: &str) -> &[u8] {
     &why.as_bytes()[..why.len().min(MOST_WORDS)]
 }

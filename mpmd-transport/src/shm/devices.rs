@@ -37,7 +37,7 @@ const MOST_TEXT: usize = 400;
 /// A process's state for device memory.
 pub(super) struct Devices {
     pub(super) sharing: OnceLock<Arc<dyn DeviceSharing>>,
-    /// By process: true once it has provably exited.
+    /// True, by process, once the process has provably exited.
     gone: Arc<[AtomicBool]>,
     /// Messages that cannot be sent yet.
     held: Mutex<Vec<Held>>,
@@ -47,7 +47,8 @@ pub(super) struct Devices {
     shared: Weak<Shared>,
 }
 
-/// A message that waits for a fence which the receiver's devices cannot wait for, or for room.
+/// A message that is held back. The receiver's devices cannot wait for its fences, or the owner of
+/// re-lent bytes could not be told yet.
 struct Held {
     to: ProcessId,
     header: Header,
@@ -58,9 +59,9 @@ struct Held {
 /// Freed memory that some processes still have open.
 struct Parting {
     number: u32,
-    /// Taken out to be freed.
+    /// The memory; `None` once it is taken out to be freed.
     memory: Option<Leaving>,
-    /// The processes that may have it open.
+    /// Indices of the processes that may have the memory open.
     awaited: Vec<usize>,
 }
 
@@ -104,7 +105,7 @@ impl Devices {
         }
     }
 
-    /// Frees the memory that no process has open any more.
+    /// Frees, on the reaper's thread, the memory that no process has open any more.
     pub(super) fn free(&self) {
         let over = {
             let mut partings = self.partings.lock();
@@ -129,8 +130,9 @@ impl Drop for Parting {
 }
 
 impl Shared {
-    /// Lends bytes in the memory of a device of this process, or of a foreign device that it has
-    /// open.
+    /// Lends a peer bytes in the memory of a device of this process, or of a foreign device that it
+    /// has open. If the message cannot be sent yet, holds it back. Fails if the two do not share
+    /// device memory.
     pub(super) fn lend_device(
         &self,
         to: ProcessId,
@@ -218,7 +220,7 @@ impl Shared {
         }));
     }
 
-    /// Posts the messages that no longer need to be held back.
+    /// Posts the messages held back for fences that are over now.
     pub(super) fn post_held(&self) {
         let is_due = |held: &mut Held| held.bytes.ready().are_over();
         let due: Vec<_> = self.devices.held.lock().extract_if(.., is_due).collect();
@@ -227,7 +229,8 @@ impl Shared {
         }
     }
 
-    /// Tells a peer that borrowed memory is written now, or that its work has failed.
+    /// Tells the borrower of loan `loan` that its memory is written now, or that the work has
+    /// failed.
     fn say_landed(&self, to: ProcessId, loan: u64, failure: Option<String>) {
         let Some(Some(peer)) = self.peers.get(to.index()) else { return };
         let mut out = peer.outbound.lock();
@@ -239,7 +242,7 @@ impl Shared {
         peer.door.ring(&SystemFutex);
     }
 
-    /// Tells a peer that a payload will not come, so that it does not wait.
+    /// Tells a peer that the payload of a message will not come, so that the peer does not wait.
     fn break_off(&self, peer: &Peer, header: &Header, why: &str) {
         let mut out = peer.outbound.lock();
         if out.closed.is_none() {
@@ -269,10 +272,10 @@ pub(super) struct DeviceGiven {
 
 enum Open {
     No,
-    /// It was not open here when this peer gave it. It stays open until the peer says that it is
-    /// freed.
+    /// The segment was not open here when this peer gave it. It stays open until the peer says that
+    /// it is freed.
     First(Arc<Segment>),
-    /// Another peer had given it before; see [`Given`](super::mappings::Given).
+    /// Another peer had given the segment before; see [`Given`](super::mappings::Given).
     Again(Weak<Segment>),
 }
 
@@ -281,8 +284,8 @@ impl DeviceGiven {
         Self { words, bytes, owner, open: Open::No }
     }
 
-    /// Returns the opened segment, which its giver knows by `number`. The error is a message for
-    /// users.
+    /// Returns the segment, which its giver knows by `number`, and opens it if it is not open. The
+    /// error is a message for users.
     pub(super) fn segment(
         &mut self,
         number: u32,
@@ -333,8 +336,8 @@ impl DeviceGiven {
         Ok(segment)
     }
 
-    /// Handles the peer's notice that the segment is freed. The peer is told when it is closed
-    /// here.
+    /// Handles the peer's notice that the segment is freed. Once it is closed here, each peer that
+    /// gave it is told.
     pub(super) fn retire(self, number: u32, returns: &Arc<Returns>) {
         let again = match self.open {
             // The peer is told once it is closed, which is when the last loan of it has gone back.
@@ -350,25 +353,28 @@ impl DeviceGiven {
     }
 }
 
-/// Open memory of another process's device. Its givers are told when it is closed.
+/// Memory of another process's device, open here. When it is closed, the peers that gave it are
+/// told.
 pub(super) struct Foreign {
     /// `None` while it is dropped.
     memory: Option<Box<dyn DeviceMemory>>,
     words: Vec<u8>,
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
-    /// The peers to tell, each with its number of the segment.
+    /// (Peer to tell, number by which it knows the segment).
     givers: Mutex<Vec<(Arc<Returns>, u32)>>,
     reaper: Arc<Reaper>,
 }
 
 impl Foreign {
-    /// The process that owns a segment, if that is another than this one.
+    /// Returns the process that owns a segment of foreign device memory; `None` for any other
+    /// segment.
     pub(super) fn owner(segment: &Segment) -> Option<ProcessId> {
         Self::of(segment).map(|foreign| foreign.owner)
     }
 
-    /// A fence that fails once the segment's content is lost, for foreign device memory.
+    /// Returns a fence that fails once the content of a foreign device segment is lost; `None` for
+    /// any other segment.
     pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
         let Self { owner, gone, .. } = Self::of(segment)?;
         Some(Arc::new(Life { owner: *owner, gone: gone.clone() }))
@@ -468,7 +474,7 @@ impl Fetch for Unreadable {
     }
 }
 
-/// Cuts a text to the length that is sent.
+/// Cuts a text to [`MOST_TEXT`] bytes, or a little less to keep its last character whole.
 fn cut(text: &str) -> &str {
     let end = (0..=text.len().min(MOST_TEXT)).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]

@@ -23,25 +23,27 @@ use std::time::Duration;
 use super::sync::{AtomicU32, Ordering, fence};
 use super::words::Words;
 
-/// In `state`: the engine sleeps, or is about to take its last look before it sleeps.
+/// Bit of the state word: set while the engine (the thread that looks if no other does) sleeps, or
+/// takes its last look before.
 const ENGINE_ASLEEP: u32 = 1;
-/// In `state`: one parked thread; 8 bits.
+/// Unit of the state word's count of parked (sleeping) threads, which has 8 bits.
 const PARKED: u32 = 1 << 8;
 const MOST_PARKED: u32 = 255;
-/// In `state`: one driver; 16 bits.
+/// Unit of the state word's count of drivers (threads that look at the rings), which has 16 bits.
 const DRIVER: u32 = 1 << 16;
 
-/// Indices of the words. The last is on a cache line of its own: threads of this process write it,
-/// peers read the others.
+/// Indices of the doorbell's words, of 4 bytes each. `WAITERS` is on a cache line of its own:
+/// threads of this process write it, peers read the others.
 const STATE: usize = 0;
 const ENGINE: usize = 1;
 const WAITERS: usize = 16;
 const WORDS: usize = 32;
 
-/// Sleep of a thread that finds [`MOST_PARKED`] others parked, as no peer would wake it.
+/// Limit on the sleep of a thread that finds [`MOST_PARKED`] others parked, as no peer would wake
+/// it.
 const UNCOUNTED: Duration = Duration::from_millis(1);
 
-/// Sleeps on a word of memory until another thread or process wakes it.
+/// A way to sleep on a word of memory until another thread or process wakes it.
 pub(super) trait Futex {
     /// Sleeps until `word` is woken, or `timeout` is over. Returns at once if the word is not
     /// `expected`. This check and going to sleep are one step with respect to [`wake`](Self::wake).
@@ -85,8 +87,8 @@ impl Doorbell {
         Self { words: Words::alone(WORDS) }
     }
 
-    /// Called after publishing something for the doorbell's process. Wakes a thread that looks, if
-    /// none is awake.
+    /// Wakes the doorbell's process if none of its threads is awake to look: all parked threads, or
+    /// else the engine. Called after publishing something for that process.
     pub(super) fn ring(&self, futex: &impl Futex) {
         fence(Ordering::SeqCst);
         let state = self.words[STATE].load(Ordering::Relaxed);
@@ -228,7 +230,7 @@ struct Parked<'a> {
 }
 
 impl<'a> Parked<'a> {
-    /// Returns `None` if too many threads are parked.
+    /// Counts one more parked thread. Returns `None` if the count is at its limit of 255.
     fn new(door: &'a Doorbell) -> Option<Self> {
         let more = |state| (parked(state) < MOST_PARKED).then(|| state + PARKED);
         let counted = door.words[STATE].fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);

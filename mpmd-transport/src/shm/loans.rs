@@ -26,20 +26,21 @@ pub(super) struct Book {
     /// Number of loans with the copy flag: the borrower copies them and returns them, and the
     /// lender waits for that.
     copied: usize,
-    /// Segments of device memory that the peer has closed.
+    /// Numbers of device segments that the peer has closed.
     closed: Vec<u32>,
     /// The peer's ring of returns.
     returns: Consumer,
-    /// The fault in that ring, if any.
+    /// The fault in the peer's ring of returns, if any.
     corrupt: Option<Corrupt>,
 }
 
 struct Open {
     buffer: SharedBuffer,
-    /// The ticket that ends when this comes back, or `Ticket::NONE`.
+    /// The ticket that ends when the loan comes back, or `Ticket::NONE`.
     ticket: Ticket,
     is_copied: bool,
-    /// True if the peer has re-lent it to others, which may read it even after the peer is gone.
+    /// True if the peer has re-lent the memory to others, which may read it even after the peer is
+    /// gone.
     is_passed_on: bool,
 }
 
@@ -66,8 +67,8 @@ impl Book {
         loan
     }
 
-    /// Takes the loans that have come back. The caller drops them while it holds no lock: they may
-    /// go back to a pool, or to their own owner.
+    /// Takes the loans that have come back, as (memory, ticket). The caller drops them while it
+    /// holds no lock: they may go back to a pool, or to their own owner.
     pub(super) fn collect(&mut self) -> Vec<(SharedBuffer, Ticket)> {
         let mut back = Vec::new();
         let Self { open, returns, bytes, copied, closed, corrupt, .. } = self;
@@ -106,13 +107,15 @@ impl Book {
         back
     }
 
-    /// Takes the segments that the peer says it has closed; each is returned once.
+    /// Takes the numbers of the device segments that the peer says it has closed; each is returned
+    /// once.
     pub(super) fn take_closed(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.closed)
     }
 
-    /// Ends all loans except those that the peer has re-lent. Only allowed once the peer's process
-    /// has provably exited.
+    /// Ends all loans except those that the peer has re-lent, and returns their memory. After a
+    /// fault in the ring, ends only those that came back. Only allowed once the peer's process has
+    /// provably exited.
     pub(super) fn end_all(&mut self) -> Vec<SharedBuffer> {
         // The peer's last returns and notes of re-lending count.
         let mut back: Vec<SharedBuffer> =
@@ -135,7 +138,7 @@ impl Book {
         (self.bytes, self.copied) = (0, 0);
     }
 
-    /// The fault in the peer's ring of returns, if any. Nothing in it is read after that.
+    /// The fault in the peer's ring of returns, if any. Nothing in the ring is read after that.
     pub(super) fn corrupt(&self) -> Option<&Corrupt> {
         self.corrupt.as_ref()
     }
@@ -155,18 +158,18 @@ impl Book {
         self.copied > 0
     }
 
-    /// True if one of those may have come back.
+    /// True if one of the loans that the peer must copy and return may have come back.
     pub(super) fn has_news(&self) -> bool {
         self.copied > 0 && self.corrupt.is_none() && !self.returns.is_empty()
     }
 
-    /// Number of bytes lent.
+    /// Number of bytes that are lent to the peer now.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// The loans that go back to one peer. Outlives the transport, as arrays do.
+/// The way back for the loans of one peer's memory. Outlives the transport, as arrays do.
 pub(super) struct Returns {
     state: Mutex<State>,
     /// The peer's doorbell.
@@ -177,7 +180,8 @@ pub(super) struct Returns {
 
 struct State {
     ring: Producer,
-    /// Numbers for which there was no room, with the kinds of their records.
+    /// (Record kind, number) of the records for which the ring had no room, oldest first. The
+    /// number is a loan's for `RETURNED`, a segment's for `CLOSED`.
     late: Vec<(u32, u64)>,
 }
 
@@ -211,7 +215,7 @@ impl Returns {
         self.state.lock().ring.push(PASSED_ON, &[&loan.to_le_bytes()])
     }
 
-    /// Sends the returns that there was no room for before.
+    /// Sends the returns that there was no room for before, and rings the peer if any was sent.
     pub(super) fn flush(&self) {
         if self.state.lock().flush() {
             // The owner may be waiting for one of them.
@@ -219,14 +223,15 @@ impl Returns {
         }
     }
 
-    /// Bytes of the peer's memory that are held here.
+    /// Number of bytes of the peer's memory that are held here.
     pub(super) fn borrowed(&self) -> u64 {
         self.borrowed.load(Ordering::Relaxed)
     }
 }
 
 impl State {
-    /// Returns true if at least one was sent.
+    /// Pushes the late records into the ring while there is room. Returns true if at least one was
+    /// pushed.
     fn flush(&mut self) -> bool {
         let Self { ring, late } = self;
         let fits = |(kind, number): &&(u32, u64)| ring.push(*kind, &[&number.to_le_bytes()]);
@@ -247,7 +252,8 @@ pub(super) struct Borrowed {
 }
 
 impl Borrowed {
-    /// Returns `None`, and borrows nothing, if the segment has no such range.
+    /// Borrows `bytes` bytes at `offset` of `segment`. Returns `None`, and borrows nothing, if the
+    /// segment has no such range.
     pub(super) fn new(
         segment: Arc<Segment>,
         offset: u64,

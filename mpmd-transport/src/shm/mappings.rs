@@ -21,10 +21,10 @@ pub(super) struct Mappings {
 
 /// A segment that a peer has given.
 pub(super) enum Given {
-    /// It was not mapped when this peer gave it. It stays mapped until the peer says that it is
-    /// freed.
+    /// The segment was not mapped when this peer gave it. It stays mapped until the peer says that
+    /// it is freed.
     First(Arc<Segment>),
-    /// Another peer had given it before. This entry does not keep it mapped: otherwise two
+    /// Another peer had given the segment before. This entry does not keep it mapped: otherwise two
     /// processes that have given each other a segment would both wait for the other to release it.
     Again { descriptor: OwnedFd, bytes: u64, segment: Weak<Segment> },
     /// Device memory.
@@ -47,7 +47,8 @@ impl Mappings {
         Ok(Given::First(segment))
     }
 
-    /// Returns the device memory of this description, and true if it was newly opened by `make`.
+    /// Returns the device memory with the description `words`, and true if `make` opened it just
+    /// now.
     pub(super) fn opened(
         &self,
         words: &[u8],
@@ -65,7 +66,8 @@ impl Mappings {
 }
 
 impl Given {
-    /// Returns the mapped segment. An error for device memory.
+    /// Returns the mapped segment; maps it again if nothing keeps it mapped. An error for device
+    /// memory.
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
             Self::First(segment) => Ok(segment.clone()),

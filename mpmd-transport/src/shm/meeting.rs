@@ -30,21 +30,22 @@ use crate::wire::ProcessId;
 mod fuzz;
 
 const MAGIC: [u8; 8] = *b"mpmd-shm";
-/// The most connections that have not said hello yet. With more of them, the oldest is closed.
+/// Limit on the connections that have not said hello yet. With more of them, the oldest is closed.
 const MOST_SILENT: usize = 1024;
 /// Pause before the next accept after the system has refused one.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 
-/// Bytes of a ring of messages, and of a ring of returns.
+/// Capacity in bytes of a ring of messages; `RETURNS` is that of a ring of returns.
 const MESSAGES: usize = 64 << 10;
 const RETURNS: usize = 16 << 10;
-/// The rings of a pair: messages from the lower and from the higher, then returns from both.
+/// Capacities in bytes of the rings of a pair: messages from the lower and from the higher process,
+/// then returns from both.
 pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
-/// A connected peer, and its receiving half.
+/// (Connected peer, its receiving half).
 type Met = (Peer, Inbound);
 
-/// The first packet of both sides. Secret.
+/// The first packet that each side sends. Holds the job's secret.
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct Hello {
@@ -68,14 +69,15 @@ impl OwnDoor {
         Ok(Self { door: door(&memory), memory })
     }
 
-    /// The descriptor by which a peer maps it.
+    /// The descriptor by which a peer maps the doorbell's memory.
     #[cfg(test)]
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
 }
 
-/// Connects to all peers in the configuration. Returns them by process.
+/// Connects to all peers in the configuration and returns them by process. Blocks until all are
+/// connected; fails after the configuration's `peer_timeout`.
 pub(super) fn meet(
     listener: &Listener,
     own: &OwnDoor,
@@ -197,7 +199,8 @@ fn accept_all(listener: &Listener, silent: &mut Vec<Socket>, most: &mut usize) -
     }
 }
 
-/// Lets an awaited process in; `None` for all others.
+/// Answers the hello packet of an awaited process. Returns (its index, its connection), or `None`
+/// for all other senders.
 fn welcome(
     socket: Socket,
     packet: Packet,
@@ -220,7 +223,7 @@ fn welcome(
     Ok(Some((index, peer)))
 }
 
-/// Receives the answer of a lower process that this one connected to.
+/// Waits for the answer of a lower process that this one connected to. Returns the connection.
 fn answered(
     id: ProcessId,
     socket: Socket,
@@ -248,8 +251,8 @@ fn answered(
     pair(config.process, socket, door, &memory, false).map_err(with)
 }
 
-/// Checks a hello packet. Returns the sender's process number and the descriptors, which must be as
-/// many as `descriptors`; `None` for a stranger.
+/// Checks a hello packet. Returns (the sender's process number, its descriptors). Returns `None`
+/// for a stranger, or if there are not exactly `descriptors` of them.
 fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usize, Vec<OwnedFd>)> {
     let hello = Hello::ref_from_bytes(&packet.bytes).ok()?;
     let Hello { magic, version, process, processes, epoch, token } = hello;
@@ -321,7 +324,8 @@ fn door(memory: &Arc<Mapped>) -> Doorbell {
     unsafe { Doorbell::at(first, memory.clone()) }
 }
 
-/// Returns the error of a failed meeting: the peer's if it is gone, else this process's.
+/// Returns the error of a failed meeting: [`TransportError::PeerGone`] if the peer is gone, else a
+/// failure of this process's environment.
 fn not_met(peer: ProcessId, doing: &str, error: &io::Error) -> TransportError {
     let why = match error.kind() {
         _ if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => {

@@ -13,9 +13,9 @@
 //! # Where things are
 //!
 //! Each pair has four rings (`ring.rs`) in memory that both write: messages and returned loans,
-//! each way. Each process has a doorbell (`door.rs`) that peers ring if no thread of it is awake. A
-//! thread that waits for a message may poll the rings itself. If none does, the transport's thread
-//! is woken.
+//! each way. Each process has a doorbell (`doorbell.rs`) that peers ring if no thread of it is
+//! awake. A thread that waits for a message may poll the rings itself. If none does, the
+//! transport's thread is woken.
 //!
 //! # The end of a peer
 //!

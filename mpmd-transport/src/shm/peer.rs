@@ -37,9 +37,9 @@ pub(super) struct Peer {
     pub(super) socket: Socket,
     /// The peer's pidfd, which shows when its process has exited.
     pub(super) exit: OwnedFd,
-    /// This process.
+    /// This process's id.
     pub(super) own: ProcessId,
-    /// True if records wait in the outbox.
+    /// True if records wait in the outbox for room in the ring or the socket.
     pub(super) is_waiting: AtomicBool,
     /// True if both processes lend each other device memory.
     pub(super) shares_devices: AtomicBool,
@@ -52,9 +52,9 @@ pub(super) struct Outbound {
     outbox: VecDeque<Late>,
     /// Numbers of segments that the peer has the descriptors of.
     given: HashSet<u32>,
-    /// The obstacle of the first record in the outbox.
+    /// The obstacle that keeps the first record in the outbox.
     obstacle: Option<Obstacle>,
-    /// The reason why nothing more is sent, if so.
+    /// The reason why nothing more is sent; `None` while records can be sent.
     pub(super) closed: Option<TransportError>,
 }
 
@@ -63,7 +63,7 @@ pub(super) struct Outbound {
 enum Obstacle {
     /// The ring is full.
     Ring,
-    /// The socket does not take the descriptor of its segment now.
+    /// The socket does not take the descriptor of the record's segment now.
     Socket,
 }
 
@@ -134,7 +134,7 @@ impl Peer {
         any
     }
 
-    /// Sends a record, or returns the obstacle.
+    /// Sends a record and returns `None`, or returns the obstacle.
     fn try_send(
         &self,
         ring: &mut Producer,
@@ -156,8 +156,8 @@ impl Peer {
         None
     }
 
-    /// True if kept records must go on waiting. The peer rings when the ring has room; the socket
-    /// is retried regularly.
+    /// True if kept records must go on waiting. Then the peer rings when the ring has room; the
+    /// socket is retried regularly.
     pub(super) fn waits_for_room(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -213,7 +213,7 @@ impl Peer {
 }
 
 impl Outbound {
-    /// Forgets freed segments. Returns those that the peer knows.
+    /// Forgets freed segments, by their numbers. Returns the numbers of those that the peer knows.
     pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
         numbers.iter().copied().filter(|number| self.given.remove(number)).collect()
     }
@@ -223,18 +223,18 @@ impl Outbound {
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
     segments: HashMap<u32, Given>,
-    /// Loans of device memory that is not written yet, by number. `None` if no buffer waits for
-    /// one.
+    /// Loans of device memory that is not written yet, by number. The value is `None` if no buffer
+    /// here waits for the loan.
     landing: HashMap<u64, Option<Arc<dyn Arriving>>>,
-    /// True if nothing more is received.
+    /// True once nothing more is received.
     pub(super) has_ended: bool,
 }
 
 /// The reason why a segment cannot be used.
 pub(super) enum NoSegment {
-    /// The peer's packet was invalid, or this process lacks resources.
+    /// The peer's packet was invalid, or this process lacks resources (the error says which).
     Fault(io::Error),
-    /// It is device memory that cannot be opened, with the reason.
+    /// The segment is device memory that cannot be opened, for this reason.
     Closed(String),
 }
 
@@ -243,8 +243,8 @@ impl Inbound {
         Self { ring, segments: HashMap::new(), landing: HashMap::new(), has_ended: false }
     }
 
-    /// Returns the segment `number`, which the peer must have given before. It is opened at its
-    /// first use.
+    /// Returns the segment `number`, which the peer must have given before. The segment is opened
+    /// at its first use.
     pub(super) fn segment(
         &mut self,
         number: u32,
@@ -264,7 +264,8 @@ impl Inbound {
         }
     }
 
-    /// Receives one given segment while looking for the segment `wanted`.
+    /// Receives one given segment from the peer's socket, any segment, while looking for the
+    /// segment `wanted`. Fails if no packet is there.
     fn hear_of_one(&mut self, wanted: u32, peer: &Peer, mappings: &Mappings) -> io::Result<()> {
         let Some(packet) = peer.socket.receive()? else {
             return Err(io::Error::other(format!("segment {wanted} was never given")));
@@ -342,7 +343,8 @@ impl Inbound {
         std::mem::take(&mut self.landing).into_values().flatten().collect()
     }
 
-    /// Forgets freed segments; borrowed memory stays until it is given back.
+    /// Forgets the segments `numbers`, which the peer has freed. Borrowed memory stays until it is
+    /// given back.
     pub(super) fn retire(&mut self, numbers: &[u32], peer: &Peer) {
         for number in numbers {
             if let Some(Given::Device(given)) = self.segments.remove(number) {

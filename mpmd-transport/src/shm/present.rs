@@ -24,7 +24,7 @@ use crate::wire::{Header, ProcessId};
 const ROUND: Duration = Duration::from_millis(50);
 /// Pause of a shutdown between two checks of messages that have not been sent.
 const FLUSH_LOOK: Duration = Duration::from_micros(200);
-/// The longest wait of a shutdown until borrowed device memory is closed, once all else is done.
+/// Limit on the wait of a shutdown until borrowed device memory is closed, once all else is done.
 const MOST_CLOSING: Duration = Duration::from_secs(1);
 
 /// Shared memory that was tested but is not connected yet. It has an address for peers.
@@ -73,12 +73,13 @@ impl Opened {
         Ok(Self { address, listener, door, arena })
     }
 
-    /// The address that peers need to reach this process.
+    /// Returns the address that peers need to reach this process.
     pub fn address(&self) -> String {
         self.address.to_string()
     }
 
-    /// Connects to all peers in the configuration. Blocks for at most its `peer_timeout`.
+    /// Connects to all peers in the configuration and starts the transport's thread. Blocks until
+    /// all are connected; fails after the configuration's `peer_timeout`.
     ///
     /// # Errors
     ///
@@ -109,6 +110,7 @@ impl Opened {
 }
 
 /// Runs the transport's thread (the engine), which looks at the rings if no other thread does.
+/// Returns once `stop` is set.
 fn run(shared: &Shared, stop: &AtomicBool) {
     let stopped = || stop.load(Ordering::Acquire);
     let mut next_round = Instant::now() + ROUND;
@@ -135,12 +137,13 @@ pub struct Shm {
     shared: Arc<Shared>,
     arena: Arena,
     stop: Arc<AtomicBool>,
-    /// Taken out by the thread that shuts down.
+    /// The transport's thread; taken out by the first shutdown.
     engine: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Shm {
-    /// Bytes of this process's memory that a peer holds, as far as known here.
+    /// Returns the number of bytes of this process's memory that a peer holds, as far as known
+    /// here. Takes back returned memory first.
     pub fn lent_to(&self, peer: ProcessId) -> u64 {
         let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
         peer.map_or(0, |peer| {
@@ -149,7 +152,7 @@ impl Shm {
         })
     }
 
-    /// Bytes of a peer's memory that this process holds.
+    /// Returns the number of bytes of a peer's memory that this process holds.
     pub fn borrowed_from(&self, peer: ProcessId) -> u64 {
         let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
         peer.map_or(0, |peer| peer.returns.borrowed())

@@ -22,7 +22,7 @@ impl Reaper {
         Arc::default()
     }
 
-    /// Runs `job` on the thread, or here if the thread cannot be started.
+    /// Queues `job` for the thread, or runs it here if the thread cannot be started.
     pub(super) fn later(&self, job: impl FnOnce() + Send + 'static) {
         let mut queue = self.0.lock();
         if queue.is_none() {
@@ -43,7 +43,7 @@ impl Reaper {
         }
     }
 
-    /// Waits until all jobs given so far are done, but at most `most`.
+    /// Blocks until all jobs queued so far are done, at most `most`.
     pub(super) fn settle(&self, most: Duration) {
         if self.0.lock().is_none() {
             return;

@@ -6,40 +6,41 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::memory::MOST_WORDS;
 use crate::wire::{HEADER_BYTES, Header, Kind};
 
-/// A message with its payload after the header.
+/// Record kind: a message with its payload after the header.
 pub(super) const INLINE: u32 = 1;
-/// A message with a payload in the sender's memory: the header, then a [`Lent`].
+/// Record kind: a message with a payload in the sender's memory. The header, then a [`Lent`].
 pub(super) const LENT: u32 = 2;
-/// Freed segments: four bytes each.
+/// Record kind: numbers of freed segments, four bytes each.
 pub(super) const RETIRED: u32 = 3;
-/// The sender's last record.
+/// Record kind: the sender's last record.
 pub(super) const GOODBYE: u32 = 4;
-/// In the ring of returns: finished loans, eight bytes each.
+/// Record kind in the ring of returns: numbers of finished loans, eight bytes each.
 pub(super) const RETURNED: u32 = 5;
 
-/// In the ring of returns: a loan that the borrower re-lent to other processes, eight bytes.
+/// Record kind in the ring of returns: the number of a loan that the borrower re-lent to other
+/// processes, eight bytes.
 pub(super) const PASSED_ON: u32 = 6;
-/// A loan of device memory is written now: eight bytes of its number. If it failed, the reason
-/// follows.
+/// Record kind: a loan of device memory is written now. Eight bytes of its number; if the work
+/// failed, the reason follows.
 pub(super) const LANDED: u32 = 7;
-/// A message with an unavailable payload: the header, then the reason.
+/// Record kind: a message with an unavailable payload. The header, then the reason.
 pub(super) const BROKEN: u32 = 8;
-/// In the ring of returns: freed segments of device memory that the borrower has closed now, eight
-/// bytes each.
+/// Record kind in the ring of returns: numbers of freed device segments that the borrower has
+/// closed now, eight bytes each.
 pub(super) const CLOSED: u32 = 9;
 
 /// Payloads up to this many bytes are sent with their header: copying them costs less than lending
 /// them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 
-/// Set in [`Lent::flags`] if the lender's memory is limited: the borrower copies it and gives it
-/// back, and the lender waits for that.
+/// Set in [`Lent::flags`] if the lender's memory is limited: the borrower copies the bytes and
+/// gives the loan back, and the lender waits for that.
 pub(super) const COPY: u32 = 1;
 /// Set in [`Lent::flags`] if device memory is lent before it is written. After the [`Lent`] follow
 /// tokens of the fences that the borrower's devices must wait for, each its length in a byte and
 /// then itself. [`LANDED`] is sent later.
 pub(super) const LATER: u32 = 2;
-/// The most tokens of one loan.
+/// Limit on the fence tokens of one loan.
 pub(super) const MOST_TOKENS: usize = 4;
 
 /// A loan of the sender's memory.
@@ -48,7 +49,7 @@ pub(super) const MOST_TOKENS: usize = 4;
 )]
 #[repr(C)]
 pub(super) struct Lent {
-    /// The number by which it is given back.
+    /// The number by which the loan is given back.
     pub(super) loan: U64,
     pub(super) offset: U64,
     pub(super) bytes: U64,
@@ -62,7 +63,7 @@ pub(super) enum Record<'a> {
     Inline(Header, &'a [u8]),
     Lent(Header, Lent, Vec<Vec<u8>>),
     Retired(Vec<u32>),
-    /// With the reason if it failed.
+    /// (Loan number, the reason if the work failed).
     Landed(u64, Option<String>),
     Broken(Header, String),
     Goodbye,
@@ -129,7 +130,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
     }
 }
 
-/// Encodes tokens for a record.
+/// Encodes tokens for a record: each as its length in one byte, then its bytes.
 pub(super) fn put_tokens(tokens: &[Vec<u8>]) -> Vec<u8> {
     tokens
         .iter()

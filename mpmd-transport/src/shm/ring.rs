@@ -33,7 +33,8 @@ const WORD_BYTES: usize = size_of::<u64>();
 /// The kind of a record that only fills space.
 const PADDING: u32 = u32::MAX;
 
-/// Indices of the three counts, in words.
+/// Index, in words of 8 bytes, of the count of pushed bytes. `HEAD` counts popped bytes, and
+/// `WANTED` is set while the producer waits for room.
 const TAIL: usize = 0;
 const HEAD: usize = LINE_BYTES / WORD_BYTES;
 const WANTED: usize = 2 * LINE_BYTES / WORD_BYTES;
@@ -125,7 +126,7 @@ pub(super) struct Producer {
     tail: u64,
     /// Bytes popped since the start, when last read.
     head: u64,
-    /// Bytes that the last record needed, if it was refused; else 0.
+    /// Bytes that the last record needed, if it was refused for lack of room; else 0.
     refused: usize,
 }
 
@@ -298,8 +299,8 @@ impl Consumer {
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
     }
 
-    /// The largest number of records in the ring. A caller that takes more at once may be kept busy
-    /// for ever by a producer that never stops.
+    /// The largest number of records that fit in the ring. A caller that takes more at once may be
+    /// kept busy for ever by a producer that never stops.
     pub(super) fn most(&self) -> usize {
         self.capacity / LINE_BYTES
     }
@@ -326,7 +327,7 @@ impl Consumer {
 #[error("a ring in shared memory holds nonsense: {0}")]
 pub(super) struct Corrupt(String);
 
-/// Returns the offset in a ring's records at a count of bytes.
+/// Returns the byte offset, within a ring's records, of the stream position `count`.
 fn place(count: u64, capacity: usize) -> usize {
     count as usize & (capacity - 1)
 }
@@ -344,7 +345,7 @@ fn split(prefix: u64) -> (usize, u32) {
     (prefix as u32 as usize, (prefix >> 32) as u32)
 }
 
-/// Concatenates the parts, word by word.
+/// Writes the concatenated parts into `words`, and fills the last word with zeros.
 fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
     let mut words = words.iter();
     // The bytes of the word in which the last part ended.

@@ -22,22 +22,22 @@ use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Records taken from one peer in a row.
+/// Limit on the records taken from one peer in a row.
 const IN_A_ROW: usize = 64;
-/// Rounds of a thread that leaves: more than a full ring takes.
+/// Limit on the rounds of a thread that leaves: more than a full ring takes.
 const MOST_LOOKS: usize = 32;
-/// Segment numbers in one record.
+/// Limit on the segment numbers in one record.
 const MOST_NUMBERS: usize = 256;
 
 /// The transport of one process.
 pub(super) struct Shared {
     pub(super) process: ProcessId,
-    /// By process; `None` if this transport does not reach it.
+    /// The peers by process; `None` if this transport does not reach the process.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) door: Doorbell,
     pub(super) arena: Arena,
     pub(super) devices: Devices,
-    /// For inline payloads, and for copies of payloads that cannot be lent.
+    /// Pool for inline payloads, and for copies of payloads that cannot be lent.
     pool: Pool,
     /// The receiving halves, held by the thread that looks.
     duty: Mutex<Vec<Option<Inbound>>>,
@@ -77,7 +77,7 @@ impl Shared {
         })
     }
 
-    /// Starts deliveries to `handler`.
+    /// Starts deliveries to `handler`. Panics if called twice.
     pub(super) fn start(&self, handler: Arc<dyn Handler>) {
         assert!(self.handler.set(handler).is_ok(), "start is called once");
         self.door.rouse(&SystemFutex);
@@ -172,7 +172,7 @@ impl Shared {
         Ok(IsLent(is_lent))
     }
 
-    /// Copies bytes that are in no segment, such as those of a `Vec`.
+    /// Copies bytes that are in no segment, such as those of a `Vec`, into memory that can be lent.
     fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
         let mut copy =
             self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
@@ -183,13 +183,14 @@ impl Shared {
         Ok(copy.freeze())
     }
 
-    /// Takes records that have come, unless another thread does so. Returns true if there were any.
+    /// Takes records that have come, unless another thread does so at the moment. Returns true if
+    /// there was any work. Does not wait.
     pub(super) fn progress(&self) -> bool {
         self.duty.try_lock().is_some_and(|duty| self.look(duty))
     }
 
-    /// Takes everything that has come, and waits for any other thread that looks. For a thread that
-    /// looked and stops looking.
+    /// Takes everything that has come. First waits for any other thread that does so. For a thread
+    /// that looked and stops looking.
     pub(super) fn progress_to_the_end(&self) {
         for _ in 0..MOST_LOOKS {
             if !self.look(self.duty.lock()) {
@@ -200,8 +201,8 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    /// True if a look would find work. Also makes sure that peers ring when they make room that is
-    /// waited for.
+    /// True if a look at the rings would find work. Also makes sure that peers ring when they make
+    /// room that is waited for.
     pub(super) fn has_work(&self) -> bool {
         let duty = self.duty.lock();
         if self.handler.get().is_none() || self.is_over.load(Ordering::Acquire) {
@@ -238,7 +239,7 @@ impl Shared {
         self.tell_done(handler) || any
     }
 
-    /// Takes at most `most` records of a peer.
+    /// Takes at most `most` records of a peer, and passes their messages to the handler.
     fn take(
         &self,
         from: ProcessId,
@@ -332,7 +333,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Returns the payload of a message that lends memory, of the peer or of a third process.
+    /// Borrows the memory that a message lends, of the peer or of a third process, and returns it
+    /// as the payload.
     fn borrow(
         &self,
         from: ProcessId,
@@ -402,7 +404,8 @@ impl Shared {
         )))
     }
 
-    /// Ends the connection to a peer, in both directions.
+    /// Ends the connection to a peer, in both directions. Its open tickets fail, and the handler is
+    /// told.
     fn end(
         &self,
         why: TransportError,
@@ -427,7 +430,7 @@ impl Shared {
         landing.into_iter().for_each(|arriving| arriving.pass(Err(failure.clone())));
     }
 
-    /// Ends the connection of a peer that sent an invalid record. The peer only sees the end.
+    /// Ends the connection of a peer that sent an invalid record. The peer gets no reason.
     fn end_by_nonsense(
         &self,
         why: String,
@@ -451,8 +454,9 @@ impl Shared {
         true
     }
 
-    /// Takes back returned loans, sends returns that found no room, and tells peers which segments
-    /// are freed.
+    /// Does the engine's regular work. Takes back returned loans, sends returns that found no room,
+    /// and tells peers which segments are freed. Frees device memory that no peer has open any
+    /// more, and posts messages that were held back. Does not wait.
     pub(super) fn tidy(&self) {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
@@ -497,7 +501,8 @@ impl Shared {
         }
     }
 
-    /// Finds closed connections and exited processes.
+    /// Finds closed connections and exited processes, and ends their connections. Messages sent
+    /// before the end are delivered first.
     pub(super) fn watch(&self) {
         let Some(handler) = self.handler.get() else { return };
         let mut duty = self.duty.lock();
@@ -545,7 +550,8 @@ impl Shared {
         }
     }
 
-    /// Says goodbye to all peers. Nothing is posted after it.
+    /// Says goodbye to all peers; nothing is posted after it. Waits for a handler call that is
+    /// under way.
     pub(super) fn say_goodbye(&self) {
         self.is_closing.store(true, Ordering::Release);
         // Waits for a handler call that is under way. Loans that it drops go back before the
@@ -562,7 +568,8 @@ impl Shared {
         }
     }
 
-    /// True if everything that was posted has been sent.
+    /// True if everything that was posted has been sent, and loans that peers must copy have come
+    /// back.
     pub(super) fn is_flushed(&self) -> bool {
         let has_left = |peer: &Peer| {
             !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited()
@@ -570,7 +577,8 @@ impl Shared {
         self.devices.is_flushed() && self.peers.iter().flatten().all(has_left)
     }
 
-    /// Reports the last tickets to the handler, which is not called after that.
+    /// Ends all open tickets and reports them to the handler, which is not called after that.
+    /// Closes all connections.
     pub(super) fn finish(&self) {
         // In an orderly end, loans have been sent; their memory stays valid for readers.
         let in_order = self.is_closing.swap(true, Ordering::AcqRel);
@@ -593,20 +601,22 @@ impl Shared {
         }
     }
 
-    /// Puts the engine to sleep until there is work that no other thread takes, or until `timeout`.
+    /// Puts the engine to sleep until there is work that no other thread takes, `stop` returns
+    /// true, or `timeout` is over.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
         self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
     }
 }
 
-/// The reason why a record could not be taken, and the process at fault.
+/// The reason why a record could not be taken, by the process at fault: the peer or this process.
 enum Fault {
     Theirs(String),
     Ours(String),
 }
 
 impl Fault {
-    /// Lacking resources are this process's fault; every other error is the peer's.
+    /// Converts an error: lacking resources are this process's fault, every other error is the
+    /// peer's.
     fn of(error: std::io::Error) -> Self {
         let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
         if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {
@@ -621,7 +631,7 @@ fn twice(loan: u64) -> Fault {
     Fault::Theirs(format!("loan {loan} is on its way already"))
 }
 
-/// True if the message ends when its payload comes back.
+/// True if the message ends when its payload comes back; false if it is over.
 pub(super) struct IsLent(pub(super) bool);
 
 /// A decoded record, with its payload copied.

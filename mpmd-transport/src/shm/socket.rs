@@ -15,11 +15,11 @@ use rustix::net::{
     sockopt,
 };
 
-/// The most descriptors in one packet.
+/// Limit on the descriptors in one packet.
 const MOST_DESCRIPTORS: usize = 2;
-/// The most bytes in one packet.
+/// Limit on the bytes in one packet.
 pub(super) const MOST_BYTES: usize = 128;
-/// Connections that may wait to be accepted: more than there are processes on any host.
+/// Limit on the connections that wait to be accepted: more than there are processes on any host.
 const BACKLOG: i32 = 4096;
 /// Pause between attempts to connect to a listener with a full queue.
 const FULL: Duration = Duration::from_millis(1);
@@ -28,7 +28,7 @@ const FULL: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub(super) struct Socket(OwnedFd);
 
-/// A listener under an abstract name, which ends with it and leaves no file behind.
+/// A listener under an abstract name. The name ends with the listener and leaves no file behind.
 #[derive(Debug)]
 pub(super) struct Listener(OwnedFd);
 
@@ -46,7 +46,7 @@ impl Listener {
         Ok(Self(socket))
     }
 
-    /// Returns the next connection, if one waits.
+    /// Returns the next connection, or `None` if none waits. Does not block.
     pub(super) fn accept(&self) -> io::Result<Option<Socket>> {
         loop {
             match accept_with(&self.0, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
@@ -67,7 +67,8 @@ impl AsFd for Listener {
 }
 
 impl Socket {
-    /// Connects to a listener. If its queue is full, retries until `deadline`.
+    /// Connects to the listener with this name. While the listener's queue is full, retries until
+    /// `deadline`; any other error is returned at once.
     pub(super) fn connect(name: &[u8], deadline: Instant) -> io::Result<Self> {
         let (socket, name) = (new_socket()?, SocketAddrUnix::new_abstract_name(name)?);
         loop {
@@ -95,7 +96,7 @@ impl Socket {
         Ok(sockopt::socket_peercred(&self.0)?)
     }
 
-    /// Sends a packet. Returns false if there is no room for it now.
+    /// Sends a packet. Returns false, and sends nothing, if there is no room for it now.
     pub(super) fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -113,8 +114,8 @@ impl Socket {
         }
     }
 
-    /// Returns the next packet, if one has arrived. An error of kind `UnexpectedEof` if the other
-    /// end has closed.
+    /// Returns the next packet, or `None` if none has arrived. Fails with `UnexpectedEof` if the
+    /// other end has closed.
     pub(super) fn receive(&self) -> io::Result<Option<Packet>> {
         let mut bytes = [0; MOST_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
@@ -158,7 +159,8 @@ impl Socket {
         Ok(Some(Packet { bytes: bytes[..received.bytes].to_vec(), descriptors }))
     }
 
-    /// As [`receive`](Self::receive), but blocks until `deadline`, then fails with `TimedOut`.
+    /// Blocks until a packet arrives, and returns it. Fails with `TimedOut` at `deadline`, and with
+    /// `UnexpectedEof` if the other end has closed.
     pub(super) fn receive_until(&self, deadline: Instant) -> io::Result<Packet> {
         loop {
             if let Some(packet) = self.receive()? {
@@ -170,7 +172,7 @@ impl Socket {
         }
     }
 
-    /// As [`send`](Self::send), but blocks until `deadline`, then fails with `TimedOut`.
+    /// Sends a packet; blocks while there is no room for it. Fails with `TimedOut` at `deadline`.
     pub(super) fn send_until(
         &self,
         bytes: &[u8],
@@ -221,13 +223,14 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// Waits until one of them can be read, and returns true; false if `deadline` comes first.
+/// Blocks until one of the descriptors can be read, and returns true; false if `deadline` comes
+/// first.
 pub(super) fn something_comes(fds: &[BorrowedFd<'_>], deadline: Instant) -> io::Result<bool> {
     wait(fds, PollFlags::IN, deadline)
 }
 
-/// Waits until one of them has one of the given events, and returns true; false if `deadline` comes
-/// first.
+/// Blocks until one of the descriptors has one of the given events, and returns true; false if
+/// `deadline` comes first.
 fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Result<bool> {
     let mut looks: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, what)).collect();
     loop {
@@ -241,7 +244,8 @@ fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Resul
     }
 }
 
-/// Returns for each descriptor if it has ended: a closed connection, or an exited process.
+/// Returns for each descriptor if it has ended: a closed connection, or an exited process. Does not
+/// wait.
 pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
     let mut looks: Vec<_> = descriptors
         .iter()

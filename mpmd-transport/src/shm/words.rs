@@ -8,7 +8,6 @@ use super::sync::{AtomicU32, AtomicU64};
 
 /// An atomic that other processes may change at any time.
 pub(super) trait Word: Send + Sync + 'static {
-    /// A zero.
     #[cfg(test)]
     fn zero() -> Self;
 }

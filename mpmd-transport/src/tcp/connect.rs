@@ -28,10 +28,11 @@ use super::{Tcp, TcpConfig};
 
 /// Time limit from a connection to its preamble. In tests it is longer than any test.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
-/// Most connections without a preamble, in addition to those of peers. One more closes the oldest.
+/// Limit on the connections without a preamble, in addition to those of peers. One more closes the
+/// oldest.
 const MOST_STRANGERS: usize = 256;
-/// Connections that may wait to be accepted, if the system allows as many. The system drops more;
-/// their senders try again only after a second or more.
+/// Limit on the connections that wait to be accepted, if the system allows as many. The system
+/// drops more; their senders try again only after a second or more.
 const BACKLOG: i32 = 4096;
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
@@ -215,7 +216,7 @@ async fn connect_all(
 }
 
 /// Connects to a process with a lower id. Tries again until it answers or does not fit; the caller
-/// sets the deadline.
+/// sets the deadline. `words` gets the last error by process.
 async fn call(
     job: Job,
     peer: ProcessId,
@@ -349,7 +350,8 @@ mod tests {
             "waiting for process 1 (refused), process 2 and process 3 of 4 to connect"
         );
     }
-    /// Connects two processes while `strangers` silent connections to the first are open.
+    /// Connects process 0 and process 1, while `strangers` silent connections to process 0 are
+    /// open. Returns both transports.
     fn pair(peer_timeout: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
         let bind = || Listener::bind(IpAddr::from([127, 0, 0, 1])).unwrap();
         let listeners = [bind(), bind()];

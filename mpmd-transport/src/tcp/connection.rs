@@ -1,10 +1,10 @@
 //! The sending half of a connection: a queue, and a turn to write that one task or thread has at a
 //! time.
 //!
-//! The socket's write half lies in the line's state. The connection's writer task, or a thread that
-//! posts a small message, takes it and so has the [`Turn`]. With it, it takes the queue, and it
-//! puts back the messages that it did not write. So bytes never mix, and no thread waits for the
-//! lock during a write.
+//! The socket's write half lies in the connection's state. The connection's writer task, or a
+//! thread that posts a small message, takes it and so has the [`Turn`]. With it, it takes the
+//! queue, and it puts back the messages that it did not write. So bytes never mix, and no thread
+//! waits for the lock during a write.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -19,12 +19,13 @@ use crate::memory::SharedBuffer;
 use crate::transport::{FetchDone, Ticket, TransportError};
 use crate::wire::{HEADER_BYTES, Header};
 
-/// Messages up to this many bytes are written by the posting thread, if the socket takes them.
+/// Messages up to this many bytes, with the header, are written by the posting thread, if the
+/// socket takes them.
 const DIRECT_BYTES: usize = 16 << 10;
-/// Most bytes given to the system at a time: on the transport's one thread, everything else waits
-/// for that copy.
+/// Limit on the bytes given to the system in one write: on the transport's one thread, everything
+/// else waits for that copy.
 const WRITE_BYTES: usize = 512 << 10;
-/// Most pieces of memory given to the system at a time.
+/// Limit on the pieces of memory given to the system in one write.
 const WRITE_PIECES: usize = 64;
 
 /// The sending half of one connection.
@@ -37,9 +38,10 @@ pub(super) struct Connection {
 }
 
 struct State {
-    /// `None` while a turn has it, and after the end.
+    /// The socket's write half. `None` while a [`Turn`] has it, and after the end.
     half: Option<OwnedWriteHalf>,
-    /// True while a turn is taken.
+    /// True while a thread or task has the right to write to the socket (a [`Turn`]). After a
+    /// failure, true until the tickets of that turn have ended.
     turn: bool,
     queue: VecDeque<Message>,
     end: End,
@@ -68,7 +70,7 @@ impl Connection {
     }
 
     /// Queues a message. Writes it at once if `direct` is true, the message is small, and nothing
-    /// is ahead of it.
+    /// is ahead of it. After the end of the connection, `ticket` ends with an error.
     pub(super) fn post(
         &self,
         header: &Header,
@@ -134,7 +136,8 @@ impl Connection {
         self.wake.notify_one();
     }
 
-    /// Returns true if a turn is taken, so that tickets may still end.
+    /// Returns true if a thread or task has the right to write (a [`Turn`]), so that tickets may
+    /// still end.
     pub(super) fn is_in_use(&self) -> bool {
         self.state.lock().turn
     }
@@ -144,7 +147,8 @@ impl Connection {
         matches!(self.state.lock().end, End::Now(_))
     }
 
-    /// Waits until the line has sent its last message, or has stood still for `peer_timeout`.
+    /// Waits until the connection has sent its last message, or has completed no write for
+    /// `peer_timeout`.
     pub(super) async fn drained(&self, peer_timeout: Duration) {
         let mut seen = self.progress.load(Ordering::Relaxed);
         let mut still = Duration::ZERO;
@@ -157,8 +161,8 @@ impl Connection {
         }
     }
 
-    /// Writes queued messages until the line ends: the writer task. An error of the socket fails
-    /// the line; `gone` converts the error.
+    /// Writes queued messages until the connection ends: the writer task. An error of the socket
+    /// ends all messages with an error, which `gone` makes from it.
     pub(super) async fn write(
         &self,
         endings: &Endings,
@@ -205,17 +209,17 @@ enum Next<'a> {
     End,
 }
 
-/// The right to write, with the messages to write first.
+/// The right to write to the socket, with the messages to write first.
 struct Turn<'a> {
     line: &'a Connection,
-    /// `None` only at the end.
+    /// The socket's write half; `None` only at the end of the turn.
     half: Option<OwnedWriteHalf>,
     queue: VecDeque<Message>,
     endings: &'a Endings,
 }
 
 impl Turn<'_> {
-    /// Writes all messages of this turn. Stops early if the line is failed meanwhile.
+    /// Writes all messages of this turn. Stops early if the connection is failed meanwhile.
     async fn write_all(mut self) -> io::Result<()> {
         while !self.queue.is_empty() {
             match self.write() {
@@ -238,7 +242,7 @@ impl Turn<'_> {
     }
 
     /// Writes as many bytes as the system takes without waiting, and ends the messages that are
-    /// complete. Returns the number of bytes.
+    /// complete. Returns the number of bytes. Fails with `WouldBlock` if the system takes none.
     fn write(&mut self) -> io::Result<usize> {
         let Some(half) = &self.half else { return Ok(0) };
         let mut pieces = [IoSlice::new(&[]); WRITE_PIECES];
@@ -308,7 +312,7 @@ impl Message {
         HEADER_BYTES + self.payload.as_ref().map_or(0, |payload| payload.len())
     }
 
-    /// Returns the unwritten parts of header and payload.
+    /// Returns the unwritten parts of (header, payload).
     fn left(&self) -> [&[u8]; 2] {
         let payload = self.payload.as_deref().unwrap_or(&[]);
         match self.written.checked_sub(HEADER_BYTES) {
@@ -327,7 +331,7 @@ impl Message {
 /// Ends of tickets and fetches, collected from all threads until the transport's thread reports
 /// them.
 pub(super) struct Endings {
-    /// `None` once nothing is reported any more.
+    /// Ends that are not reported yet; `None` once nothing is reported any more.
     waiting: Mutex<Option<Vec<Ending>>>,
     wake: Notify,
 }
@@ -349,8 +353,8 @@ impl Endings {
         }
     }
 
-    /// Reports a failed fetch. After the end of the transport's thread, calls `then` on this
-    /// thread.
+    /// Reports a failed fetch to the transport's thread, which calls `then`. After the end of that
+    /// thread, calls `then` on this thread.
     pub(super) fn fetch(&self, then: FetchDone, error: TransportError) {
         if let Err(Ending::Fetch(then, error)) = self.push(Ending::Fetch(then, error)) {
             then(Err(error));

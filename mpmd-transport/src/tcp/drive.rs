@@ -25,7 +25,7 @@ pub(super) struct Shared {
     pub(super) process: ProcessId,
     pub(super) pool: Pool,
     pub(super) endings: Endings,
-    /// By process; `None` for this one.
+    /// The connections to each process, by process; `None` for this process.
     peers: Vec<Option<Peer>>,
     closing: AtomicBool,
 }
@@ -35,7 +35,7 @@ struct Peer {
     bulk: Connection,
 }
 
-/// A pair's connections, by channel.
+/// The two connections of a pair of processes: control, then bulk.
 pub(super) type Pair = [TcpStream; 2];
 
 /// A request to close.
@@ -63,7 +63,8 @@ impl Shared {
         line.post(&header, payload, ticket, !data, &self.endings);
     }
 
-    /// Returns the error for a message or payload of a peer that will not come.
+    /// Returns the error for a message or payload of a peer that will not come: `Closed` if this
+    /// transport is closing, else `PeerGone`.
     pub(super) fn lost(&self, peer: ProcessId, why: &str) -> TransportError {
         if self.closing.load(Ordering::Acquire) {
             TransportError::Closed
@@ -83,7 +84,7 @@ impl Shared {
     }
 }
 
-/// The state of the transport's thread.
+/// The state of the transport's thread, before it runs.
 pub(super) struct Drive {
     shared: Arc<Shared>,
     halves: Vec<(ProcessId, [OwnedReadHalf; 2])>,
@@ -114,7 +115,8 @@ impl Drive {
         self.shared.clone()
     }
 
-    /// Runs until `close` is sent or dropped.
+    /// Serves all connections until `close` is sent or dropped. Then sends queued messages, up to
+    /// the deadline of `close`, and ends every ticket.
     pub(super) async fn run(
         self,
         mut start: oneshot::Receiver<Arc<dyn Handler>>,
@@ -253,7 +255,7 @@ fn rethrow(task: Result<(), tokio::task::JoinError>) {
     }
 }
 
-/// Replaces the handler of a transport that is closed before it was started.
+/// A handler that ignores everything, for a transport that is closed before it was started.
 struct Deaf;
 
 impl Handler for Deaf {

@@ -73,9 +73,10 @@ impl fmt::Debug for TcpConfig {
 /// transport's thread.
 pub struct Tcp {
     shared: Arc<Shared>,
-    /// Taken by `start`.
+    /// Passes the handler to the transport's thread. Taken by `start`.
     start: Mutex<Option<oneshot::Sender<Arc<dyn Handler>>>>,
-    /// Taken by `shutdown`. If it is dropped unused, the thread closes everything at once.
+    /// Asks the thread to close. Taken by `shutdown`. If it is dropped unused, the thread closes
+    /// everything at once.
     close: Mutex<Option<oneshot::Sender<Close>>>,
 }
 

@@ -47,7 +47,7 @@ pub(super) struct Job {
 pub(super) enum Refusal {
     /// Magic or token is wrong. The sender gets no answer.
     Stranger,
-    /// It belongs to this job, but cannot work with this process.
+    /// The preamble is of this job, but its sender cannot work with this process.
     Misfit(TransportError),
 }
 
@@ -65,7 +65,8 @@ impl Job {
         bytes
     }
 
-    /// Returns the sender and the channel. Magic and token are checked before all other fields.
+    /// Checks a preamble that this process has received. Returns (sender, channel). Magic and token
+    /// are checked before all other fields.
     pub(super) fn check(
         &self,
         bytes: &[u8; PREAMBLE_BYTES],

@@ -17,11 +17,11 @@ use super::drive::Shared;
 /// Time that the second connection of a peer may stand still once the first has ended.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 
-/// Most bytes read at a time, as for writing.
+/// Limit on the bytes of one read, as for writing.
 const READ_BYTES: usize = 512 << 10;
-/// Bytes of small control messages that are read ahead, to save system calls.
+/// Limit on the bytes of small control messages that are read ahead, to save system calls.
 const AHEAD_BYTES: usize = 16 << 10;
-/// Control messages delivered before other tasks get a turn on the thread.
+/// Number of control messages delivered before other tasks get a turn on the thread.
 const MESSAGES_AT_A_TIME: u64 = 64;
 /// A discarded payload is read in pieces of this many bytes.
 const DISCARD_BYTES: usize = 64 << 10;
@@ -201,8 +201,8 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a payload into its buffer. Calls `then` in every case, also if it fails or is
-    /// cancelled.
+    /// Reads a payload into the buffer `into`. Calls `then` in every case, also if the reading
+    /// fails or is cancelled.
     async fn fill(
         &self,
         half: &impl Half,
@@ -324,7 +324,7 @@ struct Waiting {
     shared: Arc<Shared>,
     peer: ProcessId,
     bytes: u64,
-    /// `None` once fetched.
+    /// Passes the buffer to the reading task; `None` once fetched.
     asks: Option<oneshot::Sender<PayloadTarget>>,
 }
 
@@ -349,12 +349,12 @@ impl Fetch for Waiting {
     }
 }
 
-/// The destination of a payload, on its way to the reading task. That task may end before it takes
-/// the place. The place is then dropped, and its `drop` fails the fetch.
+/// The destination of a payload (buffer and callback), on its way to the reading task. That task
+/// may end before it takes the destination. Then the drop of this object fails the fetch.
 struct PayloadTarget {
     shared: Arc<Shared>,
     peer: ProcessId,
-    /// `None` once taken.
+    /// (Buffer, callback); `None` once taken.
     given: Option<(OwnedBuffer, FetchDone)>,
 }
 
@@ -369,7 +369,7 @@ impl Drop for PayloadTarget {
     }
 }
 
-/// Fails a fetch on drop, unless it has been completed.
+/// A guard that fails a fetch when it is dropped, unless the fetch has been completed.
 struct Filling<'a> {
     shared: &'a Shared,
     peer: ProcessId,

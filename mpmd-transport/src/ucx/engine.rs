@@ -28,20 +28,20 @@ use crate::wire::ProcessId;
 
 /// Ids of the kinds of messages.
 pub(super) mod id {
-    /// The header is a [`Hello`](super::Hello).
+    /// Id of a hello. The message's header is a [`Hello`](super::Hello).
     pub(in super::super) const HELLO: u32 = 1;
-    /// The header is the sender's id, the pass and a `Header` of this library; the payload is that
-    /// header's.
+    /// Id of a message for the handler. The header is the sender's id, the pass that the receiver
+    /// expects and a `Header` of this library; the payload is that header's.
     pub(in super::super) const MESSAGE: u32 = 2;
-    /// Goodbye: the sender neither receives nor sends messages any more. The header is its id and
-    /// the pass.
+    /// Id of a goodbye: the sender neither receives nor sends messages any more. The header is the
+    /// sender's id and the pass that the receiver expects.
     pub(in super::super) const BYE: u32 = 3;
-    /// Answer to a goodbye: the sender no longer reads the memory of the leaving process. Header as
-    /// for `BYE`.
+    /// Id of the answer to a goodbye: the sender no longer reads the memory of the leaving process.
+    /// Header as for `BYE`.
     pub(in super::super) const HEARD: u32 = 4;
-    /// Asks for an answer. Header as for `BYE`.
+    /// Id of a ping, which asks for an answer. Header as for `BYE`.
     pub(in super::super) const PING: u32 = 5;
-    /// Answer to a ping. Header as for `BYE`.
+    /// Id of the answer to a ping. Header as for `BYE`.
     pub(in super::super) const PONG: u32 = 6;
     pub(in super::super) const ALL: [u32; 6] = [HELLO, MESSAGE, BYE, HEARD, PING, PONG];
 }
@@ -58,7 +58,7 @@ const PACE: Pace = Pace {
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Limit of a sleep while a deadline is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
-/// Most hellos that are kept until this process starts to connect.
+/// Limit on the hellos that are kept until this process starts to connect.
 const HELLOS_KEPT: usize = 1 << 16;
 /// Time for which connecting goes on after a failure, so that the peers still receive this
 /// process's hello.
@@ -67,23 +67,24 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// A peer and the state of its connection.
 pub(super) struct Peer {
     pub(super) endpoint: Option<EndpointId>,
-    /// True if UCX of the peer can move memory of CUDA devices.
+    /// True if the peer's UCX can move memory of CUDA devices.
     moves_cuda: bool,
-    /// The pass that the peer must send with each message.
+    /// The pass (a random number) that the peer must send with each message.
     pub(super) expected: u32,
-    /// The pass that the peer expects with each message; known from its hello.
+    /// The pass (a random number) that the peer expects with each message; known from its hello.
     pub(super) pass: Option<u32>,
-    /// The reason, once the peer is gone.
+    /// The reason why the peer is gone; `None` until then.
     pub(super) down: Option<TransportError>,
-    /// Number of messages in flight to the peer; below, number of payloads being fetched from it.
+    /// Number of messages in flight to the peer. `fetching` is the number of payloads being fetched
+    /// from it.
     pub(super) sending: usize,
     pub(super) fetching: usize,
     pub(super) heard_bye: bool,
-    /// True once its goodbye was answered.
+    /// True once this process has answered the peer's goodbye.
     pub(super) answered: bool,
-    /// True once it has answered this process's goodbye.
+    /// True once the peer has answered this process's goodbye.
     pub(super) has_heard: bool,
-    /// True if it has answered since the last death of a peer.
+    /// True if the peer has answered since the last death of another peer, or if no peer has died.
     pub(super) in_reach: bool,
 }
 
@@ -93,17 +94,17 @@ pub(super) struct Engine {
     moves_cuda: bool,
     pub(super) queue: Arc<Queue>,
     pub(super) me: ProcessId,
-    /// By process. This process's own entry is not used.
+    /// The peers by process. This process's own entry is not used.
     pub(super) peers: Vec<Peer>,
     /// The peer process of each endpoint.
     pub(super) processes: HashMap<EndpointId, ProcessId>,
     /// Operations that UCX has not ended yet, by id.
     pub(super) operations: Vec<Option<Operation>>,
-    /// Payloads that have not been fetched yet.
+    /// Payloads that still lie with their senders, by number: (sender, descriptor, bytes).
     pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
-    /// Calls for the handler from before there was one.
+    /// Calls for the handler from before a handler was set.
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
     pub(super) roll_call: Option<RollCall>,
@@ -123,7 +124,8 @@ struct Meeting {
     failed: Option<TransportError>,
 }
 
-/// Starts the engine's thread. Returns the address for peers, and the queue for commands.
+/// Starts the engine's thread and waits until UCX is open. Returns the address for peers, and the
+/// queue for commands.
 pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportError> {
     let (tell, told) = mpsc::channel();
     let run = move || match Engine::open(processes) {
@@ -146,7 +148,8 @@ pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportE
     told.recv().unwrap_or(Err(TransportError::Closed))
 }
 
-/// Creates the worker for a job of so many processes. The engine and `examine` use it.
+/// Creates the worker for a job of `processes` processes. Fails if there is no library or UCX
+/// cannot be opened. The engine and `examine` use it.
 pub(super) fn worker(processes: usize) -> Result<Worker, TransportError> {
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
@@ -345,7 +348,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Handles a hello.
+    /// Handles a hello: records the sender's pass, keeps the hello until this process connects, or
+    /// refuses it.
     fn greeted(&mut self, hello: &[u8]) {
         let Some(meeting) = &mut self.meeting else {
             // Kept if this process has not started to connect yet.
@@ -405,7 +409,7 @@ impl Engine {
         Met { lanes: self.lanes(), moves_cuda: moves_cuda.collect() }
     }
 
-    /// Returns UCX's description of the lanes to each peer.
+    /// Returns UCX's description of the lanes to each peer, by process; empty for this process.
     fn lanes(&self) -> Vec<String> {
         let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
             let lanes =
@@ -418,7 +422,7 @@ impl Engine {
         lanes.collect()
     }
 
-    /// Records the purpose of an operation.
+    /// Records the purpose of an operation in flight, until the operation ends.
     pub(super) fn note(&mut self, op: OpId, operation: Operation) {
         let number = op.index();
         if self.operations.len() <= number {

@@ -8,13 +8,15 @@ use crate::transport::{Transport, TransportError};
 use crate::wire::ProcessId;
 
 /// Reports UCX's version and the resources that it finds on this machine. Opens two ends in this
-/// process and connects them, to see the lanes that they use. Blocks for `limit` at most, and for
-/// the closing of the two ends.
+/// process and connects them, to see the lanes that they use.
+///
+/// Waits at most `limit` for the two ends to connect. The time that UCX takes to open counts, but
+/// cannot be cut short. Closing the ends takes at most `limit` and two seconds more.
 ///
 /// # Errors
 ///
-/// If there is no library, if UCX finds nothing that it can use, or if the two ends do not connect
-/// within `limit`.
+/// If there is no library, or if UCX cannot be opened or finds nothing that it can use. Also if the
+/// two ends do not connect within `limit`.
 pub fn examine(limit: Duration) -> Result<Report, TransportError> {
     let until = engine::after(limit);
     let resources = resources(&engine::worker(2)?.resources());

@@ -21,7 +21,8 @@ pub(super) const LAST_CALL: Duration = Duration::from_millis(500);
 /// Time limit for closing the endpoints in order.
 const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 
-/// Number of rounds after the end in which new commands are refused. Later commands are dropped.
+/// Limit on the rounds, after the end, in which late commands are answered with an error. Later
+/// commands are dropped.
 const LAST_ROUNDS: usize = 1000;
 
 /// The progress of a shutdown.
@@ -36,14 +37,15 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// Returns true if messages are no longer delivered.
+    /// Returns true if messages are no longer delivered, because goodbye was sent.
     pub(super) fn is_deaf(&self) -> bool {
         self.goodbye.is_some()
     }
 }
 
 impl Engine {
-    /// Stops accepting messages. Notifies `closed` when nothing more reaches the handler.
+    /// Begins the shutdown: new messages are refused, and pending operations have the time `within`
+    /// to end. Does not wait. `closed` is notified when nothing more reaches the handler.
     pub(super) fn begin_to_leave(&mut self, within: Duration, closed: Option<Sender<()>>) {
         match &mut self.leaving {
             // Dropped after a shutdown: nothing to add.
@@ -55,7 +57,7 @@ impl Engine {
         }
     }
 
-    /// Handles the goodbye of a peer.
+    /// Handles the goodbye of a peer: marks the peer as gone, tells the handler, and answers.
     pub(super) fn goodbye(&mut self, from: ProcessId) {
         let peer = &mut self.peers[from.index()];
         peer.heard_bye = true;
@@ -67,7 +69,8 @@ impl Engine {
         self.answer_goodbye(from);
     }
 
-    /// Answers a goodbye once nothing is being fetched from that peer.
+    /// Answers a goodbye of `to`, once nothing is being fetched from `to`. Then closes the
+    /// endpoint.
     pub(super) fn answer_goodbye(&mut self, to: ProcessId) {
         let peer = &mut self.peers[to.index()];
         if peer.heard_bye && !peer.answered && peer.fetching == 0 {
@@ -81,7 +84,7 @@ impl Engine {
         }
     }
 
-    /// Continues the shutdown; returns true once it is done.
+    /// Does the next step of the shutdown without waiting. Returns true once the shutdown is done.
     pub(super) fn leave(&mut self) -> bool {
         let now = Instant::now();
         let Some(mut leaving) = self.leaving.take() else { return false };

@@ -130,7 +130,7 @@ impl Hello {
         bytes
     }
 
-    /// Decodes a hello to the process `me` and checks its token and epoch.
+    /// Decodes a hello to the process `me` and checks its sender, token, epoch and version.
     pub(super) fn decode(
         bytes: &[u8],
         me: ProcessId,

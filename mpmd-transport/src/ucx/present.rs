@@ -22,13 +22,14 @@ const HANDLER_CALL: Duration = Duration::from_secs(1);
 /// If dropped without [`Opened::connect`], it closes at once.
 pub struct Opened {
     address: String,
-    /// `None` after `connect`.
+    /// The queue of commands to the engine; `None` after `connect`.
     queue: Option<Arc<Queue>>,
 }
 
 impl Opened {
-    /// Opens UCX on this machine for a job of so many processes, and starts its thread. UCX needs
-    /// the number for networks that offer one method for few peers and another for many.
+    /// Opens UCX on this machine for a job of `processes` processes, and starts its thread. Blocks
+    /// until UCX is open. UCX needs the number for networks that offer one method for few peers and
+    /// another for many.
     ///
     /// # Errors
     ///
@@ -43,7 +44,8 @@ impl Opened {
         &self.address
     }
 
-    /// Connects to all peers, and waits for a message from each over its connection.
+    /// Connects to all peers, and blocks until a message from each has come over its connection.
+    /// Fails after the peer timeout.
     ///
     /// # Errors
     ///
@@ -98,7 +100,8 @@ pub struct Ucx {
     process: ProcessId,
     processes: usize,
     lanes: Vec<String>,
-    /// By process.
+    /// True, by process, if memory of CUDA devices goes to and from the process without a copy
+    /// through the host.
     moves_cuda: Vec<bool>,
     started: AtomicBool,
 }

@@ -45,7 +45,7 @@ pub(super) enum Command {
         peer: ProcessId,
         why: String,
     },
-    /// Closes in order within this time, then reports the end.
+    /// (Time limit, notified at the end): closes in order within the time limit.
     Close(Duration, mpsc::Sender<()>),
     /// Closes at once: the transport was dropped.
     Abandon,
@@ -54,7 +54,7 @@ pub(super) enum Command {
 /// Commands on their way to the engine.
 pub(super) struct Queue {
     list: Mutex<List>,
-    /// True if there may be commands.
+    /// True if there may be commands in the list.
     some: AtomicBool,
     /// True if the engine sleeps, or is about to.
     asleep: AtomicBool,

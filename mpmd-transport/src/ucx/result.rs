@@ -67,9 +67,9 @@ fn check(call: &'static str, status: Status) -> Result<()> {
 
 /// The state of an operation after its start.
 pub(super) enum Started {
-    /// It is in progress; its callback will be called.
+    /// The operation is in progress, with this request; its callback will be called.
     UnderWay(NonNull<c_void>),
-    /// It is over; its callback is not called.
+    /// The operation is over, with this status; its callback is not called.
     Over(Status),
 }
 
@@ -80,8 +80,8 @@ fn started(pointer: *mut c_void) -> Started {
     }
 }
 
-/// Creates a context with active messages and wake-up, and these settings in addition to the user's
-/// variables.
+/// Creates a context for about `processes` endpoints, with active messages and wake-up. `settings`
+/// are (name, value), in addition to the user's variables.
 ///
 /// # Safety
 ///
@@ -397,7 +397,8 @@ fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
     params
 }
 
-/// Sends a message. At its end UCX calls `callback` with `number`.
+/// Sends a message. At its end UCX calls `callback` with `number`, unless this returns
+/// [`Started::Over`].
 ///
 /// # Safety
 ///
@@ -438,7 +439,8 @@ pub(super) unsafe fn message_send(
     })
 }
 
-/// Fetches the bytes that a descriptor stands for. At the end UCX calls `callback` with `number`.
+/// Fetches the bytes that a descriptor stands for. At the end UCX calls `callback` with `number`,
+/// unless this returns [`Started::Over`].
 ///
 /// # Safety
 ///

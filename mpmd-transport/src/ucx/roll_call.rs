@@ -17,7 +17,7 @@ use crate::wire::ProcessId;
 /// Time that a peer has to answer. Even an engine that seldom gets a core answers far sooner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// A roll call in progress.
+/// A roll call in progress, after the death of the peer `dead`.
 pub(super) struct RollCall {
     dead: ProcessId,
     until: Instant,

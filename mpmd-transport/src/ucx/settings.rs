@@ -10,12 +10,12 @@ struct Setting {
     variables: &'static [&'static str],
 }
 
-/// UCX notices a dead peer in seconds instead of minutes.
+/// Makes UCX notice a dead peer in seconds instead of minutes.
 const KEEPALIVE: Setting =
     Setting { key: "KEEPALIVE_INTERVAL", value: "2s", variables: &["UCX_KEEPALIVE_INTERVAL"] };
 
-/// By default UCX's shared memory says that it cannot detect failures. UCX then leaves it out
-/// silently.
+/// Makes UCX use its POSIX shared memory. By default that says that it cannot detect failures, and
+/// UCX leaves it out silently.
 const POSIX: Setting =
     Setting { key: "POSIX_ERROR_HANDLING", value: "y", variables: &["UCX_POSIX_ERROR_HANDLING"] };
 const SYSV: Setting =
@@ -28,8 +28,8 @@ const SHARED_MEMORY: Setting = Setting {
     variables: &["UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"],
 };
 
-/// Returns the settings to make for a library of this version. `variable` looks up an environment
-/// variable.
+/// Returns the settings to make, as (name, value), for a library of `version` (major, minor,
+/// patch). `variable` looks up an environment variable.
 pub(super) fn unless_set(
     version: (u32, u32, u32),
     variable: impl Fn(&str) -> Option<String>,

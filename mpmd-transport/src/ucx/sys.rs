@@ -22,8 +22,8 @@ pub(super) use ucx1_sys::{
     ucp_worker_h, ucp_worker_params, ucp_worker_params_field, ucs_memory_type, ucs_thread_mode_t,
 };
 
-/// The version of UCX's interface that the types above belong to. An older library, or one with
-/// another major version, is refused.
+/// The version (major, minor) of UCX's interface that the types above belong to. An older library,
+/// or one with another major version, is refused.
 pub(super) const API: (c_uint, c_uint) = (1, 12);
 
 /// Variable for the path of the library's file, if the usual places do not have the right one.
@@ -55,9 +55,10 @@ impl Status {
     }
 }
 
-/// Called at the end of a send.
+/// Called at the end of a send. Arguments: request, status, user argument.
 pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, Status, *mut c_void);
-/// Called at the end of a fetch, with the number of bytes fetched.
+/// Called at the end of a fetch. Arguments: request, status, number of bytes fetched, user
+/// argument.
 pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, Status, usize, *mut c_void);
 /// Called when a message arrives. Arguments: user argument, header and its length, data or
 /// descriptor and its length, parameters.
@@ -69,7 +70,7 @@ pub(super) type MessageCallback = unsafe extern "C" fn(
     usize,
     *const ucp_am_recv_param_t,
 ) -> Status;
-/// Called when an endpoint has failed.
+/// Called when an endpoint has failed. Arguments: user argument, endpoint, status.
 pub(super) type ErrorCallback = unsafe extern "C" fn(*mut c_void, ucp_ep_h, Status);
 
 macro_rules! functions {
@@ -145,8 +146,8 @@ pub(super) fn library() -> Result<&'static Library, &'static str> {
 }
 
 impl Library {
-    /// Loads the library from the path in the variable. Without the variable, asks the system's
-    /// loader, then looks at the build's own copies beside the program.
+    /// Loads the library from the path in `MPMD_UCX_LIBRARY`. Without that variable, asks the
+    /// system's loader, then looks at the build's own copies beside the program.
     fn load() -> Result<Self, String> {
         let mut tried = Vec::new();
         let named =
@@ -212,9 +213,9 @@ impl Library {
     }
 }
 
-/// Returns the copies that cargo builds of this program have left, the newest first. The second
-/// list gives the refused copies: those that another user could have put there, each with the
-/// reason.
+/// Returns (usable copies, refused copies) of the library that cargo builds of this program have
+/// left, the newest first. A copy is refused if another user could have put it there; the reason
+/// stands with it.
 fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
     let folders = program.ancestors().skip(1).take(2).map(|folder| folder.join("build"));
     let mut found: Vec<_> = folders

@@ -14,7 +14,7 @@ use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 /// For smaller ones a round trip does not pay.
 const RENDEZVOUS_BYTES: usize = 8 << 10;
 
-/// Bytes of the sender's id and the pass, in front of the header.
+/// Number of bytes of the sender's id and the pass, in front of the header.
 pub(super) const PREFIX_BYTES: usize = 8;
 
 /// The purpose of an operation of UCX.
@@ -92,7 +92,8 @@ impl Engine {
         self.send(to, id::MESSAGE, &bytes, payload, way, Some(ticket));
     }
 
-    /// Sends a message. The caller has checked that the peer is not known to be gone.
+    /// Sends a message. If the endpoint is closed, `ticket` ends with `Closed`. The caller has
+    /// checked that the peer is not known to be gone.
     pub(super) fn send(
         &mut self,
         to: ProcessId,
@@ -116,7 +117,8 @@ impl Engine {
         }
     }
 
-    /// Handles a message with any id but a hello's.
+    /// Handles a received message with any id but a hello's. A message with a wrong pass is
+    /// dropped.
     pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: Body) {
         let from = self.sender(header);
         if let (Some(from), id::MESSAGE) = (from, id) {
@@ -281,7 +283,8 @@ impl Engine {
         self.down(peer, why, true);
     }
 
-    /// Handles a peer that UCX has lost: it is dead, or cannot be reached.
+    /// Handles a peer that UCX has lost: marks the peer as gone, because it is dead or cannot be
+    /// reached.
     pub(super) fn lost(&mut self, peer: ProcessId, why: &str) {
         if let Some(endpoint) = self.peers[peer.index()].endpoint {
             self.worker.is_done_with(endpoint);
@@ -289,7 +292,8 @@ impl Engine {
         self.down(peer, TransportError::PeerGone { peer, why: format!("UCX says {why}") }, true);
     }
 
-    /// Marks a peer as gone: fails all operations with it, then tells the handler.
+    /// Marks a peer as gone: fails all operations with it, then tells the handler. With `by_force`,
+    /// closes its endpoint at once. Only the first call for a peer counts.
     pub(super) fn down(&mut self, peer: ProcessId, why: TransportError, by_force: bool) {
         let state = &mut self.peers[peer.index()];
         let endpoint = state.endpoint;

@@ -8,7 +8,7 @@ use crate::cluster::{Cluster, Kind, id, is_gone};
 use crate::recorder::Manner;
 
 const MIB: usize = 1 << 20;
-/// More bytes than any socket buffers by itself.
+/// Bytes of a payload that is larger than any socket buffers by itself.
 const LARGE: usize = 64 * MIB;
 
 pub(crate) fn payloads_of_every_size_arrive_intact(kind: Kind) {

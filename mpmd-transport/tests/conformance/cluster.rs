@@ -21,7 +21,7 @@ pub(crate) const EPOCH: u64 = 3;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Inproc,
-    /// With zero-copy transfer between all processes.
+    /// The transport within one OS process, with zero-copy transfer between all its processes.
     InprocLends,
     Shm,
     Tcp,
@@ -30,7 +30,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Returns true if data arrives as its sender's memory, which outlives the sender.
+    /// Returns true if data is lent: it arrives as its sender's memory, which outlives the sender.
     pub(crate) fn lends(self) -> bool {
         matches!(self, Self::InprocLends | Self::Shm)
     }
@@ -40,13 +40,13 @@ pub(crate) struct Cluster {
     fabric: Option<Fabric>,
     transports: Vec<Option<Arc<dyn Transport>>>,
     pub(crate) recorders: Vec<Arc<Recorder>>,
-    /// Posted tickets, by process.
+    /// The tickets posted so far, by process.
     posted: Vec<Vec<Ticket>>,
     next: u64,
 }
 
 impl Cluster {
-    /// Creates a cluster that is connected and started.
+    /// Creates a cluster of `processes` processes that are connected and started.
     pub(crate) fn new(kind: Kind, processes: usize, manner: Manner) -> Self {
         let cluster = Self::not_started(kind, processes, manner);
         for process in 0..processes {
@@ -89,7 +89,7 @@ impl Cluster {
         self.transports[process].as_ref().expect("the process is alive")
     }
 
-    /// Posts a message with the pattern that belongs to it.
+    /// Posts a message of `bytes` bytes, with the pattern that belongs to it. Returns its ticket.
     pub(crate) fn post(
         &mut self,
         from: usize,
@@ -105,7 +105,7 @@ impl Cluster {
         ticket
     }
 
-    /// Posts a message with this header and payload.
+    /// Posts a message with this header and payload. Returns its ticket.
     pub(crate) fn post_payload(
         &mut self,
         from: usize,
@@ -125,7 +125,7 @@ impl Cluster {
         ticket
     }
 
-    /// Lets a process vanish.
+    /// Makes a process vanish without a goodbye.
     pub(crate) fn kill(&mut self, process: usize) {
         if let Some(fabric) = &self.fabric {
             fabric.kill(id(process));
@@ -133,8 +133,8 @@ impl Cluster {
         self.transports[process] = None;
     }
 
-    /// Shuts down all processes that are alive, at the same time. Checks that every ticket has
-    /// ended once.
+    /// Shuts down all living processes at the same time. Asserts that every ticket has ended once,
+    /// and that no peer went down twice.
     pub(crate) fn finish(mut self) {
         self.shut_down();
         for (process, (posted, recorder)) in self.posted.iter().zip(&self.recorders).enumerate() {
@@ -164,7 +164,7 @@ impl Cluster {
         }
     }
 
-    /// Like `finish`, and checks that every message was sent.
+    /// Shuts down all living processes, as `finish` does, and asserts that every message was sent.
     pub(crate) fn finish_fine(self) {
         let recorders = self.recorders.clone();
         self.finish();

@@ -17,13 +17,13 @@ use crate::within;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Delays far enough apart that they decide the order, not the machine's speed.
+/// Returns faults with delays so far apart that they decide the order, not the machine's speed.
 fn faults(seed: u64) -> Faults {
     let delay = Some(Duration::from_millis(100)..=Duration::from_secs(1));
     Faults { seed, delay, ..Faults::default() }
 }
 
-/// Returns the order in which three messages arrive.
+/// Posts three messages and returns the order in which they arrive, as their indices.
 fn order(seed: u64) -> Vec<usize> {
     let mut cluster = Cluster::inproc(2, faults(seed), Manner::Fetch);
     let posted: Vec<_> = (0..3).map(|_| cluster.post(0, 1, MessageKind::Eager, 3)).collect();
@@ -89,7 +89,6 @@ fn handlers_are_never_called_on_the_posters_thread() {
     });
 }
 
-/// A process lends borrowed memory on: the owner has it back once both borrowers have dropped it.
 #[test]
 fn relent_memory_returns_after_the_last_borrowers_drop() {
     within(LIMIT, || {
@@ -125,7 +124,7 @@ fn relent_memory_returns_after_the_last_borrowers_drop() {
     });
 }
 
-/// Keeps lent payloads, and records the tickets that have ended.
+/// A handler that keeps lent payloads, and records the tickets that have ended.
 #[derive(Default)]
 struct Borrower {
     lent: Mutex<Vec<SharedBuffer>>,
@@ -169,7 +168,7 @@ impl Handler for Borrower {
     fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }
 
-/// Reports the name of the thread it is called on.
+/// A handler that reports the name of the thread it is called on.
 struct Names {
     told: std::sync::mpsc::Sender<String>,
 }

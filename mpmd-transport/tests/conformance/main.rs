@@ -16,7 +16,8 @@ use std::time::Duration;
 /// Time limit for a check. Few take a second, but under valgrind one takes long.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Runs a test on a thread of its own. Panics if it takes longer than `limit`.
+/// Runs a test on a thread of its own and waits for its end. Panics if it panics or takes longer
+/// than `limit`.
 pub(crate) fn within(limit: Duration, test: impl FnOnce() + Send + 'static) {
     let (alive, ended) = channel::<()>();
     let thread = std::thread::spawn(move || {

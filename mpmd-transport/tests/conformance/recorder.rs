@@ -23,7 +23,7 @@ pub(crate) enum Manner {
     Discard,
 }
 
-/// Records all calls, in order.
+/// A handler that records all calls, in order.
 pub(crate) struct Recorder {
     me: std::sync::Weak<Self>,
     pub(crate) pool: Pool,
@@ -34,9 +34,9 @@ pub(crate) struct Recorder {
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) manner: Option<Manner>,
-    /// Messages with a complete payload, in order of completion.
+    /// Messages that arrived with their whole payload, in order of completion.
     pub(crate) complete: Vec<Arrived>,
-    /// Payloads that are held, under [`Manner::Hold`].
+    /// Payloads that are held, under [`Manner::Hold`]: (sender, header, payload).
     pub(crate) held: Vec<(ProcessId, Header, Held)>,
     pub(crate) discarded: usize,
     pub(crate) lost: Vec<TransportError>,
@@ -83,7 +83,7 @@ impl Recorder {
         self.seen.lock().manner = Some(manner);
     }
 
-    /// Waits until `enough` returns a value; fails the test if that takes too long.
+    /// Blocks until `enough` returns a value, and returns it. Panics after the time limit.
     pub(crate) fn wait<T>(&self, what: &str, enough: impl Fn(&Seen) -> Option<T>) -> T {
         let until = Instant::now() + TIME_LIMIT;
         let mut seen = self.seen.lock();
@@ -100,7 +100,8 @@ impl Recorder {
         }
     }
 
-    /// Waits for `count` complete messages; all must be intact.
+    /// Blocks until `count` messages are complete, and returns them. Panics if one is damaged or
+    /// there are more.
     pub(crate) fn wait_complete(&self, count: usize) -> Vec<Arrived> {
         let complete = self.wait("a message", |seen| {
             (seen.complete.len() >= count).then(|| seen.complete.clone())
@@ -130,7 +131,7 @@ impl Recorder {
         look(&self.seen.lock())
     }
 
-    /// Reads all held payloads.
+    /// Reads all held payloads, and records their messages as complete.
     pub(crate) fn release(&self) {
         let held = std::mem::take(&mut self.seen.lock().held);
         for (from, header, payload) in held {
@@ -172,7 +173,7 @@ impl Recorder {
         self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
     }
 
-    /// Treats a payload that can be fetched later, as the manner says.
+    /// Reads, holds or discards a payload that can be fetched later, as the manner says.
     fn waits(&self, from: ProcessId, header: Header, payload: Held) {
         assert_eq!(payload.bytes(), header.bytes);
         let manner = self.seen.lock().manner;

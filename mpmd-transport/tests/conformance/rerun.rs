@@ -5,19 +5,20 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time limit for such a process.
+/// Time limit for a process that a test starts.
 const LIMIT: Duration = Duration::from_secs(240);
 
 /// Exit code of valgrind if it has found an error; nothing else ends with it.
 const FOUND: i32 = 99;
 
-/// The exit code and the output of a process that has ended.
+/// The exit code and the output of a process that has ended. The code is `None` if the process was
+/// killed.
 struct Ended {
     code: Option<i32>,
     said: String,
 }
 
-/// Kills its process on drop, also if a test fails.
+/// A child process that is killed when this is dropped, also if a test fails.
 struct Ending(Child);
 
 impl Drop for Ending {
@@ -27,7 +28,8 @@ impl Drop for Ending {
     }
 }
 
-/// Runs a command to its end, or kills it after the limit.
+/// Runs a command and waits for its end; kills it after [`LIMIT`]. Returns its exit code and
+/// output.
 fn run(mut command: Command) -> Ended {
     let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = Ending(piped.spawn().expect("this program can be started again"));
@@ -118,8 +120,8 @@ fn leaks() {
     std::mem::forget(std::hint::black_box(vec![1u8; 1000]));
 }
 
-/// Runs all checks over UCX with these transports only. UCX reads the variable when it is first
-/// opened, so each run needs a process of its own.
+/// Runs all checks over UCX with these transports only, in a new process, and asserts that they
+/// pass. UCX reads the variable when it is first opened, so each run needs a process of its own.
 #[cfg(feature = "ucx")]
 fn passes_over_ucx_by(ways: &str) {
     let mut command = Command::new(this_program());

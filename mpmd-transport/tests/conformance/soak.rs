@@ -17,18 +17,19 @@ use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};
 
 const MESSAGES: u64 = 1000;
 
-/// Most bytes of a common message; the rare large ones exceed all that a transport sends at once.
+/// Limit on the bytes of a common message; the rare large ones exceed all that a transport sends at
+/// once.
 const BYTES: usize = 32 << 10;
 const LARGE_BYTES: usize = 1 << 20;
 const RARE: u64 = 50;
 
-/// Most messages that are posted and not ended.
+/// Limit on the messages of one process that are posted and not ended.
 const LEAD: usize = 40;
 
 /// Time limit for an event that has to come, under valgrind.
 const TIME_LIMIT: Duration = Duration::from_secs(150);
 
-/// Most buffers that are kept for a while.
+/// Limit on the buffers that one process keeps for a while.
 const HELD: usize = 8;
 
 pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
@@ -119,7 +120,7 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
     }
 }
 
-/// Returns the number of transports' threads in this process; other tests may have some.
+/// Returns the number of transports' threads in this process. Other tests may have started some.
 fn engines() -> usize {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let names =
@@ -127,7 +128,8 @@ fn engines() -> usize {
     names.filter(|name| name.starts_with("mpmd-")).count()
 }
 
-/// Waits until one of the ends has seen `enough`. Meanwhile reads or drops held payloads at random.
+/// Blocks until the end with index `which` has seen `enough`; panics after the time limit.
+/// Meanwhile reads or drops held payloads at random.
 fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -> bool) {
     let until = Instant::now() + TIME_LIMIT;
     loop {
@@ -144,7 +146,7 @@ fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -
     }
 }
 
-/// One of the two processes.
+/// The handler of one of the two processes, which treats payloads at random.
 struct End {
     me: std::sync::Weak<Self>,
     pool: Pool,
@@ -159,7 +161,7 @@ struct Seen {
     /// Payloads of this end's own messages, dropped at random.
     kept: Vec<SharedBuffer>,
     arrived: usize,
-    /// True if payloads stay held.
+    /// True if payloads stay held until told otherwise.
     holds_all: bool,
     /// Payloads that are neither read nor dropped yet.
     held: Vec<(ProcessId, Header, Box<dyn Fetch>)>,
@@ -200,7 +202,7 @@ impl End {
         self.seen.lock().posted += 1;
     }
 
-    /// Keeps a reference to a payload for a while.
+    /// Keeps a reference to a payload for a while. Drops a random earlier one if too many are kept.
     fn keep(&self, payload: SharedBuffer) {
         let mut seen = self.seen.lock();
         seen.kept.push(payload);
@@ -214,7 +216,7 @@ impl End {
         drop(dropped);
     }
 
-    /// Reads or drops all held payloads, unless all are to stay held.
+    /// Reads or drops all held payloads at random, unless all are to stay held.
     fn decide(&self) {
         let mut seen = self.seen.lock();
         if seen.holds_all || seen.held.is_empty() {
@@ -323,7 +325,7 @@ impl Fetch for OnLoan {
     }
 }
 
-/// Splitmix64.
+/// A generator of random numbers: SplitMix64.
 struct Random(u64);
 
 impl Random {

@@ -50,14 +50,14 @@ impl Preamble {
         bytes
     }
 
-    /// Connects and sends it.
+    /// Connects to `address` and sends this preamble. Returns the socket.
     fn say(self, address: SocketAddr) -> TcpStream {
         let mut stream = dial(address);
         stream.write_all(&self.bytes()).unwrap();
         stream
     }
 
-    /// Sends it and checks that it is accepted.
+    /// Sends this preamble to `address` and asserts that it is accepted. Returns the socket.
     fn meet(self, address: SocketAddr) -> TcpStream {
         let mut stream = self.say(address);
         let mut answer = [0; 64];
@@ -73,13 +73,13 @@ fn dial(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Returns true if the other side has closed without an answer.
+/// Waits for the other side. Returns true if it has closed without an answer.
 fn is_turned_away(mut stream: TcpStream) -> bool {
     // Closing with unread bytes gives a reset.
     !matches!(stream.read(&mut [0; 1]), Ok(1))
 }
 
-/// Returns a started process 0 and two bare sockets in place of its peer 1: control, bulk.
+/// Returns a started process 0, and two bare sockets in place of its peer 1: (control, bulk).
 fn against_bare_sockets(manner: Manner) -> (Cluster, [TcpStream; 2]) {
     let listener = listen();
     let address = listener.address();
@@ -104,7 +104,8 @@ fn assert_protocol(error: &TransportError, peer: usize, says: &str) {
     assert!(error.to_string().contains(says), "{error}");
 }
 
-/// Sends a bad header from process 2 of three: only process 2 is lost.
+/// Sends a bad header from process 2 of three over `channel`. Asserts that only process 2 is lost,
+/// with an error that contains `says`.
 fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
     within(LIMIT, move || {
         let listeners = [listen(), listen()];
@@ -254,7 +255,8 @@ fn strangers_get_no_answer_and_do_not_delay_peers() {
     });
 }
 
-/// Connects a pair that does not fit: both sides get the reason.
+/// Connects a pair; `bend` changes the configuration of process 1 so that the two do not fit.
+/// Asserts both sides' errors.
 fn misfits(bend: impl FnOnce(&mut TcpConfig), zero_hears: [&str; 2], one_hears: &str) {
     let listeners = [listen(), listen()];
     let peers: Vec<_> = listeners.iter().map(Listener::address).collect();

@@ -35,7 +35,7 @@ fn config(process: usize, peers: Vec<String>) -> UcxConfig {
     }
 }
 
-/// Connects a pair in which the second process has another configuration; returns both results.
+/// Connects a pair; `bend` changes the configuration of the second process. Returns both results.
 fn pair(bend: impl FnOnce(&mut UcxConfig)) -> [Result<Arc<Ucx>, TransportError>; 2] {
     let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
     let peers = vec![zero.address().to_owned(), one.address().to_owned()];
@@ -151,7 +151,7 @@ fn given_up_peer_fails_its_operations_at_once() {
     });
 }
 
-/// Sleeps at the first message, as if no message came through.
+/// A handler that sleeps for this time at the first message, as if no message came through.
 struct StandsStill(Duration);
 
 impl Handler for StandsStill {
@@ -199,7 +199,7 @@ fn a_dropped_transport_ends_its_tickets_without_blocking() {
     });
 }
 
-/// Kills its process on drop, also if a test fails.
+/// A child process that is killed when this is dropped, also if a test fails.
 struct Ending(Child);
 
 impl Drop for Ending {
@@ -209,11 +209,12 @@ impl Drop for Ending {
     }
 }
 
-/// The address of the process that has started this one.
+/// The variable with the address of the process that has started this one.
 const PARENT: &str = "MPMD_TEST_PARENT";
 const MARK: &str = "address of the other process: ";
 
-/// Returns the lanes between this process and another on this host, with this value of `UCX_TLS`.
+/// Starts another process on this host and connects to it, with this value of `UCX_TLS`. Returns
+/// UCX's description of the lanes between the two.
 fn lanes_between_processes(ways: Option<&str>) -> String {
     let opened = Opened::open(2).unwrap();
     let own = opened.address().to_owned();

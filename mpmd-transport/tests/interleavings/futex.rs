@@ -9,9 +9,9 @@ use loom::sync::{Condvar, Mutex};
 use crate::doorbell::Futex;
 use crate::sync::{AtomicU32, Ordering};
 
-/// Has the guarantees of the system's futex and no more; has no timeouts.
+/// A simulated futex with the guarantees of the system's and no more. Panics if a timeout is given.
 pub(crate) struct ModelFutex {
-    /// One condition variable for each word that threads sleep on.
+    /// One condition variable for each word that threads sleep on, by the word's address.
     sleepers: Mutex<BTreeMap<usize, Arc<Condvar>>>,
 }
 

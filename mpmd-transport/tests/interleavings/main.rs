@@ -32,9 +32,9 @@ use futex::ModelFutex;
 use process::{Process, Slot};
 use ring::Ring;
 
-/// A small ring: four records of one line each.
+/// Capacity in bytes of a small ring: four records of one line (64 bytes) each.
 const SMALL: usize = 256;
-/// A ring for records of two lines; eight lines in all.
+/// Capacity in bytes of a ring for records of two lines; eight lines (of 64 bytes) in all.
 const LARGER: usize = 512;
 
 /// Runs `f` in every order of its threads. With `interruptions`, only orders with at most that many

@@ -20,7 +20,7 @@ pub(crate) enum Slot {
     End,
 }
 
-/// The process.
+/// The simulated process that receives messages, with its threads' shared state.
 pub(crate) struct Process {
     door: Doorbell,
     futex: Arc<ModelFutex>,
@@ -37,7 +37,7 @@ struct Inbox {
     arrived: u32,
 }
 
-/// The peer's side.
+/// The sending end of the simulated peer.
 pub(crate) struct Peer {
     ring: Producer,
     door: Doorbell,
@@ -45,7 +45,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Sends message number `kind`.
+    /// Publishes message number `kind` and rings the process.
     pub(crate) fn send(&mut self, kind: u32) {
         assert!(self.ring.push(kind, &[]));
         self.door.ring(&*self.futex);
@@ -94,7 +94,7 @@ impl Process {
         self.inbox.lock().unwrap().arrived
     }
 
-    /// Waits without taking messages itself.
+    /// Blocks until `count` messages have arrived, without taking messages itself.
     pub(crate) fn block_until_arrived(&self, count: u32) {
         let mut inbox = self.inbox.lock().unwrap();
         while inbox.arrived < count {
@@ -108,7 +108,8 @@ impl Process {
         self.door.wake(&*self.futex);
     }
 
-    /// Waits for a slot as a thread of the process does: it parks, and drives while it waits.
+    /// Blocks until a slot is filled, as a thread of the process does: it parks, and drives while
+    /// it waits.
     pub(crate) fn wait_for(&self, slot: Slot) {
         loop {
             let parking = self.door.parking();
@@ -128,7 +129,7 @@ impl Process {
         driver.leave(|| self.drain());
     }
 
-    /// Runs the engine's loop until `done`.
+    /// Runs the engine's loop on this thread until `done` returns true after a look.
     pub(crate) fn run_engine(&self, done: impl Fn() -> bool) {
         loop {
             self.drain();

@@ -84,8 +84,9 @@ impl Program {
             let failure = bytes.as_ref().err().map(|error| match error {
                 Error::Failed(failure) => failure.clone(),
                 error => {
-                    let message =
-                        format!("agree (operation {op}) at {at} failed on process {from}: {error}");
+                    let message = format!(
+                        "broadcast_value (operation {op}) at {at} failed on process {from}: {error}"
+                    );
                     Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
                 }
             });
@@ -142,7 +143,7 @@ impl Program {
             Error::failed(failure)
         })?;
         control::decode(&bytes).map_err(|error| {
-            let message = format!("agree (operation {op}) at {at}: {error}");
+            let message = format!("broadcast_value (operation {op}) at {at}: {error}");
             let failure = Arc::new(Failure::new(FailureKind::Transport, from, op, message));
             runtime.remember(&failure);
             Error::failed(failure)

@@ -116,7 +116,7 @@ impl Program {
                         })
                         .map_err(|(kind, why)| {
                             let message = format!(
-                                "make (operation {op}) at {at} failed on device {device}: {why}"
+                                "array_from_fn (operation {op}) at {at} failed on device {device}: {why}"
                             );
                             let failure = Arc::new(Failure::new(kind, here.me, op, message));
                             here.remember(&failure);

@@ -24,12 +24,13 @@
 //! leaves, where the original behaves differently by accident.
 //!
 //! ```
-//! use mpmd_core::aval::{ShapedArray, f32s};
-//! use mpmd_core::sharding::rules::{Registry, Strategy, infer, infer_sharding};
-//! use mpmd_core::sharding::Sharding;
-//! use mpmd_core::spec;
-//! use mpmd_core::topology::{DeviceId, Mesh};
-//! use mpmd_core::tree::Tree;
+//! # extern crate mpmd_layout as mpmd;
+//! use mpmd_layout::aval::{ShapedArray, f32s};
+//! use mpmd_layout::sharding::rules::{Registry, Strategy, infer, infer_sharding};
+//! use mpmd_layout::sharding::Sharding;
+//! use mpmd_layout::spec;
+//! use mpmd_layout::topology::{DeviceId, Mesh};
+//! use mpmd_layout::tree::Tree;
 //!
 //! #[derive(Tree)]
 //! struct Params<L> {

@@ -15,7 +15,7 @@ fn clock_offset_comes_from_quickest_trip() {
     assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
 }
 
-/// Returns a client in a job of two, and the server's end, which the test plays.
+/// Returns a client's connection in a job of two, and the server's end, which the test plays.
 fn connection() -> (Connection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -13,7 +13,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(60);
 struct Table {
     job: Job,
     now: Instant,
-    /// The unanswered requests of each open connection.
+    /// The numbers of the unanswered requests of each open connection.
     asks: BTreeMap<Link, Vec<u64>>,
     next: Link,
     /// True if clients send texts that nearly fill a message.

@@ -44,7 +44,7 @@ impl Table {
         self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), peer_timeout }, self.now);
     }
 
-    /// Takes all replies except pings.
+    /// Takes the replies since the last call, except pings, as (link, reply).
     fn said(&mut self) -> Vec<(Link, Reply)> {
         let actions = self.job.actions().into_iter();
         let said = actions.filter_map(|action| match action {

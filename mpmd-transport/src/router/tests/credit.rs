@@ -8,8 +8,8 @@ fn flying(job: &Job, kind: Kind) -> usize {
     job.flying.iter().filter(|message| message.header.kind == kind).count()
 }
 
-/// Offers small pieces of new operations until one finds no credit. Returns the number of eager
-/// pieces.
+/// Offers small pieces from process 0 to process 1, in new operations, until one finds no credit.
+/// Returns the number of pieces sent eagerly before.
 fn use_up_credit(job: &mut Job) -> u64 {
     for eager in 0.. {
         let op = job.issue(0, 5, "small");

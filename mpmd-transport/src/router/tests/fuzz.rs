@@ -8,12 +8,12 @@ use super::history::{Shown, ShownRecord};
 use super::*;
 use crate::control;
 
-/// Processes 0 and 2 are correct; process 1 sends any message to process 0.
+/// The faulty process, which sends any message to process 0. Processes 0 and 2 are correct.
 const LIAR: usize = 1;
 
 const SIZES: [u64; 6] = [0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 20_000];
 
-/// A piece of an operation: sender, receiver, bytes, and true if its receiver knows its size.
+/// A piece of an operation: (sender, receiver, bytes, true if the receiver knows the size).
 type Piece = (usize, usize, u64, bool);
 
 fn hash(op: u64) -> u128 {
@@ -35,7 +35,8 @@ fn operations(rng: &mut Rng) -> Vec<Vec<Piece>> {
 }
 
 impl Job {
-    /// Issues the next operation of a correct process and offers or expects its pieces.
+    /// Issues the next operation of a correct process and offers or expects its pieces. Does
+    /// nothing at the program's end.
     fn issue_next(&mut self, process: usize, operations: &[Vec<Piece>]) {
         let Some(pieces) = operations.get(self.routers[process].count() as usize) else { return };
         let op = self.issue(process, hash(self.routers[process].count() + 1), "op");
@@ -57,7 +58,8 @@ impl Job {
     }
 }
 
-/// Returns a message of the faulty peer: any message that a transport lets through.
+/// Returns a message of the faulty peer: any message that a transport lets through. `None` if a
+/// transport would refuse the header.
 fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, Vec<u8>)> {
     use Kind::*;
     let count = job.routers[0].count();
@@ -90,7 +92,8 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
     Some((header, text.unwrap_or_else(|| vec![0xee; short])))
 }
 
-/// Returns the control payload of a kind that has one: valid, mutated, or empty.
+/// Returns the control payload of a kind that has one: valid, mutated, or empty. `None` for other
+/// kinds.
 fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
     let mut text = match kind {
         Kind::Poison | Kind::Failure => {
@@ -128,7 +131,8 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
     Some(text)
 }
 
-/// Checks the limits on the memory that a router keeps for each peer, and the counters behind them.
+/// Asserts the limits on the memory that a router keeps for each peer, and checks the counters
+/// behind them.
 fn check_bounds(router: &Router<Bytes>) {
     let parked =
         || router.parked.values().flatten().map(|(from, header, body)| (*from, header, body));

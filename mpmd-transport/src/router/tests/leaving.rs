@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Returns a job in which process 1 has issued `ops` operations, with hashes 1, 2, ….
+/// Returns a job of two in which process 1 has issued `ops` operations, with hashes 1, 2, ….
 fn after(ops: u64) -> Job {
     let mut job = Job::new(2, 1, 0);
     for op in 1..=ops {
@@ -12,7 +12,7 @@ fn after(ops: u64) -> Job {
 }
 
 /// Delivers a message of process 0 to process 1. Returns the operation that process 1 then
-/// disputes.
+/// disputes, if any.
 fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
     let header = Header { epoch: 1, count, hash: u128::from(count), ..Header::new(kind) };
     job.routers[1].arrived(ProcessId(0), header, Vec::new(), &[], at(0));
@@ -20,7 +20,8 @@ fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
     shown(job)
 }
 
-/// Returns the operation up to which process 1 sends its records to process 0.
+/// Returns the operation at which process 1 disputes with process 0, from the records that it
+/// sends. `None` if it sends none.
 fn shown(job: &Job) -> Option<u64> {
     let records = job.flying.iter().filter(|message| message.header.kind == Kind::Records);
     let ops: Vec<u64> = records.map(|message| message.header.op).collect();

@@ -21,7 +21,7 @@ fn piece(kind: Kind, op: u64, bytes: u64) -> Header {
     Header { op, bytes, hash: 7, ..Header::new(kind) }
 }
 
-/// Checks that process 0 has lost process 1 for the reason `why`, and goes on with process 2.
+/// Asserts that process 0 has lost process 1 for the reason `why`, and goes on with process 2.
 fn lost(mut job: Job, why: &str) {
     let [(0, failure)] = &job.lost[..] else { panic!("one loss: {:?}", job.lost) };
     assert_eq!((failure.kind, failure.process), (FailureKind::PeerLost, ProcessId(1)));

@@ -46,7 +46,6 @@ impl Job {
     }
 }
 
-/// A process issues the operations of a step one by one, or only those in which it takes part.
 #[test]
 fn every_piece_of_a_span_arrives_at_any_delay_and_pace() {
     const OPS: usize = 40;

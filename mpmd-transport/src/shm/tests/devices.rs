@@ -21,20 +21,20 @@ use crate::wire::{Header, Kind, ProcessId};
 #[derive(Default)]
 pub(super) struct World {
     next: AtomicU64,
-    /// Address and length in bytes of existing memory, by description.
+    /// (Address, length in bytes) of existing memory, by its description.
     known: Mutex<HashMap<Vec<u8>, (u64, usize)>>,
     fences: Mutex<HashMap<Vec<u8>, Arc<ByHand>>>,
     pub(super) log: Mutex<Vec<String>>,
     pub(super) opens: AtomicUsize,
 }
 
-/// One process's devices.
+/// The simulated devices of one process.
 pub(super) struct Site {
     pub(super) world: Arc<World>,
     pub(super) process: u32,
-    /// The reason why it has no samples, if it has none.
+    /// The reason why the process has no samples; `None` if it has some.
     pub(super) without: Option<String>,
-    /// True if it cannot open memory of others.
+    /// True if the process cannot open memory of others.
     pub(super) blind: bool,
 }
 
@@ -253,7 +253,8 @@ impl<const N: usize> Team<N> {
         }
     }
 
-    /// Returns the error of a payload that cannot be read.
+    /// Fetches the next payload that process `at` gets from `from`, which cannot be read. Returns
+    /// the error.
     fn refused(&self, at: usize, from: u32) -> TransportError {
         let Payload::Waiting(fetch) = self.ears[at].next_from(from) else { panic!("it is lent") };
         let into = vec![0; fetch.bytes() as usize].into();

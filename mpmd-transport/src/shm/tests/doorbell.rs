@@ -15,13 +15,13 @@ use crate::memory::{map, unmap};
 use crate::shm::doorbell::{Doorbell, Futex};
 use crate::shm::futex::SystemFutex;
 
-/// Longer than anything in these tests takes.
+/// Time limit for a wait: longer than anything in these tests takes.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 const STATE: usize = 0;
 const ENGINE: usize = 1;
 const WAITERS: usize = 16;
 
-/// Records its calls and never sleeps.
+/// A futex that records its calls and never sleeps.
 #[derive(Default)]
 struct Recorder {
     waits: RefCell<Vec<(u32, Option<Duration>)>>,
@@ -41,7 +41,8 @@ impl Futex for Recorder {
 }
 
 impl Recorder {
-    /// Indices of the words woken since the last call, each with true if all sleepers were woken.
+    /// Takes the wake-ups since the last call: (index of the word, true if all sleepers were
+    /// woken).
     fn woken(&self, door: &Doorbell) -> Vec<(usize, bool)> {
         let start = ptr::from_ref(&door.words()[0]).addr();
         self.wakes.take().into_iter().map(|(word, all)| ((word - start) / 4, all)).collect()

@@ -8,7 +8,7 @@ use crate::shm::ShmConfig;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
-/// Longer than anything in these tests takes.
+/// Time limit for a wait: longer than anything in these tests takes.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// A handler that records its calls.
 #[derive(Default)]
@@ -71,7 +71,7 @@ impl Handler for Ear {
     }
 }
 
-/// Returns the configuration of a process in a job with these addresses.
+/// Returns the configuration of process `process` in a job with the addresses `peers`.
 pub(super) fn config(process: u32, peers: &[&str]) -> ShmConfig {
     let peers = peers.iter().map(|peer| Some((*peer).to_owned())).collect();
     ShmConfig {

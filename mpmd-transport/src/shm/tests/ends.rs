@@ -9,7 +9,7 @@ use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Two connected processes, both real, and their handlers.
+/// Returns two connected and started processes, both real, and their handlers.
 fn pair() -> ([Arc<Shm>; 2], [Arc<Ear>; 2]) {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
@@ -59,7 +59,7 @@ fn lent_memory_stays_unchanged_after_lender_is_gone() {
     }
 }
 
-/// Number of shared mappings of exactly `bytes` bytes.
+/// Returns the number of this process's shared mappings of exactly `bytes` bytes.
 fn mappings(bytes: usize) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let length = |line: &str| {

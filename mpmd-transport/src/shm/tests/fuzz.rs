@@ -27,16 +27,16 @@ use crate::shm::socket::Socket;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Peers of one process under test, each used for one case.
+/// Number of faulty peers of one process under test, each used for one case.
 const PEERS: usize = 32;
 
-/// Bytes of each ring.
+/// Capacity of each ring in bytes.
 const RING: usize = 16 << 10;
 
 /// The largest payload that is fetched, in bytes.
 const MOST: u64 = 1 << 16;
 
-/// The far end of a connection: rings and a socket.
+/// The faulty peer's end of a connection: rings and a socket.
 struct Liar {
     rings: [Ring; 4],
     messages: Producer,
@@ -217,7 +217,8 @@ impl Drop for Scene {
     }
 }
 
-/// Files for a peer to give as segments.
+/// Returns files for a peer to give as segments, valid ones and faulty ones: (file, length in
+/// bytes).
 fn files() -> Vec<(OwnedFd, u64)> {
     let file = |bytes, sealed| {
         let file = memfd_create("lie", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();

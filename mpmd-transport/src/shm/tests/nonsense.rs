@@ -28,7 +28,8 @@ use crate::shm::{Opened, Shm, ShmConfig};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
-/// Indices of the rings into which the higher process of a pair pushes messages and returns.
+/// Index of the ring into which the higher process of a pair pushes messages. `RETURNS` is that of
+/// its ring of returns.
 const MESSAGES: usize = 1;
 const RETURNS: usize = 3;
 
@@ -44,7 +45,8 @@ struct Fake {
 }
 
 impl Fake {
-    /// Connects to a process, with the hello of `config`, as the higher of the two.
+    /// Connects to the process at address `at`, with the hello of `config`, as the higher of the
+    /// two.
     fn knock(at: &str, config: &ShmConfig) -> Self {
         let address: Address = at.parse().unwrap();
         let until = Instant::now() + TIME_LIMIT;
@@ -80,7 +82,8 @@ impl Fake {
         self.say(LENT, &[&header.encode(), lent.as_bytes()]);
     }
 
-    /// Gives device memory with this description.
+    /// Gives the real process `bytes` bytes of device memory with the description `words`, as
+    /// segment `number`.
     fn give_device(&self, number: u32, bytes: u64, words: &[u8]) {
         let owner = 1u32.to_le_bytes();
         let packet =
@@ -98,7 +101,8 @@ impl Fake {
         assert!(self.try_give(number, bytes, what).unwrap());
     }
 
-    /// An error if the other end has closed.
+    /// Gives the real process a segment of `bytes` bytes with these descriptors. Returns false if
+    /// there is no room. Fails if the other end has closed.
     fn try_give(&self, number: u32, bytes: u64, what: &[BorrowedFd<'_>]) -> io::Result<bool> {
         let packet = [&b"GIVE"[..], &number.to_le_bytes(), &bytes.to_le_bytes()].concat();
         self.socket.send(&packet, what)
@@ -115,7 +119,7 @@ fn lent(segment: u32, offset: u64, bytes: u64) -> Lent {
     }
 }
 
-/// A file in memory of `bytes` bytes, sealed or not.
+/// Creates a file in memory of `bytes` bytes, sealed or not.
 fn file(bytes: u64, sealed: bool) -> OwnedFd {
     let file = memfd_create("nonsense", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&file, bytes).unwrap();
@@ -138,7 +142,8 @@ impl Trio {
         Self::new_with(|_, _| {})
     }
 
-    /// As [`new`](Self::new), but calls `before` before deliveries start.
+    /// Connects the two real processes and the faulty peer. Calls `before` before the deliveries
+    /// start.
     fn new_with(before: impl FnOnce(&Arc<Shm>, &mut Fake)) -> Self {
         let (zero, one, two) =
             (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
@@ -163,7 +168,8 @@ impl Trio {
         Self { zero, two, ears, fake }
     }
 
-    /// As [`new`](Self::new), but process 0 has devices, and finds that process 1 has some too.
+    /// Connects all three. Process 0 has devices, and finds that the faulty process 1 can share
+    /// device memory too.
     fn with_devices() -> Self {
         let trio = Self::new_with(|zero, fake| {
             let site =
@@ -555,7 +561,8 @@ proptest! {
     }
 }
 
-/// Connects to process 0 and sends these bytes and descriptors.
+/// Connects to the process at address `at` and sends these bytes and descriptors. Returns the
+/// socket.
 fn knock(at: &str, bytes: &[u8], give: &[BorrowedFd<'_>]) -> Socket {
     let until = Instant::now() + TIME_LIMIT;
     let address: Address = at.parse().unwrap();

@@ -113,9 +113,9 @@ fn fuzz_shm_ring() {
 
 #[test]
 fn corrupt_ring_is_an_error_and_pops_nothing() {
-    /// Word of the ring's header.
+    /// Index of the word that counts pushed bytes.
     const TAIL: usize = 0;
-    /// First word of the first record.
+    /// Index of the first word of the first record.
     const FIRST: usize = 24;
     let prefix = |len: u64, kind: u64| len | kind << 32;
     let padding = u64::from(u32::MAX);
@@ -208,7 +208,7 @@ fn two_threads_pass_records_around_a_small_ring() {
 /// A test's operation on a ring.
 #[derive(Clone, Debug)]
 enum RingStep {
-    /// Pushes a record of so many bytes in two parts, cut at the index.
+    /// (Bytes, index): pushes a record of so many bytes in two parts, cut at the index.
     Push(usize, Index),
     Pop,
 }

@@ -12,13 +12,14 @@ use crate::shm::socket::Socket;
 use crate::shm::{Opened, ShmConfig};
 use crate::transport::Transport;
 
-/// Connects to a process and sends nothing.
+/// Connects to the process at address `at` and sends nothing. Returns the socket.
 fn silent(at: &str) -> Socket {
     let address: Address = at.parse().unwrap();
     Socket::connect(&address.socket_name(), Instant::now() + TIME_LIMIT).unwrap()
 }
 
-/// As [`silent`], by another user.
+/// Connects to the process at address `at` as another user, and sends nothing. Needs the rights of
+/// root.
 fn silent_of_another_user(at: &str) -> Socket {
     let at = at.to_owned();
     let thread = later(move || {
@@ -54,10 +55,10 @@ fn sockets_of_other_users_are_closed_at_once() {
 
 const OTHER: &str = "MPMD_TEST_OTHER_PROCESS";
 const MARK: &str = "address of the process short of descriptors: ";
-/// Number of descriptors that the process may open beyond those open before the meeting.
+/// Number of descriptors that the process may open in addition to those open before the meeting.
 const SPARE: u64 = 16;
 
-/// Kills its process if a test fails.
+/// A child process that is killed when this is dropped.
 struct Ending(Child);
 
 impl Drop for Ending {

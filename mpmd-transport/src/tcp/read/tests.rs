@@ -11,7 +11,7 @@ use super::super::drive::Drive;
 use super::*;
 use crate::transport::{Ticket, TransportError};
 
-/// A connection that delivers its bytes in pieces of `size`, then ends.
+/// The receiving half of a connection that delivers its bytes in pieces of `size`, then ends.
 struct Bytes<'a> {
     rest: RefCell<&'a [u8]>,
     size: usize,
@@ -31,7 +31,8 @@ impl Half for Bytes<'_> {
     }
 }
 
-/// A received message with its payload, or with its length if the payload was not fetched.
+/// A received message: (header, its payload, or its length in bytes if the payload was not
+/// fetched).
 type Heard = (Header, Result<Vec<u8>, u64>);
 
 /// A handler that fetches payloads of limited size and records everything.
@@ -64,8 +65,8 @@ impl Handler for Ear {
     fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }
 
-/// Reads `bytes` as those of a connection; returns the received messages and the reason for the
-/// end.
+/// Reads `bytes`, in pieces of `size`, as those of a bulk or control connection. Returns the
+/// received messages and the reason for the end.
 fn read(shared: &Arc<Shared>, bytes: &[u8], bulk: bool, size: usize) -> (Vec<Heard>, String) {
     let ear = Ear::default();
     let heard = ear.0.clone();

@@ -19,16 +19,16 @@ pub(super) enum Happened {
         header: ([u8; HEADER_MAX], usize),
         body: Body,
     },
-    /// The operation with this number is over.
+    /// (Number, status): the operation with this number is over.
     Ended(usize, Status),
-    /// The endpoint with this number has failed.
+    /// (Number, status): the endpoint with this number has failed.
     Failed(usize, Status),
 }
 
 /// The bytes of a message.
 pub(in super::super) enum Body {
     Here(SharedBuffer),
-    /// This many bytes lie with the sender.
+    /// (Descriptor, number of bytes): the bytes lie with the sender.
     There(Descriptor, usize),
 }
 
@@ -79,6 +79,8 @@ fn with_current(write: impl FnOnce(&Inbox)) {
     write(unsafe { &*inbox });
 }
 
+/// Records the end of a send, and frees its request.
+///
 /// # Safety
 ///
 /// Called only by UCX.
@@ -89,6 +91,8 @@ pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, numbe
     free(request);
 }
 
+/// Records the end of a fetch, and frees its request.
+///
 /// # Safety
 ///
 /// Called only by UCX.
@@ -104,6 +108,8 @@ pub(super) unsafe extern "C" fn fetched(
     free(request);
 }
 
+/// Records the failure of an endpoint.
+///
 /// # Safety
 ///
 /// Called only by UCX.
@@ -113,6 +119,9 @@ pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status:
     });
 }
 
+/// Records a message. Copies bytes that came with it; for a rendezvous, keeps the descriptor
+/// instead. Drops a message with too long a header.
+///
 /// # Safety
 ///
 /// Called only by UCX. The header and the data are valid during the call. For a rendezvous, the

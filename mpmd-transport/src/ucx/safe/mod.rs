@@ -33,10 +33,10 @@ pub(super) use slots::{Held, OpId};
 /// The longest header of a message, in bytes.
 pub(super) const HEADER_MAX: usize = 80;
 
-/// Progress calls per turn: over sockets, a large message takes many steps.
+/// Limit on the progress calls per turn: over sockets, a large message takes many steps.
 const STEPS: usize = 32;
 
-/// Most progress calls of a dropped worker, for UCX to finish closing.
+/// Limit on the progress calls of a dropped worker, for UCX to finish closing.
 const LAST_TURNS: usize = 1000;
 
 /// Memory that peers may still access, kept for the life of this process.
@@ -46,8 +46,8 @@ static KEPT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
 struct Context(NonNull<result::Context>);
 
 impl Context {
-    /// Creates a context for so many processes, with these settings in addition to the user's
-    /// variables.
+    /// Creates a context for `processes` processes. `settings` are (name, value), in addition to
+    /// the user's variables.
     fn new(processes: usize, settings: &[(&str, &str)]) -> Result<Self, UcxError> {
         // SAFETY: `Worker::new`, the only caller, has loaded the library; `drop` ends the context.
         unsafe { result::init(processes, settings) }.map(Self)
@@ -67,7 +67,7 @@ impl Drop for Context {
 pub(super) struct EndpointId(usize);
 
 struct Endpoint {
-    /// `None` once it is closed.
+    /// UCX's endpoint; `None` once it is closed.
     raw: Option<NonNull<result::Endpoint>>,
     /// True if the peer no longer accesses this process's memory: it has said so, or is dead.
     done: bool,
@@ -79,14 +79,15 @@ pub(super) enum Event {
     Message {
         /// The message's id, as given to [`Worker::send`].
         id: u32,
-        /// The header's bytes, and the length of the header.
+        /// The header's bytes, and how many of them are used.
         header: ([u8; HEADER_MAX], usize),
         /// The payload.
         body: Body,
     },
-    /// An operation is over. Its memory comes back if it ended well.
+    /// (Operation, result, memory): an operation is over. Its memory comes back if it ended well;
+    /// otherwise it is `Nothing`.
     Ended(OpId, Result<(), UcxError>, Held),
-    /// An endpoint has failed and must be closed by force.
+    /// (Endpoint, error): an endpoint has failed and must be closed by force.
     Failed(EndpointId, UcxError),
 }
 
@@ -107,7 +108,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Creates a worker on this thread that receives messages with these ids.
+    /// Creates a worker on this thread that receives messages with the ids `ids`. `processes` and
+    /// `settings` are those of its context.
     pub(super) fn new(
         processes: usize,
         settings: &[(&str, &str)],
@@ -170,14 +172,15 @@ impl Worker {
         Ok(unsafe { BorrowedFd::borrow_raw(descriptor) })
     }
 
-    /// Prepares for sleep. Returns false if there is work to do first.
+    /// Arms the worker, so that its descriptor becomes readable when there is work. Returns false
+    /// if there is work to do first.
     pub(super) fn arm(&self) -> Result<bool, UcxError> {
         // SAFETY: the worker is alive and, being bound to its thread, used by no other.
         self.inbox.during(|| unsafe { result::worker_arm(self.raw) })
     }
 
-    /// Lets UCX work for some steps, or until an event was recorded. Returns true if it did
-    /// anything.
+    /// Lets UCX work for at most 32 steps, or until an event was recorded. Returns true if there
+    /// was any work or event.
     pub(super) fn progress(&mut self) -> bool {
         self.inbox.during(|| {
             (0..STEPS)
@@ -332,7 +335,7 @@ impl Worker {
     }
 
     /// Closes an endpoint: by force, which ends its operations, or in order, after everything sent
-    /// has left.
+    /// has left. Does not wait. Does nothing if it is closed already.
     pub(super) fn close(&mut self, endpoint: EndpointId, by_force: bool) {
         let Some(raw) = self.endpoints[endpoint.0].raw.take() else { return };
         // SAFETY: the endpoint was open, and no other thread uses its worker. It was taken out
@@ -390,7 +393,7 @@ fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -
     }
 }
 
-/// Logs that a device could not be made current on this thread, as UCX expects. UCX itself reports
+/// Logs the error of making a device current on this thread, as UCX expects. UCX itself reports
 /// devices that it cannot use.
 fn prepare(bound: std::io::Result<()>) {
     if let Err(error) = bound {
@@ -442,7 +445,7 @@ struct Awake(NonNull<result::Worker>);
 unsafe impl Send for Awake {}
 
 impl Signal {
-    /// Makes the worker's descriptor readable.
+    /// Makes the worker's descriptor readable, if the worker still exists.
     pub(super) fn wake(&self) {
         let worker = self.0.lock();
         if let Some(Awake(raw)) = &*worker {

@@ -79,7 +79,8 @@ impl Slots {
         self.free.append(&mut self.ended);
     }
 
-    /// Ends an operation and returns its memory, or `None` if no operation has this id.
+    /// Ends operation number `number` and returns its (endpoint, memory), or `None` if no operation
+    /// has this number.
     pub(super) fn remove(&mut self, number: usize) -> Option<(EndpointId, Held)> {
         if !self.in_use.get_mut(number).is_some_and(std::mem::take) {
             return None;
