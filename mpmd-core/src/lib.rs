@@ -28,7 +28,6 @@ extern crate self as mpmd;
 
 mod api;
 pub mod device;
-pub mod dry_run;
 mod error;
 mod exec;
 pub mod kernel;
@@ -44,7 +43,6 @@ pub use api::program::{
 pub use api::put::MoveOptions;
 pub use api::replay::Recorded;
 pub use api::split::{Sections, SplitOptions};
-pub use dry_run as plan;
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
 pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use exec::host_array::HostArray;
@@ -54,6 +52,8 @@ pub use mpmd_launch as launch;
 #[doc(hidden)]
 pub use mpmd_layout::__private;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
+pub use mpmd_record::dry_run;
+pub use mpmd_record::dry_run as plan;
 pub use mpmd_transport::{Failure, FailureKind};
 pub use trace::{Label, Role};
 

@@ -34,8 +34,8 @@ use mpmd::topology::DeviceKind;
 use mpmd::{Error, Program, testing::Simulation};
 use tracing_subscriber::EnvFilter;
 
-/// Time for the processes to end by themselves after Ctrl-C, or after one has failed: enough for a
-/// last step, a checkpoint and the final messages.
+/// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
+/// for a last step, a checkpoint and the final messages.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Arguments that every example takes: how to run the job.
@@ -59,7 +59,7 @@ pub struct JobArgs {
     pub trace: Option<PathBuf>,
 }
 
-/// Kinds of devices, by process. Further processes use the last kind.
+/// Kinds of devices, by process. Processes beyond the end of the list use its last kind.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Devices(Vec<DeviceKind>);
 
@@ -68,7 +68,7 @@ fn devices(text: &str) -> Result<Devices, LaunchError> {
 }
 
 impl Devices {
-    /// Returns the kinds for `processes` processes.
+    /// Returns one kind for each of `processes` processes.
     fn of(&self, processes: usize) -> Vec<DeviceKind> {
         let last = self.0.last().copied().unwrap_or(DeviceKind::Cpu);
         (0..processes).map(|process| self.0.get(process).copied().unwrap_or(last)).collect()
@@ -90,7 +90,7 @@ pub enum JobTransport {
     Auto,
     /// Separate processes, over shared memory.
     Shm,
-    /// Separate processes, over loopback.
+    /// Separate processes, over TCP on the loopback interface.
     Tcp,
     /// Separate processes, over the transport that UCX selects. Needs the feature `ucx`.
     Ucx,
@@ -145,7 +145,7 @@ impl JobTransport {
 /// code is 1.
 ///
 /// Every process must return it, as every decision must be the same on all processes. Otherwise the
-/// others wait for a process that has ended. Only process 0 prints it.
+/// other processes wait for a process that has ended. Only process 0 prints it.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct Rejected(pub String);
@@ -223,10 +223,11 @@ pub fn run<E: Into<anyhow::Error>>(
     }
 }
 
-/// The reason why the result was rejected, if it was.
+/// `Some` if the program rejected its result, with the reason. `None` if the result is good.
 type Verdict = Option<Rejected>;
 
-/// Separates a result that is not good enough from a failure of the program.
+/// Separates a result that is not good enough, `Ok(Some(_))`, from a failure of the program, an
+/// `Err`.
 fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
@@ -237,8 +238,8 @@ fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
     }
 }
 
-/// Returns the job's result and its process. A cause takes precedence over its effects on other
-/// processes.
+/// Runs `program` on threads and waits for all of them. Returns (process, result) of the process to
+/// report: a cause of a failure takes precedence over its effects on other processes.
 fn threads(
     simulation: &Simulation,
     program: impl Fn(&mut Program) -> mpmd::Result<Verdict> + Sync,
@@ -269,8 +270,8 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
     }
 }
 
-/// Prints a line in one write. `eprintln!` writes in pieces, and the launcher may print another
-/// process's line to the same stream at that moment.
+/// Prints a line to stderr in one write. `eprintln!` writes in pieces, and the launcher may print
+/// another process's line to the same stream at that moment.
 fn say(line: &str) {
     // The reader may be gone already.
     let _ = stderr().write_all(format!("{line}\n").as_bytes());

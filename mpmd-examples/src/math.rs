@@ -102,15 +102,15 @@ fn exp_f32(x: f32) -> f32 {
     if x < -LIMIT { 0.0 } else { series * power }
 }
 
-/// Returns 64 random bits for place `counter` of the stream `seed`.
+/// Returns 64 random bits for position `counter` in the random stream of `seed`.
 ///
-/// Depends only on its arguments: every process draws the same value for a place, in any order.
+/// Depends only on its arguments: every process draws the same value for a position, in any order.
 pub fn random_bits(seed: u64, counter: u64) -> u64 {
     // The constant is odd, so all places of a stream have different inputs.
     scramble(scramble(seed).wrapping_add(counter.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// Returns a random value in `[-1, 1)` for place `counter` of the stream `seed`.
+/// Returns a random value in `[-1, 1)` for position `counter` in the random stream of `seed`.
 pub fn random_unit(seed: u64, counter: u64) -> f64 {
     // A double holds 53 bits exactly.
     (random_bits(seed, counter) >> 11) as f64 / (1u64 << 52) as f64 - 1.0

@@ -34,7 +34,7 @@ pub const WIDTH: usize = 4;
 /// Step size of plain gradient descent in the check job.
 pub const LEARNING_RATE: f64 = 0.01;
 
-/// The sizes of one device's part of a stage.
+/// The sizes of the arrays of a stage on one device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StageShape {
     /// Rows of the microbatch.
@@ -83,8 +83,8 @@ pub fn stage_forward<T: Real>(
     matmul(y, h, wb, rows, hidden, width, false);
 }
 
-/// Computes the gradient of the stage's input from `dy`, the gradient of its output: `dh = dy WBᵀ`,
-/// `dx = dh WAᵀ`.
+/// Computes `dh = dy WBᵀ` and `dx = dh WAᵀ`: the gradients of `h = x WA` and of the stage's input,
+/// from `dy`, the gradient of the stage's output.
 ///
 /// Shapes are as in [`stage_forward`]. With a part of the hidden columns, `dx` is one summand.
 /// [`stage_backward_weights`] needs `dh`.
@@ -178,8 +178,8 @@ pub fn initial_wb(stage: usize, row: usize, column: usize) -> f64 {
     ((5 * row + 2 * column + 3 * stage) % 7) as f64 / 20.0 - 3.0 / 20.0 + diagonal(row, column)
 }
 
-/// Returns the addend of the diagonal. It keeps the activations at the size of the input through
-/// the stages.
+/// Returns 1.1 on the diagonal and 0 elsewhere. As an addend of the weights, it keeps the
+/// activations at the size of the input through the stages.
 fn diagonal(row: usize, column: usize) -> f64 {
     if row == column { 1.1 } else { 0.0 }
 }
@@ -228,7 +228,8 @@ pub fn reference_run<T: Real>(steps: usize, sliced: bool) -> ReferenceRun<T> {
     ReferenceRun { losses, weights }
 }
 
-/// Runs one microbatch forward and backward through all stages. Returns its loss.
+/// Runs one microbatch forward and backward through all stages. *Adds* the gradients of the weights
+/// to `gradients`, and returns the microbatch's loss.
 fn add_gradients<T: Real>(
     shape: StageShape,
     gradients: &mut [[Vec<T>; 2]],

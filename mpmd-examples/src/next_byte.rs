@@ -14,13 +14,13 @@ use std::ops::Range;
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
 
-/// Number of bytes that the model sees.
+/// Length of a context, in bytes: the bytes from which the model predicts the next one.
 pub const CONTEXT: usize = 16;
 /// Number of values of a byte.
 pub const BYTES: usize = 256;
 
-/// Looks up each context byte: `contexts` `[rows, CONTEXT]`, `table` `[BYTES, width]`, `y` `[rows,
-/// CONTEXT * width]`.
+/// Copies each context byte's row of `table` to `y`. Shapes: `contexts` `[rows, CONTEXT]`, `table`
+/// `[BYTES, width]`, `y` `[rows, CONTEXT * width]`.
 ///
 /// # Panics
 ///
@@ -32,7 +32,7 @@ pub fn embed<T: Real>(y: &mut [T], contexts: &[u8], table: &[T], width: usize) {
     }
 }
 
-/// Adds the gradient of the table. `dy` is the gradient of [`embed`]'s `y`.
+/// *Adds* the gradient of the table to `dtable`. `dy` is the gradient of [`embed`]'s `y`.
 ///
 /// # Panics
 ///
@@ -75,9 +75,9 @@ pub enum Activation {
 pub struct LinearShape {
     /// Number of rows of the batch.
     pub rows: usize,
-    /// Width of `x`.
+    /// Number of columns of the layer's input.
     pub inputs: usize,
-    /// Width of `y`.
+    /// Number of columns of the layer's output.
     pub outputs: usize,
 }
 
@@ -147,7 +147,7 @@ pub fn linear_backward_input<T: Real>(
     matmul_nt(dx, dz, w, rows, outputs, inputs, false);
 }
 
-/// Adds the gradients of weights and bias: `dw += xᵀ dz`, and `dbias +=` the sum of the rows of
+/// *Adds* the gradients of weights and bias: `dw += xᵀ dz`, and `dbias +=` the sum of the rows of
 /// `dz`. `dz` is from [`linear_backward_input`].
 ///
 /// # Panics
@@ -191,8 +191,8 @@ pub fn cross_entropy<T: Real>(logits: &[T], targets: &[u8]) -> T {
         .sum()
 }
 
-/// Computes the gradient of [`cross_entropy`] with respect to the logits, times `scale`. `scale`
-/// is, for instance, one over the number of rows of the whole batch.
+/// Writes the gradient of [`cross_entropy`] with respect to the logits, times `scale`, to
+/// `dlogits`. `scale` is, for instance, one over the number of rows of the whole batch.
 ///
 /// # Panics
 ///
@@ -240,7 +240,8 @@ impl Default for Adam {
 }
 
 impl Adam {
-    /// Updates `w` once. `mean` and `square` are the running means, zeros before the first update.
+    /// Updates the parameters `w`, the running mean `mean` of the gradients, and the running mean
+    /// `square` of their squares, once. Both running means must be zeros before the first update.
     /// `step` counts updates from one.
     ///
     /// # Panics
@@ -291,7 +292,7 @@ mod tests {
 
     /// A whole small model: table, two hidden layers, the layer of the logits.
     struct Model {
-        /// Table, then weights and bias of each layer.
+        /// The table, then the weights and the bias of each layer.
         parameters: Vec<Vec<f64>>,
         contexts: Vec<u8>,
         targets: Vec<u8>,

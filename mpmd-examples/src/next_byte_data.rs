@@ -27,13 +27,13 @@ impl Window {
     }
 }
 
-/// Held-out windows.
+/// Windows of a text that are not used for training: each is a context and the byte that follows.
 pub struct HeldOut {
     windows: Arc<[Window]>,
 }
 
 impl HeldOut {
-    /// Selects at most `most` held-out windows of a text, evenly spread.
+    /// Selects windows from the held-out windows of a text, evenly spread and no more than `most`.
     pub fn new(text: &Text, most: usize) -> Self {
         let every = text.held_out_windows().div_ceil(most.max(1)).max(1);
         let windows = text.held_out().step_by(every).take(most);
@@ -45,7 +45,8 @@ impl HeldOut {
         self.windows.len()
     }
 
-    /// Returns a function from a row to its window: row 0 is window `first`.
+    /// Returns a function from a row to its window: row 0 is window `first`. The function panics if
+    /// there is no such window.
     pub(crate) fn sampler(&self, first: usize) -> impl Fn(usize) -> Window + Send + Sync + 'static {
         let windows = self.windows.clone();
         move |row| {
@@ -68,7 +69,8 @@ pub(crate) fn sampler(
     }
 }
 
-/// Makes an array of the contexts of windows, `[rows, CONTEXT]`.
+/// Issues the making of the contexts of `rows` windows, `[rows, CONTEXT]`, replicated on `mesh`,
+/// and returns without waiting. `window` maps a row to its window.
 pub(crate) fn make_contexts(
     p: &mut Program,
     mesh: &Mesh,
@@ -84,7 +86,8 @@ pub(crate) fn make_contexts(
     })
 }
 
-/// Makes an array of the bytes that follow the contexts, `[rows]`.
+/// Issues the making of the bytes that follow the contexts of `rows` windows, `[rows]`, replicated
+/// on `mesh`. Returns without waiting. `window` maps a row to its window.
 pub(crate) fn make_targets(
     p: &mut Program,
     mesh: &Mesh,
@@ -98,7 +101,8 @@ pub(crate) fn make_targets(
     })
 }
 
-/// Makes an array of uniformly distributed values between `-scale` and `scale`.
+/// Issues the making of an array of uniformly distributed `f32` values between `-scale` and
+/// `scale`, replicated on `mesh`. Returns without waiting. `stream` is the seed.
 pub(crate) fn make_random(
     p: &mut Program,
     mesh: &Mesh,
@@ -116,7 +120,8 @@ pub(crate) fn make_random(
     })
 }
 
-/// Makes an array of zeros of type `T`.
+/// Issues the making of an array of zeros of type `T`, replicated on `mesh`, and returns without
+/// waiting.
 pub(crate) fn make_zeros<T: Element + Default>(
     p: &mut Program,
     mesh: &Mesh,

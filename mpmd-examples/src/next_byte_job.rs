@@ -29,7 +29,7 @@ pub const STAGES: usize = 4;
 /// Number of steps that are issued before a loss is read, so that reading it does not drain the
 /// pipeline.
 pub const LOSSES_PENDING: usize = 2;
-/// Rows of a batch of held-out windows.
+/// Number of held-out windows in a batch. The last batch may have fewer.
 const HELD_OUT_ROWS: usize = 256;
 
 /// Sizes of the model, and length of its training.
@@ -49,8 +49,8 @@ pub struct Config {
     pub rows: usize,
     /// Step size of the first update. It falls linearly to a tenth by the end.
     pub learning_rate: f64,
-    /// Largest number of held-out windows for the test at the end. They are spread evenly over all
-    /// held-out windows.
+    /// Limit on the number of held-out windows for the test at the end. They are spread evenly over
+    /// all held-out windows.
     pub held_out_windows: usize,
 }
 
@@ -83,7 +83,7 @@ impl Config {
         BYTES * width + layers.iter().map(|(inputs, outputs)| (inputs + 1) * outputs).sum::<usize>()
     }
 
-    /// Returns the step size of a step, counted from zero.
+    /// Returns the learning rate of update `step`, counted from zero.
     pub fn learning_rate(&self, step: usize) -> f64 {
         self.learning_rate * (1.0 - 0.9 * step as f64 / self.steps as f64)
     }
@@ -98,17 +98,18 @@ impl Config {
     }
 }
 
-/// The losses of a training. On processes other than 0 it is empty.
+/// The losses of a training. On processes other than 0, the structure is empty.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// The mean cross-entropy of each step's batch before its update, in nats per byte.
     pub losses: Vec<f32>,
-    /// The mean cross-entropy over held-out windows at the end. `None` if nothing is held out.
+    /// The mean cross-entropy over held-out windows at the end, in nats per byte. `None` if nothing
+    /// is held out.
     pub held_out_loss: Option<f64>,
 }
 
-/// Trains a model. On process 0, calls `on_loss` with each step, counted from zero, and its loss.
-/// Blocks until the training has ended.
+/// Trains a model. On process 0, calls `on_loss` after each step with the step's index, counted
+/// from zero, and the step's mean loss. Blocks until the training has ended.
 ///
 /// # Errors
 ///
@@ -149,8 +150,8 @@ pub fn train(
     Ok(outcome)
 }
 
-/// Returns the mean loss of a step, from the sum that [`Pipeline::step`] returned. `None` if the
-/// sum is on another process. Waits for the sum.
+/// Waits for the sum that [`Pipeline::step`] returned, and divides it by `windows`, the step's
+/// number of windows. `None` if the sum is on another process.
 ///
 /// # Errors
 ///
@@ -160,8 +161,8 @@ pub fn mean_loss(sum: &MpmdArray, windows: usize) -> Result<Option<f32>> {
     Ok(Some(sum.as_slice::<f32>()?[0] / windows as f32))
 }
 
-/// Checks that all processes have read the same text: each reads its own files and draws windows by
-/// number.
+/// Checks that this process has read the same text as process 0. If not, returns an error. Every
+/// process must call it; it blocks until the value of process 0 has arrived.
 pub(crate) fn agree_on_text(p: &mut Program, text: &Text) -> Result<()> {
     let mine = text.fingerprint();
     let first = p.broadcast_value(ProcessId(0), mine, || Ok(mine))?;
@@ -199,14 +200,14 @@ struct Stage {
 struct InFlight {
     /// The input of the stage.
     x: Option<MpmdArray>,
-    /// Its output.
+    /// The output of the stage.
     y: Option<MpmdArray>,
-    /// The gradient of its output.
+    /// The gradient of the output of the stage.
     dy: Option<MpmdArray>,
 }
 
 impl Pipeline {
-    /// Makes the stages with their initial weights, one on each of the job's devices.
+    /// Creates the stages with their initial weights, one on each of the job's devices.
     ///
     /// # Errors
     ///
@@ -239,8 +240,8 @@ impl Pipeline {
         })
     }
 
-    /// Issues one update and returns at once. The result is the sum of the losses of the step's
-    /// windows. It is on the first stage's device, which belongs to process 0.
+    /// Issues update `step`, counted from zero, and returns at once. The result is the sum of the
+    /// losses of the step's windows. It is on the first stage's device, which belongs to process 0.
     ///
     /// # Errors
     ///
@@ -300,7 +301,7 @@ impl Pipeline {
     }
 
     /// Issues forward passes over the held-out windows and returns at once. The result is the sum
-    /// of their losses, on the first stage's device.
+    /// of the windows' losses, on the first stage's device.
     ///
     /// # Errors
     ///
@@ -375,7 +376,8 @@ impl Stage {
         self.forward.call(p, ForwardIn { parameters: self.state.parameters.clone(), x })
     }
 
-    /// Adds to the gradients. Returns the gradient of the input.
+    /// Issues the backward pass of a microbatch, which adds to the stage's gradients. Returns the
+    /// gradient of the stage's input, or `None` on the first stage.
     fn backward(&mut self, p: &mut Program, here: &InFlight) -> Result<Option<MpmdArray>> {
         let input = BackwardIn {
             parameters: self.state.parameters.clone(),
@@ -400,7 +402,7 @@ impl Stage {
     }
 }
 
-/// Returns an array that an earlier action has made, or an error.
+/// Returns a clone of an array, or an error if no earlier action has made the array.
 fn made(array: &Option<MpmdArray>) -> Result<MpmdArray> {
     array
         .clone()
@@ -414,9 +416,9 @@ enum Action {
     Backward { stage: usize, microbatch: usize },
 }
 
-/// Returns an order of all actions of a step in which each stage runs one forward, one backward. A
-/// stage first runs one forward pass for itself and for each later stage, and then alternates. It
-/// never keeps more microbatches than that.
+/// Returns an order of all actions of a step in which each stage alternates between one forward and
+/// one backward pass. Before that, a stage runs one forward pass for itself and for each later
+/// stage. It never keeps more microbatches than that.
 fn one_forward_one_backward(stages: usize, microbatches: usize) -> Vec<Action> {
     let (mut forwards, mut backwards) = (vec![0; stages], vec![0; stages]);
     let mut order = Vec::new();
@@ -518,7 +520,8 @@ mod tests {
         assert_ne!(train(small(3)).losses, other.losses);
     }
 
-    /// Returns the memory in use after this and every other process has finished all issued work.
+    /// Waits until every process has finished all issued work and this process's memory use is
+    /// steady. Returns that use.
     fn memory_at_rest(p: &mut Program, pipeline: &Pipeline, sum: MpmdArray) -> MemoryUse {
         let leaves = pipeline.state().flat_map(|state| state.leaves());
         leaves.chain([&sum]).for_each(|array| {

@@ -28,11 +28,11 @@ impl<T: Real + Element> Float for T {}
 /// running means.
 #[derive(Clone, Debug, Tree)]
 pub struct Layer<L> {
-    /// `[BYTES, width]`: the embedding of each byte. On the first stage only.
+    /// The embedding of each byte, `[BYTES, width]`. Only the first stage has it.
     pub table: Option<L>,
-    /// `[inputs, outputs]`.
+    /// Weights, `[inputs, outputs]`.
     pub w: L,
-    /// `[outputs]`.
+    /// Bias, `[outputs]`.
     pub bias: L,
 }
 
@@ -41,7 +41,7 @@ pub struct Layer<L> {
 pub struct StageState<L> {
     /// The parameters.
     pub parameters: Layer<L>,
-    /// Sums over the microbatches of a step; zeros between steps.
+    /// Gradients, summed over the microbatches of a step. They are zeros between steps.
     pub gradients: Layer<L>,
     /// Running mean of the gradients.
     pub mean: Layer<L>,
@@ -71,27 +71,28 @@ pub struct Forward<T> {
 pub struct BackwardIn<L> {
     /// The stage's parameters.
     pub parameters: Layer<L>,
-    /// The gradients so far. The kernel adds to them.
+    /// The gradients so far. The kernel adds this microbatch's.
     pub gradients: Layer<L>,
     /// The input of [`Forward`].
     pub x: L,
     /// The output of [`Forward`].
     pub y: L,
-    /// The gradient of the output.
+    /// The gradient of the output of [`Forward`].
     pub dy: L,
 }
 
 /// Outputs of [`Backward`].
 #[derive(Debug, Tree)]
 pub struct BackwardOut<L> {
-    /// The gradients of the input plus this microbatch's. They are updated in place if donated.
+    /// The gradients of [`BackwardIn`] plus this microbatch's. They are updated in place if
+    /// donated.
     pub gradients: Layer<L>,
     /// The gradient of the stage's input. `None` if the input is bytes.
     pub dx: Option<L>,
 }
 
-/// Kernel that computes the gradients of a stage's parameters and input from the gradient of its
-/// output.
+/// Kernel that computes the gradients of a stage's parameters and input from the gradient of the
+/// stage's output.
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<T> {
     activation: Activation,
@@ -101,15 +102,16 @@ pub struct Backward<T> {
 /// Inputs of [`Loss`].
 #[derive(Tree)]
 pub struct LossIn<L> {
-    /// `[rows, BYTES]`.
+    /// Logits of the last stage, `[rows, BYTES]`.
     pub logits: L,
     /// The bytes that follow the contexts, `[rows]`.
     pub targets: L,
-    /// A scalar. The kernel adds to it.
+    /// The sum of the losses so far, a scalar. The kernel adds this microbatch's.
     pub sum: L,
 }
 
-/// Kernel that adds the cross-entropy of each row, in nats, to a sum of type `S`.
+/// Kernel that adds the cross-entropy of each row of logits of type `T`, in nats, to a sum of type
+/// `S`.
 #[derive(Clone, Copy, Debug)]
 pub struct Loss<T, S> {
     floats: PhantomData<fn() -> (T, S)>,
@@ -256,7 +258,7 @@ impl<T: Float> Kernel for Backward<T> {
 }
 
 impl<T, S> Loss<T, S> {
-    /// Creates the loss of logits of type `T`.
+    /// Creates the kernel, for logits of type `T` and a sum of type `S`.
     pub fn new() -> Self {
         Self { floats: PhantomData }
     }
@@ -331,7 +333,7 @@ impl<T: Float> Kernel for LossGradient<T> {
 }
 
 impl<T> Update<T> {
-    /// Creates the update.
+    /// Creates the kernel. Its inputs set the learning rate.
     pub fn new() -> Self {
         Self { float: PhantomData }
     }
@@ -385,8 +387,8 @@ impl<T: Float> Kernel for Update<T> {
     }
 }
 
-/// Returns the sizes of a stage's layer. It is an error if parameters and input do not fit each
-/// other.
+/// Returns the sizes of a stage's layer. It is an error if `parameters` and the input `x` do not
+/// fit each other.
 fn stage_shape<T: Element>(
     parameters: &Layer<ShapedArray>,
     x: &ShapedArray,
@@ -436,7 +438,8 @@ fn global(parameters: &Layer<View<'_>>) -> Layer<ShapedArray> {
     parameters.map_ref(&mut |view| view.global().clone())
 }
 
-/// Returns the input of the layer: the stage's input or, with a table, its embedding.
+/// Returns the input of the layer: the stage's input or, with a table, the embedding of the stage's
+/// input, computed in `embedded`.
 fn features<'a, T: Float>(
     parameters: &Layer<View<'a>>,
     x: &View<'a>,

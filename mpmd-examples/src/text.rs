@@ -15,13 +15,13 @@ use crate::next_byte::{BYTES, CONTEXT};
 
 /// The byte after each file. No text contains it: a file with this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
-/// Bytes of a block.
+/// Length of a block, in bytes.
 pub const BLOCK: usize = 4 << 10;
-/// One block in this many is held out: the last.
+/// Number of blocks of which one is held out: the last.
 pub const HELD_OUT_EVERY: usize = 10;
 /// Size limit for files found in a folder, in bytes. Larger files are skipped.
 pub const LARGEST_FILE: u64 = 4 << 20;
-/// Folders without text to train on.
+/// Names of folders that are skipped, because they hold no text to train on.
 const SKIPPED_FOLDERS: [&str; 2] = [".git", "target"];
 
 /// A text in memory, divided into training and held-out bytes.
@@ -43,8 +43,8 @@ impl Text {
     ///
     /// # Errors
     ///
-    /// The caller's: a path that cannot be read, a file given by name that is not text, or too
-    /// little text for one training window.
+    /// If a path cannot be read, or a file given by name is not text. If there is too little text
+    /// for one training window.
     pub fn read(paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut files = Vec::new();
         for path in paths {
@@ -65,11 +65,12 @@ impl Text {
         Self::of_files(&files)
     }
 
-    /// Reads the text of this repository: the files that git tracks or, without git, all files.
+    /// Reads the text of this repository: the files that `git` tracks or, without git, all files.
+    /// Skips files that are not UTF-8 text, and files above [`LARGEST_FILE`].
     ///
     /// # Errors
     ///
-    /// The environment's: the folder this program was built from is gone or cannot be read.
+    /// If the folder from which this program was built is gone or cannot be read, or has no text.
     pub fn of_this_repository() -> anyhow::Result<Self> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"))
             .parent()
@@ -86,11 +87,11 @@ impl Text {
         Self::of_files(&read_texts(&files)?)
     }
 
-    /// Joins files that are already in memory.
+    /// Joins files that are already in memory, with a [`SEPARATOR`] after each.
     ///
     /// # Errors
     ///
-    /// The caller's: too little text for one training window.
+    /// If there is too little text for one training window.
     pub fn of_files(files: &[Vec<u8>]) -> anyhow::Result<Self> {
         let mut bytes = Vec::with_capacity(files.iter().map(|file| file.len() + 1).sum());
         for file in files {
@@ -130,7 +131,7 @@ impl Text {
         self.targets
     }
 
-    /// Returns training window `index`: the context, and the byte that follows.
+    /// Returns training window `index`: (the context of [`CONTEXT`] bytes, the byte that follows).
     ///
     /// # Panics
     ///
@@ -142,8 +143,8 @@ impl Text {
         self.window(position + index - first)
     }
 
-    /// Returns the training window for one row of one step's batch. It is the same on every
-    /// process.
+    /// Returns the training window for one row of one step's batch: (the context, the byte that
+    /// follows). It is the same on every process.
     pub fn sample(&self, seed: u64, step: u64, row: u64) -> (&[u8], u8) {
         // Each step has its own stream, and each row a place in it. The high half of the product
         // maps 64 random bits onto the windows, with negligible bias.
@@ -180,8 +181,8 @@ impl Text {
         self.held_out_blocks().map(|block| block.len()).sum()
     }
 
-    /// Returns a window for each held-out byte, in order. The first windows of a block overlap the
-    /// training text before it.
+    /// Returns (the context, the byte) for each held-out byte, in order. The first contexts of a
+    /// block overlap the training text before the block.
     pub fn held_out(&self) -> impl Iterator<Item = (&[u8], u8)> {
         self.held_out_blocks().flatten().map(|position| self.window(position))
     }
@@ -201,9 +202,9 @@ impl Text {
         (held_out > 0).then(|| losses.sum::<f64>() / held_out as f64)
     }
 
-    /// Returns `time` consecutive training bytes and the bytes that follow each, for one row of one
-    /// step's batch. They are the same on every process. `None` if no run of training blocks is
-    /// that long.
+    /// Returns (`time` consecutive training bytes, the byte that follows each) for one row of one
+    /// step's batch. The bytes are the same on every process. `None` if no run of training blocks
+    /// has more than `time` bytes.
     pub fn sequence(&self, seed: u64, step: u64, row: u64, time: usize) -> Option<(&[u8], &[u8])> {
         let room = |run: &std::ops::Range<usize>| run.len().saturating_sub(time);
         let starts: usize = self.training_runs().map(|run| room(&run)).sum();
@@ -221,8 +222,13 @@ impl Text {
         None
     }
 
-    /// Cuts the held-out blocks into pieces of `time` bytes, each with the bytes that follow. The
-    /// rest of a block is skipped.
+    /// Cuts the held-out blocks into pieces of `time` bytes. Returns (piece, the byte that follows
+    /// each of its bytes), all within one block. The last bytes of a block that fill no piece are
+    /// skipped.
+    ///
+    /// # Panics
+    ///
+    /// If `time` is zero and something is held out.
     pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
         let cut = |block: std::ops::Range<usize>| {
             (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
@@ -230,7 +236,8 @@ impl Text {
         self.held_out_blocks().flat_map(cut).map(|start| self.shifted(start, time)).collect()
     }
 
-    /// Returns the runs of training bytes. None of them overlaps a held-out block.
+    /// Returns the runs of training bytes, as ranges of indices in all bytes of the text. None of
+    /// them overlaps a held-out block.
     pub fn training_runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
         let len = self.bytes.len();
         (0..len)
@@ -255,7 +262,7 @@ impl Text {
         (&self.bytes[target - CONTEXT..target], self.bytes[target])
     }
 
-    /// Returns all blocks, with true for those that are held out.
+    /// Returns (true if held out, range of indices in `bytes`) for each block, in order.
     fn blocks(&self) -> impl Iterator<Item = (bool, std::ops::Range<usize>)> {
         let len = self.bytes.len();
         (0..len).step_by(BLOCK).enumerate().map(move |(i, start)| {
@@ -268,8 +275,8 @@ impl Text {
     }
 }
 
-/// Returns the files that git tracks under `root`, sorted. `None` without git or without a
-/// repository.
+/// Runs `git` to list the files that it tracks under `root`, and returns them sorted. `None`
+/// without git, without a repository, or if a name is not UTF-8.
 fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
     let output = Command::new("git").arg("-C").arg(root).args(["ls-files", "-z"]).output().ok()?;
     if !output.status.success() || output.stdout.is_empty() {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::device::cuda::{NoCuda, found};
 
-/// Far more than any of these needs, even on a busy machine.
+/// Time limit for one program: far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);
 
 /// True if the test must return: it was run again with the software driver, or the CUDA back end is
@@ -24,7 +24,8 @@ macro_rules! elsewhere {
     };
 }
 
-/// Kills the child if a test ends first. The processes that the child has started end with it.
+/// Kills the child process when dropped, and waits for its end. The processes that the child has
+/// started end with it.
 struct Running(Child);
 
 impl Drop for Running {

@@ -66,7 +66,7 @@ fn cross_entropy(logits: &Tensor, targets: &[u8]) -> Result<Tensor> {
 /// Parameters of embedding, block and head.
 type Parameters<L> = (EmbedParameters<L>, BlockParameters<L>, HeadParameters<L>);
 
-/// Names and values of all compared arrays.
+/// (name, values) of each compared array.
 type Outcome<T> = Vec<(String, Vec<T>)>;
 
 fn shapes() -> Parameters<LeafShape> {
@@ -92,7 +92,7 @@ fn parameters<T: Real>() -> Parameters<Vec<T>> {
     (embed.each(&mut next), block.each(&mut next), head.each(&mut next))
 }
 
-/// Returns the leaves of such a tree with the names of their parameters.
+/// Returns (parameter name, leaf) for each leaf, in order.
 fn named<L>((embed, block, head): &Parameters<L>) -> Vec<(String, &L)> {
     let mut leaves = Vec::new();
     embed.each(|leaf| leaves.push(leaf));
@@ -212,8 +212,9 @@ fn by_kernels<T: Real>() -> Outcome<T> {
     outcome
 }
 
-/// Checks that all values agree within `tolerance`, relative to the array's largest value. An array
-/// of zeros is an error, because it would match trivially.
+/// Checks that the kernels' values agree with those of automatic differentiation within
+/// `tolerance`, relative to the array's largest value. An array of zeros is an error, because it
+/// would match trivially.
 fn assert_agree<T: Real + WithDType>(tolerance: f64) {
     let expected = by_tensors::<T>().expect("the tensor library computes the model");
     let got = by_kernels::<T>();

@@ -61,7 +61,8 @@ struct Trained {
     sample: Vec<u8>,
 }
 
-/// Trains on one process for each of `kinds`.
+/// Trains for `STEPS` steps in a simulation with one process for each of `kinds`, then evaluates
+/// and samples. Returns the results of process 0.
 fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
     let text = text();
     let simulation = Simulation::new(kinds.len(), config.devices());

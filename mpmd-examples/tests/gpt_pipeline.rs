@@ -32,7 +32,8 @@ fn text() -> Arc<Text> {
     Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
 }
 
-/// Returns the bits of losses and norms of `steps` steps, and of the held-out loss, from process 0.
+/// Trains in a simulation. Returns the bits of each step's loss and norm, in turn, and then of the
+/// held-out loss, from process 0.
 fn losses(config: &Config, processes: usize, steps: u64) -> Vec<u64> {
     let text = text();
     let simulation =
@@ -142,8 +143,8 @@ fn fsdp_and_tensor_parallel_losses_are_near_plain_ones() {
     }
 }
 
-/// In doubles, so that a difference of losses has enough digits. The error of a central difference
-/// with this step is about 1e-8 for gradients of about 1.
+/// Computes in doubles, so that a difference of losses has enough digits. The error of a central
+/// difference with this step is about 1e-8 for gradients of about 1.
 #[test]
 fn gradients_agree_with_finite_differences() {
     const STEP: f64 = 1e-4;
@@ -201,7 +202,8 @@ fn gradients_agree_with_finite_differences() {
     }
 }
 
-/// Returns the memory in use after this and every other process has finished all issued work.
+/// Waits until every process has finished all issued work and this process's memory use is steady.
+/// Returns that use.
 fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
     for (_, array) in trainer.state() {
         array.block_until_ready().unwrap();
@@ -286,7 +288,6 @@ fn state_resumes_on_another_number_of_stages() {
     assert_eq!(again, state);
 }
 
-/// After a step, a device keeps only its parts of the parameters and the running means.
 #[test]
 fn each_device_keeps_only_its_part_of_the_state() {
     let text = text();

@@ -3,7 +3,7 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Far more than any of these needs, even on a busy machine.
+/// Time limit for one program: far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 struct Run {
@@ -12,7 +12,8 @@ struct Run {
     err: String,
 }
 
-/// Kills the child if a test ends first. The processes that the child has started end with it.
+/// Kills the child process when dropped, and waits for its end. The processes that the child has
+/// started end with it.
 struct Running(Child);
 
 impl Drop for Running {

@@ -3,7 +3,7 @@
 
 use std::process::{Command, Output};
 
-use mpmd_core::plan::{End, Plan};
+use mpmd_record::dry_run::{End, Plan};
 use mpmd_tests::{bare_command, package_program};
 
 fn check(args: &[&str]) -> Output {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_core::trace::{PieceStep, ProcessTrace, Run, What};
+use mpmd_record::trace::{PieceStep, ProcessTrace, Run, What};
 use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
 use rustix::process::Signal;
 

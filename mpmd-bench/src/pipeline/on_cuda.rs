@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use mpmd_core::Role;
 use mpmd_core::prelude::Program;
-use mpmd_core::trace::{ProcessTrace, Run};
 use mpmd_launch::{Launch, OutputMode, variables};
+use mpmd_record::trace::{ProcessTrace, Run};
 use mpmd_schedule::Schedule;
 use mpmd_schedule::timeline::{Kind, Timeline};
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mpmd_core::dry_run::{Parting, Plan};
+use mpmd_record::dry_run::{Parting, Plan};
 
 /// The maximum number of listed places at which processes differ from process 0.
 const MOST_PARTINGS: usize = 8;

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
-use mpmd_core::dry_run::Plan;
 use mpmd_launch::variables;
+use mpmd_record::dry_run::Plan;
 use mpmd_schedule::check::Channel;
 use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};

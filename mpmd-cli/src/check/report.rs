@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use mpmd_core::dry_run::{End, Kind, Link, MemoryPeak, MemoryPlan, Plan, PlannedFlow};
 use mpmd_layout::bytes_text;
+use mpmd_record::dry_run::{End, Kind, Link, MemoryPeak, MemoryPlan, Plan, PlannedFlow};
 use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
 use super::others::Others;

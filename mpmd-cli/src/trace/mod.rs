@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use mpmd_core::trace::{PlanError, ProcessTrace, Run};
+use mpmd_record::trace::{PlanError, ProcessTrace, Run};
 
 use crate::draw;
 

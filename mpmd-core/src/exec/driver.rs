@@ -8,7 +8,7 @@ use mpmd_transport::router::{Action, Body, OpRecord, Router, Span};
 use mpmd_transport::{Handler, Header, Kind, Payload, Ticket, TransportError};
 
 use super::{InProcess, Outgoing, Runtime};
-use crate::trace::{PieceStep, What};
+use mpmd_record::trace::{PieceStep, What};
 
 /// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
 /// it.

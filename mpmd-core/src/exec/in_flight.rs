@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use mpmd_ids::block::{Condvar, Instant, Mutex};
 
-use crate::trace::{Trace, What};
+use crate::trace::Trace;
+use mpmd_record::trace::What;
 
 /// Counts the operations that have a part on this process and have not ended.
 #[derive(Default)]

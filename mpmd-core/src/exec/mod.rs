@@ -80,8 +80,9 @@ pub(crate) use worker::{Job, Work};
 
 use crate::device::cuda::{self, Gpu};
 use crate::exec::recorder::Recorder;
-use crate::trace::{PieceStep, Trace, What};
+use crate::trace::Trace;
 use mpmd_layout::topology::{DeviceId, Topology};
+use mpmd_record::trace::{PieceStep, What};
 
 /// One process's part of a job: everything except the program thread's operation numbering.
 pub(crate) struct Runtime {

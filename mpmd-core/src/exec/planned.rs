@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use super::put::{OnlyPiece, PutPlan, PutWhat};
-use crate::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{self, Piece};
 use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::topology::DeviceId;
+use mpmd_record::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
 
 impl PutPlan {
     /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the

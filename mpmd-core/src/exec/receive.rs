@@ -11,7 +11,7 @@ use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer, TransportError};
 
 use super::send::Send;
 use super::{Assembly, AsyncBuffer, OpGuard, Resolver, Runtime, driver};
-use crate::trace::PieceStep;
+use mpmd_record::trace::PieceStep;
 
 /// The receiver of a piece.
 pub(crate) enum Waiter {

@@ -9,11 +9,13 @@ use std::sync::OnceLock;
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
 
-use crate::dry_run::{Array, Dropped, End, OpDescriptor, Operation, Plan, Read, StepEnd, Taken};
 use crate::error::{Error, Result};
 use crate::exec::array::{MpmdArray, Repr};
-use crate::trace::Label;
 use mpmd_layout::topology::Topology;
+use mpmd_record::dry_run::{
+    Array, Dropped, End, OpDescriptor, Operation, Plan, Read, StepEnd, Taken,
+};
+use mpmd_record::trace::Label;
 
 /// The number of recorded steps, if the user does not set one.
 pub(crate) const MOST_STEPS: u64 = 16;
@@ -126,7 +128,9 @@ impl Recorder {
     }
 
     pub(crate) fn plan(&self, end: End) -> Plan {
-        Plan { end, ..self.state.lock().plan.clone() }
+        let mut plan = self.state.lock().plan.clone();
+        plan.end = end;
+        plan
     }
 
     /// Writes the plan to the ordered file and returns true. Returns false if no file was ordered.

@@ -11,7 +11,7 @@ use super::transfer::Transfer;
 use super::{AsyncBuffer, OpGuard, Outcome, Runtime};
 use crate::device::copy::copy_region;
 use crate::device::cuda::Part;
-use crate::trace::PieceStep;
+use mpmd_record::trace::PieceStep;
 
 /// A piece to send, and the guard that keeps its operation in flight.
 pub(crate) struct Outgoing {

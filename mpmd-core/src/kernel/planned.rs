@@ -4,8 +4,8 @@
 //! agree. Their traffic is about the same.
 
 use super::{Collective, agreeing};
-use crate::dry_run::Message;
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
+use mpmd_record::dry_run::Message;
 
 /// Returns the messages of collectives at their largest: each device passes the declared number of
 /// elements. Bytes for several devices of one process cross to it once.

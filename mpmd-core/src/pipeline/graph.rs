@@ -6,13 +6,11 @@ use super::erased::AnyStage;
 use super::kernels::AddArrays;
 use super::links::Feed;
 use crate::api::jit::Jit;
+use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::{
-    api::program::Program,
-    trace::{Label, Role},
-};
 use mpmd_layout::tree::{Structure, TreeError};
+use mpmd_record::trace::{Label, Role};
 
 /// The stages of a pipeline, their links, and the options of its runs.
 pub(super) struct StageGraph {

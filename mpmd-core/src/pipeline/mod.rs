@@ -31,11 +31,12 @@ pub use run::{Gradients, Microbatch, StepOutput};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 
+use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
-use crate::{api::program::Program, trace::Label};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::Tree;
+use mpmd_record::trace::Label;
 
 /// Stages in sequence. The first stage takes `In`, the last one returns `Out`.
 pub struct Pipeline<In, Out> {

@@ -10,15 +10,16 @@ use super::links::check_all_read;
 use super::param_sharding::put_each;
 use super::stage::Loss;
 use crate::api::jit::Jit;
+use crate::api::program::Program;
 use crate::device::cuda::kernels::ADD;
 use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
-use crate::{api::program::Program, trace::Role};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Empty, Structure, Tree};
+use mpmd_record::trace::Role;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
 /// One microbatch: the input of the pipeline, and the side inputs of its stages.

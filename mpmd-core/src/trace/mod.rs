@@ -1,31 +1,10 @@
-//! Traces and timelines: of runs that were traced, and of schedules that were only simulated, in
-//! the same form.
+//! The events of this process, recorded into a file while the program runs.
 //!
-//! With [`Builder::trace`](crate::Builder::trace), `mpmd run --trace` or `MPMD_TRACE`, each process
-//! records the progress of its operations ([`Event`]s) in a file ([`ProcessTrace`]). [`Run::merge`]
-//! combines the files of a job. The other items are views of the merged run.
+//! The types of events and files, and all views of them, are in [`mpmd_record::trace`].
 
-mod align;
-mod drawn;
-mod event;
-mod file;
-mod label;
-mod measure;
-mod merge;
-mod perfetto;
-mod plan;
-mod reasons;
 mod record;
 
-#[cfg(test)]
-mod tests;
+pub use mpmd_record::trace::*;
 
-pub use event::{Event, PieceStep, What};
-pub(crate) use file::unix_now;
-pub use file::{About, Clock, ProcessTrace, TraceError};
-pub use label::{Label, Role};
-pub use measure::CostsError;
-pub use merge::{Kernel, Operation, Piece, Process, Run, RunStep, Wait};
-pub use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline, TimelineStep};
-pub use plan::PlanError;
+pub(crate) use mpmd_record::trace::file::unix_now;
 pub(crate) use record::Trace;

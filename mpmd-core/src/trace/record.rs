@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::event::{Event, What};
-use super::file::{self, About, Chunk};
-use crate::trace::Label;
 use mpmd_ids::block::{Condvar, Instant, Mutex, thread};
+use mpmd_record::trace::Label;
+use mpmd_record::trace::file::{self, Chunk};
+use mpmd_record::trace::{About, Event, What};
 use mpmd_schedule::Schedule;
 
 /// The number of event lists. With this many, threads rarely contend for one.
@@ -368,8 +368,8 @@ impl Texts {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ProcessTrace;
     use super::*;
+    use mpmd_record::trace::ProcessTrace;
 
     #[test]
     fn recorded_events_are_read_back_with_texts() {

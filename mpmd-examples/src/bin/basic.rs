@@ -53,8 +53,10 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Checks that all of this process's elements of an array are `expected`. Returns a description of
-/// them.
+/// Waits for an array, and checks that every element on this process equals `expected`. An element
+/// that differs is an error.
+///
+/// Returns a description of the rows on this process, or says that the array is on other processes.
 fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     if x.is_fully_remote() {
         return Ok(format!("is a handle: {} on other processes", x.aval()));
@@ -71,7 +73,7 @@ fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     Ok(format!("is {expected:?} everywhere in {}", places.join(", ")))
 }
 
-/// The kernels for GPUs.
+/// CUDA C source of the kernels `add_one` and `twice`.
 static SOURCE: Source = Source::cuda(
     "basic.cu",
     r#"

@@ -20,7 +20,8 @@ struct Args {
     a: f32,
 }
 
-/// The source is compiled once per machine, when a kernel that declares it is bound to a mesh.
+/// CUDA C source of the kernel `saxpy`. It is compiled once per machine, when a kernel that
+/// declares it is bound to a mesh.
 static SAXPY: Source = Source::cuda(
     "saxpy.cu",
     r#"
@@ -33,7 +34,7 @@ static SAXPY: Source = Source::cuda(
     "#,
 );
 
-/// x, y -> a x + y, in the memory of y.
+/// A kernel that computes `a x + y` from (x, y). The result overwrites `y`.
 struct Saxpy {
     a: f32,
 }

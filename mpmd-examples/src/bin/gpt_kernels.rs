@@ -21,7 +21,8 @@ const SHAPE: BlockShape =
     BlockShape { batch: 8, time: 128, width: 128, heads_total: 4, heads: 4, hidden: 512 };
 const STEPS: u64 = 40;
 
-/// One value per parameter: parameters, gradients and the optimiser's state have this form.
+/// One `f32` for each parameter of the model. The parameters, their gradients and the optimiser's
+/// two running means all have this form.
 struct Model {
     embed: EmbedParameters<Vec<f32>>,
     blocks: Vec<BlockParameters<Vec<f32>>>,
@@ -71,12 +72,12 @@ fn zeros(shape: &LeafShape) -> Vec<f32> {
     vec![0.0; shape.elements()]
 }
 
-/// One block's inputs, interior values and gradients that are kept for the backward pass.
+/// (inputs, interior values, output gradients) of one block, kept for the backward pass.
 type Kept = (BlockInputs<Vec<f32>>, BlockInterior<Vec<f32>>, BlockGradients<Vec<f32>>);
 
-/// The buffers that a step writes, allocated once.
+/// The buffers that a training step writes. They are allocated once and reused.
 struct Buffers {
-    /// The activations after the embedding and after each block.
+    /// `LAYERS + 1` activations `[rows, width]`: after the embedding and after each block.
     rows: Vec<Vec<f32>>,
     blocks: Vec<Kept>,
     head: (HeadResiduals<Vec<f32>>, HeadGradients<Vec<f32>>),
@@ -85,7 +86,7 @@ struct Buffers {
     dx: Vec<f32>,
 }
 
-/// The time of each part of the steps.
+/// The time of each part of a step, summed over all steps.
 #[derive(Default)]
 struct Times {
     forward: Duration,
@@ -241,7 +242,8 @@ fn train(
     loss
 }
 
-/// The matrix products of one step, on operands of the same sizes.
+/// Two operands and a result, large enough for every matrix product of a step. They serve to time
+/// the products alone.
 struct Products {
     a: Vec<f32>,
     b: Vec<f32>,
@@ -255,7 +257,7 @@ impl Products {
         Self { a: fill(1), b: fill(2), c: vec![0.0; most] }
     }
 
-    /// Returns inputs and outputs of each kind of layer, and the number of such layers.
+    /// Returns (input columns, output columns, number of layers) for each kind of linear layer.
     fn layers() -> [(usize, usize, usize); 5] {
         let BlockShape { width, hidden, .. } = SHAPE;
         [

@@ -76,8 +76,11 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Describes an array that is replicated on its mesh: its place and size on this process. It is an
-/// error if a value is not finite.
+/// Waits for an array that is replicated on its mesh. Describes its type, its devices on this
+/// process, and the root mean square of its values.
+///
+/// If the array is on other processes, describes only its type. A root mean square that is not
+/// finite is an error.
 fn arrived(x: &MpmdArray) -> Result<String> {
     let Some(values) = x.to_host()? else {
         return Ok(format!("is a handle: {} on other processes", x.aval()));
@@ -97,7 +100,8 @@ fn arrived(x: &MpmdArray) -> Result<String> {
     ))
 }
 
-/// Returns a function that fills a region with values by their position in the whole array.
+/// Returns a function that fills a region of a matrix. `value` gets an element's row-major index in
+/// the whole matrix.
 fn fill(
     value: impl Fn(u64) -> f32 + Send + Sync + 'static,
 ) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
@@ -110,7 +114,7 @@ fn fill(
     }
 }
 
-/// y = x w
+/// A kernel that computes the matrix product `y = x w` from (w, x).
 struct Product;
 
 impl Kernel for Product {

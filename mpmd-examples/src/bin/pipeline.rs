@@ -127,7 +127,8 @@ fn value<T: Number>(loss: &HostArray) -> Result<f64> {
     Ok(loss.as_slice::<T>()?.iter().map(|loss| loss.to_f64()).sum())
 }
 
-/// Creates the progress bar: only process 0 draws it, on a terminal.
+/// Creates a progress bar of `steps` steps. Process 0 draws it if stderr is a terminal; on other
+/// processes it is hidden.
 fn progress(p: &Program, steps: u64) -> ProgressBar {
     if p.process() != ProcessId(0) {
         return ProgressBar::hidden();
@@ -141,7 +142,10 @@ fn progress(p: &Program, steps: u64) -> ProgressBar {
     bar
 }
 
-/// Prints a table of kernel times by process, on process 0.
+/// Gathers the kernel and all-reduce times of all processes, and prints a table of them on process
+/// 0. Every process must call it.
+///
+/// `total` is the wall-clock time of the training on this process.
 fn where_time_went(p: &mut Program, meter: &Meter, total: Duration) -> Result<()> {
     let mine = [meter.computing(), meter.summing(), total].map(|time| time.as_secs_f64());
     let mut lines = Vec::new();

@@ -29,7 +29,7 @@ struct Args {
     width: usize,
 }
 
-/// The parameters of a layer.
+/// One value `L` for each parameter of a layer: a shape, a sharding or an array.
 #[derive(Tree)]
 struct Layer<L> {
     bias: L,
@@ -99,7 +99,8 @@ fn rules(rules: &[(&str, &str)]) -> Result<Strategy> {
     Ok(Strategy::parse(rules, &Registry::default())?)
 }
 
-/// Returns a table of the bytes that move, by leaf and kind of link.
+/// Returns a table of the move from `from` to `to`: for each leaf, the number of pieces, and the
+/// bytes by class of link.
 fn report(
     p: &Program,
     shapes: &Layer<ShapedArray>,
@@ -138,7 +139,10 @@ fn report(
     Ok(text + "\n")
 }
 
-/// Checks every value on this process. Returns their number.
+/// Waits for the arrays, and compares every element on this process with its initial value. Returns
+/// the number of elements compared.
+///
+/// An element that differs is an error.
 fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
     let mut proved = 0;
     for (path, array) in layer.leaves_with_paths() {
@@ -164,12 +168,13 @@ fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
     Ok(proved)
 }
 
-/// Returns the stream of random numbers of a leaf.
+/// Returns the random key of the leaf at `path`, derived from the bytes of `path`.
 fn key(path: &str) -> Key {
     path.bytes().fold(Key(0), |key, byte| key.fold_in(u64::from(byte)))
 }
 
-/// Returns the positions of a region's elements in the whole array, in the region's order.
+/// Returns the row-major indices of a region's elements in the whole array of shape `shape`, in the
+/// region's row-major order.
 fn elements(region: &Region, shape: &[usize]) -> Vec<u64> {
     let dims = region.ranges().zip(shape);
     dims.fold(vec![0], |outer, (range, size)| {

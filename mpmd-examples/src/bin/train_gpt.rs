@@ -147,7 +147,8 @@ struct Args {
     job: JobArgs,
 }
 
-/// Format of the inputs of matrix products on GPUs.
+/// Format to which GPUs round the inputs of matrix products. `F32` keeps them; the sums are always
+/// in `f32`.
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum ProductMath {
     #[default]
@@ -246,7 +247,8 @@ impl Args {
     }
 }
 
-/// Reads a schedule from a file in torch's text format.
+/// Reads a schedule from a file in torch's text format, and names it after the file. A file that is
+/// unreadable or invalid is an error.
 fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
     let text = std::fs::read_to_string(path).with_context(|| {
         let names = Builtin::ALL.map(Builtin::name).join(", ");
@@ -258,7 +260,9 @@ fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
     text.schedule(name).with_context(|| path.to_owned())
 }
 
-/// Trains, evaluates and samples. Returns the signal that ended one of these early.
+/// Trains, saves a checkpoint if asked to, evaluates, samples, and prints the results on process 0.
+///
+/// Returns the number of the signal that ended the run early, or `None`.
 fn run(
     p: &mut Program,
     args: &Args,
@@ -350,7 +354,7 @@ fn run(
     Ok(signal)
 }
 
-/// Reads ordered sharding rules from a file.
+/// Reads sharding rules, ordered pairs of pattern and tactic, from a JSON file.
 fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -358,7 +362,8 @@ fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
     rules.with_context(|| format!("{}: no list of pairs [\"pattern\", \"tactic\"]", path.display()))
 }
 
-/// Describes, for each stage, the stored and the computed shardings of its parameters.
+/// Returns a text that lists, for each stage, the stored and the computed shardings of its
+/// parameters.
 fn sharding_tables(config: &Config) -> anyhow::Result<String> {
     let mut text = String::new();
     for (stage, placement) in config.placements(DType::F32)?.iter().enumerate() {
@@ -372,7 +377,7 @@ fn sharding_tables(config: &Config) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The length of the training, and its learning rates.
+/// The end of the training, given by steps or by seconds, and the learning rate of each step.
 struct Length {
     rates: WarmupCosine,
     seconds: Option<f64>,
@@ -381,7 +386,8 @@ struct Length {
 }
 
 impl Length {
-    /// Returns the learning rate of the step after `steps` steps, or `None` at the end.
+    /// Returns the learning rate of the next update after `steps` updates, or `None` if the
+    /// training ends there.
     fn rate(&self, steps: u64) -> Option<f64> {
         if self.stop_after.is_some_and(|last| steps >= last) {
             return None;
@@ -389,7 +395,8 @@ impl Length {
         let Some(seconds) = self.seconds else {
             return (steps < self.rates.total).then(|| self.rates.rate(steps + 1));
         };
-        /// Number of parts of the time, used in place of steps.
+        /// Number of equal parts of the training time. The learning rate follows these parts in
+        /// place of steps.
         const PARTS: u64 = 1 << 20;
         let done = self.start.elapsed().as_secs_f64() / seconds;
         let rates = WarmupCosine { total: PARTS, warmup: PARTS / 16, ..self.rates };
@@ -438,7 +445,8 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
     );
 }
 
-/// Describes the kinds of the devices, and the precision of matrix products on GPUs.
+/// Returns the device kind of each process, or one kind if all are equal. With GPUs, adds the
+/// format of the inputs of matrix products.
 fn kinds_line(topology: &Topology, math: ProductMath) -> String {
     let kind = |process: usize| {
         let gpus = topology.has_kind(ProcessId(process as u32), DeviceKind::Cuda);
@@ -458,14 +466,16 @@ fn kinds_line(topology: &Topology, math: ProductMath) -> String {
     format!("{names}; cuda multiplies in {}", format!("{math:?}").to_lowercase())
 }
 
-/// Returns the mean loss of the last steps, with its name.
+/// Takes (step, loss) pairs. Returns (label, mean loss) of the last 20 pairs, or of all if there
+/// are fewer. The mean is `None` without pairs.
 fn training_loss(losses: &[(u64, f64)]) -> (String, Option<f64>) {
     let last = &losses[losses.len().saturating_sub(20)..];
     let mean = last.iter().map(|(_, loss)| loss).sum::<f64>() / last.len().max(1) as f64;
     (format!("training loss, last {} steps", last.len()), (!last.is_empty()).then_some(mean))
 }
 
-/// Prints losses in nats and bits per byte.
+/// Prints losses, given in nats per byte, in nats and in bits per byte. A `None` is printed as a
+/// dash.
 fn show_losses(rows: &[(String, Option<f64>)]) {
     println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
     for (name, nats) in rows {
@@ -476,12 +486,13 @@ fn show_losses(rows: &[(String, Option<f64>)]) {
     }
 }
 
-/// Returns a table of the time of training by process. The text is the same on each process.
+/// Returns a table of each process's kernel and idle times. `took` is the wall-clock time of the
+/// training on this process. Every process must call this function, and each gets the same text.
 ///
 /// Ranks are spread over the processes in order. With one stage per rank, a process waits for
 /// outputs of the process before it and for gradients of the process after it. Otherwise it waits
-/// for those of any process. The rest is idle time and other waits: for the norm of all gradients,
-/// or for its own data.
+/// for those of any process. The column `rest` is idle time and other waits: for the norm of all
+/// gradients, or for the process's own data.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
     let one_each = trainer.config().stages == trainer.config().ranks();
     let waits = if one_each { ["waits for"; 2] } else { ["waits, outputs", "waits, gradients"] };
@@ -541,7 +552,8 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
     Ok(table)
 }
 
-/// Metadata keys of a checkpoint: the number of updates, and a size that the arrays do not show.
+/// Metadata keys of a checkpoint: `steps` is the number of updates, and `heads` the number of
+/// attention heads of a block.
 const STEPS: &str = "steps";
 const HEADS: &str = "heads";
 

@@ -128,13 +128,14 @@ fn announce(p: &Program, text: &Text, config: &Config) {
     );
 }
 
-/// A progress bar on a terminal; otherwise a line at intervals.
+/// Shows the progress of a training on stderr: a bar on a terminal, otherwise a line for about each
+/// tenth of the steps.
 struct Progress {
     bar: ProgressBar,
     steps: usize,
     windows: usize,
     start: Instant,
-    /// Time from the start to the last loss.
+    /// Time from the creation of this value to the last loss shown.
     took: Duration,
 }
 
@@ -167,7 +168,7 @@ impl Progress {
         }
     }
 
-    /// Ends the bar. Returns the time of the steps.
+    /// Ends the bar. Returns the time from the bar's creation to the last loss shown.
     fn finish(self) -> Duration {
         self.bar.finish();
         if !self.bar.is_hidden() {

@@ -25,20 +25,23 @@ impl Default for AdamW {
     }
 }
 
-/// The values of a step that all leaves share.
+/// The values of one optimiser step that are equal for all leaves, the arrays of parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamStep {
     /// Number of this update, counted from 1.
     pub number: u64,
     /// The learning rate, for instance from [`WarmupCosine`].
     pub rate: f64,
-    /// Factor of the gradients: the [`clip_factor`] divided by the weight of the loss.
+    /// Factor of the gradients: the [`clip_factor`] divided by the weight of the summed loss, for
+    /// instance its number of tokens.
     pub gradient_factor: f64,
 }
 
 impl AdamW {
-    /// Updates the leaf `w` once. `mean` and `square` are the running means, zeros before the first
-    /// update.
+    /// Updates the parameters `w`, the running mean `mean` of the gradients, and the running mean
+    /// `square` of their squares, once.
+    ///
+    /// Both running means must be zeros before the first update.
     ///
     /// # Panics
     ///
@@ -109,8 +112,9 @@ pub fn square_sum<T: Real>(leaf: &[T]) -> f64 {
     leaf.iter().fold(0.0, |sum, x| sum + x.to_f64() * x.to_f64())
 }
 
-/// Returns the factor that reduces the norm of all gradients to at most `limit`, and the norm
-/// itself. `square_sums` are the [`square_sum`]s of the leaves, in their order.
+/// Returns (factor, norm). The factor reduces the global norm of all gradients to at most `limit`,
+/// and is 1 if the norm is not above it. `square_sums` are the [`square_sum`]s of the leaves, in
+/// their order.
 ///
 /// If the norm is not finite, the factor is zero or NaN: the caller should check the norm.
 pub fn clip_factor(square_sums: impl IntoIterator<Item = f64>, limit: f64) -> (f64, f64) {

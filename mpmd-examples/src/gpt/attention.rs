@@ -14,8 +14,8 @@ use super::{BlockShape, lanes};
 pub struct AttentionOutputs<'a, T> {
     /// Queries, keys and values: `[3, batch, heads, time, head_dim]`.
     pub qkv: &'a mut [T],
-    /// Attention weight of each position for each other: `[batch, heads, time, time]`. Rows sum to
-    /// 1.
+    /// Attention weights: `[batch, heads, time, time]`. Row `i` weighs positions 0 to `i` and sums
+    /// to 1; later positions have weight 0.
     pub probabilities: &'a mut [T],
     /// Weighted sums of the values: `[batch, time, heads * head_dim]`.
     pub context: &'a mut [T],
@@ -33,7 +33,9 @@ pub fn attention_scratch(shape: BlockShape) -> usize {
 /// Computes `out = attention(x) w_out`: this device's summand. The caller adds up the summands and
 /// then adds the output bias.
 ///
-/// `x` and `out` are `[rows, width]`. `scratch` may have any content and is overwritten.
+/// `x` and `out` are `[rows, width]`. The parameters are the tuple (QKV weights, QKV bias, output
+/// weights). Fills `outputs` for the backward pass. `scratch` may have any content and is
+/// overwritten.
 ///
 /// # Panics
 ///
@@ -79,9 +81,9 @@ pub fn attention_forward<T: Real>(
 
 /// Computes gradients from `d_out` `[rows, width]`, the gradient of the branch's complete output.
 ///
-/// `d_qkv` `[rows, 3, heads * head_dim]` is the gradient of the projections. `d_x` `[rows, width]`
-/// is this device's summand of the gradient of the input. `qkv` and `probabilities` are those of
-/// [`AttentionOutputs`].
+/// `d_qkv` `[rows, 3, heads * head_dim]` becomes the gradient of the projections. `d_x` `[rows,
+/// width]` becomes this device's summand of the gradient of the input. `qkv` and `probabilities`
+/// are those of [`AttentionOutputs`]. `scratch` may have any content and is overwritten.
 ///
 /// # Panics
 ///
@@ -130,16 +132,18 @@ pub fn attention_backward_input<T: Real>(
 
 /// The position of one head of one sequence in a matrix of all rows.
 struct Columns {
-    /// Index of the first element.
+    /// Index of the head's first element in the matrix.
     start: usize,
-    /// Distance between rows, in elements.
+    /// Distance between two rows of the matrix, in elements.
     stride: usize,
     head_dim: usize,
 }
 
 impl Columns {
-    /// Returns the columns of head and sequence `at` (`batch * heads + head`) in the `which`-th
-    /// group of heads.
+    /// Returns the position of one head of one sequence, where `at` is `sequence * heads + head`.
+    ///
+    /// `which` is 0 for queries, 1 for keys and 2 for values. `stride` is the length of a row, in
+    /// elements.
     fn of(shape: BlockShape, at: usize, which: usize, stride: usize) -> Self {
         let (sequence, head) = (at / shape.heads, at % shape.heads);
         let head_dim = shape.head_dim();
@@ -162,13 +166,13 @@ impl Columns {
     }
 }
 
-/// Returns the factor that keeps the variance of a score near that of its summands.
+/// Returns the factor of attention scores, `1 / sqrt(head_dim)`.
 fn scale<T: Real>(shape: BlockShape) -> T {
     T::of((shape.head_dim() as f64).sqrt().recip())
 }
 
-/// Turns scores into probabilities, in place. Row `i` becomes the softmax of its first `i + 1`
-/// elements times `scale`, followed by zeros.
+/// Turns scores `[time, time]` into probabilities, in place. Row `i` becomes the softmax of its
+/// first `i + 1` elements times `scale`, followed by zeros.
 fn causal_softmax<T: Real>(scores: &mut [T], time: usize, scale: T) {
     for (i, row) in scores.chunks_exact_mut(time).enumerate() {
         let (seen, hidden) = row.split_at_mut(i + 1);
@@ -184,7 +188,8 @@ fn causal_softmax<T: Real>(scores: &mut [T], time: usize, scale: T) {
     }
 }
 
-/// Turns the gradient of the probabilities into that of the scores, in place.
+/// Replaces `d_scores`, the gradient of the probabilities, by the gradient of the scores before
+/// `scale`. Both arrays are `[time, time]`.
 fn causal_softmax_backward<T: Real>(
     d_scores: &mut [T],
     probabilities: &[T],

@@ -3,15 +3,17 @@
 use super::BYTES;
 use crate::text::Text;
 
-/// The share of the byte frequencies in each estimate. It makes every pair possible.
+/// Weight of the second byte's own frequency in the estimate of a pair. It gives every pair a
+/// probability above 0.
 const UNIGRAM_SHARE: f64 = 0.05;
 
 /// Returns the cross-entropy of a bigram table of the training bytes on `sequences` of tokens and
 /// targets, in nats per byte. `None` if there are no sequences.
 ///
 /// An estimate is 0.95 of the pair's frequency among pairs with the same first byte, plus 0.05 of
-/// the second byte's own frequency. Each count of a single byte is one more than seen. This is
-/// better here than adding one to each of 65,536 pair counts.
+/// the second byte's own frequency. After a first byte that the training bytes lack, it is the
+/// second byte's frequency alone. Each count of a single byte is one more than seen. This is better
+/// here than adding one to each of 65,536 pair counts.
 pub fn bigram_loss<'a>(
     text: &Text,
     sequences: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,

@@ -17,29 +17,29 @@ use super::norm::{NormOutputs, norm_backward_input, norm_backward_weight, norm_f
 super::leaves! {
     /// Parameters of a block, in the order of their use. Shapes: [`BlockShape::block_parameters`].
     pub struct BlockParameters {
-        /// Scale after the first norm.
+        /// Scale of each column after the first norm.
         norm1_gain,
-        /// Shift after the first norm.
+        /// Shift of each column after the first norm.
         norm1_bias,
-        /// Weights from rows to queries, keys and values, in this order, each by head.
+        /// Weights from rows to queries, keys and values, in this order, each grouped by head.
         w_qkv,
         /// Bias of queries, keys and values.
         b_qkv,
         /// Weights from the heads' outputs back to the rows.
         w_out,
-        /// Output bias. It is added once, after the summands of the devices.
+        /// Bias of the attention branch. It is added once, after the sum over the devices.
         b_out,
-        /// Scale after the second norm.
+        /// Scale of each column after the second norm.
         norm2_gain,
-        /// Shift after the second norm.
+        /// Shift of each column after the second norm.
         norm2_bias,
-        /// Weights from rows to hidden columns.
+        /// Weights from rows to the MLP's hidden columns.
         w_up,
-        /// Bias of the hidden columns.
+        /// Bias of the MLP's hidden columns.
         b_up,
-        /// Weights from the hidden columns back to the rows.
+        /// Weights from the MLP's hidden columns back to the rows.
         w_down,
-        /// Output bias. It is added once, after the summands of the devices.
+        /// Bias of the MLP branch. It is added once, after the sum over the devices.
         b_down,
     }
 }
@@ -48,53 +48,58 @@ super::leaves! {
     /// Residuals that are kept until the weight gradient: the inputs of the layers with parameters.
     /// Shapes: [`BlockShape::block_inputs`].
     pub struct BlockInputs {
-        /// The rows at mean 0 and variance 1, before the first norm's gain.
+        /// The block's input rows, each normalised to mean 0 and variance 1, before the first
+        /// norm's gain.
         norm1_hat,
         /// The first norm's output.
         norm1_out,
-        /// The heads' outputs.
+        /// The attention heads' outputs, before the output weights.
         context,
-        /// The rows at mean 0 and variance 1, before the second norm's gain.
+        /// The rows after the attention branch, each normalised to mean 0 and variance 1, before
+        /// the second norm's gain.
         norm2_hat,
         /// The second norm's output.
         norm2_out,
-        /// The hidden columns after GELU.
+        /// The MLP's hidden columns after GELU.
         activated,
     }
 }
 
 super::leaves! {
-    /// Residuals that only the input gradient reads. They can be freed after it. Shapes:
-    /// [`BlockShape::block_interior`].
+    /// Residuals that only the input gradient reads. They can be freed after that half of the
+    /// backward pass. Shapes: [`BlockShape::block_interior`].
     pub struct BlockInterior {
         /// One over each row's standard deviation at the first norm.
         norm1_inv_std,
         /// Queries, keys and values, by head.
         qkv,
-        /// Attention weight of each position for each other, by head.
+        /// Attention weight of each position for itself and each earlier one, by head. Later
+        /// positions have weight 0.
         probabilities,
         /// One over each row's standard deviation at the second norm.
         norm2_inv_std,
-        /// GELU's derivative.
+        /// GELU's derivative at each of the MLP's hidden columns.
         slope,
     }
 }
 
 super::leaves! {
-    /// Weight residuals: gradients at the outputs of the layers with parameters.
-    /// Shapes: [`BlockShape::block_gradients`].
+    /// Weight residuals: the input gradient writes them, and the weight gradient reads them. They
+    /// are the gradients at the outputs of the layers with parameters. Shapes:
+    /// [`BlockShape::block_gradients`].
     pub struct BlockGradients {
-        /// At the first norm's output.
+        /// Gradient at the first norm's output.
         d_norm1,
-        /// At queries, keys and values.
+        /// Gradient at queries, keys and values.
         d_qkv,
-        /// At the attention branch's output, which equals the gradient at `h`.
+        /// Gradient at the attention branch's output, which equals the gradient at `h`, the sum of
+        /// the block's input and that branch.
         d_attention,
-        /// At the second norm's output.
+        /// Gradient at the second norm's output.
         d_norm2,
-        /// At the hidden columns before GELU.
+        /// Gradient at the MLP's hidden columns before GELU.
         d_pre,
-        /// At the MLP branch's output: a copy of the gradient at `y`.
+        /// Gradient at the MLP branch's output: a copy of the gradient at the block's output.
         d_mlp,
     }
 }
@@ -117,10 +122,12 @@ pub fn backward_scratch(shape: BlockShape) -> usize {
     attention_scratch(shape)
 }
 
-/// Computes the block's output `y` from `x`, both `[rows, width]`.
+/// Computes the block's output `y` from `x`, both `[rows, width]`. Fills `inputs` and `interior`
+/// for the backward pass.
 ///
-/// Calls `reduce` twice with this device's summand. `reduce` must replace it with the sum over the
-/// devices; with one device it does nothing. `scratch` may have any content and is overwritten.
+/// Calls `reduce` twice, each time with this device's summand of a branch. `reduce` must replace
+/// the summand with the sum over the devices; with one device it does nothing. `scratch` may have
+/// any content and is overwritten.
 ///
 /// # Errors
 ///
@@ -150,7 +157,7 @@ pub fn forward<T: Real, E>(
 }
 
 /// Runs the first part of [`forward`]: `partial` becomes this device's summand of the attention
-/// branch.
+/// branch. Fills the attention's arrays of `inputs` and `interior`.
 ///
 /// # Panics
 ///
@@ -172,7 +179,8 @@ pub fn forward_attention<T: Real>(
 }
 
 /// Runs the second part of [`forward`]. `partial` must hold the complete attention branch, and
-/// becomes this device's summand of the MLP branch. `y` becomes `h`.
+/// becomes this device's summand of the MLP branch. `y` becomes `h`, the sum of `x`, the attention
+/// branch and its bias. Fills the MLP's arrays of `inputs` and `interior`.
 ///
 /// # Panics
 ///
@@ -194,7 +202,8 @@ pub fn forward_mlp<T: Real>(
     mlp_forward(shape, partial, activated, slope, out, (p.w_up, p.b_up, p.w_down));
 }
 
-/// Runs the last part of [`forward`]: adds the complete MLP branch in `partial` to `h`.
+/// Runs the last part of [`forward`]: adds the complete MLP branch in `partial`, and its bias, to
+/// `y`.
 ///
 /// # Panics
 ///
@@ -203,11 +212,12 @@ pub fn forward_end<T: Real>(p: &BlockParameters<&[T]>, y: &mut [T], partial: &[T
     add_branch(y, partial, p.b_down);
 }
 
-/// Computes the gradient `dx` of the block's input, and the weight residuals, from `dy`, the
-/// gradient of its output.
+/// Computes the gradient `dx` of the block's input, and the weight residuals `gradients`, from
+/// `dy`, the gradient of the block's output.
 ///
-/// Calls `reduce` twice with this device's summand. `reduce` must replace it with the sum over the
-/// devices; with one device it does nothing. `scratch` may have any content and is overwritten.
+/// Calls `reduce` twice, each time with this device's summand of a gradient. `reduce` must replace
+/// the summand with the sum over the devices; with one device it does nothing. `scratch` may have
+/// any content and is overwritten.
 ///
 /// # Errors
 ///
@@ -235,7 +245,8 @@ pub fn backward_input<T: Real, E>(
     Ok(())
 }
 
-/// Runs the first part of [`backward_input`]: `gradients.d_norm2` becomes this device's summand.
+/// Runs the first part of [`backward_input`] from `dy`, the gradient of the block's output.
+/// `gradients.d_norm2` becomes this device's summand of the gradient at the second norm's output.
 ///
 /// # Panics
 ///
@@ -253,7 +264,7 @@ pub fn backward_mlp<T: Real>(
 }
 
 /// Runs the second part of [`backward_input`]. `gradients.d_norm2` must hold the complete sum.
-/// `gradients.d_norm1` becomes this device's summand.
+/// `gradients.d_norm1` becomes this device's summand of the gradient at the first norm's output.
 ///
 /// # Panics
 ///
@@ -278,7 +289,8 @@ pub fn backward_attention<T: Real>(
     attention_backward_input(shape, d_norm1, d_qkv, d_attention, kept, (p.w_qkv, p.w_out), scratch);
 }
 
-/// Runs the last part of [`backward_input`]. `gradients.d_norm1` must hold the complete sum.
+/// Runs the last part of [`backward_input`]: `dx` becomes the gradient of the block's input.
+/// `gradients.d_norm1` must hold the complete sum.
 ///
 /// # Panics
 ///
@@ -299,7 +311,8 @@ pub fn backward_end<T: Real>(
     );
 }
 
-/// *Adds* the gradients of the parameters to `d`.
+/// *Adds* the gradients of the block's parameters to `d`, from the residuals of the forward pass
+/// and of [`backward_input`].
 ///
 /// # Panics
 ///
@@ -322,7 +335,8 @@ pub fn backward_weight<T: Real>(
     linear_backward_weights(layer(hidden, width), d.w_down, d.b_down, inputs.activated, g.d_mlp);
 }
 
-/// Computes `y += branch + bias`. The bias is added to each row.
+/// Computes `y += branch + bias` for each row. The slices `y` and `branch` must have the same
+/// length.
 fn add_branch<T: Real>(y: &mut [T], branch: &[T], bias: &[T]) {
     assert_eq!(y.len(), branch.len(), "elements of a branch");
     for (y, branch) in y.chunks_exact_mut(bias.len()).zip(branch.chunks_exact(bias.len())) {
@@ -346,7 +360,7 @@ mod tests {
     const SHAPE: BlockShape =
         BlockShape { batch: 2, time: 3, width: 4, heads_total: 2, heads: 2, hidden: 6 };
 
-    /// One device's arrays.
+    /// A block's arrays of all passes on one device.
     struct Device {
         shape: BlockShape,
         p: BlockParameters<Vec<f64>>,
@@ -413,7 +427,8 @@ mod tests {
         })
     }
 
-    /// Returns the part of device `index` of two: of parameters, or of their gradients.
+    /// Cuts each sharded leaf of `whole`, in place, to the half of device `index` of two. Returns a
+    /// copy of the result.
     fn parts_of(whole: &mut BlockParameters<Vec<f64>>, index: usize) -> BlockParameters<Vec<f64>> {
         let shapes = SHAPE.block_parameters().into_leaves();
         for ((_, leaf), shape) in fields(whole).into_iter().zip(shapes) {

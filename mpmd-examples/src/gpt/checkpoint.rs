@@ -18,11 +18,12 @@ use mpmd::{
 };
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
-/// Longest accepted header, in bytes. It is far more than any model here needs, and limits the
-/// memory that a broken file can make us allocate.
+/// Limit on the length of an accepted header, in bytes. It is far more than any model here needs,
+/// and limits the memory that a broken file can make us allocate.
 const LONGEST_HEADER: u64 = 16 << 20;
 
-/// Writes arrays and metadata to `path`. Blocks until the file is written.
+/// Writes arrays and metadata to `path`, and replaces an old file. Every process must call it.
+/// Blocks until the file is written.
 ///
 /// The arrays move to process 0, one after another. Process 0 writes them to a temporary file
 /// beside `path` and then renames it. A reader sees either the old file or the complete new one.
@@ -68,8 +69,8 @@ fn at(path: &Path, error: &std::io::Error) -> Error {
     Error::kernel(format!("{}: {error}", path.display()))
 }
 
-/// Returns the start of a safetensors file: the length and the text of the header. The values
-/// follow in the order of `arrays`.
+/// Returns the start of a safetensors file: the length and the text of the header. The values of
+/// `arrays` follow in the same order. A dtype that safetensors lacks is an error.
 fn header(arrays: &[(String, MpmdArray)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
     let mut offset = 0;
     let mut tensors = Vec::new();
@@ -112,7 +113,7 @@ fn dtype(dtype: DType) -> Option<Dtype> {
     })
 }
 
-/// An open safetensors file. Its header has been read; each owner reads its values in `load`.
+/// An open safetensors file: its path and its header. The values are read later, by `load`.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -122,7 +123,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Reads the header of a file.
+    /// Reads the header of a file, but no values.
     ///
     /// # Errors
     ///
@@ -140,7 +141,8 @@ impl Checkpoint {
         self.header.metadata().as_ref()?.get(key).map(String::as_str)
     }
 
-    /// Loads an array of the file, with any sharding. Each owner reads only its own part.
+    /// Issues the loading of an array of the file, with any sharding, and returns at once. Each
+    /// owner reads only its own part of the file.
     ///
     /// # Errors
     ///
@@ -172,7 +174,8 @@ impl Checkpoint {
     }
 }
 
-/// Reads the header of a file of `found` bytes. Returns it and the offset of the values.
+/// Reads the header of a file of `found` bytes. Returns the header and the offset of the values in
+/// the file, in bytes. The error says why the file is invalid.
 fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), String> {
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|_| "no safetensors file: it has no header")?;
@@ -192,7 +195,8 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
     Ok((header, start))
 }
 
-/// Reads the values of a region, one contiguous run at a time.
+/// Reads the elements of `region`, of an array that begins at byte `start` of the file, into
+/// `view`. Each contiguous run is one read.
 fn read_region(
     file: &File,
     start: u64,
@@ -228,8 +232,8 @@ fn read_region(
     Ok(())
 }
 
-/// Reads all values of a file, by name, for programs that need a complete small file: tests and
-/// tools.
+/// Reads all arrays of a file into memory, by name, for programs that need a complete small file:
+/// tests and tools. Omits arrays of a dtype that this project lacks.
 ///
 /// # Errors
 ///
@@ -270,7 +274,8 @@ mod tests {
         Ok(())
     }
 
-    /// Saves a matrix `[8, 6]`, sharded in both dimensions over four devices in two processes.
+    /// Saves a matrix `w` `[8, 6]`, sharded in both dimensions over four devices in two processes,
+    /// and a scalar `step`. Returns each process's result.
     fn saved(path: &Path) -> Vec<Result<()>> {
         Simulation::new(2, 4).run(|p| {
             let mesh = p.mesh(&[("a", 2), ("b", 2)])?;

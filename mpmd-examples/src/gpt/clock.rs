@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 pub enum Pass {
     /// A stage's forward pass.
     Forward,
-    /// A stage's input gradient.
+    /// The computation of a stage's input gradient.
     BackwardInput,
-    /// A stage's weight gradient.
+    /// The computation of a stage's weight gradient.
     BackwardWeight,
-    /// The optimiser.
+    /// The optimiser's update.
     Update,
-    /// All-reduces, including the wait for the other devices. They are also part of the pass around
-    /// them.
+    /// An all-reduce, including the wait for the other devices. Its time is also counted in the
+    /// kind of work around it.
     AllReduce,
 }
 
@@ -37,19 +37,19 @@ pub struct Clock {
 
 #[derive(Debug)]
 struct Totals {
-    /// Distinguishes this clock from others on the same thread.
+    /// Number that distinguishes this clock from others on the same thread.
     id: u64,
     nanos: [AtomicU64; 5],
     idle: [AtomicU64; 5],
 }
 
 thread_local! {
-    /// The end of the last kernel of this device, and the id of its clock. Each device has its own
-    /// thread.
+    /// (id of the clock, end) of the last kernel that a clock measured on this thread. Each device
+    /// has its own thread.
     static LAST_END: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
 }
 
-/// Measures the time from its creation until it is dropped.
+/// Measures the time from its creation until it is dropped, and then adds it to its [`Clock`].
 #[derive(Debug)]
 pub struct Timer<'a> {
     totals: &'a Totals,
@@ -58,8 +58,11 @@ pub struct Timer<'a> {
 }
 
 impl Clock {
-    /// Starts a timer. The time is added when the timer is dropped, which must be on the same
-    /// thread.
+    /// Starts a timer for one kernel or all-reduce. The time is added when the timer is dropped,
+    /// which must be on the same thread.
+    ///
+    /// Except for an all-reduce, also counts the time since the end of this thread's last kernel as
+    /// idle.
     pub fn start(&self, pass: Pass) -> Timer<'_> {
         let start = Instant::now();
         if pass != Pass::AllReduce
@@ -71,13 +74,13 @@ impl Clock {
         Timer { totals: &self.totals, pass, start }
     }
 
-    /// Returns the time so far for each of [`Pass::ALL`].
+    /// Returns the time so far for each of [`Pass::ALL`], in that order, summed over the devices.
     pub fn times(&self) -> [Duration; 5] {
         self.totals.nanos.each_ref().map(read)
     }
 
-    /// Returns the time so far between the end of a kernel and the start of the next one, by the
-    /// kind of the next one.
+    /// Returns the idle time so far between the end of a kernel and the start of the next one, for
+    /// each of [`Pass::ALL`]. The next kernel's kind counts.
     ///
     /// A device runs its kernels in the order of their issue. It is therefore idle until the inputs
     /// of the next kernel are computed and moved. The time before a device's first kernel is not

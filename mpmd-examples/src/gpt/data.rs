@@ -17,16 +17,16 @@ pub struct Sequences {
     held_out: Arc<[Sequence]>,
 }
 
-/// Tokens, and the byte that follows each of them.
+/// (tokens, the byte that follows each token).
 type Sequence = (Vec<u8>, Vec<u8>);
 
 impl Sequences {
-    /// Cuts the text into sequences of `time` tokens. Keeps at most `most_held_out` held-out
+    /// Cuts the text into sequences of `time` tokens. Keeps no more than `most_held_out` held-out
     /// sequences, spread evenly over the text.
     ///
     /// # Errors
     ///
-    /// If no run of training blocks is that long, or if `time` is zero.
+    /// If no run of training blocks is as long as `time` tokens need, or if `time` is zero.
     pub fn new(text: &Arc<Text>, time: usize, most_held_out: usize) -> Result<Self> {
         if time == 0 || text.sequence(0, 0, 0, time).is_none() {
             let problem =
@@ -51,12 +51,13 @@ impl Sequences {
         self.held_out.iter().map(|(tokens, targets)| (&tokens[..], &targets[..]))
     }
 
-    /// Makes the tokens (on `first`) and the targets (on `last`) of a step. Each array is `[rows,
+    /// Issues the making of a step's tokens on mesh `first` and of the targets, the byte after each
+    /// token, on mesh `last`. Returns (tokens, targets) without waiting. Each array is `[rows,
     /// time]`, divided over [`DATA_AXIS`].
     ///
     /// The order of the rows makes each of the `microbatches` the same for any number of devices. A
     /// microbatch takes one part of each device's rows. The first microbatch gets the first rows of
-    /// the step, and so on.
+    /// the step, and so on. The bytes depend only on the text, `seed`, `step` and the row.
     ///
     /// # Errors
     ///
@@ -82,8 +83,9 @@ impl Sequences {
         })
     }
 
-    /// Makes tokens and targets of held-out sequences, each repeated `copies` times. Each array is
-    /// `[rows * copies, time]`, divided over [`DATA_AXIS`].
+    /// Issues the making of the held-out sequences with indices `rows`, each repeated `copies`
+    /// times. Returns (tokens, targets) without waiting. Each array is `[rows * copies, time]`,
+    /// divided over [`DATA_AXIS`].
     ///
     /// # Errors
     ///
@@ -129,8 +131,8 @@ impl Sequences {
     }
 }
 
-/// Returns the step's row at a position of its array. Each device's part has its rows microbatch by
-/// microbatch.
+/// Returns the index in the step of the row at index `place` of the step's array. Each device's
+/// part of the array has its rows microbatch by microbatch.
 fn row_at(place: usize, rows: usize, devices: usize, microbatches: usize) -> usize {
     let part = rows / devices / microbatches;
     let (device, within) = (place / (part * microbatches), place % (part * microbatches));

@@ -14,8 +14,8 @@ super::leaves! {
     }
 }
 
-/// Computes `x = bytes[token] + positions[place]`: `tokens` `[batch, time]`, `x` `[batch, time,
-/// width]`.
+/// Computes `x = bytes[token] + positions[place]`, with `tokens` `[batch, time]` and `x` `[batch,
+/// time, width]`. `place` is the token's index in its sequence.
 ///
 /// # Panics
 ///
@@ -37,8 +37,8 @@ pub fn embed_forward<T: Real>(
     }
 }
 
-/// *Adds* the gradients of both tables, in the order of the rows. `dx` is the gradient of
-/// [`embed_forward`]'s `x`.
+/// *Adds* the gradients of both tables to `gradients`, in the order of the rows. `dx` is the
+/// gradient of [`embed_forward`]'s `x`.
 ///
 /// No layer precedes the embedding. Its residual is the tokens, and its weight residual is `dx`.
 ///

@@ -9,11 +9,11 @@ use super::{BYTES, BlockShape};
 super::leaves! {
     /// Parameters of the head: a last layer norm, and a layer without bias.
     pub struct HeadParameters {
-        /// `[width]`.
+        /// Scale after the layer norm: `[width]`.
         norm_gain,
-        /// `[width]`.
+        /// Shift after the layer norm: `[width]`.
         norm_bias,
-        /// `[width, BYTES]`.
+        /// Weights from rows to logits: `[width, BYTES]`.
         weight,
     }
 }
@@ -33,7 +33,8 @@ super::leaves! {
 }
 
 super::leaves! {
-    /// The head's weight residuals.
+    /// The head's weight residuals: gradients that the input gradient writes for the weight
+    /// gradient.
     pub struct HeadGradients {
         /// Gradient of the norm's output: `[batch, time, width]`.
         d_norm,
@@ -42,8 +43,8 @@ super::leaves! {
     }
 }
 
-/// Writes the logits `[rows, BYTES]` of `x` `[rows, width]` to `residuals.probabilities`. The other
-/// residuals are as after [`forward`].
+/// Writes the logits `[rows, BYTES]` of `x` `[rows, width]` to `residuals.probabilities`, and the
+/// layer norm's arrays to the other residuals.
 ///
 /// # Panics
 ///
@@ -60,8 +61,8 @@ pub fn logits<T: Real>(
     matmul(probabilities, out, p.weight, shape.rows(), shape.width, BYTES, false);
 }
 
-/// Returns the sum over the rows of the cross-entropy of `targets` `[rows]`, in nats, and the
-/// number of rows.
+/// Fills `residuals`. Returns the sum over the rows of the cross-entropy of `targets` `[rows]`, in
+/// nats, and the number of rows.
 ///
 /// # Panics
 ///
@@ -77,8 +78,8 @@ pub fn forward<T: Real>(
     cross_entropy(residuals.probabilities, targets)
 }
 
-/// Computes the gradient `dx` of the head's input, and the weight residuals. The loss is the loss
-/// sum times `factor`.
+/// Computes the gradient `dx` of the head's input, and the weight residuals `gradients`. The loss
+/// is the loss sum times `factor`.
 ///
 /// # Panics
 ///
@@ -99,8 +100,8 @@ pub fn backward_input<T: Real>(
     norm_backward_input(dx, d_norm, residuals.norm_hat, residuals.norm_inv_std, p.norm_gain);
 }
 
-/// *Adds* the gradients of the parameters. The residuals are `norm_hat` and `norm_out`, in this
-/// order.
+/// *Adds* the gradients of the head's parameters to `d`. The residuals are `norm_hat` and
+/// `norm_out`, in this order.
 ///
 /// # Panics
 ///

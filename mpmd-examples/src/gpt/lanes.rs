@@ -7,10 +7,11 @@
 
 use crate::math::Real;
 
-/// Enough for four independent chains of the narrowest vector registers.
+/// Number of partial results. It is enough for four independent chains of the narrowest vector
+/// registers.
 const LANES: usize = 16;
 
-/// Returns the sum of the elements.
+/// Returns the sum of the elements, or zero if there are none.
 pub(super) fn sum<T: Real>(x: &[T]) -> T {
     sum_of(x, |x| x)
 }

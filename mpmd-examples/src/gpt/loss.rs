@@ -5,7 +5,7 @@ use crate::math::Real;
 use super::{BYTES, lanes};
 
 /// Turns logits into probabilities in place, both `[rows, BYTES]`. Returns the sum over the rows of
-/// the cross-entropy of `targets` `[rows]`, and the number of rows.
+/// the cross-entropy of `targets` `[rows]`, in nats, and the number of rows.
 ///
 /// The sum is in doubles, in the order of the rows.
 ///
@@ -31,9 +31,9 @@ pub fn cross_entropy<T: Real>(probabilities: &mut [T], targets: &[u8]) -> (f64, 
     (sum, targets.len())
 }
 
-/// Computes the gradient of the [`cross_entropy`] sum with respect to the logits, times `factor`.
-/// `probabilities` are those of [`cross_entropy`]. `factor` is, for instance, one over the number
-/// of rows of the whole batch.
+/// Writes the gradient of the [`cross_entropy`] sum with respect to the logits, times `factor`, to
+/// `d_logits`. `probabilities` are those of [`cross_entropy`]. `factor` is, for instance, one over
+/// the number of rows of the whole batch.
 ///
 /// # Panics
 ///

@@ -4,7 +4,7 @@ use mpmd::pipeline::StepDeviceMemory;
 use mpmd::prelude::*;
 use mpmd::{MemoryUse, ProcessId};
 
-/// The planned memory of all processes, in their order.
+/// The planned memory of every process, in process order: the expected peak, and an upper bound.
 #[derive(Clone, Debug)]
 pub struct Expected(Vec<Memory>);
 
@@ -15,17 +15,19 @@ struct Memory {
     at_most: u64,
 }
 
-/// Memory that a process used, in bytes.
+/// Memory that a process used over a run, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
-    /// Peak use, in its devices' memory and in staging buffers between processes.
+    /// Peak use of the process's device memory, plus the peak use of staging buffers between
+    /// processes.
     pub peak: u64,
-    /// Memory mapped after the warm-up steps.
+    /// Memory mapped from the system after the warm-up steps.
     pub mapped_later: u64,
 }
 
 impl Expected {
-    /// Collects `mine` from all processes. The result is the same on all of them.
+    /// Collects `mine` from all processes. The result is the same on all of them. Every process
+    /// must call it; it blocks until the values have arrived.
     ///
     /// # Errors
     ///
@@ -39,7 +41,8 @@ impl Expected {
         Ok(Self(all.collect::<Result<_>>()?))
     }
 
-    /// Returns a line to print before the run.
+    /// Returns a line to print before the run: the expected peak of each process, and the largest
+    /// upper bound, in MiB.
     pub fn line(&self) -> String {
         let all: Vec<String> = self.0.iter().map(|one| mib(one.expected)).collect();
         let most = self.0.iter().map(|one| one.at_most).max().unwrap_or_default();
@@ -47,7 +50,7 @@ impl Expected {
     }
 
     /// Returns a line for each process, with its planned and used memory. The text is the same on
-    /// all processes.
+    /// all processes. Every process must call it; it blocks until the values have arrived.
     ///
     /// # Errors
     ///
@@ -72,7 +75,7 @@ impl Expected {
 }
 
 impl Taken {
-    /// Number of the warm-up steps: only they may map memory.
+    /// Number of warm-up steps. Later steps should map no more memory.
     pub const WARM_UP: u64 = 3;
 
     /// Computes the memory used from the state after the warm-up steps and at the end.

@@ -9,7 +9,7 @@ use crate::next_byte::{Activation, LinearShape, linear_forward};
 
 use super::BlockShape;
 
-/// The factor of the cube in `u`.
+/// The factor of `x^3` in GELU's `u = sqrt(2/pi) (x + CUBE x^3)`.
 const CUBE: f64 = 0.044_715;
 
 /// Computes `out = gelu(x w_up + b_up) w_down`: this device's summand. The caller adds up the
@@ -40,8 +40,8 @@ pub fn mlp_forward<T: Real>(
 
 /// Computes gradients from `d_out` `[rows, width]`, the gradient of the branch's complete output.
 ///
-/// `d_pre` `[rows, hidden]` is the gradient of the sums before GELU. `d_x` `[rows, width]` is this
-/// device's summand of the gradient of the input.
+/// `d_pre` `[rows, hidden]` becomes the gradient of the sums before GELU. `d_x` `[rows, width]`
+/// becomes this device's summand of the gradient of the input. `slope` is that of [`mlp_forward`].
 ///
 /// # Panics
 ///
@@ -64,7 +64,7 @@ pub fn mlp_backward_input<T: Real>(
     matmul_nt(d_x, d_pre, w_up, rows, hidden, width, false);
 }
 
-/// Writes GELU of each element of `x` to `y`, and replaces the element by the derivative there.
+/// Writes GELU of each element of `x` to `y`, and replaces the element by GELU's derivative there.
 ///
 /// # Panics
 ///

@@ -131,7 +131,8 @@ macro_rules! leaves {
                 $name { $($field: f(&mut self.$field),)* }
             }
 
-            /// Does the same as [`each`](Self::each), for a fallible `f`.
+            /// Applies a fallible `f` to a reference to every leaf, in order, until it fails.
+            /// Returns the results as a tree.
             ///
             /// # Errors
             ///
@@ -143,7 +144,8 @@ macro_rules! leaves {
                 Ok($name { $($field: f(&self.$field)?,)* })
             }
 
-            /// Does the same as [`each_mut`](Self::each_mut), for a fallible `f`.
+            /// Applies a fallible `f` to a mutable reference to every leaf, in order, until it
+            /// fails. Returns the results as a tree.
             ///
             /// # Errors
             ///

@@ -3,7 +3,7 @@
 use super::lanes;
 use crate::math::Real;
 
-/// Small number that prevents a division by zero.
+/// Number added to each row's variance. It prevents a division by zero.
 pub const EPSILON: f64 = 1e-5;
 
 /// Arrays that [`norm_forward`] writes: the result `out`, and the others for the backward pass.
@@ -17,7 +17,7 @@ pub struct NormOutputs<'a, T> {
     pub out: &'a mut [T],
 }
 
-/// Normalises the rows of `x` `[rows, width]`; `gain` and `bias` are `[width]`.
+/// Normalises the rows of `x` `[rows, width]` into `outputs`. `gain` and `bias` are `[width]`.
 ///
 /// # Panics
 ///
@@ -45,7 +45,8 @@ pub fn norm_forward<T: Real>(outputs: NormOutputs<'_, T>, x: &[T], gain: &[T], b
     }
 }
 
-/// *Adds* the gradient of `x` to `dx`. `d_out` is the gradient of the result.
+/// *Adds* the gradient of the norm's input to `dx`. `d_out` is the gradient of the norm's output.
+/// `hat` and `inv_std` are those of [`NormOutputs`].
 ///
 /// # Panics
 ///
@@ -77,7 +78,8 @@ pub fn norm_backward_input<T: Real>(
     }
 }
 
-/// *Adds* the gradients of gain and bias.
+/// *Adds* the gradient of the gain to `d_gain` and that of the bias to `d_bias`. `d_out` is the
+/// gradient of the norm's output, and `hat` that of [`NormOutputs`].
 ///
 /// # Panics
 ///

@@ -25,7 +25,8 @@ use super::cuda::{self, Device, KERNELS};
 use super::params::Part;
 use super::stages::{Float, Tokens};
 
-/// The optimiser of a pipeline.
+/// AdamW for all stages of a pipeline: the running means, and the kernels that update the
+/// parameters.
 pub struct Optimizer<T: Float> {
     stages: Vec<StageOptimizer<T>>,
     clip: Jit<Clip>,
@@ -43,7 +44,8 @@ struct StageOptimizer<T: Float> {
 /// The figures of a step: scalars of doubles on the last stage's mesh.
 #[derive(Clone, Debug, Tree)]
 pub struct Clipped<L> {
-    /// Factor of the gradients, which are sums over the rows of all microbatches.
+    /// Factor of the gradients, which are sums over the rows of all microbatches. It averages and
+    /// clips them.
     pub factor: L,
     /// Mean loss before the update, in nats per byte.
     pub loss: L,
@@ -52,9 +54,9 @@ pub struct Clipped<L> {
 }
 
 impl<T: Float> Optimizer<T> {
-    /// Creates the optimiser of the stages `parts` on `meshes`, with its state at zero. `places`
-    /// are the shardings of the stored parameters. Gradients with a norm above `limit` are scaled
-    /// down to it.
+    /// Creates the optimiser of the stages `parts` on `meshes`, with its running means at zero.
+    /// `places` are the shardings of each stage's stored parameters. If the norm of the mean
+    /// gradient is above `limit`, a step scales the gradients down to it.
     ///
     /// # Errors
     ///
@@ -135,8 +137,8 @@ impl<T: Float> Optimizer<T> {
         Ok(clipped)
     }
 
-    /// Returns the running means of a stage's gradients and of their squares, in the order of its
-    /// parameters.
+    /// Returns (means of the gradients, means of their squares) of a stage. Both are running means,
+    /// in the order of the stage's parameters.
     ///
     /// # Panics
     ///
@@ -185,8 +187,8 @@ impl<T: Float> StageOptimizer<T> {
     }
 }
 
-/// Returns, for each axis with several devices, the leaves that are divided over it. Axes are in
-/// the order of the mesh. Axes that divide no leaf are omitted.
+/// Returns (axis, indices of the leaves that are divided over it) for each axis with several
+/// devices. Axes are in the order of the mesh. Axes that divide no leaf are omitted.
 fn divided(mesh: &Mesh, places: &[Sharding]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut divided = Vec::new();
     for axis in mesh.axis_names() {
@@ -203,11 +205,12 @@ fn divided(mesh: &Mesh, places: &[Sharding]) -> Result<Vec<(String, Vec<usize>)>
     Ok(divided)
 }
 
-/// Kernel that computes the sum of each leaf's squares, `[leaves]`, from the gradients. The result
-/// is the same on each device.
+/// Kernel that computes the sum of each leaf's squares, `[leaves]`, from the gradients of one
+/// stage. The result is the same on each device.
 struct SquareSums<T> {
     leaves: usize,
-    /// The leaves divided over each axis. The sum over the devices of these axes is the leaf's sum.
+    /// (axis, indices of the leaves divided over it). Sums over the devices of the axis complete
+    /// these leaves' sums.
     divided: Vec<(String, Vec<usize>)>,
     clock: Clock,
     float: PhantomData<fn() -> T>,
@@ -266,7 +269,8 @@ impl<T: Float> Kernel for SquareSums<T> {
 }
 
 impl<T: Float> SquareSums<T> {
-    /// Does the same on a CUDA device.
+    /// Issues the work of `run` on a CUDA device. Blocks only in all-reduces with the other devices
+    /// of the stage.
     fn run_on(
         &self,
         cx: &mut Context<'_>,
@@ -293,7 +297,7 @@ impl<T: Float> SquareSums<T> {
 
 #[derive(Tree)]
 struct ClipIn<L> {
-    /// For each stage with parameters, the sum of each leaf's squares.
+    /// For each stage with parameters, an array of the sums of each leaf's squares.
     sums: Vec<L>,
     loss: Loss<L>,
 }
@@ -348,7 +352,7 @@ impl Kernel for Clip {
     }
 }
 
-/// The arrays that an update changes.
+/// The arrays that an update changes in place: a stage's parameters and their running means.
 #[derive(Tree)]
 struct State<L> {
     params: Vec<L>,
@@ -368,7 +372,7 @@ struct UpdateIn<L> {
     rate: L,
 }
 
-/// Kernel that updates a stage, in place.
+/// Kernel that updates a stage's parameters and running means in place.
 struct Update<T> {
     adamw: AdamW,
     decays: Vec<bool>,
@@ -444,7 +448,8 @@ impl<T: Float> Kernel for Update<T> {
     }
 }
 
-/// Returns the kernel's device if it is a CUDA device. These kernels use no matrix products.
+/// Returns the device on which a kernel runs, or `None` if it is not a CUDA device. These kernels
+/// use no matrix products.
 ///
 /// # Errors
 ///

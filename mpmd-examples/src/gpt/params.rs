@@ -26,7 +26,7 @@ pub struct Model {
     pub heads: usize,
     /// Hidden columns of a block's MLP.
     pub hidden: usize,
-    /// Length of the longest sequence.
+    /// Limit on the length of a sequence, in tokens.
     pub time: usize,
 }
 
@@ -36,9 +36,9 @@ pub struct Model {
 pub struct Part {
     /// The whole model.
     pub model: Model,
-    /// Number of the first block in the model.
+    /// Index of the stage's first block in the whole model.
     pub first_block: usize,
-    /// Number of blocks.
+    /// Number of blocks on the stage.
     pub blocks: usize,
     /// True if the stage has the embedding.
     pub entrance: bool,
@@ -50,16 +50,17 @@ pub struct Part {
 /// shapes.
 #[derive(Clone, Debug, Tree)]
 pub struct StageParams<L> {
-    /// On the first stage.
+    /// The embedding's parameters. Only the first stage has them.
     pub embed: Option<EmbedParameters<L>>,
     /// The stage's blocks, in order.
     pub blocks: Vec<BlockParameters<L>>,
-    /// On the last stage.
+    /// The head's parameters. Only the last stage has them.
     pub head: Option<HeadParameters<L>>,
 }
 
 impl Model {
-    /// Returns the blocks' shape for a batch of sequences, all on one device.
+    /// Returns the sizes of the model's blocks for `batch` sequences of `time` tokens, all on one
+    /// device.
     pub fn shape(&self, batch: usize, time: usize) -> BlockShape {
         let Self { width, heads, hidden, .. } = *self;
         BlockShape { batch, time, width, heads_total: heads, heads, hidden }
@@ -87,7 +88,7 @@ impl Model {
         Ok((0..stages).map(part).collect())
     }
 
-    /// Returns the number of parameters.
+    /// Returns the number of parameters of the whole model.
     ///
     /// # Panics
     ///
@@ -100,7 +101,8 @@ impl Model {
 }
 
 impl Part {
-    /// Returns the parameters' global shapes, and the dimensions that tensor parallelism splits.
+    /// Returns the shapes of the stage's parameters over all devices, with the dimensions that
+    /// tensor parallelism splits.
     pub fn shapes(&self) -> StageParams<LeafShape> {
         let shape = self.model.shape(1, self.model.time);
         StageParams {
@@ -110,7 +112,7 @@ impl Part {
         }
     }
 
-    /// Returns the initial values of the parameters.
+    /// Returns the distributions of the initial values of the stage's parameters.
     pub fn initial(&self) -> StageParams<Initial> {
         let shape = self.model.shape(1, self.model.time);
         StageParams {
@@ -125,7 +127,8 @@ impl Part {
         self.shapes().structure().paths().iter().map(|path| self.name(path)).collect()
     }
 
-    /// Returns the name in the model of the parameter at a path of [`StageParams`].
+    /// Returns the name in the whole model of the parameter at a path of [`StageParams`]:
+    /// `blocks.3.w_qkv` for `blocks/0/w_qkv` if the stage starts at block 3.
     fn name(&self, path: &str) -> String {
         let mut steps = path.split('/').map(str::to_owned).collect::<Vec<_>>();
         if let [kind, number, ..] = steps.as_mut_slice()
@@ -137,8 +140,8 @@ impl Part {
         steps.join(".")
     }
 
-    /// Makes the stage's parameters with their initial values, in the given shardings. Each owner
-    /// makes its own part.
+    /// Issues the making of the stage's parameters with their initial values, and returns without
+    /// waiting. `shardings` are in the order of the leaves. Each owner makes its own part.
     ///
     /// # Errors
     ///
@@ -162,7 +165,8 @@ impl Part {
         Ok(StageParams::from_leaves(&shapes.structure(), leaves)?)
     }
 
-    /// Makes zeros for each of the parameters, in the given shardings.
+    /// Issues the making of zeros for each of the stage's parameters, and returns without waiting.
+    /// `shardings` are in the order of the leaves.
     ///
     /// # Errors
     ///
@@ -201,7 +205,7 @@ fn make<T: Real + Element>(
     })
 }
 
-/// Returns the positions of a region's elements in the whole array of shape `dims`.
+/// Returns the row-major indices of a region's elements in the whole array of shape `dims`.
 fn elements(dims: &[usize], region: &Region) -> impl Iterator<Item = u64> + use<> {
     let (shape, dims) = (region.shape(), dims.to_vec());
     let starts: Vec<usize> = region.ranges().map(|range| range.start).collect();

@@ -19,10 +19,11 @@ pub const DATA_AXIS: &str = "data";
 /// The axis of a stage's mesh that divides the matrices of its blocks.
 pub const MODEL_AXIS: &str = "model";
 
-/// A rule of a strategy: the pattern of names, and the tactic. See [`mpmd::sharding::rules`].
+/// A rule of a strategy: (pattern of parameter names, tactic). See [`mpmd::sharding::rules`].
 pub type Rule = (String, String);
 
-/// Shardings in computation: each device of the axis `model` has some heads and hidden columns.
+/// Rules for the shardings in computation: each device of the axis `model` has some heads and
+/// hidden columns.
 const COMPUTE: [(&str, &str); 7] = [
     (".*/w_qkv", r#"shard_dim("model", 2)"#),
     (".*/b_qkv", r#"shard_dim("model", 1)"#),
@@ -33,8 +34,8 @@ const COMPUTE: [(&str, &str); 7] = [
     (".*", "replicate"),
 ];
 
-/// Shardings in storage if the axis `data` has several devices: a part of the computed shard on
-/// each.
+/// Rules for the shardings in storage if the axis `data` has several devices: each stores a part of
+/// the computed shard.
 const STORED: [(&str, &str); 7] = [
     (".*/w_qkv", r#"shard_dim("model", 2)|fsdp("data", 0)"#),
     (".*/b_qkv", r#"shard_dim("model", 1)|fsdp("data", 0)"#),
@@ -48,13 +49,13 @@ const STORED: [(&str, &str); 7] = [
 /// The numbers of devices of a stage along the axes of its mesh.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Grid {
-    /// Along [`DATA_AXIS`].
+    /// Number of devices along [`DATA_AXIS`].
     pub data: usize,
-    /// Along [`MODEL_AXIS`].
+    /// Number of devices along [`MODEL_AXIS`].
     pub model: usize,
 }
 
-/// The shardings of a stage's parameters, in the order of its leaves.
+/// The shardings of one stage's parameters, in the order of the stage's leaves.
 #[derive(Clone, Debug)]
 pub struct Placement {
     /// The shardings in computation. `None` if the stage has no parameters.
@@ -66,12 +67,12 @@ pub struct Placement {
 }
 
 impl Grid {
-    /// Returns the number of devices.
+    /// Returns the number of devices of a stage.
     pub fn devices(&self) -> usize {
         self.data * self.model
     }
 
-    /// Returns the axes of a stage's mesh, with their sizes.
+    /// Returns (name, number of devices) for each axis of a stage's mesh.
     pub fn axes(&self) -> [(&'static str, usize); 2] {
         [(DATA_AXIS, self.data), (MODEL_AXIS, self.model)]
     }
@@ -118,13 +119,15 @@ impl Placement {
         Ok(Self { compute, stored, grid })
     }
 
-    /// Returns the shardings of the stored parameters.
+    /// Returns the shardings of the stored parameters. The list is empty if the stage has no
+    /// parameters.
     pub fn shardings(&self) -> Vec<Sharding> {
         self.stored.iter().flat_map(Inferred::shardings).collect()
     }
 
-    /// Returns the conversion between stored and computed parameters, for the pipeline. `None` if
-    /// none is needed.
+    /// Returns the shardings in which kernels compute, for [`mpmd::pipeline::Pipeline::store`].
+    /// `None` if the parameters are stored and computed with in the same shardings and the axis
+    /// `data` has one device.
     ///
     /// # Errors
     ///

@@ -6,11 +6,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::train::{Config, StepReport};
 
-/// Shows the progress of the steps.
+/// Shows the progress of a training on stderr: a bar on a terminal, otherwise a line at about each
+/// tenth.
 pub struct Progress {
     bar: ProgressBar,
     seconds: Option<f64>,
-    /// Steps of earlier runs.
+    /// Number of updates in earlier runs.
     done: u64,
     steps: u64,
     tokens: usize,
@@ -20,15 +21,16 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Creates the progress of a training that continues after `done` steps. `seconds` is its
-    /// duration if it has no number of steps.
+    /// Creates the progress of a training that began at `start` and continues after `done` updates.
+    /// `seconds` is the training's duration if it has no number of steps.
     pub fn new(seconds: Option<f64>, config: &Config, done: u64, start: Instant) -> Self {
         let steps = config.rates.total;
         let bar = bar(seconds.map_or(steps, |seconds| seconds as u64));
         Self { bar, seconds, done, steps, tokens: config.tokens(), start, reports: 0, tenths: 0 }
     }
 
-    /// Shows a step.
+    /// Shows a step's number and loss, and the rate so far in tokens per second. It must be called
+    /// once for each step of this run.
     pub fn show(&mut self, report: StepReport) {
         let StepReport { step, loss, .. } = report;
         let elapsed = self.start.elapsed().as_secs_f64();
@@ -54,10 +56,11 @@ impl Progress {
     }
 }
 
-/// Shows the progress of an evaluation.
+/// Shows the progress of an evaluation on stderr: a bar on a terminal, otherwise a line at each
+/// tenth.
 pub struct Evaluation {
     bar: ProgressBar,
-    /// The last tenth for which a line was written.
+    /// The last tenth for which a line was written. `None` before the first line.
     tenths: Option<usize>,
 }
 
@@ -68,7 +71,7 @@ impl Default for Evaluation {
 }
 
 impl Evaluation {
-    /// Shows that `done` of `all` sequences are evaluated.
+    /// Shows that `done` of `all` sequences are evaluated. If both are equal, ends the bar.
     pub fn show(&mut self, done: usize, all: usize) {
         let message = format!("evaluation: {done} of {all} held-out sequences");
         let tenths = Some(10 * done / all.max(1));

@@ -14,7 +14,7 @@ use super::placement::{DATA_AXIS, MODEL_AXIS};
 pub struct BlockShape {
     /// Number of sequences.
     pub batch: usize,
-    /// Length of a sequence.
+    /// Length of a sequence, in tokens.
     pub time: usize,
     /// Columns of the activations between blocks: a multiple of `heads_total`.
     pub width: usize,
@@ -22,11 +22,11 @@ pub struct BlockShape {
     pub heads_total: usize,
     /// This device's heads: `heads_total` divided by the number of devices of the group.
     pub heads: usize,
-    /// This device's columns inside the MLP.
+    /// This device's hidden columns of the MLP.
     pub hidden: usize,
 }
 
-/// An array's shape, and its dimensions that data and tensor parallelism split.
+/// An array's shape, and the dimensions over which data and tensor parallelism split it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct LeafShape {
     /// Sizes of the dimensions.
@@ -59,7 +59,7 @@ impl LeafShape {
     }
 }
 
-/// The initial values of a parameter.
+/// The distribution of a parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Initial {
     /// The same value everywhere.
@@ -157,8 +157,8 @@ impl BlockShape {
         Self { heads: heads / devices, hidden: hidden / devices, ..*self }
     }
 
-    /// Returns the shapes of a block's parameters. This function and the next ones panic as
-    /// [`head_dim`](Self::head_dim) does.
+    /// Returns the shapes of a block's parameters on this device. It panics as
+    /// [`head_dim`](Self::head_dim) does, and so do the next functions.
     pub fn block_parameters(&self) -> BlockParameters<LeafShape> {
         let (width, hidden, local) = (self.width, self.hidden, self.local_width());
         BlockParameters {
@@ -177,8 +177,8 @@ impl BlockShape {
         }
     }
 
-    /// Returns the shapes of a block's residuals that the second half of the backward pass reads,
-    /// or both halves.
+    /// Returns the shapes of a block's residuals that the weight gradient reads, or both halves of
+    /// the backward pass.
     pub fn block_inputs(&self) -> BlockInputs<LeafShape> {
         let Self { batch, time, width, hidden, .. } = *self;
         let rows = LeafShape::of_batch([batch, time, width]);
@@ -192,8 +192,7 @@ impl BlockShape {
         }
     }
 
-    /// Returns the shapes of a block's residuals that only the first half of the backward pass
-    /// reads.
+    /// Returns the shapes of a block's residuals that only the input gradient reads.
     pub fn block_interior(&self) -> BlockInterior<LeafShape> {
         let Self { batch, time, heads, hidden, .. } = *self;
         BlockInterior {
@@ -205,7 +204,8 @@ impl BlockShape {
         }
     }
 
-    /// Returns the shapes of a block's weight residuals.
+    /// Returns the shapes of a block's weight residuals: the gradients that the input gradient
+    /// writes for the weight gradient.
     pub fn block_gradients(&self) -> BlockGradients<LeafShape> {
         let Self { batch, time, width, hidden, .. } = *self;
         let rows = LeafShape::of_batch([batch, time, width]);
@@ -289,7 +289,8 @@ impl BlockShape {
         }
     }
 
-    /// Returns the shapes of the head's weight residuals.
+    /// Returns the shapes of the head's weight residuals: the gradients that the input gradient
+    /// writes for the weight gradient.
     pub fn head_gradients(&self) -> HeadGradients<LeafShape> {
         let Self { batch, time, width, .. } = *self;
         HeadGradients {

@@ -39,14 +39,14 @@ pub trait Float: Real + Reducible {}
 
 impl<T: Real + Reducible> Float for T {}
 
-/// The input of the pipeline.
+/// The input of the pipeline: the tokens of a microbatch.
 #[derive(Clone, Debug, Tree)]
 pub struct Tokens<L> {
-    /// Bytes, `[batch, time]`.
+    /// Bytes, one for each token: `[batch, time]`.
     pub tokens: L,
 }
 
-/// The activations between stages.
+/// The activations that one stage passes to the next.
 #[derive(Clone, Debug, Tree)]
 pub struct Rows<L> {
     /// Floats, `[batch, time, width]`.
@@ -70,11 +70,11 @@ pub struct Logits<L> {
 /// Arrays that a stage's forward pass writes for the input gradient.
 #[derive(Clone, Debug, Tree)]
 pub struct StageResidual<L> {
-    /// On the stage with the embedding.
+    /// The stage's input bytes. Only the stage with the embedding has them.
     pub(super) tokens: Option<L>,
     pub(super) blocks: Vec<BlockResidual<L>>,
     pub(super) head: Option<HeadResiduals<L>>,
-    /// On the stage with the loss.
+    /// The target bytes. Only the stage with the loss has them.
     pub(super) targets: Option<L>,
 }
 
@@ -119,7 +119,7 @@ pub(super) struct Core<T> {
     pub(super) clock: Clock,
     /// Precision of matrix products on CUDA devices.
     pub(super) math: Math,
-    /// Buffers of calls that have ended.
+    /// Buffers of calls that have ended. Later calls reuse them.
     buffers: Arc<Mutex<Vec<Buffers<T>>>>,
 }
 
@@ -137,21 +137,21 @@ struct Buffers<T> {
 /// The destination of a stage's results.
 pub(super) enum Exit<'a, 'b> {
     Rows(ViewMut<'a>),
-    /// The loss, and the targets for it.
+    /// (loss to write, targets to compute it with).
     Loss(Loss<ViewMut<'a>>, View<'b>),
     Logits(ViewMut<'a>),
 }
 
-/// The start of a stage's backward pass.
+/// The gradient from which a stage's backward pass starts.
 pub(super) enum Seed<'a> {
     Rows(View<'a>),
-    /// The gradient of the loss sum: a scalar.
+    /// The gradient of the loss sum: an `f64` scalar.
     Loss(View<'a>),
-    /// A pipeline without a loss has no gradients.
+    /// No gradient, for a pipeline without a loss. The backward pass is then an error.
     Nothing,
 }
 
-/// Shapes of a stage's residuals and weight residuals.
+/// (shapes of a stage's residuals, shapes of its weight residuals).
 type ResidualShapes = (StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>);
 
 impl<T: Float> Core<T> {
@@ -159,8 +159,8 @@ impl<T: Float> Core<T> {
         Self { part, grid, clock: clock.clone(), math, buffers: Arc::default() }
     }
 
-    /// Returns the blocks' shape on one device, for an input `[batch, time]` or `[batch, time,
-    /// width]`.
+    /// Returns the sizes of the stage's blocks on one device, for an input `[batch, time]` or
+    /// `[batch, time, width]`. An input that does not fit the model or the devices is an error.
     pub(super) fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let whole = self.whole_shape(x)?;
         let (model, Grid { data, model: devices }) = (self.part.model, self.grid);
@@ -180,7 +180,8 @@ impl<T: Float> Core<T> {
         Ok(BlockShape { batch: whole.batch / data, ..whole.split(devices) })
     }
 
-    /// Returns the blocks' shape on all devices together.
+    /// Returns the sizes of the stage's blocks on all devices together. An input that does not fit
+    /// the model is an error.
     fn whole_shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let model = self.part.model;
         let fits = match *x.shape() {
@@ -197,8 +198,8 @@ impl<T: Float> Core<T> {
         Ok(model.shape(batch, time))
     }
 
-    /// Declares the output `out`, the residuals, those of them that become weight residuals, and
-    /// the all-reduces.
+    /// Declares a stage's signature: the output `out`, the residuals, the residuals that become
+    /// weight residuals, and the all-reduces.
     fn declare<O>(
         &self,
         out: O,
@@ -479,7 +480,8 @@ impl<T: Float> Core<T> {
         cx.all_reduce(MODEL_AXIS, summand)
     }
 
-    /// Returns buffers for a call, with arbitrary content.
+    /// Returns buffers for a call, with arbitrary content: two for the rows of `shape`, and at
+    /// least `scratch` scratch elements. Reuses those of an earlier call.
     fn buffers(&self, shape: BlockShape, scratch: usize) -> Buffers<T> {
         let mut buffers = self.buffers.lock().pop().unwrap_or_default();
         let rows = shape.rows() * shape.width;
@@ -618,7 +620,7 @@ fn loss() -> Loss<ShapedArray> {
 }
 
 stage! {
-    /// The first of several stages: the embedding and its blocks.
+    /// The first of several stages: the embedding and the stage's blocks. It takes no side input.
     First: Tokens.tokens, Empty<MpmdArray> => Rows<MpmdArray>;
     infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
     forward(y, _) Exit::Rows(y.rows);
@@ -627,7 +629,7 @@ stage! {
 }
 
 stage! {
-    /// A stage between two others: blocks.
+    /// A stage between two others: only blocks, without a side input.
     Middle: Rows.rows, Empty<MpmdArray> => Rows<MpmdArray>;
     infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
     forward(y, _) Exit::Rows(y.rows);
@@ -636,7 +638,8 @@ stage! {
 }
 
 stage! {
-    /// The last of several stages: blocks, the head and the loss.
+    /// The last of several stages: the stage's blocks, the head and the loss. The targets are its
+    /// side input.
     Last: Rows.rows, Targets<MpmdArray> => Loss<MpmdArray>;
     infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
     forward(y, side) Exit::Loss(y, side.targets);
@@ -645,7 +648,7 @@ stage! {
 }
 
 stage! {
-    /// The only stage, with the whole model.
+    /// The only stage of a pipeline: the whole model and the loss. The targets are its side input.
     Whole: Tokens.tokens, Targets<MpmdArray> => Loss<MpmdArray>;
     infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
     forward(y, side) Exit::Loss(y, side.targets);
@@ -663,7 +666,8 @@ stage! {
 }
 
 stage! {
-    /// The only stage of a pipeline that samples.
+    /// The only stage of a pipeline that samples: the whole model. It has no loss and no backward
+    /// pass.
     WholeLogits: Tokens.tokens, Empty<MpmdArray> => Logits<MpmdArray>;
     infer(core, x, _) core.declare(Logits { logits: core.logits(x)? }, x, None);
     forward(y, _) Exit::Logits(y.logits);

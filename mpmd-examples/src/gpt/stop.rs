@@ -7,13 +7,13 @@ use mpmd::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 
-/// The number of the signal by which the user asked to stop, or zero.
+/// The number of the last signal by which the user asked to stop, or zero.
 #[derive(Clone, Debug)]
 pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
-    /// Installs signal handlers. From now on the first Ctrl-C or SIGTERM sets the flag, and a
-    /// second one ends the process at once.
+    /// Installs signal handlers for the whole process. From now on the first Ctrl-C or SIGTERM sets
+    /// the flag, and a second one ends the process at once.
     ///
     /// # Errors
     ///
@@ -29,14 +29,14 @@ impl StopFlag {
         Ok(Self(first))
     }
 
-    /// Returns whether the flag is set. One process sees this, so a program must
-    /// [agree](Program::broadcast_value) on it.
+    /// True if this process has received a signal. Other processes may not have, so a program must
+    /// [agree](Program::broadcast_value) on the flag.
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
     }
 
     /// Returns the signal that process 0 has received, or `None`. The result is the same on every
-    /// process.
+    /// process. Every process must call it; it blocks until the value has arrived.
     ///
     /// # Errors
     ///
@@ -49,8 +49,8 @@ impl StopFlag {
     }
 }
 
-/// Returns the exit code of a program that `signal` has ended, as shells report it: 128 plus its
-/// number.
+/// Returns the exit code of a program that `signal` has ended, as shells report it: 128 plus the
+/// signal's number.
 pub fn exit_code(signal: i32) -> u8 {
     u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
 }

@@ -12,7 +12,7 @@ pub(super) fn random(len: usize, seed: u64) -> Vec<f64> {
 ///
 /// # Panics
 ///
-/// Panics if they differ.
+/// Panics if an element differs from the expected one by 1e-7 times `1 + |expected|` or more.
 pub(super) fn assert_gradient<S>(
     name: &str,
     gradient: &[f64],

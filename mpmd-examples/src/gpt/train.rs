@@ -34,7 +34,7 @@ const LOSSES_PENDING: usize = 2;
 /// Number of steps in a dry run: enough to see that all steps are equal.
 const PLANNED_STEPS: u64 = 8;
 
-/// Largest number of microbatches of an evaluation. It bounds the time for texts of any size.
+/// Limit on the number of microbatches of an evaluation. It bounds the time for texts of any size.
 const MOST_EVALUATED: usize = 256;
 
 /// The model, and the settings of its training.
@@ -68,9 +68,9 @@ pub struct Config {
     pub recompute: bool,
     /// The learning rate by step.
     pub rates: WarmupCosine,
-    /// The optimiser.
+    /// Constants of the optimiser.
     pub adamw: AdamW,
-    /// Limit of the gradients' norm.
+    /// Limit on the norm of the mean gradient. A larger gradient is scaled down to it.
     pub clip: f64,
     /// Seed of the initial weights and of the sequences of each step.
     pub seed: u64,
@@ -119,7 +119,7 @@ impl Config {
         self.ranks() * self.grid().devices()
     }
 
-    /// Returns the number of ranks of the pipeline. A rank is a group of devices with the same
+    /// Returns the number of ranks of the pipeline. A rank is a group of devices that run the same
     /// stages.
     pub fn ranks(&self) -> usize {
         self.order.as_ref().map_or(self.stages / self.chunks.max(1), Schedule::ranks)
@@ -176,7 +176,7 @@ impl Config {
         self.placements(DType::F32).map(drop)
     }
 
-    /// Returns the schedule.
+    /// Returns `order` if it is set, otherwise the schedule with the name `schedule`.
     ///
     /// # Errors
     ///
@@ -211,7 +211,7 @@ impl Config {
     }
 }
 
-/// A model under training.
+/// A model under training, with its pipeline, optimiser and data.
 pub struct Trainer<T: Float> {
     config: Config,
     parts: Vec<Part>,
@@ -226,7 +226,8 @@ pub struct Trainer<T: Float> {
 }
 
 impl<T: Float> Trainer<T> {
-    /// Creates a model with its initial weights, over all devices of the job.
+    /// Creates a model with its initial weights, over all devices of the job. Every process must
+    /// call it. Blocks until the processes have compared their texts.
     ///
     /// # Errors
     ///
@@ -295,13 +296,13 @@ impl<T: Float> Trainer<T> {
         self.steps
     }
 
-    /// Returns the time spent in the kernels of this process.
+    /// Returns the clock that measures the time spent in the kernels of this process.
     pub fn clock(&self) -> &Clock {
         &self.clock
     }
 
-    /// Issues one update and returns at once. The step's loss and norm are arrays on the last
-    /// stage's mesh.
+    /// Issues one update at learning rate `rate` and returns at once. The step's loss and norm are
+    /// arrays on the last stage's mesh.
     ///
     /// # Errors
     ///
@@ -315,7 +316,8 @@ impl<T: Float> Trainer<T> {
         Ok(clipped)
     }
 
-    /// Issues the forward and backward passes of the next step and returns at once.
+    /// Issues the forward and backward passes of the next step and returns at once. Does not update
+    /// the parameters.
     ///
     /// # Errors
     ///
@@ -334,7 +336,7 @@ impl<T: Float> Trainer<T> {
         self.pipeline.train_step(p, &self.schedule, microbatches.collect())
     }
 
-    /// Returns the peak memory that a step will use on the devices of this process. With `map`,
+    /// Predicts the peak memory of a step on the devices of this process, in bytes. With `map`,
     /// also maps that memory now, so that no step waits for the system.
     ///
     /// # Errors
@@ -355,7 +357,7 @@ impl<T: Float> Trainer<T> {
         Ok(plan.of(p.topology().devices_of(p.process())))
     }
 
-    /// Waits until all updates so far have finished on every process.
+    /// Waits until all updates so far have finished on every process. Every process must call it.
     ///
     /// # Errors
     ///
@@ -369,12 +371,12 @@ impl<T: Float> Trainer<T> {
     }
 
     /// Computes the mean loss over [held-out sequences](Sequences::held_out), in nats per byte.
-    /// Blocks until it is known. Returns `None` on processes other than 0, or if nothing is held
-    /// out.
+    /// Blocks until the loss is known. Returns `None` on processes other than 0, or if nothing is
+    /// held out.
     ///
-    /// Process 0 calls `go_on` once for each step's number of microbatches, and at the end. The
-    /// arguments are the number of evaluated sequences and the number of all. If it returns false,
-    /// the evaluation ends without a loss.
+    /// Process 0 calls `go_on` before each group of [`Config::microbatches`] microbatches, and at
+    /// the end. The arguments are the number of evaluated sequences and the number of all. If
+    /// `go_on` returns false before a group, the evaluation ends without a loss.
     ///
     /// # Errors
     ///
@@ -427,11 +429,11 @@ impl<T: Float> Trainer<T> {
         Ok((weight > 0.0).then(|| sum / weight))
     }
 
-    /// Continues `prompt` by up to `length` bytes, with the same stages. Blocks until they are
-    /// known, and returns the same bytes on every process.
+    /// Continues `prompt` by up to `length` bytes, with the same stages. Blocks until the bytes are
+    /// known, and returns the new bytes on every process.
     ///
-    /// Process 0 calls `choose` with the logits and the number of each byte, counted from zero. If
-    /// it returns `None`, no more bytes follow.
+    /// Process 0 calls `choose` with the logits for each new byte and the byte's number, counted
+    /// from zero. If `choose` returns `None`, no more bytes follow.
     ///
     /// # Errors
     ///
@@ -490,8 +492,8 @@ impl<T: Float> Trainer<T> {
         Ok(bytes.split_off(start))
     }
 
-    /// Returns the parameters and the optimiser's running means, with names that do not depend on
-    /// the stages.
+    /// Returns (name, array) for each parameter and each running mean of the optimiser. The names
+    /// do not depend on the stages.
     pub fn state(&self) -> Vec<(String, MpmdArray)> {
         let mut state = Vec::new();
         for (stage, part) in self.parts.iter().enumerate() {
@@ -508,7 +510,8 @@ impl<T: Float> Trainer<T> {
     }
 
     /// Replaces parameters and running means by those after `steps` updates. `load` returns the
-    /// array of a name of [`Trainer::state`], in the given shape and sharding.
+    /// array of a name of [`Trainer::state`], in the given shape and sharding. After an error, some
+    /// stages may have their new arrays.
     ///
     /// # Errors
     ///
@@ -547,12 +550,12 @@ impl<T: Float> Trainer<T> {
     }
 }
 
-/// The parts, meshes and settings of the stages.
+/// The parts, meshes, placements and settings from which the stages of a pipeline are built.
 struct Wiring<'a> {
     parts: &'a [Part],
     meshes: &'a [Mesh],
     placements: &'a [Placement],
-    /// The axes of the meshes, and the precision of matrix products on CUDA devices.
+    /// (axes of the meshes, precision of matrix products on CUDA devices).
     how: (Grid, Math),
     clock: &'a Clock,
 }
@@ -560,7 +563,8 @@ struct Wiring<'a> {
 type Params = StageParams<MpmdArray>;
 
 impl Wiring<'_> {
-    /// Declares the storage of each stage's parameters, so that steps gather them.
+    /// Tells the pipeline the sharding in which each stage's parameters are stored, so that steps
+    /// gather them. Returns the pipeline.
     fn stored<In, Out>(&self, mut pipeline: Pipeline<In, Out>) -> Result<Pipeline<In, Out>>
     where
         In: Tree<Leaf = MpmdArray>,
@@ -608,7 +612,8 @@ impl Wiring<'_> {
         front.then(LastLogits::<T>::new(parts[last], how, clock), &meshes[last], next()?)
     }
 
-    /// Builds all stages but the last.
+    /// Builds a pipeline of all stages but the last. `next` returns the parameters of one stage
+    /// after the other.
     fn front<T: Float>(
         &self,
         mut next: impl FnMut() -> Result<Params>,
@@ -622,7 +627,7 @@ impl Wiring<'_> {
     }
 }
 
-/// The figures of a step. They are read two steps later.
+/// The figures of a step, as process 0 reads them while later steps run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
     /// Number of updates so far, counted from the start of the model.
@@ -633,10 +638,10 @@ pub struct StepReport {
     pub norm: f64,
 }
 
-/// Trains until `more` returns `None`. Blocks until all reports are read.
+/// Trains until `more` returns `None`. Blocks until process 0 has read all reports.
 ///
-/// Process 0 calls `more` before each step with the number of updates so far, for the learning
-/// rate. It calls `on_step` with the report of each step.
+/// Before each step, process 0 calls `more` with the number of updates so far. `more` returns the
+/// learning rate of the step. Process 0 also calls `on_step` with the report of each step.
 ///
 /// # Errors
 ///

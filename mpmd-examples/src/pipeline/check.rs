@@ -25,7 +25,8 @@ mod figures {
     pub(super) const WB3: [f64; 4] = [0.036992, 0.143912, -0.106465, 1.103899];
 }
 
-/// Largest allowed error: the figures have six decimals, and `f32` has seven digits.
+/// Limit on the absolute error of a figure: the figures have six decimals, and `f32` has seven
+/// digits.
 const TOLERANCE: f64 = 1e-5;
 
 /// The expected figures of a run, and the figures found.
@@ -34,17 +35,18 @@ pub struct Report {
     rows: Vec<Row>,
 }
 
-/// Figures of one kind.
+/// Figures of one kind in one run, such as the losses of a step.
 #[derive(Clone, Debug)]
 struct Row {
     run: String,
     what: String,
     expected: Vec<f64>,
-    /// If several devices own a value, the one with the largest error.
+    /// For each expected figure, the figure found, or `None`. If several devices own a value, it is
+    /// the one with the largest error.
     found: Vec<Option<f64>>,
 }
 
-/// A figure found by one process: row, column and value.
+/// A figure found by one process: (index of the report's row, index in the row, value).
 type Finding = (usize, usize, f64);
 
 /// Runs the check job in `f32` and `f64`. Each runs twice: with the whole batch as each microbatch,
@@ -134,7 +136,7 @@ fn run<T: Number>(
     Ok(())
 }
 
-/// Returns this process's elements of one row of a matrix, as columns and values.
+/// Waits for a matrix. Returns (column, value) for each of this process's elements of one row.
 fn matrix_row<T: Number>(matrix: &MpmdArray, row: usize) -> Result<Vec<(usize, f64)>> {
     let mut values = Vec::new();
     if matrix.is_fully_remote() {
@@ -164,7 +166,7 @@ impl Report {
         }
     }
 
-    /// Describes the first figure that is wrong or missing. `None` if all are right.
+    /// Describes the first figure that is wrong or missing. `None` if all figures are right.
     pub fn first_off(&self) -> Option<String> {
         let off = |row: &Row| {
             let mut figures = row.expected.iter().zip(&row.found);

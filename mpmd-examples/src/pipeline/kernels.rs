@@ -24,9 +24,9 @@ impl Number for f64 {}
 /// A stage's weights, or one value for each of them: gradients, shardings.
 #[derive(Clone, Debug, Tree)]
 pub struct Layer<L> {
-    /// For the first product: `[width, width]`, columns over `"model"`.
+    /// Weights of the first product: `[width, width]`, columns sharded over `"model"`.
     pub wa: L,
-    /// For the second product: `[width, width]`, rows over `"model"`.
+    /// Weights of the second product: `[width, width]`, rows sharded over `"model"`.
     pub wb: L,
 }
 
@@ -40,13 +40,13 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Returns the time of the kernels' own arithmetic.
+    /// Returns the time so far of the kernels' own arithmetic.
     pub fn computing(&self) -> Duration {
         Duration::from_nanos(self.computing.load(Ordering::Relaxed))
     }
 
-    /// Returns the time of all-reduces: moving, adding, and waiting for the other devices of the
-    /// stage.
+    /// Returns the time so far of all-reduces: moving, adding, and waiting for the other devices of
+    /// the stage.
     pub fn summing(&self) -> Duration {
         Duration::from_nanos(self.summing.load(Ordering::Relaxed))
     }
@@ -76,18 +76,20 @@ pub(super) struct Forward<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>
 /// `(layer, x, labels) -> loss`: the forward pass of the last stage, and its mean square error.
 pub(super) struct ForwardLoss<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
-/// `(layer, x, dy, gradients) -> (dx, gradients)`: adds to the gradients, in place.
+/// `(layer, x, dy, gradients) -> (dx, gradients)`: the backward pass of any stage except the last.
+/// Adds to the gradients, in place.
 ///
 /// From the forward pass only `x` is kept. The other values are computed again.
 pub(super) struct Backward<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
-/// `(layer, x, labels, cotangent of the loss, gradients) -> (dx, gradients)`, in place.
+/// `(layer, x, labels, cotangent of the loss, gradients) -> (dx, gradients)`: the backward pass of
+/// the last stage. Adds to the gradients, in place.
 pub(super) struct BackwardLoss<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
-/// `(weights, gradients, learning rate) -> weights`, in place.
+/// `(weights, gradients, learning rate) -> weights`: an update by gradient descent, in place.
 pub(super) struct Update<T>(pub(super) Meter, pub(super) PhantomData<fn() -> T>);
 
-/// Kernel that computes the mean of scalars, added in their order.
+/// Kernel that computes the mean of one or more scalars, added in their order.
 pub(super) struct Mean<T>(pub(super) PhantomData<fn() -> T>);
 
 type Array = MpmdArray;
@@ -258,7 +260,8 @@ impl<T: Number> Kernel for Mean<T> {
     }
 }
 
-/// Computes the complete output of the stage. Returns this device's part of `x WA`.
+/// Computes the complete output `y` of the stage, the sum over the stage's devices. Returns this
+/// device's part of `x WA`.
 fn forward<T: Number>(
     meter: &Meter,
     cx: &mut Context<'_>,
@@ -274,8 +277,8 @@ fn forward<T: Number>(
     Ok(h)
 }
 
-/// Computes the complete gradient of the stage's input. Adds to the gradients of this device's
-/// weights.
+/// Computes the complete gradient `dx` of the stage's input, the sum over the stage's devices. Adds
+/// to the gradients of this device's weights.
 #[expect(clippy::too_many_arguments, reason = "they are the mathematics' own")]
 fn backward<T: Number>(
     meter: &Meter,

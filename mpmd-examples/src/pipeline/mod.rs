@@ -26,7 +26,7 @@ pub const STAGES: usize = 4;
 /// Number of devices of the job: two for each stage.
 pub const DEVICES: usize = 8;
 
-/// The sizes of a job.
+/// The sizes, the learning rate and the initial values of a job.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Columns of the activations, and rows and columns of the weights.
@@ -81,8 +81,8 @@ impl Start {
     }
 }
 
-/// Returns an element of a matrix close to the identity. Its noise adds little to the size of the
-/// product, at any width.
+/// Returns element `[row, column]` of random matrix number `matrix`, which is close to the
+/// identity. The noise adds little to the size of the product, at any width.
 fn random_weight(matrix: usize, row: usize, column: usize, width: usize) -> f64 {
     let noise = normal_f64(Key(0x3ea7).fold_in(matrix as u64), (row * width + column) as u64);
     let diagonal = if row == column { 1.1 } else { 0.0 };
@@ -100,8 +100,8 @@ pub struct Task {
     pub microbatch: usize,
 }
 
-/// Returns the GPipe schedule: all forward passes, then all backward passes, each along the
-/// diagonals.
+/// Returns the GPipe schedule: all forward passes, then all backward passes. Passes that can run at
+/// the same time on different stages are adjacent.
 pub fn gpipe(stages: usize, microbatches: usize) -> Vec<Task> {
     let task = |backward| {
         move |i| Task { backward, stage: i % stages.max(1), microbatch: i / stages.max(1) }
@@ -124,11 +124,11 @@ pub struct Pipeline<T: Number> {
     forward_loss: Jit<ForwardLoss<T>>,
     backward_loss: Jit<BackwardLoss<T>>,
     mean: Jit<Mean<T>>,
-    /// By microbatch, on the first stage.
+    /// Inputs by microbatch, on the first stage.
     inputs: Vec<MpmdArray>,
-    /// By microbatch, on the last stage.
+    /// Labels by microbatch, on the last stage.
     labels: Vec<MpmdArray>,
-    /// The cotangent of the loss, on the last stage.
+    /// The number 1, the cotangent of the loss, on the last stage.
     one: MpmdArray,
     learning_rate: MpmdArray,
     meter: Meter,
@@ -143,7 +143,8 @@ struct Stage<T: Number> {
 }
 
 impl<T: Number> Pipeline<T> {
-    /// Makes weights and batch, each on the devices that own them, and binds the kernels.
+    /// Issues the making of weights and batch, each on the devices that own them, and binds the
+    /// kernels.
     ///
     /// # Errors
     ///
@@ -206,7 +207,7 @@ impl<T: Number> Pipeline<T> {
     }
 
     /// Issues one step and returns at once. Returns the loss of each microbatch before the step's
-    /// update, on the last stage.
+    /// update, as scalars on the last stage.
     ///
     /// # Errors
     ///
@@ -261,7 +262,7 @@ impl<T: Number> Pipeline<T> {
         Ok(losses)
     }
 
-    /// Computes the mean of a step's losses, on the last stage.
+    /// Issues the mean of a step's losses, on the last stage, and returns at once.
     ///
     /// # Errors
     ///
@@ -287,7 +288,7 @@ impl<T: Number> Pipeline<T> {
         Ok(())
     }
 
-    /// Returns the time spent in this process's kernels.
+    /// Returns the meter of the time spent in this process's kernels.
     pub fn meter(&self) -> &Meter {
         &self.meter
     }
@@ -304,12 +305,14 @@ impl<T: Number> Stage<T> {
     }
 }
 
-/// Splits columns of `WA` and rows of `WB`, so that each device uses its own part of `x WA`.
+/// Returns the shardings of a stage's weights: columns of `WA` and rows of `WB` are split, so that
+/// each device uses its own part of `x WA`.
 fn layer_sharding(mesh: &Mesh) -> Layer<Sharding> {
     Layer { wa: mesh.sharding(spec![None, "model"]), wb: mesh.sharding(spec!["model", None]) }
 }
 
-/// Makes a matrix from a function of row and column. Owners fill their own parts.
+/// Issues the making of a matrix from a function of row and column, and returns without waiting.
+/// Owners fill their own parts.
 fn matrix<T: Number>(
     p: &mut Program,
     rows: usize,

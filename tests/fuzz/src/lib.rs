@@ -25,23 +25,26 @@ pub use mutate::{integer, mutate};
 /// Number of inputs for each target if `MPMD_FUZZ_INPUTS` is not set.
 pub const INPUTS: u64 = 20_000;
 
-/// Time limit for one input.
+/// Time limit for one input. It is checked at intervals of this length, so an input may take up to
+/// twice as long.
 pub const LONGEST: Duration = Duration::from_secs(20);
 
 /// Address space that a target may add to its size at the start, in bytes.
 pub const MEMORY: u64 = 4 << 30;
 
-/// Number of failing inputs that are printed in full. The others are only counted.
+/// Number of failing inputs of a target that are printed in full. The others are only counted.
 const SHOWN: u64 = 5;
 
-/// Runs `parse` on mutations of `samples` and on random bytes. Blocks until all inputs have run.
+/// Runs `parse` on mutations of `samples` and on random bytes, [`INPUTS`] inputs if the environment
+/// sets no other number. Blocks until all inputs have run.
 ///
 /// `samples` are valid inputs. Most mutations change a few bytes of one sample, so that they pass
 /// the first checks.
 ///
 /// # Panics
 ///
-/// If `parse` panicked on any input.
+/// If `parse` panicked on any input. The other inputs still run. An input over the time limit ends
+/// the process instead.
 pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
     let shown = AtomicU64::new(0);
     cases(target, |rng| {
@@ -55,11 +58,13 @@ pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
     });
 }
 
-/// Runs `case` once for each input, each time with a new random generator.
+/// Runs `case` once for each input, each time with a new random generator. There are [`INPUTS`]
+/// inputs, if the environment sets no other number. Blocks until all inputs have run.
 ///
 /// # Panics
 ///
-/// If `case` panicked on any input.
+/// If `case` panicked on any input. The other inputs still run. An input over the time limit ends
+/// the process instead.
 pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
     let (inputs, first, seed) = (
         number("MPMD_FUZZ_INPUTS", INPUTS),
@@ -100,8 +105,8 @@ pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
     }
 }
 
-/// Ends the process if one input takes longer than [`LONGEST`]. Nothing else can stop an endless
-/// loop.
+/// Ends the process if one input still runs at two successive checks, which are [`LONGEST`] apart.
+/// Nothing else can stop an endless loop. Returns when the sender of `ended` is dropped.
 fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()>) {
     let mut seen = u64::MAX;
     while ended.recv_timeout(LONGEST) == Err(RecvTimeoutError::Timeout) {
@@ -114,12 +119,13 @@ fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()
     }
 }
 
-/// True if this process runs one target and nothing else.
+/// True if the environment shows that this process runs one target and nothing else.
 fn is_alone() -> bool {
     ["NEXTEST", "MPMD_FUZZ_INPUTS"].iter().any(|variable| std::env::var_os(variable).is_some())
 }
 
-/// Shows only the first panics: with a million failing inputs, all of them would fill the disk.
+/// Replaces the panic hook by one that shows only the first panics. With a million failing inputs,
+/// all of them would fill the disk.
 fn limit_output() {
     let (said, hook) = (AtomicU64::new(0), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
@@ -129,7 +135,8 @@ fn limit_output() {
     }));
 }
 
-/// Lowers the limit of the address space, so that a length from an input cannot take all memory.
+/// Lowers this process's limit of the address space to its present size plus [`MEMORY`]. A length
+/// from an input can then not take all memory.
 fn limit_memory() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let size = status

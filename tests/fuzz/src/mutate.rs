@@ -2,10 +2,11 @@
 
 use fastrand::Rng;
 
-/// Length limit for inputs of random bytes.
+/// Upper limit, exclusive, on the length of an input of random bytes.
 const LONGEST: usize = 512;
 
-/// Returns an input for a parser: a sample with up to eight changes, or random bytes.
+/// Returns an input for a parser: a random sample with up to eight changes or, rarely and without
+/// samples, random bytes.
 pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     if samples.is_empty() || rng.u8(..16) == 0 {
         let length = rng.usize(..LONGEST);
@@ -24,8 +25,9 @@ pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     input
 }
 
-/// Makes one change: flips a bit, sets, inserts or removes bytes, writes an integer, cuts the end,
-/// repeats a piece, or replaces a decimal number.
+/// Makes one random change to `input`: flips a bit, sets, inserts or removes bytes, writes an
+/// integer, cuts the end, repeats a piece, or replaces a decimal number. An empty input gets one
+/// byte.
 pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
     if input.is_empty() {
         input.push(rng.u8(..));

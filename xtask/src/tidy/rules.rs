@@ -43,7 +43,7 @@ const UNSAFE: &[&str] = &["mpmd-transport", "mpmd-core/src/device", "tests/softc
 const LAYERS: &[&[&str]] = &[
     &["mpmd-ids", "mpmd-derive"],
     &["mpmd-layout", "mpmd-schedule", "mpmd-transport"],
-    &["mpmd-launch"],
+    &["mpmd-launch", "mpmd-record"],
     &["mpmd-core"],
     &["mpmd"],
     &["mpmd-bench"],
@@ -56,8 +56,6 @@ const TRANSPORT_USERS: &[&str] = &[
     "mpmd-transport",
     "mpmd-core/src/exec",
     "mpmd-core/src/api/program",
-    "mpmd-bench/src/p2p",
-    "mpmd-bench/src/issue",
     "mpmd-bench/src/p2p",
     "mpmd-bench/src/issue",
 ];

@@ -1,7 +1,7 @@
 //! A call in a recorded plan: on all devices of all processes.
 
 use super::plan::{CallPlan, OutputPlan};
-use crate::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
 impl CallPlan {
     /// Returns the descriptor of the call for a dry run.

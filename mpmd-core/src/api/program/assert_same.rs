@@ -5,9 +5,9 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::{NewOp, Program};
-use crate::dry_run::{Kind, OpDescriptor};
 use crate::error::Result;
 use crate::exec::Rolling;
+use mpmd_record::dry_run::{Kind, OpDescriptor};
 
 /// The bytes of text in one comparison.
 const SHOWN: usize = 1000;

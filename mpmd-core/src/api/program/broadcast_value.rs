@@ -14,10 +14,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{NewOp, Part, Program};
-use crate::dry_run::{Kind, OpDescriptor};
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::{AsyncBuffer, Doing, Outgoing, Waiter};
-use crate::trace::What;
+use mpmd_record::dry_run::{Kind, OpDescriptor};
+use mpmd_record::trace::What;
 
 struct Agreement {
     from: ProcessId,

@@ -14,11 +14,12 @@ use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::exec::recorder::{Order, Recorder};
 use crate::exec::{Runtime, RuntimeConfig};
-use crate::trace::{About, Trace};
+use crate::trace::Trace;
 use mpmd_launch::variables;
 use mpmd_layout::topology::{
     CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology,
 };
+use mpmd_record::trace::About;
 
 /// The peer timeout of a program, if neither the program nor its launcher sets one.
 pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);

@@ -10,11 +10,11 @@ use mpmd_transport::deadline::after;
 use mpmd_transport::router::{OpRecord, Span};
 
 use super::Program;
-use crate::dry_run::OpDescriptor;
 use crate::exec::array::MpmdArray;
 use crate::exec::recorder::KnownDescriptor;
 use crate::exec::{Doing, OpGuard, Rolling, Runtime};
-use crate::trace::Label;
+use mpmd_record::dry_run::OpDescriptor;
+use mpmd_record::trace::Label;
 
 /// An operation that is to be issued.
 pub(crate) struct NewOp<'a> {

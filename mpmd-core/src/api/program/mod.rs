@@ -46,9 +46,9 @@ pub use simulate::{Simulation, simulate};
 use crate::error::{Error, Result};
 use crate::exec::recorder::Recorder;
 use crate::exec::{Rolling, Runtime};
-use crate::trace::{Label, What};
 use crate::warning::warn_user;
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
+use mpmd_record::trace::{Label, What};
 
 /// One process's part of a job. Every process of the job runs the same program and issues the same
 /// operations in the same order.

@@ -1,8 +1,8 @@
 //! Recording of a dry run: the program's side.
 
 use super::Program;
-use crate::dry_run::{End, Plan};
 use crate::error::Result;
+use mpmd_record::dry_run::{End, Plan};
 
 impl Program {
     /// Returns the operations of all processes that were recorded so far. `None` unless this

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use super::{Again, NewOp, Program};
 use crate::error::{IssueProblem, Result, leaf};
 use crate::exec::array::{MpmdArray, Repr};
-use crate::trace::Label;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
+use mpmd_record::trace::Label;
 
 /// A step that is being recorded.
 pub(crate) struct Recording {

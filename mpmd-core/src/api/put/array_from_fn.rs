@@ -7,7 +7,6 @@ use std::sync::Arc;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
-use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
 use crate::exec::{AsyncBuffer, Rolling};
@@ -15,6 +14,7 @@ use crate::kernel::{ShardInfo, ViewMut};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
 impl Program {
     /// Creates an array on its owners: `fill` runs on each device, for that device's region.

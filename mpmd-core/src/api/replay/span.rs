@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::exec::{Rolling, Span, Values};
-use crate::trace::Label;
+use mpmd_record::trace::Label;
 
 /// Descriptions of the operations of a recorded step.
 pub(super) struct Names {

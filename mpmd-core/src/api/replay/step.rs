@@ -10,10 +10,10 @@ use crate::api::program::{Again, Donation, Input, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::{Rolling, Runtime, Span, Values};
-use crate::trace::Label;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
+use mpmd_record::trace::Label;
 
 /// This process's part of a recorded step.
 pub(super) struct ReplayStep {

@@ -8,13 +8,13 @@ use mpmd_transport::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
 use crate::device::copy::{contiguous_bytes, copy_region};
-use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime, follow};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
 impl MpmdArray {
     /// Splits each device's shard into `m` equal parts along `dim`. Moves nothing between devices.

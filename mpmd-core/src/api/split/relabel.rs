@@ -8,13 +8,13 @@ use std::sync::Arc;
 use mpmd_transport::SharedBuffer;
 
 use crate::api::program::{NewOp, Part, Program};
-use crate::dry_run::{self, Kind, Memory, OpDescriptor};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::{AsyncBuffer, OpGuard, follow};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::Mesh;
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
 /// An array that consists of existing shards.
 #[derive(Clone)]

@@ -6,21 +6,21 @@ use mpmd::prelude::*;
 use super::device::{Device, size};
 use crate::gpt::adamw::AdamW;
 
-/// The arrays of an update of one leaf, of the same length.
+/// The arrays of an update of one leaf, each of `elements` floats.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Leaf<'a> {
-    /// The parameter. It is updated.
+    /// The parameters, updated in place.
     pub(crate) w: Part<'a>,
-    /// The running mean of the gradients. It is updated.
+    /// The running mean of the gradients, updated in place.
     pub(crate) mean: Part<'a>,
-    /// The running mean of the squared gradients. It is updated.
+    /// The running mean of the squared gradients, updated in place.
     pub(crate) square: Part<'a>,
     pub(crate) gradient: Part<'a>,
     pub(crate) elements: usize,
 }
 
-/// Issues update `number` of a leaf, counted from one, at learning rate `rate`. Gradients are
-/// multiplied by `factor`, a double, first.
+/// Issues the AdamW update of a leaf. `number` counts updates from one, and `rate` is the learning
+/// rate. The kernel first multiplies the gradients by `factor`, one double in device memory.
 pub(crate) fn update(
     device: Device<'_>,
     adamw: AdamW,
@@ -62,8 +62,11 @@ pub(crate) fn update(
     device.elements("adamw", elements, &args)
 }
 
-/// Computes the factor that clips a step's gradients, the mean loss and the norm. `square_sums` are
-/// arrays of doubles with their lengths, in the order of the leaves. All arrays are doubles.
+/// Issues the computation of the gradients' `factor`, the mean `loss`, and the `norm` of the mean
+/// gradient. The factor limits that norm to `limit` and divides by `weight`.
+///
+/// `square_sums` are pairs of an array and its length, in the order of the leaves. All arrays are
+/// doubles in device memory.
 pub(crate) fn clip(
     device: Device<'_>,
     limit: f64,

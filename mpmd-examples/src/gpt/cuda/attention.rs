@@ -14,15 +14,16 @@ use crate::next_byte::LinearShape;
 /// Arrays that [`attention_forward`] writes for the backward pass, as on the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttentionOutputs<'a> {
-    /// `[3, batch, heads, time, head_dim]`.
+    /// Queries, keys and values: `[3, batch, heads, time, head_dim]`.
     pub(crate) qkv: Part<'a>,
-    /// `[batch, heads, time, time]`.
+    /// Attention weights: `[batch, heads, time, time]`.
     pub(crate) probabilities: Part<'a>,
-    /// `[batch, time, heads * head_dim]`.
+    /// Weighted sums of the values: `[batch, time, heads * head_dim]`.
     pub(crate) context: Part<'a>,
 }
 
-/// Computes `out = attention(x) w_out`: this device's summand, without the bias.
+/// Issues `out = attention(x) w_out`: this device's summand, without the output bias. Also fills
+/// `outputs`.
 pub(crate) fn attention_forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -51,8 +52,9 @@ pub(crate) fn attention_forward(
     device.matmul(Product::new(rows, local, width), out, context, w_out)
 }
 
-/// Computes `d_qkv` `[rows, 3, heads * head_dim]` and `d_x` from `d_out`, the gradient of the
-/// branch's complete output. `d_x` is this device's summand of the gradient of the input.
+/// Issues the computation of `d_qkv` `[rows, 3, heads * head_dim]` and `d_x` from `d_out`, the
+/// gradient of the branch's complete output. `d_x` is this device's summand of the gradient of the
+/// input.
 pub(crate) fn attention_backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -90,8 +92,8 @@ pub(crate) fn attention_backward_input(
     device.matmul_nt(Product::new(rows, 3 * local, width), d_x, d_qkv, w_qkv)
 }
 
-/// *Adds* the gradients of the weights and the bias of a layer. `x` is its input, and `dz` the
-/// gradient of its output.
+/// *Adds* the gradients of a linear layer's weights to `dw` and of its bias to `dbias`. `x` is the
+/// layer's input, and `dz` the gradient of its output.
 pub(crate) fn linear_backward_weights(
     device: Device<'_>,
     shape: LinearShape,
@@ -116,7 +118,8 @@ struct Heads<'a> {
 }
 
 impl<'a> Heads<'a> {
-    /// Splits an array `[3, batch, heads, time, head_dim]` into its parts.
+    /// Splits an array `[3, batch, heads, time, head_dim]` into queries, keys and values, without a
+    /// copy.
     fn of(shape: BlockShape, qkv: Part<'a>) -> Self {
         let BlockShape { batch, heads, time, .. } = shape;
         let each = shape.rows() * shape.local_width();
@@ -126,8 +129,8 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// Copies rows `[batch, time, groups, heads * head_dim]`, plus a bias, to `[groups, batch, heads,
-/// time, head_dim]`.
+/// Issues a copy of `rows` `[batch, time, groups, heads * head_dim]`, plus a bias if there is one,
+/// to `by_head` `[groups, batch, heads, time, head_dim]`.
 fn split_heads(
     device: Device<'_>,
     shape: BlockShape,
@@ -153,7 +156,8 @@ fn split_heads(
     device.rows("split_heads", groups * heads_rows(shape), &args)
 }
 
-/// Copies `[groups, batch, heads, time, head_dim]` back to rows.
+/// Issues a copy of `by_head` `[groups, batch, heads, time, head_dim]` to `rows` `[batch, time,
+/// groups, heads * head_dim]`.
 fn merge_heads(
     device: Device<'_>,
     shape: BlockShape,
@@ -180,7 +184,7 @@ fn heads_rows(shape: BlockShape) -> usize {
     shape.batch * shape.heads * shape.time
 }
 
-/// Returns the same scale as on the host.
+/// Returns the factor of attention scores, `1 / sqrt(head_dim)`, as on the host.
 fn scale(shape: BlockShape) -> f32 {
     (shape.head_dim() as f64).sqrt().recip() as f32
 }
@@ -191,7 +195,8 @@ mod tests {
     use crate::gpt::attention as host;
     use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device};
 
-    /// Half of the heads are on another device, and a sequence is longer than a warp.
+    /// A shape in which half of the heads are on another device, and a sequence is longer than a
+    /// warp.
     const SHAPE: BlockShape =
         BlockShape { batch: 2, time: 37, width: 24, heads_total: 4, heads: 2, hidden: 1 };
 

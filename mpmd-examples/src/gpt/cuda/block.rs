@@ -22,7 +22,7 @@ fn rows(shape: BlockShape) -> Rows {
     Rows { rows: shape.rows(), width: shape.width }
 }
 
-/// Runs the first part of the forward pass: `partial` becomes this device's summand of the
+/// Issues the first part of the forward pass: `partial` becomes this device's summand of the
 /// attention branch.
 pub(crate) fn forward_attention(
     device: Device<'_>,
@@ -40,8 +40,9 @@ pub(crate) fn forward_attention(
     attention_forward(device, shape, partial, outputs, out, (p.w_qkv, p.b_qkv, p.w_out))
 }
 
-/// Runs the second part. `partial` must hold the complete attention branch, and becomes this
-/// device's summand of the MLP branch. `y` becomes `h`.
+/// Issues the second part of the forward pass. `partial` must hold the complete attention branch,
+/// and becomes this device's summand of the MLP branch. `y` becomes `h`, the sum of `x` and the
+/// attention branch.
 pub(crate) fn forward_mlp(
     device: Device<'_>,
     shape: BlockShape,
@@ -58,7 +59,8 @@ pub(crate) fn forward_mlp(
     mlp_forward(device, shape, partial, (activated, slope), out, (p.w_up, p.b_up, p.w_down))
 }
 
-/// Runs the last part: adds the complete MLP branch in `partial` to `h`.
+/// Issues the last part of the forward pass: adds the complete MLP branch in `partial`, and its
+/// bias, to `y`.
 pub(crate) fn forward_end(
     device: Device<'_>,
     shape: BlockShape,
@@ -68,7 +70,8 @@ pub(crate) fn forward_end(
     add_branch(device, rows(shape), y, partial, p.b_down)
 }
 
-/// Runs the first part of the input gradient: `gradients.d_norm2` becomes this device's summand.
+/// Issues the first part of the input gradient: `gradients.d_norm2` becomes this device's summand
+/// of the gradient at the second norm's output.
 pub(crate) fn backward_mlp(
     device: Device<'_>,
     shape: BlockShape,
@@ -82,8 +85,8 @@ pub(crate) fn backward_mlp(
     mlp_backward_input(device, shape, (d_norm2, d_pre), dy, interior.slope, (p.w_up, p.w_down))
 }
 
-/// Runs the second part. `gradients.d_norm2` must hold the complete sum. `gradients.d_norm1`
-/// becomes this device's summand.
+/// Issues the second part of the input gradient. `gradients.d_norm2` must hold the complete sum.
+/// `gradients.d_norm1` becomes this device's summand of the gradient at the first norm's output.
 pub(crate) fn backward_attention(
     device: Device<'_>,
     shape: BlockShape,
@@ -98,7 +101,8 @@ pub(crate) fn backward_attention(
     attention_backward_input(device, shape, (d_norm1, d_qkv), d_attention, kept, (p.w_qkv, p.w_out))
 }
 
-/// Runs the last part. `gradients.d_norm1` must hold the complete sum.
+/// Issues the last part of the input gradient: `dx` becomes the gradient of the block's input.
+/// `gradients.d_norm1` must hold the complete sum.
 pub(crate) fn backward_end(
     device: Device<'_>,
     shape: BlockShape,
@@ -118,7 +122,7 @@ pub(crate) fn backward_end(
     )
 }
 
-/// *Adds* the gradients of the parameters to `d`.
+/// Issues the weight gradient: *adds* the gradients of the block's parameters to `d`.
 pub(crate) fn backward_weight(
     device: Device<'_>,
     shape: BlockShape,

@@ -10,14 +10,14 @@ use crate::gpt::stages::Float;
 /// Threads that work on one row.
 const WARP: u32 = 32;
 
-/// Number of warps in a block: each has one row at a time.
+/// Number of warps in a block. Each warp works on one row at a time.
 const WARPS: u32 = 4;
 
 /// Threads of a block in kernels with one thread per element.
 const THREADS: u32 = 256;
 
-/// Most blocks of a launch: several for each multiprocessor of the largest device. For larger
-/// arrays, each block does several parts.
+/// Limit on the number of blocks of a launch: several for each multiprocessor of the largest
+/// device. For larger arrays, each block does several parts.
 const MOST_BLOCKS: usize = 1 << 16;
 
 /// A CUDA device on which kernels and products are launched, in order.
@@ -27,7 +27,8 @@ pub(crate) struct Device<'c> {
     math: Math,
 }
 
-/// Returns the device of a kernel if it is a CUDA device. `math` is the precision of its products.
+/// Returns the device on which a kernel runs, or `None` if it is not a CUDA device. `math` is the
+/// precision of the device's matrix products.
 ///
 /// # Errors
 ///
@@ -48,7 +49,7 @@ pub(crate) struct Product {
     pub(crate) m: usize,
     pub(crate) k: usize,
     pub(crate) n: usize,
-    /// Number of products. Their matrices are adjacent in all three arrays.
+    /// Number of products. The matrices of successive products are adjacent in all three arrays.
     pub(crate) batch: usize,
     /// True if the product is added to the values of `out`.
     pub(crate) add: bool,
@@ -83,18 +84,21 @@ impl<'c> Device<'c> {
         self.cuda.scratch(DType::F32, elements)
     }
 
-    /// Allocates scratch memory for `elements` doubles, as [`floats`](Self::floats) does.
+    /// Allocates scratch memory for `elements` doubles, with the same lifetime as that of
+    /// [`floats`](Self::floats).
     pub(crate) fn doubles(self, elements: usize) -> Result<Scratch<'c>> {
         self.cuda.scratch(DType::F64, elements)
     }
 
-    /// Launches a kernel with one warp per row.
+    /// Launches the kernel `function` with one warp per row, up to a limit on the number of blocks.
+    /// Without rows, does nothing. Does not wait.
     pub(crate) fn rows(self, function: &'static str, rows: usize, args: &[Arg<'_>]) -> Result<()> {
         let blocks = rows.div_ceil(WARPS as usize).min(MOST_BLOCKS);
         self.launch(function, Grid::new(blocks as u32, WARPS * WARP), args)
     }
 
-    /// Launches a kernel with one thread per element.
+    /// Launches the kernel `function` with one thread per element, up to a limit on the number of
+    /// blocks. Without elements, does nothing. Does not wait.
     pub(crate) fn elements(
         self,
         function: &'static str,
@@ -105,7 +109,8 @@ impl<'c> Device<'c> {
         self.launch(function, Grid::new(blocks as u32, THREADS), args)
     }
 
-    /// Launches a kernel on a given grid.
+    /// Launches the kernel `function` on a given grid, and does not wait. A grid without blocks
+    /// does nothing.
     pub(crate) fn launch(self, function: &'static str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
         // Without elements there is no work, and CUDA rejects a launch without blocks.
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 {
@@ -114,12 +119,12 @@ impl<'c> Device<'c> {
         self.cuda.launch(&KERNELS, function, grid, args)
     }
 
-    /// Computes `out = a b`, with `a [m, k]` and `b [k, n]`.
+    /// Issues `out = a b`, with `a [m, k]` and `b [k, n]`, or `out += a b` if `of.add` is set.
     pub(crate) fn matmul(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
         self.gemm(of, (false, false), out, a, b)
     }
 
-    /// Computes `out = a bᵀ`, with `a [m, k]` and `b [n, k]`.
+    /// Issues `out = a bᵀ`, with `a [m, k]` and `b [n, k]`, or `out += a bᵀ` if `of.add` is set.
     pub(crate) fn matmul_nt(
         self,
         of: Product,
@@ -130,7 +135,7 @@ impl<'c> Device<'c> {
         self.gemm(of, (false, true), out, a, b)
     }
 
-    /// Computes `out = aᵀ b`, with `a [k, m]` and `b [k, n]`.
+    /// Issues `out = aᵀ b`, with `a [k, m]` and `b [k, n]`, or `out += aᵀ b` if `of.add` is set.
     pub(crate) fn matmul_tn(
         self,
         of: Product,
@@ -187,7 +192,7 @@ mod tests {
     use super::*;
     use crate::gpt::cuda::testing::elsewhere;
 
-    /// A kernel that computes in doubles.
+    /// A kernel with the float type `f64`. It computes nothing.
     struct Doubles;
 
     impl Kernel for Doubles {

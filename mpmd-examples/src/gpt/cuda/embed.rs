@@ -10,7 +10,8 @@ use crate::gpt::{BYTES, BlockShape};
 /// Number of tokens that a block checks at once, and of its threads.
 const TOKENS: usize = 256;
 
-/// Computes `x = bytes[token] + positions[place]`.
+/// Issues `x = bytes[token] + positions[place]` for every token of `tokens`. `place` is the token's
+/// index in its sequence.
 pub(crate) fn embed_forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -30,8 +31,8 @@ pub(crate) fn embed_forward(
     device.rows("embed_forward", shape.rows(), &args)
 }
 
-/// *Adds* the gradients of both tables, in the order of the rows. The bits are the same as on the
-/// host.
+/// Issues the weight gradient: *adds* the gradients of both tables to `gradients`, in the order of
+/// the rows. The bits are the same as on the host.
 pub(crate) fn embed_backward_weight(
     device: Device<'_>,
     shape: BlockShape,
@@ -62,7 +63,7 @@ mod tests {
     use crate::gpt::embed as host;
     use crate::math::random_bits;
 
-    /// There are more tokens than a block checks at once, and more columns than its threads.
+    /// Uses more tokens than a block checks at once, and more columns than a block has threads.
     #[test]
     fn rows_and_table_gradients_are_the_same_bits_as_on_host() {
         if elsewhere!() {

@@ -14,7 +14,8 @@ fn rows(shape: BlockShape) -> Rows {
     Rows { rows: shape.rows(), width: shape.width }
 }
 
-/// Writes the logits of `x` to `residuals.probabilities`.
+/// Issues the head's layer norm and product: writes the logits of `x` to `residuals.probabilities`,
+/// and the norm's arrays to the other residuals.
 pub(crate) fn logits(
     device: Device<'_>,
     shape: BlockShape,
@@ -34,7 +35,8 @@ pub(crate) fn logits(
     device.matmul(Product::new(shape.rows(), shape.width, BYTES), probabilities, out, p.weight)
 }
 
-/// Computes `sum`, a double: the sum over the rows of the cross-entropy of `targets`, in nats.
+/// Issues the forward pass. `sum`, one double, becomes the sum over the rows of the cross-entropy
+/// of `targets`, in nats. Also fills `residuals`.
 pub(crate) fn forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -52,8 +54,8 @@ pub(crate) fn forward(
     sum_doubles(device, sum, (&losses).into(), rows)
 }
 
-/// Computes the gradient `dx` of the head's input, and the weight residuals. The loss is the loss
-/// sum times `factor`, a double.
+/// Issues the input gradient: the gradient `dx` of the head's input, and the weight residuals
+/// `gradients`. The loss is the loss sum times `factor`, one double in device memory.
 pub(crate) fn backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -78,8 +80,8 @@ pub(crate) fn backward_input(
     norm_backward_input(device, rows(shape), dx, None, d_norm, kept)
 }
 
-/// *Adds* the gradients of the parameters. The residuals are `norm_hat` and `norm_out`, in this
-/// order.
+/// Issues the weight gradient: *adds* the gradients of the head's parameters to `d`. The residuals
+/// are `norm_hat` and `norm_out`, in this order.
 pub(crate) fn backward_weight(
     device: Device<'_>,
     shape: BlockShape,

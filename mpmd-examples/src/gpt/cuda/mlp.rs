@@ -6,7 +6,8 @@ use mpmd::prelude::*;
 use super::device::{Device, Product, size};
 use crate::gpt::BlockShape;
 
-/// Computes `out = gelu(x w_up + b_up) w_down`: this device's summand, without the output bias.
+/// Issues `out = gelu(x w_up + b_up) w_down`: this device's summand, without the output bias. Also
+/// writes GELU's value to `activated` and GELU's derivative to `slope`.
 pub(crate) fn mlp_forward(
     device: Device<'_>,
     shape: BlockShape,
@@ -25,8 +26,9 @@ pub(crate) fn mlp_forward(
     device.matmul(Product::new(rows, hidden, width), out, activated, w_down)
 }
 
-/// Computes gradients from `d_out`, the gradient of the branch's complete output. `d_pre` is the
-/// gradient of the sums before GELU. `d_x` is this device's summand of the gradient of the input.
+/// Issues the computation of gradients from `d_out`, the gradient of the branch's complete output.
+/// `d_pre` becomes the gradient of the sums before GELU. `d_x` becomes this device's summand of the
+/// gradient of the input.
 pub(crate) fn mlp_backward_input(
     device: Device<'_>,
     shape: BlockShape,

@@ -1,15 +1,15 @@
-//! The same transformer on CUDA devices: what the functions of the [module above](super) compute on
-//! the host, as work that a device is given.
+//! The functions of the [module above](super) for CUDA devices: they issue the same computation as
+//! work on a device.
 //!
-//! Each file here mirrors one of there, and so do its functions, residuals and layouts: a stage on
-//! a CUDA device and one on a CPU are parts of one pipeline, and what one leaves another may read.
-//! Products go to cuBLAS; what is between them are the kernels in `kernels/`, fused where a value
-//! would otherwise travel to memory and back. Nothing here waits: functions return once the work is
-//! issued, and it runs in the order of the calls.
+//! Each file here mirrors a file there, with the same functions, residuals and layouts. A pipeline
+//! can therefore mix stages on CUDA devices and on CPUs. cuBLAS computes the matrix products. The
+//! kernels in `kernels/` do the rest, fused where a value would otherwise travel to memory and
+//! back. Functions return once the work is issued; only all-reduces block. The work runs in the
+//! order of the calls.
 //!
-//! Results are those of the CPU to within rounding, since sums have another order, and the same
-//! bits from run to run: no sum depends on which thread comes first. Only `f32` is computed in;
-//! what products do with it is the caller's choice ([`Math`](mpmd::cuda::Math)).
+//! Results equal those of a CPU up to rounding, since sums have another order. They have the same
+//! bits in every run, because no sum depends on the timing of threads. Only `f32` is supported. The
+//! caller chooses the precision of matrix products ([`Math`](mpmd::cuda::Math)).
 
 use mpmd::cuda::Source;
 

@@ -16,7 +16,8 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Returns rows, width and one over the width, as kernel arguments.
+    /// Returns the kernel arguments (rows, width, 1 / width). A number of more than 32 bits is an
+    /// error.
     fn sizes(self) -> Result<(u32, u32, f32)> {
         Ok((size(self.rows)?, size(self.width)?, (1.0 / self.width as f64) as f32))
     }
@@ -25,15 +26,15 @@ impl Rows {
 /// Arrays that [`norm_forward`] writes, as on the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NormOutputs<'a> {
-    /// `[rows, width]`.
+    /// The rows at mean 0 and variance 1: `[rows, width]`.
     pub(crate) hat: Part<'a>,
-    /// `[rows]`.
+    /// One over the standard deviation of each row: `[rows]`.
     pub(crate) inv_std: Part<'a>,
-    /// `[rows, width]`.
+    /// The rows after gain and bias: `[rows, width]`.
     pub(crate) out: Part<'a>,
 }
 
-/// The branch that is added to a block's rows before the norm: `y = x + (branch + bias)`.
+/// The branch that is added to a block's rows `x` before the norm: `y = x + (branch + bias)`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Join<'a> {
     pub(crate) y: Part<'a>,
@@ -41,7 +42,7 @@ pub(crate) struct Join<'a> {
     pub(crate) bias: Part<'a>,
 }
 
-/// Normalises the rows of `x`.
+/// Issues the layer norm of the rows of `x`. The results go to `outputs`.
 pub(crate) fn norm_forward(
     device: Device<'_>,
     shape: Rows,
@@ -68,7 +69,8 @@ pub(crate) fn norm_forward(
     )
 }
 
-/// Adds the branch to the rows and normalises the sum.
+/// Issues `y = x + (branch + bias)` with the arrays of `join`, and the layer norm of `y`. The
+/// norm's results go to `outputs`.
 pub(crate) fn branch_norm_forward(
     device: Device<'_>,
     shape: Rows,
@@ -100,7 +102,7 @@ pub(crate) fn branch_norm_forward(
     )
 }
 
-/// Computes `y += branch + bias`.
+/// Issues `y += branch + bias`; the bias is added to each row.
 pub(crate) fn add_branch(
     device: Device<'_>,
     shape: Rows,
@@ -113,7 +115,8 @@ pub(crate) fn add_branch(
     device.rows("add_branch", shape.rows, &args)
 }
 
-/// Computes `dx = base +` the gradient of the norm's input. `d_out` is the gradient of its result.
+/// Issues `dx = base +` the gradient of the norm's input. A `base` of `None` counts as zero.
+/// `d_out` is the gradient of the norm's output.
 pub(crate) fn norm_backward_input(
     device: Device<'_>,
     shape: Rows,
@@ -142,7 +145,8 @@ pub(crate) fn norm_backward_input(
     )
 }
 
-/// *Adds* the gradients of gain and bias.
+/// Issues the weight gradient: *adds* the gradient of the gain to `d_gain` and that of the bias to
+/// `d_bias`. `d_out` is the gradient of the norm's output.
 pub(crate) fn norm_backward_weight(
     device: Device<'_>,
     shape: Rows,
@@ -159,7 +163,7 @@ mod tests {
     use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device};
     use crate::gpt::norm as host;
 
-    /// The rows do not fill a block, and the columns do not fill a warp.
+    /// Rows that do not fill a block, and columns that do not fill a warp.
     const SHAPE: Rows = Rows { rows: 13, width: 43 };
     const ELEMENTS: usize = 13 * 43;
 

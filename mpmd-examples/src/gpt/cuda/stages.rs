@@ -20,7 +20,7 @@ use crate::gpt::params::StageParams;
 use crate::gpt::placement::{DATA_AXIS, MODEL_AXIS};
 use crate::gpt::stages::{Core, Exit, Float, Seed, StageResidual, StageWeightResidual, no_head};
 
-/// The destination of a stage's results.
+/// The arrays in device memory for a stage's results: activations, loss or logits.
 #[derive(Clone, Copy)]
 enum Goal<'a> {
     Rows(Part<'a>),
@@ -43,7 +43,7 @@ impl<'a> Goal<'a> {
 }
 
 impl<T: Float> Core<T> {
-    /// Returns the kernel's device if it is a CUDA device.
+    /// Returns the device on which the kernel runs, or `None` if it is not a CUDA device.
     ///
     /// # Errors
     ///
@@ -52,7 +52,8 @@ impl<T: Float> Core<T> {
         device::<T>(cx, self.math)
     }
 
-    /// Issues the forward pass.
+    /// Issues the stage's forward pass. The work writes the arrays of `exit` and `residual`. Blocks
+    /// only in all-reduces with the other devices of the stage.
     pub(in crate::gpt) fn forward_on(
         &self,
         (cx, device): (&mut Context<'_>, Device<'_>),
@@ -121,7 +122,8 @@ impl<T: Float> Core<T> {
         }
     }
 
-    /// Issues the input gradient.
+    /// Issues the stage's input gradient. The work writes `dx` and the weight residuals `weight`.
+    /// Blocks only in all-reduces with the other devices of the stage.
     #[expect(clippy::too_many_arguments, reason = "each is another array")]
     pub(in crate::gpt) fn backward_input_on(
         &self,
@@ -189,7 +191,8 @@ impl<T: Float> Core<T> {
         Ok(())
     }
 
-    /// Issues the weight gradient.
+    /// Issues the stage's weight gradient and returns without waiting. The work *adds* to
+    /// `gradient`.
     pub(in crate::gpt) fn backward_weight_on(
         &self,
         device: Device<'_>,

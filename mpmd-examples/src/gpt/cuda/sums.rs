@@ -22,8 +22,9 @@ const SUM_THREADS: usize = 256;
 const PART_ELEMENTS: usize = 16 << 10;
 const MOST_SUM_BLOCKS: usize = 512;
 
-/// *Adds* the sum of the rows of `x`, `[rows, columns]`, to `d`. With `weighted`, a pair `(d,
-/// weights)`, also adds the sums of the products of `x` and `weights` to that `d`.
+/// *Adds* the sum of the rows of `x`, `[rows, columns]`, to `d`. If `weighted` is a pair `(d,
+/// weights)`, also adds the sum of the rows of `x * weights`, element by element, to the pair's
+/// `d`.
 pub(crate) fn add_column_sums(
     device: Device<'_>,
     (rows, columns): (usize, usize),
@@ -66,7 +67,8 @@ pub(crate) fn add_column_sums(
     weighted.map_or(Ok(()), |(d, _)| add(d, products))
 }
 
-/// Computes `sum`, a double: the sum of the squares of the floats in `x`.
+/// Issues the sum of the squares of the `elements` floats in `x`. `sum`, one double, gets the
+/// result.
 pub(crate) fn square_sum(
     device: Device<'_>,
     sum: Part<'_>,
@@ -84,7 +86,7 @@ pub(crate) fn square_sum(
     sum_doubles(device, sum, parts, blocks)
 }
 
-/// Computes `sum`, the sum of the doubles in `x`.
+/// Issues the sum of the `elements` doubles in `x`. `sum`, one double, gets the result.
 pub(crate) fn sum_doubles(
     device: Device<'_>,
     sum: Part<'_>,
@@ -95,8 +97,8 @@ pub(crate) fn sum_doubles(
     device.launch("sum_doubles", grid, &[sum.into(), x.into(), elements.into()])
 }
 
-/// Copies the sums with the indices `which`, in ascending order, to `picked`, without gaps. With
-/// `back`, copies them from there to their places in `sums`.
+/// Issues a copy of the doubles of `sums` at the indices `which` to `picked`, without gaps. The
+/// indices must ascend. With `back`, copies from `picked` to `sums` instead.
 pub(crate) fn pick_sums(
     device: Device<'_>,
     picked: Part<'_>,
@@ -128,7 +130,7 @@ mod tests {
     use crate::gpt::adamw;
     use crate::gpt::cuda::testing::{array, elsewhere, floats, floats_on_device, on_device};
 
-    /// There are enough rows for several blocks per column.
+    /// Uses enough rows for several blocks per column.
     #[test]
     fn columns_of_many_rows_are_summed() {
         if elsewhere!() {

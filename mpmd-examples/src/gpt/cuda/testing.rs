@@ -32,7 +32,7 @@ pub(super) fn is_missing() -> bool {
     missing
 }
 
-/// Work of a test on a device. The arguments are its inputs and its outputs.
+/// A test's work on a device. The arguments are the device, the inputs and the outputs.
 trait Work: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static {}
 
 impl<F> Work for F where
@@ -40,7 +40,7 @@ impl<F> Work for F where
 {
 }
 
-/// A kernel that runs such work.
+/// A kernel that runs `work` on a CUDA device. Its outputs have the shapes `outputs`.
 struct Test<F> {
     outputs: Vec<ShapedArray>,
     work: F,
@@ -66,8 +66,8 @@ impl<F: Work> Kernel for Test<F> {
     }
 }
 
-/// Runs `work` on `inputs` on a CUDA device. Returns its outputs, which have the given dtypes and
-/// lengths.
+/// Runs `work` on `inputs` on a CUDA device, and waits for the end. Returns the outputs, which have
+/// the given dtypes and lengths.
 ///
 /// # Panics
 ///
@@ -92,7 +92,7 @@ pub(super) fn on_device(
     run().unwrap()
 }
 
-/// Does the same as [`on_device`], for outputs that are all floats of the given lengths.
+/// Runs `work` as [`on_device`] does, with outputs that are all `f32` and have the given lengths.
 pub(super) fn floats_on_device(
     inputs: Vec<MpmdArray>,
     outputs: &[usize],
@@ -102,7 +102,7 @@ pub(super) fn floats_on_device(
     on_device(inputs, &outputs, work).iter().map(|output| output.to_vec::<f32>().unwrap()).collect()
 }
 
-/// Converts values to an input array.
+/// Converts values to an input array of one dimension.
 pub(super) fn array<T: Element>(values: &[T]) -> MpmdArray {
     MpmdArray::from_slice(&[values.len()], values).unwrap()
 }

@@ -95,7 +95,8 @@ pub struct Message {
 
 impl OpDescriptor {
     /// Describes an operation without messages between devices.
-    pub(crate) fn local(what: &impl fmt::Display, kind: Kind, results: Vec<Vec<Shard>>) -> Self {
+    #[doc(hidden)]
+    pub fn local(what: &impl fmt::Display, kind: Kind, results: Vec<Vec<Shard>>) -> Self {
         Self { what: what.to_string(), kind, results, messages: Vec::new() }
     }
 
@@ -130,11 +131,8 @@ impl OpDescriptor {
 }
 
 /// Returns the shards of an array of this layout, with elements of `item` bytes.
-pub(crate) fn shards(
-    layout: &Layout,
-    item: usize,
-    memory: impl Fn(DeviceId) -> Memory,
-) -> Vec<Shard> {
+#[doc(hidden)]
+pub fn shards(layout: &Layout, item: usize, memory: impl Fn(DeviceId) -> Memory) -> Vec<Shard> {
     let shard = |(device, region): (DeviceId, &Region)| Shard {
         device: device.0,
         bytes: (region.elements() * item) as u64,

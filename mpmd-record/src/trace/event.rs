@@ -139,7 +139,8 @@ const PIECE: u8 = 16;
 impl Event {
     /// Encodes the event as six little-endian words. The words are: time, then the kind with a
     /// 32-bit value above it, then four words of the kind.
-    pub(super) fn to_bytes(self) -> [u8; EVENT_BYTES] {
+    #[doc(hidden)]
+    pub fn to_bytes(self) -> [u8; EVENT_BYTES] {
         let (kind, high, words) = match self.what {
             What::Issued { op, label, text, line, source } => {
                 let texts = u64::from(text) | u64::from(line) << 32;
@@ -168,7 +169,8 @@ impl Event {
     }
 
     /// Decodes an event. `None` if its kind is unknown to this version.
-    pub(super) fn of_bytes(bytes: &[u8; EVENT_BYTES]) -> Option<Self> {
+    #[doc(hidden)]
+    pub fn of_bytes(bytes: &[u8; EVENT_BYTES]) -> Option<Self> {
         let mut words = [0; 6];
         for (word, from) in words.iter_mut().zip(bytes.chunks_exact(8)) {
             *word = u64::from_le_bytes(from.try_into().ok()?);

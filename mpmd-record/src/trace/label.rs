@@ -86,14 +86,16 @@ const ROLE: u32 = 56;
 
 impl Label {
     /// Packs the label into one word. Of stages, only the low 24 bits are kept.
-    pub(crate) fn word(self) -> u64 {
+    #[doc(hidden)]
+    pub fn word(self) -> u64 {
         let role = Role::ALL.iter().position(|role| *role == self.role).unwrap_or_default() as u64;
         let microbatch = self.microbatch.map_or(0, |microbatch| microbatch.wrapping_add(1));
         role << ROLE | u64::from(self.stage & 0xff_ffff) << STAGE | u64::from(microbatch)
     }
 
     /// Unpacks a label from its word.
-    pub(crate) fn of_word(word: u64) -> Self {
+    #[doc(hidden)]
+    pub fn of_word(word: u64) -> Self {
         let role = Role::ALL.get((word >> ROLE) as usize).copied().unwrap_or(Role::Forward);
         Self {
             stage: (word >> STAGE) as u32 & 0xff_ffff,
@@ -103,7 +105,8 @@ impl Label {
     }
 
     /// Returns the label as a note for the router's messages.
-    pub(crate) fn note(self) -> Note {
+    #[doc(hidden)]
+    pub fn note(self) -> Note {
         Note { word: self.word(), show: |word, f| write!(f, "{}", Self::of_word(word)) }
     }
 }

@@ -14,7 +14,8 @@ impl Plan {
     /// True if the last two complete steps are equal, relative to their starts. They have the same
     /// operations on the same arrays, drop the same handles and wait for the same arrays. An array
     /// that was made before both steps must be the same one. Source lines may differ.
-    pub(crate) fn is_steady(&self) -> bool {
+    #[doc(hidden)]
+    pub fn is_steady(&self) -> bool {
         let Some(last) = self.steps.len().checked_sub(2) else { return false };
         match (self.step_at(last), self.step_at(last + 1)) {
             (Some(one), Some(other)) => !one.operations.is_empty() && one.is_like(&other),

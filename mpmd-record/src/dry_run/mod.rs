@@ -25,7 +25,8 @@ pub use memory::{DeviceMemory, MemoryPeak, MemoryPlan};
 pub use parting::Parting;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use descriptor::shards;
+#[doc(hidden)]
+pub use descriptor::shards;
 
 use crate::trace::Label;
 
@@ -180,7 +181,8 @@ pub enum PlanError {
 
 impl Plan {
     /// Creates a plan without operations. `devices` is the process of each device.
-    pub(crate) fn new(processes: u32, devices: Vec<u32>) -> Self {
+    #[doc(hidden)]
+    pub fn new(processes: u32, devices: Vec<u32>) -> Self {
         Self { version: VERSION, processes, devices, ..Self::default() }
     }
 

@@ -109,14 +109,14 @@ pub enum TraceError {
 }
 
 /// Returns the file name of a process's trace, without a folder.
-pub(super) fn name(process: u32) -> String {
+pub fn name(process: u32) -> String {
     format!("process-{process}.trace")
 }
 
 impl About {
     /// Sets the clocks' times to those of now, when the trace begins. Returns (this moment, the
     /// description).
-    pub(super) fn begin(self) -> (Instant, Self) {
+    pub fn begin(self) -> (Instant, Self) {
         let monotonic = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
             now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
@@ -135,7 +135,7 @@ impl About {
 }
 
 /// Returns the time of this process's wall clock, in nanoseconds since 1970.
-pub(crate) fn unix_now() -> i64 {
+pub fn unix_now() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
@@ -149,7 +149,7 @@ fn own_clock() -> String {
 }
 
 /// The chunks of a file other than events.
-pub(super) enum Chunk {
+pub enum Chunk {
     Text { number: u32, text: String },
     Clock { at: u64, server: i64, bound: u64 },
     Schedule { name: String, rows: String },
@@ -165,7 +165,7 @@ const DROPPED: u32 = 5;
 const END: u32 = 6;
 
 impl Chunk {
-    pub(super) fn write(&self, out: &mut Vec<u8>) {
+    pub fn write(&self, out: &mut Vec<u8>) {
         let (kind, content) = match self {
             Self::Text { number, text } => {
                 (TEXT, [&number.to_le_bytes()[..], text.as_bytes()].concat())
@@ -187,7 +187,7 @@ fn write_chunk(kind: u32, content: &[u8], out: &mut Vec<u8>) {
     out.extend(content);
 }
 
-pub(super) fn write_events(events: &[Event], out: &mut Vec<u8>) {
+pub fn write_events(events: &[Event], out: &mut Vec<u8>) {
     // The length of a chunk must fit into four bytes.
     for events in events.chunks(1 << 20) {
         out.reserve(events.len() * EVENT_BYTES + 8);
@@ -198,7 +198,7 @@ pub(super) fn write_events(events: &[Event], out: &mut Vec<u8>) {
 }
 
 /// Returns the first bytes of a file: magic bytes, version and description.
-pub(super) fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
+pub fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
     let about = serde_json::to_vec(about)?;
     let mut bytes = Vec::new();
     bytes.write_all(MAGIC)?;
