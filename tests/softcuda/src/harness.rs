@@ -72,7 +72,7 @@ pub fn install(folder: &Path) -> io::Result<PathBuf> {
 }
 
 /// Sets `LD_LIBRARY_PATH` of a command so that it finds the driver in `folder`, where [`install`]
-/// put it.
+/// put it. Keeps compiled kernels beside the driver for later processes.
 pub fn environment(command: &mut Command, folder: &Path) {
     let mut path = OsString::from(folder);
     if let Some(more) = std::env::var_os("LD_LIBRARY_PATH").filter(|more| !more.is_empty()) {
@@ -80,6 +80,9 @@ pub fn environment(command: &mut Command, folder: &Path) {
         path.push(more);
     }
     command.env("LD_LIBRARY_PATH", path);
+    if let Ok(library) = library() {
+        command.env("SOFTCUDA_CACHE", library.with_file_name("softcuda-kernels"));
+    }
 }
 
 /// Returns true if tests must use a real CUDA driver (`MPMD_TEST_GPU=1`).

@@ -1,5 +1,6 @@
 //! The driver's settings, read once from the environment.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -13,6 +14,7 @@ pub(crate) struct Settings {
     pub(crate) abort_on_race: bool,
     pub(crate) fail: Plan,
     pub(crate) compiler: String,
+    pub(crate) cache: Option<PathBuf>,
 }
 
 /// When streams do their work.
@@ -85,6 +87,7 @@ impl Settings {
             },
             fail: plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
             compiler: variable("SOFTCUDA_CXX").unwrap_or_else(|| "c++".into()),
+            cache: variable("SOFTCUDA_CACHE").map(PathBuf::from),
         })
     }
 }
