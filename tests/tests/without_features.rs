@@ -1,6 +1,9 @@
 //! A program that was built without UCX or CUDA reports that, and how to get it. It neither hangs
-//! nor uses something else.
+//! nor uses something else. A crate outside of the workspace needs none of them either.
 #![cfg(not(any(feature = "ucx", feature = "cuda")))]
+
+use std::path::Path;
+use std::process::Command;
 
 use mpmd_core::launch::variables;
 use mpmd_tests::{Job, JobOptions};
@@ -33,4 +36,31 @@ fn each_says(variable: &str, value: &str, is_said: impl Fn(&str) -> bool) {
         assert_eq!(end.code, 1, "{}", job.report());
         assert!(is_said(&end.stderr), "{}", job.report());
     }
+}
+
+/// Builds a copy of `tests/outside`, a crate that has `mpmd` as its only dependency, and runs it.
+#[test]
+fn outside_crate_builds_and_runs_with_mpmd_alone() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests have a workspace");
+    let copy = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(copy.path().join("src")).expect("a folder");
+    let manifest =
+        std::fs::read_to_string(root.join("tests/outside/Cargo.toml")).expect("a manifest");
+    let mpmd = root.join("mpmd");
+    let manifest = manifest.replace("../../mpmd", mpmd.to_str().expect("a path in Unicode"));
+    std::fs::write(copy.path().join("Cargo.toml"), manifest).expect("a manifest");
+    // The same versions as the workspace's, which are here already.
+    std::fs::copy(root.join("Cargo.lock"), copy.path().join("Cargo.lock")).expect("a lock file");
+    let program = copy.path().join("src/main.rs");
+    std::fs::copy(root.join("tests/outside/src/main.rs"), program).expect("a program");
+    let output = Command::new(env!("CARGO"))
+        .current_dir(copy.path())
+        .args(["run", "--offline", "--quiet", "--target-dir"])
+        .arg(root.join("target/outside"))
+        .output()
+        .expect("cargo runs");
+    let shown = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let moved = "[Some([1.0, 1.0]), Some([2.0, 2.0]), Some([3.0, 3.0])]";
+    assert_eq!(shown.lines().collect::<Vec<_>>(), ["[None, None, None]", moved]);
 }

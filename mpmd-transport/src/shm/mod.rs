@@ -24,6 +24,44 @@
 //! since a stopped process may wake up and read. Even then, memory that it re-lent to others does
 //! not come back, as they may read it. So it tells the owner before it re-lends. Memory that the
 //! peer has lent stays readable until the last reader drops it, however the peer ended.
+//!
+//! # Segments and loans
+//!
+//! The pools of a process carve their blocks from the segments of an `Arena` (`memory/arena.rs`,
+//! `memory/segment.rs`). A segment is a memory file (memfd). It is prefaulted and then sealed: no
+//! reader can open it for writing, and the owner cannot take pages away from under a reader.
+//! Nothing has a name in the file system, so a killed process leaves nothing behind.
+//!
+//! A message is a record in a ring (`record.rs`). A small payload follows its header. For a larger
+//! payload the record has the segment, the place and the length. The receiver maps the segment at
+//! its first use (`peer.rs`). When the last holder drops the payload, its number goes back in the
+//! ring of returned loans (`loans.rs`). The owner takes blocks back from there before it maps new
+//! ones (`Arena::on_shortage`). If the receiver's pool has a limit, the payload is copied into that
+//! pool: a program that fits over TCP also fits here.
+//!
+//! The sending operation stays in flight until the receiver has *taken* the payload. The receiver
+//! reports this at once after every 16 payloads, otherwise with its next tick. The operation does
+//! not wait for the return of the memory, since a receiver may keep it for ever. So a process
+//! without memory waits for returns only as long as the peer timeout. Lent memory counts with its
+//! owner. A piece that is not contiguous is not packed: the whole shard is lent, and the receiver
+//! copies or adds the piece from there.
+//!
+//! A thread that waits for a message polls the rings itself (`Transport::parking`). Only if no
+//! thread polls does the peer ring the doorbell, which costs a system call. `meeting.rs` and
+//! `socket.rs` connect two processes and pass the descriptors of rings and doorbells. `mixed.rs`
+//! combines this transport with TCP, each for some of the peers.
+//!
+//! `tests/interleavings` runs ring and doorbell under loom, in every order of events: no record and
+//! no wake-up is lost.
+//!
+//! # Device memory
+//!
+//! Device memory is lent in the same way (`devices.rs`). The transport carries opaque words, by
+//! which another process opens a segment once, and an event; the device back end does the opening.
+//! A shard can be lent as soon as the work that fills it was issued: the borrower's device waits
+//! for that work. The work may succeed on invalid inputs. So the lender reports later whether the
+//! shard is valid, and results computed from an invalid one fail with it. Calls that may block in
+//! the driver (freeing, closing) have a thread of their own (`reaper.rs`).
 
 mod address;
 mod agreeing;

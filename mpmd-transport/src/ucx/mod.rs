@@ -11,6 +11,43 @@
 //!
 //! Needs the cargo feature `ucx`. Without it the same items exist and return
 //! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with a hint how to get it.
+//!
+//! # Layers
+//!
+//! A message is an *active message* of UCX with this library's header. Matching, credit and order
+//! stay with the router. Three layers keep the C library contained:
+//!
+//! - `sys.rs`: the C types and functions, looked up in the library that is found at run time.
+//!   Statuses are numbers.
+//! - `result.rs`: each call returns a `Result`.
+//! - `safe/`: ownership. A worker holds the memory of every operation until UCX has ended it.
+//!   Dropped futures and handles change nothing. After a forced close, memory stays in quarantine
+//!   until the worker is destroyed, because UCX may still write into it. Callbacks only record
+//!   events.
+//!
+//! Everything above is safe code. One thread owns every object of UCX (`engine.rs`). It takes
+//! commands from a queue (`queue.rs`), lets UCX progress, and reports the results (`traffic.rs`).
+//! Without work it polls for as long as polling has lately paid (`rest.rs`). Then it arms the
+//! worker and sleeps. UCX has a thread of its own besides.
+//!
+//! # Life of a connection
+//!
+//! Each side verifies the other with a hello on every connection, before the first operation
+//! (`meeting.rs`). A leaving process sends a goodbye. Its peers answer it once none of the leaver's
+//! memory is read any more (`leaving.rs`). A process that is killed while it writes into a queue
+//! that all processes of a host share may block that queue, and UCX does not notice. So after a
+//! death all peers are asked for an answer. A peer that does not answer in time counts as lost
+//! (`roll_call.rs`).
+//!
+//! # Device memory
+//!
+//! UCX is told the kind of each memory. Both sides know whether UCX moves device memory
+//! (`meeting.rs`). The core nevertheless sends device memory by way of pinned host memory.
+//!
+//! There is no UCX outside of this folder. A program built with the feature `ucx` loads the library
+//! only when this transport is asked for, so it also runs on machines without UCX. The cluster's
+//! own library goes first: `LD_LIBRARY_PATH`, then the system's folders, then the copy that was
+//! built with the program.
 
 #[cfg(not(feature = "ucx"))]
 mod absent;

@@ -5,6 +5,24 @@
 //! each process a long time. A recorded step keeps the operations of this process. All operations
 //! keep their numbers: a replay skips those of other processes. The rolling hash of each operation
 //! is derived from that of the step.
+//!
+//! `Program::record` runs the step as it is. Meanwhile each `jit` call and `device_put` in which
+//! this process takes part notes the sources of its arrays (`recording.rs`): an input of the step,
+//! an array from outside, or an operation of the step. The result is a list of this process's own
+//! operations, with a place for each array for as long as it is needed (`step.rs`).
+//!
+//! `Recorded::replay` checks the inputs, walks through the list, and takes the numbers of all
+//! operations of the step. The hashes of other processes' operations are not known then, so all
+//! hashes follow from the whole (`span.rs`). The operations before the replay, the hash at which
+//! the step was recorded, its length and its inputs are mixed once. Each operation's hash adds its
+//! place in the step.
+//!
+//! To the router a replay is a *span*: the history keeps one entry for it. A process that sends,
+//! asks or counts inside the span finds the hash of that very operation. A process that issues the
+//! same operations one by one has other hashes, so it counts as diverged.
+//!
+//! A dry run issues all operations of a recorded step again, so plans and checks see every
+//! operation. `Pipeline::replay` records and replays training steps.
 
 mod recording;
 mod span;
