@@ -156,10 +156,16 @@ mod tests {
             let region: Region = bounds.iter().map(|(start, len)| (*start, start + len)).collect();
             let mut parts = Vec::new();
             cut(&region, most, &mut parts);
-            prop_assert!(parts.iter().all(|part| region.contains(part) && (1..=most).contains(&part.elements())));
+            let fits = |part: &Region| {
+                region.contains(part) && (1..=most).contains(&part.elements())
+            };
+            prop_assert!(parts.iter().all(fits));
             prop_assert_eq!(parts.iter().map(Region::elements).sum::<usize>(), region.elements());
-            let overlaps = |a: &Region, b: &Region| a.intersect(b).is_some_and(|both| !both.is_empty());
-            let twice = (0..parts.len()).any(|i| parts[..i].iter().any(|other| overlaps(other, &parts[i])));
+            let overlaps = |a: &Region, b: &Region| {
+                a.intersect(b).is_some_and(|both| !both.is_empty())
+            };
+            let is_again = |i: usize| parts[..i].iter().any(|other| overlaps(other, &parts[i]));
+            let twice = (0..parts.len()).any(is_again);
             prop_assert!(!twice);
         }
     }

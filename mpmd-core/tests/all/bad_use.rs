@@ -219,7 +219,8 @@ fn undeclared_partial_sums_and_host_memory_are_refused() {
         "but the kernel declares P() on {x:2, y:1} devices [0, 1] in host memory; jit never",
         "cannot be input \"0\"",
         "in host memory: a kernel writes the memory of its devices",
-        "array_from_fn: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, which only \
+        "array_from_fn: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, \
+         which only \
          a kernel \
          writes: make it as P() on",
         "array_from_fn: P() unreduced over {y} on",

@@ -13,14 +13,14 @@
 //! | host values and scalars: attribute error | uncommitted arrays, placed without a message |
 //! | layouts, memory kinds or device counts that differ: error | works |
 //! | bf16, bool, 16-bit integers: type error | all dtypes work |
-//! | waiting for a key for longer than 5 s: error | no such wait; a wait is reported, its peer watched |
+//! | waiting for a key for over 5 s: error | no such wait; waits are reported, peers watched |
 //! | waiting for a handle a second time: returns nothing | returns the array as often as asked |
-//! | the local data of a remote array: value error | `to_host` is `None`; `addressable_shards` is an error |
+//! | local data of a remote array: value error | `to_host`: `None`; `addressable_shards`: error |
 //! | `jit` without output shardings: value error | [`IssueProblem::MissingOutputs`] |
 //! | `jit` with output shardings that are no prefix: value error | [`IssueProblem::Tree`] |
-//! | `jit` with a remote input and a local output: value error naming the input | [`IssueProblem::InputMesh`] naming the input |
+//! | `jit`, remote input, local output: value error | [`IssueProblem::InputMesh`] with the input |
 //! | local inputs next to a remote one: silently ignored | [`IssueProblem::InputMesh`] |
-//! | outputs that belong elsewhere: run here all the same | [`IssueProblem::Mesh`] when it is built |
+//! | outputs that belong elsewhere: run here | [`IssueProblem::Mesh`] when it is built |
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -420,9 +420,10 @@ fn jit_refuses_arrays_on_other_meshes() {
         let before = p.operations();
 
         let error = p.jit(kernel()).on(front).build().map(drop).expect_err("no outputs");
-        assert!(matches!(&error, Error::Issue(issue) if matches!(issue.why, IssueProblem::MissingOutputs)));
-        let error =
-            p.jit(kernel()).on(front).outputs(back.replicated()).build().map(drop).expect_err("elsewhere");
+        assert!(matches!(&error, Error::Issue(issue)
+                if matches!(issue.why, IssueProblem::MissingOutputs)));
+        let error = p.jit(kernel()).on(front).outputs(back.replicated()).build().map(drop);
+        let error = error.expect_err("elsewhere");
         assert!(
             matches!(&error, Error::Issue(issue) if matches!(issue.why, IssueProblem::Mesh(_))),
             "{error}"
@@ -439,7 +440,8 @@ fn jit_refuses_arrays_on_other_meshes() {
         let jit = p.jit(kernel()).on(front).outputs(front.replicated()).build()?;
         let error = jit.call(p, vec![here, there]).unwrap_err();
         let Error::Issue(issue) = &error else { panic!("{error}") };
-        assert!(matches!(&issue.why, IssueProblem::InputMesh { path, .. } if path == "1"), "{error}");
+        let is_input_1 = matches!(&issue.why, IssueProblem::InputMesh { path, .. } if path == "1");
+        assert!(is_input_1, "{error}");
         assert_eq!(p.operations(), before);
         Ok(error.to_string())
     });

@@ -1,4 +1,5 @@
-//! Simulations for tests that run twice: [`handed_over`](crate::handed_over) includes this file again.
+//! Simulations for tests that run twice: [`handed_over`](crate::handed_over) includes this file
+//! again.
 
 use mpmd_core::Simulation;
 

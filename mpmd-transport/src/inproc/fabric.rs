@@ -305,9 +305,10 @@ impl Core {
                     (other, *message, open.payload.take(), error)
                 }));
             } else {
-                node.queue.retain(
-                    |queued| !matches!(&queued.event, Event::Arrival { from, .. } if *from == process),
-                );
+                node.queue.retain(|queued| match &queued.event {
+                    Event::Arrival { from, .. } => *from != process,
+                    _ => true,
+                });
                 // In an orderly end, delivered messages stay valid: their tickets end when the
                 // handler returns.
                 let keeps = life == Life::Closed;

@@ -559,8 +559,8 @@ impl Connection {
     }
 }
 
-/// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly counts:
-/// the whole job may have been stopped.
+/// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly
+/// counts: the whole job may have been stopped.
 fn wait_awake(
     answer: &mpsc::Receiver<Answered>,
     peer_timeout: Duration,

@@ -220,7 +220,8 @@ impl Hub {
                         let greeted = strangers.clone();
                         let events = events.clone();
                         let task = self.tasks.spawn(async move {
-                            if let Some(stream) = greet(stream, &token, ping, link, &greeted).await {
+                            let met = greet(stream, &token, ping, link, &greeted).await;
+                            if let Some(stream) = met {
                                 serve(stream, link, &events).await;
                             }
                         });

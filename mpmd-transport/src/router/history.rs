@@ -320,7 +320,8 @@ fn same_call(
         (Some(x), Some(y)) if x.call == y.call && x.hash != y.hash => Some(format!(
             "{issued} the values differ: their hash is {:016x} on process {first} and {:016x} on \
              process {second}; host values must be equal on all processes: compute them everywhere \
-             from the same seed or file, or on one process alone and give them to all by `broadcast_value`",
+             from the same seed or file, or on one process alone and give them to all by \
+             `broadcast_value`",
             x.hash, y.hash
         )),
         _ => (a.what == b.what).then(|| format!("{issued} with other arrays or other options")),

@@ -88,7 +88,9 @@ macro_rules! functions {
                 // version 1.12, with `ucs_status_t` as the byte that it is in C. Later 1.x versions
                 // keep these signatures.
                 unsafe {
-                    Ok(Self { $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)* })
+                    Ok(Self {
+                        $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)*
+                    })
                 }
             }
         }

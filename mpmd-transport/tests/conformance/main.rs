@@ -44,7 +44,10 @@ macro_rules! over_each_transport {
         }
     };
     // Transports other than shared memory.
-    (@elsewhere $inproc:ident $lends:ident $tcp:ident $ucx:ident; $($module:ident::$check:ident)*) => {
+    (
+        @elsewhere $inproc:ident $lends:ident $tcp:ident $ucx:ident;
+        $($module:ident::$check:ident)*
+    ) => {
         over_each_transport! { @over $inproc Inproc $($module::$check)* }
         over_each_transport! { @over $lends InprocLends $($module::$check)* }
         over_each_transport! { @over $tcp Tcp $($module::$check)* }

@@ -53,8 +53,8 @@
 //!   `cuIpcOpenMemHandle_v2:1`; with an error code: `cuInit=4242:1`. By default nothing fails.
 //! - `SOFTCUDA_RACES`: `count` (the default), or `abort` to end the process at a race.
 //! - `SOFTCUDA_CXX`: the C++ compiler for kernels, `c++` by default.
-//! - `SOFTCUDA_CACHE`: a folder for compiled kernels; [`environment`] names one beside the driver. By
-//!   default every process compiles its kernels.
+//! - `SOFTCUDA_CACHE`: a folder for compiled kernels; [`environment`] names one beside the driver.
+//!   By default every process compiles its kernels.
 //!
 //! # Differences from a GPU's driver
 //!

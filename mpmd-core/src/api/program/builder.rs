@@ -139,8 +139,8 @@ impl Builder {
 
     /// Sets the host of each process, as a name or a number. The planner treats processes of one
     /// host as neighbours, even if their real link is slower. The default is the host that each
-    /// process finds (the system's name, or `MPMD_HOST`). In a [`Simulation`](crate::api::program::Simulation)
-    /// the default is one host for all.
+    /// process finds (the system's name, or `MPMD_HOST`). In a
+    /// [`Simulation`](crate::Simulation) the default is one host for all.
     pub fn hosts<T: ToString>(mut self, hosts: &[T]) -> Self {
         self.hosts = Some(hosts.iter().map(ToString::to_string).collect());
         self

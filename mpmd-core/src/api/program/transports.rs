@@ -372,9 +372,10 @@ mod tests {
         let ip = std::net::Ipv4Addr::LOCALHOST.into();
         let tcp = Opened::open("tcp", 2, ip);
         let told_of_tcp = told("tcp", &tcp);
-        assert!(
-            matches!(&told_of_tcp[..], [(name, address)] if name == "tcp" && address.starts_with("127.0.0.1:"))
-        );
+        assert!(matches!(
+            &told_of_tcp[..],
+            [(name, at)] if name == "tcp" && at.starts_with("127.0.0.1:")
+        ));
         let pigeon = Opened::open("pigeon", 2, ip);
         assert!(pigeon.is_err());
         assert_eq!(told("pigeon", &pigeon), [("pigeon".to_owned(), String::new())]);

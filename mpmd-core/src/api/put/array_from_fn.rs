@@ -20,8 +20,8 @@ impl Program {
     /// Creates an array on its owners: `fill` runs on each device, for that device's region.
     ///
     /// Moves nothing, and no process holds more than its own part. `fill` must compute each element
-    /// only from the element's index in the whole array, as [`mpmd_layout::random`] does. Then the array
-    /// is the same under any sharding. Returns without waiting for `fill`.
+    /// only from the element's index in the whole array, as [`mpmd_layout::random`] does. Then the
+    /// array is the same under any sharding. Returns without waiting for `fill`.
     ///
     /// # Errors
     ///
@@ -116,7 +116,8 @@ impl Program {
                         })
                         .map_err(|(kind, why)| {
                             let message = format!(
-                                "array_from_fn (operation {op}) at {at} failed on device {device}: {why}"
+                                "array_from_fn (operation {op}) at {at} failed on device \
+                                 {device}: {why}"
                             );
                             let failure = Arc::new(Failure::new(kind, here.me, op, message));
                             here.remember(&failure);

@@ -139,8 +139,8 @@ struct Cut {
 }
 
 impl Cut {
-    /// Copies the part of `shard` and resolves `resolver` with it, in the same memory kind. The copy
-    /// runs on the device's stream or on a copy worker.
+    /// Copies the part of `shard` and resolves `resolver` with it, in the same memory kind. The
+    /// copy runs on the device's stream or on a copy worker.
     fn copy(
         self,
         runtime: &Arc<Runtime>,

@@ -1,8 +1,8 @@
 //! An async buffer: the place of one shard's buffer, pending until its operation ends, then filled
 //! or failed.
 //!
-//! The producer holds the [`Resolver`], all readers hold a [`AsyncBuffer`]. A resolver that is dropped
-//! without an outcome fails its async buffer, so that no wait lasts forever.
+//! The producer holds the [`Resolver`], all readers hold a [`AsyncBuffer`]. A resolver that is
+//! dropped without an outcome fails its async buffer, so that no wait lasts forever.
 //!
 //! A buffer that a device fills asynchronously is *issued* first. It is there with the fences of
 //! the work that fills it, for readers that can order device work behind them. The async buffer
