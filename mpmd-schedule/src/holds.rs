@@ -44,7 +44,7 @@ pub struct Output {
 
 impl OnDevice {
     /// Returns the memory of a stage that takes all outputs of the stage before, and nothing else.
-    pub fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
+    pub(crate) fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
         let input = Input {
             from: stage.saturating_sub(1),
             bytes: bytes.input,

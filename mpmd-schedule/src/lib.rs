@@ -26,8 +26,7 @@ pub mod timeline;
 #[doc(hidden)]
 pub use ascending::ascending;
 pub use costs::{Costs, StageCosts};
-pub use lower::{LowerError, Lowered, Step, StepKind, lower, lower_cells, lower_late};
-pub use lower_comms::lower_comms;
+pub use lower::{LowerError, Lowered, Step, StepKind, lower};
 pub use memory::{StageBytes, StepDeviceMemory, StepMemory};
 pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};

@@ -55,7 +55,7 @@ impl Step {
     /// # Panics
     ///
     /// If stage or microbatch are 2^32 or above.
-    pub fn of_action(action: Action) -> Self {
+    pub(crate) fn of_action(action: Action) -> Self {
         let small =
             |number: usize| u32::try_from(number).expect("stages and microbatches below 2^32");
         Self {
@@ -184,7 +184,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
 /// # Errors
 ///
 /// If the ranks wait for each other, or for an action that no rank has.
-pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
+fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
     Ok(lower_turns(rows)?.0)
 }
 
@@ -238,7 +238,7 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
 ///
 /// Accepts any rows. Data that no rank computes is not received, and data that no rank needs is not
 /// sent.
-pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
+pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     let cells: Vec<Vec<&[Action]>> =
         rows.iter().map(|row| row.iter().map(std::slice::from_ref).collect()).collect();
     let mut all = There::new(&cells);

@@ -70,7 +70,7 @@ impl Fences {
     }
 
     /// Adds all of `others`.
-    pub fn add_all(&mut self, others: &Self) {
+    pub(crate) fn add_all(&mut self, others: &Self) {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
     }
 
