@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use serde_json::json;
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use serde_json::{Value, json};
 
 /// A case and its samples.
 #[derive(Clone, Debug)]
@@ -82,6 +84,40 @@ impl Case {
         self
     }
 
+    fn json(&self) -> Value {
+        let median = self.quantile(0.5);
+        let mut line = json!({
+            "name": self.name,
+            "parameters": self.parameters,
+            "median": median,
+            "p10": self.quantile(0.1),
+            "p90": self.quantile(0.9),
+            "unit": self.unit,
+            "repeats": self.samples.len(),
+        });
+        match self.beside {
+            Some(Beside::Ratio(name, value)) => line[format!("of_{name}")] = json!(median / value),
+            Some(Beside::Over(name, value)) => {
+                line[format!("over_{name}_{}", self.unit)] = json!(median - value);
+            }
+            None => {}
+        }
+        line
+    }
+
+    /// Returns the cells of the table.
+    fn row(&self) -> Vec<String> {
+        let figures = [0.5, 0.1, 0.9].map(|share| format!("{:.3}", self.quantile(share)));
+        let median = self.quantile(0.5);
+        let ratio = match self.beside {
+            Some(Beside::Ratio(name, value)) => format!("{:.2} of {name}", median / value),
+            Some(Beside::Over(name, value)) => format!("{:+.2} over {name}", median - value),
+            None => String::new(),
+        };
+        let names = [self.name.to_owned(), self.parameters.clone()];
+        names.into_iter().chain(figures).chain([self.unit.to_owned(), ratio]).collect()
+    }
+
     /// Returns a quantile of the samples; 0.5 is the median.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         quantile(&self.samples, share)
@@ -98,51 +134,27 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
 
 /// Prints cases as a table or as lines of JSON.
 pub(crate) fn show(cases: &[Case], json: bool) {
-    let wide = cases.iter().map(|case| case.parameters.len()).max().unwrap_or(0).max(26);
-    let ratios = cases.iter().any(|case| case.beside.is_some());
-    if !json {
-        let (case, parameters) = ("case", "parameters");
-        let ratio = if ratios { "           ratio" } else { "" };
-        println!(
-            "{case:<16} {parameters:<wide$} {:>10} {:>10} {:>10}  unit{ratio}",
-            "median", "p10", "p90"
-        );
+    if json {
+        cases.iter().for_each(|case| println!("{}", case.json()));
+        return;
     }
-    for case in cases {
-        let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
-        if json {
-            let mut line = json!({
-                "name": case.name,
-                "parameters": case.parameters,
-                "median": median,
-                "p10": p10,
-                "p90": p90,
-                "unit": case.unit,
-                "repeats": case.samples.len(),
-            });
-            match case.beside {
-                Some(Beside::Ratio(name, value)) => {
-                    line[format!("of_{name}")] = json!(median / value)
-                }
-                Some(Beside::Over(name, value)) => {
-                    line[format!("over_{name}_{}", case.unit)] = json!(median - value);
-                }
-                None => {}
-            }
-            println!("{line}");
-        } else {
-            let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
-            let ratio = case.beside.map(|beside| match beside {
-                Beside::Ratio(name, value) => format!("  {:.2} of {name}", median / value),
-                Beside::Over(name, value) => format!("  {:+.2} over {name}", median - value),
-            });
-            let ratio = ratio.unwrap_or_default();
-            let line = format!(
-                "{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}"
-            );
-            println!("{}", format!("{line}{ratio}").trim_end());
+    let heading = ["case", "parameters", "median", "p10", "p90", "unit", "ratio"];
+    let shown = heading.len() - usize::from(cases.iter().all(|case| case.beside.is_none()));
+    let rows = cases.iter().map(Case::row).collect();
+    println!("{}", table(&heading[..shown], rows, &[0, 1, 5, 6]));
+}
+
+/// Formats rows below a heading. Columns are aligned right, except those in `left`.
+pub(crate) fn table(heading: &[&str], rows: Vec<Vec<String>>, left: &[usize]) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(heading).add_rows(rows);
+    for (at, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if !left.contains(&at) {
+            column.set_cell_alignment(CellAlignment::Right);
         }
     }
+    table.trim_fmt()
 }
 
 #[cfg(test)]

@@ -123,14 +123,7 @@ fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
     let one = |p: &mut Program| empty.call(p, x.clone());
     let issue = issue_times(&mut p, options.repeats, one)?;
     let issue_counts = allocations(&mut p, options.repeats, one)?;
-    let mut complete = Vec::new();
-    for _ in 0..options.repeats {
-        let start = Instant::now();
-        for _ in 0..100 {
-            empty.call(&mut p, x.clone())?.block_until_ready()?;
-        }
-        complete.push(start.elapsed() / 100);
-    }
+    let complete = complete_times(&mut p, options.repeats, one)?;
     let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
     let xs: Vec<MpmdArray> =
         (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
@@ -168,20 +161,31 @@ fn traced(options: Options) -> Result<Vec<Case>> {
     let mesh = p.mesh(&[("x", 1)])?;
     let x = scalar(&mut p, &mesh)?;
     let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
-    let issue = issue_times(&mut p, options.repeats, |p| empty.call(p, x.clone()))?;
-    let mut complete = Vec::new();
-    for _ in 0..options.repeats {
-        let start = Instant::now();
-        for _ in 0..100 {
-            empty.call(&mut p, x.clone())?.block_until_ready()?;
-        }
-        complete.push(start.elapsed() / 100);
-    }
+    let one = |p: &mut Program| empty.call(p, x.clone());
+    let issue = issue_times(&mut p, options.repeats, one)?;
+    let complete = complete_times(&mut p, options.repeats, one)?;
     p.finish()?;
     Ok(vec![
         Case::micros("jit issue", "empty, 1 leaf, traced", issue),
         Case::micros("jit complete", "empty, 1 leaf, traced", complete),
     ])
+}
+
+/// Returns the time of a call until its result is there, the mean of a hundred for each sample.
+fn complete_times(
+    p: &mut Program,
+    repeats: usize,
+    call: impl Fn(&mut Program) -> mpmd_core::Result<MpmdArray>,
+) -> mpmd_core::Result<Vec<Duration>> {
+    let mut times = Vec::with_capacity(repeats);
+    for _ in 0..repeats {
+        let start = Instant::now();
+        for _ in 0..100 {
+            call(p)?.block_until_ready()?;
+        }
+        times.push(start.elapsed() / 100);
+    }
+    Ok(times)
 }
 
 /// Allocations per call, one sample for each repeat.

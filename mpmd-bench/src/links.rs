@@ -15,7 +15,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::{Link, LinkClass, Links};
 use serde_json::json;
 
-use crate::case::{Case, show};
+use crate::case::{Case, show, table};
 use crate::job::run_as_job;
 use crate::memcpy;
 use crate::options::Size;
@@ -176,20 +176,20 @@ fn say(args: &LinksArgs, measured: &[Measured]) -> Result<()> {
         return Ok(());
     }
     let copy = memcpy.quantile(0.5);
-    println!("{:<14} {:>12} {:>12} {:>12}", "link", "latency us", "GB/s", "of memcpy");
-    for class in LinkClass::ALL {
+    let row = |class: LinkClass| {
         let Link { latency_ns, bytes_per_us } = links.of(class);
+        let (latency, rate) = (latency_ns as f64 / 1e3, bytes_per_us as f64 / 1e3);
         let found = measured.iter().any(|measured| measured.class == class);
-        let rate = bytes_per_us as f64 / 1e3;
-        println!(
-            "{:<14} {:>12.3} {:>12.3} {:>12.2}  {}",
-            class.name(),
-            latency_ns as f64 / 1e3,
-            rate,
-            rate / copy,
-            if found { "measured" } else { "default" }
-        );
-    }
+        vec![
+            class.name().to_owned(),
+            format!("{latency:.3}"),
+            format!("{rate:.3}"),
+            format!("{:.2}", rate / copy),
+            if found { "measured" } else { "default" }.to_owned(),
+        ]
+    };
+    let rows = LinkClass::ALL.into_iter().map(row).collect();
+    println!("{}", table(&["link", "latency us", "GB/s", "of memcpy"], rows, &[0, 4]));
     Ok(())
 }
 

@@ -36,7 +36,6 @@ pub use device::kinds_by_process;
 pub use device::{cuda_collectives, device_kinds};
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
-pub use output::Color;
 #[doc(hidden)]
 pub use spawn::EXEC;
 pub use spawn::{Launch, OutputMode, adopt, guard};

@@ -3,31 +3,6 @@
 use std::io::{self, IsTerminal, Read, Write};
 use std::time::{Duration, Instant};
 
-/// Setting for output that is coloured by process.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum Color {
-    /// Coloured on a terminal, unless `NO_COLOR` is set.
-    #[default]
-    Auto,
-    /// Always.
-    Always,
-    /// Never.
-    Never,
-}
-
-impl Color {
-    pub(super) fn on(self, terminal: bool) -> bool {
-        match self {
-            Self::Auto => {
-                terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
-            }
-            Self::Always => true,
-            Self::Never => false,
-        }
-    }
-}
-
 /// One of the launcher's own output streams.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stream {
@@ -36,11 +11,13 @@ pub(super) enum Stream {
 }
 
 impl Stream {
-    pub(super) fn is_terminal(self) -> bool {
-        match self {
+    /// True if prefixes are coloured: on a terminal, unless `NO_COLOR` is set.
+    pub(super) fn is_coloured(self) -> bool {
+        let terminal = match self {
             Self::Out => io::stdout().is_terminal(),
             Self::Err => io::stderr().is_terminal(),
-        }
+        };
+        terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
     }
 
     /// Writes whole lines, so that lines of two processes never mix.

@@ -11,7 +11,6 @@ use rustix::process::{
     Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal, test_kill_process,
 };
 
-use super::output::Color;
 use super::{LaunchError, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
@@ -31,7 +30,6 @@ pub struct Launch {
     device: Option<String>,
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
-    pub(super) color: Color,
     pub(super) peer_timeout: Duration,
     pub(super) grace: Duration,
     pub(super) output: OutputMode,
@@ -63,7 +61,6 @@ impl Launch {
             device: None,
             variables: Vec::new(),
             prefix: true,
-            color: Color::Auto,
             peer_timeout: Duration::from_secs(60),
             grace: Duration::from_secs(6),
             output: OutputMode::Prefixed,
@@ -118,12 +115,6 @@ impl Launch {
     /// With `true`, each line of output starts with its process number. This is the default.
     pub fn prefix(mut self, prefix: bool) -> Self {
         self.prefix = prefix;
-        self
-    }
-
-    /// Sets the colouring of prefixes. By default they are coloured on terminals.
-    pub fn color(mut self, color: Color) -> Self {
-        self.color = color;
         self
     }
 

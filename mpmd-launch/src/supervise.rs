@@ -141,7 +141,7 @@ impl Processes {
         // From here on the child is ended also if a later step fails.
         self.running.push(Running { child, pid, how: None, output: Vec::new() });
         let prefix = |stream: Stream| {
-            let color = launch.color.on(stream.is_terminal());
+            let color = stream.is_coloured();
             if launch.prefix {
                 output::prefix(process, launch.processes, color)
             } else {

@@ -91,23 +91,6 @@ impl Region {
             || self.bounds.iter().zip(&other.bounds[..]).all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
     }
 
-    /// Returns this region with indices relative to the start of `outer` in every dimension.
-    ///
-    /// # Panics
-    ///
-    /// If the numbers of dimensions differ, or this region is not within `outer`.
-    pub fn relative_to(&self, outer: &Self) -> Self {
-        self.same_ndim(outer);
-        let shift = |(inner, outer): (&(usize, usize), &(usize, usize))| {
-            assert!(
-                outer.0 <= inner.0 && inner.1 <= outer.1,
-                "a region lies within the one it is relative to"
-            );
-            (inner.0 - outer.0, inner.1 - outer.0)
-        };
-        self.bounds.iter().zip(&outer.bounds[..]).map(shift).collect()
-    }
-
     /// Returns the elements of this region that are not in `other`, as disjoint non-empty regions
     /// in ascending order. Empty if `other` contains this region. Panics if the numbers of
     /// dimensions differ.
@@ -217,12 +200,11 @@ mod tests {
     }
 
     #[test]
-    fn contains_and_relative_to() {
+    fn empty_regions_are_in_every_region() {
         let outer = region([(2, 6), (0, 8)]);
         let inner = region([(3, 4), (0, 2)]);
         assert!(outer.contains(&inner) && !inner.contains(&outer));
         assert!(inner.contains(&region([(9, 9), (0, 0)])), "nothing is in everything");
-        assert_eq!(inner.relative_to(&outer), region([(1, 2), (0, 2)]));
     }
 
     #[test]

@@ -92,7 +92,7 @@ pub struct Output {
 impl OnDevice {
     /// Returns the memory of a stage that takes all outputs of the stage before. `last` is true for
     /// the last stage of the chain.
-    pub fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
+    pub(crate) fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
         let input = Input {
             from: stage.saturating_sub(1),
             bytes: bytes.input,

@@ -27,7 +27,7 @@ pub mod timeline;
 pub use ascending::ascending;
 pub use costs::{Costs, StageCosts};
 pub use holds::StageBytes;
-pub use lower::{LowerError, Lowered, lower, lower_cells, lower_comms, lower_late};
+pub use lower::{LowerError, Lowered, lower};
 pub use memory::{StepDeviceMemory, StepMemory};
 pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};

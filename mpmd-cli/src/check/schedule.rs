@@ -9,11 +9,11 @@ use clap::Args;
 use mpmd_schedule::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
 use mpmd_schedule::flow::{Leaves, StepNames};
 use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
-use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, ScheduleMetadata, Text, lower};
+use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, Text, lower};
 use serde_json::{Value, json};
 
 use crate::files::read;
-use crate::schedule::{is_file, read_costs};
+use crate::schedule::{built_in, check_numbers, is_file, read_costs, read_sidecar};
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
@@ -156,17 +156,8 @@ impl ScheduleArgs {
         let mut found = match Builtin::named(subject) {
             None if is_file(path) => self.read(path)?,
             _ => {
-                let (Some(ranks), Some(microbatches)) = (self.ranks, self.microbatches) else {
-                    // First, so that a wrong name gives its own error.
-                    Schedule::named(subject, 1, 1, None).map(drop).or_else(|error| {
-                        match Builtin::named(subject) {
-                            Some(_) => Ok(()),
-                            None => Err(error),
-                        }
-                    })?;
-                    bail!("a built-in schedule needs --ranks and --microbatches");
-                };
-                let schedule = Schedule::named(subject, ranks, microbatches, self.chunks)?;
+                let (ranks, microbatches) = (self.ranks, self.microbatches);
+                let schedule = built_in(subject, ranks, microbatches, self.chunks)?;
                 Subject { name: schedule.name().to_owned(), rows: lower(&schedule)?, costs: None }
             }
         };
@@ -184,25 +175,15 @@ impl ScheduleArgs {
         let stages = steps().map(|step| step.stage as usize + 1).max().unwrap_or(0);
         let microbatches = steps().map(|step| step.microbatch as usize + 1).max().unwrap_or(0);
         let ranks = rows.steps.len();
-        for (what, asked, found) in [
-            ("ranks", self.ranks, ranks),
-            ("microbatches", self.microbatches, microbatches),
-            ("chunks", self.chunks, stages / ranks.max(1)),
-        ] {
-            if let Some(asked) = asked {
-                ensure!(asked == found, "--{what} is {asked}, and {} has {found}", path.display());
-            }
-        }
-        let beside = path.with_extension("toml");
+        let found = [ranks, microbatches, stages / ranks.max(1)];
+        check_numbers(path, [self.ranks, self.microbatches, self.chunks], found)?;
         let mut costs = None;
-        if beside != path && beside.exists() && self.costs.is_none() {
-            let there = || beside.display().to_string();
-            let sidecar = ScheduleMetadata::parse(&read(&beside)?).with_context(there)?;
+        if self.costs.is_none() {
             // A sidecar is checked only against a valid schedule.
-            if let Ok(schedule) = text.schedule(name.clone()) {
-                sidecar.check(&schedule, &text).with_context(there)?;
+            let schedule = text.schedule(name.clone()).ok();
+            if let Some(sidecar) = read_sidecar(path, &text, schedule.as_ref())? {
+                (name, costs) = (sidecar.name, sidecar.costs);
             }
-            (name, costs) = (sidecar.name, sidecar.costs);
         }
         Ok(Subject { name, rows, costs })
     }

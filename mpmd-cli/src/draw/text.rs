@@ -94,7 +94,7 @@ pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64,
 
 /// Escapes text for HTML and SVG, also for attributes in quotes. Characters that XML does not allow
 /// are left out.
-pub(super) fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -112,7 +112,7 @@ pub(super) fn escaped(text: &str) -> String {
 }
 
 /// Cuts `text` to at most `most` characters. A cut text ends with an ellipsis.
-pub(super) fn shortened(text: &str, most: usize) -> String {
+pub(crate) fn shortened(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
     }

@@ -5,6 +5,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
 use mpmd_layout::topology::Mesh;
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
@@ -34,7 +35,7 @@ pub(super) struct CaseMesh {
 #[derive(Debug, Serialize)]
 pub(super) struct NamedJson {
     mesh: MeshJson,
-    spec: Vec<EntryJson>,
+    spec: Vec<Value>,
 }
 
 #[derive(Debug, Serialize)]
@@ -42,15 +43,6 @@ struct MeshJson {
     axis_names: Vec<String>,
     shape: Vec<usize>,
     device_ids: Vec<DeviceId>,
-}
-
-/// The entry of one dimension in a spec, as JSON.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-pub(super) enum EntryJson {
-    None,
-    Axis(String),
-    Axes(Vec<String>),
 }
 
 impl CaseSharding {
@@ -139,11 +131,11 @@ impl NamedJson {
 }
 
 /// Returns a spec as JSON: for each entry null, an axis, or a list of axes.
-pub(super) fn spec_json(spec: &Spec) -> Vec<EntryJson> {
+pub(super) fn spec_json(spec: &Spec) -> Vec<Value> {
     let entry = |entry: &SpecEntry| match entry {
-        SpecEntry::None => EntryJson::None,
-        SpecEntry::Axis(axis) => EntryJson::Axis(axis.clone()),
-        SpecEntry::Axes(axes) => EntryJson::Axes(axes.clone()),
+        SpecEntry::None => Value::Null,
+        SpecEntry::Axis(axis) => json!(axis),
+        SpecEntry::Axes(axes) => json!(axes),
     };
     spec.entries().iter().map(entry).collect()
 }

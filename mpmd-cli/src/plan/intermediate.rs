@@ -2,12 +2,12 @@
 
 use mpmd_layout::reshard::{Intermediate, NoIntermediate, find_intermediate_sharding};
 use mpmd_layout::sharding::Sharding;
-use serde::Serialize;
+use serde_json::json;
 
+use super::Answer;
 use super::case::{CaseSharding, NamedJson};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
-use super::{Answer, json_text};
 
 /// `{src, dst}`.
 #[derive(Debug)]
@@ -21,14 +21,6 @@ struct IntermediateAnswer {
     src: Sharding,
     dst: Sharding,
     found: Result<Intermediate, NoIntermediate>,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Json<'a> {
-    IntermediateAnswer { intermediate: Option<NamedJson>, replica_axes: &'a [String] },
-    NotNeeded { error: &'static str },
-    None { error: &'static str, reason: &'static str },
 }
 
 impl Case {
@@ -58,16 +50,14 @@ fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
 
 impl Answer for IntermediateAnswer {
     fn json(&self) -> String {
-        json_text(&match &self.found {
-            Ok(found) => Json::IntermediateAnswer {
-                intermediate: NamedJson::of(&found.sharding),
-                replica_axes: &found.replica_axes,
-            },
-            Err(NoIntermediate::NotNeeded) => {
-                Json::NotNeeded { error: NoIntermediate::NotNeeded.reason() }
+        let answer = match &self.found {
+            Ok(Intermediate { sharding, replica_axes, .. }) => {
+                json!({ "intermediate": NamedJson::of(sharding), "replica_axes": replica_axes })
             }
-            Err(none) => Json::None { error: "none", reason: none.reason() },
-        })
+            Err(none @ NoIntermediate::NotNeeded) => json!({ "error": none.reason() }),
+            Err(none) => json!({ "error": "none", "reason": none.reason() }),
+        };
+        answer.to_string()
     }
 
     fn pretty(&self) -> String {

@@ -6,12 +6,12 @@ use mpmd_ids::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::rules::{Inferred, LogicalAxes, Registry, Strategy, infer};
 use mpmd_layout::topology::Mesh;
-use serde::Serialize;
+use serde_json::json;
 
-use super::case::{EntryJson, read_axes, spec_json};
+use super::Answer;
+use super::case::{read_axes, spec_json};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
-use super::{Answer, json_text};
 
 /// The maximum number of devices of a mesh that is given by its sizes. The planner has the same
 /// limit.
@@ -39,11 +39,6 @@ struct CaseLeaf {
 
 #[derive(Debug)]
 struct RulesAnswer(Inferred);
-
-#[derive(Serialize)]
-struct Json<'a> {
-    specs: BTreeMap<&'a str, Vec<EntryJson>>,
-}
 
 impl Case {
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
@@ -158,9 +153,9 @@ fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
 impl Answer for RulesAnswer {
     fn json(&self) -> String {
         let leaves = self.0.leaves().iter();
-        json_text(&Json {
-            specs: leaves.map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect(),
-        })
+        let specs: BTreeMap<_, _> =
+            leaves.map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect();
+        json!({ "specs": specs }).to_string()
     }
 
     fn pretty(&self) -> String {

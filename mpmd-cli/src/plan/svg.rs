@@ -7,6 +7,7 @@ use mpmd_layout::bytes_text;
 
 use super::holding::{Grid, Holding};
 use super::reshard::ReshardAnswer;
+use crate::draw::{escaped, shortened};
 
 /// The minimum width of a document.
 const WIDTH: f64 = 900.0;
@@ -377,40 +378,9 @@ fn rows_of(holding: &Holding, grid: &Grid, xs: &[f64], start: f64) -> Vec<f64> {
     places(&grid.rows, start, few.max(least * parts as f64), least)
 }
 
-fn shortened(text: &str, fits: usize) -> String {
-    if text.chars().count() <= fits {
-        return text.to_owned();
-    }
-    format!("{}…", text.chars().take(fits.saturating_sub(1)).collect::<String>())
-}
-
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            // XML does not allow control characters, not even escaped.
-            c if c.is_control() => escaped.push('\u{fffd}'),
-            c => escaped.push(c),
-        }
-    }
-    escaped
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_cannot_break_the_document() {
-        assert_eq!(escaped("a<b>&\u{1}\"c"), "a&lt;b&gt;&amp;\u{fffd}\"c");
-        assert_eq!(
-            (shortened("abcdef", 4), shortened("abcd", 4)),
-            ("abc…".to_owned(), "abcd".to_owned())
-        );
-    }
 
     #[test]
     fn cuts_are_to_scale_if_there_is_room() {

@@ -72,15 +72,8 @@ impl Source {
     }
 
     fn built_in(args: &ScheduleArgs) -> Result<Self> {
-        // First, so that a wrong name gives its own error.
-        if Builtin::named(&args.name).is_none() {
-            Schedule::named(&args.name, 1, 1, None)?;
-        }
-        let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
-            bail!("a built-in schedule needs --ranks and --microbatches");
-        };
+        let schedule = built_in(&args.name, args.ranks, args.microbatches, args.chunks)?;
         ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
-        let schedule = Schedule::named(&args.name, ranks, microbatches, args.chunks)?;
         Ok(Self { schedule, text: None, costs: None })
     }
 
@@ -93,27 +86,72 @@ impl Source {
         let text = Text::parse(&read(path)?, flavour).with_context(here)?;
         let stem = path.file_stem().unwrap_or_default().to_string_lossy();
         let mut schedule = text.schedule(stem).with_context(here)?;
-        let beside = path.with_extension("toml");
         let mut costs = None;
-        if beside != path && beside.exists() {
-            let there = || beside.display().to_string();
-            let sidecar = ScheduleMetadata::parse(&read(&beside)?).with_context(there)?;
-            sidecar.check(&schedule, &text).with_context(there)?;
+        if let Some(sidecar) = read_sidecar(path, &text, Some(&schedule))? {
             schedule = schedule.renamed(sidecar.name);
             costs = sidecar.costs;
         }
-        let chunks = schedule.stages() / schedule.ranks();
-        for (what, asked, found) in [
-            ("ranks", args.ranks, schedule.ranks()),
-            ("microbatches", args.microbatches, schedule.microbatches()),
-            ("chunks", args.chunks, chunks),
-        ] {
-            if let Some(asked) = asked {
-                ensure!(asked == found, "--{what} is {asked}, and {} has {found}", path.display());
-            }
-        }
+        let (ranks, chunks) = (schedule.ranks(), schedule.stages() / schedule.ranks());
+        let found = [ranks, schedule.microbatches(), chunks];
+        check_numbers(path, [args.ranks, args.microbatches, args.chunks], found)?;
         Ok(Self { schedule, text: Some(text), costs })
     }
+}
+
+/// Returns a built-in schedule.
+///
+/// # Errors
+///
+/// If there is none of this name, if a number is missing, or if it does not exist for the numbers.
+pub(crate) fn built_in(
+    name: &str,
+    ranks: Option<usize>,
+    microbatches: Option<usize>,
+    chunks: Option<usize>,
+) -> Result<Schedule> {
+    // First, so that a wrong name gives its own error.
+    if Builtin::named(name).is_none() {
+        Schedule::named(name, 1, 1, None)?;
+    }
+    let (Some(ranks), Some(microbatches)) = (ranks, microbatches) else {
+        bail!("a built-in schedule needs --ranks and --microbatches");
+    };
+    Ok(Schedule::named(name, ranks, microbatches, chunks)?)
+}
+
+/// Reads FILE.toml beside the text FILE.csv, if it exists, and checks that it belongs to the
+/// schedule.
+pub(crate) fn read_sidecar(
+    path: &Path,
+    text: &Text,
+    schedule: Option<&Schedule>,
+) -> Result<Option<ScheduleMetadata>> {
+    let beside = path.with_extension("toml");
+    if beside == path || !beside.exists() {
+        return Ok(None);
+    }
+    let there = || beside.display().to_string();
+    let sidecar = ScheduleMetadata::parse(&read(&beside)?).with_context(there)?;
+    if let Some(schedule) = schedule {
+        sidecar.check(schedule, text).with_context(there)?;
+    }
+    Ok(Some(sidecar))
+}
+
+/// Checks the requested ranks, microbatches and chunks against those of a file.
+pub(crate) fn check_numbers(
+    path: &Path,
+    asked: [Option<usize>; 3],
+    found: [usize; 3],
+) -> Result<()> {
+    for (name, (asked, found)) in
+        ["ranks", "microbatches", "chunks"].into_iter().zip(asked.into_iter().zip(found))
+    {
+        if let Some(asked) = asked {
+            ensure!(asked == found, "--{name} is {asked}, and {} has {found}", path.display());
+        }
+    }
+    Ok(())
 }
 
 /// Reads the costs of stages from a TOML file.

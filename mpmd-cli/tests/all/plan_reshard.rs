@@ -387,7 +387,10 @@ fn texts(svg: &str) -> Vec<String> {
     while let Some(start) = rest.find('<') {
         let text = &rest[..start];
         for after in text.split('&').skip(1) {
-            assert!(["amp;", "lt;", "gt;"].iter().any(|name| after.starts_with(name)), "{text:?}");
+            assert!(
+                ["amp;", "lt;", "gt;", "quot;"].iter().any(|name| after.starts_with(name)),
+                "{text:?}"
+            );
         }
         assert!(!text.contains('>'), "{text:?}");
         if !text.trim().is_empty() {

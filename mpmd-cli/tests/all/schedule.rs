@@ -160,12 +160,9 @@ fn sidecar_keeps_name_costs_and_placement() {
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, text.replace("0F0,0F1,2F0,2F1", "0F0,0F1,2F1,2F0")).unwrap();
     let said = refused(&[&file]);
-    assert!(
-        said.contains("mine.toml") && said.contains("belongs to another text: hash is"),
-        "{said}"
-    );
+    assert!(said.contains("mine.toml") && said.contains("to another text: hash is"), "{said}");
     fs::write(&beside, toml.replace("format = 1", "format = 7")).unwrap();
-    assert!(refused(&[&file]).contains("format version 7; this reads 1"));
+    assert!(refused(&[&file]).contains("format version 7; this version"));
     fs::remove_file(&beside).unwrap();
     let found: Value = serde_json::from_str(&shown(&[&file, "--format", "json"])).unwrap();
     assert_eq!(found["schedule"], "mine");

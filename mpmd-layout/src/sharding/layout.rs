@@ -71,7 +71,7 @@ impl Layout {
     ///
     /// If there is not one term for each device, or a term below the highest is missing.
     #[must_use]
-    pub fn with_terms(mut self, term_of: Vec<usize>) -> Self {
+    pub(super) fn with_terms(mut self, term_of: Vec<usize>) -> Self {
         assert_eq!(self.devices.len(), term_of.len(), "a layout has one term for each device");
         let mut held = term_of.clone();
         held.sort_unstable();

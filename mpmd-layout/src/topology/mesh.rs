@@ -163,22 +163,6 @@ impl Mesh {
         Ok(self.part(index, range))
     }
 
-    /// Returns the groups of devices that differ only along `axis`. A collective over the axis runs
-    /// in each group. Devices are in the axis' order, groups in the order of their first devices.
-    ///
-    /// # Errors
-    ///
-    /// If the mesh has no such axis.
-    pub fn axis_groups(&self, axis: &str) -> Result<Vec<Vec<DeviceId>>, MeshError> {
-        let index = self.axis(axis)?;
-        let stride = self.stride(index);
-        let first = |place: &usize| (place / stride).is_multiple_of(self.inner.shape[index]);
-        Ok((0..self.inner.devices.len())
-            .filter(first)
-            .map(|place| self.group_at(index, place))
-            .collect())
-    }
-
     /// Returns the devices that differ from `device` only along `axis`, including `device`, in the
     /// axis' order.
     ///
@@ -353,11 +337,9 @@ mod tests {
         let mesh = mesh(&[("a", 2), ("b", 3), ("c", 2)]);
         assert_eq!(mesh.group_of(DeviceId(7), "b").unwrap(), ids(&[7, 9, 11]));
         assert_eq!(mesh.group_of(DeviceId(7), "a").unwrap(), ids(&[1, 7]));
-        let groups = mesh.axis_groups("b").unwrap();
-        assert_eq!(groups[0], ids(&[0, 2, 4]));
-        assert_eq!((groups.len(), groups.concat().len()), (4, 12));
         assert!(matches!(mesh.group_of(DeviceId(12), "a"), Err(MeshError::UnknownDevice { .. })));
-        assert!(matches!(mesh.axis_groups("d"), Err(MeshError::UnknownAxis { .. })));
+        let wrong = mesh.group_of(DeviceId(7), "d");
+        assert!(matches!(wrong, Err(MeshError::UnknownAxis { .. })));
     }
 
     #[test]

@@ -171,7 +171,7 @@ impl Topology {
     /// # Errors
     ///
     /// If a device is listed twice or belongs to none of the processes.
-    pub fn with_processes(processes: usize, mut devices: Vec<Device>) -> Result<Self, MeshError> {
+    fn with_processes(processes: usize, mut devices: Vec<Device>) -> Result<Self, MeshError> {
         devices.sort_by_key(|device| device.id);
         if let Some(pair) = devices.windows(2).find(|pair| pair[0].id == pair[1].id) {
             return Err(MeshError::DuplicateDevice { device: pair[0].id });

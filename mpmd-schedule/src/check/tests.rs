@@ -7,7 +7,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::flow::{Leaves, Node, Post, StepNames, Transfer};
-use crate::{Builtin, Schedule, Step, StepKind, lower, lower_late};
+use crate::lower::lower_late;
+use crate::{Builtin, Schedule, Step, StepKind, lower};
 
 fn channels() -> Vec<Channel> {
     let queues = [

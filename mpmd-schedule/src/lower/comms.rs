@@ -20,7 +20,7 @@ const GATHERED: usize = 3;
 /// # Errors
 ///
 /// As for [`lower_cells`](super::lower_cells).
-pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
+pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
     let rows = (0..schedule.ranks()).map(|rank| {
         let gathered = with_gathers(&cells(schedule, rank), schedule.stages());
         with_reductions(gathered, schedule)

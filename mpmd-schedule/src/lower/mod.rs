@@ -10,7 +10,7 @@ use super::schedule::{Action, ActionKind, Schedule};
 use super::step::{Step, StepKind};
 use super::text::{Cell, Entry, Text};
 
-pub use comms::lower_comms;
+pub(crate) use comms::lower_comms;
 
 /// An error in the order of transfers. The caller's schedule is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -122,7 +122,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
 /// # Errors
 ///
 /// If the ranks wait for each other, or for an action that no rank has.
-pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
+fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
     Ok(lower_turns(rows)?.0)
 }
 
@@ -177,7 +177,7 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
 ///
 /// Accepts any rows. Data that no rank computes is not received, and data that no rank needs is not
 /// sent.
-pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
+pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
     let cells: Vec<Vec<&[Action]>> =
         rows.iter().map(|row| row.iter().map(std::slice::from_ref).collect()).collect();
     let mut all = There::new(&cells);

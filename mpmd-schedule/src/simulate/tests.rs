@@ -6,8 +6,9 @@ use super::*;
 use crate::check::{Item, Names};
 use crate::flow::Leaves::{AtOnce, InOrder};
 use crate::flow::{Node, Post, Transfer};
+use crate::lower::lower_late;
 use crate::timeline::Kind;
-use crate::{Builtin, Costs, Schedule, StageCosts, lower, lower_late};
+use crate::{Builtin, Costs, Schedule, StageCosts, lower};
 
 fn units(builtin: Builtin, ranks: usize, microbatches: usize, chunks: usize) -> SimulatedSchedule {
     over(builtin, ranks, microbatches, chunks, Channel::TAGS)

@@ -73,7 +73,7 @@ impl Fences {
 
     /// Adds the fences of `others` as [`add`](Self::add) does, which leaves out those that are
     /// over.
-    pub fn add_all(&mut self, others: &Self) {
+    pub(crate) fn add_all(&mut self, others: &Self) {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
     }
 

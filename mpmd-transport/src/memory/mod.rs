@@ -302,7 +302,7 @@ impl SharedBuffer {
 
     /// Wraps memory of another owner, as [`SharedBuffer::lent`] does. The bytes are valid once all
     /// fences in `ready` are over.
-    pub fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
+    pub(crate) fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
         let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
         let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
         Self { whole: Arc::new(whole), range: 0..bytes, verdict: None }

@@ -1,5 +1,8 @@
 //! The table of results: requirements, findings and verdicts.
 
+use comfy_table::Table;
+use comfy_table::presets::NOTHING;
+
 /// A line of the table.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Row {
@@ -75,16 +78,15 @@ impl Verdict {
 
 /// Formats the table, with a line of totals at the end.
 pub(super) fn text(rows: &[Row], software: bool) -> String {
-    let wide = |of: fn(&Row) -> &str, least: usize| {
-        rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0).max(least)
-    };
-    let (what, asked) = (wide(|row| &row.what, 4), wide(|row| &row.asked, 5));
-    let line = |verdict: &str, a: &str, b: &str, c: &str| {
-        format!("{verdict:<8} {a:<what$}  {b:<asked$}  {c}").trim_end().to_owned()
-    };
-    let mut lines = vec![line("", "what", "asked", "found")];
-    lines
-        .extend(rows.iter().map(|row| line(row.verdict.word(), &row.what, &row.asked, &row.found)));
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(["", "what", "asked", "found"]);
+    for Row { what, asked, found, verdict } in rows {
+        table.add_row([verdict.word(), what, asked, found]);
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    let mut lines = vec![table.trim_fmt()];
     let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
     let (passed, failed, not_run) =
         (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));

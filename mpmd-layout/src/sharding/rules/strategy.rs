@@ -183,7 +183,7 @@ impl Strategy {
     /// # Errors
     ///
     /// If a pattern with look-around or back references takes too many steps on the name.
-    pub fn rule_of(&self, leaf: &str) -> Result<Option<usize>, RulesError> {
+    pub(super) fn rule_of(&self, leaf: &str) -> Result<Option<usize>, RulesError> {
         for (index, rule) in self.rules.iter().enumerate() {
             match rule.regex.is_match(leaf) {
                 Ok(true) => return Ok(Some(index)),
