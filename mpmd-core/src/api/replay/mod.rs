@@ -43,7 +43,7 @@ impl Program {
     ///
     /// A replay does not run the code of `step`, so this code must not depend on values. Within
     /// `step` these calls are refused: reads of arrays that the step makes,
-    /// [`agree`](Program::broadcast_value), [`make`](Program::array_from_fn),
+    /// [`broadcast_value`](Program::broadcast_value), [`array_from_fn`](Program::array_from_fn),
     /// [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
     /// [`step_end`](Program::step_end), and nested recording.
     ///
