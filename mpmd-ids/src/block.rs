@@ -1,9 +1,9 @@
 //! The one module through which the framework blocks: threads, locks, condition variables,
 //! channels, time, and the policy for spinning before sleeping.
 //!
-//! In production these are plain re-exports. Core, router, the in-process transport and the state of
-//! the rendezvous take them from here and from nowhere else, so that a simulation can replace them
-//! in one place. `cargo xtask tidy` checks this.
+//! In production these are plain re-exports. Core, router, the in-process transport and the state
+//! of the rendezvous take them from here and from nowhere else, so that a simulation can replace
+//! them in one place. `cargo xtask tidy` checks this.
 
 pub use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
