@@ -1,4 +1,4 @@
-//! The current activity of this process, for hang reports.
+//! The current activity of this process, and hang reports.
 
 use std::collections::VecDeque;
 use std::fmt::Write;
