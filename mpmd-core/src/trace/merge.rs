@@ -53,7 +53,7 @@ pub struct Operation {
     /// Its part in a pipeline.
     pub label: Option<Label>,
     /// Its description.
-    pub what: Arc<str>,
+    pub description: Arc<str>,
     /// The line of the program.
     pub at: Arc<str>,
     /// Time at which it was issued.
@@ -127,7 +127,7 @@ pub struct Wait {
     /// End of the wait.
     pub end: f64,
     /// The waiting call.
-    pub what: Arc<str>,
+    pub call: Arc<str>,
     /// The line of the program.
     pub at: Arc<str>,
 }
@@ -309,10 +309,10 @@ impl Merging {
         for event in &trace.events {
             let at = time(event.at);
             match event.what {
-                What::Issued { op, label, text: what, line, source } => {
+                What::Issued { op, label, text: number, line, source } => {
                     let operation = Operation {
                         label,
-                        what: text(what),
+                        description: text(number),
                         at: text(line),
                         issued: at,
                         started: f64::INFINITY,
@@ -378,13 +378,13 @@ impl Merging {
                         piece.left = Some(at);
                     }
                 }
-                What::Waited { since, text: what, line } => {
-                    let (what, at_line) = (text(what), text(line));
+                What::Waited { since, text: number, line } => {
+                    let (call, at_line) = (text(number), text(line));
                     run.waits.push(Wait {
                         process,
                         start: time(since),
                         end: at,
-                        what,
+                        call,
                         at: at_line,
                     });
                 }

@@ -3,7 +3,7 @@
 /// A line of the table.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Row {
-    pub(super) what: String,
+    pub(super) item: String,
     pub(super) asked: String,
     pub(super) found: String,
     pub(super) verdict: Verdict,
@@ -23,41 +23,41 @@ pub(super) enum Verdict {
 }
 
 impl Row {
-    pub(super) fn told(what: impl Into<String>, found: impl Into<String>) -> Self {
-        Self::new(what, "", found, Verdict::Told)
+    pub(super) fn told(item: impl Into<String>, found: impl Into<String>) -> Self {
+        Self::new(item, "", found, Verdict::Told)
     }
 
     pub(super) fn passed(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::new(what, asked, found, Verdict::Passed)
+        Self::new(item, asked, found, Verdict::Passed)
     }
 
     pub(super) fn failed(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::new(what, asked, found, Verdict::Failed)
+        Self::new(item, asked, found, Verdict::Failed)
     }
 
     pub(super) fn not_run(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         why: impl Into<String>,
     ) -> Self {
-        Self::new(what, asked, why, Verdict::NotRun)
+        Self::new(item, asked, why, Verdict::NotRun)
     }
 
     pub(super) fn new(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         found: impl Into<String>,
         verdict: Verdict,
     ) -> Self {
-        Self { what: what.into(), asked: asked.into(), found: found.into(), verdict }
+        Self { item: item.into(), asked: asked.into(), found: found.into(), verdict }
     }
 }
 
@@ -78,13 +78,13 @@ pub(super) fn text(rows: &[Row], software: bool) -> String {
     let wide = |of: fn(&Row) -> &str, least: usize| {
         rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0).max(least)
     };
-    let (what, asked) = (wide(|row| &row.what, 4), wide(|row| &row.asked, 5));
+    let (item, asked) = (wide(|row| &row.item, 4), wide(|row| &row.asked, 5));
     let line = |verdict: &str, a: &str, b: &str, c: &str| {
-        format!("{verdict:<8} {a:<what$}  {b:<asked$}  {c}").trim_end().to_owned()
+        format!("{verdict:<8} {a:<item$}  {b:<asked$}  {c}").trim_end().to_owned()
     };
-    let mut lines = vec![line("", "what", "asked", "found")];
+    let mut lines = vec![line("", "item", "asked", "found")];
     lines
-        .extend(rows.iter().map(|row| line(row.verdict.word(), &row.what, &row.asked, &row.found)));
+        .extend(rows.iter().map(|row| line(row.verdict.word(), &row.item, &row.asked, &row.found)));
     let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
     let (passed, failed, not_run) =
         (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
