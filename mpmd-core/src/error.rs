@@ -44,12 +44,12 @@ pub enum Error {
         why: String,
     },
     /// A wait reached its timeout.
-    #[error("{at}: {what} is not complete after {waited:?}")]
+    #[error("{at}: {subject} is not complete after {waited:?}")]
     TimedOut {
         /// The line of the wait.
         at: &'static Location<'static>,
         /// The operation or value that was not complete.
-        what: String,
+        subject: String,
         /// The length of the wait.
         waited: Duration,
     },
@@ -251,7 +251,7 @@ pub enum IssueProblem {
     /// An input in host memory or with partial sums, and `.inputs(…)` does not declare this
     /// sharding.
     #[error(
-        "{}is sharded {found}; a kernel takes {what} only where `.inputs(…)` declares exactly \
+        "{}is sharded {found}; a kernel takes {property} only where `.inputs(…)` declares exactly \
          that sharding",
         leaf(.path)
     )]
@@ -261,7 +261,7 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
         /// The undeclared property: host memory or partial sums.
-        what: &'static str,
+        property: &'static str,
     },
     /// A sharding with unreduced axes was given for values that are not partial sums.
     #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as \

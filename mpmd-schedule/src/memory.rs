@@ -93,8 +93,8 @@ impl StepMemory {
     ) -> Result<Self, ScheduleError> {
         assert_eq!(schedule.stages(), stages.len(), "stages of schedule {}", schedule.name());
         let lanes = lanes(schedule, stages);
-        let any = |stage: usize, what: fn(&StageBytes) -> bool| {
-            stages[stage].values().any(|device| what(&device.bytes))
+        let any = |stage: usize, has: fn(&StageBytes) -> bool| {
+            stages[stage].values().any(|device| has(&device.bytes))
         };
         let of = |stage: usize| StagePace {
             lane: lanes[stage],

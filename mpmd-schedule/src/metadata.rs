@@ -187,10 +187,10 @@ impl ScheduleMetadata {
     pub fn check(&self, schedule: &Schedule, text: &Text) -> Result<(), ScheduleMetadataError> {
         let of = Self::new(schedule, text);
         let mut differences = Vec::new();
-        let mut compare = |what: &str, here: String, there: String| {
+        let mut compare = |field: &str, here: String, there: String| {
             if here != there {
                 differences
-                    .push(format!("{what} is {here} in the metadata and {there} in the text"));
+                    .push(format!("{field} is {here} in the metadata and {there} in the text"));
             }
         };
         compare("ranks", self.ranks.to_string(), of.ranks.to_string());

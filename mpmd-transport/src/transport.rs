@@ -268,10 +268,10 @@ pub enum TransportError {
         why: String,
     },
     /// Something did not happen within the peer timeout.
-    #[error("{what} took longer than {peer_timeout:?}")]
+    #[error("{event} took longer than {peer_timeout:?}")]
     TimedOut {
         /// The awaited event.
-        what: String,
+        event: String,
         /// The timeout.
         peer_timeout: Duration,
     },

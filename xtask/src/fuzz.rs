@@ -267,8 +267,8 @@ mod tests {
     fn programs_with_tests_are_found_in_cargos_messages() {
         let message = |reason: &str, test: bool, file: &str| {
             let line = format!(
-                r#"{{"reason":"{reason}","manifest_path":"/w/p/Cargo.toml","profile":{{"test":{test}}},
-                "executable":{file}}}"#
+                r#"{{"reason":"{reason}","manifest_path":"/w/p/Cargo.toml",
+                "profile":{{"test":{test}}},"executable":{file}}}"#
             );
             program(&line).unwrap()
         };

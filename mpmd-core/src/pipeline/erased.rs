@@ -40,9 +40,9 @@ impl Bundle {
     }
 
     /// Returns the arrays as a tree of type `T`. An error calls the tree by the given name.
-    pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, what: &str) -> Result<T> {
+    pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, value: &str) -> Result<T> {
         let wrong =
-            |why| Error::kernel(format!("its {what} is not the tree that its type takes: {why}"));
+            |why| Error::kernel(format!("its {value} is not the tree that its type takes: {why}"));
         T::from_leaves(&self.structure, self.leaves).map_err(wrong)
     }
 

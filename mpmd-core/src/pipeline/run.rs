@@ -637,9 +637,10 @@ fn sum_losses(
 
 /// Returns the value, or an error that names it if it is missing. Only a schedule that bypassed the
 /// checks gets this error.
-fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), what: &str) -> Result<T> {
+fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), value: &str) -> Result<T> {
     found.ok_or_else(|| {
-        let problem = format!("the {what} of stage {stage}, microbatch {microbatch}, is not there");
+        let problem =
+            format!("the {value} of stage {stage}, microbatch {microbatch}, is not there");
         Error::kernel(problem)
     })
 }

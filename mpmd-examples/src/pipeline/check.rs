@@ -39,7 +39,7 @@ pub struct Report {
 #[derive(Clone, Debug)]
 struct Row {
     run: String,
-    what: String,
+    quantity: String,
     expected: Vec<f64>,
     /// For each expected figure, the figure found, or `None`. If several devices own a value, it is
     /// the one with the largest error.
@@ -90,8 +90,8 @@ fn run<T: Number>(
     };
     let microbatch = if slice { "one row" } else { "the whole batch" };
     let run = format!("{}, each microbatch {microbatch}", T::DTYPE);
-    let mut row = |what: String, expected: Vec<f64>| {
-        rows.push(Row { run: run.clone(), what, found: vec![None; expected.len()], expected });
+    let mut row = |quantity: String, expected: Vec<f64>| {
+        rows.push(Row { run: run.clone(), quantity, found: vec![None; expected.len()], expected });
         rows.len() - 1
     };
     let mut job = Pipeline::<T>::new(p, &settings)?;
@@ -173,9 +173,9 @@ impl Report {
             let column = figures.position(|(expected, found)| !near(*expected, *found))?;
             let found =
                 row.found[column].map_or("no figure".to_owned(), |found| format!("{found:.6}"));
-            let Row { run, what, expected, .. } = row;
+            let Row { run, quantity, expected, .. } = row;
             Some(format!(
-                "{run}: {what}, number {column}: {found} instead of {:.6}",
+                "{run}: {quantity}, number {column}: {found} instead of {:.6}",
                 expected[column]
             ))
         };
@@ -200,7 +200,7 @@ impl fmt::Display for Report {
                 run = &row.run;
                 writeln!(f, "{run}")?;
             }
-            write!(f, "  {:<21}", row.what)?;
+            write!(f, "  {:<21}", row.quantity)?;
             for found in &row.found {
                 match found {
                     Some(found) => write!(f, " {found:>10.6}")?,
@@ -226,7 +226,7 @@ mod tests {
     fn report(found: &[Option<f64>]) -> Report {
         let row = |found: &[Option<f64>]| Row {
             run: "f64".to_owned(),
-            what: "losses".to_owned(),
+            quantity: "losses".to_owned(),
             expected: vec![1.0; found.len()],
             found: found.to_vec(),
         };

@@ -130,11 +130,11 @@ impl Run {
     fn bar(&self, kernel: &Kernel) -> Bar {
         let operation = self.operation(kernel.process, kernel.op);
         let label = operation.and_then(|operation| operation.label);
-        let what = operation.map_or("", |operation| short(&operation.what));
+        let description = operation.map_or("", |operation| short(&operation.description));
         let unfinished = if kernel.ended { "" } else { " (did not end)" };
         Bar {
             kind: kind(label),
-            name: format!("{}{unfinished}", name(label, what)),
+            name: format!("{}{unfinished}", name(label, description)),
             stage: label.map(|label| label.stage),
             microbatch: label.and_then(|label| label.microbatch),
             start: kernel.start,
@@ -152,10 +152,10 @@ impl Run {
         let known = |process| self.operation(process, piece.op);
         let operation = known(piece.from).or(known(piece.to));
         let label = operation.and_then(|operation| operation.label);
-        let what = name(label, operation.map_or("", |operation| short(&operation.what)));
+        let name = name(label, operation.map_or("", |operation| short(&operation.description)));
         Some(Bar {
             kind: Kind::Move,
-            name: format!("{what} to process {}", piece.to),
+            name: format!("{name} to process {}", piece.to),
             stage: label.map(|label| label.stage),
             microbatch: label.and_then(|label| label.microbatch),
             start,
@@ -198,14 +198,14 @@ fn kind(label: Option<Label>) -> Kind {
 
 /// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
 /// their description.
-pub(super) fn name(label: Option<Label>, what: &str) -> String {
+pub(super) fn name(label: Option<Label>, description: &str) -> String {
     let Some(Label { stage, microbatch: Some(microbatch), role }) = label else {
-        return what.to_owned();
+        return description.to_owned();
     };
     match role {
         Role::Forward | Role::SendForward => format!("{stage}F{microbatch}"),
         Role::BackwardInput | Role::SendBackward => format!("{stage}I{microbatch}"),
         Role::BackwardWeight => format!("{stage}W{microbatch}"),
-        _ => what.to_owned(),
+        _ => description.to_owned(),
     }
 }

@@ -198,9 +198,9 @@ impl Run {
         if !idle.is_empty() {
             let _ = writeln!(text, "the longest waits between kernels, by cause:");
         }
-        for (what, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
+        for (cause, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
             let times = if count == 1 { String::new() } else { format!(" ({count} times)") };
-            let _ = writeln!(text, "  {:>9}  {what}{times}", seconds(whole));
+            let _ = writeln!(text, "  {:>9}  {cause}{times}", seconds(whole));
         }
     }
 

@@ -53,7 +53,7 @@ pub struct Operation {
     /// The part of the operation in a pipeline; `None` outside of pipelines.
     pub label: Option<Label>,
     /// The description of the operation.
-    pub what: Arc<str>,
+    pub description: Arc<str>,
     /// The source line that issued the operation, as `file:line:column`.
     pub at: Arc<str>,
     /// Time at which the program issued the operation.
@@ -130,7 +130,7 @@ pub struct Wait {
     /// End of the wait.
     pub end: f64,
     /// The name of the waiting call.
-    pub what: Arc<str>,
+    pub call: Arc<str>,
     /// The source line of the wait, as `file:line:column`.
     pub at: Arc<str>,
 }
@@ -316,10 +316,10 @@ impl Merging {
         for event in &trace.events {
             let at = time(event.at);
             match event.what {
-                What::Issued { op, label, text: what, line, source } => {
+                What::Issued { op, label, text: number, line, source } => {
                     let operation = Operation {
                         label,
-                        what: text(what),
+                        description: text(number),
                         at: text(line),
                         issued: at,
                         started: f64::INFINITY,
@@ -385,13 +385,13 @@ impl Merging {
                         piece.left = Some(at);
                     }
                 }
-                What::Waited { since, text: what, line } => {
-                    let (what, at_line) = (text(what), text(line));
+                What::Waited { since, text: number, line } => {
+                    let (call, at_line) = (text(number), text(line));
                     run.waits.push(Wait {
                         process,
                         start: time(since),
                         end: at,
-                        what,
+                        call,
                         at: at_line,
                     });
                 }

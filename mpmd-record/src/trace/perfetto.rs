@@ -74,9 +74,9 @@ impl Run {
                 args["ended"] = false.into();
             }
             let label = operation.and_then(|operation| operation.label);
-            let what = operation.map_or("", |operation| short(&operation.what));
+            let description = operation.map_or("", |operation| short(&operation.description));
             events.push(json!({
-                "name": name(label, what),
+                "name": name(label, description),
                 "cat": label.map_or("kernel", |label| label.role.name()),
                 "ph": "X", "pid": kernel.process, "tid": DEVICES + u64::from(kernel.device),
                 "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
@@ -93,7 +93,7 @@ impl Run {
     fn wait_events(&self, events: &mut Vec<Value>) {
         for wait in &self.waits {
             events.push(json!({
-                "name": wait.what, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,
+                "name": wait.call, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,
                 "ts": micros(wait.start), "dur": length(wait.start, wait.end),
                 "args": {"at": wait.at},
             }));
@@ -114,7 +114,8 @@ impl Run {
             for (first, process) in &ends {
                 let operation = self.operation(*process, piece.op);
                 let label = operation.and_then(|operation| operation.label);
-                let what = name(label, operation.map_or("", |operation| short(&operation.what)));
+                let name =
+                    name(label, operation.map_or("", |operation| short(&operation.description)));
                 let (word, other) =
                     if *first == GIVES { ("to", piece.to) } else { ("from", piece.from) };
                 let mut args = args(operation, piece.op);
@@ -133,7 +134,7 @@ impl Run {
                 let tid = lanes.place(*process, *first, start, end);
                 let (ts, dur) = (micros(start), length(start, end));
                 events.push(json!({
-                    "name": format!("{what} {word} process {other}"), "cat": "piece", "ph": "X",
+                    "name": format!("{name} {word} process {other}"), "cat": "piece", "ph": "X",
                     "pid": process, "tid": tid, "ts": ts, "dur": dur, "args": args,
                 }));
                 if ends.len() == 2 {
@@ -190,7 +191,7 @@ fn name_thread(events: &mut Vec<Value>, process: u32, tid: u64, name: &str) {
 fn args(operation: Option<&Operation>, op: u64) -> Value {
     let mut args = json!({"operation": op});
     if let Some(operation) = operation {
-        args["what"] = (&*operation.what).into();
+        args["what"] = (&*operation.description).into();
         args["at"] = (&*operation.at).into();
         args["issued"] = micros(operation.issued).into();
         if let Some(label) = operation.label {

@@ -46,7 +46,7 @@ impl Run {
         let waits = waits.take_while(|wait| wait.process == kernel.process && wait.start < issued);
         let longest = waits.max_by(|a, b| overlap(a).total_cmp(&overlap(b)));
         match longest.filter(|wait| overlap(wait) > 0.5 * (issued - idle)) {
-            Some(wait) => format!("the program, which waited in {} at {}", wait.what, wait.at),
+            Some(wait) => format!("the program, which waited in {} at {}", wait.call, wait.at),
             None => "the program to issue it".to_owned(),
         }
     }
@@ -60,9 +60,9 @@ impl Run {
         match (label, source) {
             (Some(label), _) => label.to_string(),
             (None, Some((source, operation))) => {
-                format!("{} (operation {source})", short(&operation.what))
+                format!("{} (operation {source})", short(&operation.description))
             }
-            (None, None) => format!("{} (operation {op})", short(&operation.what)),
+            (None, None) => format!("{} (operation {op})", short(&operation.description)),
         }
     }
 }
@@ -89,9 +89,9 @@ fn made(label: Label) -> Label {
 }
 
 /// Returns an operation's description without its mesh, shardings and types.
-pub(super) fn short(what: &str) -> &str {
-    let kernel = what.strip_prefix("jit ").and_then(|what| what.split(" on ").next());
-    kernel.unwrap_or_else(|| what.split(" from ").next().unwrap_or(what))
+pub(super) fn short(description: &str) -> &str {
+    let kernel = description.strip_prefix("jit ").and_then(|rest| rest.split(" on ").next());
+    kernel.unwrap_or_else(|| description.split(" from ").next().unwrap_or(description))
 }
 
 /// Formats a number of bytes with a suitable unit, up to GiB.

@@ -114,13 +114,13 @@ impl Wait {
 impl Missing {
     /// Describes in words the end that is missing.
     pub fn line(&self, names: &dyn Names) -> String {
-        let what = names.transfer(self.tag);
+        let transfer = names.transfer(self.tag);
         let (from, to) = (names.process(self.from.0), names.process(self.to.0));
         match (self.from.1, self.to.1) {
-            (true, _) => format!("{from} sends {what}, which {to} never receives"),
-            (false, true) => format!("{to} receives {what}, which {from} never sends"),
+            (true, _) => format!("{from} sends {transfer}, which {to} never receives"),
+            (false, true) => format!("{to} receives {transfer}, which {from} never sends"),
             (false, false) => {
-                format!("{to} needs {what}, which {from} never sends and {to} never receives")
+                format!("{to} needs {transfer}, which {from} never sends and {to} never receives")
             }
         }
     }

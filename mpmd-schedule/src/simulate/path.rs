@@ -114,12 +114,12 @@ impl Simulated {
             (_, Some(Item::Send(transfer) | Item::Receive(transfer))) => {
                 let number = transfer as usize;
                 let (late, cause) = (self.causes.late[number], self.causes.transfer[number]);
-                let what = item(count + transfer);
+                let sent = item(count + transfer);
                 match (late, cause) {
-                    (NONE, NONE) => what,
+                    (NONE, NONE) => sent,
                     (NONE, cause) if cause == flow.transfers[number].after => item(cause),
-                    (NONE, cause) => format!("{what}, held up by {}", item(cause)),
-                    (late, _) => format!("{what}, received after {}", item(late)),
+                    (NONE, cause) => format!("{sent}, held up by {}", item(cause)),
+                    (late, _) => format!("{sent}, received after {}", item(late)),
                 }
             }
         }

@@ -185,8 +185,8 @@ fn entry(text: &str) -> Result<Entry, String> {
     if stage.is_empty() {
         return Err("an action begins with the number of its stage".to_owned());
     }
-    let number = |what: &str, digits: &str| {
-        digits.parse::<u32>().map_err(|_| format!("{what} {} is too large", shown(digits)))
+    let number = |field: &str, digits: &str| {
+        digits.parse::<u32>().map_err(|_| format!("{field} {} is too large", shown(digits)))
     };
     let stage_number = number("stage", stage)?;
     let moved = match kind {

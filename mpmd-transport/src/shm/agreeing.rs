@@ -55,7 +55,7 @@ impl Shared {
             Ok(why) => Ok(why),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 Err(TransportError::TimedOut {
-                    what: format!("process {peer} to say which memory of devices it can share"),
+                    event: format!("process {peer} to say which memory of devices it can share"),
                     peer_timeout,
                 })
             }

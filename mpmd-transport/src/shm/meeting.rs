@@ -153,7 +153,7 @@ pub(super) fn meet(
             let refused =
                 refused.map(|error| format!(" (the last that could not be accepted: {error})"));
             return Err(TransportError::TimedOut {
-                what: format!(
+                event: format!(
                     "processes {} to share memory{}",
                     missing.join(", "),
                     refused.unwrap_or_default()
@@ -235,7 +235,10 @@ fn answered(
         Ok(packet) => packet,
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             let what = format!("process {id} to share memory");
-            return Err(TransportError::TimedOut { what, peer_timeout: config.peer_timeout });
+            return Err(TransportError::TimedOut {
+                event: what,
+                peer_timeout: config.peer_timeout,
+            });
         }
         Err(error) => return Err(TransportError::PeerGone { peer: id, why: error.to_string() }),
     };

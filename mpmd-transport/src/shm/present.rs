@@ -47,11 +47,11 @@ impl Opened {
     /// [`TransportError::Unavailable`] with the operation that the system does not support or
     /// allow.
     pub fn open() -> Result<Self, TransportError> {
-        let tried = |what: &str| {
-            let what = what.to_owned();
+        let tried = |operation: &str| {
+            let operation = operation.to_owned();
             move |error: std::io::Error| TransportError::Unavailable {
                 transport: NAME,
-                why: format!("{what} failed: {error}"),
+                why: format!("{operation} failed: {error}"),
             }
         };
         let arena =

@@ -173,7 +173,7 @@ async fn connect_all(
         let expects = missing.iter().any(|peer| *peer > process);
         tokio::select! {
             () = sleep_until(deadline) => return Err(TransportError::TimedOut {
-                what: name_missing(&missing, peers.len(), &words.lock()),
+                event: name_missing(&missing, peers.len(), &words.lock()),
                 peer_timeout,
             }),
             accepted = listener.accept(), if expects => match accepted {

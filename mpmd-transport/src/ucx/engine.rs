@@ -393,7 +393,10 @@ impl Engine {
             None if silent.is_empty() => Ok(self.met()),
             None if late => {
                 let what = name_missing(&silent, self.peers.len());
-                Err(TransportError::TimedOut { what, peer_timeout: meeting.config.peer_timeout })
+                Err(TransportError::TimedOut {
+                    event: what,
+                    peer_timeout: meeting.config.peer_timeout,
+                })
             }
             None => {
                 self.meeting = Some(meeting);

@@ -220,7 +220,8 @@ mod tests {
             extern "C" { __global__ __launch_bounds__(8 * (30 + 2), 4) void bounded(int n) {} }
             template <class T> __global__ void generic(T *x) {}
             namespace inside { __global__ void hidden() {} }
-            __device__ void helper() { const char *t = "__global__ void no("; char q = '"'; int n = 1'000; }
+            __device__ void helper() { const char *t = "__global__ void no("; char q = '"'; }
+            __device__ void digits() { int n = 1'000; }
             __global__ void last() {}
         "#;
         let kernels = prepare(source).unwrap().kernels;

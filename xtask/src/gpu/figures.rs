@@ -24,7 +24,7 @@ pub(super) struct Benchmark {
 /// A figure and its limit.
 pub(super) struct Figure {
     /// Its name for people.
-    pub(super) what: &'static str,
+    pub(super) item: &'static str,
     /// The name of the case that has it.
     case: &'static str,
     /// The field of the case.
@@ -49,14 +49,14 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         processors: 1,
         figures: &[
             Figure {
-                what: "hand-over of 256 MiB in place, two processes on one processor",
+                item: "hand-over of 256 MiB in place, two processes on one processor",
                 case: "handover",
                 field: "median",
                 limit: Limit::AtMost(20.0),
                 unit: "us",
             },
             Figure {
-                what: "hand-over of 256 MiB by one copy, of a copy on the device",
+                item: "hand-over of 256 MiB by one copy, of a copy on the device",
                 case: "one copy",
                 field: "of_device_copy",
                 limit: Limit::AtLeast(0.9),
@@ -71,7 +71,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         on_one: false,
         processors: 1,
         figures: &[Figure {
-            what: "issue of a kernel by jit, over a launch by cudarc alone",
+            item: "issue of a kernel by jit, over a launch by cudarc alone",
             case: "jit issue",
             field: "over_launch_us",
             limit: Limit::AtMost(1.0),
@@ -86,14 +86,14 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         processors: 1,
         figures: &[
             Figure {
-                what: "host to device while kernels run, of pinned copies",
+                item: "host to device while kernels run, of pinned copies",
                 case: "host to device",
                 field: "of_pinned",
                 limit: Limit::AtLeast(0.9),
                 unit: "",
             },
             Figure {
-                what: "device to host while kernels run, of pinned copies",
+                item: "device to host while kernels run, of pinned copies",
                 case: "device to host",
                 field: "of_pinned",
                 limit: Limit::AtLeast(0.9),
@@ -119,7 +119,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         on_one: false,
         processors: 2,
         figures: &[Figure {
-            what: "idle share of a pipeline of two stages, over the simulation's",
+            item: "idle share of a pipeline of two stages, over the simulation's",
             case: "idle",
             field: "over_simulation_points",
             limit: Limit::AtMost(5.0),
@@ -159,10 +159,10 @@ impl Figure {
 /// Judges the figures in a benchmark's output.
 pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> Vec<Row> {
     let one = |figure: &Figure| {
-        let (what, asked) = (figure.what, figure.asked());
+        let (item, asked) = (figure.item, figure.asked());
         let Some(found) = figure.of(lines) else {
             let missing = format!("the benchmark says no `{}` of `{}`", figure.field, figure.case);
-            return Row::failed(what, asked, missing);
+            return Row::failed(item, asked, missing);
         };
         let verdict = match (software, figure.is_met_by(found)) {
             (true, _) => Verdict::Ran,
@@ -175,7 +175,7 @@ pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> V
         } else {
             found.trim_end().to_owned()
         };
-        Row::new(what, asked, found, verdict)
+        Row::new(item, asked, found, verdict)
     };
     benchmark.figures.iter().map(one).collect()
 }

@@ -176,12 +176,12 @@ impl Place<'_> {
     }
 
     fn tests(&self) -> Row {
-        let what = "tests for graphics processors";
+        let item = "tests for graphics processors";
         // A device that one test has made fail stays failed in that process.
         if !answers("cargo-nextest", &["nextest", "--version"]) {
             let why =
                 "not run: each takes a process of its own (`cargo install cargo-nextest --locked`)";
-            return Row::failed(what, "all pass", why);
+            return Row::failed(item, "all pass", why);
         }
         let mut command = Command::new(cargo());
         command.current_dir(self.root);
@@ -193,8 +193,8 @@ impl Place<'_> {
             self.ground.set(command.arg("--release"));
         }
         match run(&mut command) {
-            Ok(()) => Row::passed(what, "all pass", "all passed"),
-            Err(error) => Row::failed(what, "all pass", format!("{error:#}")),
+            Ok(()) => Row::passed(item, "all pass", "all passed"),
+            Err(error) => Row::failed(item, "all pass", format!("{error:#}")),
         }
     }
 
@@ -214,9 +214,9 @@ impl Place<'_> {
             benchmarks.chain([("training", "train_gpt", TRAINING.to_vec())]).collect();
         for tool in ["memcheck", "racecheck"] {
             for (name, program, arguments) in &programs {
-                let (what, asked) = (format!("{tool}: {name}"), "clean");
+                let (item, asked) = (format!("{tool}: {name}"), "clean");
                 if !there {
-                    rows.push(Row::not_run(what, asked, format!("{SANITIZER} is not installed")));
+                    rows.push(Row::not_run(item, asked, format!("{SANITIZER} is not installed")));
                     continue;
                 }
                 let mut command = Command::new(SANITIZER);
@@ -225,9 +225,9 @@ impl Place<'_> {
                 command.args(["--error-exitcode", &FOUND.to_string()]);
                 command.arg(self.programs.join(program)).args(arguments);
                 rows.push(match captured(&mut command, LONG) {
-                    Ok(said) if said.code == Some(0) => Row::passed(what, asked, "clean"),
-                    Ok(said) => Row::failed(what, asked, said.last_words()),
-                    Err(error) => Row::failed(what, asked, format!("{error:#}")),
+                    Ok(said) if said.code == Some(0) => Row::passed(item, asked, "clean"),
+                    Ok(said) => Row::failed(item, asked, said.last_words()),
+                    Err(error) => Row::failed(item, asked, format!("{error:#}")),
                 });
             }
         }
@@ -241,7 +241,7 @@ impl Place<'_> {
                 benchmark.processors
             );
             let not_run =
-                |figure: &figures::Figure| Row::not_run(figure.what, figure.asked(), why.clone());
+                |figure: &figures::Figure| Row::not_run(figure.item, figure.asked(), why.clone());
             return benchmark.figures.iter().map(not_run).collect();
         }
         let software = *self.ground != Ground::Gpu;
@@ -249,7 +249,7 @@ impl Place<'_> {
             Ok(lines) => judge(benchmark, &lines, software),
             Err(error) => {
                 let failed = |figure: &figures::Figure| {
-                    Row::failed(figure.what, figure.asked(), format!("{error:#}"))
+                    Row::failed(figure.item, figure.asked(), format!("{error:#}"))
                 };
                 benchmark.figures.iter().map(failed).collect()
             }

@@ -6,7 +6,7 @@ use comfy_table::presets::NOTHING;
 /// A line of the table.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Row {
-    pub(super) what: String,
+    pub(super) item: String,
     pub(super) asked: String,
     pub(super) found: String,
     pub(super) verdict: Verdict,
@@ -26,41 +26,41 @@ pub(super) enum Verdict {
 }
 
 impl Row {
-    pub(super) fn told(what: impl Into<String>, found: impl Into<String>) -> Self {
-        Self::new(what, "", found, Verdict::Told)
+    pub(super) fn told(item: impl Into<String>, found: impl Into<String>) -> Self {
+        Self::new(item, "", found, Verdict::Told)
     }
 
     pub(super) fn passed(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::new(what, asked, found, Verdict::Passed)
+        Self::new(item, asked, found, Verdict::Passed)
     }
 
     pub(super) fn failed(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::new(what, asked, found, Verdict::Failed)
+        Self::new(item, asked, found, Verdict::Failed)
     }
 
     pub(super) fn not_run(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         why: impl Into<String>,
     ) -> Self {
-        Self::new(what, asked, why, Verdict::NotRun)
+        Self::new(item, asked, why, Verdict::NotRun)
     }
 
     pub(super) fn new(
-        what: impl Into<String>,
+        item: impl Into<String>,
         asked: impl Into<String>,
         found: impl Into<String>,
         verdict: Verdict,
     ) -> Self {
-        Self { what: what.into(), asked: asked.into(), found: found.into(), verdict }
+        Self { item: item.into(), asked: asked.into(), found: found.into(), verdict }
     }
 }
 
@@ -79,9 +79,9 @@ impl Verdict {
 /// Formats the table, with a line of totals at the end.
 pub(super) fn text(rows: &[Row], software: bool) -> String {
     let mut table = Table::new();
-    table.load_style(NOTHING).set_header(["", "what", "asked", "found"]);
-    for Row { what, asked, found, verdict } in rows {
-        table.add_row([verdict.word(), what, asked, found]);
+    table.load_style(NOTHING).set_header(["", "item", "asked", "found"]);
+    for Row { item, asked, found, verdict } in rows {
+        table.add_row([verdict.word(), item, asked, found]);
     }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));

@@ -395,7 +395,7 @@ fn check_inputs(
             None => {
                 if let Some(what) = unusual {
                     let found = placed.made.sharding.to_string();
-                    return Err(IssueProblem::InputUndeclared { path, found, what });
+                    return Err(IssueProblem::InputUndeclared { path, found, property: what });
                 }
             }
         }

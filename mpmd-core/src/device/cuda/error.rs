@@ -43,9 +43,9 @@ impl CudaError {
 
     /// Returns the error with the enclosing operation put in front.
     #[cfg(feature = "cuda")]
-    pub(super) fn in_the_course_of(&self, what: String) -> Self {
+    pub(super) fn in_the_course_of(&self, operation: String) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
-        Self::new(format!("{what}: {doing}"), name.clone(), text.clone())
+        Self::new(format!("{operation}: {doing}"), name.clone(), text.clone())
     }
 
     /// Returns the error marked as lost: the work may still be running.

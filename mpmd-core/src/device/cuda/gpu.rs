@@ -71,7 +71,7 @@ impl Gpu {
     /// If there is no driver: look for it first with [`found`](super::found).
     pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
         let context = Arc::new(Context::open(ordinal)?);
-        let line = |what: &str| Stream::start(&context, format!("cuda-{ordinal}-{what}"));
+        let line = |purpose: &str| Stream::start(&context, format!("cuda-{ordinal}-{purpose}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
         let figure = |attribute| context.figure(attribute);
         let architecture = Architecture::new(

@@ -228,7 +228,7 @@ impl MpmdArray {
                 Some(outcome) => drop(outcome.map_err(Error::failed)?),
                 None => {
                     let waited = timeout.unwrap_or_default();
-                    return Err(Error::TimedOut { at, what: placed.describe(), waited });
+                    return Err(Error::TimedOut { at, subject: placed.describe(), waited });
                 }
             }
         }

@@ -313,11 +313,11 @@ impl<'a> Cuda<'a> {
         Ok(place)
     }
 
-    fn check_writable(&self, part: &Part<'_>, what: &str) -> Result<()> {
+    fn check_writable(&self, part: &Part<'_>, values: &str) -> Result<()> {
         if part.is_writable() {
             return Ok(());
         }
-        Err(Error::kernel(format!("{what} cannot go to values that are only read")))
+        Err(Error::kernel(format!("{values} cannot go to values that are only read")))
     }
 }
 

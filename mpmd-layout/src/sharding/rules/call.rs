@@ -401,7 +401,9 @@ mod tests {
         }
 
         #[test]
-        fn parsing_tactic_like_text_never_panics(text in r#"[fa(){}\[\],:=|'"0-9.eEx_j+ \\\-\u{e9}\n]{0,40}"#) {
+        fn parsing_tactic_like_text_never_panics(
+            text in r#"[fa(){}\[\],:=|'"0-9.eEx_j+ \\\-\u{e9}\n]{0,40}"#,
+        ) {
             if let Err(error) = Call::parse_tactic(&text) {
                 prop_assert!(error.column <= text.chars().count() + 1);
             }

@@ -216,15 +216,19 @@ mod tests {
 
     #[test]
     fn the_table_shows_every_leaf_and_the_total() {
-        let expected = r#"
+        let expected = concat!(
+            r#"
 leaf   array           spec           per device  rule
 bias   f32[15]         P(data)               8 B  0 "bias|step"        uneven
 w      f32[1024,4096]  P(None, data)     2.0 MiB  2 ".*w.*"
-odd_w  f32[2049,1023]  P(None, None)     8.0 MiB  2 ".*w.*"            `fsdp('data')` fits no dimension
+odd_w  f32[2049,1023]  P(None, None)     8.0 MiB  2 ".*w.*"            `fsdp("#,
+            r#"'data')` fits no dimension
 rest   f32[]           P()                   4 B  none
-step   i32[]           P()                   4 B  0 "bias|step"        `shard_dim('data', 0, True)` has no such dimension
+step   i32[]           P()                   4 B  0 "bias|step"        `shard_dim("#,
+            r#"'data', 0, True)` has no such dimension
 total  24.0 MiB                         10.0 MiB  of 16.0 MiB allowed
-rule 1 ("x") counts for no leaf"#;
+rule 1 ("x") counts for no leaf"#
+        );
         let table = inferred().within(16 << 20).unwrap().to_string();
         assert_eq!(table, expected.trim_start(), "\n{table}");
     }

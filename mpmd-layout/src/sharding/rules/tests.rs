@@ -81,8 +81,11 @@ fn ops_are_applied_from_left_to_right() {
         error(&m(), w(), r#"fsdp("fsdp")|shard_dim("replica",0)"#),
         (
             "ValueError",
-            r#"leaf `k`, f32[4096,1024] with spec P(fsdp, None): `shard_dim("replica",0)` of rule 0 (pattern "k"): dimension 0 is divided over fsdp already"#
-                .to_owned()
+            concat!(
+                r#"leaf `k`, f32[4096,1024] with spec P(fsdp, None): `shard_dim("replica",0)` "#,
+                r#"of rule 0 (pattern "k"): dimension 0 is divided over fsdp already"#
+            )
+            .to_owned()
         )
     );
     let (kind, message) = error(&m(), w(), r#"fsdp("fsdp")|replicate"#);
@@ -100,8 +103,11 @@ fn double_and_unknown_axes_are_found_at_the_end() {
         error(&m(), f32s([4096, 4096]), r#"fsdp("fsdp")|fsdp(["fsdp"])"#),
         (
             "DuplicateSpecError",
-            r#"leaf `k`: P(fsdp, fsdp) uses axis `fsdp` twice, by `fsdp("fsdp")` and by `fsdp(["fsdp"])`"#
-                .to_owned()
+            concat!(
+                "leaf `k`: P(fsdp, fsdp) uses axis `fsdp` twice, ",
+                r#"by `fsdp("fsdp")` and by `fsdp(["fsdp"])`"#
+            )
+            .to_owned()
         )
     );
     assert_eq!(error(&m(), f32s([16]), r#"fsdp(["fsdp","fsdp"],0)"#).0, "DuplicateSpecError");
@@ -109,8 +115,11 @@ fn double_and_unknown_axes_are_found_at_the_end() {
         error(&m(), f32s([4, 4]), r#"shard_dim("nope",1)"#),
         (
             "ValueError",
-            r#"leaf `k`: P(None, nope) names axis `nope` (by `shard_dim("nope",1)`), but the mesh is {replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]"#
-                .to_owned()
+            concat!(
+                r#"leaf `k`: P(None, nope) names axis `nope` (by `shard_dim("nope",1)`), "#,
+                "but the mesh is {replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]"
+            )
+            .to_owned()
         )
     );
 }
@@ -193,11 +202,17 @@ fn replicate_over_axes_binds_earlier_and_later_ops() {
     assert_eq!(of(&m(), w(), r#"fsdp("fsdp")|replicate(["replica"])"#), "P(fsdp, None)");
     let (kind, message) = error(&m(), w(), r#"replicate(axes="fsdp")|fsdp(["replica", "fsdp"])"#);
     assert_eq!(kind, "ValueError");
-    let expected = r#"`fsdp(["replica", "fsdp"])` of rule 0 (pattern "k"): it divides over axis `fsdp`, but `replicate(axes="fsdp")` keeps the leaf whole along it"#;
+    let expected = concat!(
+        r#"`fsdp(["replica", "fsdp"])` of rule 0 (pattern "k"): it divides over axis `fsdp`, "#,
+        r#"but `replicate(axes="fsdp")` keeps the leaf whole along it"#
+    );
     assert!(message.ends_with(expected), "{message}");
     let (kind, message) = error(&m(), w(), r#"fsdp("fsdp")|replicate("fsdp")"#);
     assert_eq!(kind, "ValueError");
-    let expected = r#"`replicate("fsdp")` of rule 0 (pattern "k"): it keeps the leaf whole along axis `fsdp`, but `fsdp("fsdp")` divides over it"#;
+    let expected = concat!(
+        r#"`replicate("fsdp")` of rule 0 (pattern "k"): it keeps the leaf whole along axis "#,
+        r#"`fsdp`, but `fsdp("fsdp")` divides over it"#
+    );
     assert!(message.ends_with(expected), "{message}");
     assert_eq!(error(&m(), w(), r#"replicate("nope")"#).0, "KeyError");
 }

@@ -275,10 +275,10 @@ impl<const N: usize> Team<N> {
     }
 }
 
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+fn until(state: &str, mut is_so: impl FnMut() -> bool) {
     let until = Instant::now() + TIME_LIMIT;
     while !is_so() {
-        assert!(Instant::now() < until, "{what}");
+        assert!(Instant::now() < until, "not in time: {state}");
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }

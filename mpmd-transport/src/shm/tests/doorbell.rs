@@ -214,12 +214,12 @@ fn a_peer_wakes_through_its_own_mapping() {
         ended.send("parked").unwrap();
     });
     let until = Instant::now() + TIME_LIMIT;
-    for (who, flag) in [("engine", 0xff), ("parked", 0xff00)] {
+    for (thread, flag) in [("engine", 0xff), ("parked", 0xff00)] {
         while theirs.words()[STATE].load(Ordering::Relaxed) & flag == 0 {
-            assert!(Instant::now() < until, "the {who} thread does not sleep");
+            assert!(Instant::now() < until, "the {thread} thread does not sleep");
             std::thread::yield_now();
         }
         theirs.ring(&SystemFutex);
-        assert_eq!(end.recv_timeout(TIME_LIMIT), Ok(who));
+        assert_eq!(end.recv_timeout(TIME_LIMIT), Ok(thread));
     }
 }

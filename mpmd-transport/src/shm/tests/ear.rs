@@ -30,7 +30,7 @@ impl Ear {
         self.changed.notify_all();
     }
 
-    pub(super) fn wait<T>(&self, what: &str, mut found: impl FnMut(&mut Heard) -> Option<T>) -> T {
+    pub(super) fn wait<T>(&self, event: &str, mut found: impl FnMut(&mut Heard) -> Option<T>) -> T {
         let until = Instant::now() + TIME_LIMIT;
         let mut heard = self.heard.lock();
         loop {
@@ -38,7 +38,7 @@ impl Ear {
                 return found;
             }
             let late = self.changed.wait_until(&mut heard, until).timed_out();
-            assert!(!late, "timed out waiting for {what}");
+            assert!(!late, "timed out waiting for {event}");
         }
     }
 

@@ -28,8 +28,8 @@ fn config(blocks: u32, threads: u32, shared: u32) -> LaunchConfig {
 
 /// Sums rows: the lanes of a warp by shuffles, the warps of a block through shared memory.
 const SUM: &str = r#"
-extern "C" __global__ void __launch_bounds__(256) sum_rows(
-    const float *__restrict__ in, float *out, int columns) {
+extern "C" __global__ void __launch_bounds__(256)
+sum_rows(const float *__restrict__ in, float *out, int columns) {
     __shared__ float parts[32];
     float sum = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) sum += in[blockIdx.x * columns + i];
@@ -109,13 +109,13 @@ fn half_types_come_with_cudas_headers() {
     let source = r#"
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
-extern "C" __global__ void halves(
-    const float *in, unsigned short *half, unsigned short *brain, float *back) {
+extern "C" __global__ void
+halves(const float *in, unsigned short *half, unsigned short *brain, float *back) {
     int i = threadIdx.x;
     half[i] = __half_as_ushort(__float2half(in[i]));
     brain[i] = __bfloat16_as_ushort(__float2bfloat16(in[i]));
-    float of_half = __half2float(__ushort_as_half(half[i]));
-    back[i] = of_half + __bfloat162float(__ushort_as_bfloat16(brain[i]));
+    float first = __half2float(__ushort_as_half(half[i]));
+    back[i] = first + __bfloat162float(__ushort_as_bfloat16(brain[i]));
 }
 "#;
     let halves = kernel(&context, source, "halves");

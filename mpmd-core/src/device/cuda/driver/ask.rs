@@ -126,7 +126,7 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
 
 /// Creates an error with the driver's name and description of it.
 pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
-    NoCuda::Refused { what: DRIVER, call, name: error.name(), text: error.text() }
+    NoCuda::Refused { library: DRIVER, call, name: error.name(), text: error.text() }
 }
 
 /// Returns NVRTC's version; see [`nvrtc`](super::nvrtc).
@@ -188,22 +188,24 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
 
 /// Returns NCCL's version; see [`nccl`](super::nccl).
 pub(super) fn nccl() -> Result<String, NoCuda> {
-    use super::NCCL as WHAT;
+    use super::NCCL as LIBRARY;
     use crate::device::cuda::{NCCL_NAMES, NCCL_SYMBOLS, nccl_library, nccl_version_of};
-    let Some(library) = nccl_library() else {
+    let Some(loaded) = nccl_library() else {
         let looked_for = NCCL_NAMES.map(str::to_owned).to_vec();
         return Err(NoCuda::NoLibrary {
-            what: WHAT,
+            library: LIBRARY,
             looked_for,
             library_path: variable("LD_LIBRARY_PATH"),
         });
     };
     // SAFETY: names are only looked up: nothing is called through this type.
-    whole(WHAT, NCCL_SYMBOLS, |name| unsafe {
-        library.get::<unsafe extern "C" fn()>(name).is_ok()
+    whole(LIBRARY, NCCL_SYMBOLS, |name| unsafe {
+        loaded.get::<unsafe extern "C" fn()>(name).is_ok()
     })?;
-    let number = nccl_version_of(library);
-    number.map(nccl_version).map_err(|error| NoCuda::Broken { what: WHAT, why: error.to_string() })
+    let number = nccl_version_of(loaded);
+    number
+        .map(nccl_version)
+        .map_err(|error| NoCuda::Broken { library: LIBRARY, why: error.to_string() })
 }
 
 /// Formats NCCL's number for a version, encoded as in NCCL_VERSION since 2.9: 22203 is 2.22.3.
@@ -211,9 +213,9 @@ fn nccl_version(number: i32) -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
 
-fn status(what: &'static str, call: &'static str, answer: Answer) -> NoCuda {
+fn status(library: &'static str, call: &'static str, answer: Answer) -> NoCuda {
     NoCuda::Refused {
-        what,
+        library,
         call,
         name: format!("error {}", answer.0),
         text: "no further details".to_owned(),
@@ -221,13 +223,13 @@ fn status(what: &'static str, call: &'static str, answer: Answer) -> NoCuda {
 }
 
 /// Returns an error if a library lacks some of these functions.
-fn whole(what: &'static str, names: &[&str], has: impl Fn(&[u8]) -> bool) -> Result<(), NoCuda> {
+fn whole(library: &'static str, names: &[&str], has: impl Fn(&[u8]) -> bool) -> Result<(), NoCuda> {
     let lacking = names.iter().filter(|name| !has(name.as_bytes())).map(|name| (*name).to_owned());
     let symbols: Vec<String> = lacking.collect();
-    if symbols.is_empty() { Ok(()) } else { Err(NoCuda::NoSymbols { what, symbols }) }
+    if symbols.is_empty() { Ok(()) } else { Err(NoCuda::NoSymbols { library, symbols }) }
 }
 
-fn missing(what: &'static str, libraries: &[&str]) -> NoCuda {
+fn missing(library: &'static str, libraries: &[&str]) -> NoCuda {
     let names = libraries.iter().flat_map(|name| cudarc::get_lib_name_candidates(name));
     let mut looked_for: Vec<String> = Vec::new();
     for name in names {
@@ -235,7 +237,7 @@ fn missing(what: &'static str, libraries: &[&str]) -> NoCuda {
             looked_for.push(name);
         }
     }
-    NoCuda::NoLibrary { what, looked_for, library_path: variable("LD_LIBRARY_PATH") }
+    NoCuda::NoLibrary { library, looked_for, library_path: variable("LD_LIBRARY_PATH") }
 }
 
 fn variable(name: &str) -> Option<String> {
@@ -245,7 +247,7 @@ fn variable(name: &str) -> Option<String> {
 /// Converts a panic of the binding to an error. The binding panics if a library has disappeared or
 /// lacks a function.
 fn guarded<T>(
-    what: &'static str,
+    library: &'static str,
     ask: impl FnOnce() -> Result<T, NoCuda> + UnwindSafe,
 ) -> Result<T, NoCuda> {
     catch_unwind(ask).unwrap_or_else(|panic| {
@@ -254,7 +256,7 @@ fn guarded<T>(
             .or(panic.downcast_ref::<&str>().copied())
             .unwrap_or("the binding gave up")
             .to_owned();
-        Err(NoCuda::Broken { what, why })
+        Err(NoCuda::Broken { library, why })
     })
 }
 

@@ -84,33 +84,33 @@ pub enum NoCuda {
     NotBuilt,
     /// No library of any of these names can be loaded.
     #[error(
-        "no {what} found: looked for {}; the loader looks in its own folders and in \
+        "no {library} found: looked for {}; the loader looks in its own folders and in \
          LD_LIBRARY_PATH, which is {}",
         some_of(.looked_for),
         .library_path.as_deref().unwrap_or("not set")
     )]
     NoLibrary {
         /// The library's name in messages: `CUDA driver`, `NVRTC`.
-        what: &'static str,
+        library: &'static str,
         /// All file names that were tried.
         looked_for: Vec<String>,
         /// The value of `LD_LIBRARY_PATH`, if set.
         library_path: Option<String>,
     },
     /// The library lacks functions: it is incomplete or too old for this program.
-    #[error("no {what} found that can be used: the library here has no {}", .symbols.join(", "))]
+    #[error("no {library} found that can be used: the library here has no {}", .symbols.join(", "))]
     NoSymbols {
         /// The library's name in messages.
-        what: &'static str,
+        library: &'static str,
         /// The missing functions.
         symbols: Vec<String>,
     },
     /// A function of the library fails. This includes a kernel module that is missing or of another
     /// version.
-    #[error("no {what} found that can be used: {call} fails with {name} ({text})")]
+    #[error("no {library} found that can be used: {call} fails with {name} ({text})")]
     Refused {
         /// The library's name in messages.
-        what: &'static str,
+        library: &'static str,
         /// The function that was called.
         call: &'static str,
         /// The name of the error.
@@ -137,10 +137,10 @@ pub enum NoCuda {
         visible: Option<String>,
     },
     /// The binding `cudarc` panicked while it looked for the library.
-    #[error("no {what} found that can be used: {why}")]
+    #[error("no {library} found that can be used: {why}")]
     Broken {
         /// The library's name in messages.
-        what: &'static str,
+        library: &'static str,
         /// The panic message.
         why: String,
     },
@@ -150,10 +150,10 @@ impl NoCuda {
     /// Returns true if the missing library is NCCL.
     pub(crate) fn is_of_nccl(&self) -> bool {
         match self {
-            Self::NoLibrary { what, .. }
-            | Self::NoSymbols { what, .. }
-            | Self::Refused { what, .. }
-            | Self::Broken { what, .. } => *what == NCCL,
+            Self::NoLibrary { library, .. }
+            | Self::NoSymbols { library, .. }
+            | Self::Refused { library, .. }
+            | Self::Broken { library, .. } => *library == NCCL,
             _ => false,
         }
     }
@@ -294,7 +294,7 @@ mod tests {
         let names =
             ["libcuda.so", "libcuda64.so", "libcuda64_12.so", "libcuda.so.12", "libcuda.so.1"];
         let none = |library_path: Option<&str>| NoCuda::NoLibrary {
-            what: "CUDA driver",
+            library: "CUDA driver",
             looked_for: names.map(str::to_owned).to_vec(),
             library_path: library_path.map(str::to_owned),
         };

@@ -149,10 +149,10 @@ impl Functions {
         };
         // SAFETY: a number of NCCL's own, and a communicator that is alive or null, both of which
         // it takes.
-        let (what, last) = unsafe {
+        let (text, last) = unsafe {
             (text((self.ncclGetErrorString)(answer)), text((self.ncclGetLastError)(communicator)))
         };
-        let last = if last.is_empty() { what } else { format!("{what}: {last}") };
+        let last = if last.is_empty() { text } else { format!("{text}: {last}") };
         Err(CudaError::new(doing, name(answer), last))
     }
 }
