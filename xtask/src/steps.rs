@@ -138,7 +138,11 @@ fn tests(root: &Path) -> anyhow::Result<Outcome> {
             &[&["test", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat(),
         );
     }
-    in_workspace(root, &[&["nextest", "run", "--workspace"], WITH_ALL].concat())
+    // Tests that wait take one slot, tests that compute take two: see `.config/nextest.toml`.
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let slots = (2 * cores).to_string();
+    let run = ["nextest", "run", "--workspace", "--profile", "full", "--test-threads", &slots];
+    in_workspace(root, &[&run, WITH_ALL].concat())
 }
 
 fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {

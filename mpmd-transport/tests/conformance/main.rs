@@ -4,6 +4,7 @@ mod checks;
 mod cluster;
 mod inproc;
 mod recorder;
+mod rendezvous;
 mod rerun;
 mod soak;
 mod tcp;

@@ -1,7 +1,8 @@
 //! From a kernel's source to a shared library for the CPU, by the C++ compiler of the machine.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, LazyLock};
 
@@ -16,6 +17,28 @@ const AFTER: &str = include_str!("shim/after.h");
 const HEADERS: [(&str, &str); 2] = [
     ("cuda_fp16.h", include_str!("shim/cuda_fp16.h")),
     ("cuda_bf16.h", include_str!("shim/cuda_bf16.h")),
+];
+
+/// Flags that make a shared library.
+///
+/// A fused multiply-add here and none there would make results differ between machines. A unique
+/// symbol, such as a block's memory in an inline function, would keep the library in the process
+/// for ever, under a path that the next may have.
+const FLAGS: [&str; 14] = [
+    "-std=c++17",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-w",
+    "-nostdinc++",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+    "-fno-stack-protector",
+    "-fno-gnu-unique",
+    "-Wl,-Bsymbolic,-s",
 ];
 
 /// What the compiled form of a program begins with, in place of PTX's own first line.
@@ -97,7 +120,11 @@ pub(crate) const MARK_LENGTH: usize = MARK.len();
 /// A number for the text around kernels: images of another are refused.
 pub(crate) fn version() -> u64 {
     let headers = HEADERS.iter().flat_map(|(_, text)| text.bytes());
-    let bytes = BEFORE.bytes().chain(AFTER.bytes()).chain(headers);
+    hash(BEFORE.bytes().chain(AFTER.bytes()).chain(headers))
+}
+
+/// FNV-1a.
+fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
     })
@@ -138,34 +165,59 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
         text.push_str(&format!("    __SC_KERNEL({name:?}, 1024, &{plain}),\n"));
     }
     text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr, nullptr, 0},\n};\n");
+    let key = format!("{} {FLAGS:?}\n{text}", settings().compiler);
+    let kept = settings().cache.as_ref().map(|folder| Kept::new(folder, &key));
+    if let Some(library) = kept.as_ref().and_then(Kept::read) {
+        return Ok(library);
+    }
     write(&path.join("module.cc"), &text)?;
-
-    run(Command::new(&settings().compiler)
-        .current_dir(path)
-        .args([
-            "-std=c++17",
-            "-O2",
-            "-shared",
-            "-fPIC",
-            "-w",
-            "-nostdinc++",
-            "-fno-exceptions",
-            "-fno-rtti",
-        ])
-        // A fused multiply-add here and none there would make results differ between machines. A
-        // unique symbol, such as a block's memory in an inline function, would keep the library in
-        // the process for ever, under a path that the next may have.
-        .args([
-            "-ffp-contract=off",
-            "-fno-strict-aliasing",
-            "-U_FORTIFY_SOURCE",
-            "-fno-stack-protector",
-            "-fno-gnu-unique",
-        ])
-        .args(["-Wl,-Bsymbolic", "-s", "-o", "module.so", "module.cc"]))
+    run(Command::new(&settings().compiler).current_dir(path).args(FLAGS).args([
+        "-o",
+        "module.so",
+        "module.cc",
+    ]))
     .map_err(|log| log.replace("kernel.cu", &program.name))?;
-    std::fs::read(path.join("module.so"))
-        .map_err(|error| format!("the compiler made nothing: {error}"))
+    let library = std::fs::read(path.join("module.so"))
+        .map_err(|error| format!("the compiler made nothing: {error}"))?;
+    if let Some(kept) = kept {
+        // A failure costs a compilation later.
+        let _ = kept.write(&library);
+    }
+    Ok(library)
+}
+
+/// A compiled module on disk: the length of the key, the key and the library.
+struct Kept<'a> {
+    folder: &'a Path,
+    path: PathBuf,
+    key: &'a str,
+}
+
+impl<'a> Kept<'a> {
+    /// Names the file by a hash of `key`: compiler, flags and source. The file repeats the key.
+    fn new(folder: &'a Path, key: &'a str) -> Self {
+        Self { folder, path: folder.join(format!("{:016x}", hash(key.bytes()))), key }
+    }
+
+    /// Returns the library. `None` if there is no file, or another key's.
+    fn read(&self) -> Option<Vec<u8>> {
+        let bytes = std::fs::read(&self.path).ok()?;
+        let (length, rest) = bytes.split_first_chunk::<8>()?;
+        let (key, library) =
+            rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        (key == self.key.as_bytes()).then(|| library.to_vec())
+    }
+
+    /// Writes the library. Readers see all of the file or none of it.
+    fn write(&self, library: &[u8]) -> io::Result<()> {
+        std::fs::create_dir_all(self.folder)?;
+        let mut file = tempfile::NamedTempFile::new_in(self.folder)?;
+        file.write_all(&(self.key.len() as u64).to_le_bytes())?;
+        file.write_all(self.key.as_bytes())?;
+        file.write_all(library)?;
+        file.persist(&self.path).map_err(|failed| failed.error)?;
+        Ok(())
+    }
 }
 
 fn write(path: &Path, text: &str) -> Result<(), String> {

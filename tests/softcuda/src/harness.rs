@@ -70,7 +70,8 @@ pub fn install(folder: &Path) -> io::Result<PathBuf> {
     folder.canonicalize()
 }
 
-/// Makes a command find the driver in `folder`, where [`install`] put it.
+/// Makes a command find the driver in `folder`, where [`install`] put it, and keep compiled kernels
+/// beside the built driver for later processes.
 pub fn environment(command: &mut Command, folder: &Path) {
     let mut path = OsString::from(folder);
     if let Some(more) = std::env::var_os("LD_LIBRARY_PATH").filter(|more| !more.is_empty()) {
@@ -78,6 +79,9 @@ pub fn environment(command: &mut Command, folder: &Path) {
         path.push(more);
     }
     command.env("LD_LIBRARY_PATH", path);
+    if let Ok(library) = library() {
+        command.env("SOFTCUDA_CACHE", library.with_file_name("softcuda-kernels"));
+    }
 }
 
 /// Whether tests are to use a real CUDA driver (`MPMD_TEST_GPU=1`).

@@ -50,6 +50,7 @@
 //! | `SOFTCUDA_FAIL` | `<what>:<nth>`, several with commas: the n-th of alloc, alloc_host, copy, launch, event, stream, compile fails, the copy or launch as it is done; or of calls of a function, by its C name, `cuIpcOpenMemHandle_v2:1`, which fails at once, `cuInit=4242:1` with this code | nothing fails |
 //! | `SOFTCUDA_RACES` | `count`, or `abort` to end the process at a race | `count` |
 //! | `SOFTCUDA_CXX` | the C++ compiler for kernels | `c++` |
+//! | `SOFTCUDA_CACHE` | a folder for compiled kernels; [`environment`] names one beside the driver | every process compiles its kernels |
 //!
 //! # What is weaker than a GPU's driver, or stricter
 //!

@@ -1,5 +1,6 @@
 //! What the environment says about this driver, read once.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -15,6 +16,7 @@ pub(crate) struct Settings {
     pub(crate) abort_on_race: bool,
     pub(crate) fail: Vec<(What, u64)>,
     pub(crate) compiler: String,
+    pub(crate) cache: Option<PathBuf>,
 }
 
 /// When streams do their work.
@@ -61,6 +63,7 @@ impl Settings {
             },
             fail: crate::faults::plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
             compiler: variable("SOFTCUDA_CXX").unwrap_or_else(|| "c++".into()),
+            cache: variable("SOFTCUDA_CACHE").map(PathBuf::from),
         })
     }
 }

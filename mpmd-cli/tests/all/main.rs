@@ -1,0 +1,12 @@
+//! Tests of the program `mpmd`, one module per command.
+
+mod bench;
+mod check_schedule;
+mod common;
+mod doctor;
+mod drawing;
+mod plan;
+mod plan_reshard;
+mod run;
+mod schedule;
+mod trace;

@@ -1,0 +1,474 @@
+//! `mpmd plan reshard`: executes its plans element by element, checks its sums, and checks its
+//! drawings.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::common::{ask, temporary, told};
+use serde_json::{Value, json};
+
+/// For each device, the elements that it holds, by row-major index, and the step after which it
+/// holds them.
+type Had = BTreeMap<u64, BTreeMap<usize, u64>>;
+
+/// Returns the elements of a region `[[start, end], …]` of an array of `shape`, by row-major index.
+fn elements(shape: &[usize], region: &Value) -> Vec<usize> {
+    let mut elements = vec![0];
+    for (size, range) in shape.iter().zip(region.as_array().unwrap()) {
+        let [start, end] = [0, 1].map(|i| range[i].as_u64().unwrap() as usize);
+        assert!(start <= end && end <= *size, "{region} in {shape:?}");
+        elements =
+            elements.iter().flat_map(|at| (start..end).map(move |i| at * size + i)).collect();
+    }
+    elements
+}
+
+fn shape_of(case: &Value) -> Vec<usize> {
+    serde_json::from_value(case["shape"].clone()).unwrap()
+}
+
+/// Returns the elements of each device on one side.
+fn held(case: &Value, layout: &Value) -> Had {
+    let regions = layout["regions"].as_object().unwrap_or_else(|| panic!("{case}: {layout}"));
+    let of = |(device, region): (&String, &Value)| {
+        let elements = elements(&shape_of(case), region).into_iter().map(|element| (element, 0));
+        (device.parse().unwrap(), elements.collect())
+    };
+    regions.iter().map(of).collect()
+}
+
+/// Returns the process and host of each device, by default 0.
+fn place(case: &Value, device: u64) -> (u64, u64) {
+    let process = case["process_of"].get(device.to_string()).and_then(Value::as_u64).unwrap_or(0);
+    let host = case["host_of"].get(process.to_string()).and_then(Value::as_u64).unwrap_or(0);
+    (process, host)
+}
+
+/// Executes the pieces one after the other, and checks the sums of the answer.
+fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
+    let shape = shape_of(case);
+    let (source, wanted) = (held(case, src), held(case, dst));
+    let (mut arrived, mut bytes, mut sent) = (Had::new(), [0u64; 4], BTreeMap::<u64, u64>::new());
+    let mut steps = 0;
+    let pieces = answer["pieces"].as_array().unwrap_or_else(|| panic!("{case}: {answer}"));
+    for piece in pieces {
+        let [from, to] = ["src", "dst"].map(|side| piece[side].as_u64().unwrap());
+        let elements = elements(&shape, &piece["region"]);
+        assert!(!elements.is_empty(), "{case}: {piece}");
+        let size = elements.len() as u64 * item;
+        let mut step = 0;
+        for element in &elements {
+            let first = source.get(&from).and_then(|had| had.get(element));
+            let later = arrived.get(&from).and_then(|had| had.get(element));
+            let had =
+                first.or(later).unwrap_or_else(|| panic!("{case}: {from} has not all of {piece}"));
+            step = step.max(had + 1);
+        }
+        for element in elements {
+            assert!(wanted[&to].contains_key(&element), "{case}: {to} does not want {piece}");
+            let again = arrived.entry(to).or_default().insert(element, step);
+            assert!(again.is_none(), "{case}: {to} gets an element of {piece} again");
+        }
+        steps = steps.max(step);
+        let ((from_process, from_host), (to_process, to_host)) =
+            (place(case, from), place(case, to));
+        let class = match (from == to, from_process == to_process, from_host == to_host) {
+            (true, ..) => 0,
+            (_, true, _) => 1,
+            (.., true) => 2,
+            _ => 3,
+        };
+        bytes[class] += size;
+        if from != to {
+            *sent.entry(from).or_default() += size;
+        }
+    }
+    for (device, wanted) in &wanted {
+        let got = arrived.get(device).map_or(0, BTreeMap::len);
+        assert_eq!(got, wanted.len(), "{case}: device {device} lacks something");
+    }
+    let by_class = ["same_device", "same_process", "same_host", "network"];
+    let said = by_class.map(|class| answer["bytes_by_link_class"][class].as_u64().unwrap());
+    assert_eq!(said, bytes, "{case}");
+    assert_eq!(
+        answer["max_bytes_sent_by_a_device"],
+        json!(sent.values().max().unwrap_or(&0)),
+        "{case}"
+    );
+    assert_eq!(answer["steps"], json!(steps), "{case}");
+    assert_eq!(answer.as_object().unwrap().len(), 4, "{case}");
+
+    // No plan moves less: missing elements of a host, or of a process, must arrive there once.
+    let missing = |group: &dyn Fn(u64) -> u64| {
+        let by_group = |had: &Had| {
+            let mut groups: BTreeMap<u64, BTreeSet<usize>> = BTreeMap::new();
+            had.iter().for_each(|(device, had)| {
+                groups.entry(group(*device)).or_default().extend(had.keys())
+            });
+            groups
+        };
+        let (has, wants) = (by_group(&source), by_group(&wanted));
+        let nothing = BTreeSet::new();
+        let missing =
+            wants.iter().map(|(g, wants)| wants.difference(has.get(g).unwrap_or(&nothing)).count());
+        missing.sum::<usize>() as u64 * item
+    };
+    assert_eq!(bytes[3], missing(&|device| place(case, device).1), "{case}: over the network");
+    // Processes of one host have different numbers.
+    let between = missing(&|device| place(case, device).0);
+    assert_eq!(bytes[2] + bytes[3], between, "{case}: between processes");
+    assert_eq!(
+        bytes[1] + bytes[2] + bytes[3],
+        missing(&|device| device),
+        "{case}: between devices"
+    );
+}
+
+/// Pseudo-random numbers, the same in every run.
+struct Numbers(u64);
+
+impl Numbers {
+    /// Returns a number below `end`.
+    fn below(&mut self, end: usize) -> usize {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+
+    fn shuffled<T: Clone>(&mut self, items: &[T]) -> Vec<T> {
+        let mut items = items.to_vec();
+        (1..items.len()).rev().for_each(|i| items.swap(i, self.below(i + 1)));
+        items
+    }
+}
+
+/// Numbers of devices, with gaps.
+const DEVICES: [u64; 10] = [0, 1, 2, 3, 7, 10, 11, 100, 101, u32::MAX as u64];
+
+fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
+    let devices = numbers.shuffled(&DEVICES);
+    match numbers.below(5) {
+        0 => json!({"device": devices[0]}),
+        1 => {
+            let dim = numbers.below(2 * shape.len()) as i64 - shape.len() as i64;
+            json!({"chunk": {"dim": dim, "placements": devices[..1 + numbers.below(9)]}})
+        }
+        2 => {
+            // Two blocks of rows, each cut in two along `dim`.
+            let cut = numbers.below(shape[0] + 1);
+            let dim = numbers.below(shape.len());
+            let mut shards = Vec::new();
+            for (start, end) in [(0, cut), (cut, shape[0])] {
+                let mut region: Vec<[usize; 2]> = shape.iter().map(|size| [0, *size]).collect();
+                region[0] = [start, end];
+                let [low, high] = region[dim];
+                let middle = low + numbers.below(high - low + 1);
+                for range in [[low, middle], [middle, high]] {
+                    region[dim] = range;
+                    shards.push(json!({"device": devices[shards.len()], "region": region}));
+                }
+            }
+            json!({ "shards": shards })
+        }
+        _ => {
+            let sizes = [vec![2, 2], vec![2, 3], vec![4], vec![3, 2], vec![6], vec![2, 2, 2]];
+            let sizes = &sizes[numbers.below(sizes.len())];
+            let names: Vec<String> = (0..sizes.len()).map(|axis| format!("a{axis}")).collect();
+            let mut spec = vec![Vec::new(); shape.len()];
+            for axis in numbers.shuffled(&names) {
+                // One of the choices leaves the axis out of the spec, which gives replicas.
+                if let Some(entry) = spec.get_mut(numbers.below(shape.len() + 1)) {
+                    entry.push(axis);
+                }
+            }
+            let count: usize = sizes.iter().product();
+            let mesh = json!({"axis_names": names, "shape": sizes, "device_ids": devices[..count]});
+            json!({"mesh": mesh, "spec": spec})
+        }
+    }
+}
+
+#[test]
+fn plans_are_executable_and_move_the_minimum() {
+    let mut numbers = Numbers(1);
+    let shapes = [vec![24], vec![24, 24], vec![24, 48], vec![24, 24, 24]];
+    let items = [("f32", 4), ("bf16", 2), ("i8", 1), ("c128", 16)];
+    let (mut cases, mut bytes) = (Vec::new(), Vec::new());
+    for _ in 0..300 {
+        let shape = &shapes[numbers.below(shapes.len())];
+        let (dtype, item) = items[numbers.below(items.len())];
+        let (src, dst) = (sharding(&mut numbers, shape), sharding(&mut numbers, shape));
+        let mut case = json!({"shape": shape, "dtype": dtype, "src": src, "dst": dst});
+        let processes = [0, 5, 6, 4_000_000_000u64];
+        if numbers.below(4) > 0 {
+            let of = |device: &u64| (device.to_string(), json!(processes[numbers.below(4)]));
+            case["process_of"] = Value::Object(DEVICES.iter().map(of).collect());
+            if numbers.below(3) > 0 {
+                let of = |process: &u64| (process.to_string(), json!([3, 9, 8][numbers.below(3)]));
+                case["host_of"] = Value::Object(processes.iter().map(of).collect());
+            }
+        }
+        cases.push(case);
+        bytes.push(item);
+    }
+    let layouts = |side: &str| {
+        let case = |case: &Value| json!({"sharding": case[side], "shape": case["shape"]});
+        told("layout", &cases.iter().map(case).collect())
+    };
+    let (src, dst) = (layouts("src"), layouts("dst"));
+    let answers = told("reshard", &Value::Array(cases.clone()));
+    for (i, (case, item)) in cases.iter().zip(bytes).enumerate() {
+        check(case, &src[i], &dst[i], &answers[i], item);
+    }
+    let relayed = answers
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|answer| answer["steps"].as_u64() > Some(1))
+        .count();
+    assert!(
+        relayed >= 20,
+        "{relayed}: regions wanted more than once spread from where they come first"
+    );
+}
+
+/// Rows on two processes of one host become columns on the other host. Each column block is on both
+/// devices of a process.
+fn example() -> Value {
+    json!({
+        "shape": [8, 6],
+        "dtype": "f32",
+        "src": {"mesh": {"axis_names": ["x", "y"], "shape": [2, 2], "device_ids": [0, 1, 2, 3]}, "spec": ["x", "y"]},
+        "dst": {"mesh": {"axis_names": ["z", "r"], "shape": [2, 2], "device_ids": [4, 5, 6, 7]}, "spec": [null, "z"]},
+        "process_of": {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2, "6": 3, "7": 3},
+        "host_of": {"0": 0, "1": 0, "2": 1, "3": 1},
+    })
+}
+
+#[test]
+fn without_maps_all_devices_are_of_one_process() {
+    let mut case = example();
+    case.as_object_mut().unwrap().retain(|field, _| !field.ends_with("_of"));
+    let bytes = &told("reshard", &case)["bytes_by_link_class"];
+    assert_eq!(
+        *bytes,
+        json!({"same_device": 0, "same_process": 384, "same_host": 0, "network": 0})
+    );
+    // Without `host_of` all processes are on one host.
+    case["process_of"] = example()["process_of"].clone();
+    let bytes = &told("reshard", &case)["bytes_by_link_class"];
+    assert_eq!(
+        *bytes,
+        json!({"same_device": 0, "same_process": 192, "same_host": 192, "network": 0})
+    );
+}
+
+#[test]
+fn maps_must_name_all_devices_and_may_name_others() {
+    let mut case = example();
+    let answer = told("reshard", &case);
+    case["process_of"]["99"] = json!(12);
+    case["host_of"]["12"] = json!(0);
+    case["host_of"]["13"] = json!(4);
+    assert_eq!(told("reshard", &case), answer);
+    case["process_of"].as_object_mut().unwrap().remove("6");
+    let refusal = told("reshard", &case);
+    assert_eq!(
+        refusal,
+        json!({"error": "unknown_device", "message": "dst: process_of has no device 6"})
+    );
+}
+
+#[test]
+fn all_partial_sums_go_to_the_destination() {
+    let mesh = json!({"axis_names": ["x"], "shape": [2], "device_ids": [3, 4]});
+    let src = json!({"mesh": mesh, "spec": [], "unreduced": ["x"]});
+    let answer =
+        told("reshard", &json!({"shape": [2], "dtype": "f32", "src": src, "dst": {"device": 4}}));
+    let piece = |src| json!({"src": src, "dst": 4, "region": [[0, 2]]});
+    assert_eq!(answer["pieces"], json!([piece(3), piece(4)]));
+}
+
+#[test]
+fn drawings_for_people() {
+    let answer = ask(&["reshard", "--pretty"], &example().to_string());
+    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
+    assert_eq!(answer.stdout, DRAWING);
+    let two = json!([{"shape": [5], "dim": 0, "placements": [1, 0]}, {"shape": [5], "dim": 1, "placements": [0]}]);
+    assert_eq!(ask(&["chunk", "--pretty"], &two.to_string()).stdout, CHUNKS);
+    let rules = json!({
+        "mesh": [["data", 4]],
+        "params": {"w": {"shape": [8, 8], "dtype": "f32"}},
+        "strategy": [["w", "shard_dim('data', 0)"]],
+    });
+    assert_eq!(ask(&["rules", "--pretty"], &rules.to_string()).stdout, RULES);
+    let between = json!({"src": example()["src"], "dst": {"mesh": {"axis_names": ["z"], "shape": [1], "device_ids": [9]}, "spec": []}});
+    assert_eq!(ask(&["intermediate", "--pretty"], &between.to_string()).stdout, INTERMEDIATE);
+}
+
+const DRAWING: &str = "\
+f32[8,6], 192 B: 8 pieces in 2 steps
+
+from P(x, y) on {x:2, y:2} devices [0, 1, 2, 3]
+to   P(None, z) on {z:2, r:2} devices [4, 5, 6, 7]
+
+    0     3     6          0      3      6
+  0 ┌─────┬─────┐        0 ┌──────┬──────┐
+    │  0  │  1  │          │ 4, 5 │ 6, 7 │
+  4 ├─────┼─────┤        8 └──────┴──────┘
+    │  2  │  3  │
+  8 └─────┴─────┘
+
+process  host  devices
+      0     0  0, 1
+      1     0  2, 3
+      2     1  4, 5
+      3     1  6, 7
+
+link          pieces  bytes
+same device        0    0 B
+same process       4  192 B
+same host          0    0 B
+network            4  192 B
+
+from       to         link     pieces  bytes
+process 0  process 2  network       1   48 B
+process 0  process 3  network       1   48 B
+process 1  process 2  network       1   48 B
+process 1  process 3  network       1   48 B
+
+step  pieces  bytes
+   1       4  192 B
+   2       4  192 B
+
+device  sends  receives
+     0   48 B       0 B
+     1   48 B       0 B
+     2   48 B       0 B
+     3   48 B       0 B
+     4   48 B      96 B
+     5   48 B      96 B
+     6   48 B      96 B
+     7   48 B      96 B
+";
+
+const CHUNKS: &str = "\
+case 0
+
+[5]: chunks of dimension 0 on ranks [1, 0]
+
+  0     3     5
+  ┌─────┬─────┐
+  │  1  │  0  │
+  └─────┴─────┘
+
+case 1
+
+dim_out_of_range: chunks of dimension 1: shape [5] has dimensions -1 to 0
+";
+
+const RULES: &str = "\
+leaf   array     spec           per device  rule
+w      f32[8,8]  P(data, None)        64 B  0 \"w\"
+total  256 B                          64 B
+";
+
+const INTERMEDIATE: &str = "\
+source        P(x, y) on {x:2, y:2} devices [0, 1, 2, 3]
+intermediate  P(x_intermediate_split, y_intermediate_split) on {x_intermediate_replica:2, \
+y_intermediate_replica:2, x_intermediate_split:1, y_intermediate_split:1} devices [0, 1, 2, 3]
+target        P() on {z:1} devices [9]
+replicated over x_intermediate_replica, y_intermediate_replica
+";
+
+/// Checks that a document is well formed: matching tags, quoted attributes, and escaped brackets
+/// and ampersands. Returns the texts between tags.
+fn texts(svg: &str) -> Vec<String> {
+    let (mut open, mut texts, mut rest) = (Vec::new(), Vec::new(), svg);
+    while let Some(start) = rest.find('<') {
+        let text = &rest[..start];
+        for after in text.split('&').skip(1) {
+            assert!(["amp;", "lt;", "gt;"].iter().any(|name| after.starts_with(name)), "{text:?}");
+        }
+        assert!(!text.contains('>'), "{text:?}");
+        if !text.trim().is_empty() {
+            texts.push(text.to_owned());
+        }
+        let end = start + rest[start..].find('>').expect("a tag ends");
+        let tag = &rest[start + 1..end];
+        assert!(!tag.contains('<') && tag.matches('"').count() % 2 == 0, "{tag:?}");
+        if let Some(name) = tag.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name), "{tag:?}");
+        } else if !tag.ends_with('/') {
+            open.push(tag.split_whitespace().next().expect("a tag has a name"));
+        }
+        rest = &rest[end + 1..];
+        assert!(
+            !open.is_empty() || rest.trim().is_empty(),
+            "one element is all there is: {rest:?}"
+        );
+    }
+    assert!(open.is_empty(), "{open:?}");
+    texts
+}
+
+/// Returns the drawing of a case, written by `mpmd plan` to a file of this name.
+fn svg(name: &str, what: &str, case: &Value) -> String {
+    let file = temporary(&format!("{name}.svg"));
+    let answer = ask(&[what, "--svg", file.to_str().unwrap()], &case.to_string());
+    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
+    assert!(answer.stdout.starts_with('{'), "the answer is there too: {}", answer.stdout);
+    std::fs::read_to_string(file).unwrap()
+}
+
+#[test]
+fn svg_documents_are_well_formed_and_show_every_device() {
+    let chips = |svg: &str, holders: std::ops::Range<u32>| {
+        let texts = texts(svg);
+        for holder in holders {
+            assert!(texts.contains(&holder.to_string()), "no device {holder} in {texts:?}");
+        }
+    };
+    let document = svg("example", "reshard", &example());
+    chips(&document, 0..8);
+    assert!(texts(&document).iter().any(|text| text == "process 0 to 2, network"), "{document}");
+
+    let ids: Vec<u32> = (0..32).collect();
+    // A name with special characters; three dimensions; replicas.
+    let mesh = json!({"axis_names": ["<a&\"b>", "c"], "shape": [8, 4], "device_ids": ids});
+    let layout = |spec: Value, shape: Value| json!({"sharding": {"mesh": mesh, "spec": spec}, "shape": shape});
+    for (spec, shape) in [
+        (json!(["<a&\"b>"]), json!([8, 2, 2])),
+        (json!([["<a&\"b>", "c"]]), json!([64])),
+        (json!(["c", "<a&\"b>"]), json!([4, 8])),
+        (json!([]), json!([])),
+        (json!(["c"]), json!([0, 3])),
+    ] {
+        chips(&svg("layout", "layout", &layout(spec, shape)), 0..32);
+    }
+    let chunks = json!({"shape": [5, 2], "dim": 0, "placements": [3, 1, 0, 2]});
+    chips(&svg("chunk", "chunk", &chunks), 0..4);
+}
+
+/// To update the picture: `mpmd plan reshard docs/reshard.json --svg docs/reshard.svg`.
+#[test]
+fn readme_picture_is_up_to_date() {
+    let case = serde_json::from_str(include_str!("../../../docs/reshard.json")).unwrap();
+    assert_eq!(svg("picture", "reshard", &case), include_str!("../../../docs/reshard.svg"));
+}
+
+#[test]
+fn undrawable_cases_are_errors() {
+    let file = temporary("none.svg");
+    let path = file.to_str().unwrap();
+    let case = json!({"shape": [4], "dim": 1, "placements": [0]});
+    let answer = ask(&["chunk", "--svg", path], &case.to_string());
+    assert_eq!(answer.status, Some(1));
+    assert!(
+        answer.stderr.contains("nothing to draw: dim_out_of_range: chunks of"),
+        "{}",
+        answer.stderr
+    );
+    let answer = ask(&["chunk", "--svg", path], &json!([case, case]).to_string());
+    assert!(answer.stderr.contains("--svg draws one case, found 2"), "{}", answer.stderr);
+    assert!(!file.exists());
+}

@@ -1,0 +1,34 @@
+//! Helpers of several topics, and a time limit for tests.
+
+pub(crate) mod arrays;
+pub(crate) mod chains;
+#[macro_use]
+pub(crate) mod cuda;
+pub(crate) mod kernels;
+
+use std::io::Write;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+/// Aborts the test process and names the test, unless it is dropped in time.
+///
+/// Without it, a test that hangs would hang its runner. With it, the test fails.
+#[must_use = "the limit is lifted when this is dropped"]
+pub(crate) struct Watchdog(#[expect(dead_code, reason = "held for its drop")] Sender<()>);
+
+/// Starts a limit in seconds for the calling test. It should be far more than the test needs on a
+/// busy machine.
+pub(crate) fn watchdog(seconds: u64) -> Watchdog {
+    let name = std::thread::current().name().unwrap_or("a test").to_owned();
+    let limit = Duration::from_secs(seconds);
+    let (alive, end) = channel();
+    std::thread::spawn(move || {
+        if end.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+            // Not `eprintln`: an abort loses the output that the test runner has captured.
+            let text = format!("\ntest {name} still runs after {limit:?}: it hangs\n");
+            let _ = std::io::stderr().write_all(text.as_bytes());
+            std::process::abort();
+        }
+    });
+    Watchdog(alive)
+}

@@ -1,0 +1,41 @@
+//! Tests of the public interface, in one program: building one per topic takes minutes.
+//!
+//! No test sets state of its process. Those that need an environment of their own run again in a
+//! process that has it ([`softcuda::again`]).
+
+#[macro_use]
+mod common;
+mod simulations;
+mod stages;
+
+mod any_to_any;
+mod api;
+mod bad_use;
+mod collectives;
+mod corners;
+mod cuda_calls;
+mod cuda_kernels;
+mod cuda_moves;
+mod cuda_nccl;
+mod failures;
+mod handed_over;
+mod lending;
+mod partial_sums;
+mod pipeline;
+mod pipeline_buffers;
+mod pipeline_errors;
+mod pipeline_memory;
+mod pipeline_schedules;
+mod pipeline_wiring;
+mod plan;
+mod program;
+mod random_programs;
+mod random_puts;
+mod relays;
+mod replay;
+mod reshard;
+mod resources;
+mod routing;
+mod same_call;
+mod sharding_kinds;
+mod split;

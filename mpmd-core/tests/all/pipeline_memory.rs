@@ -1,0 +1,286 @@
+//! The memory of a step equals its plan, and nothing new is mapped after the third step.
+
+use std::time::Duration;
+
+use mpmd_core::kernel::{Views, ViewsMut};
+use mpmd_core::pipeline::{
+    Declared, Loss, Microbatch, MicrobatchShapes, Pipeline, PlacedShape, Schedule, Stage,
+    StageSignature,
+};
+use mpmd_core::prelude::*;
+use mpmd_core::tree::Empty;
+use mpmd_core::{ProcessId, Simulation};
+
+/// Elements of an activation and of the parameters, and the number of residuals. A residual has as
+/// many elements as an activation.
+const ACTIVATION: usize = 16 << 10;
+const PARAMS: usize = 64 << 10;
+const RESIDUALS: usize = 10;
+const STEPS: usize = 16;
+/// Room for the losses, which are added up one by one.
+const SMALL: u64 = 4 << 10;
+
+/// Passes that take some time and only write their outputs.
+struct Pass;
+
+/// The same passes, and the loss.
+struct Last;
+
+fn declare<O>(out: O) -> StageSignature<O, Vec<PlacedShape>, Vec<PlacedShape>> {
+    let some = |count| (0..count).map(|_| PlacedShape::replicated(f32s([ACTIVATION]))).collect();
+    // The first two stay; the others are released, and two are added.
+    StageSignature::new(out, some(RESIDUALS), some(4)).keep("0", "0").keep("1", "1")
+}
+
+fn write(out: &mut ViewMut<'_>) -> Result<()> {
+    Ok(out.fill(0.5f32)?)
+}
+
+fn take(time: u64) {
+    std::thread::sleep(Duration::from_micros(300 * time));
+}
+
+macro_rules! passes {
+    ($stage:ty, $side:ty, $out:ty, $shape:expr) => {
+        impl Stage for $stage {
+            type Params = MpmdArray;
+            type In = MpmdArray;
+            type Side = $side;
+            type Out = $out;
+            type Residual = Vec<MpmdArray>;
+            type WeightResidual = Vec<MpmdArray>;
+
+            fn infer(
+                &self,
+                _: &ShapedArray,
+                _: &ShapedArray,
+                _: &mpmd_core::kernel::Shapes<$side>,
+            ) -> Result<Declared<Self>> {
+                Ok(declare($shape))
+            }
+
+            fn forward(
+                &self,
+                _: &mut Context<'_>,
+                _: View<'_>,
+                _: View<'_>,
+                _: Views<'_, $side>,
+                y: ViewsMut<'_, $out>,
+                mut residual: Vec<ViewMut<'_>>,
+            ) -> Result<()> {
+                take(1);
+                residual.iter_mut().try_for_each(write)?;
+                y.into_leaves().iter_mut().try_for_each(write)
+            }
+
+            fn backward_input(
+                &self,
+                _: &mut Context<'_>,
+                _: View<'_>,
+                _: Vec<View<'_>>,
+                _: Views<'_, $out>,
+                mut dx: Option<ViewMut<'_>>,
+                mut weight_residual: Vec<ViewMut<'_>>,
+            ) -> Result<()> {
+                take(1);
+                dx.iter_mut().try_for_each(write)?;
+                weight_residual[2..].iter_mut().try_for_each(write)
+            }
+
+            fn backward_weight(
+                &self,
+                _: &mut Context<'_>,
+                _: Vec<View<'_>>,
+                mut gradient: ViewMut<'_>,
+            ) -> Result<()> {
+                take(1);
+                write(&mut gradient)
+            }
+        }
+    };
+}
+
+passes!(Pass, Empty<MpmdArray>, MpmdArray, f32s([ACTIVATION]));
+passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) });
+
+/// Subtracts gradients from parameters, in place.
+struct Update;
+
+impl Kernel for Update {
+    type In = (MpmdArray, MpmdArray);
+    type Out = MpmdArray;
+
+    fn infer(&self, (params, _): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(params.clone()).alias("0", ""))
+    }
+
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        _: (View<'_>, View<'_>),
+        mut params: ViewMut<'_>,
+    ) -> Result<()> {
+        take(1);
+        write(&mut params)
+    }
+}
+
+/// Measurements of one process.
+#[derive(Debug)]
+struct MeasuredPeak {
+    expected: u64,
+    at_most: u64,
+    peak: u64,
+    /// Bytes mapped after the third step, and at the end.
+    mapped: [u64; 2],
+}
+
+fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredPeak> {
+    let count = schedule.stages();
+    let ranks = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
+    let meshes: Vec<_> = (0..count).map(|stage| ranks[schedule.rank_of(stage)].clone()).collect();
+    let params = meshes
+        .iter()
+        .map(|mesh| {
+            p.array_from_fn(f32s([PARAMS]), &mesh.replicated(), |_, mut view| write(&mut view))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    // Arrays that an optimiser would hold.
+    let beside = meshes
+        .iter()
+        .map(|mesh| {
+            p.array_from_fn(f32s([PARAMS / 2]), &mesh.replicated(), |_, mut view| write(&mut view))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let (last, mut params) = (count - 1, params.into_iter());
+    let mut next = || params.next().expect("one for each stage");
+    let mut pipeline = if last == 0 {
+        Pipeline::first(Last, &meshes[0], next())?
+    } else {
+        let mut front = Pipeline::first(Pass, &meshes[0], next())?;
+        for mesh in &meshes[1..last] {
+            front = front.then(Pass, mesh, next())?;
+        }
+        front.then(Last, &meshes[last], next())?
+    };
+    (0..count).for_each(|stage| pipeline.recompute(stage, how == Options::Again));
+    pipeline.buffer_gradients(how == Options::InOrder);
+    let updates = meshes
+        .iter()
+        .map(|mesh| p.jit(Update).on(mesh).outputs(mesh.replicated()).donate("0").build())
+        .collect::<Result<Vec<_>>>()?;
+    let shapes = MicrobatchShapes::new(f32s([ACTIVATION])).side(last, &f32s([ACTIVATION]));
+    let plan = pipeline.memory(p, schedule, &shapes, &beside)?;
+    pipeline.map_memory(p, schedule, &shapes, &beside)?;
+    let planned = plan.of(p.topology().devices_of(p.process()));
+    let mut found = MeasuredPeak {
+        expected: planned.expected,
+        at_most: planned.at_most,
+        peak: 0,
+        mapped: [0; 2],
+    };
+    for step in 0..3 + STEPS {
+        let mut made = |mesh: &mpmd_core::topology::Mesh| {
+            p.array_from_fn(f32s([ACTIVATION]), &mesh.replicated(), |_, mut view| write(&mut view))
+        };
+        let batch = (0..schedule.microbatches())
+            .map(|_| Ok(Microbatch::new(made(&meshes[0])?).side(last, made(&meshes[last])?)))
+            .collect::<Result<Vec<_>>>()?;
+        let output = pipeline.train_step(p, schedule, batch)?;
+        for (stage, (update, gradients)) in updates.iter().zip(output.gradients).enumerate() {
+            let params = pipeline.params(stage).remove(0).1;
+            let gradient = gradients.into_iter().next().expect("one parameter").1;
+            pipeline.set_params(stage, vec![update.call(p, (params, gradient))?])?;
+        }
+        p.step_end()?;
+        if step == 2 || step == 2 + STEPS {
+            for stage in 0..count {
+                pipeline
+                    .params(stage)
+                    .iter()
+                    .try_for_each(|(_, array)| array.block_until_ready().map(drop))?;
+            }
+            for process in 0..p.processes() as u32 {
+                p.broadcast_value(ProcessId(process), (), || Ok(()))?;
+            }
+            found.mapped[usize::from(step > 2)] = p.memory().mapped;
+            found.peak = p.memory().recent_peak + p.memory().staging_recent_peak;
+            p.forget_memory_peak();
+        }
+    }
+    Ok(found)
+}
+
+/// Pipeline options beside the schedule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Options {
+    Plain,
+    /// Forward passes are recomputed.
+    Again,
+    /// Weight gradients in ascending order.
+    InOrder,
+}
+
+/// Returns a line for each process with memory outside the bounds.
+fn off(simulation: &Simulation, schedule: &Schedule, how: Options, what: &str) -> Vec<String> {
+    let mut off = Vec::new();
+    for (process, found) in simulation.run(|p| train(p, schedule, how)).into_iter().enumerate() {
+        let found = found.unwrap();
+        let MeasuredPeak { expected, at_most, peak, mapped } = found;
+        let ratio = peak as f64 / expected as f64;
+        let share = peak as f64 / at_most as f64;
+        let line = format!(
+            "{what}, process {process}: {ratio:.3} of what is expected, {share:.3} of the bound: \
+             {found:?}"
+        );
+        if !(0.9..=1.1).contains(&ratio) || peak > at_most + SMALL || mapped[0] != mapped[1] {
+            off.push(line);
+        }
+    }
+    off
+}
+
+#[test]
+fn step_memory_matches_its_plan_and_stays_flat() {
+    let mut all = Vec::new();
+    for name in ["gpipe", "1f1b"] {
+        for (stages, processes) in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)] {
+            let schedule = Schedule::named(name, stages, 8, None).unwrap();
+            for hands_over in [false, true] {
+                let mut simulation = Simulation::new(processes, stages);
+                if hands_over {
+                    simulation = simulation.hands_over(&vec![0; processes]);
+                }
+                let how = if hands_over { "handed over" } else { "copied" };
+                let what = format!("{name}, {stages} stages, {processes} processes, {how}");
+                all.extend(off(&simulation, &schedule, Options::Plain, &what));
+            }
+        }
+    }
+    assert!(all.is_empty(), "{}", all.join("\n"));
+}
+
+#[test]
+fn step_memory_matches_its_plan_with_several_stages_per_rank() {
+    let mut all = Vec::new();
+    for (name, chunks, how, ranks, processes) in [
+        ("interleaved", 2, Options::Plain, 4, 4),
+        ("zb-h1", 1, Options::Plain, 4, 2),
+        ("zb1p", 2, Options::Plain, 2, 2),
+        ("zbv", 2, Options::Plain, 4, 4),
+        ("dualpipev", 2, Options::Plain, 4, 2),
+        ("bfs", 2, Options::Plain, 2, 2),
+        ("bfs", 2, Options::InOrder, 2, 1),
+        ("1f1b", 1, Options::Again, 4, 4),
+        ("zbv", 2, Options::Again, 2, 2),
+    ] {
+        let schedule = Schedule::named(name, ranks, 8, Some(chunks)).unwrap();
+        let mut simulation = Simulation::new(processes, ranks);
+        if processes == ranks {
+            simulation = simulation.hands_over(&vec![0; processes]);
+        }
+        let what = format!("{name}, {how:?}, {ranks} ranks, {processes} processes");
+        all.extend(off(&simulation, &schedule, how, &what));
+    }
+    assert!(all.is_empty(), "{}", all.join("\n"));
+}

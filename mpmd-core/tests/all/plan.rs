@@ -1,0 +1,208 @@
+//! The plan of a dry run matches the job: its steps, its memory, and its end.
+
+use std::time::{Duration, Instant};
+
+use crate::common::kernels::{fun, like_first};
+use crate::common::watchdog;
+use mpmd_core::plan::{End, Kind, Plan};
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
+use mpmd_core::{Jit, Simulation};
+use mpmd_transport::Pool;
+
+const WIDTH: usize = 1 << 10;
+
+fn on(device: u32) -> Sharding {
+    Sharding::single_device(DeviceId(device))
+}
+
+/// Waits until a process has sent the planned bytes; returns the bytes that it has sent.
+fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let sent = p.metrics().bytes_sent;
+        if sent == planned || Instant::now() > deadline {
+            return sent;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Returns the bytes between each two processes in all operations of a plan.
+fn bytes_between(plan: &Plan) -> Vec<Vec<u64>> {
+    let count = plan.processes as usize;
+    let mut bytes = vec![vec![0; count]; count];
+    for ((from, to), link) in plan.links(1..plan.operations.len() as u64 + 1) {
+        bytes[from as usize][to as usize] = link.bytes;
+    }
+    bytes
+}
+
+/// Adds one, in place.
+fn add_one(
+    p: &Program,
+    device: u32,
+) -> Result<Jit<impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdArray>> + use<>>> {
+    let kernel = fun(
+        "add one",
+        |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0")),
+        |_, _, mut y| {
+            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+            Ok(())
+        },
+    );
+    let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(device)])?;
+    p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
+}
+
+/// Moves a state around all devices in each step and reads it in each. With `replays`, replays the
+/// steps after two that are issued directly.
+fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
+    let devices = p.topology().devices().len() as u32;
+    let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
+    let scale = MpmdArray::scalar(2.0f32);
+    let scale = p.device_put(&scale, on(0))?;
+    let mut state = p.array_from_fn(f32s([WIDTH]), &on(0), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let around = |p: &mut Program, mut state: MpmdArray| -> Result<MpmdArray> {
+        let _also = p.device_put(&scale, on(devices - 1))?;
+        for device in (1..devices).chain([0]) {
+            let moved = p.device_put(&state, on(device))?;
+            let mut y = kernels[device as usize].call(p, vec![moved])?;
+            state = y.remove(0);
+        }
+        Ok(state)
+    };
+    let mut recorded = None;
+    for step in 0..steps {
+        state = match (&recorded, replays && step > 1) {
+            (Some(step), true) => {
+                mpmd_core::Recorded::<MpmdArray, MpmdArray>::replay(step, p, state)?
+            }
+            (None, true) => {
+                let (y, step) = p.record(state, around)?;
+                recorded = Some(step);
+                y
+            }
+            _ => around(p, state)?,
+        };
+        let value = state.to_host()?;
+        assert!(value.is_none_or(
+            |value| value.to_vec::<f32>().unwrap()[0] == ((step + 1) * devices as usize) as f32
+        ));
+        p.step_end()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn replayed_steps_are_planned_like_issued_ones() {
+    let _limit = watchdog(120);
+    let planned = |replays| {
+        let mut p = Program::builder().devices(4).dry_run(4).unwrap();
+        rounds(&mut p, 6, replays).unwrap();
+        let plan = p.plan().unwrap();
+        p.finish().unwrap();
+        plan
+    };
+    let (by_hand, replayed) = (planned(false), planned(true));
+    assert_eq!(by_hand.end, End::Open);
+    assert_eq!(by_hand.operations, replayed.operations);
+    assert_eq!(by_hand.descriptors, replayed.descriptors);
+    for step in 0..6 {
+        assert_eq!(by_hand.step(step), replayed.step(step));
+    }
+    // A replay releases its inputs when all of it is issued; in time this is immediate.
+    let in_time = |plan: &Plan| -> Vec<u64> {
+        plan.memory(&plan.flow()).devices.iter().map(|device| device.in_time.bytes).collect()
+    };
+    assert_eq!(in_time(&by_hand), in_time(&replayed));
+    let bytes = bytes_between(&replayed);
+    assert_eq!(bytes[0][1], 6 * 4 * WIDTH as u64);
+    let results = Simulation::new(4, 4).run(|p| {
+        rounds(p, 6, true)?;
+        Ok(sent(p, &bytes[p.process().index()]))
+    });
+    for (process, result) in results.into_iter().enumerate() {
+        assert_eq!(result.unwrap(), bytes[process]);
+    }
+    let reads: Vec<_> = replayed.reads.iter().map(|read| (read.after, read.values)).collect();
+    let ends: Vec<_> = replayed.steps.iter().map(|step| (step.operation, true)).collect();
+    assert_eq!(reads, ends, "values are read at the end of each step");
+}
+
+#[test]
+fn planned_memory_equals_use_of_a_fully_waiting_program() {
+    let _limit = watchdog(120);
+    let program = |p: &mut Program| -> Result<()> {
+        let mesh = p.mesh(&[("x", 2)])?;
+        let half = mesh.sharding(spec!["x"]);
+        let double = fun("double", like_first, |_, x, mut y| {
+            let x = x[0].as_slice::<f32>()?;
+            y[0].as_mut_slice::<f32>()?.iter_mut().zip(x).for_each(|(y, x)| *y = x * 2.0);
+            Ok(())
+        });
+        let double = p.jit(double).on(&mesh).outputs(&half).build()?;
+        let mut kept = Vec::new();
+        let mut x =
+            p.array_from_fn(f32s([16 * WIDTH]), &half, |_, mut view| Ok(view.fill(1.0f32)?))?;
+        x.block_until_ready()?;
+        for round in 0..4 {
+            let y = double.call(p, vec![x])?.remove(0);
+            y.block_until_ready()?;
+            if round < 2 {
+                kept.push(y.clone());
+            }
+            x = y;
+        }
+        // As a whole array, from which the kept halves are restored.
+        let whole = p.device_put(&x, mesh.replicated())?;
+        whole.block_until_ready()?;
+        drop(kept);
+        let back = p.device_put(&whole, &half)?;
+        back.block_until_ready()?;
+        Ok(())
+    };
+    for processes in [1, 2] {
+        let mut dry_run = Program::builder().devices(2).dry_run(processes).unwrap();
+        program(&mut dry_run).unwrap();
+        let plan = dry_run.plan().unwrap();
+        let memory = plan.memory(&plan.flow());
+        let half = Pool::rounded(8 * WIDTH * 4);
+        assert!(
+            memory
+                .devices
+                .iter()
+                .all(|device| device.in_order.bytes == memory.devices[0].in_order.bytes)
+        );
+        assert_eq!(
+            memory.devices[0].in_order.bytes,
+            3 * half + 2 * half,
+            "two kept, the last, and the whole"
+        );
+        let results = Simulation::new(processes, 2).run(|p| {
+            program(p)?;
+            Ok(p.memory().peak_live)
+        });
+        let planned = (2 / processes) as u64 * memory.devices[0].in_order.bytes;
+        for result in results {
+            assert_eq!(result.unwrap(), planned);
+        }
+    }
+}
+
+#[test]
+fn only_dry_runs_have_a_plan() {
+    let _limit = watchdog(60);
+    let alone = Program::builder().alone().unwrap();
+    assert_eq!(alone.plan(), None);
+    alone.finish().unwrap();
+    let mut p = Program::builder().devices(2).dry_run(2).unwrap();
+    assert!(p.plan().unwrap().operations.is_empty());
+    let agreed = p.broadcast_value(mpmd_core::ProcessId(1), 7u8, || Ok(8)).unwrap();
+    assert_eq!(agreed, 7);
+    let plan = p.plan().unwrap();
+    assert_eq!(plan.descriptor_of(1).unwrap().kind, Kind::BroadcastValue { from: 1, bytes: 1 });
+    assert!(plan.describe(1).contains("plan.rs:"), "{}", plan.describe(1));
+    p.finish().unwrap();
+}

@@ -1,0 +1,185 @@
+//! Calls that look equal on two processes but differ. The error names the difference, and nothing
+//! issued afterwards is delivered.
+
+use std::sync::{Barrier, Mutex};
+use std::time::Duration;
+
+use crate::common::kernels::{fun, like_first};
+use crate::common::watchdog;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
+use mpmd_core::{ProcessId, PutOptions, Simulation};
+
+fn on(device: u32) -> Sharding {
+    Sharding::single_device(DeviceId(device))
+}
+
+/// Creates host values with a different first element on each process.
+fn own_values(p: &Program, elements: usize) -> Result<MpmdArray> {
+    let mut values = vec![1.0f32; elements];
+    values[0] = p.process().0 as f32;
+    MpmdArray::from_slice(&[elements], &values)
+}
+
+/// Returns the one divergence error that both processes end with.
+fn diverged(results: Vec<Result<()>>) -> String {
+    let errors: Vec<_> =
+        results.into_iter().map(|result| result.expect_err("the programs differ")).collect();
+    assert!(errors.iter().all(mpmd_core::Error::is_divergence), "{errors:?}");
+    let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
+    assert_eq!(texts[0], texts[1]);
+    texts[0].clone()
+}
+
+fn assert_values_are_named(text: &str) {
+    assert!(
+        text.contains("process 1 issued the same call, but the values differ: their hash is"),
+        "{text}"
+    );
+    assert!(text.contains("from the same seed") && text.contains("`agree`"), "{text}");
+    assert_eq!(text.matches("tests/all/same_call.rs:").count(), 1, "{text}");
+}
+
+/// Runs `differs` on two processes, then moves an array from process 0 to process 1, which must not
+/// receive it. Returns the text of the divergence.
+fn nothing_arrives_after(
+    simulation: &Simulation,
+    elements: usize,
+    first: ProcessId,
+    differs: impl Fn(&mut Program) -> Result<()> + Sync,
+) -> String {
+    let (arrived, behind) = (Mutex::new(None), Barrier::new(2));
+    let results = simulation.run(|p| {
+        let x = p.array_from_fn(f32s([elements]), &on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
+        // The first process's messages arrive before the other process issues anything more.
+        if p.process() != first {
+            behind.wait();
+        }
+        let moved = differs(p).and_then(|()| p.device_put(&x, on(1)));
+        if p.process() == first {
+            behind.wait();
+        }
+        let moved = moved?;
+        if p.process() == ProcessId(1) {
+            *arrived.lock().unwrap() = Some(moved.to_host().is_ok());
+        }
+        Ok(())
+    });
+    assert_eq!(arrived.into_inner().unwrap(), Some(false), "delivered after a difference");
+    diverged(results)
+}
+
+/// Runs `differs` with small and large arrays, both orders of issuing, delays, and zero-copy
+/// transfers.
+fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<String> {
+    let mut texts = Vec::new();
+    for seed in 0..3 {
+        for elements in [4, 100_000] {
+            for (first, hosts) in [(0, &[][..]), (1, &[]), (0, &[0, 0]), (1, &[0, 0])] {
+                let simulation =
+                    Simulation::new(2, 2).delays(seed, Duration::from_millis(2)).hands_over(hosts);
+                texts.push(nothing_arrives_after(
+                    &simulation,
+                    elements,
+                    ProcessId(first),
+                    &differs,
+                ));
+            }
+        }
+    }
+    texts
+}
+
+#[test]
+fn host_values_that_differ_in_a_put_are_named() {
+    let _limit = watchdog(120);
+    let texts = in_all_ways(|p| {
+        let x = own_values(p, 2)?;
+        p.device_put(&x, on(0)).map(drop)
+    });
+    for text in texts {
+        assert_values_are_named(&text);
+        assert!(
+            text.contains(
+                "first differ at operation 2: process 0 issued operation 2 (device_put of"
+            ),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn host_values_that_differ_in_a_kernel_call_are_named() {
+    let _limit = watchdog(120);
+    let texts = in_all_ways(|p| {
+        let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(0)])?;
+        let same = p.jit(fun("same", like_first, |_, _, _| Ok(()))).on(&mesh);
+        let (same, equal) = (same.outputs(mesh.replicated()).build()?, MpmdArray::scalar(1.0f32));
+        let own = own_values(p, 1)?;
+        same.call(p, vec![equal, own]).map(drop)
+    });
+    texts.iter().for_each(|text| assert_values_are_named(text));
+}
+
+#[test]
+fn host_values_that_differ_in_a_replay_are_named() {
+    let _limit = watchdog(120);
+    let texts = in_all_ways(|p| {
+        // Process 1 has no part in the step.
+        let (_, step) = p.record(MpmdArray::scalar(0.0f32), |p, x| p.device_put(&x, on(0)))?;
+        let own = MpmdArray::scalar(p.process().0 as f32);
+        step.replay(p, own).map(drop)
+    });
+    for text in texts {
+        assert!(
+            text.contains("process 1 issued the same call, but the values differ: their hash is"),
+            "{text}"
+        );
+        assert!(text.contains("of the step recorded at"), "{text}");
+    }
+}
+
+#[test]
+fn large_host_values_are_compared_if_the_job_says_so() {
+    let _limit = watchdog(120);
+    let run = |check: bool| {
+        Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(check)).run(|p| {
+            let x = own_values(p, 17)?;
+            let x = p.device_put(&x, on(0))?;
+            p.device_put(&x, on(1))?.block_until_ready()?;
+            p.step_end()
+        })
+    };
+    assert!(run(false).iter().all(Result::is_ok), "68 bytes are not looked at");
+    assert_values_are_named(&diverged(run(true)));
+    // Small values are always compared.
+    let small =
+        Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(false)).run(|p| {
+            let x = own_values(p, 16)?;
+            let _ = p.device_put(&x, on(0))?;
+            p.step_end()
+        });
+    assert_values_are_named(&diverged(small));
+}
+
+#[test]
+fn puts_that_differ_in_donation_or_aliasing_diverge() {
+    let _limit = watchdog(120);
+    let options = PutOptions::default();
+    for other in [options.donate(true), options.may_alias(false)] {
+        let texts = in_all_ways(|p| {
+            let x = p.array_from_fn(f32s([2]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let options = if p.process() == ProcessId(1) { other } else { options };
+            p.device_put_with(&x, on(0), options).map(drop)
+        });
+        for text in texts {
+            assert!(
+                text.ends_with(
+                    "process 1 issued the same call, but with other arrays or other options"
+                ),
+                "{text}"
+            );
+        }
+    }
+}

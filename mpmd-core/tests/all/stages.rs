@@ -1,0 +1,431 @@
+//! Stages for tests of pipelines, and the direct computation of their gradients.
+
+use mpmd_core::kernel;
+use mpmd_core::pipeline::{
+    Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+};
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Spec;
+use mpmd_core::topology::Mesh;
+use mpmd_core::tree::Empty;
+
+pub(crate) const WIDTH: usize = 3;
+
+/// The rows of a microbatch that a device of a stage has.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Rows {
+    All,
+    /// A part of the rows, over the mesh axis `data`.
+    Part,
+}
+
+impl Rows {
+    pub(crate) fn spec(self) -> Spec {
+        match self {
+            Self::All => Spec::default(),
+            Self::Part => spec!["data"],
+        }
+    }
+}
+
+/// y = x * w, element by element, with w shared by the rows.
+pub(crate) struct Scale {
+    pub(crate) rows: Rows,
+    pub(crate) fuses: bool,
+}
+
+impl Scale {
+    /// Creates a stage with separate passes for its gradients.
+    pub(crate) fn of(rows: Rows) -> Self {
+        Self { rows, fuses: false }
+    }
+}
+
+/// y = a * w + b.
+pub(crate) struct Join;
+
+/// Sum of squares of (x * w - labels), over the rows.
+pub(crate) struct Square(pub(crate) Rows);
+
+fn floats<'a>(view: &'a View<'_>) -> Result<&'a [f32]> {
+    Ok(view.as_slice::<f32>()?)
+}
+
+impl Stage for Scale {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = MpmdArray;
+    type WeightResidual = (MpmdArray, MpmdArray);
+
+    fn infer(
+        &self,
+        w: &ShapedArray,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
+        if x.shape()[1] != w.shape()[0] {
+            return Err(Error::kernel(format!("{x} * {w}")));
+        }
+        let kept = PlacedShape::new(x.clone(), self.rows.spec());
+        Ok(StageSignature::new(x.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.rows.spec()
+    }
+
+    fn output_spec(&self) -> Spec {
+        self.rows.spec()
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        mut residual: ViewMut<'_>,
+    ) -> Result<()> {
+        let (w, x) = (floats(&w)?, floats(&x)?);
+        residual.as_mut_slice()?.copy_from_slice(x);
+        let y = y.as_mut_slice::<f32>()?;
+        (0..x.len()).for_each(|i| y[i] = x[i] * w[i % w.len()]);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        _: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, dy) = (floats(&w)?, floats(&dy)?);
+        out.as_mut_slice()?.copy_from_slice(dy);
+        if let Some(mut dx) = dx {
+            let dx = dx.as_mut_slice::<f32>()?;
+            (0..dy.len()).for_each(|i| dx[i] = dy[i] * w[i % w.len()]);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        _: &mut Context<'_>,
+        (x, dy): (View<'_>, View<'_>),
+        mut gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        let (x, dy) = (floats(&x)?, floats(&dy)?);
+        let gradient = gradient.as_mut_slice::<f32>()?;
+        let width = gradient.len();
+        (0..x.len()).for_each(|i| gradient[i % width] += x[i] * dy[i]);
+        Ok(())
+    }
+
+    fn fuses_backward(&self) -> bool {
+        self.fuses
+    }
+
+    fn backward(
+        &self,
+        cx: &mut Context<'_>,
+        w: View<'_>,
+        x: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        let (weights, dys) = (floats(&w)?, floats(&dy)?);
+        if let Some(mut dx) = dx {
+            let dx = dx.as_mut_slice::<f32>()?;
+            (0..dys.len()).for_each(|i| dx[i] = dys[i] * weights[i % weights.len()]);
+        }
+        self.backward_weight(cx, (x, dy), gradient)
+    }
+}
+
+impl Stage for Join {
+    type Params = MpmdArray;
+    type In = (MpmdArray, MpmdArray);
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = MpmdArray;
+    type WeightResidual = (MpmdArray, MpmdArray);
+
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        (a, b): &(ShapedArray, ShapedArray),
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
+        if a != b {
+            return Err(Error::kernel(format!("{a} + {b}")));
+        }
+        let kept = PlacedShape::replicated(a.clone());
+        Ok(StageSignature::new(a.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        (a, b): (View<'_>, View<'_>),
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        mut residual: ViewMut<'_>,
+    ) -> Result<()> {
+        let (w, a, b) = (floats(&w)?, floats(&a)?, floats(&b)?);
+        residual.as_mut_slice()?.copy_from_slice(a);
+        let y = y.as_mut_slice::<f32>()?;
+        (0..a.len()).for_each(|i| y[i] = a[i] * w[i % w.len()] + b[i]);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        _: View<'_>,
+        dy: View<'_>,
+        dx: Option<(ViewMut<'_>, ViewMut<'_>)>,
+        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, dy) = (floats(&w)?, floats(&dy)?);
+        out.as_mut_slice()?.copy_from_slice(dy);
+        if let Some((mut da, mut db)) = dx {
+            let da = da.as_mut_slice::<f32>()?;
+            (0..dy.len()).for_each(|i| da[i] = dy[i] * w[i % w.len()]);
+            db.as_mut_slice()?.copy_from_slice(dy);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut Context<'_>,
+        kept: (View<'_>, View<'_>),
+        gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        Scale::of(Rows::All).backward_weight(cx, kept, gradient)
+    }
+}
+
+impl Stage for Square {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = MpmdArray;
+    type Out = Loss<MpmdArray>;
+    type Residual = (MpmdArray, MpmdArray);
+    type WeightResidual = (MpmdArray, MpmdArray);
+
+    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
+        let kept = || PlacedShape::new(x.clone(), self.0.spec());
+        let loss = Loss { sum: f32s([]), weight: f32s([]) };
+        let signature = StageSignature::new(loss, (kept(), kept()), (kept(), kept()));
+        let signature = signature.keep("0", "0").keep("1", "1");
+        Ok(if self.0 == Rows::Part {
+            signature.forward_all_reduce("data", f32s([2]))
+        } else {
+            signature
+        })
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.0.spec()
+    }
+
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        w: View<'_>,
+        x: View<'_>,
+        labels: View<'_>,
+        mut y: Loss<ViewMut<'_>>,
+        (mut kept, mut error): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, x, labels) = (floats(&w)?, floats(&x)?, floats(&labels)?);
+        kept.as_mut_slice()?.copy_from_slice(x);
+        let error = error.as_mut_slice::<f32>()?;
+        (0..x.len()).for_each(|i| error[i] = x[i] * w[i % w.len()] - labels[i]);
+        let mut loss = [error.iter().map(|e| e * e).sum::<f32>(), (x.len() / w.len()) as f32];
+        if self.0 == Rows::Part {
+            cx.all_reduce("data", &mut loss)?;
+        }
+        y.sum.fill(loss[0])?;
+        y.weight.fill(loss[1])?;
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        _: (View<'_>, View<'_>),
+        dy: kernel::Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        (_, mut error): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, scale) = (floats(&w)?, dy.sum.scalar::<f32>()?);
+        let error = error.as_mut_slice::<f32>()?;
+        error.iter_mut().for_each(|e| *e *= 2.0 * scale);
+        if let Some(mut dx) = dx {
+            let dx = dx.as_mut_slice::<f32>()?;
+            (0..dx.len()).for_each(|i| dx[i] = error[i] * w[i % w.len()]);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut Context<'_>,
+        kept: (View<'_>, View<'_>),
+        gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        Scale::of(self.0).backward_weight(cx, kept, gradient)
+    }
+}
+
+/// The results of a step: loss and weight, and the gradients by stage.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Outcome {
+    pub(crate) loss: Option<[f32; 2]>,
+    pub(crate) gradients: Vec<Option<Vec<f32>>>,
+}
+
+pub(crate) fn value(microbatch: usize, i: usize) -> f32 {
+    0.31 + 0.1 * (i % 7) as f32 + 0.043 * microbatch as f32
+}
+
+pub(crate) fn label(microbatch: usize, i: usize) -> f32 {
+    0.2 * value(microbatch, i + 1)
+}
+
+pub(crate) fn weight(stage: usize, i: usize) -> f32 {
+    0.87 + 0.061 * ((3 * stage + i) % 5) as f32
+}
+
+pub(crate) fn weights(stage: usize) -> Vec<f32> {
+    (0..WIDTH).map(|i| weight(stage, i)).collect()
+}
+
+pub(crate) fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
+    array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
+}
+
+/// Returns a mesh for each rank.
+pub(crate) fn meshes(p: &mut Program, ranks: usize) -> Result<Vec<Mesh>> {
+    Ok(p.mesh(&[("rank", ranks)])?.split("rank")?)
+}
+
+/// Puts the weights of a stage on a mesh.
+pub(crate) fn params(p: &mut Program, stage: usize, mesh: &Mesh) -> Result<MpmdArray> {
+    p.device_put(&MpmdArray::from_slice(&[WIDTH], &weights(stage))?, mesh.replicated())
+}
+
+/// Creates stages of [`Scale`] with [`Square`] at the end, on the ranks of a schedule.
+pub(crate) fn chain(
+    p: &mut Program,
+    schedule: &Schedule,
+    fuses: bool,
+) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+    let (meshes, last) = (meshes(p, schedule.ranks())?, schedule.stages() - 1);
+    let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
+    let mut front =
+        Pipeline::first(Scale { rows: Rows::All, fuses }, mesh(0), params(p, 0, mesh(0))?)?;
+    for stage in 1..last {
+        front = front.then(
+            Scale { rows: Rows::All, fuses },
+            mesh(stage),
+            params(p, stage, mesh(stage))?,
+        )?;
+    }
+    front.then(Square(Rows::All), mesh(last), params(p, last, mesh(last))?)
+}
+
+/// Returns microbatches with these numbers of rows, with labels for the last stage.
+pub(crate) fn microbatches(
+    p: &mut Program,
+    pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
+    rows: &[usize],
+) -> Result<Vec<Microbatch<MpmdArray>>> {
+    let last = pipeline.stages() - 1;
+    let mut all = Vec::new();
+    for (m, rows) in rows.iter().copied().enumerate() {
+        let mut put = |of: fn(usize, usize) -> f32, mesh: &Mesh| {
+            let values: Vec<f32> = (0..rows * WIDTH).map(|i| of(m, i)).collect();
+            p.device_put(&MpmdArray::from_slice(&[rows, WIDTH], &values)?, mesh.replicated())
+        };
+        let x = put(value, pipeline.mesh(0))?;
+        all.push(Microbatch::new(x).side(last, put(label, pipeline.mesh(last))?));
+    }
+    Ok(all)
+}
+
+/// Runs one step; returns this process's results.
+pub(crate) fn step(
+    p: &mut Program,
+    pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>,
+    schedule: &Schedule,
+    rows: &[usize],
+) -> Result<Outcome> {
+    let batch = microbatches(p, pipeline, rows)?;
+    let output = pipeline.train_step(p, schedule, batch)?;
+    p.step_end()?;
+    let loss = match (read(&output.loss.sum)?, read(&output.loss.weight)?) {
+        (Some(sum), Some(weight)) => Some([sum[0], weight[0]]),
+        _ => None,
+    };
+    let mut gradients = Vec::new();
+    for stage in &output.gradients {
+        gradients.push(match stage.first() {
+            Some((_, gradient)) => read(gradient)?,
+            None => None,
+        });
+    }
+    Ok(Outcome { loss, gradients })
+}
+
+/// Computes the same for a chain directly: microbatches in ascending order.
+pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
+    let w: Vec<Vec<f32>> = (0..stages).map(weights).collect();
+    let mut gradients = vec![vec![0.0f32; WIDTH]; stages];
+    let mut loss: Option<[f32; 2]> = None;
+    for (m, rows) in rows.iter().copied().enumerate() {
+        let count = rows * WIDTH;
+        let mut inputs: Vec<Vec<f32>> = vec![(0..count).map(|i| value(m, i)).collect()];
+        for w in &w[..stages - 1] {
+            let x = &inputs[inputs.len() - 1];
+            inputs.push((0..count).map(|i| x[i] * w[i % WIDTH]).collect());
+        }
+        let x = &inputs[stages - 1];
+        let mut d: Vec<f32> =
+            (0..count).map(|i| x[i] * w[stages - 1][i % WIDTH] - label(m, i)).collect();
+        let one = [d.iter().map(|e| e * e).sum::<f32>(), rows as f32];
+        loss = Some(loss.map_or(one, |sum| [sum[0] + one[0], sum[1] + one[1]]));
+        d.iter_mut().for_each(|e| *e *= 2.0);
+        for stage in (0..stages).rev() {
+            (0..count).for_each(|i| gradients[stage][i % WIDTH] += inputs[stage][i] * d[i]);
+            d.iter_mut().enumerate().for_each(|(i, d)| *d *= w[stage][i % WIDTH]);
+        }
+    }
+    Outcome { loss, gradients: gradients.into_iter().map(Some).collect() }
+}
+
+/// Combines the outcomes of all processes.
+pub(crate) fn together(outcomes: Vec<Result<Outcome>>) -> Outcome {
+    let mut all = Outcome::default();
+    for outcome in outcomes {
+        let outcome = outcome.unwrap();
+        all.loss = all.loss.or(outcome.loss);
+        all.gradients.resize(outcome.gradients.len(), None);
+        for (all, one) in all.gradients.iter_mut().zip(outcome.gradients) {
+            *all = all.take().or(one);
+        }
+    }
+    all
+}

@@ -1,0 +1,330 @@
+//! Memory and events of other processes. A test that runs with the driver starts itself once more
+//! as the other side, and the two speak through the other's standard input and output, in lines.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::{CudaContext, CudaStream};
+
+const OTHER: &str = "SOFTCUDA_TEST_OTHER";
+const LAZY: u32 = 1;
+
+/// The process on the other side.
+struct Other {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Other {
+    /// Runs the test of a name again, as the other side.
+    fn start(name: &str) -> Other {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("ipc::{name}"), "--nocapture", "--test-threads=1"])
+            .env(OTHER, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let to = child.stdin.take().unwrap();
+        let from = BufReader::new(child.stdout.take().unwrap());
+        Other { child, to, from }
+    }
+
+    fn say(&mut self, line: &str) {
+        writeln!(self.to, "{line}").unwrap();
+    }
+
+    /// The next line for this side; what the test runner itself prints is passed over.
+    fn hear(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            assert!(self.from.read_line(&mut line).unwrap() > 0, "the other side has ended");
+            if let Some((_, said)) = line.trim_end().split_once("says: ") {
+                return said.to_owned();
+            }
+        }
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn is_other() -> bool {
+    std::env::var_os(OTHER).is_some()
+}
+
+/// As the other side: says a line.
+fn say(line: &str) {
+    println!("says: {line}");
+}
+
+/// As the other side: hears a line; ends when there is nobody left.
+fn hear() -> String {
+    let mut line = String::new();
+    if std::io::stdin().read_line(&mut line).unwrap() == 0 {
+        std::process::exit(0);
+    }
+    line.trim_end().to_owned()
+}
+
+fn to_text(bytes: [i8; 64]) -> String {
+    bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect()
+}
+
+fn from_text(text: &str) -> [i8; 64] {
+    let byte = |at: usize| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap() as i8;
+    std::array::from_fn(byte)
+}
+
+fn start() -> (Arc<CudaContext>, Arc<CudaStream>) {
+    let context = CudaContext::new(0).unwrap();
+    let stream = context.new_stream().unwrap();
+    (context, stream)
+}
+
+fn malloc(bytes: usize) -> sys::CUdeviceptr {
+    // SAFETY: allocation has no conditions beyond a context.
+    unsafe { result::malloc_sync(bytes) }.unwrap()
+}
+
+fn export(address: sys::CUdeviceptr) -> Result<sys::CUipcMemHandle, DriverError> {
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    // SAFETY: a place for the handle; any address may be asked about.
+    unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }.result().map(|()| handle)
+}
+
+fn open(handle: sys::CUipcMemHandle) -> Result<sys::CUdeviceptr, DriverError> {
+    let mut address = 0;
+    // SAFETY: a place for the address; any handle may be tried.
+    unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, LAZY) }.result().map(|()| address)
+}
+
+fn close(address: sys::CUdeviceptr) -> Result<(), DriverError> {
+    // SAFETY: nothing uses the mapping any more.
+    unsafe { sys::cuIpcCloseMemHandle(address) }.result()
+}
+
+fn read(stream: &CudaStream, address: sys::CUdeviceptr, bytes: usize) -> Vec<u8> {
+    let mut back = vec![0_u8; bytes];
+    // SAFETY: the address is of mapped device memory that is this long.
+    unsafe { result::memcpy_dtoh_async(&mut back, address, stream.cu_stream()) }.unwrap();
+    stream.synchronize().unwrap();
+    back
+}
+
+fn write(stream: &CudaStream, address: sys::CUdeviceptr, bytes: &[u8]) {
+    // SAFETY: the address is of mapped device memory that is this long.
+    unsafe { result::memcpy_htod_async(address, bytes, stream.cu_stream()) }.unwrap();
+    stream.synchronize().unwrap();
+}
+
+/// The handle of memory that the other side, which has 10 bytes of 1 to 10, says.
+fn exporter() -> ! {
+    let (_context, stream) = start();
+    let address = malloc(10);
+    write(&stream, address, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    say(&to_text(export(address).unwrap().reserved));
+    loop {
+        match hear().as_str() {
+            "read" => say(&format!("{:?}", read(&stream, address, 10))),
+            "free" => {
+                // SAFETY: allocated above; that another has it open is what is tested.
+                unsafe { result::free_sync(address) }.unwrap();
+                say("freed");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn memory_is_shared_by_processes() {
+    if !is_other() && softcuda::again!() {
+        return;
+    }
+    if is_other() {
+        exporter();
+    }
+    let mut other = Other::start("memory_is_shared_by_processes");
+    let (_context, stream) = start();
+    let handle = sys::CUipcMemHandle { reserved: from_text(&other.hear()) };
+    let address = open(handle).unwrap();
+    assert_eq!(read(&stream, address, 10), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    write(&stream, address, &[9; 10]);
+    other.say("read");
+    assert_eq!(other.hear(), format!("{:?}", [9; 10]));
+
+    // Opened again it is the same, and stays until it was closed as often.
+    assert_eq!(open(handle), Ok(address));
+    close(address).unwrap();
+    assert_eq!(read(&stream, address, 10), [9; 10]);
+    // It is not this process's to free or to give on.
+    let invalid = DriverError(CUresult::CUDA_ERROR_INVALID_VALUE);
+    // SAFETY: refused, so nothing happens.
+    assert_eq!(unsafe { result::free_sync(address) }, Err(invalid));
+    assert_eq!(export(address).unwrap_err(), invalid);
+    // What CUDA leaves undefined: freed by its owner it stays mapped, and is garbage.
+    other.say("free");
+    assert_eq!(other.hear(), "freed");
+    assert_eq!(read(&stream, address, 10), [0xDD; 10]);
+    close(address).unwrap();
+    assert_eq!(close(address), Err(invalid));
+    assert_eq!(open(handle), Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE)));
+}
+
+#[test]
+fn an_exporter_that_was_killed_leaves_mappings_but_opens_no_more() {
+    if !is_other() && softcuda::again!() {
+        return;
+    }
+    if is_other() {
+        exporter();
+    }
+    let mut other = Other::start("an_exporter_that_was_killed_leaves_mappings_but_opens_no_more");
+    let (_context, stream) = start();
+    let handle = sys::CUipcMemHandle { reserved: from_text(&other.hear()) };
+    let address = open(handle).unwrap();
+    other.child.kill().unwrap();
+    other.child.wait().unwrap();
+    assert_eq!(read(&stream, address, 10), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    assert_eq!(open(handle), Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE)));
+    close(address).unwrap();
+}
+
+#[test]
+fn what_cannot_be_given_to_others_is_refused() {
+    if softcuda::again!() {
+        return;
+    }
+    let (_context, stream) = start();
+    let invalid = DriverError(CUresult::CUDA_ERROR_INVALID_VALUE);
+    // SAFETY: freed by the end of the process.
+    let in_order = unsafe { result::malloc_async(stream.cu_stream(), 64) }.unwrap();
+    assert_eq!(export(in_order).unwrap_err(), invalid);
+    let address = malloc(64);
+    assert_eq!(export(address + 8).unwrap_err(), invalid);
+    let own = export(address).unwrap();
+    assert_eq!(open(own), Err(DriverError(CUresult::CUDA_ERROR_INVALID_CONTEXT)));
+    assert_eq!(open(sys::CUipcMemHandle { reserved: [7; 64] }), Err(invalid));
+    let mut nowhere = 0;
+    // SAFETY: a place for an address.
+    let without_flag = unsafe { sys::cuIpcOpenMemHandle_v2(&mut nowhere, own, 0) };
+    assert_eq!(without_flag, CUresult::CUDA_ERROR_INVALID_VALUE);
+}
+
+fn event(flags: u32) -> Result<sys::CUevent, DriverError> {
+    let mut event = std::ptr::null_mut();
+    // SAFETY: a place for the event.
+    unsafe { sys::cuEventCreate(&mut event, flags) }.result().map(|()| event)
+}
+
+/// As the other side: an event of several processes, and a stream that a host function holds up
+/// until it is told.
+fn recorder() -> ! {
+    unsafe extern "C" fn until_told(_: *mut std::ffi::c_void) {
+        assert_eq!(hear(), "go");
+    }
+    let (_context, stream) = start();
+    let event = event(2 | 4).unwrap();
+    let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
+    // SAFETY: a place for the handle; a function that may be called from any thread; a stream and
+    // an event that live.
+    unsafe {
+        sys::cuIpcGetEventHandle(&mut handle, event).result().unwrap();
+        sys::cuLaunchHostFunc(stream.cu_stream(), Some(until_told), std::ptr::null_mut())
+            .result()
+            .unwrap();
+        result::event::record(event, stream.cu_stream()).unwrap();
+    }
+    say(&to_text(handle.reserved));
+    stream.synchronize().unwrap();
+    say("done");
+    hear();
+    std::process::exit(0);
+}
+
+fn opened_event(other: &mut Other) -> sys::CUevent {
+    let handle = sys::CUipcEventHandle { reserved: from_text(&other.hear()) };
+    let mut event = std::ptr::null_mut();
+    // SAFETY: a place for the event.
+    unsafe { sys::cuIpcOpenEventHandle(&mut event, handle) }.result().unwrap();
+    event
+}
+
+#[test]
+fn a_stream_waits_for_an_event_of_another_process() {
+    if !is_other() && softcuda::again!() {
+        return;
+    }
+    if is_other() {
+        recorder();
+    }
+    let mut other = Other::start("a_stream_waits_for_an_event_of_another_process");
+    let (_context, stream) = start();
+    let event = opened_event(&mut other);
+    let not_ready = Err(DriverError(CUresult::CUDA_ERROR_NOT_READY));
+    // SAFETY: stream and event live.
+    unsafe {
+        assert_eq!(result::event::query(event), not_ready);
+        result::stream::wait_event(
+            stream.cu_stream(),
+            event,
+            sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+        )
+        .unwrap();
+        assert_eq!(sys::cuStreamQuery(stream.cu_stream()).result(), not_ready);
+        other.say("go");
+        stream.synchronize().unwrap();
+        assert_eq!(result::event::query(event), Ok(()));
+    }
+    assert_eq!(other.hear(), "done");
+}
+
+#[test]
+fn a_wait_ends_when_the_recorder_was_killed() {
+    if !is_other() && softcuda::again!() {
+        return;
+    }
+    if is_other() {
+        recorder();
+    }
+    let mut other = Other::start("a_wait_ends_when_the_recorder_was_killed");
+    let (_context, stream) = start();
+    let event = opened_event(&mut other);
+    // SAFETY: stream and event live.
+    unsafe {
+        result::stream::wait_event(
+            stream.cu_stream(),
+            event,
+            sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+        )
+        .unwrap();
+        assert!(sys::cuStreamQuery(stream.cu_stream()) == CUresult::CUDA_ERROR_NOT_READY);
+    }
+    other.child.kill().unwrap();
+    other.child.wait().unwrap();
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn events_for_processes_are_made_for_that() {
+    if softcuda::again!() {
+        return;
+    }
+    let (_context, _stream) = start();
+    let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
+    assert_eq!(event(4), Err(DriverError(invalid)), "timed events are not for other processes");
+    let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
+    let plain = event(2).unwrap();
+    // SAFETY: a place for the handle, and an event that lives.
+    let refused = unsafe { sys::cuIpcGetEventHandle(&mut handle, plain) };
+    assert_eq!(refused, CUresult::CUDA_ERROR_INVALID_HANDLE);
+}
