@@ -35,7 +35,7 @@ pub enum Error {
     /// An operation could not complete. Operations that depend on it fail with the same failure.
     #[error("{0}")]
     Failed(#[from] Arc<Failure>),
-    /// The array's values cannot be read on this process. The caller is at fault.
+    /// The values of an array cannot be read on this process. The caller is at fault.
     #[error("{at}: {why}")]
     Read {
         /// The line of the read.
@@ -43,17 +43,17 @@ pub enum Error {
         /// The requested values, and the reason why they cannot be read.
         why: String,
     },
-    /// A wait reached its timeout.
+    /// A wait with a timeout ended before the awaited operation or value was complete.
     #[error("{at}: {subject} is not complete after {waited:?}")]
     TimedOut {
         /// The line of the wait.
         at: &'static Location<'static>,
         /// The operation or value that was not complete.
         subject: String,
-        /// The length of the wait.
+        /// The timeout of the wait.
         waited: Duration,
     },
-    /// A kernel refused its inputs or failed.
+    /// A kernel refused its inputs or failed. Holds the kernel's message.
     #[error("{0}")]
     Kernel(String),
     /// Host values do not fit their shape or dtype.
@@ -71,13 +71,14 @@ pub enum Error {
     /// Sharding rules are invalid, or give some leaves no sharding.
     #[error(transparent)]
     Rules(#[from] RulesError),
-    /// There is no plan between two layouts.
+    /// There is no plan to move an array between two layouts.
     #[error(transparent)]
     Reshard(#[from] ReshardError),
     /// Two trees do not fit each other.
     #[error(transparent)]
     Tree(#[from] TreeError),
-    /// A schedule is invalid, or does not exist for these numbers. The caller is at fault.
+    /// A schedule is invalid, or none exists for the given numbers of stages and microbatches. The
+    /// caller is at fault.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
     /// This process could not join the job: its rank or the addresses of the peers are missing or
@@ -93,7 +94,7 @@ pub enum Error {
     /// A call of a CUDA library or work on a CUDA device failed.
     #[error(transparent)]
     CudaCall(#[from] CudaError),
-    /// This machine refused a resource: threads, memory, sockets.
+    /// This machine refused a resource: threads, memory, sockets. Holds the message.
     #[error("{0}")]
     Environment(String),
 }
@@ -102,7 +103,7 @@ pub enum Error {
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ViewError {
-    /// The elements have another dtype.
+    /// The elements of the view have another dtype than the kernel requested.
     #[error("a view of {found} elements was asked for {asked} elements")]
     DType {
         /// The requested dtype.
@@ -113,7 +114,7 @@ pub enum ViewError {
     /// The values are in the output that the signature aliases to this input.
     #[error("this input is updated in place: its values are in the output it is aliased to")]
     InPlace,
-    /// The bytes are not valid values of the dtype, such as a `bool` that is neither 0 nor 1.
+    /// The bytes are not valid values of this dtype, such as a `bool` that is neither 0 nor 1.
     #[error("the bytes are no valid {0} values")]
     Invalid(DType),
     /// The values are in the memory of a CUDA device, which the host cannot read.
@@ -123,7 +124,7 @@ pub enum ViewError {
          `Context::cuda`"
     )]
     OnDevice,
-    /// The region does not have exactly one element.
+    /// A single value was requested from a view of this number of elements, which is not 1.
     #[error("a single value was asked of a view of {0} elements")]
     NotScalar(usize),
 }
@@ -138,7 +139,8 @@ impl Error {
         Self::Failed(failure)
     }
 
-    /// Returns the root failure, if an operation could not complete.
+    /// Returns the failure if an operation could not complete (`Error::Failed`); `None` for other
+    /// errors.
     pub fn failure(&self) -> Option<&Failure> {
         match self {
             Self::Failed(failure) => Some(failure),
@@ -182,7 +184,7 @@ fn with_causes(error: &dyn std::error::Error) -> String {
 /// The call takes no operation number and changes nothing.
 #[derive(Clone, Debug)]
 pub struct IssueError {
-    /// The line of the program.
+    /// The line of the program that made the call.
     pub at: &'static Location<'static>,
     /// The call: `device_put`, `jit Up`, ….
     pub call: String,
@@ -202,7 +204,7 @@ impl std::error::Error for IssueError {
     }
 }
 
-/// The problem of a wrong call.
+/// The reason why a call is refused.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IssueProblem {
@@ -248,7 +250,7 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
     },
-    /// An input in host memory or with partial sums, and `.inputs(…)` does not declare this
+    /// An input in host memory or with partial sums: `.inputs(…)` does not declare exactly its
     /// sharding.
     #[error(
         "{}is sharded {found}; a kernel takes {property} only where `.inputs(…)` declares exactly \
@@ -271,7 +273,7 @@ pub enum IssueProblem {
         path: String,
         /// The sharding.
         sharding: String,
-        /// The same without unreduced axes.
+        /// The same sharding without unreduced axes.
         reduced: String,
     },
     /// An array that is moved by way of another sharding is not sharded as the caller says.
@@ -290,9 +292,9 @@ pub enum IssueProblem {
     Donated {
         /// The leaf's path.
         path: String,
-        /// The operation that got its memory.
+        /// The number of the operation that received the array's memory.
         op: u64,
-        /// The line that donated it.
+        /// The line of the program that donated the array.
         donated_at: &'static Location<'static>,
     },
     /// An array of another program.
@@ -317,10 +319,10 @@ pub enum IssueProblem {
         /// The input's properties now.
         found: String,
     },
-    /// A step that cannot be recorded or replayed.
+    /// A step cannot be recorded or replayed. Holds the reason.
     #[error("{0}")]
     Recording(String),
-    /// A dimension or an axis that cannot be cut as requested.
+    /// A dimension or an axis cannot be cut or joined as requested. Holds the reason.
     #[error("{0}")]
     Split(String),
     /// A pipeline's stages, schedule, parameters or microbatches do not fit each other.
@@ -333,7 +335,8 @@ pub(crate) fn leaf(path: &str) -> String {
 }
 
 impl IssueProblem {
-    /// Returns the path of the leaf that the problem is with, if it has one.
+    /// Returns the path of the leaf that the problem concerns, to be changed in place. `None` if
+    /// the problem names no leaf in a field.
     pub(crate) fn path_mut(&mut self) -> Option<&mut String> {
         match self {
             Self::Sharding { path, .. }

@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-/// Writes a line to standard error and to the log.
+/// Writes `line` to standard error, with `mpmd: ` in front, and to the log as a warning. Ignores
+/// write errors.
 pub(crate) fn warn_user(line: &str) {
     tracing::warn!(target: "mpmd", "{line}");
     // A single write, since other processes of the job may write to the same stream. An error is

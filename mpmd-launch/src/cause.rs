@@ -17,9 +17,10 @@ pub struct Failure {
     /// The processes at fault. There are several if several did not join. After a divergence there
     /// are several if the minority has several processes, or if there is no majority.
     pub processes: Vec<ProcessId>,
-    /// The way in which the first of them ended.
+    /// The way in which the first of `processes` ended.
     pub how: ExitKind,
-    /// The failure as the processes or the rendezvous reported it, if they did.
+    /// The failure as the processes or the rendezvous reported it. `None` if there is no report, or
+    /// if it adds nothing to the way in which the process ended.
     pub why: Option<String>,
 }
 
@@ -43,9 +44,9 @@ impl fmt::Display for Failure {
 /// The end of a process.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ExitKind {
-    /// It exited with this code.
+    /// The process exited with this code.
     Exit(i32),
-    /// A signal with this number ended it.
+    /// A signal with this number ended the process.
     Signal(i32),
 }
 
@@ -127,8 +128,8 @@ impl Known<'_> {
         Failure { processes: vec![first], how, why: None }
     }
 
-    /// Follows a report to the process that it accuses, then to the process that its report
-    /// accuses, and so on.
+    /// Returns the failure at the root of a report: that of the process which it accuses, or of the
+    /// process which that one's report accuses, and so on.
     fn followed(&self, report: &Report) -> Failure {
         let mut report = report;
         for _ in 0..self.ends.len() {
@@ -148,8 +149,8 @@ impl Known<'_> {
         self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
     }
 
-    /// Finds the minority of a divergence, by the hashes of all processes that reported a
-    /// divergence at the same operation.
+    /// Returns the failure of a divergence. At fault is the minority by the hashes that processes
+    /// reported for the same operation. Without a majority, both processes named in `found` are.
     fn divergence(&self, found: &Report) -> Failure {
         let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
         let mut pair: Vec<ProcessId> = pair.collect();
@@ -219,7 +220,8 @@ mod tests {
         (ProcessId(by), Report { failure, hash })
     }
 
-    /// Returns the cause for a job in which all processes ended with code 1, process 0 first.
+    /// Returns the text of the cause for a job in which all processes ended with code 1, process 0
+    /// first.
     fn cause(processes: usize, reports: &[(ProcessId, Report)]) -> String {
         let ends = vec![ExitKind::Exit(1); processes];
         let first = (ProcessId(0), ExitKind::Exit(1));

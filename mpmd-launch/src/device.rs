@@ -4,7 +4,7 @@
 use super::{LaunchError, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// Reads a value of `MPMD_DEVICE`: a kind of devices, or a comma-separated list of kinds by
+/// Parses a value of `MPMD_DEVICE`: a kind of devices, or a comma-separated list of kinds by
 /// process.
 ///
 /// # Errors
@@ -42,7 +42,7 @@ pub fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>,
     Ok(kinds)
 }
 
-/// Reads a value of `MPMD_CUDA_COLLECTIVES`: `host` or `nccl`.
+/// Parses a value of `MPMD_CUDA_COLLECTIVES`: `host` or `nccl`.
 ///
 /// # Errors
 ///

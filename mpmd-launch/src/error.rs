@@ -23,9 +23,9 @@ pub enum LaunchError {
     /// A variable has an invalid value. The environment is at fault.
     #[error("{variable}={value} makes no sense: it must be {expected}")]
     Variable {
-        /// The variable.
+        /// The name of the variable.
         variable: String,
-        /// Its value.
+        /// The value of the variable.
         value: String,
         /// A description of valid values.
         expected: String,
@@ -34,11 +34,11 @@ pub enum LaunchError {
     /// Every process of the job gets the same error.
     #[error("{path}, the value of {variable} on process 0, has no costs of links: {why}")]
     Links {
-        /// The variable.
+        /// The name of the variable.
         variable: &'static str,
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// The reason.
+        /// The reason why the file has no costs of links.
         why: String,
     },
     /// The processes ask for different transports. The environment is at fault. Every process of
@@ -57,9 +57,9 @@ pub enum LaunchError {
     /// Every other process of the job gets the same error.
     #[error("process {process} on host {host} has {lack}")]
     Lacking {
-        /// The process.
+        /// The process that lacks the transport or the devices.
         process: ProcessId,
-        /// Its host.
+        /// The name of that process's host.
         host: String,
         /// The missing item and the reason: `no transport: …`.
         lack: String,
@@ -71,11 +71,11 @@ pub enum LaunchError {
          the transport that works"
     )]
     Apart {
-        /// One of them.
+        /// One of the two processes.
         one: ProcessId,
-        /// The other.
+        /// The other process.
         other: ProcessId,
-        /// The reason why they cannot.
+        /// The reason why the two processes cannot share memory.
         why: String,
         /// The variable that set the transport.
         variable: &'static str,
@@ -91,9 +91,9 @@ pub enum LaunchError {
     /// The file with the user's secret cannot be used. The environment is at fault.
     #[error("{variable}={path}: {why}")]
     TokenFile {
-        /// The variable that names it.
+        /// The variable that names the file.
         variable: &'static str,
-        /// The file.
+        /// The path of the file.
         path: String,
         /// The problem of the file.
         why: String,

@@ -103,7 +103,7 @@ pub mod variables {
     /// The process that the program takes itself for in the dry run. By default a
     /// number beyond those of the job.
     pub const PLAN_PROCESS: &str = "MPMD_PLAN_PROCESS";
-    /// The most steps that are recorded, 16 by default. Recording ends earlier after two equal
+    /// The largest number of steps to record, 16 by default. Recording ends earlier after two equal
     /// steps.
     pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
     /// The folder in which each process writes its trace. Without it there is no trace.

@@ -20,7 +20,8 @@ impl Stream {
         terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
     }
 
-    /// Writes whole lines, so that lines of two processes never mix.
+    /// Writes `bytes`, which are whole lines, at once, so that lines of two processes never mix.
+    /// Ignores errors.
     fn write(self, bytes: &[u8]) {
         // An error is ignored: the reader may be gone, and the processes continue.
         let _ = match self {
@@ -42,7 +43,7 @@ pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     if color { format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()]) } else { plain }
 }
 
-/// Copies a process's output until it ends, with `prefix` before each line. Blocks.
+/// Copies a process's output to `to` until it ends, with `prefix` before each line. Blocks.
 pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
     let mut lines = Lines::new(prefix);
     let mut bytes = vec![0; 16 * 1024];
@@ -61,7 +62,7 @@ pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
     to.write(&lines.end());
 }
 
-/// The longest line in bytes; a longer one is cut.
+/// The longest line in bytes; a longer one is split.
 const LONGEST: usize = 64 * 1024;
 
 /// The shortest time between two printed states of a line that is overwritten repeatedly.
@@ -70,7 +71,7 @@ const REDRAW: Duration = Duration::from_secs(1);
 /// Splits a stream into lines and adds a prefix to each.
 ///
 /// A carriage return overwrites a line, as on a terminal. So a progress bar shows its last state,
-/// and one state per second before. Lines of more than 64 KiB are cut.
+/// and one state per second before. Lines of more than 64 KiB are split.
 struct Lines {
     prefix: Vec<u8>,
     line: Vec<u8>,
@@ -103,12 +104,12 @@ impl Lines {
         }
     }
 
-    /// Returns the whole lines since the last call.
+    /// Removes and returns the whole lines, with prefixes, since the last call.
     fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.done)
     }
 
-    /// Returns the rest at the end of the stream.
+    /// Ends the last line and returns all lines that were not taken, with prefixes.
     fn end(&mut self) -> Vec<u8> {
         if !self.line.is_empty() {
             self.finish();

@@ -15,8 +15,9 @@ use super::{LaunchError, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
 ///
-/// The launcher runs the job's rendezvous service. Each process learns its address from `MPMD_*`
-/// variables, see [`variables`]. It has its own process group, and its standard input is empty.
+/// The launcher runs the job's rendezvous service. `MPMD_*` variables tell each process the address
+/// of the service, see [`variables`]. Each process has its own process group, and its standard
+/// input is empty.
 /// Unless the user has set them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set, so that UCX
 /// leaves faults to the program.
 #[derive(Clone, Debug)]
@@ -139,8 +140,8 @@ impl Launch {
         self
     }
 
-    /// Starts `program` beside the job; it must call [`guard`]. If the launcher dies before it can
-    /// end the processes, the guard ends them and their children.
+    /// Makes `run` start `program` with `args` beside the job. The program must call [`guard`]. If
+    /// the launcher dies before it can end the processes, the guard ends them and their children.
     ///
     /// Without a guard the processes themselves still end, if they call [`adopt`].
     pub fn guarded_by<T: Into<OsString>>(
@@ -201,12 +202,13 @@ const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNA
 /// The hidden subcommand of `mpmd` that calls [`adopt`] and becomes another program.
 pub const EXEC: &str = "__exec";
 
-/// Makes this process end when its parent ends, if [`Launch`] started it; else does nothing. The
-/// request survives `exec`, not `fork`.
+/// Makes the system kill this process when its parent ends, if [`Launch`] started it; else does
+/// nothing. The request survives `exec`, not `fork`.
 ///
 /// # Errors
 ///
-/// [`LaunchError::Orphaned`] if the launcher is already gone: this process should end too.
+/// [`LaunchError::Orphaned`] if the launcher is already gone: this process should end too. Other
+/// errors if the launcher's pid is invalid or the system refuses.
 pub fn adopt() -> Result<(), LaunchError> {
     let Some(launcher) = std::env::var(variables::LAUNCHER_PID).ok().filter(|pid| !pid.is_empty())
     else {

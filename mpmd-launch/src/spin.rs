@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{LaunchError, variables};
 use mpmd_ids::block::Spin;
 
-/// Reads a value of `MPMD_SPIN`: `auto`, `never`, `always`, or a number of microseconds.
+/// Parses a value of `MPMD_SPIN`: `auto`, `never`, `always`, or a number of microseconds.
 ///
 /// # Errors
 ///

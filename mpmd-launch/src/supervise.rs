@@ -77,7 +77,7 @@ impl Launch {
 
 enum Event {
     Ended(usize),
-    /// A signal that requests the end of this process.
+    /// SIGINT, SIGTERM or SIGHUP, which requests the end of this process.
     Signal(Signal),
     /// SIGTSTP, which Ctrl-Z sends.
     Stop,
@@ -349,7 +349,7 @@ impl Drop for Guard {
     }
 }
 
-/// Turns the signals that would end or stop this process into events.
+/// Turns the signals that would end or stop this process into events, until it is dropped.
 struct Signals {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,

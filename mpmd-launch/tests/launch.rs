@@ -7,7 +7,7 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_launch::{ExitKind, Launch, LaunchError, OutputMode};
 
-/// Returns a shell script as a job.
+/// Returns a job, not started yet, in which each process runs this shell script.
 fn sh(processes: usize, script: &str) -> Launch {
     Launch::new(processes, "sh").args(["-c", script])
 }

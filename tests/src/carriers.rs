@@ -44,7 +44,8 @@ impl Carrier {
         [Self::TCP, Self::SHM].contains(&self)
     }
 
-    /// Returns true if a test with several numbers of processes includes this number.
+    /// Returns true if a test with several numbers of processes includes this one: any number over
+    /// a thorough carrier, only 2 and 4 over the others.
     pub fn takes(self, processes: usize) -> bool {
         self.is_thorough() || [2, 4].contains(&processes)
     }

@@ -31,12 +31,13 @@ pub struct JobOptions {
     pub peer_timeout: Duration,
     /// The time limit of the job.
     pub limit: Duration,
-    /// The carrier of their messages.
+    /// The transport between the processes.
     pub carrier: Carrier,
 }
 
 impl JobOptions {
-    /// Returns options for `processes` times `program` over tcp, with generous limits.
+    /// Returns options for `processes` times `program` over tcp, with a peer timeout of 30 seconds
+    /// and a time limit of 60 seconds.
     pub fn new(program: impl Into<PathBuf>, processes: usize) -> Self {
         Self {
             program: program.into(),
@@ -47,7 +48,7 @@ impl JobOptions {
         }
     }
 
-    /// Sets the carrier of their messages.
+    /// Sets the transport between the processes.
     #[must_use]
     pub fn over(mut self, carrier: Carrier) -> Self {
         self.carrier = carrier;
@@ -61,7 +62,7 @@ impl JobOptions {
         self
     }
 
-    /// Sets the time limit of the job.
+    /// Sets the time limit of the job, counted from [`Job::prepare`].
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
@@ -73,7 +74,7 @@ impl JobOptions {
 ///
 /// Dropping it kills them all, also when the test fails.
 pub struct Job {
-    /// The processes started so far, mostly by number.
+    /// The processes in the order of their start, mostly by number.
     pub processes: Vec<Watched>,
     options: JobOptions,
     token: Token,
@@ -86,16 +87,16 @@ pub struct Job {
 
 /// The result of a job in which one process was [injected a fault](Job::inject_fault).
 pub struct FaultOutcome {
-    /// The results of the others, by process number.
+    /// The results of the other processes, by process number.
     pub ended: Vec<Ended>,
-    /// Time from the signal to the end of the last of them.
+    /// Time from the signal to the end of the last of the other processes.
     pub took: Duration,
     /// The output of all processes.
     pub report: String,
 }
 
 impl Job {
-    /// Prepares a job; starts no process yet.
+    /// Starts the rendezvous service and the time limit of a job, but no process yet.
     ///
     /// # Panics
     ///
@@ -119,7 +120,7 @@ impl Job {
     ///
     /// # Panics
     ///
-    /// As [`Job::prepare`], and if a process cannot be started.
+    /// If no port or no folder is available, or a process cannot be started.
     pub fn start(options: JobOptions, args: &[&str]) -> Self {
         let mut job = Self::prepare(options);
         for process in 0..job.options.processes {
@@ -148,7 +149,7 @@ impl Job {
         command
     }
 
-    /// Starts one more process; returns its place in [`Job::processes`].
+    /// Starts one more process with this command; returns its index in [`Job::processes`].
     ///
     /// # Panics
     ///
@@ -225,18 +226,21 @@ impl Job {
     ///
     /// # Panics
     ///
-    /// As [`Job::wait`], and if a process failed.
+    /// If a process failed or goes on beyond the job's time, or if processes or shared memory of
+    /// the job are left.
     pub fn wait_well(&mut self) -> Vec<String> {
         let ended = self.wait();
         assert!(ended.iter().all(|end| end.code == 0), "a process failed:\n{}", self.report());
         ended.into_iter().map(|end| end.stdout).collect()
     }
 
-    /// Sends a process a signal that kills or stops it, and waits for the end of all others.
+    /// Sends process `victim` a signal that kills or stops it, and waits for the end of all others.
+    /// Then kills the victim, if it is only stopped.
     ///
     /// # Panics
     ///
-    /// As [`Job::wait`].
+    /// If a process goes on beyond the job's time, or if processes or shared memory of the job are
+    /// left.
     pub fn inject_fault(&mut self, victim: usize, signal: Signal) -> FaultOutcome {
         let begin = Instant::now();
         self.processes[victim].signal(signal);

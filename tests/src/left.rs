@@ -40,7 +40,7 @@ fn named(folder: &Path) -> BTreeSet<String> {
     names.filter(|name| name.starts_with("ucx_shm") || name.starts_with("mpmd")).collect()
 }
 
-/// Returns the lines of shared memory that these processes have made.
+/// Returns the lines of `table` about shared memory that these processes have made.
 fn numbered(table: &str, pids: &[u32]) -> Vec<String> {
     let mut lines = table.lines();
     let head = lines.next().unwrap_or_default();

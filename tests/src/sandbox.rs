@@ -62,7 +62,7 @@ impl Sandbox {
         Watched::start(command, self.path(), name)
     }
 
-    /// Returns the living processes that belong to this folder, except the test itself.
+    /// Returns the pids of living processes that belong to this folder, except the test itself.
     pub fn processes(&self) -> Vec<u32> {
         let Ok(all) = std::fs::read_dir("/proc") else { return Vec::new() };
         let pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());

@@ -38,11 +38,13 @@ pub struct Slurm {
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl Slurm {
-    /// Starts it, and waits until it accepts jobs. Returns `None` if it is not installed.
+    /// Starts a cluster and waits until it accepts jobs. Returns `None` if Slurm is not installed
+    /// and the user cannot install it.
     ///
     /// # Panics
     ///
-    /// If a daemon ends, or if the node is not ready by `deadline`; also as [`system_program`].
+    /// If a daemon ends, or if the node is not ready by `deadline`. If Slurm is missing and could
+    /// be installed.
     pub fn start(site: &Sandbox, deadline: Instant) -> Option<Self> {
         let found: Option<Vec<PathBuf>> =
             NEEDED.iter().map(|(program, package)| system_program(program, package)).collect();
@@ -109,7 +111,7 @@ impl Slurm {
     ///
     /// # Panics
     ///
-    /// If one is left at `deadline`.
+    /// If a daemon ends, or if a process of a step is left at `deadline`.
     pub fn wait_until_idle(&mut self, site: &Sandbox, deadline: Instant) {
         // The controller has a helper process as its child.
         let own: Vec<u32> = self.daemons.iter().map(Watched::pid).collect();
@@ -181,7 +183,7 @@ fn hostname() -> String {
     if is_known { name } else { "localhost".to_owned() }
 }
 
-/// Returns free ports, below those that systems assign automatically.
+/// Returns two free ports, below those that systems assign automatically.
 fn free_ports() -> [u16; 2] {
     let first = 20_000 + (std::process::id() % 10_000) as u16;
     let mut free =

@@ -29,11 +29,11 @@ pub struct Watched {
 pub struct Ended {
     /// The exit code, or 128 plus the signal's number if a signal ended it.
     pub code: i32,
-    /// Its standard output.
+    /// The standard output of the process.
     pub stdout: String,
-    /// Its standard error.
+    /// The standard error of the process.
     pub stderr: String,
-    /// Time at which its end was noticed.
+    /// Time at which the end of the process was noticed.
     pub at: Instant,
 }
 
@@ -56,12 +56,12 @@ impl Watched {
         Self { name: name.to_owned(), child, stdout, stderr, ended: None }
     }
 
-    /// Returns its pid.
+    /// Returns the pid of the process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends it a signal; does nothing if it has ended.
+    /// Sends the process a signal; does nothing if it has ended.
     ///
     /// # Panics
     ///
@@ -73,8 +73,8 @@ impl Watched {
         }
     }
 
-    /// Returns true if it has ended. Its pid stays reserved until this value is dropped, so that no
-    /// signal can reach another process.
+    /// Returns true if the process has ended. Its pid stays reserved until this value is dropped,
+    /// so that no signal can reach another process.
     ///
     /// # Panics
     ///
@@ -91,16 +91,16 @@ impl Watched {
         self.ended.is_some()
     }
 
-    /// Returns its standard output so far.
+    /// Returns the standard output of the process so far.
     pub fn output(&self) -> String {
         read(&self.stdout)
     }
 
-    /// Waits until it has printed `text`.
+    /// Waits until the process has printed `text` to its standard output.
     ///
     /// # Panics
     ///
-    /// If it ends without printing `text`, or does not print it by `deadline`.
+    /// If the process ends without printing `text`, or does not print it by `deadline`.
     pub fn wait_for_output(&mut self, text: &str, deadline: Instant) {
         while !self.output().contains(text) {
             let ended = self.has_ended();
@@ -115,11 +115,11 @@ impl Watched {
         }
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the process.
     ///
     /// # Panics
     ///
-    /// If it does not end by `deadline`.
+    /// If the process does not end by `deadline`.
     pub fn wait(&mut self, deadline: Instant) -> Ended {
         loop {
             if self.has_ended()
@@ -132,7 +132,7 @@ impl Watched {
         }
     }
 
-    /// Returns its state and output, for the message of a failed test.
+    /// Returns the state and the output of the process, for the message of a failed test.
     pub fn report(&self) -> String {
         let state = match &self.ended {
             Some((code, _)) => format!("exit code {code}"),

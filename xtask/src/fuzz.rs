@@ -77,7 +77,8 @@ struct Count {
     failures: u64,
 }
 
-/// Runs the targets one after the other; fails if any input of any target failed.
+/// Builds the unit tests and runs the targets one after the other, all or the chosen one. Fails if
+/// any input of any target failed.
 pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let programs = build(root)?;
     let mut targets = Vec::new();
@@ -117,7 +118,7 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     bail!("{}", failed.join(", "));
 }
 
-/// Builds all unit tests once.
+/// Builds all unit tests and returns the programs with them.
 fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
     // Of the programs, only the command line has tests. `--bins` would build the examples as tests,
     // which takes minutes.
@@ -159,14 +160,16 @@ fn listed(list: &str, program: usize) -> Vec<Target> {
     list.lines().filter_map(target).collect()
 }
 
-/// Parses a target's result line. The line may begin with text of the test runner.
+/// Parses a target's result line, which may begin with text of the test runner. Returns `None` for
+/// other lines.
 fn count(line: &str, target: &str) -> Option<Count> {
     let (_, said) = line.split_once(&format!("{target}: "))?;
     let (inputs, failures) = said.strip_suffix(" failures")?.split_once(" inputs, ")?;
     Some(Count { inputs: inputs.parse().ok()?, failures: failures.parse().ok()? })
 }
 
-/// Runs a target and prints its result line. Fails with its output if the target failed.
+/// Runs a target and prints its result line. Fails with its last lines of output if the target
+/// failed or took too long.
 fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     let (reader, writer) = pipe()?;
     let mut command = Command::new(&program.file);
@@ -221,7 +224,7 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     bail!("{why}; it said\n    {said}\n");
 }
 
-/// Returns the reason why a target has failed, if it has.
+/// Returns the reason why a target has failed, or `None` if it has not.
 fn fault(status: ExitStatus, found: Option<Count>, inputs: u64) -> Option<String> {
     match found {
         None => Some(format!("it ended with {status} before it was through")),

@@ -11,10 +11,10 @@ use crate::commands::{answers, run};
 
 /// A program or library of the system that a step starts, or that a dependency is built with.
 pub(crate) struct Need {
-    /// Its name, for people.
+    /// The name of the program or library, for people.
     what: &'static str,
     purpose: &'static str,
-    /// Debian's packages that contain it.
+    /// Debian's packages that contain the program or library.
     packages: &'static [&'static str],
     probe: Probe,
 }
@@ -98,7 +98,7 @@ const LIBRARY_FOLDERS: &[&str] = &[
 /// Folders of programs that are not in every user's `PATH`.
 const MORE_PROGRAMS: &[&str] = &["/usr/sbin", "/usr/local/sbin", "/sbin"];
 
-/// Ensures that all `needs` are met: installs missing packages if it may.
+/// Ensures that all `needs` are met: installs missing packages with apt-get if this user is root.
 ///
 /// # Errors
 ///

@@ -52,7 +52,8 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that every invariant of the architecture names at least one test that exists.
+/// Checks that every invariant of the architecture names at least one test that exists. Returns a
+/// message for each that does not.
 fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<String> {
     let mut findings = Vec::new();
     for (at, _) in architecture.match_indices(INVARIANT) {
@@ -133,7 +134,8 @@ fn is_source(path: &str) -> bool {
     }
 }
 
-/// Lists the files of the work tree that git tracks or would track; `None` without git.
+/// Lists the files of the work tree that git tracks or would track; `None` without git or if there
+/// are none.
 fn listed_by_git(root: &Path) -> Option<BTreeSet<String>> {
     let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", "-z"];
     let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;

@@ -70,9 +70,9 @@ impl Program {
         Ok(self.reshard_along(x, &leaves, routes, options, at))
     }
 
-    /// Does the same as [`Program::reshard`], by way of an [intermediate
-    /// sharding](find_intermediate_sharding) if there is one between a leaf's shardings in `from`
-    /// and `to`.
+    /// Moves every array of a tree to a sharding, as [`Program::reshard`] does. Each leaf goes by
+    /// way of an [intermediate sharding](find_intermediate_sharding) if there is one between its
+    /// shardings in `from` and `to`.
     ///
     /// The array is first put to the intermediate sharding on its own devices. One replica of it,
     /// on some of these devices, then moves to the target. The two sides so exchange few and large
@@ -145,7 +145,8 @@ impl Program {
         Ok(Route::Via { between: between.sharding, gather, replica: Box::new(replica), onward })
     }
 
-    /// Issues checked and planned moves. Nothing can be refused from here on.
+    /// Issues the planned moves, grouped by source devices, and returns the results as a tree like
+    /// `x`. Nothing can be refused from here on.
     fn reshard_along<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: &T,
@@ -188,7 +189,8 @@ impl Program {
     }
 }
 
-/// Takes index 0 of every replica axis: a whole array on some of the devices.
+/// Describes the first replica of an array: index 0 of every replica axis, a whole array on some of
+/// the devices.
 fn first_replica(
     path: &str,
     aval: &ShapedArray,

@@ -11,15 +11,15 @@ use mpmd_layout::aval::{DType, Element};
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum CollectiveKind {
-    /// Every device gets the reduction over the axis.
+    /// Every device gets the reduction of all devices' values along the axis, element by element.
     AllReduce(Reduce),
-    /// Every device gets the values of all devices.
+    /// Every device gets the values of all devices, in the order of the devices.
     AllGather,
     /// Every device gets its share of the reduction over the axis.
     ReduceScatter(Reduce),
     /// Every device gets one block from each device.
     AllToAll,
-    /// Devices send values to others, by pairs `(from, to)`.
+    /// Devices send values to others, by pairs (index of the sender, index of the receiver).
     Permute(Vec<(usize, usize)>),
     /// Every device gets the values of the device with this index.
     Broadcast(usize),
@@ -73,7 +73,8 @@ mod sealed {
     }
 }
 
-/// Reduces `others` into `values`. `others` come from a later device.
+/// Reduces each element of `others` into the element of `values` with the same index. `others` come
+/// from a later device. Ignores surplus elements of the longer slice.
 pub(crate) fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
     let pairs = values.iter_mut().zip(others);
     match reduce {

@@ -46,8 +46,12 @@ pub fn copy_region(
     }
 }
 
-/// Calls `each` with every contiguous run of a piece: the bytes in `dst`, then the bytes in `src`.
-/// Panics like [`copy_region`].
+/// Calls `each` with every run of a piece that is contiguous in both buffers: its bytes in `dst`,
+/// then its bytes in `src`. Copies nothing itself.
+///
+/// # Panics
+///
+/// If a buffer's length is not that of its region, or `piece` is not within both regions.
 pub(super) fn runs(
     src: &[u8],
     src_region: &Region,
@@ -96,17 +100,17 @@ fn fixed<const N: usize>(src: &[u8], dst: &mut [u8], s: usize, d: usize) {
 
 /// The contiguous runs of a piece, as nested loops. All offsets and lengths are in bytes.
 pub(crate) struct Loops {
-    /// Byte offsets of the first run in each buffer.
+    /// Byte offset of the first run in the source buffer. `dst` is that in the destination buffer.
     pub(crate) src: usize,
     pub(crate) dst: usize,
-    /// Length of each run.
+    /// Length in bytes of each run.
     pub(crate) run: usize,
     /// The loops, outermost first. None has a single iteration, and none could be merged with its
     /// neighbour.
     pub(crate) dims: Vec<Loop>,
 }
 
-/// A loop over runs or inner loops: the number of iterations, and the step in each buffer.
+/// A loop over runs or inner loops: the number of iterations, and the step in bytes in each buffer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Loop {
     pub(crate) count: usize,
@@ -115,11 +119,12 @@ pub(crate) struct Loop {
 }
 
 impl Loops {
-    /// Returns the runs of `piece` between buffers of these lengths, or `None` for an empty piece.
+    /// Returns the contiguous runs of `piece` in two buffers, or `None` for an empty piece.
+    /// `lengths` are the buffers' lengths in bytes: (source, destination).
     ///
     /// # Panics
     ///
-    /// As [`copy_region`].
+    /// If a length is not that of its region, or `piece` is not within both regions.
     pub(crate) fn checked(
         lengths: (usize, usize),
         src_region: &Region,
@@ -173,7 +178,7 @@ impl Loops {
         loops
     }
 
-    /// Calls `copy` with the start of each run in both buffers.
+    /// Calls `copy` once per run, with its byte offsets (source, destination).
     #[inline(always)]
     fn each(&self, mut copy: impl FnMut(usize, usize)) {
         let Some((inner, outer)) = self.dims.split_last() else {
@@ -327,8 +332,8 @@ pub(crate) mod tests {
         copy_region(&[0; 4], &whole, &mut [0; 2], &half, &whole, 1);
     }
 
-    /// A region of up to `dims` dimensions with up to `elements` indices each, and two regions that
-    /// contain it.
+    /// Generates a region of up to `dims` dimensions with up to `elements` indices each, and two
+    /// regions that contain it.
     pub(crate) fn nested(
         dims: usize,
         elements: usize,

@@ -7,7 +7,7 @@ use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
 /// Adds the elements of `piece` from a buffer that holds `src_region` to those in a buffer that
-/// holds `dst_region`. Buffers and regions are as in [`copy_region`](super::copy::copy_region).
+/// holds `dst_region`. Both buffers are row-major over their regions, with elements of `dtype`.
 ///
 /// Sums have the array's own dtype. Integers wrap around, half precision is rounded after every
 /// addition, complex numbers add by component. Booleans do not change: they have no sum.
@@ -69,7 +69,8 @@ pub fn add_region(
     }
 }
 
-/// Adds one run to another, in numbers of `N` bytes. The bytes need not be aligned.
+/// Adds each element of `src` to the element of `dst` with the same index, by `sum`. An element has
+/// `N` bytes, which need not be aligned.
 #[inline(always)]
 fn add<const N: usize>(dst: &mut [u8], src: &[u8], sum: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
     for (a, b) in dst.as_chunks_mut::<N>().0.iter_mut().zip(src.as_chunks::<N>().0) {

@@ -21,8 +21,8 @@ use mpmd_layout::region::Region;
 /// more.
 pub(crate) const COPY_INLINE: usize = 64 << 10;
 
-/// Bytes of a chunk: enough for the device's full speed, and few enough that the first is packed
-/// soon.
+/// Size of a chunk in bytes: enough for the device's full speed, and few enough that the first is
+/// packed soon.
 pub(crate) const CHUNK: usize = 4 << 20;
 
 /// Maximum number of chunks that are packed or copied at the same time.
@@ -49,18 +49,19 @@ struct Piece {
     shard: Arc<DeviceAssembly>,
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
-    /// Chunks that are not yet issued to the device.
+    /// The number of chunks that are not yet issued to the device.
     missing: AtomicUsize,
     // Last, so that it is dropped after the bytes.
     #[expect(dead_code, reason = "held for its drop")]
     guard: OpGuard,
 }
 
-/// The right to use one chunk, until this is dropped.
+/// The right to use one chunk. Dropping it lets the next waiting chunk be queued.
 struct StreamTurn(Arc<Runtime>);
 
 impl Chunked {
-    /// Starts to copy a piece to its place in a shard.
+    /// Queues a piece to be copied to its place in a shard, in chunks. Returns without waiting for
+    /// the copy.
     pub(super) fn begin(
         runtime: &Arc<Runtime>,
         shard: Arc<DeviceAssembly>,
@@ -77,7 +78,7 @@ impl Chunked {
     }
 }
 
-/// Queues as many chunks on the copy workers as the limit allows.
+/// Queues chunks on the copy workers until none waits or [`MOST_CHUNKS`] are in use.
 fn go_on(runtime: &Arc<Runtime>) {
     loop {
         let (piece, chunk) = {
@@ -123,7 +124,8 @@ impl Drop for StreamTurn {
     }
 }
 
-/// Cuts a non-empty region into parts of at most `most` elements, along its outermost dimensions.
+/// Cuts a non-empty region into parts of at most `most` elements, along its outermost dimensions,
+/// and adds them to `parts`.
 fn cut(region: &Region, most: usize, parts: &mut Vec<Region>) {
     let wide = region.ranges().position(|range| range.len() > 1);
     let Some(dim) = wide.filter(|_| region.elements() > most) else {

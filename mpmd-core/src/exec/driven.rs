@@ -163,7 +163,8 @@ impl Kernel for SumOfAll {
     }
 }
 
-/// Moves values back and forth between two processes, and through a collective of both.
+/// Moves values back and forth between two processes, and through a collective of both, 40 times.
+/// Returns the values that this process reads.
 fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", 2)])?;
     let sides = mesh.split("x")?;

@@ -56,7 +56,8 @@ impl Handler for TransportHandler {
 }
 
 impl Runtime {
-    /// Calls the router, then carries out its actions after releasing its lock.
+    /// Locks the router and runs `call` on it. Then carries out the actions that the router asks
+    /// for, without the lock. Returns the result of `call`.
     pub(crate) fn with_router<R>(
         self: &Arc<Self>,
         call: impl FnOnce(&mut Router<InProcess>) -> R,
@@ -71,12 +72,12 @@ impl Runtime {
         result
     }
 
-    /// Records an operation that this process issues.
+    /// Tells the router of an operation that this process issues.
     pub(crate) fn record(self: &Arc<Self>, record: OpRecord) {
         self.with_router(|router| router.issue(record, || self.now()));
     }
 
-    /// Records all operations of a replayed step up to `op`, which this process issues.
+    /// Tells the router of all operations of a replayed step up to `op`, which this process issues.
     pub(crate) fn record_span(self: &Arc<Self>, op: u64, span: &Arc<dyn Span>) {
         self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
@@ -155,7 +156,8 @@ impl Runtime {
     }
 }
 
-/// Returns the text of a transport error without the process's name, which the router adds.
+/// Returns the text of a transport error without the name of the peer process, which the router
+/// adds.
 pub(super) fn reason(error: &TransportError) -> String {
     match error {
         TransportError::PeerGone { why, .. } => why.clone(),

@@ -36,12 +36,12 @@ pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BI
 /// The devices that a collective spans, as seen by one of them.
 #[derive(Debug)]
 pub(crate) struct Group {
-    /// In the order of the axis.
+    /// The devices of the group, in the order of the axis.
     pub(crate) devices: Vec<DeviceId>,
-    /// The devices' places in the kernel's mesh. They are below [`MOST_DEVICES`]; device ids may
-    /// not be.
+    /// The place of each device in the kernel's mesh. Places are below [`MOST_DEVICES`]; device ids
+    /// may not be.
     pub(crate) places: Vec<usize>,
-    /// The devices' processes.
+    /// The process of each device.
     pub(crate) processes: Vec<ProcessId>,
     /// Rank of the device that sees the group: its index in `devices`.
     pub(crate) rank: usize,
@@ -68,11 +68,11 @@ pub(crate) struct Flow {
 pub(crate) enum Pattern {
     /// Each device to every other.
     Everyone,
-    /// This device to every other.
+    /// The device of this rank to every other.
     From(usize),
-    /// Each device to every other except this one.
+    /// Each device to every other, except to the device of this rank.
     ButTo(usize),
-    /// From the first of each pair to the second.
+    /// From the first rank of each pair to the second.
     Pairs(Vec<(usize, usize)>),
 }
 
@@ -101,9 +101,9 @@ pub(crate) struct Round<'a> {
 /// A message that this device sends or receives in a round.
 struct Message {
     key: Key,
-    /// The other device's rank; for shared bytes one of several.
+    /// Rank of the other device. For shared bytes, the rank of one of several receivers.
     rank: usize,
-    /// The other device's process.
+    /// The process of the other device.
     process: ProcessId,
     /// Number of devices of the receiving process that take the message.
     takers: usize,
@@ -153,8 +153,8 @@ impl Round<'_> {
         &self.group.rounds[self.round]
     }
 
-    /// Returns the piece number of a message. Shared bytes have the sender's place as receiver: no
-    /// device sends to itself.
+    /// Returns (operation, piece number) of a message. Shared bytes have the sender's place as
+    /// receiver: no device sends to itself.
     fn key(&self, from: usize, to: usize) -> Key {
         let to = if self.flow().shared { from } else { to };
         let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);
@@ -164,8 +164,8 @@ impl Round<'_> {
 }
 
 impl Runtime {
-    /// Drops messages of a call that has ended on every device of this process and that no device
-    /// took.
+    /// Drops the messages of operation `op` that no device of this process took. Call it after the
+    /// operation has ended on each of them.
     pub(crate) fn forget(self: &Arc<Self>, op: u64) {
         self.mailbox.forget(op);
         self.with_router(|router| router.forget(op));
@@ -189,7 +189,8 @@ impl Exchange {
         Ok(buffer.freeze())
     }
 
-    /// Sends `bytes(rank)` to every device that receives from this one in the round. Never blocks.
+    /// Sends `bytes(rank)` to every device that receives from this one in the round. Shared bytes
+    /// go once to each process. Never blocks.
     pub(crate) fn give(&self, round: &Round<'_>, bytes: impl Fn(usize) -> SharedBuffer) {
         for message in round.outgoing() {
             let buffer = bytes(message.rank);
@@ -208,7 +209,7 @@ impl Exchange {
         }
     }
 
-    /// Sends the failure to every device that expects a message from this one.
+    /// Sends the failure to every device that expects a message from this one in the round.
     pub(crate) fn poison(&self, round: &Round<'_>, failure: &Arc<Failure>) {
         for message in round.outgoing() {
             if message.process == self.runtime.me {
@@ -242,8 +243,8 @@ impl Exchange {
         }
     }
 
-    /// Returns the message from each device, by rank; `None` for a device that sends none. Blocks
-    /// until all are here.
+    /// Returns the message from each device in the round, by rank; `None` for a device that sends
+    /// none. Blocks until all messages or failures are here.
     ///
     /// `likely(rank)` is the expected number of bytes; a message may be longer or shorter.
     ///
@@ -281,8 +282,8 @@ impl Exchange {
         Ok(parts)
     }
 
-    /// Returns the async buffer of a message from another process. Asks the router for it unless
-    /// another device has.
+    /// Returns the async buffer of a message from another process. Asks the router for the message
+    /// unless another device has. `likely` is its expected size in bytes.
     fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> AsyncBuffer {
         let (slot, resolver) = if message.takers == 1 {
             let (resolver, slot) = AsyncBuffer::new();
@@ -296,8 +297,8 @@ impl Exchange {
         slot
     }
 
-    /// Same as [`want`](Self::want), for a device that does not need the message. `None` if another
-    /// device has asked for it.
+    /// Asks the router for a message that this device does not need, but other devices of this
+    /// process may. Returns its async buffer, or `None` if another device has asked already.
     fn ask(&self, round: &Round<'_>, message: &Message) -> Option<AsyncBuffer> {
         let (slot, resolver) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
         self.expect(round, message, u64::MAX, resolver?);

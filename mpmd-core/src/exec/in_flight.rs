@@ -39,12 +39,12 @@ struct State {
 struct Open {
     op: u64,
     bytes: u64,
-    /// Number of guards; 0 once the operation has ended.
+    /// Number of guards of the operation; 0 once it has ended.
     parts: usize,
 }
 
 impl State {
-    /// Returns the entry of an operation that has not ended.
+    /// Returns the entry of operation `op`, which must not have ended.
     fn find(&mut self, op: u64) -> Option<&mut Open> {
         let at = self.open.partition_point(|open| open.op < op);
         self.open.get_mut(at)
@@ -57,19 +57,19 @@ pub(crate) struct Counts {
     pub(crate) bytes: u64,
     /// Bytes of this process's memory that are lent to peers.
     pub(crate) lent: u64,
-    /// Reads of arrays that are in progress, even if their operations have ended.
+    /// Number of reads of arrays that are in progress, even if their operations have ended.
     pub(crate) reads: usize,
-    /// Grows with every operation that ends and every loan that is returned.
+    /// Number of operations that have ended and loans that were returned, so far.
     pub(crate) ended: u64,
 }
 
-/// Memory of this process that is lent to a peer, until this is dropped.
+/// Counts bytes of this process's memory as lent to a peer, until it is dropped.
 pub(crate) struct OnLoan {
     bytes: u64,
     in_flight: Arc<InFlight>,
 }
 
-/// A read that is in progress, until this is dropped.
+/// Counts a read of an array as in progress, until it is dropped.
 pub(crate) struct Reading(Arc<InFlight>);
 
 /// Held by every part of an operation. The operation ends when the last guard is dropped.
@@ -89,7 +89,8 @@ impl InFlight {
         Self { trace, ..Self::default() }
     }
 
-    /// Begins operation `op` with this rolling hash. It will take `bytes` of new memory.
+    /// Counts operation `op` as in flight, with `bytes` of new memory, until all clones of the
+    /// returned guard are dropped. `hash` is the rolling hash at the operation.
     pub(crate) fn begin(self: &Arc<Self>, op: u64, hash: u128, bytes: u64) -> OpGuard {
         let mut state = self.state.lock();
         state.counts.ops += 1;
@@ -107,14 +108,15 @@ impl InFlight {
         OpGuard { op, hash, in_flight: self.clone() }
     }
 
-    /// Counts `bytes` of this process's memory as lent. No operation waits for their return: the
-    /// peer may keep them as long as it likes.
+    /// Counts `bytes` of this process's memory as lent, until the returned object is dropped. No
+    /// operation waits for the return of lent bytes: the peer may keep them as long as it likes.
     pub(crate) fn lend(self: &Arc<Self>, bytes: u64) -> OnLoan {
         self.state.lock().counts.lent += bytes;
         OnLoan { bytes, in_flight: self.clone() }
     }
 
-    /// Begins a read of an array. A program that finishes waits for it.
+    /// Counts a read of an array as in progress until the returned object is dropped. A program
+    /// that finishes waits for it.
     pub(crate) fn reading(self: &Arc<Self>) -> Reading {
         self.state.lock().counts.reads += 1;
         Reading(self.clone())
@@ -124,14 +126,14 @@ impl InFlight {
         self.state.lock().counts
     }
 
-    /// Returns upper bounds of the open operations and their bytes, without a lock. Only for the
+    /// Returns upper bounds: (number of open operations, their bytes). Takes no lock. Only for the
     /// thread that begins operations.
     pub(crate) fn at_most(&self) -> (usize, u64) {
         let AtLastBegin { ops, bytes } = &self.at_last_begin;
         (ops.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed))
     }
 
-    /// Returns the first operation that has not ended.
+    /// Returns the number of the first operation that has not ended, or `None` if all have.
     pub(crate) fn first_open(&self) -> Option<u64> {
         self.state.lock().open.front().map(|open| open.op)
     }

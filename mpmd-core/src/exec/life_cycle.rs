@@ -30,15 +30,16 @@ pub(super) struct Trouble {
 }
 
 impl Runtime {
-    /// Handles the end of a peer's process, which the transport may not notice.
+    /// Handles the certain end of a peer's process, which the transport may not notice. Tells the
+    /// router, and ends all transfers to and from the peer.
     pub(crate) fn peer_ended(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.peer_down(peer, why));
         self.give_up(peer, why);
         self.changed.notify_all();
     }
 
-    /// Handles the loss of a peer by the rendezvous. The peer may be gone, and the transport may
-    /// not notice.
+    /// Tells the router that the rendezvous has lost a peer. The peer counts as lost unless
+    /// messages still come from it within a few heartbeats.
     pub(crate) fn suspect(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.suspect(peer, why, self.now()));
     }
@@ -53,26 +54,28 @@ impl Runtime {
         ));
     }
 
-    /// Remembers the first failure of an operation on this process.
+    /// Keeps the failure of an operation on this process, if it is the first, and wakes threads
+    /// that wait for the job's end.
     pub(crate) fn remember(&self, failure: &Arc<Failure>) {
         let mut trouble = self.trouble.lock();
         trouble.first.get_or_insert_with(|| failure.clone());
         self.changed.notify_all();
     }
 
-    /// Returns the failure that ends the job for this process, if there is one.
+    /// Returns the first failure of an operation or of the job, else the loss of a peer. `None` if
+    /// there is neither.
     pub(crate) fn trouble(&self) -> Option<Arc<Failure>> {
         let trouble = self.trouble.lock();
         trouble.first.clone().or_else(|| trouble.lost.clone())
     }
 
-    /// Fails the job and tells every process.
+    /// Fails the job with `failure` and tells every process.
     pub(crate) fn fail_job(self: &Arc<Self>, failure: Arc<Failure>) {
         self.with_router(|router| router.fail(failure));
     }
 
-    /// Blocks until every peer has left too. Reports a hang each time the peer timeout expires.
-    /// Fails if an operation has failed or a peer is lost.
+    /// Blocks until every peer has left the job too. Reports a hang each time the peer timeout
+    /// expires. Fails if an operation has failed or a peer is lost.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
         let (mut since, mut asked) = (Instant::now(), false);
@@ -116,7 +119,9 @@ impl Runtime {
         Report { failure: failure.clone().shortened(), hash }
     }
 
-    /// Says goodbye and closes the transport.
+    /// Leaves the job: says goodbye to the peers, with the failure if there is one, and ends the
+    /// ticker. Gives the NCCL communicators 5 seconds to close and the transport 2 seconds to
+    /// flush.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
         self.with_router(|router| router.goodbye(failure, self.now()));
         if let Some(failure) = failure {
@@ -160,8 +165,8 @@ impl Runtime {
         }
     }
 
-    /// Waits until every operation and user closure of this process has ended or an operation has
-    /// failed, for at most `within`.
+    /// Blocks until every operation and user closure of this process has ended, but at most for
+    /// `within`. Also returns once an operation has failed or a peer is lost.
     pub(crate) fn wait_briefly(&self, within: Duration) {
         let until = Instant::now() + within;
         let left = || until.saturating_duration_since(Instant::now());

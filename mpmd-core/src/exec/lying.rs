@@ -182,7 +182,7 @@ fn hash(op: u64) -> u128 {
     u128::from(op) + 77
 }
 
-/// Returns the record of an operation that both processes have issued.
+/// Returns the record of an operation that all processes have issued.
 fn record(op: u64) -> OpRecord {
     let at = std::panic::Location::caller();
     OpRecord { op, hash: hash(op), what: Arc::new("op"), values: None, note: None, at }

@@ -6,7 +6,7 @@ use mpmd_ids::block::Mutex;
 
 use super::async_buffer::{AsyncBuffer, Outcome, Resolver};
 
-/// Key of a contribution: operation and piece number, as for a piece.
+/// Key of a contribution: (operation, piece number), as for a piece.
 pub(super) type Key = (u64, u64);
 
 /// Contributions on this process that were posted or are waited for.
@@ -20,7 +20,7 @@ struct Letter {
     /// `None` once the contribution is posted, or a taker fetches it from another process.
     resolver: Option<Resolver>,
     slot: AsyncBuffer,
-    /// Devices of this process that have not called yet.
+    /// The number of devices of this process that have not called yet.
     takers: usize,
 }
 
@@ -36,7 +36,8 @@ impl Letter {
 }
 
 impl Mailbox {
-    /// Posts a contribution that `takers` devices of this process will take.
+    /// Posts a contribution, or a failure in its place, that `takers` devices of this process will
+    /// take.
     pub(super) fn post(&self, key: Key, takers: usize, outcome: Outcome) {
         let resolver = self.with(key, takers, |letter| letter.resolver.take());
         if let Some(resolver) = resolver {
@@ -44,7 +45,8 @@ impl Mailbox {
         }
     }
 
-    /// Takes a contribution that a device of this process posts, as one of `takers`.
+    /// Returns the async buffer of a contribution that a device of this process posts, and counts
+    /// one of its `takers`.
     pub(super) fn take(&self, key: Key, takers: usize) -> AsyncBuffer {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);
@@ -52,8 +54,9 @@ impl Mailbox {
         })
     }
 
-    /// Takes a contribution from another process, as one of `takers`. The first taker also gets the
-    /// resolver, and must have the buffer filled for all of them.
+    /// Returns the async buffer of a contribution from another process, and counts one of its
+    /// `takers`. The first taker also gets the resolver, and must have the buffer filled for all of
+    /// them.
     pub(super) fn take_from_afar(
         &self,
         key: Key,
@@ -65,7 +68,7 @@ impl Mailbox {
         })
     }
 
-    /// Drops all entries of an operation.
+    /// Drops all entries of an operation. Contributions that were not posted fail.
     pub(super) fn forget(&self, op: u64) {
         let left = {
             let mut mail = self.0.lock();

@@ -15,7 +15,7 @@ use super::Runtime;
 use crate::exec::array::{Handle, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
 
-/// Arrays of fewer bytes are not listed in out-of-memory errors.
+/// Arrays with fewer bytes on this process are not listed in out-of-memory errors.
 const WORTH_NAMING: u64 = 64 << 10;
 
 /// Large arrays of this process, listed in out-of-memory errors.
@@ -43,8 +43,9 @@ impl Holders {
 }
 
 impl Runtime {
-    /// Reserves `bytes` in the device or host memory of a device of this process. All devices share
-    /// one host memory, which has no limit.
+    /// Reserves `bytes` in the device or host memory of the device with this local index. All
+    /// devices share one host memory, which has no limit. Messages name operation `op` with its
+    /// description.
     ///
     /// Blocks while operations that were issued before may still free memory. It never waits for
     /// later operations, nor for operation `op` itself, which is already in flight. Memory lent to
@@ -65,7 +66,8 @@ impl Runtime {
         self.reserve_all(local_index, kind, std::iter::once(bytes), op, what)
     }
 
-    /// Same as [`Runtime::reserve`], for several buffers: all of them or none.
+    /// Reserves memory for several buffers of these sizes in bytes, all or none. Blocks and fails
+    /// as [`Runtime::reserve`] does.
     pub(crate) fn reserve_all(
         &self,
         local_index: usize,
@@ -117,7 +119,8 @@ impl Runtime {
         }
     }
 
-    /// Returns memory for an output of operation `op` that updates the input `memory` in place.
+    /// Returns (memory for an output of operation `op` that updates the input `memory` in place,
+    /// bytes to copy into it first). The second is `None` if the first is the input's own memory.
     /// Call it on a device's thread.
     ///
     /// If other readers still use `memory`, or a peer has lent it, this returns another buffer and
@@ -203,12 +206,13 @@ impl Runtime {
         format!("; {total} bytes are lent to other processes{each}")
     }
 
-    /// Returns the bytes of this process's memory that are lent to each process.
+    /// Returns the bytes of this process's memory that are lent to each process, indexed by
+    /// process.
     pub(crate) fn lent_to(&self) -> Vec<u64> {
         self.of_peers(|transport, peer| transport.lent_to(peer))
     }
 
-    /// Returns the bytes that this process has borrowed from each process.
+    /// Returns the bytes that this process has borrowed from each process, indexed by process.
     pub(crate) fn borrowed_from(&self) -> Vec<u64> {
         self.of_peers(|transport, peer| transport.borrowed_from(peer))
     }
@@ -223,7 +227,7 @@ impl Runtime {
             .collect()
     }
 
-    /// Remembers a large array, to list it in out-of-memory errors.
+    /// Remembers an array with at least 64 KiB on this process, to list it in out-of-memory errors.
     pub(crate) fn holds(&self, array: &Handle) {
         // Most arrays are too small even in total: then nothing is looked up.
         let most = array.shards.len().saturating_mul(array.made.aval.bytes()) as u64;
@@ -233,8 +237,8 @@ impl Runtime {
     }
 }
 
-/// Blocks until devices have read host memory that is about to be written. Device memory needs no
-/// wait: later work is ordered behind its fences.
+/// Blocks until devices have read host memory that is about to be written. Returns at once for
+/// device memory: later work is ordered behind its fences.
 fn wait_for_devices(memory: &mut OwnedBuffer) {
     if memory.device().is_some() || memory.fences().are_over() {
         return;

@@ -121,7 +121,7 @@ pub(crate) struct Runtime {
     pub(crate) recorded_from: AtomicU64,
     /// Set only in a dry run.
     pub(crate) recorder: Option<Recorder>,
-    /// Payload bytes of pieces given to the transport, by process.
+    /// Payload bytes of pieces given to the transport, indexed by destination process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<life_cycle::Trouble>,
     /// Notified when a peer leaves or something fails.
@@ -169,7 +169,7 @@ impl Runtime {
         self.transport.as_ref().map_or("none", |transport| transport.name())
     }
 
-    /// True if pieces to and from `peer` are transferred zero-copy.
+    /// True if pieces between this process and `peer` are transferred zero-copy.
     pub(crate) fn hands_over(&self, peer: ProcessId) -> bool {
         self.hands_over[peer.index()]
     }
@@ -203,7 +203,7 @@ impl Runtime {
         });
     }
 
-    /// Records that a device of this process has ended its part of operation `op`.
+    /// Records that the device with this local index has ended its part of operation `op` now.
     #[inline]
     pub(crate) fn trace_end(&self, device: usize, op: u64) {
         self.trace.note(|| {
@@ -212,8 +212,9 @@ impl Runtime {
         });
     }
 
-    /// Records start and end of an operation that a device ran asynchronously, from `begin` to
-    /// `end`. From `since` on the device had no earlier work left.
+    /// Records start and end of an operation that a device ran asynchronously. The times are
+    /// (`since`, `begin`, `end`) in nanoseconds since the trace began. From `since` on the device
+    /// had no earlier work left.
     pub(crate) fn trace_ran(
         &self,
         device: usize,
@@ -228,23 +229,24 @@ impl Runtime {
         });
     }
 
-    /// Records a step in the transfer of a piece.
+    /// Records a step in the transfer of a piece for the trace. The tuple is (operation, piece
+    /// number).
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
         self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
     }
 
-    /// Queues a kernel call on a device of this process.
+    /// Queues a job on the thread of the device with this local index. Does not block.
     pub(crate) fn run_on(&self, local_index: usize, job: Job) {
         self.devices[local_index].queue.push(job);
     }
 
-    /// Queues a copy on the copy workers.
+    /// Queues a job on the copy workers. Does not block.
     pub(crate) fn move_data(&self, job: Job) {
         self.copy_workers.push(job);
     }
 
-    /// Queues a user closure.
+    /// Queues a job on the thread for user closures. Does not block.
     pub(crate) fn call_back(&self, job: Job) {
         self.callbacks.push(job);
     }

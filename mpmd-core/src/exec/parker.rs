@@ -25,11 +25,12 @@ const PACE: Pace = Pace {
     alone: Duration::from_micros(3),
     most_skipped: 0,
 };
-/// Maximum sleep of a thread that waits without a deadline.
+/// Maximum time for which a thread that waits without a deadline sleeps before it looks again.
 const NAP: Duration = Duration::from_secs(1);
 
 thread_local! {
-    /// True while this thread is in a call of the transport, which calls the runtime.
+    /// True while this thread is in a call of the transport. The transport then calls the runtime,
+    /// which must not wait by driving it.
     static DRIVING: Cell<bool> = const { Cell::new(false) };
     /// Spin policy of this thread. It adapts to the length of recent waits.
     static POLICY: SpinPolicy = const { SpinPolicy::new(PACE, Spin::Auto) };
@@ -40,12 +41,13 @@ pub(crate) struct Parker {
     transport: Option<Arc<dyn Transport>>,
     setting: Spin,
     room: CoreBudget,
-    /// True while a thread polls, if the core budget allows only one.
+    /// True while a thread polls. Used only if the core budget lets one thread poll at a time.
     taken: AtomicBool,
 }
 
 impl Parker {
-    /// Creates the parker of a process with this transport and core budget.
+    /// Creates the parker of a process. `setting` is the spin policy of waiting threads, and `room`
+    /// limits the number of threads that poll at once.
     pub(super) fn new(
         transport: Option<Arc<dyn Transport>>,
         setting: Spin,
@@ -60,19 +62,20 @@ impl Parker {
         Self::new(None, Spin::Auto, CoreBudget::None)
     }
 
-    /// True if a thread that waits now would drive the transport.
+    /// True if this thread would drive the transport if it waited now.
     pub(crate) fn can_drive(&self) -> bool {
         self.door().is_some()
     }
 
-    /// Blocks until `slot` ends, or until `deadline`: then returns `None`. Call it without holding
-    /// a lock: incoming messages are handled on this thread, and may end any async buffer.
+    /// Blocks until `slot` ends and returns its buffer or failure. Returns `None` if `deadline`
+    /// comes first. Call it without holding a lock: incoming messages are handled on this thread,
+    /// and may end any async buffer.
     pub(crate) fn wait(&self, slot: &AsyncBuffer, deadline: Option<Instant>) -> Option<Outcome> {
         self.wait_for(Until::Ended, slot, deadline)
     }
 
-    /// Same as [`wait`](Self::wait), until `slot` is issued: its buffer is there, filled or not.
-    /// For threads that issue work to devices.
+    /// Blocks until `slot` is issued or ends, and returns its buffer, filled or not, or its
+    /// failure. For threads that issue work to devices.
     pub(crate) fn wait_issued(&self, slot: &AsyncBuffer) -> Outcome {
         self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
     }
@@ -98,14 +101,15 @@ impl Parker {
         outcome
     }
 
-    /// Returns the transport if this thread may drive it. A handler that waits, as none should,
-    /// sleeps instead.
+    /// Returns the transport if this thread may drive it. `None` if waiting threads cannot drive
+    /// the transport, or this thread is already in one of its calls.
     fn door(&self) -> Option<&Arc<dyn Transport>> {
         let transport = self.transport.as_ref()?;
         (!DRIVING.get() && transport.parking().is_some()).then_some(transport)
     }
 
-    /// Polls for a bounded time. Returns true if `slot` has reached the awaited state.
+    /// Polls the transport and `slot` for the time that the spin policy allows. Returns true if
+    /// `slot` has reached the awaited state.
     fn look(
         &self,
         transport: &dyn Transport,
@@ -121,7 +125,7 @@ impl Parker {
         until.has_come(slot)
     }
 
-    /// Takes a place among the polling threads, if the core budget has one.
+    /// Takes the right to poll, or returns `None` if the core budget has no room.
     fn place(&self) -> Option<PollPermit<'_>> {
         match self.room {
             CoreBudget::All => Some(PollPermit(None)),
@@ -146,7 +150,7 @@ impl Drop for PollPermit<'_> {
 /// The awaited state of an async buffer.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Until {
-    /// The buffer is there, filled or not.
+    /// The buffer is there, filled or not, or the async buffer has failed.
     Issued,
     Ended,
 }
@@ -181,7 +185,8 @@ impl Until {
     }
 }
 
-/// Sleeps in the transport until `slot` reaches the awaited state, or until `deadline`.
+/// Sleeps in the transport until `slot` reaches the awaited state, and handles messages meanwhile.
+/// Returns the buffer or failure of `slot`, or `None` if `deadline` comes first.
 fn sleep(
     transport: &Arc<dyn Transport>,
     until: Until,
@@ -234,7 +239,8 @@ impl Wake for Bell {
     }
 }
 
-/// Runs a call to the transport, with this thread marked as driving it.
+/// Runs a call to the transport and returns its result. Meanwhile this thread is marked as driving
+/// the transport.
 fn drive<R>(call: impl FnOnce() -> R) -> R {
     struct Back;
     impl Drop for Back {

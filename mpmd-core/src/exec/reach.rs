@@ -31,7 +31,7 @@ impl Runtime {
     }
 
     /// Returns the GPU of this process that copies from `place`: the GPU that has the memory if it
-    /// is here, otherwise any.
+    /// is here, otherwise any. `None` if this process has no GPU.
     pub(crate) fn gpu_for(&self, place: DevicePlace) -> Option<&Arc<Gpu>> {
         let gpus = || self.devices.iter().filter_map(|local| local.gpu.as_ref());
         gpus().find(|gpu| gpu.ordinal() == place.device).or_else(|| gpus().next())
@@ -78,8 +78,9 @@ impl Runtime {
         );
     }
 
-    /// Returns an async buffer in host memory with the values of `slot`. It is the same buffer if
-    /// that is in host memory, otherwise a copy that begins as soon as a device can.
+    /// Returns an async buffer in host memory with the values of `slot`. It shares the buffer if
+    /// that is in host memory. Otherwise a copy begins as soon as the work that fills it is issued.
+    /// Does not block.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &AsyncBuffer) -> AsyncBuffer {
         let (resolver, found) = AsyncBuffer::new();
         let (runtime, source) = (self.clone(), slot.clone());
@@ -105,8 +106,8 @@ impl Runtime {
         found
     }
 
-    /// Copies a part of `bytes` from device memory to `to` and calls `then` with the result. `then`
-    /// runs on a thread with other work and must be short.
+    /// Starts a copy of a part of `bytes` from device memory to `to`. Later calls `then` with `to`
+    /// or the failure. `then` runs on a thread with other work and must be short.
     ///
     /// If `source` is given, its work makes the bytes and may not be over. If it fails, so does the
     /// copy.
@@ -133,36 +134,37 @@ impl Runtime {
         });
     }
 
-    /// Returns the failure of a copy from or to a device.
+    /// Creates the failure of a copy from or to a device.
     pub(super) fn copy_failed(&self, op: u64, error: &CudaError) -> Arc<Failure> {
         self.failed_on_device(op, &error.to_string())
     }
 
-    /// Returns the failure of an operation on a CUDA device.
+    /// Creates the failure of an operation on a CUDA device, for the reason `why`.
     pub(super) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
         let message = format!("operation {op} on process {}: {why}", self.me);
         Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))
     }
 
-    /// Returns the failure of an operation that got no memory.
+    /// Creates the failure of an operation that got no memory, for the reason `why`.
     pub(super) fn out_of_memory(&self, op: u64, why: &str) -> Arc<Failure> {
         Arc::new(Failure::new(FailureKind::Memory, self.me, op, format!("operation {op}: {why}")))
     }
 }
 
-/// Calls `then` with the completion status of an issued async buffer, once it is known. Without one
-/// the status is success.
+/// Calls `then` with the completion status of an issued async buffer, once that is known. Without
+/// an async buffer, calls `then` with success at once.
 pub(super) fn when_made(
     source: Option<AsyncBuffer>,
     then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
 ) {
     match source {
         None => then(Ok(())),
-        Some(slot) => slot.on_verdict(then),
+        Some(slot) => slot.on_completion(then),
     }
 }
 
-/// Resolves `resolver` with the buffer of `source`, or a part of it, as soon as `source` is issued.
+/// Resolves `resolver` with `part` of the buffer of `source`, as soon as `source` is issued. Does
+/// not block. In device memory, it ends when `source` ends.
 ///
 /// With `remember`, a failure of `source` also counts as a failure on this process. `guard` is
 /// dropped last.
@@ -182,7 +184,7 @@ pub(crate) fn follow(
     source.on_issued(move |outcome| match outcome {
         Ok(bytes) if bytes.device().is_some() => {
             let issued = resolver.issue(part(bytes));
-            slot.on_verdict(move |made| {
+            slot.on_completion(move |made| {
                 if let Err(failure) = &made {
                     failed(failure);
                 }

@@ -17,7 +17,7 @@ use mpmd_record::trace::PieceStep;
 pub(crate) enum Waiter {
     /// Shards of this process that contain the piece, and processes to which it is forwarded.
     Piece(Box<Receive>),
-    /// The bytes themselves, which resolve `resolver`.
+    /// A buffer for the bytes of a piece: `resolver` is resolved with them.
     Bytes { resolver: Resolver, from: ProcessId, op: u64, piece: u64 },
     /// No receiver. The piece is still taken, so that its sender does not wait.
     Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
@@ -29,7 +29,7 @@ pub(crate) enum Waiter {
 /// must not affect other processes. If the region does not come, all its receivers are told.
 pub(crate) struct Receive {
     pub(super) from: ProcessId,
-    /// The shards of this process that contain the region.
+    /// The shards of this process that contain the region and are assembled from pieces.
     pub(super) shards: Vec<Assembly>,
     /// Forwards the region to the peers of the transfer. Last, so that its guard is dropped after
     /// the memory.
@@ -39,7 +39,7 @@ pub(crate) struct Receive {
 /// The buffer that a region's bytes are read into.
 #[derive(Clone, Copy)]
 enum ReadTarget {
-    /// The whole memory of one of the shards, by index.
+    /// The whole memory of the shard with this index in `shards`.
     Whole(usize),
     /// The region's part of the only shard.
     Part,
@@ -48,8 +48,8 @@ enum ReadTarget {
 }
 
 impl Receive {
-    /// Registers the receive with the router. A region that nobody needs any more is received too,
-    /// so that its sender does not wait.
+    /// Registers the receive with the router and returns. A region that nobody needs any more is
+    /// received too, so that its sender does not wait.
     pub(super) fn begin(self, runtime: &Arc<Runtime>) {
         let (from, Send { op, transfer, guard }) = (self.from, &self.forward);
         let (key, hash, now) = ((*op, transfer.id), guard.hash(), runtime.now());
@@ -63,7 +63,8 @@ impl Receive {
         runtime.with_router(|router| router.expect(from, key, hash, bytes, waiter, now));
     }
 
-    /// Handles the end of the receive: the region has come, or never will.
+    /// Gives the region to its receivers once it has come. If it never will, fails them with the
+    /// reason.
     fn end(self: Box<Self>, runtime: &Arc<Runtime>, result: Result<Payload, Arc<Failure>>) {
         match result {
             Err(failure) => self.fail(runtime, &failure),
@@ -73,7 +74,8 @@ impl Receive {
         }
     }
 
-    /// Takes bytes that are in memory that this process can read.
+    /// Takes bytes in memory that this process can read, and gives them to the receivers of the
+    /// region.
     fn take(&self, runtime: &Arc<Runtime>, bytes: SharedBuffer) {
         self.trace_taken(runtime);
         let transfer = &self.forward.transfer;
@@ -95,7 +97,8 @@ impl Receive {
         self.spread(runtime, bytes, source, |at| whole.contains(&at));
     }
 
-    /// Reads bytes that the transport still has to fetch.
+    /// Starts to read bytes that the transport still has to fetch. Once they are read, gives them
+    /// to the receivers of the region.
     fn read(self: Box<Self>, runtime: &Arc<Runtime>, fetch: Box<dyn Fetch>) {
         let (buffer, place) = match self.room(runtime, fetch.bytes()) {
             Ok(Some(room)) => room,
@@ -139,8 +142,8 @@ impl Receive {
         Some(slot)
     }
 
-    /// Returns memory to read the region into, and its kind. `None` if the region is no longer
-    /// needed.
+    /// Returns memory to read the region into, and the kind of that memory. `None` if the region is
+    /// no longer needed. Fails if there is no memory.
     fn room(
         &self,
         runtime: &Runtime,
@@ -181,7 +184,7 @@ impl Receive {
     /// others copy them. So each device's shard is its own memory or borrowed memory. Its room and
     /// its in-place updates do not depend on other devices.
     ///
-    /// `source` is the async buffer of the bytes, if their work is not over.
+    /// `source` is the async buffer of the bytes, if the work that fills them is not over.
     fn spread(
         &self,
         runtime: &Arc<Runtime>,
@@ -221,7 +224,7 @@ impl Receive {
 }
 
 impl Runtime {
-    /// Gives a piece, or the failure for which it does not come, to its receiver.
+    /// Gives a piece to its receiver, or the failure because of which the piece does not come.
     pub(super) fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
             Waiter::Piece(receive) => receive.end(self, result),
@@ -278,7 +281,8 @@ impl Runtime {
         self.fetch(from, fetch, buffer, Box::new(then));
     }
 
-    /// Returns the failure of operation `op` after a piece broke off in transit.
+    /// Creates the failure of operation `op` after a piece from process `from` broke off in
+    /// transit.
     fn fetch_failed(&self, from: ProcessId, op: u64, error: &TransportError) -> Arc<Failure> {
         if let TransportError::Environment { .. } = error {
             let message = format!("operation {op} waited for process {from}: {error}");
@@ -287,7 +291,8 @@ impl Runtime {
         self.router.lock().lost_while(from, op, &driver::reason(error))
     }
 
-    /// Returns the failure of an operation that borrowed bytes that were then not made.
+    /// Creates the failure of operation `op`, which borrowed bytes from process `from` that were
+    /// then not made.
     fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let router = self.router.lock();
         if !router.still_here().contains(&from) {

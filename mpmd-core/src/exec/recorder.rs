@@ -17,13 +17,13 @@ use mpmd_record::dry_run::{
 };
 use mpmd_record::trace::Label;
 
-/// The number of recorded steps, if the user does not set one.
+/// The maximum number of steps that a dry run records, if the user does not set one.
 pub(crate) const MOST_STEPS: u64 = 16;
 
 /// Builds a plan while its program runs. Handles may be dropped on any thread.
 pub(crate) struct Recorder {
     state: Mutex<State>,
-    /// The process that the program stands for.
+    /// The process that the program stands for in this dry run.
     process: ProcessId,
     /// The output file and the limit of steps, for a process that was started to write its plan.
     order: Option<Order>,
@@ -34,7 +34,8 @@ pub(crate) struct Recorder {
 pub(crate) struct Order {
     /// The output file of the plan.
     pub(crate) file: PathBuf,
-    /// The largest number of steps to record.
+    /// The maximum number of steps to record. The plan ends earlier if two steps in a row are
+    /// equal.
     pub(crate) most_steps: u64,
 }
 
@@ -45,8 +46,8 @@ struct State {
     lines: HashMap<&'static Location<'static>, u32>,
 }
 
-/// Index of the recorded form of a kernel call or a move, once it is known. It is valid for one
-/// recorder, which is enough: a program has one.
+/// Cache of the index of a call's or a move's descriptor in the plan. It is valid for one recorder,
+/// which is enough: a program has one.
 #[derive(Debug, Default)]
 pub(crate) struct KnownDescriptor(OnceLock<u32>);
 
@@ -61,8 +62,9 @@ impl Recorder {
         self.process
     }
 
-    /// Records the next operation. `hash` is the rolling hash up to it. `known` caches the index of
-    /// its form, so that `descriptor` runs once.
+    /// Records the next operation. The tuple is (label, line, rolling hash up to the operation).
+    /// `takes` gives each input, and true if it is donated. `known` caches the index of the
+    /// descriptor, so that `descriptor` runs once.
     pub(crate) fn operation<'a>(
         &self,
         (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
@@ -91,14 +93,16 @@ impl Recorder {
         state.plan.hashes.push(hash);
     }
 
-    /// Records that the last handle of an array was dropped.
+    /// Records that the last handle was dropped of the array that is result `result` of
+    /// `operation`.
     pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
         let mut state = self.state.lock();
         let after = state.plan.operations.len() as u64;
         state.plan.drops.push(Dropped { array: Array { operation, result }, after });
     }
 
-    /// Records that the program waits for an array. `values` is true if it reads the values.
+    /// Records that the program waits for an array at line `at`. `values` is true if it reads the
+    /// values.
     pub(crate) fn read(
         &self,
         (operation, result): (u64, u32),
@@ -133,7 +137,8 @@ impl Recorder {
         plan
     }
 
-    /// Writes the plan to the ordered file and returns true. Returns false if no file was ordered.
+    /// Writes the plan to the file of the [`Order`] and returns true. Without an order, returns
+    /// false. Fails if the file cannot be written.
     pub(crate) fn deliver(&self, end: End) -> Result<bool> {
         let Some(order) = &self.order else { return Ok(false) };
         let written = self.plan(end).write(&order.file);

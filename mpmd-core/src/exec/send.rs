@@ -32,7 +32,8 @@ pub(super) struct Send {
 }
 
 impl Send {
-    /// Sends a region of a local shard to the peers of the transfer, once the shard is complete.
+    /// Registers the send of a region of a local host shard. Once the shard is filled, offers the
+    /// region to the peers of the transfer; if it fails, tells them.
     pub(super) fn begin(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
         let runtime = runtime.clone();
         slot.on_end(move |outcome| match (outcome, &self.transfer.run) {
@@ -54,9 +55,9 @@ impl Send {
         });
     }
 
-    /// Same as [`begin`](Self::begin), for a shard in a CUDA device's memory. Peers that take
-    /// device memory get the shard itself, even before it is filled. The others get a copy that
-    /// begins as soon as the device can.
+    /// Registers the send of a region of a shard in a CUDA device's memory. Peers that take device
+    /// memory get the shard itself, even before it is filled. The others get a copy that begins as
+    /// soon as the device can. If the shard fails, the peers are told.
     pub(super) fn begin_from_gpu(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
         let carried = |peer: &ProcessId| runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) =
@@ -70,7 +71,7 @@ impl Send {
                     let bytes = run.map_or_else(|| buffer.clone(), |run| buffer.slice(run));
                     // The completion status tells the peers if an input of the shard failed. Their
                     // devices cannot see that.
-                    send.offer(&runtime, &takers, bytes.with_verdict(source.verdict()));
+                    send.offer(&runtime, &takers, bytes.with_verdict(source.completion()));
                 }
             });
         }
@@ -83,7 +84,8 @@ impl Send {
         }
     }
 
-    /// Offers the region's bytes, or bytes that contain it, to these peers.
+    /// Tells the router to send `bytes` to these peers. They are the region's bytes, or contain
+    /// them.
     pub(super) fn offer(&self, runtime: &Arc<Runtime>, peers: &[ProcessId], bytes: SharedBuffer) {
         let (key, size) = ((self.op, self.transfer.id), self.transfer.bytes as u64);
         for peer in peers {
@@ -96,8 +98,8 @@ impl Send {
         }
     }
 
-    /// Packs the region, on a copy worker or by the device that has it. Then offers it to these
-    /// peers.
+    /// Packs the region into a staging buffer, on a copy worker or by the device that has it. Then
+    /// offers it to these peers, or tells them of the failure. Does not block.
     ///
     /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
     /// be over.
@@ -134,7 +136,8 @@ impl Send {
         }
     }
 
-    /// Copies the region's bytes to a packed staging buffer.
+    /// Copies the region's bytes to a packed staging buffer, on this thread. Fails if there is no
+    /// memory.
     fn pack(&self, runtime: &Runtime, from: &SharedBuffer) -> Outcome {
         let transfer = &*self.transfer;
         let packed = runtime.staging.allocate(transfer.bytes);

@@ -30,11 +30,11 @@ use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 /// Interval of the ticker thread.
 pub(super) const TICK: Duration = Duration::from_millis(50);
 
-/// Upper limit of copy workers. More would compete for memory bandwidth.
+/// Maximum number of copy workers. More would compete for memory bandwidth.
 const MOST_MOVERS: usize = 4;
 
 impl Runtime {
-    /// Starts the threads of this process's part of a job.
+    /// Opens the devices of process `me`, and starts its threads and the transport.
     ///
     /// # Errors
     ///
@@ -112,8 +112,8 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// Starts the thread that watches the NCCL communicators, if one is needed. An NCCL error fails
-    /// the job.
+    /// At the first call, starts a thread that checks the NCCL communicators for errors until this
+    /// process leaves the job. Later calls do nothing. An NCCL error fails the job.
     pub(crate) fn watch_communicators(self: &Arc<Self>) {
         if !self.communicators.are_to_be_watched() {
             return;
@@ -225,8 +225,8 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, |cores| cores.get())
 }
 
-/// Returns the core budget of process `me` on a host with `cores` cores. Each process has a busy
-/// program thread, and one for each of its devices.
+/// Returns the number of threads of process `me` that may poll at once, on a host with `cores`
+/// cores. Each process has a busy program thread, and one for each of its devices.
 fn core_budget(me: ProcessId, topology: &Topology, cores: usize) -> CoreBudget {
     let host = topology.host_of(me);
     let here = (0..topology.processes()).map(|process| ProcessId(process as u32));

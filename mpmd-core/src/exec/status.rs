@@ -11,8 +11,8 @@ use super::Runtime;
 /// The current activity of the program thread and of the devices.
 pub(crate) struct Status {
     program: Mutex<Doing>,
-    /// By device: its operations that have not ended, in order. It works on the first. Only a
-    /// device that runs asynchronously has more than one.
+    /// By device: (name, its operations that have not ended, in order). The device works on the
+    /// first. Only a device that runs asynchronously has more than one.
     devices: Vec<(String, Mutex<VecDeque<Running>>)>,
 }
 
@@ -21,9 +21,9 @@ pub(crate) struct Status {
 pub(crate) enum Doing {
     /// Running the user's code.
     Program,
-    /// Blocked in a call that the user wrote at this line.
+    /// Blocked in this call or for this reason, at this line of the user's program.
     Waiting(&'static str, &'static Location<'static>),
-    /// In `finish`.
+    /// In [`Program::finish`](crate::Program::finish).
     Finishing,
 }
 
@@ -31,7 +31,8 @@ pub(crate) enum Doing {
 struct Running {
     op: u64,
     what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
-    /// Time at which the ticker first saw it: devices read no clock for this.
+    /// Time at which the ticker first saw the operation as its device's current one: devices read
+    /// no clock.
     seen: Option<Instant>,
 }
 
@@ -77,7 +78,8 @@ impl Status {
         }
     }
 
-    /// Returns the lowest operation that a device works on.
+    /// Returns the lowest number of an operation that a device works on. `None` if all devices are
+    /// idle.
     pub(crate) fn lowest(&self) -> Option<u64> {
         self.devices
             .iter()
@@ -116,13 +118,13 @@ impl Status {
 }
 
 impl Runtime {
-    /// Describes in one line the current work of this process.
+    /// Describes in one line the current activity of this process's program and devices.
     pub(crate) fn doing(&self) -> String {
         self.status.describe(|op| self.router.lock().describe(op))
     }
 
-    /// Describes the current work, then the chain of processes that this one waits for, down to the
-    /// root: one line per link.
+    /// Describes the current activity of this process. Then, one line per link, describes the chain
+    /// of processes that it waits for.
     pub(crate) fn doing_and_why(&self) -> String {
         let (doing, running) = (self.doing(), self.status.lowest());
         let mut chain = self.router.lock().chain(running);

@@ -24,18 +24,18 @@ pub(super) struct Target {
     pub(super) pieces: Vec<usize>,
     /// True if every piece is contiguous in the shard and is copied, not added.
     pub(super) in_parts: bool,
-    /// The source that the shard may share memory with.
+    /// The source that the shard may share memory with; `None` if its memory must be its own.
     pub(super) alias: Option<Origin>,
 }
 
 /// One region: its source and its destinations, as seen by this process.
 #[derive(Clone)]
 pub(in crate::exec) struct Transfer {
-    /// Its number in messages.
+    /// The piece number of the region, in messages and in the trace.
     pub(in crate::exec) id: u64,
     /// Index of the source's partial sum that the region belongs to.
     pub(in crate::exec) term: usize,
-    /// Never empty.
+    /// The region, in indices of the whole array. Never empty.
     pub(in crate::exec) region: Region,
     /// The region that the incoming bytes cover: the origin's whole shard or `region` alone. A
     /// zero-copy sender gives its whole shard if `region` is not contiguous in it. Then neither
@@ -43,10 +43,10 @@ pub(in crate::exec) struct Transfer {
     pub(in crate::exec) holds: Region,
     /// Byte range of `region` within the bytes of `holds`, if contiguous.
     pub(in crate::exec) run: Option<Range<usize>>,
-    /// Bytes of the region.
+    /// Size of the region in bytes.
     pub(in crate::exec) bytes: usize,
     pub(super) origin: Origin,
-    /// Indices into the plan's targets.
+    /// Indices of the shards that contain the region, among the plan's targets.
     pub(super) targets: Vec<usize>,
     /// The processes to which this one sends the region.
     pub(in crate::exec) peers: Vec<ProcessId>,
@@ -62,7 +62,8 @@ pub(super) enum Origin {
     Host,
 }
 
-/// Returns the transfers by which each device copies its part of values that every process has.
+/// Returns the transfers by which each device gets its part of host values, which every process
+/// has. Of several partial sums, only the first gets them.
 pub(super) fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray) -> Vec<Transfer> {
     let whole = Region::full(aval.shape());
     let term = |device| layout.place_of(device).map_or(0, |place| layout.term_of(place));
@@ -84,7 +85,7 @@ pub(super) fn in_place(targets: &[Target], item: usize) -> Vec<Transfer> {
 }
 
 impl Transfer {
-    /// A transfer of the whole shard of target `at`, from local bytes that cover `holds`.
+    /// Creates a transfer of the whole shard of target `at`, from local bytes that cover `holds`.
     fn local(at: usize, target: &Target, origin: Origin, holds: Region, item: usize) -> Self {
         Self {
             id: 0,
@@ -132,12 +133,13 @@ impl Transfer {
         }
     }
 
-    /// True if the incoming bytes are the region alone.
+    /// True if the incoming bytes cover exactly the region.
     pub(in crate::exec) fn is_by_itself(&self) -> bool {
         self.holds == self.region
     }
 
-    /// Returns the same transfer, for bytes that are the region alone.
+    /// Returns the same transfer, with the region itself as the region that the incoming bytes
+    /// cover.
     pub(in crate::exec) fn alone(self: &Arc<Self>) -> Arc<Self> {
         if self.is_by_itself() {
             return self.clone();

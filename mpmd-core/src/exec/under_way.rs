@@ -17,25 +17,26 @@ use super::{OnLoan, OpGuard, Runtime};
 /// *memory-outlives-operation*).
 #[derive(Default)]
 pub(super) struct UnderWay {
-    /// Operations with bytes that are being sent, by ticket.
+    /// (peer, guard of the operation) of bytes that are being sent, by ticket number.
     sending: HashMap<u64, (ProcessId, OpGuard)>,
-    /// Memory lent to peers by zero-copy transfer, with the peer and the operation, by ticket.
+    /// (peer, operation, loan) of memory lent by zero-copy transfer, by ticket number.
     lent: HashMap<u64, (ProcessId, u64, OnLoan)>,
-    /// Operations with zero-copy payloads that a peer has not taken yet, by peer, operation and
-    /// ticket. Only those stay in flight, because a peer may keep a payload forever once taken.
+    /// Guards of operations with zero-copy payloads that a peer has not taken yet, by (peer,
+    /// operation, ticket number). Only those stay in flight, because a peer may keep a payload
+    /// forever once taken.
     untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
-    /// By peer: the operation up to which it has taken all zero-copy payloads.
+    /// By peer: the last operation up to which the peer has taken all zero-copy payloads.
     taken: BTreeMap<ProcessId, u64>,
-    /// Receivers of incoming bytes.
+    /// (peer, callback) of incoming bytes that are being read, by ticket number.
     receiving: HashMap<u64, (ProcessId, FetchDone)>,
-    /// Peers from which nothing more is expected, and the reason.
+    /// Peers to and from which nothing more is sent, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
 }
 
 impl UnderWay {
-    /// Registers bytes that are about to be sent; `operation` stays in flight until they have left.
-    /// Returns `operation` as the error if the peer was given up.
+    /// Registers bytes that are about to be sent and returns their ticket; `operation` stays in
+    /// flight until they have left. Returns `operation` as the error if the peer was given up.
     pub(super) fn send(&mut self, to: ProcessId, operation: OpGuard) -> Result<Ticket, OpGuard> {
         if self.given_up.contains_key(&to) {
             return Err(operation);
@@ -45,8 +46,9 @@ impl UnderWay {
         Ok(Ticket(number))
     }
 
-    /// Same as [`send`](Self::send), for a zero-copy transfer. Also returns `operation` if it need
-    /// not stay in flight for these bytes.
+    /// Registers memory that is about to be lent to a peer. Returns (its ticket, `operation` if it
+    /// need not stay in flight for these bytes). If the peer was given up, returns loan and guard
+    /// as the error.
     pub(super) fn hand_over(
         &mut self,
         to: ProcessId,
@@ -77,7 +79,8 @@ impl UnderWay {
     }
 
     /// Notes that the transport is done with a ticket: sent bytes have left, lent bytes were
-    /// returned, or the transfer failed.
+    /// returned, or the transfer failed. Returns the loan and the guard to drop, as far as there
+    /// are any.
     pub(super) fn sent(&mut self, ticket: Ticket) -> (Option<OnLoan>, Option<OpGuard>) {
         match self.lent.remove(&ticket.0) {
             Some((to, op, loan)) => (Some(loan), self.untaken.remove(&(to, op, ticket.0))),
@@ -93,8 +96,8 @@ impl UnderWay {
 }
 
 impl Runtime {
-    /// Reads a payload of `from` into a buffer, then calls `then` exactly once, even if `from`
-    /// falls silent.
+    /// Starts to read a payload of `from` into a buffer. Later calls `then` exactly once with the
+    /// buffer or an error, even if `from` falls silent.
     pub(super) fn fetch(
         self: &Arc<Self>,
         from: ProcessId,
@@ -128,7 +131,8 @@ impl Runtime {
         );
     }
 
-    /// Gives up a peer: ends all transfers to and from it, with `why` as the reason.
+    /// Gives up a peer: ends all transfers to and from it, and refuses later ones. `why` is the
+    /// reason in their errors.
     pub(super) fn give_up(&self, peer: ProcessId, why: &str) {
         if let Some(transport) = &self.transport {
             transport.give_up(peer, why);

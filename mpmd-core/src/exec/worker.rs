@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use mpmd_ids::block::{Condvar, Mutex, Pace, Spin, SpinPolicy, thread};
 
-/// The spin policy's constants for short waits of workers and readers, which skip waits after polls
-/// in vain.
+/// Constants of the spin policy for short waits of workers and readers. After polls in vain it
+/// skips some waits.
 pub(super) const PACE: Pace = Pace {
     longest: Duration::from_micros(20),
     worth: Duration::ZERO,
@@ -24,7 +24,6 @@ pub(crate) type Job = Box<dyn Work>;
 
 /// The work of a job: a closure, or an object that reuses its own box.
 pub(crate) trait Work: Send {
-    /// Runs the job.
     fn run(self: Box<Self>);
 }
 
@@ -34,13 +33,14 @@ impl<F: FnOnce() + Send> Work for F {
     }
 }
 
-/// A named thread with an in-order queue. Dropping it lets the thread finish its queue and end.
+/// A named thread that runs queued jobs in order. Dropping this lets the thread finish its queue
+/// and end, without waiting for it.
 pub(crate) struct Worker {
     queue: Arc<Queue>,
 }
 
-/// Threads that share a queue. Jobs start in order and may end in any order. Dropping it lets the
-/// threads finish the queue and end.
+/// Threads that share a queue. Jobs start in order and may end in any order. Dropping this lets the
+/// threads finish the queue and end, without waiting for them.
 pub(crate) struct Crew {
     queue: Arc<Queue>,
 }
@@ -60,7 +60,7 @@ struct State {
 }
 
 impl Worker {
-    /// Starts the thread. Before it sleeps it polls for jobs as `spin` allows.
+    /// Starts the thread. The thread polls for jobs as `spin` allows before it sleeps.
     pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
         let worker = Self { queue: Arc::default() };
         let policy = SpinPolicy::new(PACE, spin);
@@ -80,7 +80,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Queues a job.
+    /// Queues a job and returns at once.
     pub(crate) fn push(&self, job: Job) {
         self.queue.push(job);
     }
@@ -93,7 +93,7 @@ impl Drop for Worker {
 }
 
 impl Crew {
-    /// Starts the threads.
+    /// Starts `threads` threads, which wait for jobs.
     pub(crate) fn start(name: &str, threads: usize) -> std::io::Result<Self> {
         let crew = Self { queue: Arc::default() };
         for i in 0..threads {
@@ -108,7 +108,7 @@ impl Crew {
         Ok(crew)
     }
 
-    /// Queues a job.
+    /// Queues a job and returns at once.
     pub(crate) fn push(&self, job: Job) {
         self.queue.push(job);
     }
@@ -135,7 +135,7 @@ impl Queue {
     }
 
     /// Blocks until there are jobs and moves all of them into `jobs`, which must be empty. Returns
-    /// false once the queue is closed and empty. Only for a queue with one thread.
+    /// true. Returns false once the queue is closed and empty. Only for a queue with one thread.
     fn take_all(&self, jobs: &mut VecDeque<Job>) -> bool {
         let mut state = self.state.lock();
         while state.jobs.is_empty() {

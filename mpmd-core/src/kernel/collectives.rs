@@ -49,9 +49,9 @@ pub const TWO_ROUNDS_FROM_BYTES: usize = 64 << 10;
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl Collective {
-    /// Returns the rounds of the collective in a group of devices that these processes own.
-    /// `joined` says if the group [uses NCCL](Self::is_joined). A pure function: all devices of the
-    /// group get the same result.
+    /// Returns the flow of each round of the collective. `processes` are the owners of the group's
+    /// devices, by rank; `joined` says if the group [uses NCCL](Self::is_joined). A group of one
+    /// device has no rounds. A pure function: all devices of the group get the same result.
     pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<Flow> {
         let agree = joined.then_some(Flow { pattern: Pattern::Everyone, shared: true });
         agree.into_iter().chain(self.rounds_of_the_host(processes)).collect()
@@ -83,7 +83,7 @@ impl Collective {
         }
     }
 
-    /// Returns the size in bytes of the longest message between two devices in any round. A call
+    /// Returns an upper bound, in bytes, for a message between two devices in any round. A call
     /// never has more elements than declared.
     pub(crate) fn most_bytes(&self) -> usize {
         self.aval.bytes().max(AGREEING_BYTES)
@@ -122,12 +122,12 @@ impl Call<'_> {
         self.group.rank
     }
 
-    /// Returns the number of rounds for host values.
+    /// Returns the number of rounds for host values, without the one in which an NCCL group agrees.
     fn rounds(&self) -> usize {
         self.group.rounds.len() - usize::from(self.group.joined)
     }
 
-    /// Returns the range of elements that belongs to this rank.
+    /// Returns the range of elements that belongs to `rank`.
     fn segment(&self, rank: usize) -> Range<usize> {
         share(self.elements, self.devices(), rank)
     }
@@ -167,8 +167,9 @@ impl<'a> Context<'a> {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce), or if the length of `out` is not that of all parts
-    /// together.
+    /// If the next collective in the signature is another one, or devices of the group call it with
+    /// different lengths. If one of them failed or its process has ended. If the length of `out` is
+    /// not that of all parts together.
     pub fn all_gather<T: Element>(&mut self, axis: &str, part: &[T], out: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("all_gather", None, axis, part.len())?;
         self.check_out(&call, out.len(), part.len() * call.devices())?;
@@ -193,8 +194,9 @@ impl<'a> Context<'a> {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce). Also if the number of devices does not divide the
-    /// number of values, or `out` is not as long as a share.
+    /// If the next collective in the signature is another one, or devices of the group call it with
+    /// different lengths. If one of them failed or its process has ended. If the number of devices
+    /// does not divide the number of values, or `out` is not as long as a share.
     pub fn reduce_scatter<T: Reducible>(
         &mut self,
         axis: &str,
@@ -223,8 +225,9 @@ impl<'a> Context<'a> {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce). Also if the number of devices does not divide the
-    /// number of values, or `out` is not as long as `values`.
+    /// If the next collective in the signature is another one, or devices of the group call it with
+    /// different lengths. If one of them failed or its process has ended. If the number of devices
+    /// does not divide the number of values, or `out` is not as long as `values`.
     pub fn all_to_all<T: Element>(
         &mut self,
         axis: &str,
@@ -251,7 +254,8 @@ impl<'a> Context<'a> {
     /// Takes one round.
     ///
     /// Blocks until the device that sends to this one has called it or failed. Does not wait if no
-    /// device sends to this one.
+    /// device sends to this one. In a group that uses NCCL for device values, every device waits
+    /// until all have called it or failed.
     ///
     /// # Errors
     ///
@@ -291,7 +295,8 @@ impl<'a> Context<'a> {
     /// always enough.
     ///
     /// The root does not block. Other devices block until each device that sends to them has called
-    /// it or failed.
+    /// it or failed. In a group that uses NCCL for device values, every device waits until all have
+    /// called it or failed.
     ///
     /// # Errors
     ///
@@ -366,8 +371,9 @@ impl<'a> Context<'a> {
         self.copy_out(call, &parts, values, |rank| call.segment(rank))
     }
 
-    /// Sends each device its segment of `values`. Returns this device's segment of every other
-    /// device's values, and of its own.
+    /// Sends each device its segment of `values` and waits for the segments from the others.
+    /// Returns (this device's segment of each other device's values, by rank; its segment of its
+    /// own values).
     fn scatter<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -380,7 +386,8 @@ impl<'a> Context<'a> {
         Ok((parts, mine.slice(segment(call.rank()))))
     }
 
-    /// Sends `given` to every device, and copies the parts of the others to their places in `out`.
+    /// Sends `given` to every other device, waits for their parts, and copies the part of each rank
+    /// to `place(rank)` in `out`.
     fn gather<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -392,7 +399,8 @@ impl<'a> Context<'a> {
         self.copy_out(call, &parts, out, place)
     }
 
-    /// Reduces all parts in the order of the devices, so that every device gets the same bits.
+    /// Reduces the parts of all ranks into `out`, in the order of the devices, so that every device
+    /// gets the same bits. `mine` is this device's own part.
     fn reduce<T: Reducible>(
         &self,
         call: &Call<'_>,
@@ -429,8 +437,9 @@ impl<'a> Context<'a> {
         self.exchange.copy_in(bytemuck::cast_slice(values))
     }
 
-    /// Returns received bytes as elements, copied if the buffer is not aligned. Booleans are always
-    /// copied before they are checked, because a peer that lends them can still change them.
+    /// Returns received bytes as elements, copied if the buffer is not aligned. Fails if they are
+    /// not valid values. Booleans are always copied before they are checked, because a peer that
+    /// lends them can still change them.
     fn elements<'b, T: Element>(&self, call: &Call<'_>, bytes: &'b [u8]) -> Fallible<Cow<'b, [T]>> {
         if T::DTYPE != DType::Bool
             && let Ok(elements) = bytemuck::checked::try_cast_slice(bytes)
@@ -456,8 +465,9 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Runs the next round: sends `give(rank)` and receives `count(rank)` elements, to and from the
-    /// devices of the round's flow. Fails if a received length differs.
+    /// Runs the next round with the devices of its flow: sends `give(rank)`, then blocks until
+    /// `count(rank)` elements have come from each sender. Returns the received buffers by rank,
+    /// `None` for ranks that send nothing. Fails if a received length differs.
     pub(super) fn step<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -503,7 +513,8 @@ impl<'a> Context<'a> {
         Arc::new(Failure::new(FailureKind::Kernel, self.exchange.runtime.me, self.op, message))
     }
 
-    /// Checks the next call against its declaration.
+    /// Checks the next call against its declaration and returns it. Fails if verb, root, axis or
+    /// dtype differ from the declared ones, or if there are more elements than declared.
     pub(super) fn begin(
         &self,
         verb: &'static str,

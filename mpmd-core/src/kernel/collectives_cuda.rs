@@ -19,7 +19,7 @@ use mpmd_layout::aval::{DType, Element};
 #[cfg(doc)]
 use mpmd_layout::topology::CudaCollectives;
 
-/// Calls `$call` with `$t` as the type of elements of `$dtype`.
+/// Evaluates `$call` with `$t` as the type of elements of `$dtype`; for booleans, `$bool` instead.
 macro_rules! with_type {
     ($dtype:expr, $t:ident => $call:expr, $bool:expr) => {
         match $dtype {
@@ -46,17 +46,18 @@ macro_rules! with_type {
 }
 
 impl<'a> Context<'a> {
-    /// Does an [`all_reduce`](Self::all_reduce) of values on the CUDA device that the kernel runs
-    /// on.
+    /// Reduces values on the kernel's CUDA device over the devices along `axis`, in place, as
+    /// [`all_reduce`](Self::all_reduce) does for host values.
     ///
-    /// Blocks like `all_reduce`, and until the device has done all work that the kernel issued so
-    /// far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
-    /// have called it.
+    /// Blocks until every device of the group has called it or one failed. Also waits until this
+    /// device has done all work that the kernel issued so far. With NCCL
+    /// ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As `all_reduce`. Also if the kernel does not run on a CUDA device, the values are read-only,
-    /// or work on the device has failed.
+    /// If the call does not fit its declaration or the calls of the other devices, or one of them
+    /// failed. If the kernel does not run on a CUDA device, the values are read-only, or work on
+    /// the device has failed.
     pub fn all_reduce_on_cuda<'x>(
         &mut self,
         axis: &str,
@@ -76,17 +77,18 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Does an [`all_gather`](Self::all_gather) of values on the CUDA device that the kernel runs
-    /// on.
+    /// Gathers parts on the kernel's CUDA device from all devices along `axis`: `out` gets them in
+    /// the order of the devices, as with [`all_gather`](Self::all_gather) for host values.
     ///
-    /// Blocks like `all_gather`, and until the device has done all work that the kernel issued so
-    /// far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
-    /// have called it.
+    /// Blocks until every device of the group has called it or one failed. Also waits until this
+    /// device has done all work that the kernel issued so far. With NCCL
+    /// ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As `all_gather`. Also if the kernel does not run on a CUDA device, `out` is read-only, or
-    /// work on the device has failed.
+    /// If the call does not fit its declaration or the calls of the other devices, or one of them
+    /// failed. If the kernel does not run on a CUDA device, `out` is read-only, or work on the
+    /// device has failed.
     pub fn all_gather_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -98,17 +100,18 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Does a [`reduce_scatter`](Self::reduce_scatter) of values on the CUDA device that the kernel
-    /// runs on.
+    /// Reduces values on the kernel's CUDA device over the devices along `axis`. `out` gets this
+    /// device's share, as with [`reduce_scatter`](Self::reduce_scatter) for host values.
     ///
-    /// Blocks like `reduce_scatter`, and until the device has done all work that the kernel issued
-    /// so far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
-    /// have called it.
+    /// Blocks until every device of the group has called it or one failed. Also waits until this
+    /// device has done all work that the kernel issued so far. With NCCL
+    /// ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As `reduce_scatter`. Also if the kernel does not run on a CUDA device, `out` is read-only,
-    /// or work on the device has failed.
+    /// If the call does not fit its declaration or the calls of the other devices, or one of them
+    /// failed. If the kernel does not run on a CUDA device, `out` is read-only, or work on the
+    /// device has failed.
     pub fn reduce_scatter_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -129,17 +132,18 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// Does an [`all_to_all`](Self::all_to_all) of values on the CUDA device that the kernel runs
-    /// on.
+    /// Sends each device along `axis` one block of values on the kernel's CUDA device. `out` gets
+    /// one block from each, as with [`all_to_all`](Self::all_to_all) for host values.
     ///
-    /// Blocks like `all_to_all`, and until the device has done all work that the kernel issued so
-    /// far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group
-    /// have called it.
+    /// Blocks until every device of the group has called it or one failed. Also waits until this
+    /// device has done all work that the kernel issued so far. With NCCL
+    /// ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As `all_to_all`. Also if the kernel does not run on a CUDA device, `out` is read-only, or
-    /// work on the device has failed.
+    /// If the call does not fit its declaration or the calls of the other devices, or one of them
+    /// failed. If the kernel does not run on a CUDA device, `out` is read-only, or work on the
+    /// device has failed.
     pub fn all_to_all_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -151,16 +155,19 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Does a [`permute`](Self::permute) of values on the CUDA device that the kernel runs on.
+    /// Moves values between the CUDA devices of the kernel by the declared pairs along `axis`.
+    /// `out` gets the values sent to this device, or zeros, as with [`permute`](Self::permute) for
+    /// host values.
     ///
-    /// Blocks like `permute`, and until the device has done all work that the kernel issued so far.
-    /// With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have
-    /// called it.
+    /// Blocks until the device that sends to this one has called it or failed. Also waits until
+    /// this device has done all work that the kernel issued so far. With NCCL
+    /// ([`CudaCollectives::Nccl`]) it blocks only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As `permute`. Also if the kernel does not run on a CUDA device, `out` is read-only, or work
-    /// on the device has failed.
+    /// If the call does not fit its declaration or the call of the sending device, or that device
+    /// failed. If the kernel does not run on a CUDA device, `out` is read-only, or work on this
+    /// device has failed.
     pub fn permute_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -172,16 +179,19 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Does a [`broadcast`](Self::broadcast) of values on the CUDA device that the kernel runs on.
+    /// Copies the values on the CUDA device with index `root` along `axis` into those of all
+    /// others, as [`broadcast`](Self::broadcast) does for host values.
     ///
-    /// Blocks like `broadcast`; the root also waits until the device has done all work that the
-    /// kernel issued so far. With NCCL ([`CudaCollectives::Nccl`]) it blocks only until all devices
-    /// of the group have called it.
+    /// The root blocks until its device has done all work that the kernel issued so far. Other
+    /// devices block until each device that sends to them has called it or failed. With NCCL
+    /// ([`CudaCollectives::Nccl`]) every device blocks only until all devices of the group have
+    /// called it.
     ///
     /// # Errors
     ///
-    /// As `broadcast`. Also if the kernel does not run on a CUDA device, the values are read-only,
-    /// or work on the device has failed.
+    /// If the call does not fit its declaration or the call of a sending device, or that device
+    /// failed. If the kernel does not run on a CUDA device, the values are read-only, or work on
+    /// this device has failed.
     pub fn broadcast_on_cuda<'x>(
         &mut self,
         axis: &str,
@@ -200,8 +210,8 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// Runs a host collective that updates device values in place. If `reads` is false, the old
-    /// values are not copied to the host first.
+    /// Runs `collective` on host memory for these device values, and issues the copy of the result
+    /// back to the device. If `reads` is set, waits for a copy of the old values to the host first.
     fn in_place(
         &mut self,
         values: &Part<'_>,
@@ -226,7 +236,9 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Runs a host collective from one part to another.
+    /// Waits for a copy of `from` to the host, runs `collective` there, and issues the copy of its
+    /// output to `to`. If the next collective uses NCCL, runs it on the device instead. Fails if
+    /// dtypes differ.
     fn between(
         &mut self,
         (verb, axis): (&'static str, &str),

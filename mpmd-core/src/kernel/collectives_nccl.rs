@@ -86,7 +86,7 @@ impl Told {
 /// The length in bytes of the message by which a joined group checks a call.
 pub(super) const AGREEING_BYTES: usize = Told::BYTES;
 
-/// The communicators that a call has used.
+/// The NCCL communicators that a kernel's call has used.
 #[derive(Default)]
 pub(crate) struct Joined(Vec<Arc<Communicator>>);
 
@@ -101,9 +101,10 @@ impl Joined {
         }
     }
 
-    /// Returns the final result of a call. `result` comes from the device, which skips the work of
-    /// communicators that were given up as if it were done. `failure` creates the call's failure
-    /// from a reason.
+    /// Returns the final result of a kernel's call, which is an error if one of its communicators
+    /// was given up. `result` comes from the device, which skips such work as if it were done.
+    /// `failure` creates the call's failure from a reason. If a call with NCCL failed, also fails
+    /// the whole job.
     pub(crate) fn end(
         &self,
         runtime: &Arc<Runtime>,
@@ -135,8 +136,9 @@ impl<'a> Context<'a> {
         self.place.groups.get(self.called).is_some_and(|group| group.joined)
     }
 
-    /// Runs the next collective with NCCL, from the values at `from` to `to`, which may be the same
-    /// place.
+    /// Issues the next collective to the device with NCCL, from the values at `from` to `to`, which
+    /// may be the same place. Blocks until all devices of the group have called it and NCCL has
+    /// issued it.
     pub(super) fn by_nccl(
         &mut self,
         (verb, root): (&'static str, Option<usize>),
@@ -228,7 +230,8 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Issues the work of a collective that all devices have agreed on.
+    /// Issues the work of a collective that all devices have agreed on. Blocks until NCCL has
+    /// issued it, but does not wait for the device.
     fn join(
         &mut self,
         cuda: Cuda<'_>,
@@ -271,8 +274,8 @@ impl<'a> Context<'a> {
         Ok(())
     }
 
-    /// Checks the next call, with host values, against its declaration. In a joined group, also
-    /// checks that all devices call it with host values.
+    /// Checks the next call, with host values, against its declaration and returns it. In a joined
+    /// group, also waits until all devices have called it and checks that they do with host values.
     pub(super) fn begin_on_host<T: Element>(
         &mut self,
         verb: &'static str,
@@ -291,7 +294,8 @@ impl<'a> Context<'a> {
         Ok(call)
     }
 
-    /// Runs the round in which a joined group checks a call. Returns the id from the first device.
+    /// Runs the round in which a joined group checks a call: sends `told` and waits for the
+    /// messages of the other devices. Returns the id from the first device.
     ///
     /// All devices detect a mismatch in the same way.
     fn agree_on(&mut self, call: &Call<'_>, told: &Told) -> Fallible<CommunicatorId> {

@@ -84,7 +84,7 @@ impl<'a> Context<'a> {
     ///
     /// # Errors
     ///
-    /// If a CUDA device refuses.
+    /// If the driver of a CUDA device refuses the work.
     pub fn zero(&self, values: &mut ViewMut<'_>) -> Result<()> {
         match self.cuda() {
             Some(cuda) => cuda.zero(values),
@@ -134,7 +134,8 @@ impl<'a> Context<'a> {
         self.on_cuda = Some(on_cuda);
     }
 
-    /// Ends the access to the CUDA device. Must be called once after [`enter`](Self::enter).
+    /// Ends the access to the CUDA device and returns it. Must be called once after
+    /// [`enter`](Self::enter); panics otherwise.
     pub(crate) fn leave(&mut self) -> OnCuda<'a> {
         self.on_cuda.take().expect("nobody else takes it")
     }
@@ -164,7 +165,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Fails the remaining rounds of the current collective.
+    /// Fails the remaining rounds of the current collective, on the devices that wait for this one
+    /// too. The next collective becomes the current one.
     pub(super) fn abandon_collective(&mut self, failure: &Arc<Failure>) {
         let group = &self.place.groups[self.called];
         for round in self.round..group.rounds.len() {

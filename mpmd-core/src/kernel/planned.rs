@@ -7,8 +7,8 @@ use super::{Collective, agreeing};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 use mpmd_record::dry_run::Message;
 
-/// Returns the messages of collectives at their largest: each device passes the declared number of
-/// elements. Bytes for several devices of one process cross to it once.
+/// Returns the messages of collectives at their largest, in the order of their rounds: each device
+/// passes the declared number of elements. Bytes for several devices of one process are sent once.
 ///
 /// # Errors
 ///

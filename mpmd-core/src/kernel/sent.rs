@@ -30,7 +30,8 @@ impl Collective {
     }
 }
 
-/// Returns the messages of the round in which a group that uses NCCL agrees on a call.
+/// Returns the messages of the round in which a group that uses NCCL agrees on a call, as `(from,
+/// to, bytes)` by rank. `processes` are the owners of the group's devices, by rank.
 pub(crate) fn agreeing(flow: &Flow, processes: &[ProcessId]) -> Vec<(usize, usize, u64)> {
     messages(flow, processes, |_, _| AGREEING_BYTES)
 }

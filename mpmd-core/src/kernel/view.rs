@@ -41,7 +41,7 @@ pub struct View<'a> {
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     bytes: &'a mut [u8],
-    /// As in [`View`].
+    /// The place of the values in a device's memory. `bytes` is empty then.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
 }
@@ -106,7 +106,8 @@ impl<'a> View<'a> {
     ///
     /// # Errors
     ///
-    /// As [`View::as_slice`], or if the region does not have exactly one element.
+    /// If the elements have another dtype, the input is updated in place, or the values are in a
+    /// device's memory. Also if the region does not have exactly one element.
     pub fn scalar<T: Element>(&self) -> Result<T, ViewError> {
         match self.as_slice::<T>()? {
             [value] => Ok(*value),
@@ -172,7 +173,7 @@ impl<'a> ViewMut<'a> {
     ///
     /// # Errors
     ///
-    /// As [`ViewMut::as_mut_slice`].
+    /// If the elements have another dtype, or are in a device's memory, or are not valid values.
     pub fn as_slice<T: Element>(&self) -> Result<&[T], ViewError> {
         self.check_host::<T>()?;
         values(self.bytes)

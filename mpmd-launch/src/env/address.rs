@@ -7,7 +7,7 @@ pub(super) fn address(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Returns host, without brackets, and port.
+/// Returns host, without brackets, and port. `None` if the address is not `host:port`.
 pub(super) fn split_address(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
     let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
@@ -23,7 +23,8 @@ pub(super) fn no_address(coordinator: &str) -> LaunchError {
     }
 }
 
-/// Returns a port above the system's ephemeral ports. It is the same in all processes of a job.
+/// Returns a port from 61440 to 65535, above Linux's ephemeral ports. It depends only on `job`, a
+/// number that all processes of a job share.
 pub(super) fn derived_port(job: u64) -> u16 {
     61440 + (job % 4096) as u16
 }
@@ -36,7 +37,8 @@ pub(super) fn hash(text: &str) -> u64 {
     })
 }
 
-/// Returns the first host of a Slurm list: `node03` for `node[03-05,7],other`.
+/// Returns the first host of a Slurm list: `node03` for `node[03-05,7],other`. `None` if it is
+/// malformed.
 pub(super) fn first_host(nodes: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = nodes.trim();

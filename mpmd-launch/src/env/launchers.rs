@@ -18,7 +18,8 @@ pub(super) struct Said {
     pub(super) job: String,
 }
 
-/// Tries the launchers in turn. The first with variables set is used.
+/// Reads the variables of each launcher in turn and returns the first description. `None` if no
+/// launcher has set its variables. An error if those of a launcher are incomplete or invalid.
 pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     for find in
         [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says]
@@ -91,8 +92,8 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     }))
 }
 
-/// Comes before Slurm. Inside an allocation, `mpirun` starts its daemons by `srun`. The processes
-/// inherit their Slurm variables, which count daemons.
+/// Reads Open MPI's variables. Comes before Slurm: inside an allocation, `mpirun` starts its
+/// daemons by `srun`. The processes inherit their Slurm variables, which count daemons.
 fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     const SOURCE: &str = "Open MPI";
     if vars.get("OMPI_COMM_WORLD_RANK").is_none() {
@@ -117,7 +118,8 @@ fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     }))
 }
 
-/// Applies only inside a step (`srun`): a batch script has a rank too, but is one process.
+/// Reads Slurm's variables, only inside a step (`srun`): a batch script has a rank too, but is one
+/// process.
 fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     const SOURCE: &str = "Slurm";
     let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else { return Ok(None) };

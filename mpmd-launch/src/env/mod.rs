@@ -25,11 +25,11 @@ use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as 
 use mpmd_ids::block::Spin;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// The most processes of a job, which is the limit of a plan. It also keeps a bad value from taking
-/// all memory.
+/// The largest number of processes of a job, which is the limit of a plan. It also keeps a bad
+/// value from taking all memory.
 const MOST_PROCESSES: usize = 1 << 20;
 
-/// The most devices of a process, to keep a bad value from taking all memory.
+/// The largest number of devices of a process, to keep a bad value from taking all memory.
 const MOST_DEVICES: usize = 1 << 20;
 
 /// This process's rank, its job and its settings, as its launcher gives them.
@@ -53,7 +53,7 @@ pub struct JobEnv {
     /// True if the token is derived only from the launcher's job number. Such a token keeps jobs
     /// apart, but other users can guess it.
     pub token_is_guessable: bool,
-    /// The requested transport.
+    /// The requested transport, such as `tcp`, if set.
     pub transport: Option<String>,
     /// The time for which the transport polls for work before it sleeps, if set.
     pub spin: Option<Spin>,
@@ -61,9 +61,9 @@ pub struct JobEnv {
     pub devices_per_process: Option<usize>,
     /// Device kind of each process, if set.
     pub device_kinds: Option<Vec<DeviceKind>>,
-    /// Path of collectives of CUDA devices, if set.
+    /// Path of collectives of CUDA devices (through the host or NCCL), if set.
     pub cuda_collectives: Option<CudaCollectives>,
-    /// Peer timeout, if set.
+    /// The peer timeout, for which processes wait for each other, if set.
     pub peer_timeout: Option<Duration>,
     /// Name of this process's host, if it differs from the system's name.
     pub host: Option<String>,
@@ -84,7 +84,7 @@ pub struct JobEnv {
 pub struct PlanEnv {
     /// The output file of the plan.
     pub file: PathBuf,
-    /// The most steps that are recorded, if set.
+    /// The largest number of steps to record, if set.
     pub steps: Option<u64>,
 }
 
@@ -119,11 +119,12 @@ impl JobEnv {
         Self::from_vars(&|name| std::env::var(name).ok())
     }
 
-    /// Does the same as [`from_env`](Self::from_env), with the variables that `look` finds.
+    /// Reads this process's environment as [`from_env`](Self::from_env) does, with the variables
+    /// that `look` finds instead of the real ones. `None` if they come from no launcher.
     ///
     /// # Errors
     ///
-    /// The errors of [`from_env`](Self::from_env).
+    /// If a launcher's variables are incomplete, or a value is invalid.
     pub fn from_vars(look: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
         let vars = Vars::new(look);
         if let Some(file) = vars.get(ours::PLAN) {
@@ -199,7 +200,8 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     })
 }
 
-/// Combines a launcher's variables with those that count under every launcher.
+/// Combines a launcher's variables with those that count under every launcher. Fails if a value is
+/// missing or invalid.
 fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
     if processes > MOST_PROCESSES {

@@ -17,7 +17,8 @@ const MOST: usize = 4096;
 /// Permissions of the group and of others.
 const OF_OTHERS: u32 = 0o077;
 
-/// Reads the secret from a file that no other user can read or write.
+/// Reads the secret from a file that no other user can read or write. Returns it without white
+/// space at its ends. Fails for any other file, and if the secret is too short or too long.
 pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
     let wrong = |why: String| LaunchError::TokenFile {
         variable: ours::JOB_TOKEN_FILE,

@@ -28,7 +28,8 @@ impl<'a> Vars<'a> {
         value
     }
 
-    /// Returns the number in a variable, if it is set.
+    /// Returns the number in a variable, or `None` if it is not set. Fails if the value is no
+    /// number.
     pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<Option<T>, LaunchError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let number = value.parse().map_err(|_| LaunchError::Variable {
@@ -39,7 +40,8 @@ impl<'a> Vars<'a> {
         number.map(Some)
     }
 
-    /// Returns a number that `source` must have set.
+    /// Returns the number in a variable that the launcher `source` must have set. Fails if it is
+    /// not set or no number.
     pub(super) fn needed<T: FromStr>(
         &self,
         source: &'static str,
@@ -61,7 +63,7 @@ impl<'a> Vars<'a> {
         LaunchError::HalfSet { source_name, missing, found }
     }
 
-    /// Returns a text that identifies an MPI job.
+    /// Returns a text that identifies an MPI job: the first of its variables that is set, if any.
     pub(super) fn namespace(&self) -> Option<String> {
         [
             "PMIX_NAMESPACE",
@@ -74,8 +76,8 @@ impl<'a> Vars<'a> {
         .find_map(|name| self.get(name))
     }
 
-    /// Returns the rendezvous address for an MPI job on one host, and the text that identifies the
-    /// job. `Err` names the missing variables.
+    /// Returns (rendezvous address, text that identifies the job) for an MPI job on one host. `Err`
+    /// names the missing variables.
     pub(super) fn on_this_host(&self) -> (Result<String, String>, Option<String>) {
         let job = self.namespace();
         let coordinator = match &job {

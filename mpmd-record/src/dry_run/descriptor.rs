@@ -12,11 +12,11 @@ use mpmd_layout::topology::DeviceId;
 /// messages between devices.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct OpDescriptor {
-    /// Description for messages.
+    /// Description of the operation for messages.
     pub what: String,
     /// Kind of the operation.
     pub kind: Kind,
-    /// The shards of each result.
+    /// The shards of each result, in the order of the results.
     pub results: Vec<Vec<Shard>>,
     /// Messages between devices, in an order in which they can be sent.
     pub messages: Vec<Message>,
@@ -27,11 +27,11 @@ pub struct OpDescriptor {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Kind {
-    /// A kernel runs.
+    /// A kernel runs on devices.
     Call {
-        /// Its name.
+        /// The kernel's name.
         kernel: String,
-        /// Devices that run it, in the order of its mesh.
+        /// Ids of the devices that run the kernel, in the order of its mesh.
         devices: Vec<u32>,
     },
     /// An array moves to another sharding.
@@ -44,7 +44,7 @@ pub enum Kind {
     AssertSame,
     /// One process sends a value to all, and they wait for it.
     BroadcastValue {
-        /// The process that computes the value.
+        /// Number of the process that computes the value.
         from: u32,
         /// Encoded size in bytes of the value that the dry run uses instead.
         bytes: u64,
@@ -54,11 +54,11 @@ pub enum Kind {
 /// One device's part of a result.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Shard {
-    /// The device.
+    /// Id of the device.
     pub device: u32,
-    /// Size in bytes.
+    /// Size of the shard in bytes.
     pub bytes: u64,
-    /// The memory in which it is stored.
+    /// The memory in which the shard is stored.
     pub memory: Memory,
 }
 
@@ -69,9 +69,9 @@ pub struct Shard {
 pub enum Memory {
     /// In new memory of its device.
     Own,
-    /// In host memory, or in host values that every process has. No device's limit includes it.
+    /// Host memory, or host values that every process has. No device's limit includes it.
     Host,
-    /// In the memory of the operation's input with this index, on this device or another one of its
+    /// The memory of the operation's input with this index, on this device or another one of its
     /// process.
     Of(u32),
 }
@@ -81,11 +81,11 @@ pub enum Memory {
 /// Bytes for several devices of one process are sent to one of them, once.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Message {
-    /// The source device.
+    /// Id of the source device.
     pub from: u32,
-    /// The target device.
+    /// Id of the target device.
     pub to: u32,
-    /// Size in bytes.
+    /// Size of the message in bytes.
     pub bytes: u64,
     /// Dependency level: 1 if the source device has the bytes from the start. Otherwise it is one
     /// more than the level of the message that brings them. For collectives it is the round,
@@ -100,7 +100,7 @@ impl OpDescriptor {
         Self { what: what.to_string(), kind, results, messages: Vec::new() }
     }
 
-    /// Returns every device that it names.
+    /// Returns the ids of all devices that the descriptor names, some of them several times.
     pub(super) fn devices(&self) -> impl Iterator<Item = u32> + '_ {
         let runs = match &self.kind {
             Kind::Call { devices, .. } => &devices[..],
@@ -111,7 +111,8 @@ impl OpDescriptor {
         runs.iter().copied().chain(shards).chain(messages)
     }
 
-    /// Returns every input with memory that a result shares.
+    /// Returns the index of every input that has a result in its memory, some of them several
+    /// times.
     pub(super) fn inputs(&self) -> impl Iterator<Item = u32> + '_ {
         self.results.iter().flatten().filter_map(|shard| match shard.memory {
             Memory::Of(input) => Some(input),
@@ -119,7 +120,7 @@ impl OpDescriptor {
         })
     }
 
-    /// Returns the devices that run the operation in their queues. It is empty for operations
+    /// Returns the ids of the devices that run the operation in their queues. Empty for operations
     /// without device work.
     pub fn computes_on(&self) -> Vec<u32> {
         match &self.kind {
@@ -130,7 +131,8 @@ impl OpDescriptor {
     }
 }
 
-/// Returns the shards of an array of this layout, with elements of `item` bytes.
+/// Returns the shards of an array of this layout, with elements of `item` bytes. `memory` returns
+/// the memory of a device's shard.
 #[doc(hidden)]
 pub fn shards(layout: &Layout, item: usize, memory: impl Fn(DeviceId) -> Memory) -> Vec<Shard> {
     let shard = |(device, region): (DeviceId, &Region)| Shard {

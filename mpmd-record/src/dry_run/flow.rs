@@ -7,18 +7,19 @@ use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
 /// A [`Flow`] of a whole program, and the meaning of its nodes and transfers.
 ///
-/// The first lanes are the job's devices. After them come lanes of processes, as needed. One is for
-/// the program's waits: for values of other processes, and for arrays that it reads. Another is for
-/// nodes that combine data before it is sent.
+/// A lane runs its nodes one after the other. The first lanes are the job's devices. After them
+/// come lanes of processes, as needed. One is for the program's waits: for values of other
+/// processes, and for arrays that it reads. Another is for nodes that combine data before it is
+/// sent.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PlannedFlow {
-    /// Nodes, their order on each lane, and the transfers between processes. Tags are indices into
-    /// the lists below.
+    /// Nodes, their order on each lane, and the transfers between processes. A tag is an index into
+    /// `nodes` or `transfers`.
     pub flow: Flow,
-    /// Meaning of each node, by number and by tag.
+    /// Meaning of each node. The index is the node's number, and its tag.
     pub nodes: Vec<Computed>,
-    /// Meaning of each transfer, by number and by tag.
+    /// Meaning of each transfer. The index is the transfer's number, and its tag.
     pub transfers: Vec<Sent>,
 }
 
@@ -28,29 +29,29 @@ pub struct PlannedFlow {
 pub enum Computed {
     /// A device's part of an operation: a kernel, or a part of an array that is filled.
     Run {
-        /// The operation.
+        /// Number of the operation.
         operation: u64,
     },
     /// A device reaches a kernel with collectives, so that its inputs to them are ready. Takes no
     /// time.
     Arrive {
-        /// The operation.
+        /// Number of the operation.
         operation: u64,
     },
     /// Data from several nodes or transfers is ready to be sent together. Takes no time.
     Join {
-        /// The operation that sends it.
+        /// Number of the operation that sends the data.
         operation: u64,
     },
     /// The program of a process sends or receives a value by
     /// [`Program::broadcast_value`](crate::Program::broadcast_value). Takes no time.
     BroadcastValue {
-        /// The operation.
+        /// Number of the operation.
         operation: u64,
     },
     /// The program of a process waits for an array. Takes no time.
     Wait {
-        /// Its index in [`Plan::reads`].
+        /// Index of the wait in [`Plan::reads`].
         read: usize,
     },
 }
@@ -59,9 +60,9 @@ pub enum Computed {
 /// process to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Sent {
-    /// The operation.
+    /// Number of the operation that moves the data.
     pub operation: u64,
-    /// The number of messages.
+    /// The number of pieces in the transfer.
     pub messages: u32,
 }
 
@@ -90,12 +91,13 @@ struct Bundle {
 struct Builder<'a> {
     plan: &'a Plan,
     made: PlannedFlow,
-    /// Dependencies of a shard, by array and device.
+    /// Nodes and transfers that make a shard ready, by (array, device id).
     ready: HashMap<(Array, u32), Ready>,
-    /// Extra lanes of processes: for the program's waits, and for nodes that combine data to send.
+    /// Lane for the program's waits, by process. `copy_engines` has the lane for nodes that combine
+    /// data to send.
     programs: BTreeMap<u32, u32>,
     copy_engines: BTreeMap<u32, u32>,
-    /// The node of the last wait of each process's program.
+    /// The node of the last wait of each process's program; `None` before the first.
     waited: Vec<Option<u32>>,
 }
 
@@ -153,7 +155,8 @@ impl Builder<'_> {
         self.plan.devices[device as usize]
     }
 
-    /// Returns the dependencies of an operation's inputs on a device.
+    /// Returns the nodes and transfers that must be complete before an operation's inputs are ready
+    /// on a device.
     fn inputs(&self, takes: &[Taken], device: u32) -> Ready {
         let mut ready = Ready::default();
         for array in takes.iter().filter_map(|taken| taken.array) {
@@ -282,7 +285,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds a wait of the program on each process with a part of the array.
+    /// Adds a read of the plan, with index `place`: on each process with a part of the array, a
+    /// node at which the program waits.
     fn wait(&mut self, place: usize, read: &Read) {
         let descriptor = self.plan.descriptor_of(read.array.operation);
         let shards =
@@ -305,7 +309,8 @@ impl Builder<'_> {
         node
     }
 
-    /// Adds a node. It also depends on the last wait of the process's program.
+    /// Adds a node to a lane and returns its number. The node also depends on the last wait of the
+    /// process's program.
     fn node(&mut self, lane: u32, process: u32, mut ready: Ready, what: Computed) -> u32 {
         ready.nodes.extend(self.waited[process as usize]);
         let PlannedFlow { flow, nodes, .. } = &mut self.made;
@@ -319,7 +324,8 @@ impl Builder<'_> {
         number
     }
 
-    /// Adds a transfer and posts it on both sides.
+    /// Adds a transfer, with its send and its receive, and returns its number. If it depends on
+    /// more than one node, adds a node that joins them.
     fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: Bundle) -> u32 {
         let Bundle { bytes, messages, mut after } = bundle;
         after.nodes.extend(self.waited[from as usize]);
@@ -341,7 +347,7 @@ impl Builder<'_> {
     }
 }
 
-/// Returns the extra lane of a process; adds it if it is new.
+/// Returns the index of the extra lane of a process in `lanes`, and adds the lane if it is new.
 fn lane(known: &mut BTreeMap<u32, u32>, lanes: &mut Vec<u32>, process: u32) -> u32 {
     *known.entry(process).or_insert_with(|| {
         lanes.push(process);
@@ -350,7 +356,7 @@ fn lane(known: &mut BTreeMap<u32, u32>, lanes: &mut Vec<u32>, process: u32) -> u
 }
 
 impl Computed {
-    /// Returns the operation that the node belongs to, if it has one.
+    /// Returns the number of the operation that the node belongs to. `None` for a wait.
     pub fn operation(self) -> Option<u64> {
         match self {
             Self::Run { operation }

@@ -11,7 +11,7 @@ use super::{Array, Kind, Memory, Plan};
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryPlan {
-    /// Memory use by device.
+    /// Memory use of each device, by device id.
     pub devices: Vec<DeviceMemory>,
     /// By process: peak of the sum over its devices, in simulated time.
     pub processes: Vec<MemoryPeak>,
@@ -21,42 +21,42 @@ pub struct MemoryPlan {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct DeviceMemory {
-    /// The device.
+    /// Id of the device.
     pub device: u32,
-    /// Its process.
+    /// The process that owns the device.
     pub process: u32,
-    /// The peak if each operation runs when it is issued.
+    /// The peak of used memory if each operation runs when it is issued.
     pub in_order: MemoryPeak,
-    /// The peak in simulated time. Devices compute at their own pace, and all kernels take equally
-    /// long. The result of a move takes memory as soon as its source is ready.
+    /// The peak of used memory in simulated time. Devices compute at their own pace, and all
+    /// kernels take equally long. The result of a move takes memory as soon as its source is ready.
     pub in_time: MemoryPeak,
-    /// Bytes in use when the plan ends.
+    /// Bytes in use on the device when the plan ends.
     pub left: u64,
 }
 
 /// The largest memory use at one time.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct MemoryPeak {
-    /// Bytes, rounded as pools round them.
+    /// Bytes in use at the peak, with sizes rounded as pools round them.
     pub bytes: u64,
-    /// The operation that reaches this peak.
+    /// Number of the operation that made the block with which the peak is reached.
     pub operation: u64,
 }
 
-/// Memory that one or more arrays share.
+/// Device memory of one size that one or more arrays share.
 struct Block {
     device: u32,
     bytes: u64,
     operation: u64,
-    /// Simulated time at which it is allocated.
+    /// Simulated time at which the block is allocated.
     start: u64,
-    /// Simulated time at which its last reader so far ends.
+    /// Simulated time at which the last reader of the block so far ends.
     read_until: u64,
-    /// The last operation that reads it so far.
+    /// The last operation so far that reads the block.
     read_by: u64,
-    /// The number of live arrays in it.
+    /// The number of live arrays in the block.
     arrays: u32,
-    /// The last operation that was issued before the last array was dropped.
+    /// The last operation that was issued before an array in it was dropped, so far.
     let_go_after: u64,
 }
 
@@ -87,12 +87,13 @@ impl Plan {
 
 /// Simulated times: a kernel takes one unit, all other work none.
 struct Times {
-    /// Start and end of the parts of operations, by operation and device.
+    /// (start, end) of an operation's work on a device, by (operation, device id).
     runs: HashMap<(u64, u32), (u64, u64)>,
-    /// Time at which the last transfer of an operation leaves its sender, by operation and process.
+    /// Time at which the last transfer of an operation leaves its sender, by (operation, sending
+    /// process).
     sends: HashMap<(u64, u32), u64>,
-    /// Time at which the first transfer of an operation reaches its receiver, by operation and
-    /// process.
+    /// Time at which the first transfer of an operation reaches its receiver, by (operation,
+    /// receiving process).
     comes: HashMap<(u64, u32), u64>,
 }
 
@@ -133,7 +134,8 @@ impl Times {
 struct Blocks<'a> {
     plan: &'a Plan,
     blocks: Vec<Block>,
-    /// Block of a live array's shard, by array and device. Arrays in host memory have none.
+    /// Index into `blocks` of the memory of a live array's shard, by (array, device id). Arrays in
+    /// host memory have none.
     of: HashMap<(Array, u32), usize>,
 }
 
@@ -210,7 +212,8 @@ impl Blocks<'_> {
         arrays.flat_map(devices).map(|block| self.blocks[*block].start).max().unwrap_or_default()
     }
 
-    /// Returns the block of an array on a device, or else on another device of its process.
+    /// Returns the index of an array's block on a device, or else on another device of its process.
+    /// `None` if there is none.
     fn block_near(&self, array: Array, device: u32) -> Option<usize> {
         let process = self.plan.devices[device as usize];
         let others = (0..self.plan.devices.len() as u32)
@@ -220,7 +223,8 @@ impl Blocks<'_> {
             .find_map(|device| self.of.get(&(array, device)).copied())
     }
 
-    /// Ends an array, after its last handle was dropped or by donation.
+    /// Removes an array from its blocks, after its last handle was dropped or by donation. `after`
+    /// is the last operation that was issued before.
     fn let_go(&mut self, array: Array, after: u64) {
         for device in 0..self.plan.devices.len() as u32 {
             let Some(block) = self.of.remove(&(array, device)) else { continue };
@@ -271,7 +275,8 @@ impl Blocks<'_> {
     }
 }
 
-/// Returns the peak of each owner. The closure maps a block to its owner, a device or a process.
+/// Returns the peak of each owner. `events` are (position, true for an allocation, block), in
+/// order. The closure maps a block to its owner, a device or a process.
 fn peaks(
     events: &[(u64, bool, &Block)],
     count: usize,

@@ -43,11 +43,13 @@ pub struct Plan {
     pub version: u32,
     /// The number of processes.
     pub processes: u32,
-    /// The process of each device, by device.
+    /// The process that owns each device, indexed by device id.
     pub devices: Vec<u32>,
-    /// Source lines, `file:line:column`.
+    /// The lines of the program that issued operations or waited, as `file:line:column`, each once.
+    /// Operations and reads refer to them by index.
     pub lines: Vec<String>,
-    /// Descriptions of operations without their input arrays, each stored once.
+    /// Descriptions of operations without their input arrays, each stored once. Operations refer to
+    /// them by index.
     pub descriptors: Vec<OpDescriptor>,
     /// Operations in order; the first is operation 1.
     pub operations: Vec<Operation>,
@@ -60,7 +62,7 @@ pub struct Plan {
     pub drops: Vec<Dropped>,
     /// Points at which the program waited for arrays, in order.
     pub reads: Vec<Read>,
-    /// Ends of steps, in order.
+    /// Ends of the program's steps, in order.
     pub steps: Vec<StepEnd>,
     /// The reason why the plan ends.
     pub end: End,
@@ -85,23 +87,23 @@ pub enum End {
 /// One operation.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Operation {
-    /// Its description: an index into [`Plan::descriptors`].
+    /// Index of the operation's description in [`Plan::descriptors`].
     pub descriptor: u32,
-    /// The line that issued it: an index into [`Plan::lines`].
+    /// Index of the line that issued the operation in [`Plan::lines`].
     pub line: u32,
-    /// Its part in a pipeline, if it has one.
+    /// The operation's part in a pipeline, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<Label>,
-    /// The arrays that it takes as inputs.
+    /// The arrays that the operation takes as inputs.
     pub takes: Vec<Taken>,
 }
 
 /// An array, by the operation that made it.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct Array {
-    /// The operation.
+    /// Number of the operation that made the array, from 1.
     pub operation: u64,
-    /// Index of the result.
+    /// Index of the array among the operation's results.
     pub result: u32,
 }
 
@@ -117,34 +119,34 @@ pub struct Taken {
 /// The point at which the last handle of an array was dropped.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Dropped {
-    /// The array.
+    /// The array that was dropped.
     pub array: Array,
-    /// The last operation that was issued before.
+    /// Number of the last operation that was issued before the drop.
     pub after: u64,
 }
 
-/// The point at which the program waited for an array. If it reads values, its later operations may
-/// depend on them.
+/// The point at which the program waited for an array. If the program reads values, its later
+/// operations may depend on them.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Read {
-    /// The array.
+    /// The array that the program waited for.
     pub array: Array,
-    /// The last operation that was issued before.
+    /// Number of the last operation that was issued before the wait.
     pub after: u64,
-    /// The line: an index into [`Plan::lines`].
+    /// Index of the line that waited in [`Plan::lines`].
     pub line: u32,
-    /// True if values are read, false if the program only waits.
+    /// True if the program reads the values, false if it only waits.
     pub values: bool,
 }
 
 /// The end of a step.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct StepEnd {
-    /// The last operation that was issued before.
+    /// Number of the last operation that was issued before the step's end.
     pub operation: u64,
-    /// The number of entries of [`Plan::drops`] before it.
+    /// The number of entries of [`Plan::drops`] before the step's end.
     pub drops: u64,
-    /// The number of entries of [`Plan::reads`] before it.
+    /// The number of entries of [`Plan::reads`] before the step's end.
     pub reads: u64,
 }
 
@@ -153,7 +155,7 @@ pub struct StepEnd {
 pub struct Link {
     /// The number of messages with payload.
     pub messages: u64,
-    /// Their bytes. For collectives, the most that their declarations allow.
+    /// Payload bytes of the messages. For collectives, the maximum that their declarations allow.
     pub bytes: u64,
 }
 
@@ -164,17 +166,17 @@ pub enum PlanError {
     /// The file cannot be read or written.
     #[error("the plan {path}: {why}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// The system's error.
         why: std::io::Error,
     },
     /// The file is not a plan.
     #[error("{path} is no plan: {why}")]
-    OpDescriptor {
-        /// The file.
+    Form {
+        /// Path of the file.
         path: String,
-        /// The problem of the file.
+        /// The reason why the file is not a plan.
         why: String,
     },
 }
@@ -195,7 +197,7 @@ impl Plan {
         let bytes = std::fs::read(path)
             .map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
         Self::from_json(&bytes)
-            .map_err(|why| PlanError::OpDescriptor { path: path.display().to_string(), why })
+            .map_err(|why| PlanError::Form { path: path.display().to_string(), why })
     }
 
     /// Writes the plan to a file. On an error the file is left as it was.
@@ -221,7 +223,8 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Checks that all indices are valid, and that every array is made before it is used.
+    /// Returns an error unless the version is right, all indices are valid, and every array is made
+    /// before it is used.
     fn check(&self) -> Result<(), String> {
         let Self { version, .. } = self;
         if *version != VERSION {
@@ -297,7 +300,7 @@ impl Plan {
             .ok_or_else(|| format!("there is no line {line}"))
     }
 
-    /// Returns the description of operation `operation`, if the plan has it.
+    /// Returns the description of operation number `operation`, or `None` if the plan lacks it.
     pub fn descriptor_of(&self, operation: u64) -> Option<&OpDescriptor> {
         let index = usize::try_from(operation.checked_sub(1)?).ok()?;
         self.descriptors.get(self.operations.get(index)?.descriptor as usize)
@@ -315,14 +318,16 @@ impl Plan {
         format!("operation {operation} ({label}{what}) at {line}")
     }
 
-    /// Returns the operations of step `step`, counted from 0. `None` if no such step has ended.
+    /// Returns the numbers of the operations of step `step`, which counts from 0. `None` if no such
+    /// step has ended.
     pub fn step(&self, step: usize) -> Option<Range<u64>> {
         let last = self.steps.get(step)?.operation;
         let before = step.checked_sub(1).map_or(0, |before| self.steps[before].operation);
         Some(before + 1..last + 1)
     }
 
-    /// Returns the traffic between processes in these operations, by `(from, to)`.
+    /// Returns the traffic between processes in these operations, by (sending process, receiving
+    /// process).
     pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), Link> {
         let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
         for descriptor in operations.filter_map(|operation| self.descriptor_of(operation)) {
@@ -335,7 +340,8 @@ impl Plan {
         links
     }
 
-    /// Returns the messages of a form that cross between processes: `(from, to)` and bytes.
+    /// Returns the messages of a descriptor that cross between processes: ((sending process,
+    /// receiving process), bytes).
     fn crossings<'a>(
         &'a self,
         descriptor: &'a OpDescriptor,

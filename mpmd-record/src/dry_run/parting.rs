@@ -13,7 +13,7 @@ pub struct Parting {
     /// Descriptions of the operation, with its line, in the first and in the second plan. For a
     /// plan without this operation, a text that says so.
     pub issued: [String; 2],
-    /// The difference, if the two descriptions are the same.
+    /// The difference between the two operations, if their descriptions do not show it.
     pub why: Option<String>,
 }
 
@@ -69,8 +69,8 @@ impl Plan {
     }
 
     /// Returns the first operation of this plan that `shorter` lacks, or `None` if there is none.
-    /// The two are equal up to the end of `shorter`. If `shorter` is steady, repetitions of its
-    /// last step count as part of it.
+    /// The plans must be equal up to the end of `shorter`. If `shorter` is steady, repetitions of
+    /// its last step count as part of it.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {
         let end = shorter.operations.len();
         let length = match shorter.steps.len().checked_sub(1).and_then(|last| shorter.step(last)) {
@@ -85,7 +85,8 @@ impl Plan {
         (end..self.operations.len()).find(differs).map(|index| index as u64 + 1)
     }
 
-    /// Describes the difference between two operations of the same form.
+    /// Describes the difference between two operations with the same descriptor: inputs, ended
+    /// steps, host values or settings.
     fn difference(&self, other: &Self, operation: u64) -> String {
         let index = operation as usize - 1;
         let (one, two) = (&self.operations[index].takes, &other.operations[index].takes);
@@ -107,7 +108,7 @@ impl Plan {
 }
 
 impl OpDescriptor {
-    /// True if operations of these forms have the same effect on all processes.
+    /// True if operations with these descriptors have the same effect on all processes.
     fn does_the_same(&self, other: &Self) -> bool {
         match (&self.kind, &other.kind) {
             // Each process may use its own value for the dry run.

@@ -12,8 +12,9 @@ struct RecordedStep<'a> {
 
 impl Plan {
     /// True if the last two complete steps are equal, relative to their starts. They have the same
-    /// operations on the same arrays, drop the same handles and wait for the same arrays. An array
-    /// that was made before both steps must be the same one. Source lines may differ.
+    /// operations and labels on the same arrays, drop the same handles and wait for the same
+    /// arrays. An array that was made before both steps must be the same one. Source lines may
+    /// differ.
     #[doc(hidden)]
     pub fn is_steady(&self) -> bool {
         let Some(last) = self.steps.len().checked_sub(2) else { return false };

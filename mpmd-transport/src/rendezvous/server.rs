@@ -181,7 +181,7 @@ enum Event {
 }
 
 /// Time limit for a client to show its token, counted from its connection.
-const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
+const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time limit for sending the last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -309,7 +309,7 @@ async fn greet(
     strangers: &Strangers,
 ) -> Option<TcpStream> {
     let greeting =
-        timeout(PREAMBLE_PATIENCE, examine(&mut stream, token, ping)).await.ok().flatten();
+        timeout(PREAMBLE_TIMEOUT, examine(&mut stream, token, ping)).await.ok().flatten();
     let is_known = matches!(greeting, Some(Greeting::Welcome { .. }));
     if is_known && !strangers.remove(link) {
         return None;
@@ -327,7 +327,7 @@ async fn greet(
 
 /// Sends a greeting. Returns the connection if the client is let in, else `None`.
 async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> {
-    let said = timeout(PREAMBLE_PATIENCE, stream.write_all(&greeting.encode())).await;
+    let said = timeout(PREAMBLE_TIMEOUT, stream.write_all(&greeting.encode())).await;
     if !matches!(said, Ok(Ok(()))) {
         return None;
     }

@@ -27,7 +27,7 @@ use super::preamble::{Channel, Job, PREAMBLE_BYTES, Refusal};
 use super::{Tcp, TcpConfig};
 
 /// Time limit from a connection to its preamble. In tests it is longer than any test.
-const PREAMBLE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
+const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
 /// Limit on the connections without a preamble, in addition to those of peers. One more closes the
 /// oldest.
 const MOST_STRANGERS: usize = 256;
@@ -268,7 +268,7 @@ async fn call_once(
 /// Reads the preamble of an accepted connection, and answers if it belongs to the job.
 async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Strangers>) -> Met {
     let mut preamble = [0; PREAMBLE_BYTES];
-    let until = Instant::now() + PREAMBLE_PATIENCE;
+    let until = Instant::now() + PREAMBLE_TIMEOUT;
     let heard = timeout_at(until, stream.read_exact(&mut preamble)).await;
     let stays = strangers.remove(link);
     if !stays || !matches!(heard, Ok(Ok(_))) {
@@ -292,7 +292,7 @@ async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Stran
         stream.set_nodelay(true)?;
         stream.write_all(&answer).await
     };
-    match (misfit, timeout(PREAMBLE_PATIENCE, answered).await) {
+    match (misfit, timeout(PREAMBLE_TIMEOUT, answered).await) {
         (Some(error), _) => Met::Misfit(error),
         (None, Ok(Ok(()))) => Met::Peer(from, channel, stream),
         // The peer has gone away again. It connects again, or is reported as missing.
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn endless_patience_is_no_panic() {
+    fn endless_peer_timeout_is_no_panic() {
         let (zero, one) = pair(Duration::MAX, 0);
         // Each waits for messages that the other may still send.
         let other = std::thread::spawn(move || one.shutdown(Duration::MAX));

@@ -102,7 +102,7 @@ fn another_ucx_version_is_refused_before_connecting() {
 }
 
 #[test]
-fn missing_processes_are_named_after_patience() {
+fn missing_processes_are_named_after_timeout() {
     within(LIMIT, || {
         let opened: Vec<_> = (0..3).map(|_| Opened::open(3).unwrap()).collect();
         let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();

@@ -60,7 +60,7 @@ fn main() -> Result<(), AnyError> {
     }
 }
 
-/// Issues work on one process, which prints how it ends.
+/// Issues a slow kernel on one process, which prints later if the work ended well or badly.
 fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let mesh = p.mesh_of(&[("one", 1)], &p.topology().devices_of(who)[..1])?;
     let slow = p.jit(Slow { fails }).on(&mesh).outputs(mesh.replicated()).build()?;

@@ -43,14 +43,14 @@ fn say_all_are(value: f32, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Moves host values to devices.
+/// Moves host values to devices, and prints if they arrived.
 pub(super) fn uncommitted(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, _) = halves(p)?;
     let x = p.device_put(&ones()?, rows(&front))?;
     say_all_are(1.0, &x, say)
 }
 
-/// Moves an array from one mesh to another.
+/// Moves an array from one mesh to another, and prints if the values arrived.
 pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
     let x = p.device_put(&ones()?, rows(&front))?;
@@ -58,7 +58,8 @@ pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> R
     say_all_are(1.0, &x, say)
 }
 
-/// Runs a kernel on one mesh, moves the result, and runs a kernel on the other mesh.
+/// Runs a kernel on one mesh, moves the result, and runs a kernel on the other mesh. Prints if the
+/// values are right.
 pub(super) fn jit_and_transfer(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
     let first =

@@ -17,8 +17,8 @@ const ROUNDS: usize = 1_000_000;
 /// Size of each transfer. No transport takes so many bytes at once.
 const BYTES: usize = 64 << 20;
 
-/// Limits the lead: some transfers are always in flight, but never more than fit into a machine's
-/// memory.
+/// Lets at most 6 issued operations be unfinished. So some transfers are always in flight, but
+/// never more than fit into a machine's memory.
 pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(6, 1 << 30)
 }

@@ -10,7 +10,7 @@ use super::Say;
 /// Elements of an array: more than fit into an eager message.
 const ELEMENTS: usize = 64 << 10;
 
-/// Rows and columns of arrays that are moved in parts.
+/// Rows of arrays that are moved in parts. They have half as many columns.
 const ROWS: usize = 96;
 
 /// Arrays that are sent before any of them is checked.
@@ -58,7 +58,8 @@ impl Kernel for Add {
 ///
 /// - `whole ROUNDS`: arrays go around all processes, each of which adds 1; the results at home are
 ///   checked;
-/// - `parts`: an array in rows becomes one in columns, then one in other rows, and back;
+/// - `parts`: an array in rows becomes one in columns, then one in rows again, then a whole one on
+///   each process;
 /// - `at-once`: many arrays are held by the next process, and by the one behind it, before any is
 ///   checked;
 /// - `steps`: like `whole`, until the test ends it; prints each step. Every process holds some
@@ -115,7 +116,7 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     Ok(())
 }
 
-/// Returns the number of openings of memory and of events, and the bytes that devices have copied
+/// Returns the numbers of openings (of memory, of events), then the bytes that devices have copied
 /// among themselves. All are 0 without the software driver.
 fn counted() -> [u64; 3] {
     let [memory, event] = ["cuIpcOpenMemHandle_v2", "cuIpcOpenEventHandle"]
@@ -138,8 +139,8 @@ impl Hand {
         Ok(Self { on: meshes.iter().map(|mesh| mesh.replicated()).collect(), add })
     }
 
-    /// Sends an array around all processes; returns the array at each process, the one at home
-    /// last.
+    /// Sends an array around all processes, each of which adds 1 to it. Returns the array at each
+    /// process in turn, the one back at process 0 last.
     fn around(&mut self, p: &mut Program, number: usize) -> Result<Vec<MpmdArray>> {
         let mut x = p.array_from_fn(f32s([ELEMENTS]), &self.on[0], move |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
@@ -181,7 +182,8 @@ impl Hand {
         }
     }
 
-    /// Sends all arrays on, and on again by their receivers, before any is checked.
+    /// Sends many arrays on, and on again by their receivers, before any is checked. Fails if a
+    /// value is wrong.
     fn at_once(&mut self, p: &mut Program) -> Result<()> {
         let n = p.processes();
         let mut all = Vec::new();
@@ -208,7 +210,8 @@ impl Hand {
     }
 }
 
-/// Moves an array from rows to columns, to other rows, and back.
+/// Moves an array from rows to columns, back to rows, and to all processes. Fails if a value is
+/// wrong.
 fn parts(p: &mut Program) -> Result<()> {
     let n = p.processes();
     let mesh = p.mesh(&[("x", n)])?;

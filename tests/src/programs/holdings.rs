@@ -10,10 +10,10 @@ use mpmd_core::topology::DeviceId;
 use super::Say;
 use super::parts::numbered;
 
-/// 1 MiB.
+/// Elements of an array of 1 MiB.
 const ELEMENTS: usize = 256 << 10;
 
-/// Time limit for the last message of a meeting to come back.
+/// Time limit for the lent and borrowed memory to become as expected.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Process 0 sends an array to both others, and process 1 sends one to process 2; then all drop the

@@ -14,7 +14,7 @@ use super::Say;
 use super::soak::resident_bytes;
 use crate::random::Random;
 
-/// Size limits of an array.
+/// Size limits of an array in bytes.
 const LEAST_BYTES: usize = 8;
 const MOST_BYTES: usize = 4 << 20;
 
@@ -28,24 +28,26 @@ const MIDDLE: usize = 8;
 const MIDDLE_BYTES: usize = 64 << 10;
 const SMALL_BYTES: usize = 8 << 10;
 
-/// Arrays are parts of one pattern, from this many offsets.
+/// Number of offsets in the pattern at which the contents of an array can begin.
 const PLACES: usize = 1 << 16;
 
-/// Number of arrays that are held.
+/// The largest number of arrays that are held after an array is made and moved.
 const KEPT: usize = 48;
 
 /// Arrays that are made between two points at which nothing is held.
 const PERIOD: usize = 2000;
 
-/// Allows a long lead, so that every drop can meet an operation in any state.
+/// Lets at most 128 issued operations be unfinished, so that every drop can meet an operation in
+/// any state.
 pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `lending HAND-OVERS SEED TIME_LIMIT`: moves this many arrays from one process to another. Arrays
-/// that are checked are compared to the bit. After each fifth of them, prints the memory in use. At
-/// the end, prints the number of arrays checked here and by all processes. Wrong data is printed as
-/// `WRONG`, even if the program ends with another error.
+/// `lending HAND-OVERS SEED TIME_LIMIT`: moves this many arrays from one process to another. The
+/// time limit for memory to come back is in seconds. Arrays that are checked are compared to the
+/// bit. After each fifth of the hand-overs, prints the memory in use. At the end, prints the number
+/// of arrays checked here and by all processes. Wrong data is printed as `WRONG`, even if the
+/// program ends with another error.
 pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
@@ -82,9 +84,9 @@ struct Lending {
     handed_over: usize,
     /// Number of arrays that this process has compared, in callbacks too.
     looked_at: Arc<AtomicUsize>,
-    /// Number of arrays to compare on the process that owns them.
+    /// Number of arrays that the processes compare, each on the process that owns it.
     awaited: usize,
-    /// Number of those that this process owns.
+    /// Number of arrays to compare that this process owns.
     awaited_here: usize,
 }
 
@@ -97,10 +99,10 @@ struct Kept {
 #[derive(Clone)]
 struct Expected {
     pattern: Arc<Vec<u8>>,
-    /// Offset in the pattern.
+    /// Offset in the pattern, in bytes.
     place: usize,
     bytes: usize,
-    /// Number of times it was changed.
+    /// Number of times that all bits of the array were flipped.
     flips: usize,
 }
 
@@ -159,8 +161,8 @@ impl Lending {
         Ok(())
     }
 
-    /// Makes one array and moves it. All processes draw the same random numbers, so that they issue
-    /// the same operations.
+    /// Makes one array and moves it one to three times. All processes draw the same random numbers,
+    /// so that they issue the same operations.
     fn one(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
         let from = self.random.below(processes);
@@ -250,8 +252,8 @@ impl Lending {
         });
     }
 
-    /// Checks all held arrays, and waits until no memory is in use or lent. All processes call it
-    /// at the same point of the program.
+    /// Checks all held arrays, and waits until no memory is in use or lent. Fails if that takes
+    /// longer than `peer_timeout`. All processes call it at the same point of the program.
     fn settle(&mut self, p: &mut Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.look(kept)?;

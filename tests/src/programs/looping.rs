@@ -18,7 +18,8 @@ const WIDE: [usize; 2] = [128, 256];
 /// Small enough for an eager message.
 const NARROW: [usize; 2] = [4, 8];
 
-/// Limits the lead. Nothing else stops a program that does not read its arrays.
+/// Lets at most 64 issued operations be unfinished. Nothing else stops a program that does not read
+/// its arrays.
 pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(64, 1 << 30)
 }

@@ -22,7 +22,7 @@ const BYTES: usize = 1 << 20;
 const LARGE_BYTES: usize = 8 << 20;
 const RARE: usize = 200;
 
-/// Arrays are parts of one pattern, from this many offsets.
+/// Number of offsets in the pattern at which the contents of an array can begin.
 const PLACES: usize = 1 << 16;
 
 /// Most handles and futures that are kept for later.
@@ -31,7 +31,8 @@ const KEPT: usize = 24;
 /// Transfers between two points at which nothing is held.
 const PERIOD: usize = 500;
 
-/// Allows a long lead, so that every drop can meet an operation in any state.
+/// Lets at most 128 issued operations be unfinished, so that every drop can meet an operation in
+/// any state.
 pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
@@ -90,9 +91,9 @@ struct Soak {
     kept: Vec<Kept>,
     /// Number of arrays that this process has compared, in callbacks too.
     looked_at: Arc<AtomicUsize>,
-    /// Number of arrays to compare on the process that owns them.
+    /// Number of arrays that the processes compare, each on the process that owns it.
     awaited: usize,
-    /// Number of those that this process owns.
+    /// Number of arrays to compare that this process owns.
     awaited_here: usize,
 }
 
@@ -110,14 +111,14 @@ enum Kept {
 #[derive(Clone)]
 struct Moved {
     x: MpmdArray,
-    /// Offset in the pattern.
+    /// Offset in the pattern, in bytes.
     place: usize,
     bytes: usize,
 }
 
 impl Soak {
-    /// Makes one array and moves it. All processes draw the same random numbers, so that they issue
-    /// the same operations.
+    /// Makes one array, moves it, and checks, keeps or drops it at random. All processes draw the
+    /// same random numbers, so that they issue the same operations.
     fn transfer(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
         let from = self.random.below(processes);
@@ -162,7 +163,7 @@ impl Soak {
         Ok(())
     }
 
-    /// Draws a size; small ones are as frequent as large ones.
+    /// Draws a size in bytes; small ones are as frequent as large ones.
     fn size(&mut self) -> usize {
         if self.random.below(RARE) == 0 {
             return LARGE_BYTES - self.random.below(64);
@@ -172,7 +173,7 @@ impl Soak {
         (least + self.random.below(least)).min(BYTES)
     }
 
-    /// Awaits or drops a kept handle or future.
+    /// Awaits and checks a kept handle or future, or drops it, at random.
     fn decide(&mut self, kept: Kept) -> Result<()> {
         match (kept, self.random.below(3)) {
             (Kept::Handle(moved), 0) => self.look(moved),

@@ -16,7 +16,8 @@ const ELEMENTS: usize = 8 << 20;
 /// Long enough that everything that does not wait for it has ended.
 const SLOW: Duration = Duration::from_millis(400);
 
-/// Like [`numbered`], after a delay.
+/// Returns a function that fills an array as [`numbered`] does, with whole numbers, after a delay
+/// of `SLOW`.
 fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
     let fill = numbered(salt);
     move |region, view| {
@@ -25,8 +26,8 @@ fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Syn
     }
 }
 
-/// In both directions at once: transfers with late data, and after them transfers with data that is
-/// ready.
+/// Moves arrays between two devices in both directions at once: first arrays with late data, then
+/// arrays with data that is ready. Prints the results.
 pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(1))];
     let mut ready = Vec::new();
@@ -48,7 +49,7 @@ pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result
     Ok(())
 }
 
-/// Limits device memory to one of the arrays, so that two do not fit.
+/// Limits device memory to one and a half of the arrays, so that two do not fit.
 pub(super) fn small_memory(builder: Builder) -> Builder {
     builder.device_memory((ELEMENTS as u64 * 4) * 3 / 2)
 }

@@ -13,7 +13,7 @@ fn chosen(p: &Program, devices: &[u32]) -> Result<Mesh> {
     p.mesh_of(&[("d", devices.len())], &devices)
 }
 
-/// Moves small arrays between all kinds of shardings.
+/// Moves small arrays between all kinds of shardings, and prints the shards of the results.
 pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let all = p.mesh(&[("d", 8)])?;
     let grid = p.mesh(&[("a", 2), ("b", 4)])?;
@@ -99,7 +99,7 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
 }
 
 /// Sends messages just below, at and just above the size limit for eager messages. Then sends more
-/// of them than the eager credit allows.
+/// of them than the eager credit allows. Prints the received shards.
 pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     const LIMIT: usize = mpmd_transport::router::EAGER_BYTES as usize;
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(7))];
@@ -127,7 +127,7 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
     Ok(())
 }
 
-/// Moves 64 MiB from the rows of one half to the columns of the other.
+/// Moves 64 MiB from the rows of one half to the columns of the other, and prints the shards.
 pub(super) fn large(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = (chosen(p, &[0, 1, 2, 3])?, chosen(p, &[4, 5, 6, 7])?);
     let x = p.array_from_fn(f32s([4096, 4096]), &front.sharding(spec!["d"]), numbered(5))?;

@@ -12,7 +12,7 @@ over_each_carrier! {
     an_error_of_the_program_reaches_all
 }
 
-/// Runs a job of so many processes over `carrier`.
+/// Runs a job of `processes` processes by `mpmd run` over `carrier`, and waits for its end.
 fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> Ended {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
@@ -21,7 +21,8 @@ fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> Ended {
         .wait(Instant::now() + Duration::from_secs(60))
 }
 
-/// Fails unless the launcher's last line begins so.
+/// Fails unless the launcher's last line begins with `mpmd: ` and `expected`, and its exit code is
+/// not 0.
 fn check_cause(end: &Ended, expected: &str) {
     let last = end.stderr.lines().last().unwrap_or_default();
     assert!(

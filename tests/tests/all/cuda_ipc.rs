@@ -92,7 +92,7 @@ fn many_arrays_are_lent_and_relent_at_once() {
     }
 }
 
-/// Kills one process in the middle of the steps.
+/// Starts a job, kills process `victim` after step 25, and waits for the end of the others.
 fn inject_fault(processes: usize, victim: usize, pace: &str) -> FaultOutcome {
     let (mut job, _folder) = start(processes, &["steps"], &[("SOFTCUDA_PACE", pace)]);
     job.wait_for_output("step 25\n");
@@ -136,8 +136,7 @@ fn stop_shorter_than_peer_timeout_is_no_failure() {
     job.wait();
 }
 
-/// With a driver without such handles, arrays go through host memory, and both processes report the
-/// reason once.
+/// With `MPMD_CUDA_IPC=0`, arrays go through host memory, and the processes report the reason.
 #[test]
 fn without_ipc_handles_arrays_go_through_the_host() {
     if softcuda::real() {

@@ -50,7 +50,8 @@ fn figure(said: &str, name: &str) -> u64 {
     line.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
-/// Waits for the end of all processes, which must come soon; returns their results and the report.
+/// Waits for the end of all processes, which must come within [`SOON`]. Returns their results and
+/// the output of all processes.
 fn ends(job: &mut Job) -> (Vec<Ended>, String) {
     let begin = Instant::now();
     let ended = job.wait();

@@ -79,8 +79,8 @@ fn device_kinds_come_from_the_environment_without_launcher() {
     }
 }
 
-/// Runs a job with one process for each entry of `kinds`, which sets the process's kinds of
-/// devices.
+/// Runs a job with one process for each entry of `kinds`, its value of `MPMD_DEVICE`, without GPUs.
+/// The launcher runs the rendezvous service if `hosted`, else process 0.
 fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len())
         .peer_timeout(TIME_LIMIT)

@@ -17,13 +17,14 @@ over_each_carrier! {
 /// No run takes this long, on any machine.
 const LONG: Duration = Duration::from_secs(120);
 
-/// Like [`run_over`], over tcp.
+/// Runs an example program over tcp until its end and checks that nothing is left. Starts it by
+/// `mpmd run` if `launched` gives a number of processes.
 fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
     run_over(Carrier::TCP, folder, launched, program, args)
 }
 
-/// Runs an example program with these arguments. Starts it by `mpmd run` if `launched` gives a
-/// number of processes. Checks that nothing is left.
+/// Runs an example program with these arguments until its end and checks that nothing is left.
+/// Starts it by `mpmd run` if `launched` gives a number of processes.
 fn run_over(
     carrier: Carrier,
     folder: &Path,

@@ -9,7 +9,8 @@ use rustix::process::Signal;
 /// Time limit for the end of all processes after a death.
 const SOON: Duration = Duration::from_secs(5);
 
-/// Longer than one transfer takes, so that a signal can hit any part of it.
+/// The latest moment of a signal, in milliseconds. Longer than one transfer takes, so that a signal
+/// can hit any part of it.
 const WITHIN_MILLIS: usize = 150;
 
 over_each_carrier! {
@@ -17,7 +18,8 @@ over_each_carrier! {
     process_stopped_during_transfers_is_named_after_timeout
 }
 
-/// Sends a signal to process `victim` of a job during large transfers.
+/// Starts a job with large transfers, sends a signal to process `victim` after `delay`, and waits
+/// for the end of the others.
 fn inject_fault(
     options: JobOptions,
     how: &str,
@@ -32,8 +34,9 @@ fn inject_fault(
     job.inject_fault(victim, signal)
 }
 
-/// Strikes a sending process and a receiving one, in jobs of 2 and of 4 processes, `times` each.
-/// Returns the longest time that the others took to end.
+/// Sends the signal to a sending or receiving process at a random moment, in jobs of 2 and of 4
+/// processes, `times` each. Checks that the others name it. Returns the longest time that they took
+/// to end.
 fn inject_faults(
     carrier: Carrier,
     peer_timeout: Duration,

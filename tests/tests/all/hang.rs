@@ -15,8 +15,8 @@ const PROCESSES: usize = 4;
 /// The start of the line about the kernel that never ends.
 const ROOT: &str = "device 2 is at operation ";
 
-/// Waits until each process has a report for which `is_enough` is true; returns the first such
-/// report of each.
+/// Starts a job and waits until each process has printed a report of waits for which `is_enough` is
+/// true. Returns the first such report of each.
 fn reports(
     carrier: Carrier,
     args: &[&str],

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 over_each_carrier! {
     killed_process_is_named_by_all_others_in_five_seconds
     stopped_process_is_named_by_all_others_after_timeout
-    a_stop_shorter_than_patience_is_no_failure
+    stop_shorter_than_peer_timeout_is_no_failure
 }
 
 const PROCESSES: usize = 4;
@@ -30,7 +30,8 @@ fn options(carrier: Carrier, peer_timeout: Duration) -> JobOptions {
     JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).peer_timeout(peer_timeout)
 }
 
-/// Sends a signal to process `victim` while all are at work.
+/// Starts a job, sends a signal to process `victim` after step 6, and waits for the end of the
+/// others.
 fn inject_fault(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> FaultOutcome {
     let mut job = Job::start(options, &["looping", mode]);
     // Late enough that all are at work.
@@ -85,7 +86,7 @@ fn stopped_process_is_named_by_all_others_after_timeout(carrier: Carrier) {
     }
 }
 
-fn a_stop_shorter_than_patience_is_no_failure(carrier: Carrier) {
+fn stop_shorter_than_peer_timeout_is_no_failure(carrier: Carrier) {
     let mut job = Job::start(options(carrier, Duration::from_secs(20)), &["looping", "reading"]);
     job.wait_for_output("step 5\n");
     job.processes[1].signal(Signal::STOP);

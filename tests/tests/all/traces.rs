@@ -68,8 +68,8 @@ fn on_hosts(mut traces: Vec<ProcessTrace>) -> Vec<ProcessTrace> {
     traces
 }
 
-/// Checks that each operation was issued before it began, and began before it ended. Returns the
-/// trace's operations.
+/// Checks that each operation was issued before it began, and began before it ended. Returns
+/// (process, operation) for each operation of the trace.
 fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
     let (mut issued, mut started, mut over) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
     for event in &trace.events {

@@ -52,12 +52,13 @@ fn start(carrier: Carrier, folder: &Path, args: &[&str]) -> Watched {
     Watched::start(command, folder, "train_gpt")
 }
 
-/// Like [`run_over`], over tcp.
+/// Runs the training over tcp to its end, checks that nothing is left, and returns its output.
 fn run(folder: &Path, args: &[&str]) -> String {
     run_over(Carrier::TCP, folder, args)
 }
 
-/// Runs it to its end and checks that nothing is left; returns its output.
+/// Runs the training over `carrier` to its end, checks that nothing is left, and returns its
+/// output.
 fn run_over(carrier: Carrier, folder: &Path, args: &[&str]) -> String {
     let mut process = start(carrier, folder, args);
     let end = process.wait(Instant::now() + LONG);
@@ -249,8 +250,8 @@ fn start_without_end(folder: &Path, by_launcher: bool, args: &[&str]) -> Watched
     Watched::start(command, folder, "train_gpt")
 }
 
-/// Sends `signal` once `is_time` is true for the output, and waits for the end. Returns standard
-/// output and exit code.
+/// Sends `signal` once `is_time` is true for the output, waits for the end, and checks that nothing
+/// is left. Returns (standard output, exit code).
 fn stopped(
     mut process: Watched,
     folder: &Path,

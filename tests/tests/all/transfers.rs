@@ -43,7 +43,8 @@ fn transfers_are_the_same_at_any_number_of_processes(carrier: Carrier) {
     }
 }
 
-/// Runs the program with made-up host names: the transports are the same, but the plans differ.
+/// Runs the program `name` with made-up host names: the transports are the same, but the plans
+/// differ. Returns the lines of all processes, sorted, each once.
 fn over_hosts(carrier: Carrier, name: &str, processes: usize, hosts: usize) -> Vec<String> {
     let mut job = Job::prepare(options(carrier, processes));
     for process in 0..processes {

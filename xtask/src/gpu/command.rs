@@ -15,14 +15,14 @@ const LOOK: Duration = Duration::from_millis(20);
 /// The output of a program that has ended.
 #[derive(Debug)]
 pub(super) struct Said {
-    /// Its exit code; `None` if a signal ended it.
+    /// The exit code of the program; `None` if a signal ended it.
     pub(super) code: Option<i32>,
     pub(super) stdout: String,
     pub(super) stderr: String,
 }
 
 impl Said {
-    /// Returns its exit code and the last line that it wrote, as a text.
+    /// Returns the exit code of the program and the last line that it wrote, as a text.
     pub(super) fn last_words(&self) -> String {
         let words = [&self.stderr, &self.stdout]
             .into_iter()
@@ -32,7 +32,7 @@ impl Said {
     }
 }
 
-/// Runs a command to its end, prints its standard error, and returns its output.
+/// Prints a command, runs it to its end, prints its standard error, and returns its output.
 ///
 /// # Errors
 ///
@@ -60,7 +60,8 @@ pub(super) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result
     Ok(said)
 }
 
-/// Reads all output on a thread, so that the writer never waits.
+/// Reads all of a program's output on a thread, so that the program never waits. The thread ends
+/// with the output and returns it.
 fn reader(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
@@ -84,7 +85,7 @@ fn end(child: &mut Child) {
     }
 }
 
-/// Returns all descendants of a process.
+/// Returns the pids of all descendants of a process.
 fn descendants(process: u32) -> Vec<u32> {
     let children = std::fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
     let children = children.unwrap_or_default();

@@ -40,7 +40,8 @@ pub(super) fn why_none() -> Option<String> {
     why_none_in(&folders, &known)
 }
 
-/// Like [`why_none`], for these folders and this output of `ldconfig -p`.
+/// Returns the reason why neither these folders nor this output of `ldconfig -p` have a driver, or
+/// `None` if one of them has.
 fn why_none_in(folders: &[PathBuf], known: &str) -> Option<String> {
     let is_there = |name: &&str| {
         // The loader's list has a library's name, then blanks and details of its build.

@@ -13,19 +13,19 @@ pub(super) struct Benchmark {
     /// Further arguments for short runs, to check that everything works: on the software driver and
     /// under the sanitizer.
     pub(super) small: &'static [&'static str],
-    /// True if its processes share one GPU, even if there are more.
+    /// True if the benchmark's processes share one GPU, even if there are more.
     pub(super) on_one: bool,
     /// Number of GPUs without which the figures have no meaning.
     pub(super) processors: usize,
-    /// The figures to read from its output.
+    /// The figures to read from the benchmark's output.
     pub(super) figures: &'static [Figure],
 }
 
 /// A figure and its limit.
 pub(super) struct Figure {
-    /// Its name for people.
+    /// The name of the figure, for people.
     pub(super) item: &'static str,
-    /// The name of the case that has it.
+    /// The name of the benchmark's case that has the figure.
     case: &'static str,
     /// The field of the case.
     field: &'static str,
@@ -145,7 +145,8 @@ impl Figure {
         }
     }
 
-    /// Returns the worst figure of all cases with this name: one benchmark may measure several.
+    /// Returns the worst figure of all cases with this name, as one benchmark may measure several.
+    /// `None` if the output has no such figure.
     fn of(&self, lines: &[Value]) -> Option<f64> {
         let cases = lines.iter().filter(|line| line["name"] == self.case);
         let found = cases.filter_map(|line| line[self.field].as_f64());
@@ -156,7 +157,8 @@ impl Figure {
     }
 }
 
-/// Judges the figures in a benchmark's output.
+/// Judges the figures in a benchmark's output and returns a row for each. With `software`, a figure
+/// that is there counts as run, and a missing one as failed.
 pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> Vec<Row> {
     let one = |figure: &Figure| {
         let (item, asked) = (figure.item, figure.asked());

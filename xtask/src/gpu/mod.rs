@@ -90,12 +90,12 @@ pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
 }
 
 impl Ground {
-    /// Returns the folder of programs that are built for it.
+    /// Returns the name of cargo's folder of the programs that are built for these devices.
     fn profile(&self) -> &'static str {
         if *self == Self::Gpu { "release" } else { "debug" }
     }
 
-    /// Adds the environment with which a program runs on it.
+    /// Adds the environment with which a program runs on these devices.
     fn set<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         match self {
             // With this variable, tests do not install their own driver.
@@ -165,8 +165,8 @@ impl Place<'_> {
         command
     }
 
-    /// Returns the GPUs that `mpmd doctor` finds as a text, with their number, or the reason why it
-    /// finds none.
+    /// Returns (the GPUs that `mpmd doctor` finds as a text, their number), or the reason why it
+    /// finds none. The outer error means that `mpmd doctor` itself failed.
     fn look(&self) -> anyhow::Result<Result<(String, usize), String>> {
         let mut doctor = self.program("mpmd");
         let said = captured(doctor.args(["doctor", "--device", "cuda", "--json"]), LOOK)?;
@@ -199,7 +199,7 @@ impl Place<'_> {
     }
 
     /// Runs the benchmarks and a training, small, under compute-sanitizer: for memory errors and
-    /// for races within kernels.
+    /// for races within kernels. Without the sanitizer or GPUs, returns rows that say so.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
@@ -256,7 +256,8 @@ impl Place<'_> {
         }
     }
 
-    /// Runs a benchmark; returns its output, a line of JSON for each case.
+    /// Runs a benchmark; returns its output, a line of JSON for each case. Fails if the benchmark
+    /// does.
     fn lines(&self, benchmark: &Benchmark, software: bool) -> anyhow::Result<Vec<Value>> {
         let mut command = self.program("mpmd");
         command.arg("bench").args(benchmark.arguments).args(["--device", "cuda", "--json"]);

@@ -12,16 +12,16 @@ pub(super) struct Row {
     pub(super) verdict: Verdict,
 }
 
-/// The verdict on a row.
+/// The verdict on a row of the table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Verdict {
-    /// There was no requirement.
+    /// The row is a fact without a requirement.
     Told,
     Passed,
     Failed,
-    /// A program that it needs is missing.
+    /// The check did not run: a program that it needs, or a GPU, is missing.
     NotRun,
-    /// It ran on the software driver, where figures have no meaning.
+    /// The check ran on the software driver, where figures have no meaning.
     Ran,
 }
 

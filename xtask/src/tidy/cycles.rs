@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::outline::Scope;
 use super::source::Source;
 
-/// The crate whose sub-folders are checked as well.
+/// The sources of core, the crate with sub-folders that are checked as well.
 const CORE: &str = "mpmd-core/src/";
 
 /// Names from the root of a crate down to a module.
@@ -99,7 +99,8 @@ impl<'a> Crate<'a> {
         self.files.iter().map(|(_, source)| source.path.as_str())
     }
 
-    /// Returns the imports between the nodes that modules belong to.
+    /// Returns the imports between the nodes that modules belong to. `node` gives the node of a
+    /// module, or `None` for modules to leave out.
     fn graph(&self, node: impl Fn(&[String]) -> Option<String>) -> Graph {
         let mut graph = Graph::new();
         for (module, source) in &self.files {
@@ -121,7 +122,8 @@ impl<'a> Crate<'a> {
     }
 
     /// Returns the module or item that a path in module `from` leads to; `None` if that lies in
-    /// another crate. An unknown name in a known module counts as an item of that module.
+    /// another crate. An unknown name in a known module counts as an item of that module. Names in
+    /// `seen` are not followed again.
     fn resolve(
         &self,
         from: &[String],
@@ -145,8 +147,8 @@ impl<'a> Crate<'a> {
         Some(Target::Module(module))
     }
 
-    /// Returns the module or item that `name` stands for in `module`. An import from another crate
-    /// counts as an item of `module`.
+    /// Returns the module or item that `name` stands for in `module`, or `None` if it is unknown or
+    /// in `seen`. An import from another crate counts as an item of `module`.
     fn look_up(
         &self,
         module: &[String],
@@ -175,7 +177,8 @@ impl<'a> Crate<'a> {
     }
 }
 
-/// Describes one shortest cycle for each strongly connected component of `graph`.
+/// Returns a description of one shortest cycle for each group of nodes in `graph` that reach each
+/// other.
 fn cycles(graph: &Graph, root: &str, kind: &str) -> Vec<String> {
     let paths: BTreeMap<&str, BTreeMap<&str, Vec<&str>>> =
         graph.keys().map(|node| (node.as_str(), shortest_paths(graph, node))).collect();

@@ -117,7 +117,8 @@ impl Outline {
         self.scopes.entry(path.to_vec()).or_default()
     }
 
-    /// Appends the leaves of the tree of imports that begins at `at`, and moves `at` behind it.
+    /// Appends the leaves of the tree of imports that begins at `at` to `paths`, and moves `at`
+    /// behind the tree.
     fn import(&mut self, tokens: &[Token], at: &mut usize, scope: &[String], prefix: &[String]) {
         let mut segments = prefix.to_vec();
         while let Some(token) = tokens.get(*at) {
@@ -200,7 +201,7 @@ fn opening(text: &str) -> isize {
     }
 }
 
-/// Returns the index behind the group that begins at `at`.
+/// Returns the index behind the group in delimiters that begins at `at`.
 fn end_of_group(texts: &[&str], at: usize) -> usize {
     let mut depth = 0;
     for (i, text) in texts.iter().enumerate().skip(at) {

@@ -204,9 +204,9 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
     source.lines_with("bincode").map(|line| finding(line, message)).collect()
 }
 
-/// Invariant *one-way-in*: only core's execution talks to a transport, and the program sets it up.
-/// Two benchmarks are exempt: one measures a transport by itself, and the other, of issuing, has a
-/// transport of its own.
+/// Finds uses of a transport outside core's execution and the program that sets it up (invariant
+/// *one-way-in*). Two benchmarks are exempt: one measures a transport by itself, and the other, of
+/// issuing, has a transport of its own.
 fn one_way_in(source: &Source) -> Vec<Finding> {
     if is_in(source, TRANSPORT_USERS) || !source.path.starts_with("mpmd") {
         return Vec::new();
@@ -219,7 +219,7 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// Invariant *planners-are-pure*: no clock, no I/O and no threads in code that makes plans.
+/// Finds names of clocks, I/O and threads in code that makes plans (invariant *planners-are-pure*).
 fn planners_are_pure(source: &Source) -> Vec<Finding> {
     if !is_in(source, PLANNERS) {
         return Vec::new();
@@ -243,7 +243,7 @@ fn is_in(source: &Source, places: &[&str]) -> bool {
     places.iter().any(|place| source.is_in_module(place))
 }
 
-/// Returns the paths of the code, with their lines, that lead to one of `places` or to something in
+/// Returns (line, path) for the paths of the code that lead to one of `places` or to something in
 /// it. Names that an import of a module gave are followed. An import of everything around a place
 /// counts.
 fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {

@@ -60,7 +60,7 @@ impl Source {
         self.path.strip_prefix(module).is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
     }
 
-    /// Returns the lines of all tokens with this text.
+    /// Returns the line numbers of all tokens with this text.
     pub(crate) fn lines_with<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
         self.tokens.iter().filter(move |token| token.text == text).map(|token| token.line)
     }

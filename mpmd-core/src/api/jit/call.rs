@@ -22,14 +22,15 @@ use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Tree;
 
-/// One device's part of a call, queued on the device. The box and the capacity of its lists are
-/// reused by later calls.
+/// One device's part of a call, queued on the device. Later calls of the same [`Bound`] reuse the
+/// box and the capacity of its lists.
 pub(super) struct DeviceCall<K: Kernel> {
     pub(super) inputs: Vec<Input>,
-    /// The inputs once they have arrived.
+    /// Buffers of the inputs that have arrived, in the order of `inputs`. `None` if an output
+    /// starts from the buffer.
     pub(super) arrived: Vec<Option<SharedBuffer>>,
     pub(super) outputs: Vec<OwnedBuffer>,
-    /// Only for a device that runs asynchronously: the initial contents of the outputs, and the
+    /// Initial contents of each output, in order. Used only on CUDA devices, as is `unfilled`: the
     /// inputs that were taken before they were filled.
     pub(super) fills: Vec<Fill>,
     pub(super) unfilled: Vec<Unfilled>,
@@ -37,7 +38,7 @@ pub(super) struct DeviceCall<K: Kernel> {
     issued: Option<Issued<K>>,
 }
 
-/// One device's part of a call, without its inputs.
+/// The data that one device needs to run its part of an issued call, except the inputs.
 pub(super) struct Issued<K: Kernel> {
     pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
@@ -45,16 +46,17 @@ pub(super) struct Issued<K: Kernel> {
     pub(super) at: &'static Location<'static>,
     pub(super) resolvers: Resolvers,
     /// Memory for all outputs that do not take over an input's memory, reserved when the call was
-    /// issued. Otherwise the failure of that.
+    /// issued. If it could not be reserved, the failure.
     pub(super) memory: Fallible<Reservation>,
     pub(super) guard: OpGuard,
-    /// Dropped by the last device of this process that ends the call.
+    /// Shared by this process's devices: the last one to end the call discards the collective
+    /// messages that no device took. `None` without collectives.
     pub(super) leftovers: Option<Arc<Leftovers>>,
 }
 
-/// Messages of the call's collectives that no device took. They are dropped when the call has ended
-/// on every device of this process, and not earlier: each device takes its messages at its own
-/// pace.
+/// Discards, when dropped, the received messages of a call's collectives that no device took. All
+/// devices of this process share it. So this happens after the call has ended on each of them,
+/// since each takes its messages at its own pace.
 pub(super) struct Leftovers {
     pub(super) runtime: Arc<Runtime>,
     pub(super) op: u64,
@@ -69,16 +71,17 @@ impl Drop for Leftovers {
 /// The source of an input's values on this device.
 pub(super) enum Input {
     Host(SharedBuffer),
-    /// The use of an async buffer, and the operation that fills it.
+    /// (registered use of an async buffer, number of the operation that fills the buffer).
     AsyncBuffer(BufferUse, u64),
-    /// An array that this call takes over. Later readers get a failure.
+    /// An array that is donated to this call. Later readers of it get a failure.
     Donated(Handle),
 }
 
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Completes the call for a device's queue.
+    /// Stores the inputs and the issued part, and returns the call as a job for the device's queue.
+    /// Runs nothing.
     pub(super) fn issue(
         mut self: Box<Self>,
         issued: Issued<K>,
@@ -89,7 +92,8 @@ impl<K: Kernel> DeviceCall<K> {
         self
     }
 
-    /// Blocks until the inputs have arrived, then runs the kernel, which fills the outputs.
+    /// Blocks until the inputs have arrived, then runs the kernel and leaves the filled outputs in
+    /// `self.outputs`. Fails if an input, the memory or the kernel fails.
     fn compute(
         &mut self,
         call: &Call<'_, K>,
@@ -118,7 +122,8 @@ impl<K: Kernel> DeviceCall<K> {
         ran
     }
 
-    /// Runs the call on a CPU device and ends its outputs.
+    /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
+    /// with values or the failure, and releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
         let Issued { bound, seat, op, at, mut resolvers, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
@@ -147,7 +152,7 @@ impl<K: Kernel> DeviceCall<K> {
         drop(context);
     }
 
-    /// Drops all buffers.
+    /// Drops all inputs and outputs with their buffers, and keeps the capacity of the lists.
     pub(super) fn clear(&mut self) {
         self.inputs.clear();
         self.arrived.clear();
@@ -181,7 +186,8 @@ impl<K: Kernel> Default for DeviceCall<K> {
     }
 }
 
-/// An input that was taken before it was filled. The work that fills it may fail.
+/// An input that was taken before it was filled. If the work that fills it fails, the call fails
+/// too.
 pub(super) enum Unfilled {
     Use(BufferUse),
     Donated(Handle),
@@ -191,15 +197,15 @@ pub(super) enum Unfilled {
 pub(super) enum Fill {
     /// Undefined contents.
     Anything,
-    /// Its present contents: the output is an input's own memory.
+    /// The values that the memory already has: the output took over an input's memory.
     Own,
-    /// A part of an input's values: the input's buffer and index.
+    /// Values copied from an input: (the input's buffer, its index among the inputs).
     From(SharedBuffer, usize),
 }
 
 pub(super) type Memory = Fallible<Reservation>;
 
-/// A call on one device.
+/// One call on one device: its kernel and plan, device, operation number and source line.
 pub(super) struct Call<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
     pub(super) seat: &'a DeviceBinding,
@@ -212,7 +218,8 @@ impl<'a, K: Kernel> Call<'a, K> {
         &self.bound.plan.runtime
     }
 
-    /// Runs the kernel. Its error or panic is the call's failure.
+    /// Runs the kernel on this thread. The call fails if the kernel returns an error, panics, or
+    /// leaves out a declared collective.
     pub(super) fn run(
         &self,
         context: &mut Context<'_>,
@@ -235,7 +242,8 @@ impl<'a, K: Kernel> Call<'a, K> {
         }
     }
 
-    /// Allocates host memory from which devices copy.
+    /// Allocates `bytes` of host staging memory, from which CUDA devices copy. Fails if there is no
+    /// memory.
     pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
         self.runtime().staging.allocate(bytes).map_err(|error| {
             let message = format!(
@@ -246,7 +254,8 @@ impl<'a, K: Kernel> Call<'a, K> {
         })
     }
 
-    /// Returns the kernel's failure, with kernel, operation, line and device in the message.
+    /// Creates the failure of this kernel for the reason `why`. The message has kernel, operation,
+    /// line and device.
     pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
         let Self { bound, seat, op, at } = self;
         let (kernel, device) = (bound.kernel.name(), seat.place.device);
@@ -256,8 +265,10 @@ impl<'a, K: Kernel> Call<'a, K> {
     }
 }
 
-/// Blocks until all inputs have arrived. This ends: every input is made by an operation with a
-/// lower number. Returns the last operation that had to be waited for, if any.
+/// Blocks until all inputs have arrived and moves their buffers to `arrived`. Returns the operation
+/// of the last input that was not there yet, or `None`. Fails with the first input that failed.
+///
+/// The wait ends: every input is made by an operation with a lower number.
 fn wait_for_inputs(
     inputs: &mut Vec<Input>,
     arrived: &mut Vec<Option<SharedBuffer>>,
@@ -288,8 +299,10 @@ fn wait_for_inputs(
     Ok(last)
 }
 
-/// Passes the memory of each output to `give`, with its initial contents. Outputs that are inputs
-/// updated in place start with the input's values.
+/// Allocates the outputs and passes each to `give`, in order, with its initial contents. An output
+/// that updates a donated input takes over the input's memory if no one else uses it. An output
+/// that updates another input is new memory, to be filled from the input. Removes those inputs from
+/// `inputs`. Fails if there is no memory.
 pub(super) fn prepare_outputs<K: Kernel>(
     call: &Call<'_, K>,
     inputs: &mut [Option<SharedBuffer>],

@@ -29,7 +29,7 @@ use mpmd_layout::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 use plan::{Bound, CallPlan};
 use warm::Warm;
 
-/// Maximum number of call plans that a [`Jit`] keeps.
+/// Maximum number of call plans that a [`Jit`] keeps. A further plan replaces the oldest.
 const PLANS_KEPT: usize = 8;
 
 /// State that a [`Jit`] keeps between calls.
@@ -38,7 +38,7 @@ struct Kept<K: Kernel> {
     lists: Lists,
 }
 
-/// Empty lists, kept for their capacity.
+/// Empty lists, kept so that the next call reuses their capacity.
 #[derive(Default)]
 struct Lists {
     leaves: Vec<&'static MpmdArray>,
@@ -48,9 +48,10 @@ struct Lists {
 
 #[derive(Default)]
 struct Prepared {
-    /// The async buffers of a call's outputs, by local device.
+    /// (device, async buffers of its parts of the outputs), for each of this process's devices in
+    /// the mesh.
     slots: Vec<(DeviceId, AsyncBuffers)>,
-    /// The job of each of these devices.
+    /// (local device index, job of the call), for each of these devices.
     calls: Vec<(usize, Job)>,
 }
 
@@ -98,7 +99,7 @@ impl<K: Kernel> JitBuilder<K> {
 
     /// Donates the input at this path, or all inputs below it, with each call. The array is then
     /// unusable for every clone. The output that the kernel's signature aliases to it takes over
-    /// its memory.
+    /// its memory. A path that names no input makes each call an error.
     pub fn donate(mut self, path: impl Into<String>) -> Self {
         self.donate.push(path.into());
         self
@@ -139,7 +140,8 @@ impl<K: Kernel> JitBuilder<K> {
 /// A kernel bound to a mesh.
 pub struct Jit<K: Kernel> {
     kernel: Arc<K>,
-    /// The program that it belongs to. Plans are for that program's devices.
+    /// The program that created this kernel. Calls with another program fail, because the plans are
+    /// for this one's devices.
     program: Weak<Runtime>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
@@ -150,10 +152,10 @@ pub struct Jit<K: Kernel> {
 }
 
 impl<K: Kernel> Jit<K> {
-    /// Calls the kernel on this process's devices of the mesh, once their inputs are ready. Does
-    /// not wait for the kernel, but may block while the program is too far ahead or memory is
-    /// short. If this process owns none of the mesh's devices, the outputs are fully remote
-    /// handles.
+    /// Queues the kernel on this process's devices of the mesh and returns handles to its outputs.
+    /// Each device runs the kernel once its inputs are ready. Does not wait for the kernel, but may
+    /// block while the program is too far ahead or memory is short. If this process owns none of
+    /// the mesh's devices, the outputs are fully remote handles.
     ///
     /// Every device gets the whole of an uncommitted input.
     ///
@@ -243,8 +245,10 @@ impl<K: Kernel> Jit<K> {
     }
 }
 
-/// Issues a call, or issues it again in a replay, and prepares this process's part. Returns the
-/// number of the operation.
+/// Issues a call as one operation and returns its number. With `replayed`, issues it again with a
+/// given number and hash. Marks the donated inputs, and fills `prepared` with the output buffers
+/// and jobs of this process. The caller must queue the jobs. May block while the program is too far
+/// ahead or memory is short.
 fn issue<K: Kernel>(
     program: &mut Program,
     bound: &Arc<Bound<K>>,
@@ -280,7 +284,8 @@ fn issue<K: Kernel>(
     op
 }
 
-/// Prepares, for each local device, the async buffers of all outputs and the device's job.
+/// Reserves memory for new outputs on each of this process's devices in the mesh, which may block.
+/// Adds the async buffers of all outputs and the device's job to `prepared`.
 fn prepare<K: Kernel>(
     prepared: &mut Prepared,
     program: &Program,
@@ -330,7 +335,8 @@ fn prepare<K: Kernel>(
     }
 }
 
-/// Builds a tree from all of `leaves`. Fails if there are too few or too many.
+/// Builds a tree of this structure from all of `leaves`. Fails if there are too few or too many
+/// leaves.
 fn assemble<T: Tree<Leaf = MpmdArray>>(
     structure: &Structure,
     path: &mut Path,
@@ -343,7 +349,8 @@ fn assemble<T: Tree<Leaf = MpmdArray>>(
     }
 }
 
-/// Clears the list and keeps its capacity.
+/// Clears a list of borrowed arrays and returns it with its capacity, so that a later call can
+/// reuse it.
 fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
     leaves.clear();
     // Collected in place, so the capacity stays.

@@ -17,8 +17,10 @@ use crate::kernel::{Context, Kernel, OnCuda};
 use mpmd_layout::topology::DeviceId;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Issues the call. The outputs end when its work is over. Blocks until the inputs are issued;
-    /// inputs on the host must also be filled. Blocks for memory only as calls on CPU devices do.
+    /// Issues the call's work on the device's stream and returns without waiting for the work. When
+    /// the work is over, another thread ends the outputs. Blocks until the inputs are issued
+    /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
+    /// calls on CPU devices do. A failure resolves the outputs with it.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
         let Issued { bound, seat, op, at, resolvers, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
@@ -94,8 +96,9 @@ impl<K: Kernel> DeviceCall<K> {
         }));
     }
 
-    /// Takes the inputs once they are issued. Returns the operation of the last input that was not
-    /// filled by then.
+    /// Blocks until each input is issued, or filled if it is on the host, and moves its buffer to
+    /// `arrived`. Returns the operation of the last input that was not filled by then, or `None`.
+    /// Fails with the first input that failed.
     fn take_inputs(&mut self, gpu: &Gpu, call: &Call<'_, K>) -> Fallible<Option<u64>> {
         let Self { inputs, arrived, unfilled, .. } = self;
         let parker = &call.runtime().parker;
@@ -144,7 +147,9 @@ impl<K: Kernel> DeviceCall<K> {
         })
     }
 
-    /// Issues all work of the call. All memory that the work uses is kept until the work is over.
+    /// Issues all work of the call on the compute stream: the outputs' initial contents, then the
+    /// kernel. Returns (result of issuing, end of the issued work). Fences keep all memory that the
+    /// work uses until the work is over.
     fn issue_work<'a>(
         &mut self,
         gpu: &'a Arc<Gpu>,
@@ -187,8 +192,8 @@ impl<K: Kernel> DeviceCall<K> {
     }
 }
 
-/// Returns an input's buffer. If it is not on a device, the kernel may read it on the host: blocks
-/// until it is filled.
+/// Returns an input's buffer. A buffer in device memory may still be unfilled. For one in host
+/// memory, blocks until it is filled, since the kernel may read it on the host.
 fn on_device_or_filled(
     buffer: SharedBuffer,
     slot: &AsyncBuffer,
@@ -200,8 +205,8 @@ fn on_device_or_filled(
     }
 }
 
-/// Orders the work of this turn behind the work that makes the inputs, and behind all work on
-/// memory that is written.
+/// Orders the stream's next work behind the work that fills the inputs and the sources of `fills`,
+/// and behind all work on the outputs' memory. Does not block the thread.
 fn come_after(
     turn: &StreamTurn<'_>,
     inputs: &[Option<SharedBuffer>],
@@ -216,7 +221,8 @@ fn come_after(
     })
 }
 
-/// Issues the work that gives outputs their initial contents.
+/// Issues the fills and copies that give the outputs their initial contents. Adds staging buffers
+/// to `staged`; they must live until the work is over.
 fn fill<K: Kernel>(
     call: &Call<'_, K>,
     stream: &RawStream,
@@ -246,8 +252,8 @@ fn fill<K: Kernel>(
     Ok(())
 }
 
-/// Ends a call after its work is over, with its result or the failure of an input that was not
-/// filled when it was taken.
+/// Calls `then` once all of `unfilled` have ended, with `result` or, if that is a success, with a
+/// failure of one of them. Does not block; `then` may run on the thread that ends an input.
 fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
     mut unfilled: Vec<Unfilled>,
     device: DeviceId,
@@ -257,10 +263,10 @@ fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
     let Some(next) = unfilled.pop() else { return then(result) };
     let filled = move |filled| settle(unfilled, device, result.and(filled), then);
     match &next {
-        Unfilled::Use(slot) => slot.slot().on_verdict(filled),
+        Unfilled::Use(slot) => slot.slot().on_completion(filled),
         // The plan has checked that the device has its part.
         Unfilled::Donated(placed) => match placed.slot(device) {
-            Some(slot) => slot.on_verdict(filled),
+            Some(slot) => slot.on_completion(filled),
             None => filled(Ok(())),
         },
     }

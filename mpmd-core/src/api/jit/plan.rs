@@ -22,7 +22,8 @@ use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 
-/// Maximum number of ended calls that are kept. A program that runs ahead has about as many.
+/// Maximum number of ended calls that a [`Bound`] keeps for reuse. A program that runs ahead has
+/// about as many calls queued.
 const MOST_SPARE: usize = 1024;
 
 type Problem<T> = Result<T, IssueProblem>;
@@ -31,9 +32,10 @@ type Problem<T> = Result<T, IssueProblem>;
 pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
-    /// The pending compilation for CUDA devices, which its calls wait for.
+    /// Compilation of the kernel's code for CUDA devices, in the background. The first call on a
+    /// device waits for it.
     pub(super) warm: Arc<Warm>,
-    /// Ended calls, for reuse.
+    /// Ended calls without their buffers, for reuse.
     #[expect(
         clippy::vec_box,
         reason = "the boxes themselves are reused: a queue takes them as they are"
@@ -46,12 +48,13 @@ impl<K: Kernel> Bound<K> {
         Self { kernel, plan, warm, spare: Mutex::new(Vec::new()) }
     }
 
-    /// Returns an empty call, reused if possible.
+    /// Returns an empty call: one that was kept, or a new one.
     pub(super) fn spare(&self) -> Box<DeviceCall<K>> {
         self.spare.lock().pop().unwrap_or_default()
     }
 
-    /// Keeps an empty call for later.
+    /// Keeps an emptied call for reuse by [`Self::spare`]. Drops it if [`MOST_SPARE`] calls are
+    /// kept already.
     pub(super) fn keep(&self, call: Box<DeviceCall<K>>) {
         let mut spare = self.spare.lock();
         if spare.len() < MOST_SPARE {
@@ -60,7 +63,8 @@ impl<K: Kernel> Bound<K> {
     }
 }
 
-/// Everything about a call except the arrays themselves.
+/// The part of a call that depends only on its inputs' tree, shapes and shardings, and that later
+/// calls reuse.
 pub(super) struct CallPlan {
     pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
@@ -68,14 +72,14 @@ pub(super) struct CallPlan {
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
     pub(super) mesh: DeviceBindings,
-    /// This process's devices of the mesh.
+    /// The devices of the mesh that belong to this process.
     pub(super) seats: Vec<DeviceBinding>,
-    /// Bytes of new memory that a call takes on this process.
+    /// Bytes of all outputs on this process's devices, counted for the bound on running ahead.
     pub(super) bytes: u64,
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
-    /// Index of the call's descriptor in a dry run.
+    /// Index of the call's descriptor in the plan of a dry run, once it is known.
     pub(super) known_form: KnownDescriptor,
 }
 
@@ -89,11 +93,11 @@ pub(super) struct InputPlan {
 
 pub(super) struct OutputPlan {
     pub(super) made: Arc<Made>,
-    /// Index of the input that this output updates in place.
+    /// Index of the input that this output updates in place; `None` for a new output.
     pub(super) alias: Option<usize>,
 }
 
-/// A device of this process that runs the kernel.
+/// A device of this process that runs the kernel, with its position in the mesh and its shards.
 pub(super) struct DeviceBinding {
     /// Describes the call. A separate object for each device, so that device threads and the
     /// program thread do not share a reference count.
@@ -104,7 +108,7 @@ pub(super) struct DeviceBinding {
     pub(super) outputs: Vec<ShardInfo>,
 }
 
-/// Describes a call in messages.
+/// Describes a call in messages: kernel, mesh, and the first four inputs.
 pub(super) struct CallWhat {
     pub(super) name: String,
     mesh: Mesh,
@@ -124,7 +128,8 @@ impl fmt::Display for CallWhat {
 }
 
 impl CallPlan {
-    /// True if this plan is for inputs like these.
+    /// True if the inputs have the number, shapes, dtypes and shardings for which this plan was
+    /// made.
     pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
         self.inputs.len() == leaves.len()
             && self.inputs.iter().zip(leaves).all(|(input, leaf)| {
@@ -132,12 +137,13 @@ impl CallPlan {
             })
     }
 
-    /// True if the output takes over the memory of the input that it updates.
+    /// True if the output updates a donated input, so that it takes over the input's memory.
     pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
         output.alias.is_some_and(|input| self.inputs[input].donated)
     }
 
-    /// Returns the bytes of each output on a device that does not take over an input's memory.
+    /// Returns the size in bytes of each output on this device that does not take over an input's
+    /// memory, in order.
     pub(super) fn fresh<'a>(
         &'a self,
         seat: &'a DeviceBinding,
@@ -150,7 +156,7 @@ impl CallPlan {
         &self.paths[index]
     }
 
-    /// Checks that no donated array is also another input of the call.
+    /// Returns an error if a donated input is the same array as another input of the call.
     pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
         for (i, _) in self.inputs.iter().enumerate().filter(|(_, input)| input.donated) {
             if let Some(j) =
@@ -165,7 +171,8 @@ impl CallPlan {
         Ok(())
     }
 
-    /// Checks that a recorded step donates only its own arrays.
+    /// While a step is recorded, returns an error if the call donates an array that the step
+    /// neither made nor has as an input.
     pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
         let donated =
             self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
@@ -174,7 +181,8 @@ impl CallPlan {
         program.check_given_up(&donated)
     }
 
-    /// Marks the inputs that operation `op` takes over as donated.
+    /// Marks the arrays that this call donates as donated to operation `op`, so that every later
+    /// use of them fails.
     pub(super) fn donate(&self, leaves: &[&MpmdArray], op: u64, at: &'static Location<'static>) {
         for (leaf, input) in leaves.iter().zip(&self.inputs) {
             if let Repr::Placed(placed) = &leaf.repr
@@ -185,7 +193,8 @@ impl CallPlan {
         }
     }
 
-    /// Returns the outputs of operation `op`, with the async buffers of each local device.
+    /// Returns handles to the outputs of operation `op`. Takes the async buffers of their local
+    /// shards from `slots`, which has those of each local device.
     pub(super) fn arrays(
         &self,
         slots: &mut [(DeviceId, AsyncBuffers)],
@@ -326,7 +335,8 @@ impl CallPlan {
     }
 }
 
-/// Checks that every sharding of the prefix is on exactly the mesh's devices, in device memory.
+/// Returns an error unless every sharding of the prefix is on exactly the mesh's devices and in
+/// device memory.
 pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
     match prefix {
         PrefixTree::Node(branches) => {
@@ -403,7 +413,8 @@ fn check_inputs(
     Ok(())
 }
 
-/// Returns the property of a sharding that a kernel must have declared to accept it, if any.
+/// Returns the property of a sharding that a kernel must declare to accept it: partial sums or host
+/// memory. `None` for other shardings.
 fn unusual(sharding: &Sharding) -> Option<&'static str> {
     if !sharding.unreduced_axes().is_empty() {
         return Some("partial sums");
@@ -480,7 +491,8 @@ fn seat(
     })
 }
 
-/// Returns the group of a collective as one of its devices sees it.
+/// Returns the devices that run a collective together with `device`, with `device`'s rank among
+/// them. Fails if the mesh lacks the collective's axis.
 fn group(
     device: DeviceId,
     mesh: &Mesh,
@@ -508,7 +520,7 @@ fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
     })
 }
 
-/// True if a leaf's path is `prefix` or below it.
+/// True if the path of an input is `prefix` or below it.
 fn is_below(path: &str, prefix: &str) -> bool {
     prefix.is_empty()
         || path == prefix

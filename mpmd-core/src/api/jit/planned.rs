@@ -4,7 +4,8 @@ use super::plan::{CallPlan, OutputPlan};
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
 impl CallPlan {
-    /// Returns the descriptor of the call for a dry run.
+    /// Returns the descriptor of the call for the plan of a dry run: its results and messages on
+    /// all devices of all processes.
     pub(super) fn descriptor(&self) -> OpDescriptor {
         let shards = |output: &OutputPlan| {
             let memory = match output.alias {

@@ -5,13 +5,14 @@ use crate::exec::Runtime;
 use crate::kernel::Kernel;
 use mpmd_layout::topology::Mesh;
 
-/// Pending compilations of a bound kernel, for each of this process's CUDA devices that run it.
+/// Pending compilations of a bound kernel: (local device index, compilation), for each of this
+/// process's CUDA devices in the mesh.
 #[derive(Default)]
 pub(super) struct Warm(Vec<(usize, WarmUp)>);
 
 impl Warm {
-    /// Starts the compilation. Does not ask the kernel for its sources if none of this process's
-    /// CUDA devices is in the mesh.
+    /// Starts to compile the kernel's CUDA code for this process's CUDA devices in the mesh, in the
+    /// background. Asks the kernel for its sources only if there is such a device.
     pub(super) fn start<K: Kernel>(kernel: &K, mesh: &Mesh, runtime: &Runtime) -> Self {
         let ours = runtime
             .devices
@@ -27,7 +28,8 @@ impl Warm {
         Self(ours.filter_map(&mut warm).collect())
     }
 
-    /// Blocks until the kernel's code is ready on a device.
+    /// Blocks until the kernel's code is ready on the device with this local index. Returns at once
+    /// if nothing is compiled for the device.
     ///
     /// # Errors
     ///

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::exec::Rolling;
 use mpmd_record::dry_run::{Kind, OpDescriptor};
 
-/// The bytes of text in one comparison.
+/// Maximum bytes of text in one comparison, and so in its error message.
 const SHOWN: usize = 1000;
 
 struct Compared(String);
@@ -24,10 +24,10 @@ impl Program {
     /// Compares a text on all processes, such as a schedule or a setting that each has read from
     /// its own file.
     ///
-    /// Takes one operation number for each 1,000 bytes. Sends no message of its own and does not
-    /// block. If the texts differ, the programs have diverged. Every process then gets an error
-    /// with the texts and lines of two processes. The error comes before a later operation delivers
-    /// data, or at the next [step end](Program::step_end).
+    /// Takes one operation number for each piece of up to 1,000 bytes. Sends no message of its own
+    /// and does not block. If the texts differ, the programs have diverged. Every process then gets
+    /// an error with the texts and lines of two processes. The error comes before a later operation
+    /// delivers data, or at the next [step end](Program::step_end).
     ///
     /// # Errors
     ///

@@ -34,8 +34,9 @@ impl Program {
     /// Computes a value with `f` on process `from`, and returns it on every process.
     ///
     /// Use it if a fact known only to one process, such as a loss or a request, decides which
-    /// operations the program issues. There is no other safe way. Blocks until the value has
-    /// arrived. In a [dry run](Program::is_dry_run) it returns `in_dry_run`.
+    /// operations the program issues. There is no other safe way. The other processes block until
+    /// the value has arrived. Process `from` waits only if it is too far ahead. In a [dry
+    /// run](Program::is_dry_run) it returns `in_dry_run` and does not run `f`.
     ///
     /// # Errors
     ///

@@ -22,7 +22,7 @@ use mpmd_layout::topology::{
 use mpmd_record::trace::About;
 
 /// The peer timeout of a program, if neither the program nor its launcher sets one.
-pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Settings of a [`Program`], with defaults that suit most.
 #[derive(Clone, Debug)]
@@ -86,9 +86,9 @@ impl Builder {
         self
     }
 
-    /// Sets the path of collectives on CUDA devices' values inside kernels. The default is the
-    /// value of `MPMD_CUDA_COLLECTIVES`, if the program joins a job or runs [from its
-    /// environment](Self::from_env); else [`CudaCollectives::Host`].
+    /// Sets the path of collectives inside kernels on CUDA devices: by way of host memory, or by
+    /// NCCL. The default is the value of `MPMD_CUDA_COLLECTIVES`, if the program joins a job or
+    /// runs [from its environment](Self::from_env); else [`CudaCollectives::Host`].
     ///
     /// With [`CudaCollectives::Nccl`], a process with CUDA devices needs NCCL and does not start
     /// without it.
@@ -105,17 +105,18 @@ impl Builder {
         self
     }
 
-    /// Sets the time for which a transport that can spin polls for work before it sleeps. Also
-    /// selects the waiting thread for a message, if waiting threads drive the transport. The
-    /// default is the value of `MPMD_SPIN`, else [`Spin::Auto`].
+    /// Sets the time for which a thread polls for messages before it sleeps, if the transport can
+    /// poll. Where the waiting threads drive the transport, it applies to them. The default is the
+    /// value of `MPMD_SPIN`, else [`Spin::Auto`].
     pub fn spin(mut self, spin: Spin) -> Self {
         self.spin = Some(spin);
         self
     }
 
-    /// Sets how far the program may run ahead of the operations carried out on this process. The
-    /// bounds are a number of operations and the bytes of their results. The defaults are 1024
-    /// operations and 4 GiB; more than 4096 operations count as 4096.
+    /// Sets how far the program may run ahead: a number of operations with work on this process
+    /// that have not ended, and the bytes of their results. At either bound, issuing an operation
+    /// blocks. The defaults are 1024 operations and 4 GiB. More than 4096 operations count as 4096,
+    /// and 0 as 1.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
         // Handles that only alias another handle's memory complete one another recursively. The
         // stack limits the length of such a chain.
@@ -124,7 +125,8 @@ impl Builder {
         self
     }
 
-    /// Sets the most memory that arrays may take on each device, in bytes. The default is no limit.
+    /// Sets the limit on the memory of arrays on each device, in bytes. An operation that needs
+    /// more waits for earlier ones to free memory, then fails. The default is no limit.
     pub fn device_memory(mut self, bytes: u64) -> Self {
         self.device_memory = Some(bytes);
         self
@@ -161,7 +163,8 @@ impl Builder {
         self
     }
 
-    /// Returns true if host values of any size are compared.
+    /// Returns true if host values of any size are compared: by this builder's setting, else in
+    /// debug builds.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }
@@ -175,7 +178,8 @@ impl Builder {
         self
     }
 
-    /// Joins the job that this process was started for; see [`Program::from_env`].
+    /// Joins the job that this process was started for, or starts one of this process alone, with
+    /// these settings. Blocks until all processes are connected. See [`Program::from_env`].
     ///
     /// # Errors
     ///
@@ -184,8 +188,8 @@ impl Builder {
         connect::from_env(self)
     }
 
-    /// Joins the job that this process was started for, runs `program` and finishes: see
-    /// [`Program::run`].
+    /// Joins the job that this process was started for, runs `program` and finishes. Returns the
+    /// value of `program`. See [`Program::run`].
     ///
     /// Returns an error of `program` at once, without waiting for its issued work. The other
     /// processes and the launcher are told of it. If the compiler cannot infer the error type,
@@ -214,9 +218,9 @@ impl Builder {
         self.start(ProcessId(0), topology, None, None)
     }
 
-    /// Starts a dry run of a job of `processes`. It owns no devices, connects to no peer, and runs
-    /// without waiting: every array is fully remote. It records the operations of all processes
-    /// ([`Program::plan`]).
+    /// Starts a dry run of a job of `processes`. This process owns no devices, connects to no peer,
+    /// and runs without waiting: every array is fully remote. The program records the operations of
+    /// all processes ([`Program::plan`]).
     ///
     /// # Errors
     ///
@@ -227,7 +231,7 @@ impl Builder {
     }
 
     /// Starts a dry run of a job with these devices. [`Program::process`] returns `process`. With
-    /// `order`, the process ends when its plan is complete.
+    /// `order`, the step end that completes the plan writes it to a file and exits this process.
     pub(super) fn spectate(
         self,
         process: ProcessId,
@@ -309,6 +313,7 @@ impl Builder {
 
     /// Returns the devices of a job of `processes`, with the kinds, hosts and links of this
     /// builder. `per_process` is the launcher's number of devices on each process, if it gives one.
+    /// Fails if the numbers disagree or cannot be spread evenly.
     pub(super) fn topology(
         &self,
         processes: usize,
@@ -349,8 +354,8 @@ impl Builder {
         Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
-    /// Checks that this machine has the driver for the devices of all `processes` processes, which
-    /// all run on it.
+    /// Returns an error if this machine lacks CUDA or NCCL for the devices of all `processes`
+    /// processes, which all run here.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
         match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
             && processes > 0
@@ -389,7 +394,7 @@ impl Builder {
     }
 
     fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
-        let peer_timeout = self.peer_timeout.unwrap_or(DEFAULT_PATIENCE);
+        let peer_timeout = self.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
         RuntimeConfig {
             epoch: connect::EPOCH,
             peer_timeout,
@@ -427,7 +432,8 @@ fn has_nccl(way: CudaCollectives) -> Result<()> {
     }
 }
 
-/// Returns the ids of this process's GPUs, in the order of its devices of kind `cuda`.
+/// Returns the ids of the GPUs of `process`, in the order of its devices of kind `cuda`. Looks them
+/// up among the GPUs that this process sees; empty without a CUDA driver.
 pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
     let Ok(driver) = cuda::found() else { return Vec::new() };
     let ordinals = topology.ordinals(process, driver.gpus.len() as u32);
@@ -438,8 +444,8 @@ pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
         .collect()
 }
 
-/// Adds the GPUs of processes that have not reported theirs. It assumes that they see the same GPUs
-/// as this process.
+/// Returns the topology with the GPU ids of processes that have not reported theirs, as NCCL needs
+/// them. Assumes that these processes see the same GPUs as this one.
 fn with_gpus(topology: Topology) -> Topology {
     if topology.cuda_collectives() == CudaCollectives::Host {
         return topology;

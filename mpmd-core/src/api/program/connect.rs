@@ -14,7 +14,7 @@ use mpmd_transport::rendezvous::{
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
-use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
+use super::builder::{DEFAULT_PEER_TIMEOUT, gpus_of, has_cuda};
 use super::neighbours::Neighbours;
 use super::transports::{self, Opened};
 use super::version;
@@ -27,10 +27,12 @@ use crate::warning::warn_user;
 use mpmd_launch::{JobEnv, LaunchError, PlanEnv};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 
-/// The incarnation of a job. Jobs do not restart in place yet, so there is one.
+/// The epoch of every job: the number that would tell a restarted job from its predecessor. Jobs do
+/// not restart in place yet.
 pub(super) const EPOCH: u64 = 1;
 
-/// The time that a process 0 with the rendezvous service waits for the others to leave.
+/// The longest time that a leaving process that hosts the rendezvous service waits for the others
+/// to leave.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
 /// This process's connection to the rendezvous, and the service itself if this process hosts it.
@@ -41,7 +43,8 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    /// Forwards the rendezvous' reports of ended processes to the runtime.
+    /// Registers a callback that tells the runtime when the rendezvous reports the loss of a
+    /// process, or is lost itself.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
         self.rendezvous.on_down(Box::new(move |down| {
@@ -56,8 +59,8 @@ impl Membership {
         }));
     }
 
-    /// Records the offset between this process's clock and the rendezvous service's, if a trace is
-    /// written.
+    /// If a trace is written, compares this process's clock with the rendezvous service's and
+    /// records the offset. Blocks for the service's answers. An error is only logged.
     pub(super) fn compare_clocks(&self, trace: &Trace) {
         if !trace.is_on() {
             return;
@@ -81,8 +84,9 @@ impl Membership {
         }
     }
 
-    /// Leaves the job in order, so that the peers do not see a death. Reports the failure to the
-    /// launcher, if there was one.
+    /// Leaves the job in order, so that the peers do not see a death. First sends `report` to the
+    /// launcher, if there is one. A process that hosts the service then waits up to 5 seconds for
+    /// the others. Errors are only logged.
     pub(super) fn leave(self, report: Option<Report>) {
         self.tell(report);
         if let Err(error) = self.rendezvous.leave() {
@@ -94,8 +98,8 @@ impl Membership {
         }
     }
 
-    /// Leaves without a goodbye, since this process could not start its part. The peers see that it
-    /// is gone, and the launcher gets the reason.
+    /// Sends `error` to the launcher and drops the connection without a goodbye, since this process
+    /// could not start its part. The peers see that it is gone.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
         self.tell(Some(Report { failure: blame(me, error), hash: None }));
     }
@@ -119,7 +123,8 @@ fn blame(me: ProcessId, error: &Error) -> Failure {
     Failure::new(kind, process, 0, error.to_string()).shortened()
 }
 
-/// Joins the job that the environment names, or starts a job of this process alone.
+/// Joins the job that the environment names, or starts its dry run. Without one, starts a job of
+/// this process alone. Blocks until all processes are connected.
 pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     mpmd_launch::adopt()?;
     let folder =
@@ -154,8 +159,8 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     join(builder, &env)
 }
 
-/// Starts a dry run that records the operations of all processes of the job. It assumes that all
-/// are on one host.
+/// Starts a dry run that records the operations of all processes of the job, and assumes that all
+/// are on one host. The step end that completes the plan writes it and exits the process.
 fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     let mut topology = builder.topology(env.processes, env.devices_per_process)?;
     if let Some(file) = &env.links
@@ -169,7 +174,7 @@ fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
 
 fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let peer_timeout =
-        *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PATIENCE));
+        *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     if env.token_is_guessable && env.process.index() == 0 {
@@ -250,13 +255,14 @@ fn gpus_key(process: ProcessId) -> String {
     format!("mpmd.gpus.{process}")
 }
 
-/// True if the other processes must know the GPUs of this process.
+/// True if the other processes must know the GPUs of `process`: it has CUDA devices, and
+/// collectives use NCCL.
 fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
     topology.cuda_collectives() == CudaCollectives::Nccl
         && topology.has_kind(process, DeviceKind::Cuda)
 }
 
-/// Publishes the ids of this process's GPUs, if they decide which collectives use NCCL. The
+/// Publishes the ids of this process's GPUs at the rendezvous, if collectives use NCCL. The
 /// process's own environment selects its visible GPUs, so no other process can know them.
 fn tell_gpus(
     rendezvous: &Rendezvous,
@@ -269,7 +275,8 @@ fn tell_gpus(
     }
 }
 
-/// Adds the GPU ids that all processes published. The result is the same on every process.
+/// Returns the topology with the GPU ids that all processes published, the same on every process.
+/// Blocks for up to `peer_timeout` for each process.
 fn hear_gpus(
     rendezvous: &Rendezvous,
     topology: Topology,
@@ -284,8 +291,8 @@ fn hear_gpus(
     })
 }
 
-/// Sets the hosts that the processes reported and the costs of links. Settings of the program
-/// itself have priority.
+/// Returns the topology with the hosts that the processes reported and with `links`. Hosts or links
+/// that the builder sets stay as they are.
 fn placed(
     builder: &Builder,
     topology: Topology,
@@ -312,7 +319,7 @@ fn lack(error: &Error) -> String {
     }
 }
 
-/// Starts the rendezvous service on process 0, if no launcher hosts it.
+/// Starts the rendezvous service in this process, at the job's listen address.
 fn host(env: &JobEnv, peer_timeout: Duration) -> Result<Server> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let config = ServerConfig { processes: env.processes, token: env.token.clone(), peer_timeout };

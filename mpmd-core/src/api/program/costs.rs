@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use mpmd_launch::{LaunchError, variables};
 use mpmd_layout::topology::{LinkClass, Links};
 
-/// The rendezvous key of process 0's result.
+/// The rendezvous key under which process 0 publishes the link costs or its error.
 const KEY: &str = "mpmd.links";
 
 /// The result of process 0: the costs, or the error that every process returns.
@@ -40,7 +40,8 @@ pub(super) fn tell(
     Ok(rendezvous.set(KEY, told)?)
 }
 
-/// Waits for the result of process 0 and returns it. It is the same on every process.
+/// Waits up to `peer_timeout` for the link costs that process 0 publishes. Fails on every process
+/// alike if process 0 could not read its file.
 pub(super) fn hear(rendezvous: &Rendezvous, peer_timeout: Duration) -> Result<Links, LaunchError> {
     let told = rendezvous.get(KEY, peer_timeout)?;
     match serde_json::from_slice(&told) {
@@ -52,7 +53,7 @@ pub(super) fn hear(rendezvous: &Rendezvous, peer_timeout: Duration) -> Result<Li
     }
 }
 
-/// Reads the costs from a file, for a process without a rendezvous.
+/// Reads the link costs from a file, for a process without a rendezvous.
 pub(super) fn of(path: &Path) -> Result<Links, LaunchError> {
     let wrong = |why| LaunchError::Links {
         variable: variables::LINKS,
@@ -62,7 +63,8 @@ pub(super) fn of(path: &Path) -> Result<Links, LaunchError> {
     read(path).map_err(wrong)
 }
 
-/// Reads a file in the format of `mpmd bench links --out`.
+/// Reads link costs from a JSON file in the format of `mpmd bench links --out`. Refuses a cost of 0
+/// bytes per microsecond.
 fn read(path: &Path) -> Result<Links, String> {
     let text = std::fs::read(path).map_err(|error| error.to_string())?;
     let links: Links = serde_json::from_slice(&text).map_err(|error| error.to_string())?;

@@ -10,29 +10,31 @@ use super::Program;
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryUse {
-    /// Device memory in use now.
+    /// Bytes of device memory in use now.
     pub live: u64,
-    /// Device memory that is mapped but unused, and kept for reuse.
+    /// Bytes of device memory that are mapped but unused, and kept for reuse.
     pub cached: u64,
-    /// Largest sum of used and reserved device memory so far.
+    /// Largest sum of used and reserved device memory so far, in bytes. With several devices it is
+    /// the sum of the peaks of each.
     pub peak: u64,
-    /// Largest used device memory so far, without reservations. With several devices it is the sum
-    /// of the peaks of each, which may lie at different times.
+    /// Largest used device memory so far, in bytes, without reservations. With several devices it
+    /// is the sum of the peaks of each, which may lie at different times.
     pub peak_live: u64,
-    /// Largest used device memory since [`Program::forget_memory_peak`], or since the start. It is
-    /// the sum of the peaks of each device, without reservations.
+    /// Largest used device memory, in bytes, since [`Program::forget_memory_peak`], or since the
+    /// start. It is the sum of the peaks of each device, without reservations.
     pub recent_peak: u64,
-    /// The same for staging memory: packed pieces, and received pieces that wait for their
-    /// destination.
+    /// Largest used staging memory, in bytes, since [`Program::forget_memory_peak`], or since the
+    /// start. It holds packed pieces, and received pieces that wait for their destination.
     pub staging_recent_peak: u64,
-    /// Memory mapped from the system so far: for the devices, arrays in host memory, and staging.
+    /// Bytes mapped from the system so far, for devices, arrays in host memory, and staging. Never
+    /// falls.
     pub mapped: u64,
-    /// Host memory that arrays use now. No device's limit includes it.
+    /// Bytes of host memory that arrays use now. No device's limit includes them.
     pub host_live: u64,
-    /// Largest sum of used and reserved host memory so far.
+    /// Largest sum of used and reserved host memory of arrays so far, in bytes.
     pub host_peak: u64,
-    /// Memory that is lent to other processes and not returned yet. Memory lent to several of them
-    /// counts once for each. It stays in use here until all of them have returned it.
+    /// Bytes that are lent to other processes and not returned yet. Memory lent to several
+    /// processes counts once for each. It stays in use here until all of them have returned it.
     pub lent: u64,
 }
 
@@ -54,14 +56,15 @@ pub struct MemoryUse {
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Holdings {
-    /// The process that these numbers are about.
+    /// The process that uses, lends and borrows this memory.
     pub process: ProcessId,
-    /// Memory that this process uses, caches and maps.
+    /// Memory that this process uses, caches and maps, in bytes.
     pub memory: MemoryUse,
-    /// Bytes of this process's memory that each peer has borrowed, by process. Messages that the
-    /// peer has not processed yet count too.
+    /// Bytes of this process's memory that each peer has borrowed, indexed by process. Messages
+    /// that the peer has not processed yet count too.
     pub lent_to: Vec<u64>,
-    /// Bytes of each peer's memory that this process has borrowed, by process, counted likewise.
+    /// Bytes of each peer's memory that this process has borrowed, indexed by process. Messages not
+    /// processed yet count too.
     pub borrowed_from: Vec<u64>,
 }
 
@@ -121,7 +124,8 @@ impl fmt::Display for Holdings {
     }
 }
 
-/// Bytes by process. Displays the sum, or with `#` the bytes of each process.
+/// (bytes by process, preposition before each process number). Displays the sum of the bytes, or
+/// with `#` those of each process.
 struct Shares<'a>(&'a [u64], &'static str);
 
 impl fmt::Display for Shares<'_> {

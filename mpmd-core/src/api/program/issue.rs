@@ -22,43 +22,45 @@ pub(crate) struct NewOp<'a> {
     pub(crate) what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) at: &'static Location<'static>,
     pub(crate) part: Part,
-    /// The arrays that it takes.
+    /// The arrays that the operation takes as inputs.
     pub(crate) takes: &'a [&'a MpmdArray],
-    /// Returns true if it donates the array at this index of `takes`.
+    /// Returns true if the operation donates the array at this index of `takes`.
     pub(crate) donates: &'a dyn Fn(usize) -> bool,
-    /// The operation that made the array that it moves, for traces.
+    /// For traces: the number of the operation that made the array that is moved.
     pub(crate) source: Option<u64>,
-    /// Returns the descriptor for a dry run.
+    /// Returns the descriptor. Called only in a dry run.
     pub(crate) descriptor: &'a dyn Fn() -> OpDescriptor,
-    /// Cache for the index of the descriptor, so that `descriptor` is called once.
+    /// Cache of the descriptor's index in the plan, so that `descriptor` is called once.
     pub(crate) known: Option<&'a KnownDescriptor>,
-    /// Returns the means to issue it again if a step is being recorded. `None` if this process has
-    /// no part in it.
+    /// Returns the object that issues the operation again in a replay. Called while a step is
+    /// recorded. `None` if this process has no part in the operation.
     pub(crate) again: &'a dyn Fn() -> Option<Arc<dyn Again>>,
-    /// Number and hash, if it is part of a replay.
+    /// Number and hash of the operation, if a replay issues it.
     pub(crate) replayed: Option<Replayed<'a>>,
 }
 
 /// The part of this process in an operation.
 #[derive(Clone, Copy)]
 pub(crate) enum Part {
-    /// No part.
+    /// This process has no part in the operation.
     Idle,
-    /// Its program computes a value or waits for one: only traced.
+    /// The program of this process computes a value or waits for one. No device works, so the
+    /// operation is only traced.
     Program,
-    /// Its devices or copy workers do work, which needs this many bytes of new memory. The program
-    /// is admitted before, and the operation is in flight until the work has ended.
+    /// Devices or copy workers of this process do work, which needs this many bytes of new memory.
+    /// Issuing first blocks while the program is too far ahead. The operation is in flight until
+    /// the work has ended.
     Work(u64),
 }
 
-/// The number of a replayed operation, and the span that has the hash for it.
+/// The number of a replayed operation, and the replay that computes hashes by operation number.
 #[derive(Clone, Copy)]
 pub(crate) struct Replayed<'a> {
     pub(crate) op: u64,
     pub(crate) span: &'a Arc<dyn Span>,
 }
 
-/// An operation in which this process takes part, for replay.
+/// An operation in which this process takes part and that a replay can issue again.
 pub(crate) trait Again: Send + Sync {
     /// Issues this process's part of a replayed operation and returns its results. `x` has the
     /// array inputs. An input without a shard on this process may be a placeholder of the same
@@ -72,7 +74,8 @@ pub(crate) trait Again: Send + Sync {
     ) -> Vec<MpmdArray>;
 }
 
-/// A function that is called with the number of each operation before the router is told of it.
+/// A function that is called with each operation's number and the runtime, before the router is
+/// told of the operation.
 pub(super) type IssueHook = Box<dyn Fn(u64, &Arc<Runtime>) + Send>;
 
 impl<'a> NewOp<'a> {
@@ -98,9 +101,9 @@ impl<'a> NewOp<'a> {
 }
 
 impl Program {
-    /// Issues an operation. Returns its number, and the guard that keeps it in flight if this
-    /// process has [work](Part::Work) to do. Blocks for such work while the program is too far
-    /// ahead.
+    /// Issues an operation. Returns (its number, the guard that keeps it in flight). The guard is
+    /// `None` unless this process has [work](Part::Work) to do. Blocks for such work while the
+    /// program is too far ahead.
     ///
     /// `words` contain every property of the operation that must be equal on all processes, except
     /// the host values among the arrays that it takes. A replayed operation does not use them.
@@ -135,7 +138,8 @@ impl Program {
         (op, guard)
     }
 
-    /// Takes the next operation number and tells the router.
+    /// Takes the next operation number, mixes `words` and the host values into the rolling hash,
+    /// and reports the operation to the router.
     fn take_number(
         &mut self,
         words: impl IntoIterator<Item = u64>,
@@ -161,7 +165,9 @@ impl Program {
         });
     }
 
-    /// Takes all numbers up to `op`, for the operations of a replayed step.
+    /// Advances the operation count to `op` in a replayed step, over operations that this process
+    /// skips. Reports them to the router with the hashes of `span`. Does nothing if `op` is the
+    /// last number already.
     pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn Span>) {
         if op == self.count {
             return;
@@ -189,7 +195,8 @@ impl Program {
         self.hash = hash;
     }
 
-    /// Blocks while the program is too far ahead of the operations carried out here.
+    /// Blocks while operations in flight on this process reach the run-ahead limits of the
+    /// configuration. Reports a hang each time the peer timeout expires.
     ///
     /// It waits only for operations issued before. These do not depend on later operations, so
     /// there is no deadlock.

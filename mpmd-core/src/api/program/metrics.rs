@@ -17,7 +17,8 @@ use mpmd_layout::sharding::Sharding;
 pub struct Metrics {
     /// Counters of the cache of `device_put` plans.
     pub plan_cache: PlanCacheMetrics,
-    /// Payload bytes of arrays and collectives given to the transport, by destination process.
+    /// Payload bytes of arrays and collectives given to the transport, indexed by destination
+    /// process.
     pub bytes_sent: Vec<u64>,
     /// This process's memory use, and its lent and borrowed memory.
     pub holdings: Holdings,
@@ -27,13 +28,13 @@ pub struct Metrics {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PlanCacheMetrics {
-    /// Lookups that found a plan.
+    /// Number of lookups that found a plan.
     pub hits: u64,
-    /// Lookups after which a plan had to be made.
+    /// Number of lookups after which a plan had to be made.
     pub misses: u64,
-    /// Plans removed because the cache was full. The least recently used plan goes first.
+    /// Number of plans removed because the cache was full. The least recently used plan goes first.
     pub evictions: u64,
-    /// Plans in the cache now.
+    /// Number of plans in the cache now.
     pub entries: usize,
 }
 
@@ -47,7 +48,7 @@ pub(crate) struct PutKey {
 
 /// A cache of `device_put` plans. It evicts the least recently used one.
 pub(crate) struct PlanCache {
-    /// `None` if the capacity is 0.
+    /// The plans by key; `None` if the capacity is 0.
     plans: Option<LruCache<PutKey, Arc<PutPlan>>>,
     metrics: PlanCacheMetrics,
 }
@@ -59,7 +60,7 @@ impl PlanCache {
         Self { plans, metrics: PlanCacheMetrics::default() }
     }
 
-    /// Returns the plan of `key`, if it is in the cache.
+    /// Returns the plan of `key`, or `None` if it is not in the cache. Counts a hit or a miss.
     pub(crate) fn get(&mut self, key: &PutKey) -> Option<Arc<PutPlan>> {
         let found = self.plans.as_mut().and_then(|plans| plans.get(key)).cloned();
         match found {
@@ -69,7 +70,8 @@ impl PlanCache {
         found
     }
 
-    /// Stores a plan. If the cache is full, evicts the least recently used one.
+    /// Stores a plan. If the cache is full, evicts the least recently used one. Does nothing if the
+    /// capacity is 0.
     pub(crate) fn insert(&mut self, key: PutKey, plan: Arc<PutPlan>) {
         let Some(plans) = &mut self.plans else { return };
         if plans.push(key, plan).is_some() {

@@ -53,8 +53,9 @@ use mpmd_record::trace::{Label, What};
 /// One process's part of a job. Every process of the job runs the same program and issues the same
 /// operations in the same order.
 ///
-/// `Send` but not `Sync`, and issuing takes `&mut`, so the order of operations is unique. Only
-/// [`Program::broadcast_value`], [`Program::finish`] and the bounds on running ahead block.
+/// `Send` but not `Sync`, and issuing takes `&mut`, so the order of operations is unique. Of the
+/// calls of a started program, only [`Program::broadcast_value`], [`Program::finish`] and issuing
+/// may block. Issuing blocks while the program is too far ahead or memory is short.
 ///
 /// [`Program::run`] joins, runs and finishes. After [`Program::from_env`], call [`Program::finish`]
 /// at the end. A program that is dropped without it waits at most two seconds for its issued work.
@@ -71,16 +72,17 @@ pub struct Program {
     /// The step that is being recorded, if any.
     pub(crate) recording: Option<Box<Recording>>,
     label: Option<Label>,
-    /// The line from which operations are issued, if it is not the line of their caller.
+    /// The source line that operations get instead of their caller's, if it is set.
     at: Option<&'static Location<'static>>,
     count: u64,
     hash: Rolling,
-    /// The rolling hash at the last operation, without later additions.
+    /// The rolling hash right after the last operation. Unlike `hash`, it lacks later ends of
+    /// steps.
     hash_at_last: u128,
     steps: u64,
     planning: bool,
     ended: bool,
-    /// Called when an operation gets its number. Only a simulation sets it.
+    /// Called with the number of each operation when it is issued. Only a simulation sets it.
     on_issue: Option<IssueHook>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
@@ -150,8 +152,8 @@ impl Program {
         }
     }
 
-    /// Returns this process. In a [dry run](Self::is_dry_run) this is the process that the program
-    /// stands for, or a number beyond those of the job.
+    /// Returns the number of this process. In a [dry run](Self::is_dry_run) this is the process
+    /// that the program stands for, or a number beyond those of the job.
     pub fn process(&self) -> ProcessId {
         self.runtime.recorder.as_ref().map_or(self.runtime.me, Recorder::process)
     }
@@ -186,7 +188,7 @@ impl Program {
         std::mem::replace(&mut self.label, label)
     }
 
-    /// Returns the label of the operation that is being issued.
+    /// Returns the label that operations issued now get, if one is set.
     pub(crate) fn label(&self) -> Option<Label> {
         self.label
     }
@@ -200,12 +202,13 @@ impl Program {
         std::mem::replace(&mut self.at, at)
     }
 
-    /// Returns the line of an operation that `caller` issues.
+    /// Returns the source line for an operation: the one that [`set_caller`](Self::set_caller) set,
+    /// else `caller`.
     pub(crate) fn caller(&self, caller: &'static Location<'static>) -> &'static Location<'static> {
         self.at.unwrap_or(caller)
     }
 
-    /// Returns the number of operations issued so far.
+    /// Returns the number of operations that this process's program has issued so far.
     pub fn operations(&self) -> u64 {
         self.count
     }
@@ -230,8 +233,9 @@ impl Program {
         Ok(mesh)
     }
 
-    /// Maps memory blocks of these sizes (in bytes) on the devices of this process, in addition to
-    /// the blocks in use. Stops at a device's first block without memory.
+    /// Allocates memory blocks of these sizes (in bytes) on the devices of this process, all at
+    /// once, then releases them. So the pools keep them for reuse. Skips the rest of a device's
+    /// blocks after the first that fails. Restarts [`MemoryUse::recent_peak`].
     pub(crate) fn map_blocks(&self, blocks: &BTreeMap<DeviceId, Vec<u64>>) {
         for device in &self.runtime.devices {
             let sizes = blocks.get(&device.id).into_iter().flatten();
@@ -312,8 +316,9 @@ impl Program {
         result.map_err(Error::failed)
     }
 
-    /// Finishes a program that succeeded. Leaves the job without waiting for its work if the
-    /// program returned an error.
+    /// Returns `result`. If it is a value, first [finishes](Self::finish) the program, which blocks
+    /// and may fail. If it is an error, leaves the job without waiting for the issued work and
+    /// tells the peers.
     #[track_caller]
     pub(crate) fn conclude<T, E>(mut self, result: Result<T, E>) -> Result<T, E>
     where
@@ -351,7 +356,8 @@ impl Program {
         failure
     }
 
-    /// Compares clocks once more, so that the clock drift is known, and ends the trace.
+    /// Compares this process's clock with the rendezvous service's once more, so that the clock
+    /// drift is known, and ends the trace.
     fn end_trace(&self) {
         if let Some(membership) = &self.membership {
             membership.compare_clocks(&self.runtime.trace);

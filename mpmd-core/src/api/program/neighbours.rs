@@ -9,10 +9,10 @@ use mpmd_transport::rendezvous::Member;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The longest time from the closing of a process's connections to the end of the process.
+/// The longest wait for the end of a process: it closes its connections a little before it ends.
 const ENDING: Duration = Duration::from_millis(100);
 
-/// A handle of each process that runs on this host, by process.
+/// A system handle (pidfd) of each process on this host, indexed by process. `None` for the others.
 pub(super) struct Neighbours(Vec<Option<OwnedFd>>);
 
 impl Neighbours {

@@ -24,7 +24,8 @@ impl Program {
         Ok(())
     }
 
-    /// Writes the ordered plan after the program has finished.
+    /// Ends a dry run after the program has finished: writes the plan if the process was started to
+    /// write it.
     pub(super) fn record_end(&self) -> Result<()> {
         match &self.runtime.recorder {
             Some(recorder) => recorder.deliver(End::Finished).map(drop),

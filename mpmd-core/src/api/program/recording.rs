@@ -21,21 +21,23 @@ pub(crate) struct Recording {
     pub(crate) at: &'static Location<'static>,
     pub(crate) structure: Structure,
     pub(crate) inputs: Vec<Input>,
-    /// Input index by origin: the array's operation and result index.
+    /// Index into `inputs`, by (operation that made the array, index of its result).
     placed: HashMap<(u64, u32), u32>,
-    /// Input index of host values, by the address of their bytes.
+    /// Index into `inputs` of host values, by the address of their bytes.
     uncommitted: HashMap<usize, u32>,
-    /// Keeps those host values alive, so that their addresses are not reused.
+    /// The host values among the inputs, kept alive so that their addresses are not reused.
     _held: Vec<MpmdArray>,
-    /// Arrays from outside the step that are not inputs.
+    /// Arrays that the step uses but neither makes nor has as inputs.
     pub(crate) constants: Vec<MpmdArray>,
     constant: HashMap<(u64, u32), u32>,
-    /// Host values, and arrays of the step without a shard on this process.
+    /// Host values that are no inputs, and arrays that the step makes without a shard on this
+    /// process.
     pub(crate) others: Vec<MpmdArray>,
     pub(crate) here: Vec<Noted>,
 }
 
-/// The place in the step of the operation that donates an array, and its line.
+/// (place in the step, from 1, of the operation that donates an array; the operation's source
+/// line).
 pub(crate) type Donation = (u64, &'static Location<'static>);
 
 /// An input's properties at recording.
@@ -43,12 +45,12 @@ pub(crate) struct Input {
     pub(crate) path: String,
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Option<Sharding>,
-    /// Index of the first input that is the same array.
+    /// Index of the first input that is the same array, often this one.
     pub(crate) first: u32,
     pub(crate) donated: Option<Donation>,
 }
 
-/// An operation in which this process takes part.
+/// An operation of the step in which this process takes part, with the means to issue it again.
 pub(crate) struct Noted {
     pub(crate) place: u64,
     pub(crate) label: Option<Label>,
@@ -58,13 +60,14 @@ pub(crate) struct Noted {
     pub(crate) inputs: Vec<ArrayOrigin>,
 }
 
-/// The origin of an operation's array, while the step is recorded.
+/// The origin of an array that an operation takes while the step is recorded. The numbers are
+/// indices into `inputs`, `constants` and `others`.
 #[derive(Clone, Copy)]
 pub(crate) enum ArrayOrigin {
     Input(u32),
     Constant(u32),
     Other(u32),
-    /// The operation at a place of the step, and the index of the result.
+    /// (place in the step, from 1, of the operation that makes the array; index of its result).
     Made(u64, u32),
 }
 
@@ -106,7 +109,8 @@ impl Recording {
         this
     }
 
-    /// Refuses to donate an array from outside that is not an input of the step.
+    /// Returns an error if `array` is neither made by the step nor an input of it. Such an array
+    /// cannot be donated: a replay would find it gone.
     fn check_given_up(&self, path: &str, array: &MpmdArray) -> Result<(), IssueProblem> {
         let Repr::Placed(placed) = &array.repr else { return Ok(()) };
         let origin = placed.origin();
@@ -119,7 +123,8 @@ impl Recording {
         Err(IssueProblem::Recording(format!("{}{} {problem}", leaf(path), placed.describe())))
     }
 
-    /// Records operation `op`, which was issued with this label.
+    /// Records operation `op`, which was issued with this label: the inputs that it donates and, if
+    /// this process takes part, the means to issue it again.
     pub(super) fn note(&mut self, op: u64, label: Option<Label>, new: &NewOp<'_>) {
         let (place, at, again) = (op - self.before, new.at, (new.again)());
         let mut inputs = Vec::with_capacity(if again.is_some() { new.takes.len() } else { 0 });
@@ -137,8 +142,9 @@ impl Recording {
         }
     }
 
-    /// Finds the origin of an array. Keeps arrays from outside, and arrays without another source
-    /// if they are `needed`.
+    /// Returns the origin of an array. Stores an array from outside the step in `constants`. If
+    /// `needed`, stores other arrays without a source on this process in `others`. If not, returns
+    /// `None` for host values that are no input.
     pub(crate) fn find(&mut self, array: &MpmdArray, needed: bool) -> Option<ArrayOrigin> {
         let placed = match &array.repr {
             Repr::Placed(placed) => placed,
@@ -190,7 +196,8 @@ impl Program {
         Err(IssueProblem::Recording(problem).at(at, call))
     }
 
-    /// Refuses, while a step is recorded, to donate an array that a replay would find gone.
+    /// While a step is recorded, returns an error if one of these arrays cannot be donated because
+    /// a replay would find it gone.
     pub(crate) fn check_given_up(
         &self,
         leaves: &[(String, &MpmdArray)],

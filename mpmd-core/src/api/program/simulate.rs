@@ -90,7 +90,8 @@ impl Simulation {
         self
     }
 
-    /// Runs the program on every process. Returns the result of each, by process.
+    /// Runs the program on every process and blocks until all have ended. Returns the result of
+    /// each, by process. A panic of the program continues in the caller.
     pub fn run<T: Send>(
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,

@@ -26,7 +26,8 @@ use crate::error::{Error, Result};
 use crate::warning::warn_user;
 use mpmd_launch::{JobEnv, LaunchError, variables};
 
-/// The names of the transports. A transport checks its requirements when it is opened.
+/// The valid names of transports. A transport may still be unavailable here, which shows when it is
+/// opened.
 pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
 
 /// The default transport: shared memory between processes that can share it, else TCP.
@@ -38,7 +39,8 @@ const TCP: &str = "tcp";
 /// True if this program was built with the feature `ucx`.
 pub const HAS_UCX: bool = cfg!(feature = "ucx");
 
-/// Checks that there is a transport of this name.
+/// Checks that `name` is a valid name of a transport. Does not check that the transport is
+/// available.
 ///
 /// # Errors
 ///
@@ -57,7 +59,7 @@ pub fn check(name: &str) -> Result<(), LaunchError> {
 /// This process's endpoint of the requested transport: it has an address, but no peers yet.
 pub(super) enum Opened {
     Auto {
-        /// The error is the reason why this process cannot share memory.
+        /// If this process cannot share memory, the reason.
         shm: std::result::Result<shm::Opened, String>,
         tcp: Listener,
     },
@@ -103,7 +105,8 @@ impl Opened {
         pairs.into_iter().map(|(name, address)| (name.to_owned(), address)).collect()
     }
 
-    /// Connects to all members. They must have been checked with `agree`.
+    /// Connects to all members and returns the transport. The members must have been checked with
+    /// `agree`. Warns the user if processes on one host cannot share memory under `auto`.
     pub(super) fn connect(
         self,
         env: &JobEnv,
@@ -253,13 +256,13 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     apart.map_or(Ok(()), Err)
 }
 
-/// Returns the address of a member for a transport.
+/// Returns the address at which a member is reached over a transport, or `None` if it has none.
 fn address<'a>(member: &'a Member, transport: &str) -> Option<&'a str> {
     let found = member.addresses.iter().find(|(name, _)| name == transport);
     found.map(|(_, address)| address.as_str())
 }
 
-/// Returns the transport that a member asks for, and its address there.
+/// Returns (transport that a member asks for, its address there).
 fn asked(member: &Member) -> (&str, &str) {
     member.addresses.first().map_or(("nothing", ""), |(name, address)| (name, address))
 }

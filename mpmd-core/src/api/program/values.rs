@@ -4,12 +4,13 @@ use super::Program;
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Values};
 
-/// The largest host values, in bytes, that are compared in every configuration.
+/// Host values of up to this many bytes are compared between processes in every configuration.
 const SMALL: usize = 64;
 
 impl Program {
-    /// Returns the hash of the host values among a call's arrays, or `None` if there are none to
-    /// compare. Values of more than 64 bytes count only if `check_uncommitted` is set.
+    /// Returns one hash of all host values among a call's arrays that are compared, or `None` if
+    /// there are none. Values of more than 64 bytes are compared only if `check_uncommitted` is
+    /// set.
     pub(crate) fn hash_values<'a>(
         &self,
         arrays: impl IntoIterator<Item = &'a MpmdArray>,
@@ -28,8 +29,8 @@ impl Program {
 }
 
 impl Rolling {
-    /// Mixes the hash of a call's host values into the hash of the call. Also returns the two
-    /// hashes apart.
+    /// Mixes `values`, the hash of a call's host values, into this hash of the call. Returns (the
+    /// mixed hash, both hashes apart). The second is `None` without host values.
     pub(crate) fn mix_values(self, values: Option<u64>) -> (Self, Option<Values>) {
         match values {
             Some(hash) => (self.mix(hash), Some(Values { call: self.word(), hash })),

@@ -12,7 +12,8 @@ use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
 /// The running executable, also if its file was replaced since.
 const RUNNING: &str = "/proc/self/exe";
 
-/// Linkers put the build id near the beginning of the file. This is the number of bytes to search.
+/// The number of bytes at the start of an executable that are searched for the build id. Linkers
+/// put it near the beginning.
 const NEAR: usize = 64 << 10;
 
 /// The type and name fields of a GNU build id note. They follow the lengths of the name and of the
@@ -86,7 +87,7 @@ fn build(program: &Path) -> io::Result<String> {
     }
 }
 
-/// Finds the build id in the first bytes of an executable.
+/// Finds the build id in the first bytes of an executable. `None` if there is none.
 fn number(start: &[u8]) -> Option<&[u8]> {
     let at = start.windows(KIND_AND_NAME.len()).position(|bytes| bytes == KIND_AND_NAME)?;
     let word =

@@ -25,8 +25,8 @@ impl Program {
     ///
     /// Each process derives its own part from the ownership of regions: nothing, a local copy,
     /// sends, receives, or any mix. Any sharding moves to any other, on any devices. Returns
-    /// without waiting for the move. `to` is one sharding for all leaves, or a tree of them that is
-    /// a prefix of `x`.
+    /// without waiting for the move, but may block while the program is too far ahead or memory is
+    /// short. `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`.
     ///
     /// An uncommitted array has the same values on every process, so placing it sends no message.
     ///
@@ -51,7 +51,8 @@ impl Program {
         self.put_at(x, &to.into(), MoveOptions::default(), at)
     }
 
-    /// Does the same as [`Program::device_put`], with [`MoveOptions`].
+    /// Moves every array of a tree to a sharding, as [`Program::device_put`] does. `options` say
+    /// whether to donate the sources, share memory and cache plans.
     ///
     /// # Errors
     ///
@@ -96,7 +97,8 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
-    /// Issues a checked and planned move: one operation, or two.
+    /// Issues the planned move of `array`, as one operation or two, and returns a handle to the
+    /// result.
     pub(crate) fn put_along(
         &mut self,
         array: &MpmdArray,
@@ -112,7 +114,7 @@ impl Program {
         self.put_one(&summed, &steps.last, MoveOptions::default().donate(true), at)
     }
 
-    /// Issues the checked and planned move of one array.
+    /// Issues the planned move of `array` as one operation and returns a handle to the result.
     pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
@@ -123,8 +125,8 @@ impl Program {
         self.issue_put(array, plan, options, None, at)
     }
 
-    /// Issues a move, or issues it again in a replay. Runs this process's part, and releases the
-    /// local shards of a donated source.
+    /// Issues a move, or issues it again in a replay, and returns a handle to the result. Starts
+    /// this process's part, and releases the local shards of a donated source.
     fn issue_put(
         &mut self,
         array: &MpmdArray,
@@ -153,7 +155,7 @@ impl Program {
                 takes: &[array],
                 donates: &|_| donate,
                 source: origin.map(|(op, _)| op),
-                known: Some(&plan.known_forms[usize::from(may_alias)]),
+                known: Some(&plan.known_descriptors[usize::from(may_alias)]),
                 again: &again,
                 replayed,
                 ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor(may_alias))
@@ -179,7 +181,7 @@ impl Program {
     }
 }
 
-/// A recorded move, to be replayed.
+/// A recorded move, which a replay issues again on other arrays.
 struct PutAgain {
     plan: Arc<PutPlan>,
     options: MoveOptions,
@@ -199,7 +201,7 @@ impl Again for PutAgain {
     }
 }
 
-/// Refuses to donate the same array twice in one call.
+/// Returns an error if two of these leaves, which are to be donated, are the same array.
 pub(crate) fn refuse_twice(
     leaves: &[(String, &MpmdArray)],
 ) -> std::result::Result<(), IssueProblem> {

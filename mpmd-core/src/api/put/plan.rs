@@ -12,14 +12,15 @@ use mpmd_layout::sharding::{Layout, Sharding};
 
 /// The plans that move one array, in order.
 pub(crate) struct PutSteps {
-    /// For partial sums with several target devices: the plan that reduces and scatters them first.
+    /// The plan that first adds up the partial sums, scattered over the devices. `None` if one move
+    /// is enough.
     pub(super) first: Option<Arc<PutPlan>>,
     pub(super) last: Arc<PutPlan>,
 }
 
 impl Program {
     /// Returns the plans that move an array to a sharding. With `cache`, looks them up in the plan
-    /// cache and stores them there.
+    /// cache and stores them there. Fails if the sharding does not fit the array.
     pub(crate) fn put_steps(
         &mut self,
         path: &str,
@@ -39,8 +40,9 @@ impl Program {
         Ok(PutSteps { first: Some(first), last })
     }
 
-    /// Returns the plan that moves an array. With `cache`, looks it up in the plan cache and stores
-    /// it there.
+    /// Returns the plan of the direct move of an array to a sharding. With `cache`, looks it up in
+    /// the plan cache and stores it there. Fails if the array is of another program or does not fit
+    /// the sharding.
     pub(crate) fn put_plan(
         &mut self,
         path: &str,
@@ -56,7 +58,8 @@ impl Program {
         self.put_plan_between(path, array.aval(), array.sharding(), to, cache)
     }
 
-    /// Does the same as [`Program::put_plan`], for an array that does not have to exist yet.
+    /// Returns the plan of the direct move between two shardings, for arrays of this shape and
+    /// dtype, existing or not. `from` is `None` for host values. With `cache`, uses the plan cache.
     pub(crate) fn put_plan_between(
         &mut self,
         path: &str,
@@ -85,7 +88,7 @@ impl Program {
     }
 }
 
-/// Refuses a move that would have to add up partial sums of booleans.
+/// Returns an error for a move that would have to add up partial sums of booleans.
 fn check_partial_sums(
     path: &str,
     aval: &ShapedArray,

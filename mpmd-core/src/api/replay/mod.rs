@@ -124,7 +124,7 @@ impl Program {
         Ok((y, Recorded { step, results, types: PhantomData }))
     }
 
-    /// Refuses arrays of other programs.
+    /// Returns an error if the array belongs to another program.
     fn check_own(&self, path: &str, leaf: &MpmdArray) -> std::result::Result<(), IssueProblem> {
         match &leaf.repr {
             Repr::Placed(placed) if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) => {
@@ -142,7 +142,7 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
     /// If one process replays, all must replay. The rolling hash of a replay differs from that of
     /// single operations, of another step, and of other inputs. Values, donation, failures and the
     /// bounds on running ahead are the same as for operations issued one by one. Blocks only on
-    /// these bounds.
+    /// these bounds and while memory is short.
     ///
     /// # Errors
     ///
@@ -162,7 +162,7 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
         U::from_leaves(&self.results, results).map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
-    /// True if [`Recorded::replay`] takes these inputs.
+    /// True if [`Recorded::replay`] accepts these inputs now. Issues nothing.
     pub(crate) fn fits(&self, program: &Program, x: &T) -> bool {
         self.step.check(program, &x.structure(), &x.leaves()).is_ok()
     }
@@ -184,7 +184,8 @@ impl<T, U> fmt::Debug for Recorded<T, U> {
     }
 }
 
-/// Copies host values to their own memory, so that their address identifies them.
+/// Returns the array. Host values are copied to their own memory, so that their address identifies
+/// them.
 fn by_itself(leaf: MpmdArray) -> Result<MpmdArray> {
     match &leaf.repr {
         Repr::Placed(_) => Ok(leaf),

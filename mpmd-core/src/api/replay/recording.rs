@@ -10,7 +10,8 @@ use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};
 
 impl Recording {
-    /// Returns the recorded step with these results.
+    /// Converts the recording to a step that can be replayed, with these results. `issued` is the
+    /// number of the step's last operation, and `hash` the rolling hash after it.
     pub(super) fn finish(
         mut self,
         runtime: &Arc<Runtime>,
@@ -87,8 +88,8 @@ impl Recording {
     }
 
     /// Assigns a storage place to each array that an operation makes and a later one or a result
-    /// needs. A place is reused after the last use. Returns the operations, the number of places,
-    /// and the places of the results.
+    /// needs. A place is reused after the last use. Returns (the operations, the number of places,
+    /// the place of each result). The place is `None` for a result that no operation here makes.
     fn place_values(&self, results: &[ArrayOrigin]) -> (Vec<Operation>, usize, Vec<Option<u32>>) {
         let maker = |place: u64| self.here.binary_search_by_key(&place, |noted| noted.place).ok();
         let value = |found: &ArrayOrigin| match found {

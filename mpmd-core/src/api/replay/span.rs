@@ -33,7 +33,7 @@ pub(super) struct Replaying {
     /// The number of operations issued before the replay.
     pub(super) before: u64,
     pub(super) start: Rolling,
-    /// Hash of the host values among the inputs.
+    /// Hash of the host values among the inputs; `None` without compared host values.
     pub(super) values: Option<Values>,
     pub(super) names: Arc<Names>,
     /// The line that replays the step.
@@ -41,7 +41,7 @@ pub(super) struct Replaying {
 }
 
 impl Replaying {
-    /// Returns the rolling hash up to the operation at this place.
+    /// Returns the rolling hash up to the operation at this place of the step, counted from 1.
     pub(super) fn hash(&self, place: u64) -> Rolling {
         self.start.mix(place)
     }

@@ -20,14 +20,14 @@ pub(super) struct ReplayStep {
     pub(super) runtime: Arc<Runtime>,
     pub(super) structure: Structure,
     pub(super) inputs: Vec<Input>,
-    /// Arrays from outside first, then other arrays that operations take and the step does not
-    /// make.
+    /// Arrays from outside the step first. Then host values and remote arrays that its operations
+    /// or results need.
     pub(super) kept: Vec<MpmdArray>,
     /// The number of arrays from outside in `kept`.
     pub(super) constants: usize,
     /// Operations in which this process takes part, in order.
     pub(super) operations: Vec<Operation>,
-    /// The number of places for arrays that the step makes.
+    /// The number of storage places for arrays that the step makes.
     pub(super) values: usize,
     pub(super) outcomes: Vec<Outcome>,
     /// The rolling hash at the end of the recording.
@@ -45,11 +45,12 @@ pub(super) struct Operation {
     pub(super) inputs: Vec<Source>,
     /// Results that are needed later: (index of the result, place in which it is kept).
     pub(super) outputs: Vec<(u32, u32)>,
-    /// Places that are free after this operation.
+    /// Storage places that are free after this operation.
     pub(super) drops: Vec<u32>,
 }
 
-/// The origin of an operation's array in a replay.
+/// The origin of an array that an operation takes in a replay: the index of an input, of an entry
+/// of `kept`, or of a storage place.
 #[derive(Clone, Copy)]
 pub(super) enum Source {
     Input(u32),
@@ -59,10 +60,11 @@ pub(super) enum Source {
 
 /// A result of the step.
 pub(super) enum Outcome {
-    /// An array that this process gives, takes or made.
+    /// An array that this process has after the replay: an input, a kept array, or one that it
+    /// made.
     Here { source: Source, donated: Option<Donation> },
-    /// An array that other processes made. `origin` is from the recording, which began after
-    /// `before` operations.
+    /// An array that other processes made, so that it is fully remote here. `origin` is from the
+    /// recording, which began after operation `before`.
     Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
 }
 
@@ -75,7 +77,7 @@ impl ReplayStep {
         self.operations.len()
     }
 
-    /// Checks that the step can be replayed on these inputs.
+    /// Returns an error if the step cannot be replayed on these inputs. Issues nothing.
     pub(super) fn check(
         &self,
         program: &Program,
@@ -123,9 +125,9 @@ impl ReplayStep {
         Ok(())
     }
 
-    /// Checks input `place` against `first`, the first input that is the same array now. Inputs
-    /// that were one array at recording must be one. Inputs that were different must stay different
-    /// if the step donates one of them.
+    /// Checks input `place` against `first`, the first input that is the same array now. Returns an
+    /// error if input `place` was the same array as another input than `first` at recording. Also
+    /// returns an error if the two were different arrays then and the step donates one of them.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
         let (input, twin) = (&self.inputs[place], &self.inputs[first]);
         let known = input.first as usize;
@@ -148,7 +150,9 @@ impl ReplayStep {
         Ok(())
     }
 
-    /// Issues the step. The inputs must have been checked.
+    /// Issues this process's operations of the step and skips the others. Returns the results.
+    /// Blocks only on the bounds on running ahead and for memory. The inputs must have been
+    /// checked.
     pub(super) fn run(
         &self,
         program: &mut Program,
@@ -209,9 +213,8 @@ impl ReplayStep {
         self.outcomes.iter().filter_map(result).collect()
     }
 
-    /// Returns the rolling hash at the start of a replay, and the hash of the host values among its
-    /// inputs. The rolling hash includes the step and its inputs, which must be equal on all
-    /// processes.
+    /// Returns (rolling hash at the start of a replay, hash of the host values among its inputs).
+    /// The rolling hash includes the step and its inputs, which must be equal on all processes.
     fn start(&self, program: &Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
         let recorded = self.hash.value();
         let step = [0x4e97a, recorded as u64, (recorded >> 64) as u64, self.operations()];
@@ -237,7 +240,7 @@ fn donate(array: &MpmdArray, donated: Option<Donation>, before: u64) {
     }
 }
 
-/// Describes a tree by its first leaves.
+/// Describes a tree by the paths of its first 8 leaves.
 fn leaves_of(structure: &Structure) -> String {
     let paths = structure.paths();
     let shown = paths.len().min(8);

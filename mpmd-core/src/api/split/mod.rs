@@ -221,7 +221,8 @@ impl Program {
     }
 }
 
-/// Describes the part of an array at `range` of an axis of its mesh.
+/// Describes the part of an array at `range` of an axis of its mesh. `source` is the array's index
+/// among the operation's sources.
 fn part_of(
     path: &str,
     array: &MpmdArray,
@@ -249,7 +250,8 @@ fn part_of(
     Relabelled::over(path, aval, sharding, part, source..source + 1)
 }
 
-/// Describes the array that joins `parts` along an axis.
+/// Describes the array that joins `parts` along an axis. `source` is the index of the first part
+/// among the operation's sources. Fails if the parts do not fit together.
 fn whole_of(
     parts: &[(String, &MpmdArray)],
     axis: &str,
@@ -302,7 +304,8 @@ fn whole_of(
     Relabelled::over(first_path, aval, sharding, mesh.clone(), source..source + parts.len())
 }
 
-/// Refuses an array with partial sums over the axis, since a part of them has no meaning.
+/// Returns an error if the array has partial sums over the axis, since a part of them has no
+/// meaning.
 fn refuse_unreduced(
     path: &str,
     sharding: &Sharding,
@@ -315,13 +318,14 @@ fn refuse_unreduced(
     Err(IssueProblem::Split(why))
 }
 
-/// Returns the dimension that is sharded over an axis.
+/// Returns the dimension of the array that is sharded over an axis, or `None`.
 fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
     let entries = sharding.spec()?.entries();
     entries.iter().position(|entry| entry.axes().iter().any(|name| name == axis))
 }
 
-/// Joins meshes along an axis, in order.
+/// Joins meshes along an axis, in order. Fails if their other axes differ, or if they share a
+/// device.
 fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     let first = &parts[0];
     let index =

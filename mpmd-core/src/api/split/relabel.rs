@@ -16,13 +16,13 @@ use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::Mesh;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
-/// An array that consists of existing shards.
+/// Description of a new array that consists of existing shards.
 #[derive(Clone)]
 pub(crate) struct Relabelled {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
     pub(crate) layout: Arc<Layout>,
-    /// Indices of the operation's sources that hold the shards.
+    /// Indices of those source arrays of the operation that hold the shards.
     pub(crate) sources: Range<usize>,
 }
 
@@ -47,8 +47,9 @@ impl Relabelled {
 }
 
 impl Program {
-    /// Issues an operation that gives existing shards new handles and moves nothing. `words` go
-    /// into the program's hash.
+    /// Issues an operation that gives existing shards new handles and moves nothing. Returns a
+    /// handle to each of `made`. `words` go into the program's hash. With `donate`, the sources
+    /// become unusable.
     pub(crate) fn relabel(
         &mut self,
         sources: &[&MpmdArray],
@@ -129,7 +130,8 @@ impl Program {
     }
 }
 
-/// Returns a slot that gets the same buffer as `source`.
+/// Returns an async buffer that shares the memory of `source` as soon as `source` has its buffer.
+/// `guard` is kept until `source` has ended.
 fn alias(source: &AsyncBuffer, guard: Option<OpGuard>) -> AsyncBuffer {
     let (resolver, slot) = AsyncBuffer::new();
     follow(source, resolver, SharedBuffer::clone, None, guard);

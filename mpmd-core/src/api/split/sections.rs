@@ -6,7 +6,7 @@ use mpmd_layout::topology::Mesh;
 
 /// The parts into which [`Program::split_by_mesh_axis`] cuts an axis.
 ///
-/// It converts from a number of parts, and from the indices at which a part begins.
+/// A number of parts, or the indices at which parts begin, convert to this type.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Sections {
@@ -43,7 +43,8 @@ impl<const N: usize> From<[usize; N]> for Sections {
 }
 
 impl Sections {
-    /// Returns the index range of each part of an axis of `mesh`.
+    /// Returns the index range of each part of an axis of `mesh`, or the reason why the axis cannot
+    /// be cut so.
     pub(super) fn ranges(
         &self,
         mesh: &Mesh,

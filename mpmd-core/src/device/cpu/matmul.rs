@@ -54,7 +54,7 @@ pub fn matmul<T: Scalar>(
 /// Computes `c = a bᵀ`, or `c += a bᵀ` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`,
 /// `b` is `[n, k]`.
 ///
-/// Otherwise as [`matmul`].
+/// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
 ///
 /// # Panics
 ///
@@ -74,7 +74,7 @@ pub fn matmul_nt<T: Scalar>(
 /// Computes `c = aᵀ b`, or `c += aᵀ b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[k, m]`,
 /// `b` is `[k, n]`.
 ///
-/// Otherwise as [`matmul`].
+/// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
 ///
 /// # Panics
 ///
@@ -101,8 +101,8 @@ struct Operand<'a, T> {
 }
 
 impl<'a, T> Operand<'a, T> {
-    /// Returns a dense row-major matrix. Panics if the length is wrong, so products need no other
-    /// check.
+    /// Wraps `data` as a dense row-major `[rows, columns]` matrix. Panics if the length is wrong,
+    /// so products need no other check.
     fn rows(name: &str, data: &'a [T], rows: usize, columns: usize) -> Self {
         assert_len(name, data.len(), rows, columns);
         Self { data, rows, columns, row_stride: columns, column_stride: 1 }
@@ -176,8 +176,8 @@ fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumul
 mod tests {
     use super::*;
 
-    /// Returns integers small enough that every sum is exact, so that results can be compared bit
-    /// by bit.
+    /// Returns `len` integers small enough that every sum is exact, so that results can be compared
+    /// bit by bit.
     fn whole_numbers(len: usize, seed: usize) -> Vec<f64> {
         (0..len).map(|i| ((i * 31 + seed * 17) % 13) as f64 - 6.0).collect()
     }

@@ -4,8 +4,8 @@
 //! half as much traffic to the memory bus, which is the limit. Streaming stores avoid the read.
 //! They pay only if the written data is too large to stay in the caches anyway.
 
-/// The total size in bytes from which streaming stores are faster. More than the part of the
-/// second-level cache that would survive until the data is read.
+/// The total size in bytes of a copy from which streaming stores are faster. More than the part of
+/// the second-level cache that would survive until the data is read.
 pub(crate) const STREAM_BYTES: usize = 2 << 20;
 
 /// The shortest run in bytes that gains from streaming stores: unaligned ends are copied normally.
@@ -22,7 +22,7 @@ impl StreamingStores {
         Self(())
     }
 
-    /// Copies `src` to `dst`.
+    /// Copies `src` to `dst`, on x86_64 with streaming stores except at unaligned ends.
     ///
     /// # Panics
     ///

@@ -34,7 +34,7 @@ pub(crate) enum WarmUp {}
 /// Exclusive access to a stream for issuing work. Cannot be constructed in this build.
 pub(crate) struct StreamTurn<'a>(Never, PhantomData<&'a ()>);
 
-/// The end of issued work. Cannot be constructed in this build.
+/// A handle to the end of issued work. Cannot be constructed in this build.
 pub(crate) struct Ending(Never);
 
 /// A process's NCCL communicators. Always empty in this build.

@@ -11,7 +11,7 @@ use crate::device::collective::CollectiveKind;
 use crate::device::cuda::work::Types;
 use mpmd_layout::aval::DType;
 
-/// A function argument in the form that the driver takes.
+/// An argument of a device function, in the form that the CUDA driver takes.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct RawArg {
@@ -27,7 +27,7 @@ impl RawArg {
     /// A placeholder for unused array entries.
     pub(crate) const NONE: Self = Self { bytes: [0; 8], size: 0, uses: None };
 
-    /// Returns an argument with the first `size` bytes of a number.
+    /// Returns an argument passed by value: the first `size` bytes of `bytes`.
     pub(crate) fn number(bytes: [u8; 8], size: usize) -> Self {
         Self { bytes, size, uses: None }
     }
@@ -74,7 +74,7 @@ pub(crate) type CommunicatorId = [u8; 128];
 pub(crate) struct Joint<'a> {
     pub(crate) kind: &'a CollectiveKind,
     pub(crate) dtype: DType,
-    /// The number of elements that the collective was called with.
+    /// The number of elements at `from`, the same on every device of the group.
     pub(crate) elements: usize,
     /// The number of devices in the group.
     pub(crate) ranks: usize,

@@ -29,7 +29,8 @@ pub(super) struct Blas {
 struct Handle {
     raw: sys::cublasHandle_t,
     context: Arc<Context>,
-    /// Returns to its pool after the handle is destroyed, which waits for the device.
+    /// cuBLAS's scratch memory on the device. Returns to its pool after the handle is destroyed,
+    /// which waits for the device.
     #[expect(dead_code, reason = "held for its drop")]
     workspace: OwnedBuffer,
 }
@@ -91,7 +92,8 @@ impl Blas {
         Ok(Self { handle: Mutex::new(handle) })
     }
 
-    /// Issues a product of row-major matrices A, B and C to the handle's stream.
+    /// Issues `C = alpha A B + beta C` to the handle's stream, without waiting for its result. `[a,
+    /// b, c]` are the memory of the row-major matrices A, B and C.
     fn product(&self, product: &Product, [a, b, c]: [DevicePlace; 3]) -> Result<(), CudaError> {
         let Product { m, n, k, first, second, result, batch, types, .. } = *product;
         let handle = self.handle.lock();
@@ -178,8 +180,9 @@ impl Drop for Handle {
 }
 
 impl Gpu {
-    /// Issues a matrix product to the compute stream, which `stream` must be. Creates the cuBLAS
-    /// handle if no warm-up has done so.
+    /// Issues a matrix product to the device's compute stream, which the unused first argument must
+    /// be. `places` are the memory of the two factors and of the result. Creates the cuBLAS handle
+    /// first if no warm-up has done so.
     ///
     /// # Errors
     ///
@@ -209,7 +212,8 @@ fn operation(operand: Operand) -> sys::cublasOperation_t {
     }
 }
 
-/// Returns cuBLAS's number for a dtype. `Gemm::product` has already refused all others.
+/// Returns cuBLAS's number for a dtype: that of f32 for all but f64, f16 and bf16. `Gemm::product`
+/// has already refused other dtypes.
 fn data_type(dtype: DType) -> sys::cudaDataType_t {
     match dtype {
         DType::F64 => sys::cudaDataType_t::CUDA_R_64F,

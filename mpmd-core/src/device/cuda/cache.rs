@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::device::cuda::source::Source;
 use mpmd_layout::Fingerprint;
 
-/// The first bytes of a file. Change the number when the format changes.
+/// The first bytes of every cache file. Change the number when the format changes.
 const MAGIC: &[u8] = b"mpmd compiled 1\n";
 
 /// The text that identifies a compilation: source, options and NVRTC version.
@@ -23,7 +23,8 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// Builds the key. The options name the architecture.
+    /// Builds the key from a source, its compiler options and the version of NVRTC. The options
+    /// name the architecture.
     pub(super) fn new(source: &Source, options: &[String], nvrtc: &str) -> Self {
         let head = [source.name(), nvrtc].into_iter().chain(options.iter().map(String::as_str));
         let head: Vec<&str> = head.collect();
@@ -46,13 +47,14 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// Returns the cache that the environment names. An empty `MPMD_CUDA_CACHE` turns the cache
-    /// off.
+    /// Returns the cache in the folder `MPMD_CUDA_CACHE`, or else in the user's cache folder. An
+    /// empty `MPMD_CUDA_CACHE` turns the cache off.
     pub(super) fn of_user() -> Self {
         Self { folder: folder(|name| std::env::var_os(name)) }
     }
 
-    /// Returns the image stored for this key. `None` if there is none or the file is damaged.
+    /// Returns the image stored for this key. `None` if there is none, the file is damaged, or the
+    /// cache is off.
     pub(super) fn read(&self, key: &Key) -> Option<Vec<u8>> {
         let path = self.folder.as_ref()?.join(key.file());
         let bytes = fs::read(&path).ok()?;
@@ -63,7 +65,7 @@ impl Cache {
         image.map(<[u8]>::to_vec)
     }
 
-    /// Stores an image. Failures are only logged.
+    /// Stores an image under this key, unless the cache is off. Failures are only logged.
     pub(super) fn write(&self, key: &Key, image: &[u8]) {
         let Some(folder) = &self.folder else { return };
         if let Err(error) = write(folder, key, image) {

@@ -96,7 +96,7 @@ macro_rules! functions {
         $library:ident, $symbols:ident:
         $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*
     ) => {
-        /// Names of the functions of a library that are called here.
+        /// Names of the functions of this library that the CUDA back end calls.
         #[allow(dead_code, reason = "those that are asked for one by one are not read")]
         pub(super) const $symbols: &[&str] = &[$(stringify!($name)),*];
 

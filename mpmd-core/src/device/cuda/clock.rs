@@ -27,7 +27,8 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Creates a clock for a stream to which nothing was issued yet. Waits for the device.
+    /// Creates a clock for a stream to which nothing was issued yet. `now` returns the host's time
+    /// in nanoseconds. Waits for the device.
     pub(super) fn new(
         line: &Stream,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
@@ -53,8 +54,9 @@ impl Clock {
         (self.now)()
     }
 
-    /// Returns the times of the work before `event`, which the device has just passed. The waiter
-    /// thread must call this once per event, in order. `None` if the event has no times.
+    /// Returns the begin and end times of the work that ended at `event`, which the device has just
+    /// passed. The waiter thread must call this once per event, in order. `None` if the event
+    /// records no times.
     pub(super) fn times(&self, event: &Arc<Event>) -> Option<Times> {
         let mut known = self.known.lock();
         let before = known.1;
@@ -68,8 +70,8 @@ impl Clock {
     }
 }
 
-/// Shifts a span into the interval from `earliest` to `seen` on the host's clock, and shortens it
-/// if it is too long. If `seen` is before `earliest`, the result is at `earliest`.
+/// Shifts a span, in nanoseconds, into the interval from `earliest` to `seen` on the host's clock,
+/// and shortens it if it is too long. If `seen` is before `earliest`, the result is at `earliest`.
 fn on_host((begin, end): (f64, f64), earliest: f64, seen: f64) -> (f64, f64) {
     let shift = if begin < earliest {
         earliest - begin

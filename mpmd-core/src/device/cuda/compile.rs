@@ -96,11 +96,13 @@ pub(super) fn image(
     assembly(source, architecture)
 }
 
-/// Returns the source compiled to PTX, which the driver compiles further.
+/// Returns the image of a source as PTX, which the driver compiles further. The PTX is for the
+/// newest architecture known to NVRTC that is not newer than `architecture`. Compiles the source,
+/// unless this process or the disk cache has that PTX.
 ///
 /// # Errors
 ///
-/// As [`image`].
+/// If NVRTC is missing, or the source does not compile.
 pub(super) fn assembly(
     source: &'static Source,
     architecture: Architecture,
@@ -110,8 +112,8 @@ pub(super) fn assembly(
     in_process(source, known.unwrap_or(architecture), Form::Assembly)
 }
 
-/// Images of this process, also those still being compiled. The key begins with the source's
-/// address.
+/// Images of this process, also those still being compiled. The key is (address of the source,
+/// architecture, form).
 type Images = HashMap<(usize, Architecture, Form), Arc<OnceLock<Result<Image, CudaError>>>>;
 
 fn in_process(
@@ -142,7 +144,8 @@ fn from_disk_or_new(
     new(source, &options, form, &key, cache)
 }
 
-/// Compiles a source again and replaces its cached image, after the driver has refused that image.
+/// Compiles a source again, after the driver has refused its cached image. Replaces the image on
+/// disk, but not the one that this process keeps.
 pub(super) fn anew(
     source: &'static Source,
     architecture: Architecture,
@@ -189,15 +192,15 @@ fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<Strin
     options
 }
 
-/// Returns the include folder of the CUDA toolkit, if one is named. Sources may include
-/// `cuda_fp16.h` and the like.
+/// Returns the folder `include` of the CUDA toolkit that `CUDA_HOME` or `CUDA_PATH` names, if it
+/// exists. Sources may include `cuda_fp16.h` and the like from there.
 fn headers() -> Option<PathBuf> {
     let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().find_map(std::env::var_os)?;
     let folder = PathBuf::from(home).join("include");
     folder.is_dir().then_some(folder)
 }
 
-/// The compiler, after a check that it exists.
+/// NVRTC, the CUDA compiler, after a check that its library has the needed functions.
 struct Nvrtc {
     version: String,
     /// The supported architectures. Empty if NVRTC does not report them.
@@ -305,7 +308,7 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     }
 }
 
-/// Returns NVRTC's log of a compilation, successful or not.
+/// Returns NVRTC's log of a compilation, successful or not. Empty if NVRTC gives none.
 fn log(program: &Program) -> String {
     let mut size = 0;
     // SAFETY: the program is alive; there is room for the number, and for as many bytes as it says.

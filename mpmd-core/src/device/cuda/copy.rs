@@ -34,8 +34,9 @@ impl Stream {
     /// Copies a part of `from` into `to`, which is in the memory of this stream's device. `from`
     /// may be on the host or on any device of this process.
     ///
-    /// The copy runs after the work that fills `from` and after earlier uses of `to`. Fences keep
-    /// both buffers in place until it ends. `then` receives the result.
+    /// Returns before the copy ends. The copy runs after the work that fills `from` and after
+    /// earlier uses of `to`. Fences keep both buffers in place until it ends. `then` receives the
+    /// result.
     ///
     /// # Panics
     ///
@@ -70,8 +71,8 @@ impl Stream {
 
     /// Copies a part of `from`, in a device's memory, into `to` on the host.
     ///
-    /// The copy runs after the work that fills `from`, which stays in place until the copy ends.
-    /// `then` receives the buffer, or the error if the copy failed.
+    /// Returns before the copy ends. The copy runs after the work that fills `from`, which stays in
+    /// place meanwhile. `then` receives the buffer `to`, or the error if the copy failed.
     ///
     /// # Panics
     ///
@@ -112,8 +113,8 @@ impl Stream {
         from.add_read(fence);
     }
 
-    /// Sets all bytes of `to`, in the memory of this stream's device, to zero, after earlier uses
-    /// of it. `then` receives the result.
+    /// Issues work that sets all bytes of `to`, in the memory of this stream's device, to zero,
+    /// after earlier uses of `to`. Does not wait for the device. `then` receives the result.
     ///
     /// # Panics
     ///
@@ -139,7 +140,7 @@ impl Part<'_> {
 }
 
 impl RawStream {
-    /// Issues the copies of all runs.
+    /// Issues the copies of all runs to this stream. If that fails, marks the device as failed.
     ///
     /// # Safety
     ///
@@ -155,6 +156,8 @@ impl RawStream {
         issued.map_err(|error| self.context.fails(error))
     }
 
+    /// Issues the copies of all runs of the loops `dims`, each of `run` bytes.
+    ///
     /// # Safety
     ///
     /// As [`RawStream::copy_all`].
@@ -182,6 +185,8 @@ impl RawStream {
         }
     }
 
+    /// Issues the copy of one run of `bytes` bytes.
+    ///
     /// # Safety
     ///
     /// As [`RawStream::copy_all`].
@@ -211,6 +216,8 @@ impl RawStream {
         copied.result().map_err(|error| cuda(doing(src, dst), error))
     }
 
+    /// Issues the copy of `rows.count` rows of `run` bytes with one driver call.
+    ///
     /// # Safety
     ///
     /// As [`RawStream::copy_all`].
@@ -245,6 +252,8 @@ impl RawStream {
         copied.result().map_err(|error| cuda(doing(src, dst), error))
     }
 
+    /// Issues the copy of `blocks.count` blocks of rows, each of `run` bytes, with one driver call.
+    ///
     /// # Safety
     ///
     /// As [`RawStream::copy_all`].
@@ -291,7 +300,8 @@ impl RawStream {
 }
 
 impl Loop {
-    /// Returns true if the runs are rows that one call can copy.
+    /// Returns true if one driver call can copy this loop's runs as rows: both steps are at least
+    /// `run` bytes and at most `MOST_PITCH`.
     fn fits(&self, run: usize) -> bool {
         let fits = |step: usize| (run..=MOST_PITCH).contains(&step);
         fits(self.src_step) && fits(self.dst_step)
@@ -341,8 +351,8 @@ impl End {
     }
 }
 
-/// Returns the driver's memory types for both ends. Between two devices they are "unified": the
-/// driver finds the devices from the addresses.
+/// Returns the driver's memory types (source, destination). Between two devices both are "unified":
+/// the driver finds the devices from the addresses.
 fn memory_types(src: End, dst: End) -> (sys::CUmemorytype, sys::CUmemorytype) {
     use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED};
     match (src, dst) {
@@ -410,7 +420,7 @@ mod tests {
             buffer
         }
 
-        /// Returns a buffer with these bytes in the device's memory.
+        /// Returns a buffer in the device's memory that these bytes are being copied to.
         fn on_device(&self, bytes: &[u8]) -> OwnedBuffer {
             let mut to = self.memory.allocate(bytes.len()).unwrap();
             let whole = Region::full(&[bytes.len()]);
@@ -442,7 +452,6 @@ mod tests {
         (Box::new(move |result| send.send(result).unwrap_or_default()), receive)
     }
 
-    /// Compares random regions, copied in every direction, with the host's copies.
     #[test]
     fn device_copies_match_host_copies() {
         if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:3") {

@@ -32,7 +32,7 @@ impl CudaError {
         Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into(), is_lost }))
     }
 
-    /// Returns the error with a library's log appended.
+    /// Returns the error with a library's log appended; unchanged if the log is empty.
     #[cfg(feature = "cuda")]
     pub(super) fn with_log(&self, log: &str) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
@@ -41,7 +41,7 @@ impl CudaError {
         Self::new(doing.clone(), name.clone(), text)
     }
 
-    /// Returns the error with the enclosing operation put in front.
+    /// Returns the error with the name of the enclosing operation in front of its own operation.
     #[cfg(feature = "cuda")]
     pub(super) fn in_the_course_of(&self, operation: String) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
@@ -62,7 +62,8 @@ impl CudaError {
         self.0.is_lost
     }
 
-    /// Returns true if the driver cannot load this form of module. Another form may work.
+    /// Returns true if the driver cannot load this form of module (machine code or PTX). Another
+    /// form may work.
     #[cfg(feature = "cuda")]
     pub(super) fn is_unknown_image(&self) -> bool {
         let unknown = [

@@ -21,7 +21,8 @@ use crate::device::cuda::spare::Spare;
 /// A CUDA device, its context in this process, and its streams.
 pub(crate) struct Gpu {
     context: Arc<Context>,
-    /// Created at first use. Declared before the streams, so that it is dropped first.
+    /// cuBLAS for the compute stream, or the error of creating it. Created at first use. Declared
+    /// before the streams, so that it is dropped first.
     blas: OnceLock<Result<Blas, CudaError>>,
     /// Scratch memory for the compute stream, kept between calls.
     spare: Spare,
@@ -47,9 +48,9 @@ pub(super) struct Context {
     /// True if new events can be shared with other processes.
     shares_events: AtomicBool,
     shown: Shown,
-    /// Its streams, which must be given up if the device hangs.
+    /// The context's streams, which must be given up if the device hangs.
     lines: Mutex<Vec<Weak<Ends>>>,
-    /// True if some of its work will never end.
+    /// True if some work on this context's device will never end.
     pub(super) is_stuck: AtomicBool,
 }
 
@@ -97,7 +98,7 @@ impl Gpu {
         self.context.ordinal
     }
 
-    /// The device's context.
+    /// Returns the device's context.
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
     }
@@ -108,6 +109,8 @@ impl Gpu {
     }
 
     /// Returns a function that pins host memory, so that devices can copy from and to it directly.
+    /// It takes (address, bytes) and returns a guard that unpins when dropped, or `None` if pinning
+    /// fails.
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         let context = self.context.clone();
         Box::new(move |address, bytes| {
@@ -164,13 +167,13 @@ impl Gpu {
     }
 
     /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
-    /// creating it.
+    /// creating it. If that failed, every call returns the same error.
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
         let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
         self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
     }
 
-    /// Returns cuBLAS if it was created successfully.
+    /// Returns cuBLAS if it was created already. `None` if not, or if that failed.
     pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
         self.blas.get()?.as_ref().ok()
     }
@@ -266,7 +269,8 @@ impl Context {
         self.broken.get_or_init(|| error).clone()
     }
 
-    /// Enables access from this device to the memory of `other`, which is another device.
+    /// Enables access from this device to the memory of `other`, which is another device. Fails if
+    /// the machine has no link between the two.
     fn reach(&self, other: &Self) -> Result<(), CudaError> {
         const DOING: &str = "reaching another CUDA device";
         let _visit = self.visit()?;
@@ -317,12 +321,13 @@ impl Context {
         self.shares_events.load(Ordering::Relaxed)
     }
 
-    /// Registers a stream of this context.
+    /// Registers a stream of this context by the ends of its work, without keeping the stream
+    /// alive.
     pub(super) fn note_line(&self, line: &Arc<Ends>) {
         self.lines.lock().push(Arc::downgrade(line));
     }
 
-    /// Returns the streams of this context that still exist.
+    /// Returns the ends of work of the context's streams that still exist.
     pub(super) fn lines(&self) -> Vec<Arc<Ends>> {
         self.lines.lock().iter().filter_map(Weak::upgrade).collect()
     }
@@ -347,11 +352,12 @@ impl Drop for Context {
     }
 }
 
-/// Makes a context current on this thread. Restores the previous one when dropped.
+/// Restores, when dropped, the context that was current on this thread when the guard was created.
 pub(super) struct ContextGuard(sys::CUcontext);
 
 impl ContextGuard {
-    /// Remembers the current context. If there is none, or it no longer exists, null is restored.
+    /// Creates a guard for the thread's current context. If there is none, or it cannot be read,
+    /// null is restored.
     fn from_here() -> Self {
         let mut current = std::ptr::null_mut();
         // SAFETY: there is room for the context.
@@ -405,7 +411,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Creates an error with the driver's name and description.
+/// Creates an error for a failed driver call, with the driver's name and description of the error.
 pub(super) fn cuda(doing: impl Into<String>, error: DriverError) -> CudaError {
     CudaError::new(doing, error.name(), error.text())
 }

@@ -39,7 +39,7 @@ const UUID: usize = 16;
 /// An IPC description: a CUDA handle, then the UUID of its device.
 pub(super) type Words = [u8; HANDLE + UUID];
 
-/// The first byte of a sample: its kind.
+/// First byte of the samples that peers try to open: it says if memory or an event follows.
 const OF_MEMORY: u8 = b'M';
 const OF_EVENT: u8 = b'E';
 
@@ -52,8 +52,8 @@ const SYMBOLS: [&str; 5] = [
     "cuIpcOpenEventHandle",
 ];
 
-/// Returns the sharing of these devices' memory with other processes. `None` if there are no
-/// devices.
+/// Returns an object that exports memory and events of these devices to other processes, and opens
+/// theirs. `None` if there are no devices.
 pub(crate) fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
     if gpus.is_empty() {
         return None;
@@ -71,7 +71,7 @@ struct Sharing {
 }
 
 /// Memory or an event that peers try to open at the start, to find out if sharing works. Kept alive
-/// meanwhile.
+/// as long as the `Sharing`.
 struct Sample {
     words: Vec<u8>,
     _of: Box<dyn Any + Send + Sync>,
@@ -81,7 +81,7 @@ struct Sample {
 /// handle comes back.
 #[derive(Default)]
 pub(super) struct Shown {
-    /// Address and length in bytes.
+    /// (address, length in bytes) of each memory, by its CUDA handle.
     memory: Mutex<HashMap<[u8; HANDLE], (u64, usize)>>,
     events: Mutex<HashMap<[u8; HANDLE], Recorded>>,
 }
@@ -95,15 +95,16 @@ struct Recorded(sys::CUevent);
 unsafe impl Send for Recorded {}
 
 impl Sharing {
-    /// Returns the context in which memory and events of this device are opened. True if it belongs
-    /// to another device.
+    /// Returns (context, is far): the context in which memory and events of the device `uuid` are
+    /// opened. Far means that it is the context of another device of this process.
     fn place(&self, uuid: &[u8]) -> (&Arc<Context>, bool) {
         let near = self.contexts.iter().find(|context| context.uuid() == uuid);
         near.map_or((&self.contexts[0], true), |context| (context, false))
     }
 
-    /// Looks up memory or an event that this process has shown itself. Several of its devices may
-    /// have the same UUID.
+    /// Looks up memory or an event that this process has shown to others. Calls `find` for each of
+    /// this process's devices with this UUID, as several may have the same. `None` if all return
+    /// `None`.
     fn own<T>(
         &self,
         uuid: &[u8],
@@ -145,6 +146,7 @@ impl Sharing {
     }
 
     /// Returns the event with this description: opened from another process, or this process's own.
+    /// An event is opened once and kept.
     fn event(&self, words: &[u8]) -> Result<Arc<Imported>, CudaError> {
         let (handle, uuid) = parts(words)?;
         let mut events = self.events.lock();
@@ -222,7 +224,8 @@ impl DeviceSharing for Sharing {
     }
 }
 
-/// Returns the description by which other processes open memory of this one.
+/// Returns the description by which other processes open memory of this process, and notes the
+/// memory as shown. `None` if the driver refuses.
 pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize) -> Option<Words> {
     let show = || {
         let _visit = context.visit()?;
@@ -253,8 +256,8 @@ pub(super) fn forget(context: &Context, words: &Words) {
     }
 }
 
-/// Returns the description by which other processes wait for an event of this one. The event must
-/// never be destroyed afterwards.
+/// Returns the description by which other processes wait for an event of this process, and notes
+/// the event as shown. `None` if the driver refuses. The event must never be destroyed afterwards.
 pub(super) fn show_event(context: &Context, event: sys::CUevent) -> Option<Words> {
     let _visit = context.visit().ok()?;
     let mut handle = sys::CUipcEventHandle { reserved: [0; HANDLE] };
@@ -323,7 +326,7 @@ impl Opened {
         Ok(Self { context: context.clone(), address, bytes, is_far, is_own: false })
     }
 
-    /// Returns the length in bytes that the driver reports, if it does.
+    /// Returns the length of the memory in bytes if the driver reports it.
     fn found_bytes(&self) -> Option<usize> {
         let _visit = self.context.visit().ok()?;
         let mut found: usize = 0;
@@ -383,8 +386,8 @@ unsafe impl Send for Imported {}
 unsafe impl Sync for Imported {}
 
 impl Imported {
-    /// Returns true if the other process's device has passed the event, as far as this process
-    /// sees. The context must be current.
+    /// Returns true if the other process's device has reached the event, or if the driver reports
+    /// an error. The context must be current.
     pub(super) fn is_passed(&self) -> bool {
         is_passed(self.raw)
     }
@@ -434,7 +437,8 @@ impl Landing {
         Self { events, words, ended, over, users }
     }
 
-    /// Makes later work on a stream wait, on the device, for these events.
+    /// Makes later work on a stream wait, on the device, for these events. If the other process has
+    /// already failed, also starts to watch the stream's device for hanging work.
     pub(super) fn before(&self, stream: &RawStream) -> Result<(), CudaError> {
         for event in &self.events {
             // SAFETY: the event is open, as `self` holds it, and was recorded before its owner
@@ -454,7 +458,8 @@ impl Landing {
         Ok(())
     }
 
-    /// Has hanging work cleaned up, if the other process will not reach its events.
+    /// If the other process has reported a failure, starts threads that clean up hanging work of
+    /// the contexts in `users`, and empties that list. Else does nothing.
     fn look_after_users(&self) {
         let Some(Err(why)) = self.ended.get() else { return };
         let users = std::mem::take(&mut *self.users.lock());
@@ -491,8 +496,8 @@ impl Arriving for Landing {
 }
 
 impl RawEvent {
-    /// Returns the description by which other processes wait for the event, created once. From then
-    /// on the event must not be destroyed.
+    /// Returns the description by which other processes wait for the event, created once. `None` if
+    /// the event cannot be shared. From then on the event must not be destroyed.
     pub(super) fn words(&self, context: &Context) -> Option<Words> {
         *self
             .1
@@ -577,7 +582,7 @@ mod tests {
         (fence, told)
     }
 
-    /// Blocks a stream until the test is over.
+    /// Blocks a stream until the sender of the channel `until` sends or is dropped.
     extern "C" fn stand_still(until: *mut c_void) {
         // SAFETY: the test passes this very type, once.
         let until = unsafe { Box::from_raw(until.cast::<Receiver<()>>()) };

@@ -17,11 +17,12 @@ use super::gpu::{Gpu, cuda};
 use super::stream::RawStream;
 use crate::device::cuda::{source::Source, work::Grid};
 
-/// The number of arguments that need no heap allocation.
+/// The number of arguments up to which a launch needs no heap allocation.
 const FEW: usize = 16;
 
 impl Gpu {
-    /// Launches a function. Compiles and loads its source first if that was not done before.
+    /// Issues a launch of the named function to `stream` and does not wait for the device. Compiles
+    /// and loads the function's source first if that was not done before.
     ///
     /// # Errors
     ///
@@ -83,8 +84,8 @@ impl RawStream {
         self.raw.cast()
     }
 
-    /// Fills `to` with copies of the first `width` bytes (1, 2 or 4) of `pattern`. The address must
-    /// be a multiple of `width`.
+    /// Issues work that fills `to` with copies of the first `width` bytes (1, 2 or 4) of `pattern`.
+    /// The address must be a multiple of `width`. Bytes after the last whole copy do not change.
     ///
     /// # Errors
     ///
@@ -120,7 +121,7 @@ impl RawStream {
         set.result().map_err(|error| cuda("setting memory of a CUDA device", error))
     }
 
-    /// Copies `to.bytes` bytes within the memory of the device.
+    /// Issues a copy of `to.bytes` bytes from `from` to `to`, both in the memory of the device.
     ///
     /// # Errors
     ///
@@ -179,8 +180,8 @@ fn failed(source: &Source, function: &str, error: DriverError) -> CudaError {
     cuda(format!("launching {function} of {}", source.name()), error)
 }
 
-/// Reports the memory that a function uses to the software driver for tests, which checks the order
-/// of work.
+/// A function of the software driver for tests, which checks the order of work. It is told the
+/// memory that a launched function uses: (stream, address, bytes, 1 if written or else 0).
 type NoteUse = unsafe extern "C" fn(sys::CUstream, sys::CUdeviceptr, usize, i32);
 
 fn note_uses(stream: &RawStream, args: &[RawArg]) {

@@ -18,13 +18,13 @@ pub(super) struct Allocator {
     context: Arc<Context>,
 }
 
-/// One allocation.
+/// One allocation of device memory, freed when dropped.
 pub(super) struct Memory {
     context: Arc<Context>,
     address: sys::CUdeviceptr,
     bytes: usize,
-    /// The IPC description for other processes, created at first use. `None` if it cannot be
-    /// shared.
+    /// The IPC description for other processes, created at first use. `None` if the memory cannot
+    /// be shared.
     words: OnceLock<Option<Words>>,
 }
 

@@ -152,14 +152,14 @@ pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
 pub(crate) struct Ended {
     /// The first error from issuing the work or from running it.
     pub(crate) result: Result<(), CudaError>,
-    /// The times of the work, if [`Gpu::keep_time`] was called.
+    /// The times of the work, if [`Gpu::keep_time`] was called and the work succeeded.
     pub(crate) times: Option<Times>,
 }
 
 /// The times of work on a stream, in nanoseconds of the clock given to [`Gpu::keep_time`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// The end of the preceding work on the stream.
+    /// The time at which the preceding work on the stream ended.
     pub(crate) before: u64,
     pub(crate) begin: u64,
     pub(crate) end: u64,

@@ -35,7 +35,8 @@ pub(super) struct Modules {
 /// A source that was announced or launched, and its module.
 struct AsyncBuffer {
     source: &'static Source,
-    /// Created by the first thread that needs it; other threads wait.
+    /// The loaded module, or the error. Created by the first thread that needs it; other threads
+    /// wait.
     module: OnceLock<Result<Module, CudaError>>,
 }
 
@@ -86,7 +87,8 @@ impl Modules {
         slot.map_or(Ok(()), |slot| self.module(&slot).map(|_| ()))
     }
 
-    /// Calls `then` with a function, after making its source ready.
+    /// Calls `then` with the function of this name, after compiling and loading its source if that
+    /// was not done before. Returns the result of `then`.
     ///
     /// # Errors
     ///
@@ -192,6 +194,7 @@ impl AsyncBuffer {
 
 impl Module {
     /// Loads a module and all its functions, so that no function is loaded at its first launch.
+    /// Drivers before 12.4 load only the module. The context must be current.
     fn load(source: &Source, image: &compile::Image) -> Result<Self, CudaError> {
         let mut log = vec![0u8; LOG_BYTES];
         let mut options = [
@@ -229,7 +232,7 @@ impl Module {
     }
 
     /// Loads all functions now, which drivers since 12.4 support. Older ones load each function at
-    /// its first launch.
+    /// its first launch. Failures are only logged.
     fn load_functions(&self) {
         if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"]
             .into_iter()
@@ -282,8 +285,8 @@ impl Function {
         self.raw
     }
 
-    /// Returns an error if the arguments do not fit the parameters, as far as the driver reports
-    /// these.
+    /// Returns an error if the number of arguments, or their sizes in bytes, differ from the
+    /// function's parameters. Checks nothing if the driver does not report these.
     pub(super) fn check(
         &self,
         source: &Source,

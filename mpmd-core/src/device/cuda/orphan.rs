@@ -18,15 +18,15 @@ use super::gpu::Context;
 use super::ipc::Imported;
 use super::stream::Ends;
 
-/// The time that such waits have to end.
+/// The time that waits for an ended process's events have to end before the device is given up.
 const GRACE: Duration = Duration::from_secs(2);
 /// The time after which a stream without progress counts as hanging, once `GRACE` is over.
 const STILL: Duration = Duration::from_millis(500);
-/// The interval between two checks.
+/// The interval between two checks of the events or of a stream's progress.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Starts a thread that gives the device up if waits for `events` do not end in time. The process
-/// that owns the events has ended, because of `why`.
+/// Starts a thread that gives up the device of `context` if the device does not pass `events`
+/// within [`GRACE`]. The process that owns the events has ended, because of `why`.
 pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: String) {
     let started = thread::Builder::new().name("cuda-orphan".to_owned()).spawn(move || {
         let until = Instant::now() + GRACE;
@@ -53,8 +53,8 @@ pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: Stri
 }
 
 impl Context {
-    /// Marks the device as hanging and failed. All work of hanging streams and all later work ends
-    /// with `error`.
+    /// Marks the device as hanging and failed, so that all later work ends with `error`. Starts a
+    /// thread per stream, which ends the stream's work with `error` once the stream hangs.
     fn give_up(self: &Arc<Self>, error: CudaError) {
         self.is_stuck.store(true, Ordering::Release);
         // Work may still use the memory there, so the memory must not be reused.
@@ -70,8 +70,8 @@ impl Context {
         }
     }
 
-    /// Ends all work of a stream with `error` once the stream hangs. A stream that makes progress
-    /// ends by itself.
+    /// Watches a stream until it hangs or closes. If it hangs, ends all its work with `error` until
+    /// the stream is dropped. Work of a stream that makes progress ends by itself.
     fn give_up_line(&self, line: &Ends, error: &CudaError) {
         let mut standing = (None, Instant::now());
         // Idle streams are watched too: a thread may be about to issue work.

@@ -23,15 +23,15 @@ extern "C" __global__ void nothing(const float *x, float *y) {
 }
 "#;
 
-/// Launches between two synchronisations. Fewer than the driver can queue, or later launches would
-/// wait for earlier ones.
+/// Launches per sample, followed by a synchronisation. Fewer than the driver can queue, or later
+/// launches would wait for earlier ones.
 const LAUNCHES: usize = 500;
 
-/// The least number of bytes that one sample copies, so that reading the clock costs next to
-/// nothing.
+/// The number of bytes that the copies of one sample have together, within their limits in number.
+/// Large, so that reading the clock costs next to nothing.
 const SAMPLE_BYTES: usize = 1 << 30;
 
-/// The most copies in one sample.
+/// The largest number of copies in one sample. The smallest is 1.
 const MOST_COPIES: usize = 1000;
 
 /// A graphics processor, used directly through `cudarc`.
@@ -67,7 +67,8 @@ impl Plain {
         Ok(Self { context, stream })
     }
 
-    /// Measures the time to issue one launch of an empty kernel. Returns `repeats` samples. Blocks.
+    /// Measures the time to issue one launch of a nearly empty kernel, as the mean over 500
+    /// launches. Returns `repeats` such means. Blocks until the device has finished.
     ///
     /// # Errors
     ///
@@ -99,8 +100,8 @@ impl Plain {
         Ok(times)
     }
 
-    /// Measures the time of one copy of `bytes` bytes while nothing else runs. Returns `repeats`
-    /// samples. Blocks.
+    /// Measures the time of one copy of `bytes` bytes while nothing else runs, as the mean over 1
+    /// to 1000 copies. Returns `repeats` such means. Blocks until the device has finished.
     ///
     /// # Errors
     ///

@@ -58,8 +58,8 @@ impl Source {
         Self { name, text, kind: Kind::Ptx }
     }
 
-    /// Rounds each product and each sum separately, as on the host: nothing is fused
-    /// (`--fmad=false`). Changes only sources in CUDA C.
+    /// Returns the source with each product and each sum rounded separately, as on the host:
+    /// nothing is fused (`--fmad=false`). Changes only sources in CUDA C.
     #[must_use]
     pub const fn exact(self) -> Self {
         let kind = match self.kind {

@@ -6,13 +6,15 @@ use mpmd_ids::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence};
 
-/// Returns the place of a device block.
+/// Returns the device memory of a buffer: its device, address and bytes. For a host buffer, a place
+/// of 0 bytes.
 pub(crate) fn place(buffer: &OwnedBuffer) -> DevicePlace {
     // A pool of a CUDA device returns memory of that device.
     buffer.device().unwrap_or(DevicePlace { device: 0, address: 0, bytes: 0 })
 }
 
-/// Removes the last block of exactly this many bytes from a list.
+/// Removes and returns the last block of exactly this many bytes from a list. `None` if it has
+/// none.
 pub(crate) fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
     let index = blocks.iter().rposition(|block| place(block).bytes == bytes)?;
     Some(blocks.remove(index))
@@ -28,7 +30,7 @@ struct Kept {
     /// In the order of their last use.
     blocks: Vec<OwnedBuffer>,
     bytes: usize,
-    /// Bytes of the call that has used the most.
+    /// The most scratch bytes that one call has used so far.
     most: usize,
 }
 

@@ -18,8 +18,8 @@ use super::ipc::{Landing, Words, sharable};
 use super::stream_turn::StreamTurn;
 use super::{Ended, Then};
 
-/// The most unused events that a stream keeps for reuse. A stream needs about one for each piece of
-/// work in flight.
+/// The number of unused events from which a stream keeps no more for reuse. A stream needs about
+/// one for each piece of work in flight. Events known to other processes are always kept.
 const MOST_SPARE: usize = 1024;
 
 /// A CUDA stream with a waiter thread. Dropping it lets issued work finish.
@@ -76,7 +76,7 @@ pub(super) struct Event {
     /// `None` if nothing was issued, or if the event could not be created or recorded. In the
     /// second case the device counts as failed and the work as lost.
     raw: Option<RawEvent>,
-    /// The begin of the work, if times are recorded.
+    /// The event recorded before the work, if times are recorded.
     begin: Option<RawEvent>,
     /// The host's time in nanoseconds when the work was issued; 0 if times are not recorded.
     pub(super) issued_at: u64,
@@ -178,7 +178,8 @@ impl Stream {
     }
 
     /// Records begin and end times of work on this stream from now on. `now` returns nanoseconds
-    /// since an arbitrary origin. Must be called before any work is issued.
+    /// since an arbitrary origin. Must be called before any work is issued. Waits for the device. A
+    /// second call has no effect.
     pub(super) fn keep_time(
         &self,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
@@ -198,7 +199,8 @@ impl Drop for Stream {
 }
 
 impl RawStream {
-    /// Makes later work on this stream wait, on the device, for the work before `fence`.
+    /// Makes later work on this stream wait, on the device, for the work before `fence`. Fails if
+    /// the fence is not a CUDA device's.
     pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
         if fence.is_over() {
             return Ok(());
@@ -234,7 +236,8 @@ impl Drop for RawStream {
 }
 
 impl Ends {
-    /// Appends the end of a piece of work. The caller holds the issue lock.
+    /// Appends the end of a piece of work and wakes the waiter thread. The caller holds the issue
+    /// lock.
     pub(super) fn push(&self, event: Arc<Event>, issued: Result<(), CudaError>) {
         self.state.lock().entries.push_back(Entry { event, issued });
         self.changed.notify_one();
@@ -266,7 +269,8 @@ impl Ends {
         }
     }
 
-    /// Keeps an event that nobody waits for, to be reused. Returns it if there are enough.
+    /// Keeps an unused event for reuse and returns `None`. Returns the event if [`MOST_SPARE`] are
+    /// kept and no other process knows it.
     pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
         let mut spare = self.spare.lock();
         let is_known = event.1.get().is_some_and(Option::is_some);
@@ -328,8 +332,8 @@ impl Ends {
         state.closed && state.entries.is_empty() && state.waited.is_none()
     }
 
-    /// Returns the number of the work that the waiter thread waits for, if the device has not
-    /// finished it. The context must be current.
+    /// Returns the number of the work that the waiter thread waits for. `None` if it waits for
+    /// none, or if the device has finished that work. The context must be current.
     pub(super) fn stands_at(&self) -> Option<u64> {
         let Entry { event, .. } = self.state.lock().waited.clone()?;
         let is_ahead = event.raw.as_ref().is_some_and(|raw| !raw.is_passed());
@@ -364,8 +368,8 @@ impl Event {
         Self { raw, begin, issued_at, number, stream, over, lost, failure, told, ends }
     }
 
-    /// Returns the device time in nanoseconds from this event to the begin and the end of the work
-    /// before `other`.
+    /// Returns the device times in nanoseconds from this event to the begin and to the end of the
+    /// work that ends at `other`. `None` if one of them is not known.
     pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
         let from = self.raw.as_ref()?;
         let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
@@ -469,7 +473,7 @@ impl RawEvent {
             .map_err(|error| cuda("recording an event", error))
     }
 
-    /// Sleeps until the device has reached the event.
+    /// Blocks the thread, asleep, until the device has reached the event. Fails if the device has.
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive and its context bound by this thread.
         unsafe { calls::cuEventSynchronize(self.0) }

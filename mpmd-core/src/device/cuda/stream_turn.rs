@@ -24,7 +24,7 @@ pub(crate) struct StreamTurn<'a> {
     has_begun: bool,
 }
 
-/// The future end of issued work.
+/// A handle to the end of issued work, for its fence and its completion callback.
 #[must_use = "errors of the issued work are reported only through `then`"]
 pub(crate) struct Ending(Arc<Event>);
 
@@ -50,7 +50,7 @@ impl<'a> StreamTurn<'a> {
     }
 
     /// Makes the device's context current on this thread and returns the raw stream to issue work
-    /// to.
+    /// to. If times are recorded, the first call records the begin of the work.
     ///
     /// # Errors
     ///
@@ -96,7 +96,8 @@ impl<'a> StreamTurn<'a> {
         })
     }
 
-    /// Unlocks the stream while `wait` runs. `wait` must not issue work.
+    /// Unlocks the stream while `wait` runs, then locks it again. Returns the result of `wait`,
+    /// which must not issue work.
     pub(crate) fn pause<R>(&mut self, wait: impl FnOnce() -> R) -> R {
         MutexGuard::unlocked(&mut self.issuing, wait)
     }

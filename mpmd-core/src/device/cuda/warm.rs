@@ -43,7 +43,8 @@ struct State {
 }
 
 impl Gpu {
-    /// Queues these sources for preparation and returns at once. `pool` is the device's.
+    /// Queues these sources for preparation and returns at once. `pool` is that of the device's
+    /// memory.
     pub(crate) fn warm_up(self: &Arc<Self>, pool: &Pool, sources: Vec<&'static Source>) -> WarmUp {
         for source in &sources {
             if source.kind != Kind::Cublas {
@@ -72,8 +73,8 @@ impl Gpu {
 }
 
 impl WarmUp {
-    /// Blocks until all sources are ready. Prepares those that no thread has begun. Costs one
-    /// atomic load once they are ready.
+    /// Blocks until all sources are ready, or one cannot be prepared. Prepares those that no thread
+    /// has begun. Costs one atomic load once they are ready.
     ///
     /// # Errors
     ///
@@ -99,7 +100,8 @@ impl Drop for WarmUp {
 }
 
 impl Needs {
-    /// Prepares the next source. `WarmUp::wait` reports its error again.
+    /// Prepares the next source that is not begun, if any. An error is only logged: `WarmUp::wait`
+    /// reports it again.
     fn next(&self) {
         let mut state = self.state.lock();
         let Some(source) = self.sources.get(state.begun) else { return };
@@ -114,7 +116,8 @@ impl Needs {
     }
 }
 
-/// The sources to prepare in this process. One entry for each source.
+/// The sources to prepare in this process, one entry per source of each `WarmUp`, and the number of
+/// threads that prepare them.
 struct Queue {
     waiting: VecDeque<Arc<Needs>>,
     threads: usize,

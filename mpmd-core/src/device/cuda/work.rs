@@ -1,4 +1,4 @@
-//! What work on a CUDA device is described by: grids of launches, and the arithmetic of products.
+//! Descriptions of work on a CUDA device: the grids of launches and the arithmetic of products.
 
 use mpmd_layout::aval::DType;
 

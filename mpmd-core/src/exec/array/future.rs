@@ -10,7 +10,8 @@ use super::{MpmdArray, Repr};
 use crate::error::{Error, Result};
 use mpmd_layout::tree::Tree;
 
-/// Completes with the array once its local shards are ready, or with the failure of its operation.
+/// The future of an array. It completes with the array once its local shards are ready, or with the
+/// failure of its operation.
 ///
 /// # Cancel safety
 ///

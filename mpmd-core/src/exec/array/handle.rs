@@ -17,14 +17,15 @@ pub(crate) struct Handle {
     planned: bool,
 }
 
-/// A handle that does not keep the array alive.
+/// A handle that does not keep the array alive. It can be upgraded while another handle exists.
 pub(crate) struct WeakHandle {
     all: Weak<[Placed]>,
     index: u32,
 }
 
 impl Handle {
-    /// Creates the first handle to a new array; the array's count already includes it.
+    /// Creates the first handle to the new array at `index` of `all`; the array's count already
+    /// includes it. Lists a large array for out-of-memory errors.
     pub(super) fn first_of(all: Arc<[Placed]>, index: u32) -> Self {
         let planned = all[index as usize].made.runtime.recorder.is_some();
         let handle = Self { all, index, planned };
@@ -77,7 +78,7 @@ impl Drop for Handle {
 }
 
 impl WeakHandle {
-    /// Returns a handle if the array still has one.
+    /// Returns a handle, or `None` if the array's last handle was dropped.
     pub(crate) fn upgrade(&self) -> Option<Handle> {
         let all = self.all.upgrade()?;
         let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
@@ -95,7 +96,7 @@ mod tests {
     use crate::kernel::ViewsMut;
     use crate::prelude::*;
 
-    /// Copies any number of arrays.
+    /// A kernel that copies any number of arrays.
     struct Copies;
 
     impl Kernel for Copies {

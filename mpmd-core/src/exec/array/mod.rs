@@ -65,7 +65,7 @@ pub(crate) struct Made {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
     pub(crate) layout: Arc<Layout>,
-    /// Describes the operation that makes them.
+    /// Describes the operation that makes the arrays, for messages.
     pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) runtime: Arc<Runtime>,
 }
@@ -88,7 +88,7 @@ pub(crate) struct LocalShard {
 #[derive(Clone, Copy)]
 pub(crate) struct Origin {
     pub(crate) op: u64,
-    /// Index among the operation's results.
+    /// Index of the array among the operation's results.
     pub(crate) leaf: u32,
     pub(crate) at: &'static Location<'static>,
 }
@@ -162,12 +162,12 @@ impl MpmdArray {
         }
     }
 
-    /// True if both are handles to the same array on devices.
+    /// True if both are handles to the same array on devices. False for uncommitted arrays.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if a.is_same(b))
     }
 
-    /// Returns the shards on this process's devices.
+    /// Returns the shards on this process's devices. Empty for uncommitted and fully remote arrays.
     pub(crate) fn shards(&self) -> &[LocalShard] {
         match &self.repr {
             Repr::Host(_) => &[],
@@ -175,8 +175,8 @@ impl MpmdArray {
         }
     }
 
-    /// Returns the operation that made the array and the index among its results. `None` for an
-    /// uncommitted array.
+    /// Returns (number of the operation that made the array, index among its results). `None` for
+    /// an uncommitted array.
     pub(crate) fn origin(&self) -> Option<(u64, u32)> {
         match &self.repr {
             Repr::Host(_) => None,
@@ -184,7 +184,7 @@ impl MpmdArray {
         }
     }
 
-    /// Fails if the array was donated. `path` names the array in the error.
+    /// Returns an error if the array was donated. `path` names the array in the error.
     pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
         match &self.repr {
             Repr::Placed(placed) => placed.check_usable(path),
@@ -223,8 +223,8 @@ impl Placed {
         MpmdArray { repr: Repr::Placed(Handle::first_of(all, 0)) }
     }
 
-    /// Returns one handle for each new array of an operation. Take all of them: they share an
-    /// allocation.
+    /// Creates and returns one handle for each of an operation's new arrays, in order. Take all of
+    /// them: the arrays share an allocation.
     pub(crate) fn arrays(all: Arc<[Self]>) -> impl Iterator<Item = MpmdArray> + use<> {
         (0..all.len() as u32).map(move |index| MpmdArray {
             repr: Repr::Placed(Handle::first_of(all.clone(), index)),
@@ -235,7 +235,7 @@ impl Placed {
         Self { made, shards, origin, donated: OnceLock::new(), handles: AtomicUsize::new(1) }
     }
 
-    /// Returns the operation that made the array and the index among its results.
+    /// Returns (number of the operation that made the array, index among its results).
     pub(crate) fn origin(&self) -> (u64, u32) {
         (self.origin.op, self.origin.leaf)
     }
@@ -246,7 +246,7 @@ impl Placed {
         format!("{aval} of operation {op} ({what}) at {at}")
     }
 
-    /// Returns the bytes of the array that this process holds.
+    /// Returns the size in bytes of this process's shards of the array.
     pub(crate) fn local_bytes(&self) -> u64 {
         let Made { aval, layout, .. } = &*self.made;
         let region = |shard: &LocalShard| layout.region_of(shard.device);
@@ -281,12 +281,13 @@ impl Placed {
         let _ = self.donated.set(Donation { op, at });
     }
 
-    /// Returns the operation that took over the memory, and the line that issued it.
+    /// Returns (operation that took over the array's memory, line that issued it). `None` if the
+    /// array was not donated.
     pub(crate) fn donated_to(&self) -> Option<(u64, &'static Location<'static>)> {
         self.donated.get().map(|donation| (donation.op, donation.at))
     }
 
-    /// Returns the failure for readers of donated memory.
+    /// Creates the failure for readers of the array after it was donated.
     pub(crate) fn donated_failure(&self) -> Arc<Failure> {
         let message = match self.donated.get() {
             Some(Donation { op, at }) => {

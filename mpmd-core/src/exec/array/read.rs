@@ -20,11 +20,11 @@ use mpmd_layout::topology::DeviceId;
 /// One device's part of an array.
 #[derive(Clone, Debug)]
 pub struct Shard {
-    /// The device.
+    /// Id of the device.
     pub device: DeviceId,
-    /// The region of the array that it holds.
+    /// The region of the array that the device holds.
     pub region: Region,
-    /// Its values, shaped like the region.
+    /// The values of the region, shaped like it.
     pub data: HostArray,
 }
 
@@ -46,7 +46,8 @@ impl MpmdArray {
         Ok(self)
     }
 
-    /// Same as [`MpmdArray::block_until_ready`], for at most `timeout`.
+    /// Blocks until the local shards are ready, but at most for `timeout`, and returns the array
+    /// itself.
     ///
     /// # Errors
     ///
@@ -164,7 +165,8 @@ impl MpmdArray {
         }
     }
 
-    /// Records in a dry run that the program waits here.
+    /// In a dry run, records that the program waits for the array at line `at`. `values` is true if
+    /// it reads values.
     fn note_read(&self, values: bool, at: &'static Location<'static>) {
         if let Repr::Placed(placed) = &self.repr
             && let Some(recorder) = &placed.made.runtime.recorder
@@ -173,8 +175,8 @@ impl MpmdArray {
         }
     }
 
-    /// Fails if the array has partial sums, or if the step that makes it is being recorded: a
-    /// replay reads no values. The result is the same on every process.
+    /// Returns an error if the array has partial sums. Also if the step that makes it is being
+    /// recorded, since a replay reads no values. The result is the same on every process.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
             Repr::Placed(placed) if placed.made.runtime.is_recording(placed.origin.op) => {
@@ -216,7 +218,8 @@ impl MpmdArray {
         Ok(buffers)
     }
 
-    /// Blocks until the local shards are ready, in order.
+    /// Blocks until every local shard is ready or one has failed, but at most for `timeout`; then
+    /// returns [`Error::TimedOut`].
     fn wait_each(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<()> {
         let Repr::Placed(placed) = &self.repr else { return Ok(()) };
         if let Err(problem) = placed.check_usable("") {
@@ -237,7 +240,8 @@ impl MpmdArray {
 }
 
 impl Placed {
-    /// Returns the local shards in host memory. Copies from CUDA devices begin now.
+    /// Returns the local shards as async buffers in host memory. Copies from CUDA devices begin
+    /// now.
     fn in_host_memory(&self) -> Vec<AsyncBuffer> {
         let Made { runtime, sharding, .. } = &*self.made;
         let slot = |shard: &LocalShard| match runtime.gpu_of(shard.device, sharding.memory_kind()) {
@@ -247,7 +251,8 @@ impl Placed {
         self.shards.iter().map(slot).collect()
     }
 
-    /// Polls for a shard, then blocks until it is there.
+    /// Polls for a shard for a short time, then blocks until it ends. Returns its buffer or
+    /// failure, or `None` after `deadline`.
     fn wait_look(
         &self,
         slot: &AsyncBuffer,
@@ -264,7 +269,8 @@ impl Placed {
         }
     }
 
-    /// Blocks until a shard is there. Reports a hang each time the peer timeout expires.
+    /// Blocks until a shard ends. Returns its buffer or failure, or `None` after `deadline`.
+    /// Reports a hang each time the peer timeout expires.
     fn wait_for(
         &self,
         slot: &AsyncBuffer,
@@ -292,7 +298,8 @@ impl Placed {
         }
     }
 
-    /// Assembles the whole array from the local shards. Fails if they do not cover it.
+    /// Assembles the whole array from the local shards' buffers. Returns an error if they do not
+    /// cover the array.
     fn gather(
         &self,
         buffers: &[SharedBuffer],
@@ -333,7 +340,8 @@ impl Placed {
     }
 }
 
-/// Calls `then` with the outcomes of all async buffers once all have ended.
+/// Calls `then` with the outcomes of all async buffers, in order, once all have ended. Does not
+/// block: `then` runs on the thread that ends the last one.
 ///
 /// Registers on each of them now: a later operation may take the buffer of one before another has
 /// ended.

@@ -23,7 +23,8 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::DeviceId;
 
-/// A shard of one CUDA device. It is complete when the copies of all its pieces are over.
+/// A shard in a CUDA device's memory that is assembled from pieces. It is complete when the copies
+/// of all its pieces are over.
 ///
 /// The device copies the pieces. A copy is issued as soon as its bytes are there, or the work that
 /// makes them is issued. So the shard is issued with its last copy, and ends when all copies are
@@ -47,15 +48,15 @@ pub(crate) struct DeviceAssembly {
 struct Open {
     resolver: Resolver,
     memory: Memory,
-    /// By partial sum: pieces that are not completely issued.
+    /// By partial sum: the number of pieces that are not completely issued.
     missing: Vec<usize>,
-    /// The partial sum that is being assembled.
+    /// Index of the partial sum that is being assembled.
     term: usize,
-    /// Pieces of later partial sums.
+    /// Pieces of later partial sums that have arrived early.
     waiting: Vec<Piece>,
 }
 
-/// A piece that arrived before its partial sum's turn.
+/// A piece that arrived before its partial sum is assembled.
 struct Piece {
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
@@ -68,12 +69,12 @@ struct Piece {
 #[derive(Clone, Copy)]
 pub(crate) struct Sum {
     function: &'static str,
-    /// Numbers per element: two for complex types.
+    /// Real numbers per element: two for complex types.
     numbers: usize,
 }
 
 impl Sum {
-    /// Returns the function for a dtype. `None` if devices do not add such numbers.
+    /// Returns the function that adds elements of a dtype, or `None` if devices do not add them.
     pub(crate) fn of(dtype: DType) -> Option<Self> {
         let (function, numbers) = match dtype {
             DType::F32 => ("add_f32", 1),
@@ -91,13 +92,13 @@ impl Sum {
 enum Memory {
     /// Reserved until the first piece needs it.
     Reserved(Reservation),
-    /// The shard, and the second buffer for the partial sum to be added.
+    /// (the shard's memory, a second buffer for the partial sum to be added).
     Here(OwnedBuffer, Option<OwnedBuffer>),
     /// The allocation failed, so the shard has failed.
     Gone,
 }
 
-/// The completion state of the issued copies.
+/// The completion state of the issued copies. The last copy to end also ends the shard.
 struct Ending {
     runtime: Arc<Runtime>,
     op: u64,
@@ -107,7 +108,7 @@ struct Ending {
 struct Ended {
     /// Copies that are not over, plus one until the shard is issued or has failed.
     left: usize,
-    /// The first failure.
+    /// The first failure of a copy, or of the shard itself.
     failed: Option<Arc<Failure>>,
     issued: Option<IssuedPromises>,
     // Dropped when `left` is 0.
@@ -146,7 +147,7 @@ impl DeviceAssembly {
         self.open.lock().is_some()
     }
 
-    /// True if the shard is open and `piece` is all that it waits for.
+    /// True if the shard is open, nothing was written to it, and `piece` is all that it waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
         let reserved =
             |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
@@ -176,17 +177,19 @@ impl DeviceAssembly {
         }
     }
 
-    /// Ends the shard with its complete bytes, which the work of `source` makes.
+    /// Issues the shard with its complete bytes, which the work of `source` makes. The shard ends
+    /// when that work has ended.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: &AsyncBuffer) {
         let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
         self.ending.issued(resolver.issue(bytes));
         let ending = self.ending.clone();
-        source.on_verdict(move |made| ending.over(made));
+        source.on_completion(move |made| ending.over(made));
     }
 
-    /// Starts the copy of a piece to its place. `source` is the async buffer of the bytes, if its
-    /// work may not be over.
+    /// Starts the copy of a piece to its place. A piece of a later partial sum waits until the
+    /// earlier sums are placed. `source` is the async buffer of the bytes, if its work may not be
+    /// over.
     pub(super) fn place(
         self: &Arc<Self>,
         transfer: &Arc<Transfer>,
@@ -211,13 +214,14 @@ impl DeviceAssembly {
         }
     }
 
-    /// Copies the whole shard from pinned bytes, in place of its only piece.
+    /// Starts the copy of the whole shard from pinned host memory, in place of its only piece.
     pub(in crate::exec) fn fill(self: &Arc<Self>, bytes: &SharedBuffer) {
         self.copy(bytes, &self.region, &self.region, None, ());
         self.placed();
     }
 
-    /// Same as [`place`](Self::place), for a few bytes that the device cannot reach.
+    /// Packs a piece of a few bytes into memory that the device can reach, on this thread, and
+    /// starts its copy to the shard.
     fn place_packed(self: &Arc<Self>, transfer: &Transfer, bytes: &SharedBuffer) {
         let Transfer { region, holds, .. } = transfer;
         if let Some(packed) = self.pack(bytes, holds, region) {
@@ -226,8 +230,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Copies a region's bytes to pinned memory. `None` if there is no memory: then the shard has
-    /// failed.
+    /// Copies the bytes of `region`, from bytes that cover `holds`, to pinned memory. If there is
+    /// no memory, fails the shard and returns `None`.
     pub(in crate::exec) fn pack(
         &self,
         bytes: &[u8],
@@ -247,7 +251,8 @@ impl DeviceAssembly {
     }
 
     /// Issues the copy of a region to its place, from bytes that cover `holds`. `until` is dropped
-    /// when the copy is over, or cannot be issued.
+    /// when the copy is over, or cannot be issued. `source` is the async buffer of the bytes, if
+    /// its work may not be over. Fails the shard if there is no memory.
     pub(in crate::exec) fn copy(
         &self,
         bytes: &SharedBuffer,
@@ -273,7 +278,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Fills the whole shard with zeros, in place of its only piece.
+    /// Starts to fill the whole shard with zeros, in place of its only piece. Fails the shard if
+    /// there is no memory.
     pub(in crate::exec) fn zero(self: &Arc<Self>) {
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
@@ -288,7 +294,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Notes that all copies of a piece are issued. After the last piece the shard is issued.
+    /// Notes that all copies of a piece are issued. After the last piece of a partial sum, starts
+    /// the pieces of the next. After the last sum, issues the shard.
     pub(in crate::exec) fn placed(self: &Arc<Self>) {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else { return };
@@ -323,7 +330,7 @@ impl DeviceAssembly {
         }
     }
 
-    /// Issues the addition of the second buffer to the shard.
+    /// Issues the addition of the second buffer to the shard, on the device.
     fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
         let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
             return;
@@ -352,8 +359,8 @@ impl DeviceAssembly {
         self.end(Err(failure));
     }
 
-    /// Calls `with` with the memory for pieces of the current partial sum. Does nothing if the
-    /// shard has ended.
+    /// Calls `with` with the memory for pieces of the current partial sum, allocated now if needed.
+    /// Does nothing if the shard has ended. Fails if there is no memory.
     fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else { return Ok(()) };
@@ -382,8 +389,8 @@ impl DeviceAssembly {
 }
 
 impl Runtime {
-    /// Resolves `resolver` with a shard of a CUDA device that is a copy of `values`, in memory that
-    /// was reserved for it.
+    /// Starts a copy of `values` to a CUDA device, in memory that was reserved for it. Resolves
+    /// `resolver` with the shard when the copy is issued.
     pub(crate) fn copy_in(
         self: &Arc<Self>,
         device: DeviceId,
@@ -410,8 +417,9 @@ impl Runtime {
         shard.fill(&values);
     }
 
-    /// Resolves `resolver` with a part of the buffer of `slot`, copied by the device that holds
-    /// both. The tuple is the region of `slot`, the part, and the bytes per element.
+    /// Starts a copy of a part of the buffer of `slot` on the device that holds it, and resolves
+    /// `resolver` with the copy. The tuple is (the region of `slot`, the part, bytes per element).
+    /// Fails `resolver` if there is no memory.
     pub(crate) fn copy_on_device(
         self: &Arc<Self>,
         device: DeviceId,
@@ -466,7 +474,8 @@ impl Ending {
         self.state.lock().issued = Some(resolver);
     }
 
-    /// Notes the end of one copy, or of the shard's issue. After the last one the shard ends.
+    /// Notes the end of one copy, or of the shard's issue. After the last of them, ends the shard
+    /// with the first failure, if there was one.
     fn over(&self, result: Result<(), Arc<Failure>>) {
         let mut state = self.state.lock();
         if let Err(failure) = result {

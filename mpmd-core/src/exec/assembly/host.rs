@@ -20,7 +20,8 @@ use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
-/// A shard of one device. It is complete when all its pieces are in place.
+/// A shard in host memory that is assembled from pieces. It is complete when all its pieces are in
+/// place.
 ///
 /// If every piece is contiguous in the shard, each is a part that is written separately. Several
 /// parts are written at the same time, and the transport reads directly into them. Otherwise one
@@ -45,16 +46,16 @@ struct State {
     open: Option<Open>,
     /// Pieces that have arrived and are not in place yet, in order of arrival.
     waiting: VecDeque<Piece>,
-    /// True if a copy worker works on them, or will.
+    /// True if a copy worker works on the waiting pieces, or soon will.
     busy: bool,
 }
 
 struct Open {
     resolver: Resolver,
     memory: Memory,
-    /// By partial sum: pieces that are not in place yet.
+    /// By partial sum: the number of pieces that are not in place yet.
     missing: Vec<usize>,
-    /// The partial sum that is being assembled.
+    /// Index of the partial sum that is being assembled.
     term: usize,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
@@ -64,9 +65,9 @@ enum Memory {
     /// Reserved until the first piece needs it.
     Reserved(Reservation),
     Here(OwnedBuffer),
-    /// Split into parts, which are lent to the writers of pieces.
+    /// Split into parts, which are lent to those that write pieces.
     Divided(Divided),
-    /// With the copy worker, or with the transport.
+    /// Taken by a copy worker or the transport, which writes to it.
     Lent,
 }
 
@@ -80,7 +81,8 @@ struct Piece {
 }
 
 impl HostAssembly {
-    /// Creates a shard of `region`. `missing` is the number of pieces by partial sum.
+    /// Creates a shard of `region`. `missing` is the number of pieces by partial sum. `in_parts` is
+    /// true if each piece is a separate part of the memory.
     #[expect(
         clippy::too_many_arguments,
         reason = "one call site; the parts have no life of their own"
@@ -102,7 +104,7 @@ impl HostAssembly {
         Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
     }
 
-    /// Returns the operation that makes the shard.
+    /// Returns the number of the operation that makes the shard.
     pub(super) fn op(&self) -> u64 {
         self.op
     }
@@ -112,7 +114,7 @@ impl HostAssembly {
         self.state.lock().open.is_some()
     }
 
-    /// Ends the shard with its complete bytes, or with a failure.
+    /// Ends the shard with its complete bytes, or with a failure. Drops the pieces that wait.
     pub(in crate::exec) fn end(&self, outcome: Outcome) {
         let (open, waiting) = {
             let mut state = self.state.lock();
@@ -126,8 +128,9 @@ impl HostAssembly {
         }
     }
 
-    /// Takes the memory of the whole shard, for a piece that is all of it. `None` if the piece is
-    /// smaller, or the shard has ended.
+    /// Takes the memory of the whole shard for a piece that is all of it. The caller writes it and
+    /// [ends](Self::end) the shard. `None` if the piece is smaller or the shard has ended. Also if
+    /// there is no memory, which fails the shard.
     pub(in crate::exec) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         if !self.is_whole(piece) {
             return None;
@@ -155,7 +158,7 @@ impl HostAssembly {
         self.dtype != DType::Bool || !bytes.is_lent()
     }
 
-    /// Copies a piece to its place on a copy worker. Does not block.
+    /// Queues the copy of a piece to its place on a copy worker. Does not block.
     pub(in crate::exec) fn place(
         self: &Arc<Self>,
         runtime: &Runtime,
@@ -176,7 +179,8 @@ impl HostAssembly {
         }
     }
 
-    /// Same as [`place`](Self::place), on the calling thread.
+    /// Copies a piece to its place on the calling thread. If a copy worker works on the shard,
+    /// leaves the piece to it.
     pub(in crate::exec) fn place_now(
         &self,
         transfer: &Arc<Transfer>,
@@ -192,6 +196,7 @@ impl HostAssembly {
 
     /// Takes the part of the shard for a piece. The caller writes it, then [gives it
     /// back](Self::give_back). `None` if pieces are not separate parts, or the shard has ended.
+    /// Also if there is no memory, which fails the shard.
     pub(in crate::exec) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         let run =
             contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
@@ -211,7 +216,7 @@ impl HostAssembly {
         divided.part(run)
     }
 
-    /// Returns a part that now holds its piece. After the last one the shard ends.
+    /// Gives back a part that now holds its piece. After the last one the shard ends.
     pub(in crate::exec) fn give_back(&self, part: OwnedBuffer) {
         drop(part);
         let mut state = self.state.lock();
@@ -251,7 +256,8 @@ impl HostAssembly {
         !replace(&mut state.busy, true)
     }
 
-    /// Copies the queued pieces to their places.
+    /// Copies or adds the queued pieces of the current partial sum to the shard until none is left.
+    /// Ends the shard after its last piece.
     fn work(&self) {
         loop {
             let (piece, memory) = {

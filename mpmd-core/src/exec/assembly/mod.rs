@@ -22,9 +22,9 @@ use mpmd_layout::region::Region;
 /// A shard of this process that waits for pieces. Clones refer to the same shard.
 #[derive(Clone)]
 pub(crate) enum Assembly {
-    /// In the host's memory.
+    /// A shard in host memory.
     Host(Arc<HostAssembly>),
-    /// In a CUDA device's.
+    /// A shard in a CUDA device's memory.
     Device(Arc<DeviceAssembly>),
 }
 
@@ -37,7 +37,7 @@ enum CopyTarget {
 }
 
 impl Assembly {
-    /// True if the shard still takes pieces.
+    /// True if the shard has neither ended nor got all its pieces.
     pub(super) fn is_open(&self) -> bool {
         match self {
             Self::Host(shard) => shard.is_open(),
@@ -45,7 +45,7 @@ impl Assembly {
         }
     }
 
-    /// True if the shard is open and `piece` is all that it waits for.
+    /// True if the shard is open and still lacks only `piece`, which is all of it.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
         match self {
             Self::Host(shard) => shard.is_whole(piece),
@@ -53,8 +53,8 @@ impl Assembly {
         }
     }
 
-    /// True if the shard can use these bytes without a copy: they are in the right memory and stay
-    /// valid.
+    /// True if the shard can use these bytes without a copy: they are in the shard's own kind of
+    /// memory and nobody changes them.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         match self {
             Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),
@@ -70,8 +70,8 @@ impl Assembly {
         }
     }
 
-    /// Ends the shard with its complete bytes. If `source` is given, the shard ends once the work
-    /// of `source` has made them.
+    /// Ends the shard with its complete bytes. If `source` is given, a device shard is issued now
+    /// and ends once the work of `source` has made the bytes.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: Option<AsyncBuffer>) {
         match (self, source) {
             (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
@@ -88,7 +88,8 @@ impl Assembly {
         }
     }
 
-    /// Same as [`HostAssembly::take_part`]; `None` if the shard is in device memory.
+    /// Takes the part of a host shard for a piece. The caller writes it, then gives it back. `None`
+    /// if pieces are not separate parts, the shard has ended, or it is in device memory.
     pub(super) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         match self {
             Self::Host(shard) => shard.take_part(piece),
@@ -96,7 +97,8 @@ impl Assembly {
         }
     }
 
-    /// Returns a part that now holds its piece.
+    /// Gives back a part of a host shard that now holds its piece. After the last one the shard
+    /// ends.
     pub(super) fn give_back(&self, part: OwnedBuffer) {
         if let Self::Host(shard) = self {
             shard.give_back(part);
@@ -124,8 +126,8 @@ impl Assembly {
         }
     }
 
-    /// Same as [`place`](Self::place), for a few bytes in host memory. A host shard has them when
-    /// this returns.
+    /// Copies a piece of a few bytes in host memory to its place, into host memory on this thread.
+    /// If a copy worker works on the shard, leaves the piece to it. A CUDA device copies later.
     pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
         match self {
             Self::Device(shard) => shard.place(transfer, bytes, None, guard),

@@ -7,8 +7,8 @@ use mpmd_transport::router::Failure;
 
 use super::AsyncBuffer;
 
-/// A fence that is passed once an issued async buffer has ended. It then knows whether the buffer
-/// is valid. A device's own work may succeed on inputs that were never made.
+/// A fence that is passed once an issued async buffer has ended, and that then has the failure if
+/// there was one. A device's own work may succeed on inputs that were never made.
 ///
 /// Holds neither the async buffer nor its memory.
 #[derive(Default)]
@@ -18,12 +18,13 @@ pub(super) struct CompletionStatus {
 }
 
 impl AsyncBuffer {
-    /// Returns a fence with the completion status of this async buffer, which must be issued.
-    pub(crate) fn verdict(&self) -> Arc<dyn Fence> {
-        let verdict = Arc::<CompletionStatus>::default();
-        let told = verdict.clone();
-        self.on_verdict(move |result| told.pass(result));
-        verdict
+    /// Returns a fence that is passed when this async buffer has ended, and that has its failure.
+    /// The async buffer must be issued.
+    pub(crate) fn completion(&self) -> Arc<dyn Fence> {
+        let completion = Arc::<CompletionStatus>::default();
+        let told = completion.clone();
+        self.on_completion(move |result| told.pass(result));
+        completion
     }
 }
 
@@ -66,20 +67,23 @@ mod tests {
         for (result, expected) in [(Ok(()), None), (Err(failure), Some("no".to_owned()))] {
             let (resolver, slot) = AsyncBuffer::new();
             let end = resolver.issue(vec![1u8].into());
-            let (verdict, called) = (slot.verdict(), Arc::new(AtomicUsize::new(0)));
+            let (completion, called) = (slot.completion(), Arc::new(AtomicUsize::new(0)));
             let count = || {
                 let called = called.clone();
                 Box::new(move || {
                     called.fetch_add(1, Ordering::Relaxed);
                 })
             };
-            verdict.on_over(count());
-            assert!(!verdict.is_over() && verdict.failure().is_none());
+            completion.on_over(count());
+            assert!(!completion.is_over() && completion.failure().is_none());
             end.end(result);
-            assert!(verdict.is_over());
-            verdict.on_over(count());
-            assert_eq!((called.load(Ordering::Relaxed), verdict.failure()), (2, expected.clone()));
-            let late = slot.verdict();
+            assert!(completion.is_over());
+            completion.on_over(count());
+            assert_eq!(
+                (called.load(Ordering::Relaxed), completion.failure()),
+                (2, expected.clone())
+            );
+            let late = slot.completion();
             assert_eq!(
                 (late.is_over(), late.failure()),
                 (true, expected),

@@ -15,16 +15,16 @@ type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 /// Callback for the completion status of the work that fills a buffer.
 type CompletionStatus = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
 
-/// One holder of the async buffer, in [`Inner::counts`].
+/// One holder of the async buffer, as added to [`Inner::counts`].
 pub(super) const HOLDER: u64 = 1;
-/// One registered use that has not picked up its input, in [`Inner::counts`].
+/// One registered use that has not picked up its input, as added to [`Inner::counts`].
 pub(super) const USE: u64 = 1 << 32;
 pub(super) const USES: u64 = ISSUED - USE;
-/// The buffer is there, though it may not be filled yet.
+/// Flag in [`Inner::counts`]: the buffer is there, though it may not be filled yet.
 pub(super) const ISSUED: u64 = 1 << 61;
-/// The async buffer has ended.
+/// Flag in [`Inner::counts`]: the async buffer has ended.
 pub(super) const ENDED: u64 = 1 << 62;
-/// The buffer was given up.
+/// Flag in [`Inner::counts`]: the buffer was given up.
 pub(super) const GIVEN_UP: u64 = 1 << 63;
 
 pub(super) struct Inner {
@@ -53,15 +53,15 @@ pub(super) enum Filling {
     /// No work was issued, or it has filled the buffer.
     #[default]
     Done,
-    /// The work is not over; these callbacks wait for it.
+    /// The work is not over; these callbacks are called with its status when it is.
     UnderWay(Vec<CompletionStatus>),
     Failed(Arc<Failure>),
 }
 
 pub(super) enum State {
-    /// With the waiters, if there are any.
+    /// There is no buffer yet. Has the waiters, if there are any.
     Pending(Option<Box<Waiting>>),
-    /// Work that fills the buffer was issued.
+    /// Work that fills the buffer was issued: (the buffer, the waiters if there are any).
     Issued(SharedBuffer, Option<Box<Waiting>>),
     Ended(Outcome),
 }
@@ -143,7 +143,8 @@ impl Inner {
         }
     }
 
-    /// Stores a buffer that issued work will fill, and calls the waiters for it.
+    /// Stores a buffer that issued work will fill, and calls the callbacks and wakers that wait for
+    /// it. Does nothing unless the async buffer is pending.
     pub(super) fn issue(&self, buffer: SharedBuffer) {
         let mut held = self.held.lock();
         let State::Pending(waiting) = &mut held.state else { return };

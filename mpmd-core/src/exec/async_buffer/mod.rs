@@ -28,7 +28,7 @@ use super::parker::Parker;
 /// The final state of an async buffer: its buffer, or a failure.
 pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
-/// The reading side. Clones refer to the same async buffer.
+/// The reading side of an async buffer. Clones refer to the same async buffer.
 ///
 /// The async buffers of one operation share an allocation. The memory of each is still freed with
 /// its own last holder.
@@ -39,8 +39,8 @@ pub(crate) struct AsyncBuffer {
     left: AtomicBool,
 }
 
-/// A registered use of an async buffer. It gets the buffer even if the buffer is given up in the
-/// meantime.
+/// A registered use of an async buffer, until it is dropped. It gets the buffer even if the buffer
+/// is given up in the meantime.
 pub(crate) struct BufferUse(AsyncBuffer);
 
 /// The async buffers that `Resolvers` will resolve, in order.
@@ -78,8 +78,8 @@ impl AsyncBuffer {
         &self.all[self.index as usize]
     }
 
-    /// Releases this holder early. After that, it may only be dropped. For async buffers that share
-    /// an allocation.
+    /// Releases this holder early; if it is the last, frees the buffer. After that, this handle may
+    /// only be dropped. For async buffers that share an allocation.
     pub(crate) fn leave(&self) {
         if !self.left.swap(true, Ordering::Relaxed) {
             self.inner().let_go(true);
@@ -91,7 +91,7 @@ impl AsyncBuffer {
         self.inner().counts.load(Ordering::Acquire) & ENDED != 0
     }
 
-    /// Returns the outcome, if the async buffer has ended.
+    /// Returns the buffer or the failure, or `None` if the async buffer has not ended.
     pub(crate) fn peek(&self) -> Option<Outcome> {
         match &self.inner().held.lock().state {
             State::Ended(outcome) => Some(outcome.clone()),
@@ -105,7 +105,7 @@ impl AsyncBuffer {
         self.inner().counts.load(Ordering::Acquire) & ISSUED != 0
     }
 
-    /// Returns the buffer, filled or not, if it is there, or the failure.
+    /// Returns the buffer, filled or not, or the failure. `None` if there is neither.
     pub(crate) fn peek_issued(&self) -> Option<Outcome> {
         self.inner().held.lock().issued()
     }
@@ -116,8 +116,8 @@ impl AsyncBuffer {
         self.inner().held.lock().ends_with_its_work
     }
 
-    /// Blocks until the async buffer is issued, or until `deadline`: then returns `None`. Most
-    /// callers should use [`Parker::wait_issued`].
+    /// Blocks until the async buffer is issued or has ended, and returns the buffer or the failure.
+    /// Returns `None` if `deadline` comes first. Most callers should use [`Parker::wait_issued`].
     pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -135,8 +135,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Calls `then` with the buffer as soon as it is there, filled or not. That is now, or on the
-    /// thread that issues or ends the async buffer. `then` must be short.
+    /// Calls `then` with the buffer as soon as it is there, filled or not, or with the failure.
+    /// That is now, or on the thread that issues or ends the async buffer. `then` must be short.
     pub(crate) fn on_issued(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         if let Some(outcome) = held.issued() {
@@ -151,11 +151,14 @@ impl AsyncBuffer {
     /// Calls `then` with the completion status of the work that fills the buffer, once that has
     /// ended. That is now, or on the thread that ends it. The async buffer must be issued; its
     /// buffer may already be taken. `then` must be short.
-    pub(crate) fn on_verdict(&self, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
+    pub(crate) fn on_completion(
+        &self,
+        then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+    ) {
         let mut held = self.inner().held.lock();
         let known = match &mut held.filling {
-            Filling::UnderWay(verdicts) => {
-                verdicts.push(Box::new(then));
+            Filling::UnderWay(waiting) => {
+                waiting.push(Box::new(then));
                 return;
             }
             Filling::Done => Ok(()),
@@ -165,9 +168,9 @@ impl AsyncBuffer {
         then(known);
     }
 
-    /// Same as [`take`](Self::take), but also takes a buffer that is not filled yet: its
-    /// [fences](SharedBuffer::ready) tell when it is. If callbacks wait for the filled buffer, it
-    /// is shared with them.
+    /// Takes the buffer, filled or not: its [fences](SharedBuffer::ready) tell when it is filled.
+    /// Later readers get `donated` as the failure. If callbacks wait for the filled buffer, it is
+    /// shared with them. Returns `None` if there is no buffer yet.
     pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
         let inner = self.inner();
         let mut held = inner.held.lock();
@@ -193,8 +196,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Blocks until the async buffer ends on another thread, or until `deadline`: then returns
-    /// `None`. Most callers should use [`Parker::wait`].
+    /// Blocks until another thread ends the async buffer, and returns the buffer or the failure.
+    /// Returns `None` if `deadline` comes first. Most callers should use [`Parker::wait`].
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -215,8 +218,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Calls `then` with the outcome: now if the async buffer has ended, otherwise on the thread
-    /// that ends it.
+    /// Calls `then` with the buffer or the failure: now if the async buffer has ended, otherwise on
+    /// the thread that ends it.
     ///
     /// `then` must be short: that thread has other work.
     pub(crate) fn on_end(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
@@ -233,8 +236,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Returns the outcome if there is one. Otherwise registers `waker` to be woken at the end. For
-    /// futures.
+    /// Returns the buffer or the failure if the async buffer has ended. Otherwise registers
+    /// `waker`, which is woken when it is issued and when it ends.
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) => Poll::Ready(outcome.clone()),
@@ -248,8 +251,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Same as [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again at the
-    /// end.
+    /// Returns the buffer, filled or not, or the failure. If there is neither, registers `waker`,
+    /// which is woken when the async buffer is issued, and again at its end.
     pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
         match self.peek_issued() {
             Some(outcome) => Poll::Ready(outcome),
@@ -261,7 +264,8 @@ impl AsyncBuffer {
         }
     }
 
-    /// Takes the buffer of an ended async buffer. Later readers get `donated` as the failure.
+    /// Takes the buffer of an ended async buffer, or returns its failure. Later readers get
+    /// `donated` as the failure. `None` if it has not ended.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) if outcome.is_ok() => {
@@ -272,7 +276,7 @@ impl AsyncBuffer {
         }
     }
 
-    /// Registers a use of the buffer.
+    /// Registers a use of the buffer, which lasts until the returned object is dropped.
     pub(crate) fn issue_use(&self) -> BufferUse {
         self.inner().counts.fetch_add(HOLDER + USE, Ordering::Relaxed);
         BufferUse(Self::of(self.all.clone(), self.index))
@@ -322,12 +326,12 @@ impl BufferUse {
         self.0.has_ended()
     }
 
-    /// Blocks until the async buffer ends.
+    /// Blocks until the async buffer ends, and returns the buffer or the failure.
     pub(crate) fn wait(self, parker: &Parker) -> Outcome {
         parker.wait(&self.0, None).expect("no deadline was set")
     }
 
-    /// Blocks until the buffer is there, filled or not.
+    /// Blocks until the buffer is there, filled or not, and returns it, or the failure.
     pub(crate) fn wait_issued(&self, parker: &Parker) -> Outcome {
         parker.wait_issued(&self.0)
     }
@@ -473,12 +477,12 @@ mod tests {
             let (resolver, slot) = AsyncBuffer::new();
             let end = resolver.issue(vec![1u8].into());
             let ends = told.clone();
-            slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
+            slot.on_completion(move |result| ends.lock().push(result.is_ok()));
             assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_ok());
             assert!(told.lock().is_empty(), "it was taken, and is not filled");
             end.end(result.clone());
             let ends = told.clone();
-            slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
+            slot.on_completion(move |result| ends.lock().push(result.is_ok()));
             assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok(); 2]);
         }
     }

@@ -9,28 +9,30 @@ use mpmd_transport::router::{Failure, FailureKind};
 use super::inner::Inner;
 use super::{AsyncBuffer, Outcome};
 
-/// The writing side of one async buffer.
+/// The writing side of one async buffer. Dropping it unused fails the async buffer.
 pub(crate) struct Resolver(pub(super) Option<AsyncBuffer>);
 
-/// The writing side of issued async buffers.
+/// The writing side of issued async buffers: ends them when their work is over. Dropping it unused
+/// fails them.
 pub(crate) struct IssuedPromises(Option<Arc<[Inner]>>);
 
-/// The writing side of several async buffers, which are resolved in order.
+/// The writing side of several async buffers, which are resolved in order. Dropping it fails the
+/// remaining ones.
 pub(crate) struct Resolvers {
     pub(super) all: Arc<[Inner]>,
     pub(super) next: u32,
 }
 
 impl Resolver {
-    /// Ends the async buffer with `outcome`.
+    /// Ends the async buffer with a buffer or a failure, and wakes its waiters.
     pub(crate) fn keep(mut self, outcome: Outcome) {
         if let Some(slot) = self.0.take() {
             slot.inner().end(outcome);
         }
     }
 
-    /// Issues the async buffer: issued work fills `buffer`. The async buffer ends when that work
-    /// does.
+    /// Issues the async buffer with `buffer`, which issued work fills. The caller must end the
+    /// returned object when that work ends.
     pub(crate) fn issue(mut self, buffer: SharedBuffer) -> IssuedPromises {
         let all = self.0.take().map(|slot| {
             slot.inner().issue(buffer);
@@ -41,13 +43,14 @@ impl Resolver {
 }
 
 impl IssuedPromises {
-    /// Marks the async buffers as ending exactly as their work: no input of it can still fail.
+    /// Marks the async buffers as ending exactly as their work: no input of the work can still
+    /// fail.
     pub(crate) fn end_with_their_work(&self) {
         let all = self.0.iter().flat_map(|all| all.iter());
         all.for_each(|inner| inner.held.lock().ends_with_its_work = true);
     }
 
-    /// Ends the async buffers with the result of the issued work.
+    /// Ends the async buffers: filled, or with the failure of the issued work.
     pub(crate) fn end(mut self, result: Result<(), Arc<Failure>>) {
         self.end_all(&result);
     }
@@ -78,7 +81,7 @@ impl Drop for Resolver {
 }
 
 impl Resolvers {
-    /// Ends the next async buffer with `outcome`, if there is one.
+    /// Ends the next async buffer with a buffer or a failure. Does nothing if none is left.
     pub(crate) fn keep_next(&mut self, outcome: Outcome) {
         let Some(inner) = self.all.get(self.next as usize) else { return };
         self.next += 1;
@@ -86,8 +89,8 @@ impl Resolvers {
         inner.let_go(self.all.len() > 1);
     }
 
-    /// Issues all async buffers: their memory is there, and issued work fills it. They end when
-    /// that work does.
+    /// Issues all async buffers with the given buffers, which issued work fills. The caller must
+    /// end the returned object when that work ends.
     ///
     /// Call it before any of them has ended. Async buffers for which `buffers` has no memory fail.
     pub(crate) fn issue(

@@ -9,13 +9,13 @@ use mpmd_layout::topology::DeviceId;
 pub(in crate::exec) struct OnlyPiece<'a> {
     /// The device of the source shard and its memory kind, or `None` for host values.
     pub(in crate::exec) from: Option<(DeviceId, MemoryKind)>,
-    /// The region of the source shard or of the host values.
+    /// The region that the source shard or the host values cover.
     pub(in crate::exec) held: &'a Region,
     pub(in crate::exec) region: &'a Region,
 }
 
 impl OnlyPiece<'_> {
-    /// Returns true if the shard of `device` with this region can be the source's memory itself.
+    /// Returns true if the shard of `device` with this region can share the memory of its source.
     ///
     /// The piece must be the whole source shard and the whole target shard. Both must be of one
     /// process and in the same memory kind. A CUDA device shares memory with no other device.

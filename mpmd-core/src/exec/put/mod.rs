@@ -36,15 +36,15 @@ pub(crate) struct PutPlan {
     pub(crate) what: Arc<PutWhat>,
     pub(crate) fingerprint: u64,
     targets: Vec<Target>,
-    /// In the order in which they are started.
+    /// Regions that move to, from or through this process, in the order in which they are started.
     transfers: Vec<Arc<Transfer>>,
     /// Bytes of new memory that this process may need.
     bytes: u64,
-    /// Indices of the move's descriptors in a dry run: without and with memory shared with the
-    /// source.
-    pub(crate) known_forms: [KnownDescriptor; 2],
-    /// Compilation of the kernel that adds partial sums, for each CUDA device of this process that
-    /// needs it.
+    /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
+    /// with the source.
+    pub(crate) known_descriptors: [KnownDescriptor; 2],
+    /// (device, compilation of the kernel that adds partial sums), for each CUDA device of this
+    /// process that needs it.
     warm_ups: Vec<(DeviceId, WarmUp)>,
 }
 
@@ -57,9 +57,9 @@ pub(crate) struct PutWhat {
 
 /// The source values of a `device_put`.
 pub(crate) enum Source<'a> {
-    /// The same values on every process.
+    /// Host values, the same on every process.
     Host(&'a HostArray),
-    /// The shards that this process owns of an array on devices.
+    /// The shards that this process owns of an array on devices; empty if it owns none.
     Shards(&'a [LocalShard]),
 }
 
@@ -189,7 +189,7 @@ impl PutPlan {
             runtime: runtime.clone(),
         };
         let transfers = transfers.into_iter().map(Arc::new).collect();
-        let known_forms = Default::default();
+        let known_descriptors = Default::default();
         let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
         let warm_ups: Vec<_> = targets
             .iter()
@@ -208,12 +208,12 @@ impl PutPlan {
             targets,
             transfers,
             bytes: bytes as u64,
-            known_forms,
+            known_descriptors,
             warm_ups,
         })
     }
 
-    /// True if this process has no part in the move.
+    /// True if this process neither sends, receives nor owns any part of the move.
     pub(crate) fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.targets.is_empty()
     }
@@ -223,8 +223,9 @@ impl PutPlan {
         self.bytes
     }
 
-    /// Starts this process's part of operation `op` and returns the shards that it will own. May
-    /// block while there is no memory for them, or, the first time, for a kernel's compilation.
+    /// Starts this process's part of operation `op` and returns the shards that it will own. Does
+    /// not wait for the move. May block while there is no memory for the shards, or, the first
+    /// time, for a kernel's compilation.
     ///
     /// With `may_alias` a shard may share memory with the source: arrays never change.
     pub(crate) fn run(
@@ -255,8 +256,8 @@ impl PutPlan {
         result
     }
 
-    /// Returns how a CUDA device adds the partial sums of a shard, or `None` if it adds none.
-    /// Blocks until the kernel is compiled, the first time.
+    /// Returns the device function that adds the partial sums of a shard, or `None` if the host
+    /// adds them or there are none. Blocks until the kernel is compiled, the first time.
     fn sum_on_device(&self, target: &Target) -> Option<Sum> {
         if target.pieces.len() < 2 {
             return None;
@@ -288,7 +289,7 @@ impl Source<'_> {
     }
 }
 
-/// Returns the memory kind of the source. Host values have the default kind.
+/// Returns the memory kind of the source. Host values have the default kind, device memory.
 fn kind_of(from: Option<&Sharding>) -> MemoryKind {
     from.map_or_else(MemoryKind::default, Sharding::memory_kind)
 }

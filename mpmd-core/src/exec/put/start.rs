@@ -20,7 +20,8 @@ use crate::exec::{
 };
 use mpmd_layout::topology::DeviceId;
 
-/// Shards of fewer bytes are assembled by one copy worker: waking a second one would cost more.
+/// Shards of fewer bytes than this are assembled by one copy worker at a time: waking a second one
+/// would cost more.
 const WRITTEN_IN_PARTS: usize = 1 << 20;
 
 /// A `device_put` that is being started.
@@ -30,13 +31,13 @@ pub(super) struct Start<'a> {
     pub(super) op: u64,
     pub(super) guard: &'a OpGuard,
     pub(super) source: &'a Source<'a>,
-    /// By target; `None` if the shard is not assembled from pieces.
+    /// Assembly of each target; `None` if the shard is not assembled from pieces.
     pub(super) shards: Vec<Option<Assembly>>,
 }
 
 impl Start<'_> {
-    /// Sends a region of a local shard to the peers that get it from this process, once the shard
-    /// is complete.
+    /// Registers the send of a region of a local shard to the peers that get it from this process.
+    /// The send starts once the shard is filled, or in CUDA memory once it is issued.
     pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else { return };
         let send = self.send_of(transfer);
@@ -51,7 +52,8 @@ impl Start<'_> {
         Send { op: self.op, transfer: transfer.clone(), guard: self.guard.clone() }
     }
 
-    /// Opens a shard of this process. Also returns its assembly, if it is put together from pieces.
+    /// Reserves the memory of a shard of this process. Returns (its async buffer, its assembly),
+    /// and no assembly if the shard needs no pieces. If there is no memory, the shard fails.
     pub(super) fn open(&self, target: &Target, may_alias: bool) -> (AsyncBuffer, Option<Assembly>) {
         let Self { plan, runtime, op, guard, source, .. } = *self;
         if target.region.is_empty() {
@@ -109,7 +111,8 @@ impl Start<'_> {
         }
     }
 
-    /// Opens a shard in a CUDA device's memory.
+    /// Opens a shard in a CUDA device's memory. Returns its assembly, in host memory if the host
+    /// adds its partial sums. `None` if it is filled with zeros or has failed.
     fn open_on_gpu(
         &self,
         target: &Target,
@@ -171,7 +174,7 @@ impl Start<'_> {
         Some(Assembly::Host(host))
     }
 
-    /// Fills with zeros a shard to which no piece contributes.
+    /// Queues the filling with zeros of a host shard to which no piece contributes.
     fn zeros(&self, reservation: Reservation, resolver: Resolver) {
         let (me, op, guard) = (self.runtime.me, self.op, self.guard.clone());
         self.runtime.move_data(Box::new(move || {
@@ -187,9 +190,10 @@ impl Start<'_> {
         }));
     }
 
-    /// Copies a region into the shards that contain it. A region from a peer is received even if no
-    /// shard needs it any more, so that its sender does not wait. It is then forwarded to this
-    /// process's peers.
+    /// Registers the copy of a region into the shards that contain it. A region from a peer is
+    /// received even if no shard needs it any more, so that its sender does not wait. It is then
+    /// forwarded to the transfer's peers. Waits for none of this; host values of up to
+    /// [`COPY_INLINE`] bytes are copied now.
     pub(super) fn receive(&self, transfer: &Arc<Transfer>) {
         let shards = transfer.targets.iter().filter_map(|at| self.shards[*at].clone());
         let (runtime, guard) = (self.runtime, self.guard);
@@ -239,7 +243,8 @@ impl Start<'_> {
     }
 }
 
-/// Returns a shard that shares the memory of `source`.
+/// Returns an async buffer that shares the memory of `source`, once that has its buffer. The
+/// operation stays in flight until `source` has ended.
 fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&AsyncBuffer>) -> AsyncBuffer {
     let (resolver, slot) = AsyncBuffer::new();
     if let Some(source) = source {

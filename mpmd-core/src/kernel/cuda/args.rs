@@ -12,9 +12,9 @@ use mpmd_layout::aval::DType;
 pub struct Part<'a> {
     memory: Memory<'a>,
     dtype: DType,
-    /// Elements left out at the start.
+    /// The number of elements left out at the start.
     skipped: usize,
-    /// Elements of the whole view or scratch.
+    /// The number of elements of the whole view or scratch.
     elements: usize,
     writable: bool,
 }
@@ -125,7 +125,7 @@ pub(super) enum Value<'a> {
     Number(Number),
 }
 
-/// The bytes of a number argument.
+/// The bytes of a number argument: the first `size` of `bytes`, in this machine's byte order.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Number {
     pub(super) bytes: [u8; 8],

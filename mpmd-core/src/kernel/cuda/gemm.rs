@@ -29,7 +29,8 @@ pub struct Gemm {
     transpose: [bool; 2],
     alpha: f64,
     beta: f64,
-    /// For A, B and C. `None` for dense matrices.
+    /// Elements between the starts of successive stored rows of A, B and C. `None` for dense
+    /// matrices.
     leading: Option<[usize; 3]>,
     batch: usize,
     strides: [usize; 3],
@@ -53,32 +54,33 @@ impl Gemm {
         }
     }
 
-    /// Takes A transposed: it is stored as `[k, m]`.
+    /// Marks A as stored transposed, as `[k, m]`.
     #[must_use]
     pub const fn transpose_a(self) -> Self {
         Self { transpose: [true, self.transpose[1]], ..self }
     }
 
-    /// Takes B transposed: it is stored as `[n, k]`.
+    /// Marks B as stored transposed, as `[n, k]`.
     #[must_use]
     pub const fn transpose_b(self) -> Self {
         Self { transpose: [self.transpose[0], true], ..self }
     }
 
-    /// Multiplies the product by `alpha`. It is rounded to `f32` unless the operands are `f64`.
+    /// Multiplies the product by `alpha`, which is rounded to `f32` unless the operands are `f64`.
     #[must_use]
     pub const fn alpha(self, alpha: f64) -> Self {
         Self { alpha, ..self }
     }
 
     /// Adds `beta` times the old content of C. With 0, the default, the old content is not read.
+    /// Like the factor of the product, `beta` is rounded to `f32` unless the operands are `f64`.
     #[must_use]
     pub const fn beta(self, beta: f64) -> Self {
         Self { beta, ..self }
     }
 
-    /// Sets the distance in elements between the starts of successive stored rows of A, B and C. It
-    /// must be at least the length of a row.
+    /// Sets the distance in elements between the starts of successive stored rows of A, B and C.
+    /// Each must be at least the length of a row; the default is that length.
     #[must_use]
     pub const fn leading(self, a: usize, b: usize, c: usize) -> Self {
         Self { leading: Some([a, b, c]), ..self }
@@ -97,7 +99,7 @@ impl Gemm {
         Self { math, ..self }
     }
 
-    /// Returns the stored rows and columns of A, B and C.
+    /// Returns (rows, columns) of A, B and C as they are stored.
     fn stored(&self) -> [(usize, usize); 3] {
         let turned = |(rows, columns), turn| if turn { (columns, rows) } else { (rows, columns) };
         [

@@ -102,7 +102,7 @@ impl<'a> Cuda<'a> {
         Self { gpu, stream, memory }
     }
 
-    /// Launches `function` of a source.
+    /// Issues a launch of `function` of a source to the device, without waiting for it.
     ///
     /// The arguments must match the function's parameters in order: pointers for views and scratch,
     /// `unsigned long long` for `usize`. The function must access only memory within them; this is
@@ -166,7 +166,7 @@ impl<'a> Cuda<'a> {
         Ok(self.gpu.gemm(self.stream, self.memory.device_pool(), &product, places)?)
     }
 
-    /// Sets every byte to zero, which is the zero of every dtype.
+    /// Issues work that sets every byte of `values` to zero, which is the zero of every dtype.
     ///
     /// # Errors
     ///
@@ -178,7 +178,7 @@ impl<'a> Cuda<'a> {
         Ok(self.stream.fill(place, [0; 4], 1)?)
     }
 
-    /// Sets every element to `value`.
+    /// Issues work that sets every element of `values` to `value`.
     ///
     /// # Errors
     ///
@@ -202,10 +202,10 @@ impl<'a> Cuda<'a> {
         self.fill_wide(place, bytes)
     }
 
-    /// Fills memory with an element too wide for the driver's memset. Copies some elements from the
-    /// host, then doubles the filled part until it is complete.
+    /// Fills memory with an element too wide for the driver's memset. Issues a copy of some
+    /// elements from the host, then copies that double the filled part until it is complete.
     fn fill_wide(&self, place: DevicePlace, element: &[u8]) -> Result<()> {
-        /// The most bytes copied from the host.
+        /// The largest number of bytes copied from the host.
         const FIRST: usize = 4096;
         let first = place.bytes.min(FIRST);
         if first == 0 {
@@ -227,7 +227,7 @@ impl<'a> Cuda<'a> {
         Ok(())
     }
 
-    /// Copies values from one view or scratch to another on the same device.
+    /// Issues a copy of values from one view or scratch to another on the same device.
     ///
     /// # Errors
     ///
@@ -258,7 +258,8 @@ impl<'a> Cuda<'a> {
     }
 
     /// Returns the device address of a part's first element, for the program's own libraries. They
-    /// must issue their work to [`Cuda::stream`].
+    /// must issue their work to [`Cuda::stream`]. An input on the host is copied to the device
+    /// first.
     ///
     /// # Errors
     ///

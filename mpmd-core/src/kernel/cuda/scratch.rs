@@ -53,9 +53,9 @@ impl Drop for Scratch<'_> {
 /// [ended](Self::end) with the fence behind that work.
 #[derive(Debug)]
 pub(crate) struct CallMemory {
-    /// Device memory.
+    /// The pool of the device's memory.
     device: Pool,
-    /// Pinned host memory.
+    /// A pool of pinned host memory.
     host: Pool,
     state: Mutex<State>,
 }
@@ -80,7 +80,8 @@ impl CallMemory {
     }
 
     /// Ends the call: all its work was issued and ends at `fence`. Device blocks go to `spare`,
-    /// which belongs to the stream that the work was issued to.
+    /// which belongs to the stream that the work was issued to. Held host memory is free after
+    /// `fence`.
     pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
         let State { mut free, mut held, copies, bytes } = self.state.into_inner();
         free.extend(copies.into_iter().map(|(_, copy)| copy));
@@ -139,7 +140,8 @@ impl CallMemory {
         self.state.lock().held.push(buffer);
     }
 
-    /// Returns a device block that is unused, or used only by earlier work of the compute stream.
+    /// Returns a device block of at least `bytes` bytes that is unused, or used only by earlier
+    /// work of the compute stream. If the pool is full, first returns all spare blocks to it.
     fn block(&self, spare: &Spare, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
         // Rounded to the pool's size classes, so that blocks are reused.
         let bytes = usize::try_from(Pool::rounded(bytes)).unwrap_or(usize::MAX);

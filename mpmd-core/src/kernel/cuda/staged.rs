@@ -9,8 +9,9 @@ use super::{Cuda, Part, behind, out_of_memory};
 use crate::error::Result;
 
 impl Cuda<'_> {
-    /// Issues a copy of values to the host. They are valid after a wait for the stream. If that
-    /// wait fails, [hold](Self::hold) the buffer. Host values are copied at once.
+    /// Returns a host buffer and issues the copy of device values into it. The values are valid
+    /// after a wait for the stream. If that wait fails, [hold](Self::hold) the buffer. Host values
+    /// are copied at once.
     pub(crate) fn fetch(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
         let mut staged = self.room(values)?;
         if let Memory::Host(all) = values.memory() {
@@ -27,7 +28,7 @@ impl Cuda<'_> {
         Ok(staged)
     }
 
-    /// Allocates host memory for these values.
+    /// Allocates pinned host memory as large as these values, with arbitrary content.
     pub(crate) fn room(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
         let elements = values.elements().ok_or_else(|| behind(values))?;
         self.memory.stage(elements * values.dtype().size()).map_err(out_of_memory)

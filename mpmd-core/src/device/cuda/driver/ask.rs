@@ -15,7 +15,8 @@ const DRIVER: &str = "CUDA driver";
 /// Room for a device's name, in bytes.
 const NAME_BYTES: usize = 256;
 
-/// Returns the CUDA driver; see [`found`](super::found).
+/// Returns the CUDA driver. Only the first call in a process starts and asks it; later calls return
+/// the same result.
 pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
     static DRIVER: OnceLock<Result<Driver, NoCuda>> = OnceLock::new();
     let found = DRIVER.get_or_init(|| guarded(self::DRIVER, look));
@@ -124,12 +125,12 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
     })
 }
 
-/// Creates an error with the driver's name and description of it.
+/// Creates an error for a failed driver call, with the driver's name and description of the error.
 pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
     NoCuda::Refused { library: DRIVER, call, name: error.name(), text: error.text() }
 }
 
-/// Returns NVRTC's version; see [`nvrtc`](super::nvrtc).
+/// Returns the version of NVRTC as `major.minor`. Loads the library if it is not loaded yet.
 pub(super) fn nvrtc() -> Result<String, NoCuda> {
     use cudarc::nvrtc::sys;
     const WHAT: &str = "NVRTC";
@@ -152,7 +153,8 @@ pub(super) fn nvrtc() -> Result<String, NoCuda> {
     })
 }
 
-/// Returns cuBLAS's version; see [`cublas`](super::cublas).
+/// Returns the version of cuBLAS as `major.minor.patch`, or a text that it is unknown. Loads the
+/// library if it is not loaded yet.
 pub(super) fn cublas() -> Result<String, NoCuda> {
     use cudarc::cublas::sys::{self, libraryPropertyType as Property};
     const WHAT: &str = "cuBLAS";
@@ -186,7 +188,7 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
     })
 }
 
-/// Returns NCCL's version; see [`nccl`](super::nccl).
+/// Returns the version of NCCL as `major.minor.patch`. Loads the library if it is not loaded yet.
 pub(super) fn nccl() -> Result<String, NoCuda> {
     use super::NCCL as LIBRARY;
     use crate::device::cuda::{NCCL_NAMES, NCCL_SYMBOLS, nccl_library, nccl_version_of};
@@ -222,7 +224,7 @@ fn status(library: &'static str, call: &'static str, answer: Answer) -> NoCuda {
     }
 }
 
-/// Returns an error if a library lacks some of these functions.
+/// Returns an error that lists those of the functions `names` that a library lacks, if any.
 fn whole(library: &'static str, names: &[&str], has: impl Fn(&[u8]) -> bool) -> Result<(), NoCuda> {
     let lacking = names.iter().filter(|name| !has(name.as_bytes())).map(|name| (*name).to_owned());
     let symbols: Vec<String> = lacking.collect();

@@ -17,7 +17,7 @@ use serde::{Serialize, Serializer};
 pub struct Driver {
     /// The newest CUDA version that the driver supports.
     pub version: Version,
-    /// The visible graphics processors, in the order of their ordinals; at least one.
+    /// The visible graphics processors, in the order of their ordinals; at least one. The variable
     /// `CUDA_VISIBLE_DEVICES` hides some and numbers the others.
     pub gpus: Vec<Gpu>,
 }
@@ -33,9 +33,9 @@ pub struct Gpu {
     pub uuid: Uuid,
     /// Total memory in bytes, used or not.
     pub memory_bytes: u64,
-    /// The compute capability.
+    /// The compute capability of the device, such as 9.0.
     pub capability: Version,
-    /// Further properties.
+    /// Further properties of the device.
     pub attributes: Attributes,
 }
 
@@ -50,13 +50,13 @@ pub struct Attributes {
     /// True if the host and all devices share one address range, so that an address identifies its
     /// device.
     pub unified_addressing: bool,
-    /// True if other processes can open its memory and its events (CUDA IPC).
+    /// True if other processes can open the device's memory and events (CUDA IPC).
     pub ipc: bool,
-    /// True if only one process may use it, as set by `nvidia-smi -c EXCLUSIVE_PROCESS`.
+    /// True if only one process may use the device, as set by `nvidia-smi -c EXCLUSIVE_PROCESS`.
     pub exclusive: bool,
-    /// True if no process may use it for computing.
+    /// True if no process may use the device for computing.
     pub prohibited: bool,
-    /// True if it shares the host's memory. Such devices have no IPC of memory.
+    /// True if the device shares the host's memory. Such devices have no IPC of memory.
     pub integrated: bool,
     /// The most shared memory, in bytes, that a block can request (opt-in limit).
     pub shared_memory_bytes: u32,
@@ -82,7 +82,7 @@ pub enum NoCuda {
     /// The program was built without the feature `cuda`.
     #[error("no CUDA driver found: this program was built without the feature `cuda`")]
     NotBuilt,
-    /// No library of any of these names can be loaded.
+    /// None of the library's file names can be loaded.
     #[error(
         "no {library} found: looked for {}; the loader looks in its own folders and in \
          LD_LIBRARY_PATH, which is {}",
@@ -178,11 +178,12 @@ pub fn found() -> Result<&'static Driver, NoCuda> {
     Err(NoCuda::NotBuilt)
 }
 
-/// Returns the version of NVRTC, the compiler of kernels.
+/// Returns the version of NVRTC, the compiler of kernels, as text such as `12.8`. Loads the library
+/// if it is not loaded yet.
 ///
 /// # Errors
 ///
-/// If it cannot be loaded or does not work.
+/// If NVRTC cannot be loaded or does not work, or the program was built without the feature `cuda`.
 pub fn nvrtc() -> Result<String, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::nvrtc();
@@ -190,11 +191,13 @@ pub fn nvrtc() -> Result<String, NoCuda> {
     Err(NoCuda::NotBuilt)
 }
 
-/// Returns the version of cuBLAS, the library for matrix products.
+/// Returns the version of cuBLAS, the library for matrix products, as text such as `12.8.4`. Loads
+/// the library if it is not loaded yet.
 ///
 /// # Errors
 ///
-/// If it cannot be loaded or does not work.
+/// If cuBLAS cannot be loaded or does not work, or the program was built without the feature
+/// `cuda`.
 pub fn cublas() -> Result<String, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::cublas();
@@ -202,11 +205,12 @@ pub fn cublas() -> Result<String, NoCuda> {
     Err(NoCuda::NotBuilt)
 }
 
-/// Returns the version of NCCL, the library for collectives.
+/// Returns the version of NCCL, the library for collectives, as text such as `2.22.3`. Loads the
+/// library if it is not loaded yet.
 ///
 /// # Errors
 ///
-/// If it cannot be loaded or does not work.
+/// If NCCL cannot be loaded or does not work, or the program was built without the feature `cuda`.
 pub fn nccl() -> Result<String, NoCuda> {
     #[cfg(feature = "cuda")]
     return ask::nccl();
@@ -227,7 +231,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// Writes it as `nvidia-smi -L` does.
+/// Formats the identity as `nvidia-smi -L` does: `GPU-` and groups of hexadecimal digits.
 impl fmt::Display for Uuid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GPU")?;
@@ -246,21 +250,21 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// Serialised as text.
+/// Serialised as the text `major.minor`.
 impl Serialize for Version {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// Serialised as text.
+/// Serialised as text, as `nvidia-smi -L` writes it.
 impl Serialize for Uuid {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// Lists the names that a Linux system is likely to have, and the number of others.
+/// Lists up to four of the names that a Linux system is likely to have, and the number of others.
 fn some_of(names: &[String]) -> String {
     const FEW: usize = 4;
     // Names with a version number before `.so` do not exist on Linux.

@@ -21,10 +21,10 @@ pub(super) const IN_PROGRESS: u32 = 7;
 /// enumeration of their own NCCL version, but a newer library may return other values.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {
-        /// Functions that NCCL must have.
+        /// Names of the functions that NCCL's library must have.
         pub(crate) const SYMBOLS: &[&str] = &["ncclGetVersion", $(stringify!($name)),*];
 
-        /// The function pointers.
+        /// Pointers to NCCL's functions of these names.
         #[expect(non_snake_case, reason = "NCCL's own names")]
         pub(super) struct Functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument: $type),*) -> $answer,)*
@@ -88,7 +88,8 @@ functions! {
     fn ncclGetLastError(communicator: ncclComm_t) -> *const c_char;
 }
 
-/// The file names that are tried. `cudarc` knows only the second, which comes with NCCL's headers.
+/// File names of NCCL's library, tried in this order. `cudarc` knows only the second, which comes
+/// with NCCL's headers.
 pub(crate) const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// Returns NCCL's library, loaded at the first call. `None` if there is none.
@@ -113,7 +114,7 @@ pub(crate) fn version(library: &Library) -> Result<i32, CudaError> {
     if answer == SUCCESS { Ok(number) } else { Err(refused(name(answer))) }
 }
 
-/// The operation named in errors of loading NCCL.
+/// The operation that errors name if NCCL cannot be loaded.
 const DOING: &str = "making NCCL ready";
 
 /// Returns NCCL's functions, loaded at the first call.
@@ -127,7 +128,8 @@ pub(super) fn functions() -> Result<&'static Functions, CudaError> {
 }
 
 impl Functions {
-    /// Returns an error if a status is one. A call that continues in the background is no error.
+    /// Returns an error if `answer` is an error status of NCCL; `doing` names the operation in it.
+    /// A call that continues in the background is no error.
     ///
     /// # Safety
     ///

@@ -40,7 +40,7 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(
 /// still add work to the stream.
 const UNTIL_GONE: Duration = Duration::from_secs(2);
 
-/// A process's communicators.
+/// All NCCL communicators of this process, open or being ended.
 #[derive(Default)]
 pub(crate) struct Communicators {
     state: Mutex<State>,
@@ -61,7 +61,7 @@ pub(crate) struct Communicator {
     functions: &'static Functions,
     context: Arc<Context>,
     rank: usize,
-    /// `None` before it is created and after it was ended.
+    /// The NCCL handle. `None` before it is created and after it was ended.
     raw: Mutex<Option<Raw>>,
     given_up: OnceLock<Arc<Failure>>,
     is_gone: Mutex<bool>,
@@ -115,7 +115,7 @@ impl Communicators {
     }
 
     /// Creates the communicator of a rank of these devices. Blocks until every rank of the group
-    /// has done so. The device's context must be current.
+    /// has done so, or until `deadline`. The device's context must be current.
     ///
     /// # Errors
     ///
@@ -150,8 +150,8 @@ impl Communicators {
         Ok(made)
     }
 
-    /// Aborts all communicators, each on a thread of its own, and refuses new ones. Called when a
-    /// rank has died, because work that waits for it would never end. Never blocks.
+    /// Aborts all open communicators, each on a thread of its own, and refuses new ones with `why`.
+    /// Called when a rank has died, because work that waits for it would never end. Never blocks.
     pub(crate) fn give_up(&self, why: &Arc<Failure>) {
         let open = {
             let mut state = self.state.lock();
@@ -167,7 +167,8 @@ impl Communicators {
         }
     }
 
-    /// Returns the first error that NCCL reports for an open communicator.
+    /// Returns an error that NCCL reports for an open communicator, or `None`. Skips communicators
+    /// that another thread is using.
     pub(crate) fn look(&self) -> Option<CudaError> {
         let open: Vec<_> = self.state.lock().open.values().cloned().collect();
         // A locked communicator is skipped: the thread that holds it gets the error.
@@ -207,13 +208,13 @@ impl Communicators {
 }
 
 impl Communicator {
-    /// Returns the failure because of which it was given up. Then its work may be undone although
-    /// the device has passed it.
+    /// Returns the failure because of which this communicator was given up, or `None` if it was
+    /// not. Once given up, its work may be undone although the device has passed it.
     pub(crate) fn given_up(&self) -> Option<&Arc<Failure>> {
         self.given_up.get()
     }
 
-    /// Starts to create it, without waiting for the other ranks.
+    /// Starts to create the communicator of `ranks` ranks, without waiting for the other ranks.
     fn begin(&self, ranks: usize, id: &CommunicatorId) -> Result<(), NotJoined> {
         const DOING: &str = "creating an NCCL communicator";
         let mut held = self.raw.lock();
@@ -356,7 +357,8 @@ impl Communicator {
         unsafe { functions.check(&doing(), answer, raw) }.map_err(NotJoined::from)
     }
 
-    /// Makes several NCCL calls as one group, which NCCL issues together.
+    /// Makes several NCCL calls as one group, which NCCL issues together. Returns their worst
+    /// status; without calls, `SUCCESS`.
     ///
     /// # Safety
     ///
@@ -376,7 +378,8 @@ impl Communicator {
         worse(called, unsafe { (self.functions.ncclGroupEnd)() })
     }
 
-    /// Waits until the background work of the last call is done, sleeping between polls.
+    /// Waits until the background work of the last NCCL call is done, sleeping between polls.
+    /// Errors name the operation `doing`.
     ///
     /// # Errors
     ///
@@ -419,7 +422,8 @@ impl Communicator {
         }
     }
 
-    /// Locks the communicator. If it was given up, waits until it is gone and fails.
+    /// Locks the communicator. If it was given up, waits up to [`UNTIL_GONE`] for its abort and
+    /// fails.
     fn held(&self) -> Result<MutexGuard<'_, Option<Raw>>, NotJoined> {
         if let Err(error) = self.still_joined() {
             // Until it is gone, NCCL may add work to the stream behind the caller's next work.
@@ -437,7 +441,8 @@ impl Communicator {
         }
     }
 
-    /// Takes the communicator from all users and calls `end` with it.
+    /// Takes the communicator away from all users, calls `end` with it, and wakes the threads that
+    /// wait for its end.
     fn end(&self, end: impl FnOnce(Raw)) {
         let raw = self.raw.lock().take();
         if let Some(raw) = raw {
@@ -465,7 +470,7 @@ impl Communicator {
         }
     }
 
-    /// Finalises and destroys it. Aborts it if it does not finish until the deadline.
+    /// Finalises and destroys the communicator. Aborts it if it does not finish until the deadline.
     fn close(&self, held: Raw, deadline: Instant) {
         const DOING: &str = "leaving NCCL";
         let Raw(raw) = held;
@@ -489,7 +494,7 @@ impl Communicator {
     }
 }
 
-/// Returns the more severe of two statuses: an error, else `IN_PROGRESS`, else `SUCCESS`.
+/// Returns the more severe of two NCCL statuses: an error, else `IN_PROGRESS`, else `SUCCESS`.
 fn worse(one: u32, other: u32) -> u32 {
     match (one, other) {
         (SUCCESS, other) => other,
