@@ -9,10 +9,10 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// The time limit of a benchmark with few repeats.
+/// Time limit of a benchmark with few repeats, after which it is killed.
 const LONG: Duration = Duration::from_secs(120);
 
-/// Variables that may be set where the tests run.
+/// Variables that are removed for `mpmd`, as they may be set where the tests run.
 const SET: [&str; 6] = [
     "MPMD_RANK",
     "MPMD_WORLD_SIZE",
@@ -31,7 +31,7 @@ fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Runs a command to its end, at most for the time limit.
+/// Runs a command until it ends and returns its output. Kills it and panics after the time limit.
 fn run(mut command: Command) -> Output {
     let child = command
         .stdout(Stdio::piped())
@@ -58,7 +58,7 @@ fn bench(args: &[&str]) -> String {
     said
 }
 
-/// Returns the error output of a failed call without standard output.
+/// Runs `mpmd bench`, which must fail without standard output. Returns the standard error.
 fn complaint(args: &[&str]) -> String {
     let output = run(command(args));
     assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {output:?}");
@@ -71,7 +71,8 @@ fn lines(said: &str) -> Vec<Value> {
         .collect()
 }
 
-/// Checks that all samples are there and none is zero.
+/// Checks that a line of results counts all repeats, and that its times are above zero and in
+/// order.
 fn assert_measured(line: &Value, repeats: u64) {
     let figure = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
     assert!(0.0 < figure("p10") && figure("p10") <= figure("median"), "{line}");
@@ -221,8 +222,8 @@ fn table_has_one_level_and_busy_threads() {
     }
 }
 
-/// Creates a stand-in for `ucx_perftest` with constant output. Its two processes form a `bench p2p`
-/// pair, started as another launcher would.
+/// Writes a stand-in for `ucx_perftest` that prints constant results, and returns its path. Its two
+/// processes first run `mpmd bench p2p` as a pair, as under another launcher.
 fn stand_in() -> PathBuf {
     let path =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("perftest-{}", std::process::id()));
@@ -389,8 +390,8 @@ fn job_with_another_transport_is_refused() {
     }
 }
 
-/// Returns the lines of `bench pipeline` with these further arguments. The network has six small
-/// layers. It learns so fast that the losses depend on every gradient.
+/// Runs `mpmd bench pipeline` with these further arguments and returns its lines. The network has
+/// six small layers. It learns so fast that the losses depend on every gradient.
 fn pipeline(args: &[&str]) -> Vec<Value> {
     let small = "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 \
         --learning-rate 0.3 --json";

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// The time limit of a call.
+/// Time limit of a call of `mpmd`, after which it is killed and the test fails.
 const LONG: Duration = Duration::from_secs(60);
 
-/// The output and exit status of the program.
+/// The output of `mpmd` and its exit code; `status` is `None` after a signal.
 #[derive(Debug)]
 pub(crate) struct Told {
     pub(crate) status: Option<i32>,
@@ -19,12 +19,13 @@ pub(crate) struct Told {
     pub(crate) stderr: String,
 }
 
-/// Calls `mpmd plan` with `input` on standard input.
+/// Runs `mpmd plan` with `input` on standard input, and waits until it ends; see [`call`].
 pub(crate) fn ask(args: &[&str], input: &str) -> Told {
     call(&[&["plan"], args].concat(), input)
 }
 
-/// Calls `mpmd` with `input` on standard input.
+/// Runs `mpmd` with `input` on standard input, and waits until it ends. Panics after the time
+/// limit.
 pub(crate) fn call(args: &[&str], input: &str) -> Told {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.args(args);
@@ -55,14 +56,16 @@ pub(crate) fn call(args: &[&str], input: &str) -> Told {
     Told { status: status.code(), stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
 }
 
-/// Returns the answer to a well-formed case.
+/// Runs `mpmd plan` for a case and returns its answer. Panics unless it succeeds and prints nothing
+/// on standard error.
 pub(crate) fn told(what: &str, case: &Value) -> Value {
     let answer = ask(&[what], &case.to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""), "{what} of {case}");
     serde_json::from_str(&answer.stdout).unwrap()
 }
 
-/// Checks that the answer is this error, with a message that contains all texts.
+/// Checks that `mpmd plan` answers a case with the error `error`, and a message that contains all
+/// texts.
 pub(crate) fn refused(what: &str, case: &Value, error: &str, texts: &[&str]) {
     let answer = told(what, case);
     assert_eq!(answer["error"], error, "{what} of {case}: {answer}");
@@ -73,7 +76,8 @@ pub(crate) fn refused(what: &str, case: &Value, error: &str, texts: &[&str]) {
     assert_eq!(answer.as_object().unwrap().len(), 2, "{what} of {case}: {answer}");
 }
 
-/// Returns a path with this name, unique to this test run.
+/// Returns a path in cargo's temporary folder that ends in `name` and is unique to this process.
+/// Creates nothing.
 pub(crate) fn temporary(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()))
 }

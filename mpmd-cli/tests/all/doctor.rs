@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// The time limit of a call.
+/// Time limit of a call of `mpmd doctor`, after which it is killed.
 const LONG: Duration = Duration::from_secs(60);
 
 fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {

@@ -3,7 +3,7 @@
 use crate::common::{ask, refused, temporary, told};
 use serde_json::{Value, json};
 
-/// Returns the cases of a golden file, with their expected results.
+/// Returns the cases of a golden file with their expected results, of which there must be `count`.
 fn golden(text: &str, count: usize) -> Vec<Value> {
     let golden: Value = serde_json::from_str(text).unwrap();
     let cases = golden["cases"].as_array().unwrap().clone();
@@ -11,7 +11,7 @@ fn golden(text: &str, count: usize) -> Vec<Value> {
     cases
 }
 
-/// Returns the answers to all cases, from one call.
+/// Returns the answers of `mpmd plan` to all cases, in their order, from one call.
 fn told_all(what: &str, cases: &[Value]) -> Vec<Value> {
     let answers = told(what, &Value::Array(cases.to_vec()));
     let answers = answers.as_array().expect("a list for a list").clone();

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::common::{ask, temporary, told};
 use serde_json::{Value, json};
 
-/// For each device, the elements that it holds, by row-major index, and the step after which it
-/// holds them.
+/// For each device, the elements that it holds, by row-major index. The value is the step after
+/// which the device holds the element, 0 at the start.
 type Had = BTreeMap<u64, BTreeMap<usize, u64>>;
 
 /// Returns the elements of a region `[[start, end], …]` of an array of `shape`, by row-major index.
@@ -26,7 +26,7 @@ fn shape_of(case: &Value) -> Vec<usize> {
     serde_json::from_value(case["shape"].clone()).unwrap()
 }
 
-/// Returns the elements of each device on one side.
+/// Returns the elements that each device holds in a layout, all with step 0.
 fn held(case: &Value, layout: &Value) -> Had {
     let regions = layout["regions"].as_object().unwrap_or_else(|| panic!("{case}: {layout}"));
     let of = |(device, region): (&String, &Value)| {
@@ -36,14 +36,16 @@ fn held(case: &Value, layout: &Value) -> Had {
     regions.iter().map(of).collect()
 }
 
-/// Returns the process and host of each device, by default 0.
+/// Returns (process, host of that process) of a device, 0 where the case does not say.
 fn place(case: &Value, device: u64) -> (u64, u64) {
     let process = case["process_of"].get(device.to_string()).and_then(Value::as_u64).unwrap_or(0);
     let host = case["host_of"].get(process.to_string()).and_then(Value::as_u64).unwrap_or(0);
     (process, host)
 }
 
-/// Executes the pieces one after the other, and checks the sums of the answer.
+/// Executes the pieces of an answer one after the other. Checks that each target device gets its
+/// elements exactly once, that no link carries unneeded bytes, and the answer's sums. `item` is the
+/// bytes per element.
 fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     let shape = shape_of(case);
     let (source, wanted) = (held(case, src), held(case, dst));
@@ -123,11 +125,11 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     );
 }
 
-/// Pseudo-random numbers, the same in every run.
+/// A generator of pseudo-random numbers; equal seeds give the same numbers in every run.
 struct Numbers(u64);
 
 impl Numbers {
-    /// Returns a number below `end`.
+    /// Returns the next number, from 0 to `end` - 1.
     fn below(&mut self, end: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -141,7 +143,7 @@ impl Numbers {
     }
 }
 
-/// Numbers of devices, with gaps.
+/// Ids of devices, with gaps.
 const DEVICES: [u64; 10] = [0, 1, 2, 3, 7, 10, 11, 100, 101, u32::MAX as u64];
 
 fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
@@ -231,8 +233,8 @@ fn plans_are_executable_and_move_the_minimum() {
     );
 }
 
-/// Rows on two processes of one host become columns on the other host. Each column block is on both
-/// devices of a process.
+/// Returns a case for `mpmd plan`: blocks on two processes of one host become columns on the other
+/// host. Each column block is on both devices of a process.
 fn example() -> Value {
     json!({
         "shape": [8, 6],
@@ -380,8 +382,8 @@ target        P() on {z:1} devices [9]
 replicated over x_intermediate_replica, y_intermediate_replica
 ";
 
-/// Checks that a document is well formed: matching tags, quoted attributes, and escaped brackets
-/// and ampersands. Returns the texts between tags.
+/// Checks that an SVG document is well formed: matching tags, quoted attributes, and escaped
+/// brackets and ampersands. Returns the texts between tags.
 fn texts(svg: &str) -> Vec<String> {
     let (mut open, mut texts, mut rest) = (Vec::new(), Vec::new(), svg);
     while let Some(start) = rest.find('<') {
@@ -414,7 +416,8 @@ fn texts(svg: &str) -> Vec<String> {
     texts
 }
 
-/// Returns the drawing of a case, written by `mpmd plan` to a file of this name.
+/// Runs `mpmd plan` with `--svg` on a case. Returns the drawing, which was written to a temporary
+/// file of this name.
 fn svg(name: &str, what: &str, case: &Value) -> String {
     let file = temporary(&format!("{name}.svg"));
     let answer = ask(&[what, "--svg", file.to_str().unwrap()], &case.to_string());

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// The time limit of a test, after which a hanging job is an error.
+/// Time limit of a job, after which the test fails and the launcher is terminated.
 const LONG: Duration = Duration::from_secs(40);
 
 fn mpmd(args: &[&str], script: &str) -> Command {
@@ -58,7 +58,8 @@ impl Job {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Returns the exit code, and the remaining output of both streams.
+    /// Waits for the launcher to end. Returns (exit code, rest of standard output, standard error);
+    /// the code is `None` after a signal.
     fn end(mut self) -> (Option<i32>, String, String) {
         let until = Instant::now() + LONG;
         let status = loop {
@@ -110,7 +111,7 @@ fn lines(output: &Output) -> Vec<String> {
     lines
 }
 
-/// Returns the numbers after the prefixes of `count` lines.
+/// Reads `count` lines of a job and returns the process ids after each prefix `[...] `.
 fn pids(job: &mut Job, count: usize) -> Vec<i32> {
     let line = |_| {
         let line = job.line();

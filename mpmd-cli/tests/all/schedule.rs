@@ -15,7 +15,7 @@ fn cases(golden: &str, count: usize) -> Vec<Value> {
     cases
 }
 
-/// Returns the arguments for a case of a golden file.
+/// Returns the arguments for `mpmd` that ask for the schedule of a golden file's case.
 fn asked(case: &Value) -> Vec<String> {
     let number = |key: &str| case[key].as_u64().unwrap().to_string();
     let name = case["schedule"].as_str().unwrap();
@@ -29,14 +29,14 @@ fn ask(args: &[&str]) -> Told {
     call(&[&["schedule"], args].concat(), "")
 }
 
-/// Returns the output of a successful call.
+/// Returns the output of `mpmd schedule`, which must succeed.
 fn shown(args: &[&str]) -> String {
     let told = ask(args);
     assert_eq!((told.status, told.stderr.as_str()), (Some(0), ""), "{args:?}");
     told.stdout
 }
 
-/// Returns the error of a failed call: one line, and status 2.
+/// Returns the standard error of `mpmd schedule`, which must fail with one line and exit code 2.
 fn refused(args: &[&str]) -> String {
     let told = ask(args);
     assert_eq!((told.status, told.stdout.as_str()), (Some(2), ""), "{args:?}: {}", told.stderr);

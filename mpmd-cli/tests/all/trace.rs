@@ -7,7 +7,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::{Label, Role, Simulation};
 use serde_json::Value;
 
-/// A kernel that adds one.
+/// A kernel that adds one to each value.
 struct Next;
 
 impl Kernel for Next {
@@ -28,7 +28,7 @@ impl Kernel for Next {
 
 const STEPS: u64 = 3;
 
-/// Runs traced steps of two stages in two processes. Returns the folder.
+/// Runs `STEPS` traced steps of two stages in two processes. Returns the folder with the traces.
 fn traced(name: &str) -> PathBuf {
     let folder =
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()));
@@ -62,7 +62,8 @@ fn traced(name: &str) -> PathBuf {
     folder
 }
 
-/// Returns the exit code, and the two output streams.
+/// Runs `mpmd trace` on a folder. Returns (exit code, standard output, standard error); the code is
+/// `None` after a signal.
 fn ask(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     let output = command.arg("trace").arg(folder).args(args).output().unwrap();

@@ -23,8 +23,8 @@ impl Handler for TransportHandler {
         let (now, announced, found) = (runtime.now(), header.payload_bytes(), payload.bytes());
         runtime.with_router(|router| match payload {
             _ if found != announced => {
-                let what = format!("a {:?} message of {found} bytes", header.kind);
-                router.broken(from, &format!("it sent {what}, and announced {announced}"));
+                let sent = format!("a {:?} message of {found} bytes", header.kind);
+                router.broken(from, &format!("it sent {sent}, and announced {announced}"));
             }
             // Pieces keep their payload, even a small one that is already here. Control messages
             // are read here.

@@ -61,9 +61,9 @@ impl Runtime {
         kind: MemoryKind,
         bytes: usize,
         op: u64,
-        what: &dyn fmt::Display,
+        call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
-        self.reserve_all(local_index, kind, std::iter::once(bytes), op, what)
+        self.reserve_all(local_index, kind, std::iter::once(bytes), op, call)
     }
 
     /// Reserves memory for several buffers of these sizes in bytes, all or none. Blocks and fails
@@ -74,7 +74,7 @@ impl Runtime {
         kind: MemoryKind,
         sizes: impl Iterator<Item = usize> + Clone,
         op: u64,
-        what: &dyn fmt::Display,
+        call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
         let pool = match kind {
             MemoryKind::Device => &self.devices[local_index].pool,
@@ -94,7 +94,7 @@ impl Runtime {
             };
             let for_loans = patient && loans_are_enough(&error, before.lent);
             if before.ops <= 1 && !for_loans {
-                let mut message = format!("operation {op} ({what}): out of memory on {error}");
+                let mut message = format!("operation {op} ({call}): out of memory on {error}");
                 for array in self.holders.lock().largest(5) {
                     message.push_str(&format!(
                         "; {} bytes in {}",
@@ -111,7 +111,7 @@ impl Runtime {
                     continue;
                 }
                 self.report_hang(&format!(
-                    "process {}: operation {op} ({what}) waits for memory; {}",
+                    "process {}: operation {op} ({call}) waits for memory; {}",
                     self.me,
                     self.doing_and_why()
                 ));
@@ -136,7 +136,7 @@ impl Runtime {
         mut memory: SharedBuffer,
         pool: &Pool,
         op: u64,
-        what: &dyn fmt::Display,
+        call: &dyn fmt::Display,
     ) -> Result<(OwnedBuffer, Option<SharedBuffer>), OutOfMemory> {
         // True while returns of lent memory are still waited for.
         let mut patient = true;
@@ -165,7 +165,7 @@ impl Runtime {
                     continue;
                 }
                 self.report_hang(&format!(
-                    "process {}: operation {op} ({what}) waits for memory that is still read; {}",
+                    "process {}: operation {op} ({call}) waits for memory that is still read; {}",
                     self.me,
                     self.doing_and_why()
                 ));

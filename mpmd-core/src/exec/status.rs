@@ -30,7 +30,7 @@ pub(crate) enum Doing {
 #[derive(Clone)]
 struct Running {
     op: u64,
-    what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
+    call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     /// Time at which the ticker first saw the operation as its device's current one: devices read
     /// no clock.
     seen: Option<Instant>,
@@ -56,9 +56,9 @@ impl Status {
         &self,
         device: usize,
         op: u64,
-        what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
+        call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     ) {
-        self.devices[device].1.lock().push_back(Running { op, what, seen: None });
+        self.devices[device].1.lock().push_back(Running { op, call, seen: None });
     }
 
     /// Removes an operation that the device with this local index has ended, if it is there.
@@ -92,7 +92,7 @@ impl Status {
     pub(crate) fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
         let mut text = match *self.program.lock() {
             Doing::Program => "its program runs code of its own".to_owned(),
-            Doing::Waiting(what, at) => format!("its program waits in {what} at {at}"),
+            Doing::Waiting(call, at) => format!("its program waits in {call} at {at}"),
             Doing::Finishing => "its program has ended".to_owned(),
         };
         for (device, running) in &self.devices {
@@ -100,11 +100,11 @@ impl Status {
                 let running = running.lock();
                 (running.front().cloned(), running.len().saturating_sub(1))
             };
-            let Some(Running { op, what, seen }) = first else {
+            let Some(Running { op, call, seen }) = first else {
                 let _ = write!(text, "; {device} is idle");
                 continue;
             };
-            let operation = name(op).unwrap_or_else(|| format!("operation {op} ({what})"));
+            let operation = name(op).unwrap_or_else(|| format!("operation {op} ({call})"));
             let _ = write!(text, "; {device} is at {operation}");
             if let Some(seen) = seen {
                 let _ = write!(text, ", for {:.1} s", seen.elapsed().as_secs_f32());

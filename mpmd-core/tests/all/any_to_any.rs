@@ -25,7 +25,6 @@ fn permutations(count: u32) -> Vec<Vec<u32>> {
     })
 }
 
-/// Checks on every device the chunk that it must hold after each permutation.
 #[test]
 fn chunks_move_by_every_permutation() {
     let _limit = watchdog(120);
@@ -51,7 +50,8 @@ fn chunks_move_by_every_permutation() {
     }
 }
 
-/// Chunks of 5, 5 and 3 rows move in a cycle of three. Swapping pairs would get this wrong.
+/// Chunks of 5, 5 and 3 rows move in a cycle of three; an implementation that swaps pairs would
+/// fail.
 #[test]
 fn cycle_of_three_moves_each_chunk_to_the_next_device() {
     let results = simulate(3, 3, 1, |p| {
@@ -90,7 +90,7 @@ fn chunks_of_one_dimension_become_chunks_of_another() {
     results.into_iter().for_each(|result| result.unwrap());
 }
 
-/// Random numbers, the same on every process.
+/// A generator of random numbers; equal seeds give the same numbers on every process.
 struct Draws(u64);
 
 impl Draws {
@@ -106,7 +106,7 @@ impl Draws {
         all
     }
 
-    /// Returns a random sharding of an array of this shape over some of eight devices.
+    /// Returns a random sharding of an array of `shape` over some of eight devices, in any order.
     fn sharding(&mut self, p: &Program, shape: &[usize]) -> Result<Sharding> {
         let mut order = self.shuffled(8);
         let sharding = match self.below(8) {
@@ -123,7 +123,7 @@ impl Draws {
         Ok(if host { sharding.with_memory_kind(MemoryKind::Host) } else { sharding })
     }
 
-    /// Returns at most eight tiles, made by random cuts.
+    /// Returns at most eight tiles that cover the shape, made by random cuts. Some may be empty.
     fn tiling(&mut self, shape: &[usize]) -> Vec<Region> {
         let mut tiles = vec![Region::full(shape)];
         for _ in 0..self.below(8) {
@@ -141,8 +141,8 @@ impl Draws {
         tiles
     }
 
-    /// Returns a sharding over a mesh of one to three axes. Each axis divides a dimension evenly,
-    /// or none.
+    /// Returns a sharding over a mesh of one to three axes, on the first devices of `order`. Each
+    /// axis divides a dimension evenly or is unused.
     fn named(&mut self, p: &Program, shape: &[usize], order: Vec<DeviceId>) -> Result<Sharding> {
         const MESHES: [&[usize]; 7] = [&[8], &[2, 4], &[4, 2], &[2, 2, 2], &[3], &[2, 3], &[5]];
         let sizes = MESHES[self.below(MESHES.len())];
@@ -195,7 +195,7 @@ fn random_shardings_reach_each_other_unchanged() {
     }
 }
 
-/// The array is large enough to move in chunks and to be passed on.
+/// The array is large enough to move in chunks, through relays.
 #[test]
 fn large_relayed_arrays_arrive_whole() {
     let _limit = watchdog(120);

@@ -44,7 +44,8 @@ impl Kernel for Sum {
     }
 }
 
-/// Runs a whole job. Returns the agreed value and the last array's values.
+/// Runs a whole job, also as a dry run. Returns (value broadcast by process 0, values of the last
+/// array or `None` on processes without it).
 fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     let stages = p.mesh(&[("stage", 4), ("x", 2)])?.split("stage")?;
     let planning = p.is_dry_run();

@@ -9,8 +9,8 @@ use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{Error, FailureKind, ProcessId, Simulation, simulate};
 
-/// Returns the text of an issue error. Checks that it names the calling line and used no operation
-/// number.
+/// Returns the text of the error of a call. Panics unless it is an issue error that names the
+/// calling line, without a new operation in the program.
 macro_rules! refused {
     ($p:ident, $call:expr) => {{
         let before = $p.operations();
@@ -25,7 +25,8 @@ macro_rules! refused {
     }};
 }
 
-/// Runs a program on two processes with a device each. Both must return the same texts.
+/// Runs a program on two processes with a device each. Both must succeed with the same texts, which
+/// are returned.
 fn on_two(program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) -> Vec<String> {
     let mut results = simulate(2, 2, 1, program).into_iter().map(Result::unwrap);
     let first = results.next().expect("two processes");
@@ -405,8 +406,8 @@ fn trees_with_equal_leaves_but_other_structure_differ() {
 }
 
 /// Runs a failing kernel on the first two of four processes; the other two only receive its result.
-/// Checks that every array fails for the same reason and that every program ends with an error.
-/// Returns the reasons.
+/// Checks that every array fails because of this kernel, and every program ends with an error.
+/// Returns the errors' texts.
 fn failing<I, R>(infer: I, run: R) -> Vec<String>
 where
     I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Copy + Send + Sync + 'static,

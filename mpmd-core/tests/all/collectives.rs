@@ -16,7 +16,8 @@ use mpmd_core::prelude::*;
 use mpmd_core::{Error, ProcessId, run_here};
 use num_complex::Complex;
 
-/// The collective that a kernel calls. Lengths count the elements that each device contributes.
+/// The collective that a kernel calls. `Permute` holds pairs of device indices on the axis (from,
+/// to), `Broadcast` the index of the root.
 #[derive(Clone, Debug)]
 enum Kind {
     AllReduce(Reduce),
@@ -27,7 +28,8 @@ enum Kind {
     Broadcast(usize),
 }
 
-/// A collective over `axis`, called with `len` of at most `declared` elements.
+/// A call of a collective over `axis` with `len` elements per device; the kernel declares
+/// `declared`, which may be more.
 #[derive(Clone, Debug)]
 struct Case {
     kind: Kind,
@@ -51,7 +53,7 @@ impl Case {
         }
     }
 
-    /// Calls the collective with `values` and returns its result.
+    /// Calls the collective with this device's `values`, and returns the result on this device.
     fn call<T: Value>(&self, cx: &mut Context<'_>, mut values: Vec<T>) -> Result<Vec<T>> {
         let n = cx.axis_size(self.axis)?;
         let fresh = |len: usize| vec![T::of(77); len];
@@ -82,8 +84,8 @@ impl Case {
         Ok(values)
     }
 
-    /// Returns the expected result on the device with index `me`. `given` are the contributions in
-    /// device order.
+    /// Returns the expected result on the device with index `me` on the axis. `given` are the
+    /// values of all devices, by index.
     fn oracle<T: Value>(&self, given: &[Vec<T>], me: usize) -> Vec<T> {
         let n = given.len();
         let reduced = |reduce: Reduce| -> Vec<T> {
@@ -110,7 +112,7 @@ impl Case {
     }
 }
 
-/// Elements with their own arithmetic for the oracle.
+/// An element type, with conversion from `i64` and with its own reductions for the oracle.
 trait Value: Reducible {
     fn of(value: i64) -> Self;
     fn reduce(reduce: Reduce, a: Self, b: Self) -> Self;
@@ -143,16 +145,17 @@ values! {
     u8: |v| v as u8, u8::wrapping_add;
 }
 
-/// Returns the contribution of device `device` to collective `case`.
+/// Returns the `len` values that device `device` contributes to the collective with index `case`.
 fn given<T: Value>(device: usize, case: usize, len: usize) -> Vec<T> {
     let mix = |i: usize| (device * 7919 + case * 104_729 + i * 1_299_709) % 20_011;
     (0..len).map(|i| T::of(mix(i) as i64 - 10_000)).collect()
 }
 
-/// The results, by collective and device.
+/// The bytes of the results, by (index of the collective, device).
 type Outcomes = BTreeMap<(usize, usize), Vec<u8>>;
 
-/// Calls all of `cases` in one kernel, on a mesh of axes `a` and `b` over all devices.
+/// Calls all of `cases` in one kernel, on a mesh of axes `a` and `b` with these sizes over all
+/// devices. Returns the results of all devices.
 fn outcomes<T: Value>(processes: usize, shape: [usize; 2], cases: &[Case], seed: u64) -> Outcomes {
     let seen = Arc::new(Mutex::new(Outcomes::new()));
     let longest = Duration::from_millis(seed % 3);
@@ -183,7 +186,8 @@ fn outcomes<T: Value>(processes: usize, shape: [usize; 2], cases: &[Case], seed:
     std::mem::take(&mut *seen.lock().unwrap())
 }
 
-/// Returns the devices of a device's group along `axis`, and its index in the group.
+/// Returns (devices of the device's group along `axis`, index of the device in the group), on a
+/// mesh of axes `a` and `b`.
 fn group(device: usize, shape: [usize; 2], axis: &str) -> (Vec<usize>, usize) {
     let (a, b) = (device / shape[1], device % shape[1]);
     match axis {
@@ -216,8 +220,8 @@ fn agree_with_the_oracle<T: Value>(
     }
 }
 
-/// Returns every collective over an axis of `n` devices, with these lengths. `declared` may enlarge
-/// the declared length.
+/// Returns calls of every collective over an axis of `n` devices, for each of `lengths`. `declared`
+/// gives the declared length for the length of a call.
 fn every(
     axis: &'static str,
     n: usize,
@@ -243,7 +247,8 @@ fn every(
     cases
 }
 
-/// Returns a declared length large enough for two rounds, for any dtype.
+/// Returns a declared length of at least `len`, so large that an all-reduce of any dtype takes two
+/// rounds.
 fn large(len: usize) -> usize {
     len.max(TWO_ROUNDS_FROM_BYTES + 1)
 }
@@ -348,8 +353,9 @@ fn kernel_with_every_collective_runs_locally() {
     assert_eq!(y[0].to_vec::<f32>().unwrap(), [2.0; 3]);
 }
 
-/// Runs a kernel that calls collectives of `f32` over one axis `x` of all devices. Returns each
-/// process' error: that of the array if there is one, otherwise that of the program's end.
+/// Runs a kernel that calls collectives over one axis `x` of all devices; `infer` adds their
+/// declarations. Returns one error per process: that of the array if there is one, otherwise that
+/// of the program's end.
 fn failing(
     processes: usize,
     devices: usize,
@@ -378,7 +384,8 @@ fn failing(
         .collect()
 }
 
-/// Declares large and small collectives. In the last one all devices need all others.
+/// Declares seven large and small collectives over `x`. The last one, an all-reduce, needs every
+/// device.
 fn mixed(declared: Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> {
     let (small, large) = (f32s([8]), f32s([40_000]));
     declared
@@ -391,7 +398,7 @@ fn mixed(declared: Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> {
         .all_reduce("x", small)
 }
 
-/// Calls the first `calls` of the mixed collectives.
+/// Calls the first `calls` of the collectives that [`mixed`] declares, in order.
 fn call_mixed(cx: &mut Context<'_>, calls: usize) -> Result<()> {
     call_some(cx, 0..calls)
 }

@@ -27,7 +27,8 @@ static STEPS: Source = Source::cuda(
 )
 .exact();
 
-/// y = factor x. The factor is a host value that both kinds of devices read.
+/// A kernel that computes y = factor * x. The factor is a host value that CPU and CUDA devices
+/// read.
 struct Scale;
 
 impl Kernel for Scale {
@@ -60,7 +61,7 @@ impl Kernel for Scale {
     }
 }
 
-/// y += x, in place. Records the address of y.
+/// A kernel that computes y += x in place, and records the device address of y.
 struct Add(Arc<Mutex<Vec<u64>>>);
 
 impl Add {
@@ -105,7 +106,7 @@ fn alone(kind: DeviceKind, devices: usize) -> Program {
     Program::builder().devices(devices).device_kinds(&[kind]).alone().unwrap()
 }
 
-/// Returns numbers with rounded sums.
+/// Returns `count` host values, 1/3, 1/4 and so on: their sums are rounded.
 fn numbers(count: usize) -> MpmdArray {
     let numbers: Vec<f32> = (0..count).map(|i| 1.0 / (i as f32 + 3.0)).collect();
     MpmdArray::from_slice(&[count], &numbers).unwrap()
@@ -115,8 +116,8 @@ fn read(x: &MpmdArray) -> Vec<f32> {
     x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap()
 }
 
-/// Waits until `expected` bytes are in use; returns the bytes in use. The thread that reports the
-/// end of work may release its buffers a moment later.
+/// Waits up to 20 seconds until `expected` bytes are in use; returns the bytes in use. The thread
+/// that reports the end of work may release its buffers a moment later.
 fn settled(p: &Program, expected: u64) -> u64 {
     let deadline = Instant::now() + Duration::from_secs(20);
     while p.memory().live != expected && Instant::now() < deadline {
@@ -125,7 +126,8 @@ fn settled(p: &Program, expected: u64) -> u64 {
     p.memory().live
 }
 
-/// Runs a chain of calls, in place and not, with host values of all sizes.
+/// Runs a chain of calls, in place and not, with host values as factors, over `axis` devices.
+/// Returns the values of three arrays; `None` for those that this process does not own.
 fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", axis)])?;
     let to = mesh.sharding(spec!["x"]);
@@ -163,8 +165,7 @@ fn calls_give_cpu_bits_on_one_and_two_devices() {
     }
 }
 
-/// Runs the chain on both kinds of devices. The software driver aborts on memory that is used
-/// before it is written or after it is freed.
+/// Checks that the chain gives the same values on CPU and CUDA devices.
 fn chain_in_order() {
     let _limit = watchdog(90);
     let [cpu, cuda] = [CPU, CUDA].map(|kind| {
@@ -328,7 +329,8 @@ fn host_values_are_passed_whole_and_updated_in_a_copy() {
     assert!(found[0][2999] > 0.0);
 }
 
-/// Returns a kernel that goes wrong as `how` says, after it has launched work on the device.
+/// Returns a kernel that launches work on the device and then fails in the way `how`: "reads" or
+/// "clears" device memory, "refuses", or "panics". Other words succeed.
 fn wrong(how: &'static str) -> impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdArray>> {
     fun("Wrong", like_first, move |cx, x, mut y| {
         let cuda = cx.cuda().expect("it runs on a CUDA device");
@@ -458,7 +460,7 @@ fn failed_device_work_fails_its_call_and_later_calls() {
 }
 
 /// The first array is lent before its copy fails. Two kernels on the borrower and a second lend are
-/// issued before the failure is known.
+/// issued before the failure is known. All three arrays must report a CUDA error.
 #[test]
 fn failed_copy_fails_everything_derived_from_it() {
     if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy:50", "SOFTCUDA_FAIL" = "copy:1")
@@ -520,8 +522,8 @@ fn out_of_memory_reports_the_driver_error() {
     p.finish().unwrap_err();
 }
 
-/// Calls every collective, with values that identify the contributing device. Returns this
-/// process's results.
+/// Calls every collective in one kernel, on CPU or CUDA devices. Returns the values of this
+/// process's shards.
 fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
     let mesh = p.mesh(&[("x", devices)])?;
     let to = mesh.sharding(spec!["x"]);

@@ -38,7 +38,7 @@ static SAXPY: Source = Source::cuda(
     "#,
 );
 
-/// A kernel for CUDA devices only, defined by each test.
+/// A kernel for CUDA devices only: `work` runs with the outputs declared in `outputs`.
 struct OnCuda<F> {
     outputs: Vec<ShapedArray>,
     sources: Vec<&'static Source>,
@@ -66,7 +66,8 @@ where
     }
 }
 
-/// Runs work once on a CUDA device, with inputs that are ready, and returns the outputs.
+/// Runs `work` once in a kernel on a CUDA device, with inputs that are ready. Returns the values of
+/// the outputs. Panics if the software driver has found a race.
 fn on_device<F>(
     sources: &[&'static Source],
     inputs: &[HostArray],
@@ -269,7 +270,7 @@ fn memory_does_not_grow_with_calls_that_take_scratch() {
     program.finish().unwrap();
 }
 
-/// An element type of a matrix product.
+/// An element type of a matrix product, with conversions from `f32` and to `f64`.
 trait Real: Element + Copy {
     fn of(value: f32) -> Self;
     fn to(self) -> f64;
@@ -311,7 +312,8 @@ impl Real for bf16 {
     }
 }
 
-/// Multiplies dense matrices of 7 x 9 and 9 x 5, three in a batch, on the device and with loops.
+/// Multiplies dense matrices of 7 x 9 and 9 x 5, three in a batch, on the device, with all
+/// transpositions. Compares the products with loops, up to the relative `tolerance`.
 fn products<T: Real, C: Real>(math: Math, tolerance: f64) {
     let (m, n, k, batch) = (7, 5, 9, 3);
     for (turn_a, turn_b) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -386,7 +388,8 @@ fn f32_products_are_exact_unless_tf32_is_requested() {
     }
 }
 
-/// Launches `saxpy` with the arguments that it needs; for tests of its source.
+/// Launches the kernel `saxpy` with valid arguments; for tests of errors in its source or
+/// compilation.
 fn launches_saxpy(cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]) -> Result<()> {
     cuda.fill(&mut y[0], 1.0f32)?;
     let ones = cuda.scratch(DType::F32, 100)?;
@@ -479,7 +482,8 @@ fn faulting_launch_fails_the_kernel_that_issued_it() {
     assert!(said.contains("kernel OnCuda of operation") && said.contains("CUDA_ERROR"), "{said}");
 }
 
-/// A library may be newer than the bindings and return codes that they do not know.
+/// A library may be newer than the bindings and return codes that the bindings do not know. The
+/// error must contain the number.
 #[test]
 fn unknown_result_codes_are_errors() {
     if softcuda::again!("MPMD_CUDA_CACHE" = "") {
@@ -591,7 +595,7 @@ fn missing_nvrtc_is_reported_and_sourceless_kernels_run() {
     assert_eq!(y.unwrap()[0].to_vec::<f32>().unwrap(), [1.0, 1.0]);
 }
 
-/// Returns the files in a folder: their paths and inode numbers.
+/// Returns the entries of a folder, sorted: (path, inode number).
 fn files(folder: &Path) -> Vec<(std::path::PathBuf, u64)> {
     let entry = |entry: std::io::Result<std::fs::DirEntry>| {
         let entry = entry.unwrap();

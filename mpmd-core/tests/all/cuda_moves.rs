@@ -20,13 +20,14 @@ fn alone(devices: usize) -> Program {
     Program::builder().devices(devices).device_kinds(&[CUDA]).alone().unwrap()
 }
 
-/// Returns an array in which each element is its index.
+/// Returns an `f32` array in which each element is its row-major index.
 fn numbered(shape: &[usize]) -> HostArray {
     let count = shape.iter().product::<usize>();
     HostArray::from_slice(shape, &(0..count).map(|i| i as f32).collect::<Vec<_>>()).unwrap()
 }
 
-/// Creates the same array, filled by the owners of its shards.
+/// Creates the array in which each element is its row-major index, filled by the owners of its
+/// shards.
 fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> {
     p.array_from_fn(f32s(shape), to, move |region, mut view| {
         let columns = region.range(1);
@@ -119,8 +120,8 @@ fn arrays_are_made_split_joined_donated_and_read() {
     assert_eq!(read.try_recv(), Ok(true));
 }
 
-/// Runs chains of puts of all kinds: whole, in parts, packed, partial sums, donated, in either
-/// memory. Processes are with and without devices.
+/// Runs a chain of moves for each seed: whole, in parts, packed, partial sums, donated, in either
+/// memory. Processes are with and without CUDA devices. Panics if a value changes.
 fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
     let _limit = watchdog(110);
     let simulation = |processes, devices| {
@@ -206,13 +207,13 @@ fn zero_copy_transfers_are_not_staged_and_others_are() {
     }
 }
 
-/// Returns the contribution of a place of the mesh to an element. The sums depend on the order of
-/// additions.
+/// Returns the term that the device at index `place` of the mesh adds to an element. Sums of the
+/// terms depend on the order of additions.
 fn share(place: usize, index: usize) -> f32 {
     ((index * 7 + place * 13) % 97) as f32 * 0.1 * 10f32.powi(place as i32 * 2 - 3)
 }
 
-/// Writes each device's share of a sum over all of them.
+/// A kernel that writes each device's term of a sum over all devices; see `share`.
 struct Shares;
 
 impl Kernel for Shares {
@@ -243,7 +244,8 @@ impl Kernel for Shares {
     }
 }
 
-/// Partial sums on CUDA devices are added at their destination.
+/// Partial sums move from CPU devices to CUDA devices, in several orders of arrival. The sums must
+/// have the bits of a run on CPU devices only.
 #[test]
 fn partial_sums_have_cpu_bits_in_any_arrival_order() {
     // Without the compile cache: other versions may have filled it.
@@ -306,7 +308,8 @@ fn partial_sums_have_cpu_bits_in_any_arrival_order() {
     assert!(softcuda::calls("cuLaunchKernel").is_none_or(|launches| launches > 0));
 }
 
-/// Runs a copy that fails on one device. Returns the errors of both processes.
+/// Moves an array between two processes while a copy on a device fails. Returns the errors of both
+/// processes; each must have one.
 fn fails(kinds: [DeviceKind; 2], hands_over: bool) -> Vec<String> {
     let _limit = watchdog(60);
     let mut simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));

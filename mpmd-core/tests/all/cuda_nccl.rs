@@ -11,7 +11,8 @@ use mpmd_core::prelude::*;
 use mpmd_core::topology::{CudaCollectives, DeviceKind};
 use mpmd_core::{Builder, ProcessId, Simulation};
 
-/// True if the calling process is done with the test: another process has run it, or it is skipped.
+/// True if the calling process must return: the test has run in another process with the software
+/// driver, or it is skipped. The arguments are settings, as in `softcuda::again!`.
 macro_rules! elsewhere {
     ($($setting:tt)*) => {{
         if cfg!(feature = "cuda") && !softcuda::real() {
@@ -24,7 +25,8 @@ macro_rules! elsewhere {
     }};
 }
 
-/// Returns the number of devices that can work together, at most `most`. 0 or 1 are too few.
+/// Returns the number of devices that NCCL can use together, but no more than `most`; 0 without
+/// CUDA or NCCL. 0 or 1 are too few for the tests.
 fn devices_up_to(most: usize) -> usize {
     match (mpmd_core::device::cuda::found(), mpmd_core::device::cuda::nccl()) {
         (Ok(driver), Ok(_)) => driver.gpus.len().min(most),
@@ -37,7 +39,7 @@ const CPU: DeviceKind = DeviceKind::Cpu;
 const NCCL: CudaCollectives = CudaCollectives::Nccl;
 const HOST: CudaCollectives = CudaCollectives::Host;
 
-/// Functions of NCCL that transfer values.
+/// Functions of NCCL that transfer values between devices.
 const CARRYING: [&str; 6] = [
     "ncclAllReduce",
     "ncclReduceScatter",
@@ -51,7 +53,8 @@ fn called(functions: &[&str]) -> u64 {
     functions.iter().filter_map(|function| softcuda::calls(function)).sum()
 }
 
-/// Returns the bytes that were copied between devices and host, in both directions.
+/// Returns the bytes that this process has copied between devices and host, in both directions, as
+/// the software driver counts them.
 fn staged() -> u64 {
     let kinds =
         ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
@@ -67,7 +70,7 @@ fn simulated(way: CudaCollectives, kinds: &[DeviceKind], devices: usize) -> Simu
     Simulation::new(kinds.len(), devices).settings(settings)
 }
 
-/// A test element: made from an integer, compared as `f64`.
+/// An element type of a test: made from an integer, compared as `f64`.
 trait Number: Element {
     fn of(value: i32) -> Self;
     fn wide(self) -> f64;
@@ -109,8 +112,8 @@ fn shape(dtype: DType, elements: usize) -> ShapedArray {
     ShapedArray::new(&[elements], dtype)
 }
 
-/// Calls all six collectives with `each` elements; returns this process's results. Checks that NCCL
-/// collectives copy nothing through the host.
+/// Calls all six collectives on `each` elements per device, in one kernel. Returns the values of
+/// this process's shards, by output.
 fn six<T: Number>(
     p: &mut Program,
     devices: usize,
@@ -161,8 +164,8 @@ fn six<T: Number>(
     Ok(found)
 }
 
-/// Returns true if the values are equal up to rounding. `unit` is the largest rounding error of one
-/// addition.
+/// Returns true if the lists have equal lengths and their values differ by at most four relative
+/// rounding errors of `unit`.
 fn close(one: &[Vec<f64>], other: &[Vec<f64>], unit: f64) -> bool {
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 4.0 * unit * a.abs().max(b.abs());
     one.len() == other.len()
@@ -231,7 +234,8 @@ fn devices_of_several_processes_work_together() {
     assert!(called(&["ncclAllReduce"]) >= 8);
 }
 
-/// Calls a kernel `times` times that reduces over each axis of a square of devices.
+/// Calls a kernel `times` times that sums over each axis of a square of four devices. Returns the
+/// values of this process's shards.
 fn over_both_axes(p: &mut Program, times: usize) -> Result<Vec<f32>> {
     let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
     let to = mesh.sharding(spec![("x", "y")]);
@@ -329,7 +333,8 @@ fn groups_unsupported_by_nccl_go_through_the_host() {
     assert_eq!(called(&CARRYING) + called(&["ncclCommInitRankConfig"]), 0);
 }
 
-/// Runs a kernel with one collective on two processes with a device each. Returns their errors.
+/// Runs a kernel with one collective on two processes with a device each. Returns the error of each
+/// process, which must have one.
 fn errors(
     simulation: &Simulation,
     infer: impl Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>>
@@ -456,25 +461,26 @@ fn missing_nccl_is_reported_only_if_requested() {
     p.finish().unwrap();
 }
 
-/// Limit for processes that would otherwise wait for peers that never come.
+/// Time limit for failing processes, which must not wait for peers that never come.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Injects a fault into one of three devices of `processes` processes, during reductions. All
-/// processes must fail soon, with an error that contains `part`.
-fn fails(what: &str, processes: usize, part: &str) {
+/// Runs reductions over three devices of `processes` processes, in which the first operation of a
+/// given kind fails on process 0. Checks that all processes fail soon, with an error that contains
+/// `part`.
+fn fails(case: &str, processes: usize, part: &str) {
     let begin = Instant::now();
     let results = simulated(NCCL, &vec![CUDA; processes], 3).run(|p| {
         if p.process().0 == 0 {
-            softcuda::driver().expect("it is loaded").fail(what, 1);
+            softcuda::driver().expect("it is loaded").fail(case, 1);
         }
         reductions(p, 5)
     });
-    assert!(begin.elapsed() < SOON, "{what}: {:?}", begin.elapsed());
+    assert!(begin.elapsed() < SOON, "{case}: {:?}", begin.elapsed());
     let said: Vec<_> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
-    assert!(said.iter().all(|said| said.contains(part)), "{what} of {processes}: {said:#?}");
+    assert!(said.iter().all(|said| said.contains(part)), "{case} of {processes}: {said:#?}");
 }
 
-/// Runs `times` reductions over three devices, one after the other.
+/// Runs `times` sums over three devices, one after the other, and waits for the last.
 fn reductions(p: &mut Program, times: usize) -> Result<()> {
     let mesh = p.mesh(&[("x", 3)])?;
     let to = mesh.sharding(spec!["x"]);
@@ -492,7 +498,7 @@ fn reductions(p: &mut Program, times: usize) -> Result<()> {
 
 // Each test runs in its own process: a device that has failed stays failed.
 
-/// The CUDA or NCCL error of a failed device's work, and of all later work on it.
+/// Text of the CUDA or NCCL error of a failed device's work, and of all later work on that device.
 const LOST: &str = "an illegal memory access was encountered";
 
 #[test]

@@ -23,7 +23,8 @@ fn ones(p: &mut Program, elements: usize, to: &Sharding) -> Result<MpmdArray> {
     p.array_from_fn(f32s([elements]), to, |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
-/// Runs every kind of operation, over four processes with a device each.
+/// Runs every kind of operation, over four processes with a device each. Returns a sum that is the
+/// same on all processes.
 fn everything(p: &mut Program) -> Result<f32> {
     let stages = p.mesh(&[("stage", 2), ("x", 2)])?.split("stage")?;
     let rows = stages[0].sharding(spec!["x"]);
@@ -97,7 +98,8 @@ fn process_lost_at_any_operation_is_named_with_more_seeds() {
     lose(4..8);
 }
 
-/// Returns the errors of all processes. All must be divergence errors.
+/// Returns the text of each process's error. Panics if one has ended without an error or with
+/// another than a divergence error.
 fn diverged(results: Vec<Result<()>>) -> Vec<String> {
     results
         .into_iter()
@@ -109,7 +111,8 @@ fn diverged(results: Vec<Result<()>>) -> Vec<String> {
         .collect()
 }
 
-/// As `diverged`, for two processes, which must report the same text.
+/// Returns the text of the divergence error of all processes, which must be the same. Panics if one
+/// has no such error.
 fn diverged_alike(results: Vec<Result<()>>) -> String {
     let mut texts = diverged(results);
     texts.dedup();
@@ -143,7 +146,7 @@ fn extra_transfer_that_meets_another_message_is_detected() {
                 });
             assert_eq!(seen.into_inner().unwrap(), [false, false], "nothing is delivered");
             let text = diverged_alike(results);
-            let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
+            let says = |part: &str| assert!(text.contains(part), "{text}\n  lacks {part}");
             says("first differ at operation 3");
             says("process 0 issued operation 3 (device_put of f32[");
             says("process 1 issued operation 3 (device_put of f32[");
@@ -191,7 +194,7 @@ fn operation_issued_by_only_one_process_is_detected() {
                 });
                 // With three processes two pairs differ; either may be reported.
                 for text in diverged(results) {
-                    let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
+                    let says = |part: &str| assert!(text.contains(part), "{text}\n  lacks {part}");
                     says("first differ at operation");
                     says("process 1 ");
                     says("jit same on {x:1} devices [1]");
@@ -380,7 +383,8 @@ fn handles_and_futures_are_dropped_at_any_time() {
     }
 }
 
-/// Moves an array, requests its values, and drops the handle.
+/// Moves an array to device 3, requests its values for a callback, and drops the handle without
+/// waiting.
 fn move_and_forget(p: &mut Program, x: &MpmdArray) -> Result<()> {
     p.device_put(x, on(3))?.then(|values| assert_eq!(values.unwrap().shape(), [4096]));
     Ok(())

@@ -16,12 +16,12 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Returns processes that share memory, with a device each.
+/// Returns a simulation of processes that share memory on one host, with one device each.
 fn sharing(processes: usize) -> Simulation {
     Simulation::new(processes, processes).hands_over(&vec![0; processes])
 }
 
-/// Creates 1 MiB on a device.
+/// Creates an array of 1 MiB of `f32` on a device; each element is its index.
 fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
     p.array_from_fn(f32s([MIB as usize / 4]), &on(device), |_, mut view| {
         let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
@@ -30,7 +30,8 @@ fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
     })
 }
 
-/// Returns true if the values count up from `first`, on the process that has them.
+/// Returns true if the values count up by one from `first`. On a process without the values,
+/// returns true at once.
 fn counts_from(array: &MpmdArray, first: f32) -> Result<bool> {
     let Some(values) = array.to_host()? else { return Ok(true) };
     Ok(values.as_slice::<f32>()?.iter().enumerate().all(|(i, value)| *value == i as f32 + first))
@@ -40,21 +41,21 @@ fn is_lent(array: &MpmdArray) -> Result<bool> {
     Ok(array.addressable_shards()?.iter().all(|shard| shard.data.bytes().is_lent()))
 }
 
-/// Waits until all processes have arrived here.
+/// Blocks until all processes have called it.
 fn meet(p: &mut Program) -> Result<()> {
     (0..p.processes() as u32)
         .try_for_each(|process| p.broadcast_value(ProcessId(process), 0u8, || Ok(0)).map(drop))
 }
 
-fn becomes(what: &str, found: impl Fn() -> u64, expected: u64) {
+fn becomes(kind: &str, found: impl Fn() -> u64, expected: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while found() != expected {
-        assert!(Instant::now() < until, "{what}: {} bytes, not {expected}", found());
+        assert!(Instant::now() < until, "{kind}: {} bytes, not {expected}", found());
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Adds one to each value, in the memory of the input if possible.
+/// Donates `x` and returns an array with one added to each value, in the memory of `x` if possible.
 fn add_one(p: &mut Program, x: MpmdArray) -> Result<MpmdArray> {
     let sharding = x.sharding().expect("it is placed").clone();
     let mesh = p.mesh_of(&[("x", 1)], sharding.devices())?;
@@ -94,20 +95,20 @@ fn lent_array_uses_lender_memory_until_last_drop() {
                 // that does.
                 let borrowed = left.iter().any(|who| *who > 0);
                 let live = if left.is_empty() { 0 } else { MIB };
-                let (memory, what) = (p.memory(), format!("{order:?}, step {step}"));
-                assert!(memory.peak <= MIB, "{what}");
+                let (memory, kind) = (p.memory(), format!("{order:?}, step {step}"));
+                assert!(memory.peak <= MIB, "{kind}");
                 match me.0 {
                     0 => {
-                        becomes(&what, || p.memory().live, live);
-                        becomes(&what, || p.memory().lent, if borrowed { MIB } else { 0 });
+                        becomes(&kind, || p.memory().live, live);
+                        becomes(&kind, || p.memory().lent, if borrowed { MIB } else { 0 });
                     }
                     1 => {
-                        becomes(&what, || p.memory().lent, if left.contains(&2) { MIB } else { 0 })
+                        becomes(&kind, || p.memory().lent, if left.contains(&2) { MIB } else { 0 })
                     }
-                    _ => becomes(&what, || p.memory().lent, 0),
+                    _ => becomes(&kind, || p.memory().lent, 0),
                 }
                 if let Some(array) = &arrays[me.index()] {
-                    assert!(counts_from(array, 0.0)?, "{what}");
+                    assert!(counts_from(array, 0.0)?, "{kind}");
                 }
                 meet(p)?;
             }

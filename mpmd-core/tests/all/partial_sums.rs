@@ -12,13 +12,14 @@ use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
 
-/// Returns the contribution of a place of the mesh to an element. The sums depend on the order of
-/// additions.
+/// Returns the term that the device at index `place` of the mesh adds to an element. Sums of the
+/// terms depend on the order of additions.
 fn part(place: usize, index: usize) -> f32 {
     ((index * 7 + place * 13) % 97) as f32 * 0.1 * 10f32.powi(place as i32 * 2 - 3)
 }
 
-/// Creates an array of which every device of the mesh has a partial sum over `axes`.
+/// Creates an array in which each device of the mesh has a partial sum over `axes`: [`part`] of its
+/// elements, converted by `element`.
 fn partial<T: Element>(
     p: &mut Program,
     mesh: &Mesh,
@@ -41,7 +42,8 @@ fn partial<T: Element>(
     Ok(p.jit(parts).on(mesh).outputs(to).build()?.call(p, vec![like])?.remove(0))
 }
 
-/// Returns the sum over the four places, one after the other.
+/// Returns the sum of an element's terms over the four places of the mesh, added in ascending
+/// order.
 fn total<T: Copy + std::ops::Add<Output = T>>(index: usize, element: impl Fn(f32) -> T) -> T {
     (1..4).fold(element(part(0, index)), |sum, place| sum + element(part(place, index)))
 }
@@ -178,7 +180,8 @@ fn equal_partial_sums_are_moved_without_adding() {
     }
 }
 
-/// Large, and with two copies of every sum: two steps would pay off if anything were added.
+/// Two steps would pay off for this array if anything were added: it is large, with two copies of
+/// every partial sum.
 #[test]
 fn sums_moved_to_host_memory_stay_partial() {
     let _limit = watchdog(60);

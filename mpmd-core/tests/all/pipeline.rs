@@ -9,7 +9,8 @@ use mpmd_core::sharding::Sharding;
 const WIDTH: usize = 4;
 const ROWS: usize = 2;
 
-/// Loss, weight, and the gradients of every stage, as far as this process owns them.
+/// The loss as (sum, weight), and the gradient of every stage. `None` for values that this process
+/// does not own.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Outcome {
     loss: Option<Vec<f32>>,
@@ -28,8 +29,8 @@ fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
     array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
 }
 
-/// Runs one step of four stages. The weight of `nudged` (stage, element, amount) is changed by that
-/// amount.
+/// Runs one training step of four stages and returns this process's results. With `nudged`, as
+/// (stage, element, amount), the amount is added to that element of the stage's weights.
 fn step(
     p: &mut Program,
     schedule: &Schedule,
@@ -130,11 +131,12 @@ fn a_schedule_that_does_not_fit_the_pipeline_is_refused() {
     assert!(error.contains("3 stages") && error.contains("4 stages"), "{error}");
 }
 
-/// The results of a step of two stages on process 0, and its number of operations.
+/// The results of a step of two stages, and its number of operations. The results are the loss, a
+/// forward pass's loss, and the gradients; `None` except on process 0.
 type Stored = (Option<[Vec<f32>; 4]>, u64);
 
-/// Runs one step of two stages of two devices. Either all rows are on each device, or the rows are
-/// divided and the weights are stored in halves.
+/// Runs one training step and one forward pass of two stages on two devices each. Either each
+/// device has all rows, or rows and stored weights are divided in halves over a stage's devices.
 fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Stored> {
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
     let mut params = Vec::new();
@@ -229,13 +231,13 @@ fn stored_weights_are_gathered_once_and_gradients_reduced() {
     }
 }
 
-/// The values that this process reads from some steps, and the number of operations after each
-/// step.
+/// Values that a process reads from some steps, and the number of operations issued up to the end
+/// of each step. A value is `None` on processes that do not own it.
 type Steps = (Vec<Option<Vec<f32>>>, Vec<u64>);
 
 /// Runs five steps of two stages stored in parts, the last two with another schedule. Each step's
-/// gradients are the parameters of the next. Returns this process's losses and gradients, and the
-/// numbers of operations.
+/// gradients are the parameters of the next. With `replay`, repeated steps are replayed. Returns
+/// this process's gradients and losses, and the numbers of operations.
 fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
     let rows = Rows::Part;
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;

@@ -14,14 +14,15 @@ use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 use parking_lot::{Condvar, Mutex};
 
-/// Elements of every array except the losses, and their bytes.
+/// Elements of every array except the losses; `UNIT` is the bytes of such an array.
 const ELEMENTS: usize = 16 << 10;
 const UNIT: u64 = 4 * ELEMENTS as u64;
 const MICROBATCHES: usize = 4;
-/// Longer than any wait takes, on any machine.
+/// Time limit of each wait; far longer than any wait takes, on any machine.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Lets the passes of each stage run, a given number at a time.
+/// Holds back the passes of each stage until `open` lets a number of them run; `passes` counts
+/// those left, by stage.
 #[derive(Default)]
 struct Gate {
     passes: Mutex<Vec<usize>>,
@@ -130,7 +131,8 @@ macro_rules! passes {
 passes!(Gated, Empty<MpmdArray>, MpmdArray, unit(), |gated| gated);
 passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) }, |last| &last.0);
 
-/// Returns the change in the number of arrays in use caused by an action.
+/// Returns the change in the number of arrays in use on all ranks, caused by one action. Updates
+/// `first_weight`, which is true for stages without a gradient yet.
 fn change(action: Action, last: usize, first_weight: &mut [bool], recomputes: bool) -> i64 {
     let Action { stage, kind, .. } = action;
     let brought = i64::from(stage == 0) + i64::from(stage == last);
@@ -164,8 +166,8 @@ fn passes_of(kind: ActionKind, recomputes: bool) -> usize {
     }
 }
 
-/// Returns the number of result arrays already allocated for the next pass of each rank, if its
-/// inputs are ready.
+/// Returns the number of result arrays that are allocated before their pass runs: those of each
+/// rank's next action, if its inputs are ready.
 fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
     let last = schedule.stages() - 1;
     let is_done = |stage: usize, kinds: &[ActionKind], microbatch: usize| {
@@ -232,14 +234,14 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
     let mut units = (last + 1 + 2 * MICROBATCHES) as i64;
     let mut first_weight = vec![true; last + 1];
     // Losses are small.
-    let settled = |p: &Program, units: i64, what: &str| {
+    let settled = |p: &Program, units: i64, moment: &str| {
         let (start, now) = (Instant::now(), || (p.memory().live / UNIT) as i64);
         while now() != units {
-            assert!(start.elapsed() < LONG, "{what}: {} arrays, not {units}", now());
+            assert!(start.elapsed() < LONG, "{moment}: {} arrays, not {units}", now());
             std::thread::sleep(Duration::from_micros(200));
         }
         std::thread::sleep(Duration::from_millis(1));
-        assert_eq!(now(), units, "{what}: and it stays so");
+        assert_eq!(now(), units, "{moment}: and it stays so");
     };
     let mut done = Vec::new();
     settled(p, units + taken(schedule, &done, recomputes), "before the step");

@@ -7,7 +7,8 @@ use mpmd_core::topology::Mesh;
 
 use crate::stages::{Rows, Scale, Square, WIDTH, chain, meshes, microbatches, params};
 
-/// Returns the text of an error. Checks that it begins with the line of the call.
+/// Returns the text of the error of a call. Panics if the call succeeds or the text does not begin
+/// with its line.
 macro_rules! refused {
     ($call:expr) => {{
         let error = $call.map(drop).expect_err(stringify!($call)).to_string();
@@ -19,8 +20,8 @@ macro_rules! refused {
     }};
 }
 
-/// Runs a program on two processes with one stage each. Both must return the expected texts, in
-/// order.
+/// Runs a program on two processes with one device each. Each process must return as many texts as
+/// `expected` has, each containing all parts expected at its place.
 fn both_say(expected: &[&[&str]], program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) {
     for result in Simulation::new(2, 2).run(program) {
         let said = result.unwrap();
@@ -37,7 +38,7 @@ fn schedule() -> Schedule {
     Schedule::gpipe(2, 2).unwrap()
 }
 
-/// Puts ones of this shape on a mesh.
+/// Creates an array of `f32` ones of this shape, replicated on a mesh.
 fn ones(p: &mut Program, shape: &[usize], mesh: &Mesh) -> Result<MpmdArray> {
     let count = shape.iter().product();
     p.device_put(&MpmdArray::from_slice(shape, &vec![1.0f32; count])?, mesh.replicated())
@@ -45,7 +46,8 @@ fn ones(p: &mut Program, shape: &[usize], mesh: &Mesh) -> Result<MpmdArray> {
 
 type Change<'a> = &'a dyn Fn(usize, Microbatch<MpmdArray>) -> Microbatch<MpmdArray>;
 
-/// Returns a batch of two microbatches, each changed.
+/// Returns a batch of two microbatches of one row; `change` has replaced each, given (number,
+/// microbatch).
 fn batch(
     p: &mut Program,
     pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,

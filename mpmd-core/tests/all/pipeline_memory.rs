@@ -11,19 +11,19 @@ use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 use mpmd_core::{ProcessId, Simulation};
 
-/// Elements of an activation and of the parameters, and the number of residuals. A residual has as
-/// many elements as an activation.
+/// Elements of an activation, and of a residual; `PARAMS` is the elements of a stage's parameters,
+/// `RESIDUALS` the residuals of a pass.
 const ACTIVATION: usize = 16 << 10;
 const PARAMS: usize = 64 << 10;
 const RESIDUALS: usize = 10;
 const STEPS: usize = 16;
-/// Room for the losses, which are added up one by one.
+/// Tolerance in bytes for the losses, which are added up one by one.
 const SMALL: u64 = 4 << 10;
 
-/// Passes that take some time and only write their outputs.
+/// A stage of which each pass sleeps for some time and only writes its outputs.
 struct Pass;
 
-/// The same passes, and the loss.
+/// The last stage: passes as those of `Pass`, with the loss as output.
 struct Last;
 
 fn declare<O>(out: O) -> StageSignature<O, Vec<PlacedShape>, Vec<PlacedShape>> {
@@ -103,7 +103,7 @@ macro_rules! passes {
 passes!(Pass, Empty<MpmdArray>, MpmdArray, f32s([ACTIVATION]));
 passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) });
 
-/// Subtracts gradients from parameters, in place.
+/// A kernel in place of an optimizer: overwrites the parameters in place.
 struct Update;
 
 impl Kernel for Update {
@@ -125,13 +125,13 @@ impl Kernel for Update {
     }
 }
 
-/// Measurements of one process.
+/// Memory of one process in bytes: the plan's expected peak and bound, and the measured peak.
 #[derive(Debug)]
 struct MeasuredPeak {
     expected: u64,
     at_most: u64,
     peak: u64,
-    /// Bytes mapped after the third step, and at the end.
+    /// Bytes mapped after the third step, and after the last one.
     mapped: [u64; 2],
 }
 
@@ -211,17 +211,18 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
     Ok(found)
 }
 
-/// Pipeline options beside the schedule.
+/// The pipeline's options: none, or one of two that change its memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Options {
     Plain,
-    /// Forward passes are recomputed.
+    /// All forward passes are recomputed in the backward passes.
     Again,
-    /// Weight gradients in ascending order.
+    /// Gradients are buffered, and weight gradients are added in ascending order of microbatches.
     InOrder,
 }
 
-/// Returns a line for each process with memory outside the bounds.
+/// Returns a line for each process with a measured peak more than 10 % from the expected one or
+/// above the bound. Also one if its mapped memory changed during the steps.
 fn off(simulation: &Simulation, schedule: &Schedule, how: Options, what: &str) -> Vec<String> {
     let mut off = Vec::new();
     for (process, found) in simulation.run(|p| train(p, schedule, how)).into_iter().enumerate() {

@@ -14,7 +14,8 @@ use crate::stages::{
 const RANKS: usize = 4;
 const ROWS: [usize; 8] = [2; 8];
 
-/// Returns all built-in schedules with backward passes, on `ranks` ranks.
+/// Returns all built-in schedules with backward passes on `ranks` ranks, with one and with two
+/// stages per rank where possible.
 fn schedules(ranks: usize, microbatches: usize) -> Vec<Schedule> {
     let mut all = Vec::new();
     for builtin in Builtin::ALL {
@@ -65,16 +66,16 @@ fn every_schedule_gives_the_bits_of_a_direct_computation() {
     for schedule in schedules(RANKS, ROWS.len()) {
         let expected = by_hand(schedule.stages(), &ROWS);
         for processes in [1, 2, 4] {
-            let what =
+            let case =
                 format!("{} with {} stages over {processes}", schedule.name(), schedule.stages());
             let found = run(&schedule, processes, false, processes == 2);
             if ascends(&schedule) {
-                assert_eq!(found, expected, "{what}");
+                assert_eq!(found, expected, "{case}");
                 same += 1;
                 continue;
             }
-            assert!(near(&found, &expected), "{what}: {found:?} {expected:?}");
-            assert_eq!(run(&schedule, processes, true, false), expected, "{what}, buffered");
+            assert!(near(&found, &expected), "{case}: {found:?} {expected:?}");
+            assert_eq!(run(&schedule, processes, true, false), expected, "{case}, buffered");
             other += 1;
         }
     }
@@ -124,7 +125,6 @@ fn outputs_of_forward_passes_come_by_microbatch() {
     }
 }
 
-/// Stages of one rank pass arrays to each other without an operation.
 #[test]
 fn stages_on_the_same_devices_move_nothing() {
     let moves = |name: &str, ranks: usize, chunks: usize| {

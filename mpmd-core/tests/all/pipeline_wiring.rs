@@ -12,8 +12,8 @@ use crate::stages::{
     together, value, weights,
 };
 
-/// Creates a pipeline in which stage 2 takes the outputs of stages 1 and 0, and stage 3 shares the
-/// weights of stage 0.
+/// Creates a pipeline of four stages. Stage 2 takes the outputs of stages 1 and 0, and stage 3
+/// shares the weights of stage 0.
 fn skipping(p: &mut Program, schedule: &Schedule) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let meshes = meshes(p, schedule.ranks())?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
@@ -156,8 +156,8 @@ fn wiring_that_does_not_fit_is_refused() {
     }
 }
 
-/// Microbatches with different numbers of rows. Each has kernels for its shapes, and its own weight
-/// in the loss.
+/// Checks loss, weight and gradients of microbatches with different numbers of rows against a
+/// direct computation. Each has kernels for its shapes, and its own weight in the loss.
 #[test]
 fn ragged_microbatches_count_by_their_rows() {
     let rows = [3, 1, 2, 3, 1, 4];

@@ -17,7 +17,8 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Waits until a process has sent the planned bytes; returns the bytes that it has sent.
+/// Waits up to 20 seconds until this process has sent the planned bytes to each process. Returns
+/// the bytes sent so far, by receiver.
 fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -29,7 +30,8 @@ fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     }
 }
 
-/// Returns the bytes between each two processes in all operations of a plan.
+/// Returns the bytes that each process sends to each other in all operations of a plan, as
+/// `[sender][receiver]`.
 fn bytes_between(plan: &Plan) -> Vec<Vec<u64>> {
     let count = plan.processes as usize;
     let mut bytes = vec![vec![0; count]; count];
@@ -39,7 +41,8 @@ fn bytes_between(plan: &Plan) -> Vec<Vec<u64>> {
     bytes
 }
 
-/// Adds one, in place.
+/// Builds a kernel that adds one to each value of its input, in place, on one device. It donates
+/// the input.
 fn add_one(
     p: &Program,
     device: u32,
@@ -56,8 +59,8 @@ fn add_one(
     p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
 }
 
-/// Moves a state around all devices in each step and reads it in each. With `replays`, replays the
-/// steps after two that are issued directly.
+/// Runs `steps` steps. Each moves an array around all devices, adds one on each, and checks the
+/// value. With `replays`, records the third step and replays the later ones.
 fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let devices = p.topology().devices().len() as u32;
     let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;

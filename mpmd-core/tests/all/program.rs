@@ -4,7 +4,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, normal_f32};
 use mpmd_core::{Simulation, simulate};
 
-/// h = x @ w, with columns of w on each device.
+/// A kernel that computes h = x @ w, with a part of w's columns on each device.
 struct Up;
 
 impl Kernel for Up {
@@ -28,7 +28,8 @@ impl Kernel for Up {
     }
 }
 
-/// y = h @ w, with rows of w on each device, summed over the axis.
+/// A kernel that computes y = h @ w, with a part of w's rows on each device. The partial products
+/// are summed over the axis `model`.
 struct Down;
 
 impl Kernel for Down {

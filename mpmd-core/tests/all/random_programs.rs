@@ -22,7 +22,8 @@ const ROWS: usize = 16;
 const COLUMNS: usize = 8;
 const STEPS: usize = 40;
 
-/// A step that all processes execute. Arrays are named by the order of their creation.
+/// A step that all processes execute. Indices such as `source` count the arrays of the program in
+/// the order of their creation.
 #[derive(Clone, Debug)]
 enum RandomStep {
     Make { rows: usize, to: Sharding, key: u64 },
@@ -40,7 +41,7 @@ enum RandomStep {
     Compare,
 }
 
-/// The generator's knowledge of an array.
+/// Shape and sharding of a live array, as the generator knows them.
 #[derive(Clone)]
 struct Known {
     rows: usize,
@@ -62,8 +63,8 @@ impl Random {
         &from[self.below(from.len())]
     }
 
-    /// Returns a sharding that fits the rows, on some of the devices in any order: on a mesh of
-    /// them, or in chunks or parts.
+    /// Returns a random sharding for `rows` rows, on some of the devices in any order: on a mesh of
+    /// them, in chunks, or in enumerated parts.
     fn sharding(&mut self, devices: usize, rows: usize) -> Sharding {
         let mut ids: Vec<u32> = (0..devices as u32).collect();
         for i in 0..ids.len() {
@@ -104,7 +105,8 @@ impl Random {
         }
     }
 
-    /// Returns one part for each device, by cuts from side to side at any place. Some may be empty.
+    /// Returns a sharding with one part for each device, made by random cuts from side to side.
+    /// Some parts may be empty.
     fn parts(&mut self, devices: &[DeviceId], rows: usize) -> Sharding {
         let mut parts = vec![Region::full(&[rows, COLUMNS])];
         while parts.len() < devices.len() {
@@ -122,7 +124,8 @@ impl Random {
     }
 }
 
-/// Returns the program of a seed, for that many devices.
+/// Returns the steps of the program of a seed, for `devices` devices. Equal arguments give equal
+/// programs.
 fn program(seed: u64, devices: usize) -> Vec<RandomStep> {
     let mut random = Random(seed);
     let mut arrays: Vec<Option<Known>> = Vec::new();
@@ -222,7 +225,7 @@ fn program(seed: u64, devices: usize) -> Vec<RandomStep> {
     steps
 }
 
-/// The shards that this process holds at the end, by array and device.
+/// The bytes of the shards that a process holds at the end, by (array index, device).
 type Shards = BTreeMap<(usize, DeviceId), Vec<u8>>;
 
 fn execute(p: &mut Program, steps: &[RandomStep]) -> Result<Shards> {
@@ -359,13 +362,13 @@ fn execute(p: &mut Program, steps: &[RandomStep]) -> Result<Shards> {
     Ok(shards)
 }
 
-/// Returns the mesh to run a kernel on for an array, and the array's sharding.
+/// Returns (the mesh of an array's sharding, the sharding). Panics if the sharding has no mesh.
 fn bound(x: &MpmdArray) -> (Mesh, Sharding) {
     let sharding = x.sharding().expect("it is placed").clone();
     (sharding.mesh().expect("the generator sees to it").clone(), sharding)
 }
 
-/// Returns the number of processes for a seed's program, and their hosts: all on one host, in
+/// Returns (number of processes, host of each process) for a seed's program: all on one host, in
 /// pairs, or each on its own.
 fn processes_of(seed: u64, devices: usize) -> (usize, Vec<usize>) {
     let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
@@ -433,7 +436,8 @@ fn seeds_150_to_199_give_the_same_bits() {
     run_seeds(150..200);
 }
 
-/// Waits until a process has sent the planned bytes; returns the bytes that it has sent.
+/// Waits up to 20 seconds until this process has sent the planned bytes to each process. Returns
+/// the bytes sent so far, by receiver.
 fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -445,8 +449,8 @@ fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
     }
 }
 
-/// Checks that only nodes of the receiver take a transfer, after the node of the sender that makes
-/// it.
+/// Checks for each transfer that only nodes of its receiver take it, and only after the sender's
+/// node that makes it, if any.
 fn assert_before(flow: &Flow, seed: u64) {
     for (number, transfer) in flow.transfers.iter().enumerate() {
         let process = |node: u32| flow.lanes[flow.nodes[node as usize].lane as usize];

@@ -13,10 +13,11 @@ use mpmd_core::{FailureKind, ProcessId, Simulation};
 
 const MIB: usize = 1 << 20;
 
-/// 6 MiB: three chunks.
+/// Shape of an `f32` array of 6 MiB, which moves in three chunks.
 const SHAPE: [usize; 2] = [1024, 1536];
 
-/// Fills every element with its index in the whole array.
+/// Returns a function that fills a shard: every element gets its row-major index in an array of
+/// `columns` columns.
 fn numbered(columns: usize) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static {
     move |region, mut view| {
         let indices = region
@@ -30,7 +31,7 @@ fn numbered(columns: usize) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Sen
     }
 }
 
-fn check(array: &MpmdArray, what: &str) -> Result<()> {
+fn check(array: &MpmdArray, case: &str) -> Result<()> {
     if array.is_fully_remote() {
         return Ok(());
     }
@@ -43,7 +44,7 @@ fn check(array: &MpmdArray, what: &str) -> Result<()> {
                 assert_eq!(
                     found.next(),
                     Some(&expected),
-                    "{what}: ({row}, {column}) on {}",
+                    "{case}: ({row}, {column}) on {}",
                     shard.device
                 );
             }
@@ -56,7 +57,8 @@ fn mesh(p: &Program, axes: &[(&str, usize)], devices: std::ops::Range<u32>) -> R
     p.mesh_of(axes, &devices.map(DeviceId).collect::<Vec<_>>())
 }
 
-/// Returns pairs of shardings, some with large parts that several devices want.
+/// Returns (name, source sharding, target sharding) of moves over eight devices, some with large
+/// parts that several devices want.
 fn ways(p: &Program) -> Result<Vec<(&'static str, Sharding, Sharding)>> {
     let all = p.mesh(&[("x", 8)])?;
     let grid = p.mesh(&[("a", 2), ("b", 4)])?;
@@ -75,14 +77,15 @@ fn ways(p: &Program) -> Result<Vec<(&'static str, Sharding, Sharding)>> {
     ])
 }
 
-/// Waits until the transport has received this process's expected bytes for each peer.
-fn sent_is(p: &Program, expected: &[u64], what: &str) {
+/// Waits up to 20 seconds until this process has sent exactly the expected bytes to each process,
+/// by receiver.
+fn sent_is(p: &Program, expected: &[u64], case: &str) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.metrics().bytes_sent != expected {
         let found = p.metrics().bytes_sent;
         assert!(
             Instant::now() < until,
-            "{what}: process {} sent {found:?}, not {expected:?}",
+            "{case}: process {} sent {found:?}, not {expected:?}",
             p.process()
         );
         std::thread::sleep(Duration::from_millis(1));
@@ -146,8 +149,9 @@ fn shards_are_right_and_sent_bytes_match_the_plan() {
     }
 }
 
-/// Returns four processes, each on its own host, for an array of 8 MiB that moves from the first to
-/// the others. Also returns the order in which those others pass it on.
+/// Returns (simulation, order of receivers): four processes, each on its own host. An array of 8
+/// MiB moves from process 0 to the others in chunks, and each passes it on to the next in this
+/// order.
 fn chain() -> (Simulation, [u32; 3]) {
     let hosts = [0, 1, 2, 3];
     let from = Sharding::single_device(DeviceId(0)).layout(&[8, MIB / 4]).unwrap();

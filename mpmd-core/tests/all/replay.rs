@@ -13,18 +13,20 @@ use mpmd_transport::Pool;
 const STAGES: usize = 4;
 const WIDTH: usize = 3;
 
-/// The inputs of a step: a sum for each stage, which the step donates; the microbatches; a rate.
+/// The inputs of a step: (a sum for each stage, which the step donates; the microbatches; the
+/// rate).
 type Given = (Vec<MpmdArray>, Vec<MpmdArray>, MpmdArray);
 
-/// The results of a step: the new sums, one of the given microbatches, and each output on device 0.
+/// The results of a step: (the new sums; one of the given microbatches; each microbatch's output,
+/// on device 0).
 type Results = (Vec<MpmdArray>, MpmdArray, Vec<MpmdArray>);
 
 fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Forward: y = x * w + 1 on each stage. Backward: the gradient times the rate is added to the
-/// stage's sum.
+/// A model of several stages. Forward: y = x * w + 1 on each stage. Backward: the gradient times
+/// the rate is added to the stage's sum.
 struct Model {
     meshes: Vec<Mesh>,
     weights: Vec<MpmdArray>,
@@ -124,8 +126,8 @@ impl Model {
         Ok((sums, xs, MpmdArray::scalar(0.5f32 + step as f32)))
     }
 
-    /// Issues a step in the order of 1F1B: the last stage starts backward as soon as a microbatch
-    /// arrives.
+    /// Issues a step: for one microbatch after the other, forward through all stages and then
+    /// backward. Does not wait.
     fn step(&self, p: &mut Program, (mut sums, xs, rate): Given) -> Result<Results> {
         let mut outputs = Vec::new();
         let first = xs[0].clone();
@@ -155,19 +157,20 @@ impl Model {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum ExitKind {
+enum IssueMode {
     Issued,
     Replayed,
 }
 
-/// The results of a job on one process: its values, operations, and bytes in use at the end.
+/// The results of a job on one process: (values read in all steps, number of operations, bytes in
+/// use at the end).
 type Ran = (Vec<Option<Vec<f32>>>, u64, u64);
 
 fn read(x: &MpmdArray) -> Result<Option<Vec<f32>>> {
     Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?)
 }
 
-/// Waits until `expected` bytes are in use, or for a long time; returns the bytes in use.
+/// Waits up to 20 seconds until `expected` bytes are in use; returns the bytes in use.
 fn settled(p: &Program, expected: u64) -> u64 {
     let limit = Instant::now() + Duration::from_secs(20);
     while p.memory().live != expected && Instant::now() < limit {
@@ -176,7 +179,7 @@ fn settled(p: &Program, expected: u64) -> u64 {
     p.memory().live
 }
 
-fn train(p: &mut Program, how: ExitKind) -> Result<Ran> {
+fn train(p: &mut Program, how: IssueMode) -> Result<Ran> {
     let model = Model::new(p)?;
     let mut sums = model.sums(p)?;
     let mut values = Vec::new();
@@ -186,7 +189,7 @@ fn train(p: &mut Program, how: ExitKind) -> Result<Ran> {
         let donated = given.0[3].clone();
         let (new, first, outputs) = match &recorded {
             Some(recorded) => recorded.replay(p, given)?,
-            None if how == ExitKind::Issued => model.step(p, given)?,
+            None if how == IssueMode::Issued => model.step(p, given)?,
             None => {
                 let (results, new) = p.record(given, |p, given| model.step(p, given))?;
                 assert_eq!(new.operations(), 5 * 18, "{new:?}");
@@ -218,7 +221,7 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
             let run = |how| {
                 simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap()
             };
-            let (issued, replayed) = (run(ExitKind::Issued), run(ExitKind::Replayed));
+            let (issued, replayed) = (run(IssueMode::Issued), run(IssueMode::Replayed));
             assert!(
                 issued == replayed,
                 "{processes} processes, seed {seed}: {issued:?} {replayed:?}"
@@ -235,7 +238,7 @@ fn a_program_that_may_run_one_operation_ahead_replays() {
     let simulation = Simulation::new(2, STAGES).settings(|builder| builder.run_ahead(1, 1 << 30));
     let run =
         |how| simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap();
-    assert_eq!(run(ExitKind::Issued), run(ExitKind::Replayed));
+    assert_eq!(run(IssueMode::Issued), run(IssueMode::Replayed));
 }
 
 #[test]
@@ -254,8 +257,8 @@ fn each_process_issues_only_its_own_operations() {
     assert_eq!(found, expected);
 }
 
-/// Records a step and replays it once on process 0; the others run `other`. Returns the text of
-/// each error.
+/// Records a step on four processes. Then replays it once on process 0, while the others run
+/// `other`. Returns the text of each process's error; all must have one.
 fn diverge(
     other: impl Fn(&mut Program, &Model, &Recorded<Given, Results>, Given) -> Result<()> + Sync,
 ) -> Vec<String> {
@@ -395,8 +398,9 @@ fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     let _limit = watchdog(120);
     // Lost before the first step, in its recording, and in a replay of 90 operations each.
     for op in [130, 170, 210] {
-        let results =
-            Simulation::new(4, STAGES).lose(ProcessId(2), op).run(|p| train(p, ExitKind::Replayed));
+        let results = Simulation::new(4, STAGES)
+            .lose(ProcessId(2), op)
+            .run(|p| train(p, IssueMode::Replayed));
         for result in results {
             let error = result.unwrap_err();
             assert!(error.is_peer_failure(), "{op}: {error}");
@@ -404,7 +408,8 @@ fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     }
 }
 
-/// Returns the texts of refused calls, which must be the same on every process.
+/// Runs a program on two processes, which must succeed. Returns its texts, which must be the same
+/// on both.
 fn refused(program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) -> Vec<String> {
     let results = Simulation::new(2, 2).run(program);
     let mut results = results.into_iter().map(Result::unwrap);

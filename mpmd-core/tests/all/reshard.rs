@@ -20,7 +20,8 @@ fn mesh_at(p: &Program, axes: &[(&str, usize)], first: u32) -> Result<Mesh> {
     p.mesh_of(axes, &(first..first + count).map(DeviceId).collect::<Vec<_>>())
 }
 
-/// Returns the text of an issue error after the line of the program.
+/// Returns the text of an issue error, without the program's line in front. Panics for a success or
+/// another error.
 #[track_caller]
 fn refusal<T>(result: Result<T>) -> String {
     match result.err().expect("it is refused") {
@@ -29,8 +30,8 @@ fn refusal<T>(result: Result<T>) -> String {
     }
 }
 
-/// Waits until this process's arrays take at most `bytes`: the last reader of a buffer may still be
-/// about to release it.
+/// Waits up to 20 seconds until this process's arrays take at most `bytes`, and checks that they
+/// take exactly `bytes`. The last reader of a buffer may release it a moment later.
 #[track_caller]
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
@@ -45,7 +46,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
     assert_eq!(p.memory().live, bytes);
 }
 
-/// Returns the number of the operation that made an array.
+/// Returns the number of the operation that made an array, read from its debug text.
 fn operation(array: &MpmdArray) -> u64 {
     let text = format!("{array:?}");
     text.rsplit("operation ")
@@ -85,10 +86,11 @@ fn host_values_move_first_then_one_device_set_after_another() {
     }
 }
 
-/// A sharding given by axes and spec.
+/// A sharding, as (mesh axes with sizes, spec).
 type Side = (Vec<(&'static str, usize)>, Spec);
 
-/// Returns the pairs that have an intermediate sharding, with a shape that both divide.
+/// Returns (source sharding, target sharding, shape) for pairs that have an intermediate sharding.
+/// Both divide the shape.
 fn pairs_with_an_intermediate() -> Vec<(Side, Side, Vec<usize>)> {
     vec![
         (

@@ -17,7 +17,8 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Creates 8 MiB on one device, ready after `delay`.
+/// Creates an array of 8 MiB filled with `value` on one device, which is ready after `delay`. Does
+/// not wait for it.
 #[track_caller]
 fn large(p: &mut Program, device: u32, value: f32, delay: Duration) -> Result<MpmdArray> {
     p.array_from_fn(f32s([2 * MIB]), &on(device), move |_, mut view| {
@@ -384,7 +385,8 @@ fn memory_stays_flat_over_many_steps() {
     results.into_iter().for_each(Result::unwrap);
 }
 
-/// Returns an array of the original shape: two of the half, one after the other.
+/// Returns an array twice as tall as `half`, in the sharding `to`: each device writes its rows of
+/// `half` twice.
 fn double(p: &mut Program, half: &MpmdArray, to: &Sharding) -> Result<MpmdArray> {
     let mesh = to.mesh().expect("a named sharding").clone();
     let double = fun(

@@ -35,8 +35,8 @@ use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
 use mpmd_core::{Error, IssueProblem, ProcessId};
 
-/// Returns all shardings that the tests move between, over four devices. Arrays have 4 rows and 8
-/// columns.
+/// Returns all shardings that the tests move between, over some or all of four devices. Arrays have
+/// 4 rows and 8 columns.
 fn shardings(p: &Program) -> Result<Vec<Sharding>> {
     let mut all = Vec::new();
     for devices in [&[0u32, 1][..], &[2, 3], &[1, 2], &[1, 0], &[0, 1, 2, 3], &[3, 0, 2, 1]] {
@@ -221,7 +221,8 @@ fn trees_move_by_prefix_and_a_misfit_moves_nothing() {
     results.into_iter().for_each(Result::unwrap);
 }
 
-/// Waits until the process holds at most `bytes`: memory is freed on other threads.
+/// Waits until the process's arrays take at most `bytes`, and panics after 20 seconds: memory is
+/// freed on other threads.
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.memory().live > bytes {

@@ -15,14 +15,14 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Creates host values with a different first element on each process.
+/// Creates host values, all 1 except the first element, which is the process's number.
 fn own_values(p: &Program, elements: usize) -> Result<MpmdArray> {
     let mut values = vec![1.0f32; elements];
     values[0] = p.process().0 as f32;
     MpmdArray::from_slice(&[elements], &values)
 }
 
-/// Returns the one divergence error that both processes end with.
+/// Checks that both processes end with a divergence error of the same text, and returns the text.
 fn diverged(results: Vec<Result<()>>) -> String {
     let errors: Vec<_> =
         results.into_iter().map(|result| result.expect_err("the programs differ")).collect();
@@ -42,7 +42,8 @@ fn assert_values_are_named(text: &str) {
 }
 
 /// Runs `differs` on two processes, then moves an array from process 0 to process 1, which must not
-/// receive it. Returns the text of the divergence.
+/// receive it. The `first` process issues everything before the other one issues `differs`. Returns
+/// the text of the divergence.
 fn nothing_arrives_after(
     simulation: &Simulation,
     elements: usize,
@@ -71,7 +72,7 @@ fn nothing_arrives_after(
 }
 
 /// Runs `differs` with small and large arrays, both orders of issuing, delays, and zero-copy
-/// transfers.
+/// transfers. Returns the text of the divergence of each run.
 fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<String> {
     let mut texts = Vec::new();
     for seed in 0..3 {

@@ -24,7 +24,7 @@ fn listed(shards: &[(u32, [(usize, usize); 2])]) -> Sharding {
     Sharding::enumerated(shards.iter().map(shard).collect()).unwrap()
 }
 
-/// Returns the numbers from 0 in this shape.
+/// Returns `f32` values of this shape: each element is its row-major index.
 fn counting(shape: &[usize]) -> HostArray {
     let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
     HostArray::from_bytes(
@@ -34,7 +34,7 @@ fn counting(shape: &[usize]) -> HostArray {
     .unwrap()
 }
 
-/// Returns the numbers of one region of [`counting`].
+/// Returns the values of one region of [`counting`], in row-major order of the region.
 fn part(shape: &[usize], region: &Region) -> Vec<f32> {
     let mut at = vec![0];
     for (range, size) in region.ranges().zip(shape) {
@@ -43,7 +43,7 @@ fn part(shape: &[usize], region: &Region) -> Vec<f32> {
     at.into_iter().map(|i| i as f32).collect()
 }
 
-/// Checks that this process holds exactly its shards of [`counting`], scaled.
+/// Checks that this process holds exactly its shards of [`counting`], each value times `factor`.
 fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     let sharding = array.sharding().expect("it is placed").clone();
     let layout = sharding.layout(array.shape())?;
@@ -64,7 +64,7 @@ fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     Ok(())
 }
 
-/// Returns shardings of arrays of 5 rows and 6 columns on four devices.
+/// Returns shardings of all kinds for arrays of 5 rows and 6 columns on up to four devices.
 fn shardings(p: &Program) -> Result<Vec<Sharding>> {
     let grid = p.mesh(&[("x", 2), ("y", 2)])?;
     let column = p.mesh_of(&[("x", 3)], &ids(&[3, 1, 0]))?;
@@ -127,7 +127,8 @@ fn every_kind_moves_to_every_other() {
     }
 }
 
-/// PyTorch's cases in which data moves, including permutations that PyTorch gets wrong.
+/// Checks the values of each device after moves between chunk shardings. The cases are PyTorch's,
+/// including permutations that PyTorch gets wrong.
 #[test]
 fn chunks_move_as_in_the_reference() {
     let _limit = watchdog(60);
@@ -280,8 +281,8 @@ fn microbatches_of_chunks() {
     }
 }
 
-/// A kernel writes partial sums because its output says so. A kernel that declares them as input
-/// adds them up.
+/// A kernel writes partial sums because its output's sharding says so. A second kernel declares
+/// them as input, gets each device's term, and adds the terms up itself.
 #[test]
 fn partial_sums_go_to_a_kernel_that_declares_them() {
     let _limit = watchdog(60);

@@ -14,7 +14,7 @@ use mpmd_core::{Error, IssueProblem, Simulation, simulate};
 
 const PROCESSES: [usize; 3] = [1, 2, 4];
 
-/// Creates a mesh with axis x of 4 and axis y of 2.
+/// Creates a mesh of eight devices with axis `x` of 4 and axis `y` of 2.
 fn grid(p: &Program) -> Result<Mesh> {
     p.mesh(&[("x", 4), ("y", 2)])
 }
@@ -23,8 +23,8 @@ fn keep() -> SplitOptions {
     SplitOptions::default()
 }
 
-/// Waits until this process's arrays take at most `bytes`: the last reader of a buffer may still be
-/// about to release it.
+/// Waits up to 20 seconds until this process's arrays take at most `bytes`, and checks that they
+/// take exactly `bytes`. The last reader of a buffer may release it a moment later.
 #[track_caller]
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
@@ -39,7 +39,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
     assert_eq!(p.memory().live, bytes);
 }
 
-/// Returns these rows and columns of a matrix.
+/// Returns the given rows and columns of a matrix, the rows in the given order.
 fn pick(whole: &HostArray, rows: &[usize], columns: Range<usize>) -> HostArray {
     let row = |row: &usize| part(whole, &Region::new(vec![*row..row + 1, columns.clone()]));
     let bytes: Vec<u8> = rows.iter().flat_map(row).collect();
@@ -54,7 +54,8 @@ fn devices(array: &MpmdArray) -> Vec<u32> {
     array.sharding().expect("it is placed").devices().iter().map(|device| device.0).collect()
 }
 
-/// Returns the text of an issue error after the line of the program.
+/// Returns the text of an issue error, without the program's line in front. Panics for a success or
+/// another error.
 #[track_caller]
 fn refusal<T>(result: Result<T>) -> String {
     match result.err().expect("it is refused") {
@@ -63,7 +64,8 @@ fn refusal<T>(result: Result<T>) -> String {
     }
 }
 
-/// Splits an 8 by 6 array of `spec`, and checks devices, rows and columns of every part.
+/// Splits an 8 by 6 array of `spec` along `axis`, and compares each part with `expected`: (devices,
+/// rows, columns). Then joins the parts and checks that no byte was copied.
 fn splits(
     p: &mut Program,
     spec: Spec,

@@ -15,7 +15,7 @@ pub(crate) const WIDTH: usize = 3;
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Rows {
     All,
-    /// A part of the rows, over the mesh axis `data`.
+    /// An equal part of the rows, over the mesh axis `data`.
     Part,
 }
 
@@ -28,23 +28,25 @@ impl Rows {
     }
 }
 
-/// y = x * w, element by element, with w shared by the rows.
+/// A stage with y = x * w, element by element, with one w for all rows. With `fuses`, one backward
+/// pass computes both gradients.
 pub(crate) struct Scale {
     pub(crate) rows: Rows,
     pub(crate) fuses: bool,
 }
 
 impl Scale {
-    /// Creates a stage with separate passes for its gradients.
+    /// Creates a stage with separate backward passes for the gradients of inputs and weights.
     pub(crate) fn of(rows: Rows) -> Self {
         Self { rows, fuses: false }
     }
 }
 
-/// y = a * w + b.
+/// A stage with two inputs, a and b: y = a * w + b.
 pub(crate) struct Join;
 
-/// Sum of squares of (x * w - labels), over the rows.
+/// A last stage. Its loss is the sum of squares of (x * w - labels), and its weight is the number
+/// of rows.
 pub(crate) struct Square(pub(crate) Rows);
 
 fn floats<'a>(view: &'a View<'_>) -> Result<&'a [f32]> {
@@ -290,7 +292,8 @@ impl Stage for Square {
     }
 }
 
-/// The results of a step: loss and weight, and the gradients by stage.
+/// The results of a step: the loss as (sum, weight), and the gradient of each stage. `None` for
+/// values that this process does not own.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     pub(crate) loss: Option<[f32; 2]>,
@@ -317,17 +320,18 @@ pub(crate) fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
     array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
 }
 
-/// Returns a mesh for each rank.
+/// Returns a mesh for each rank: an equal part of the devices, in order.
 pub(crate) fn meshes(p: &mut Program, ranks: usize) -> Result<Vec<Mesh>> {
     Ok(p.mesh(&[("rank", ranks)])?.split("rank")?)
 }
 
-/// Puts the weights of a stage on a mesh.
+/// Creates the weights of a stage, replicated on a mesh.
 pub(crate) fn params(p: &mut Program, stage: usize, mesh: &Mesh) -> Result<MpmdArray> {
     p.device_put(&MpmdArray::from_slice(&[WIDTH], &weights(stage))?, mesh.replicated())
 }
 
-/// Creates stages of [`Scale`] with [`Square`] at the end, on the ranks of a schedule.
+/// Creates a pipeline of [`Scale`] stages with [`Square`] at the end, on the ranks that `schedule`
+/// gives the stages.
 pub(crate) fn chain(
     p: &mut Program,
     schedule: &Schedule,
@@ -347,7 +351,8 @@ pub(crate) fn chain(
     front.then(Square(Rows::All), mesh(last), params(p, last, mesh(last))?)
 }
 
-/// Returns microbatches with these numbers of rows, with labels for the last stage.
+/// Returns one microbatch for each entry of `rows`, with that many rows, and labels for the last
+/// stage.
 pub(crate) fn microbatches(
     p: &mut Program,
     pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
@@ -366,7 +371,8 @@ pub(crate) fn microbatches(
     Ok(all)
 }
 
-/// Runs one step; returns this process's results.
+/// Runs one training step with microbatches of these numbers of rows. Returns the results that this
+/// process owns.
 pub(crate) fn step(
     p: &mut Program,
     pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>,
@@ -390,7 +396,8 @@ pub(crate) fn step(
     Ok(Outcome { loss, gradients })
 }
 
-/// Computes the same for a chain directly: microbatches in ascending order.
+/// Computes the results of one step of [`chain`] directly, without a pipeline. The microbatches are
+/// added in ascending order.
 pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
     let w: Vec<Vec<f32>> = (0..stages).map(weights).collect();
     let mut gradients = vec![vec![0.0f32; WIDTH]; stages];
@@ -416,7 +423,7 @@ pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
     Outcome { loss, gradients: gradients.into_iter().map(Some).collect() }
 }
 
-/// Combines the outcomes of all processes.
+/// Combines the outcomes of all processes: for each value, that of the first process that owns it.
 pub(crate) fn together(outcomes: Vec<Result<Outcome>>) -> Outcome {
     let mut all = Outcome::default();
     for outcome in outcomes {

@@ -83,12 +83,12 @@ fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
     Trained { steps, held_out: held_out.expect("some text is held out"), sample }
 }
 
-fn assert_near(what: &str, found: &Trained, expected: &Trained) {
+fn assert_near(case: &str, found: &Trained, expected: &Trained) {
     let pairs = found.steps.iter().zip(&expected.steps);
     for (at, (found, expected)) in pairs.chain([(&found.held_out, &expected.held_out)]).enumerate()
     {
         let near = (found - expected).abs() < TOLERANCE * expected.abs().max(1.0);
-        assert!(near, "{what}: number {at} is {found}, not {expected}");
+        assert!(near, "{case}: number {at} is {found}, not {expected}");
     }
 }
 
@@ -144,8 +144,8 @@ fn stages_on_several_devices_give_the_same_losses() {
     for (fsdp, tensor_parallel) in [(1, 2), (2, 1), (2, 2)] {
         let config = Config { stages: 2, fsdp, tensor_parallel, ..tiny() };
         for kinds in [&[Cuda][..], &[Cuda, Cuda]] {
-            let what = format!("{fsdp} x {tensor_parallel}, {} processes", kinds.len());
-            assert_near(&what, &trained(&config, kinds), &expected);
+            let case = format!("{fsdp} x {tensor_parallel}, {} processes", kinds.len());
+            assert_near(&case, &trained(&config, kinds), &expected);
         }
     }
 }

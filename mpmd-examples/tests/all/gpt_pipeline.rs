@@ -98,17 +98,17 @@ fn losses_are_the_same_bits_with_every_schedule() {
             });
             for processes in [2, 4] {
                 let found = losses(&config, processes, 4);
-                let what =
+                let case =
                     format!("{}, {processes} processes, recompute: {recompute}", builtin.name());
                 if ascends {
-                    assert_eq!(found, reference, "{what}");
+                    assert_eq!(found, reference, "{case}");
                     continue;
                 }
                 for (found, expected) in found.iter().zip(&reference) {
                     let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
                     assert!(
                         (found - expected).abs() < 1e-6 * expected.abs().max(1.0),
-                        "{what}: {found} {expected}"
+                        "{case}: {found} {expected}"
                     );
                 }
             }

@@ -84,7 +84,7 @@ impl Recorder {
     }
 
     /// Blocks until `enough` returns a value, and returns it. Panics after the time limit.
-    pub(crate) fn wait<T>(&self, what: &str, enough: impl Fn(&Seen) -> Option<T>) -> T {
+    pub(crate) fn wait<T>(&self, event: &str, enough: impl Fn(&Seen) -> Option<T>) -> T {
         let until = Instant::now() + TIME_LIMIT;
         let mut seen = self.seen.lock();
         loop {
@@ -94,7 +94,7 @@ impl Recorder {
             let late = self.changed.wait_until(&mut seen, until).timed_out();
             assert!(
                 !late,
-                "{what} has not come; heard so far: {:?}, done: {:?}",
+                "{event} has not come; heard so far: {:?}, done: {:?}",
                 seen.log, seen.done
             );
         }
@@ -187,10 +187,10 @@ impl Recorder {
         }
     }
 
-    fn note(&self, what: &'static str, change: impl FnOnce(&mut Seen)) {
+    fn note(&self, event: &'static str, change: impl FnOnce(&mut Seen)) {
         let mut seen = self.seen.lock();
         change(&mut seen);
-        seen.log.push(what);
+        seen.log.push(event);
         self.changed.notify_all();
     }
 }

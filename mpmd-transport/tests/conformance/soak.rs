@@ -130,7 +130,7 @@ fn engines() -> usize {
 
 /// Blocks until the end with index `which` has seen `enough`; panics after the time limit.
 /// Meanwhile reads or drops held payloads at random.
-fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -> bool) {
+fn wait(ends: &[Arc<End>; 2], which: usize, event: &str, enough: impl Fn(&Seen) -> bool) {
     let until = Instant::now() + TIME_LIMIT;
     loop {
         ends.iter().for_each(|end| end.decide());
@@ -140,7 +140,7 @@ fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -
         }
         let (posted, done, open) = (seen.posted, seen.done.len(), seen.open);
         let state = || format!("{done} of {posted} have ended, {open} fetches are open");
-        assert!(Instant::now() < until, "{what} has not come: {}", state());
+        assert!(Instant::now() < until, "{event} has not come: {}", state());
         // A held payload may delay those behind it, without any event.
         ends[which].changed.wait_for(&mut seen, Duration::from_millis(2));
     }

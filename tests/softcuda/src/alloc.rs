@@ -14,7 +14,8 @@ use crate::host::pinned;
 use crate::settings::CallKind;
 
 api! {
-    /// Allocates memory on the current context's device. It can be exported to other processes.
+    /// Allocates memory on the current context's device, filled with `0xCD`. The memory can be
+    /// exported to other processes. Fails with `CUDA_ERROR_INVALID_VALUE` for 0 bytes.
     fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) {
         let context = current()?;
         context.check()?;
@@ -25,8 +26,8 @@ api! {
 }
 
 api! {
-    /// Frees memory at once. Unlike a GPU's driver, it does not wait for work that still uses the
-    /// memory.
+    /// Frees memory that this process allocated, given its first address; 0 is ignored. Unlike a
+    /// GPU's driver, it does not wait for work that still uses the memory: such work then fails.
     fn cuMemFree_v2(address: u64) {
         current()?.check()?;
         if address == 0 {
@@ -41,7 +42,8 @@ api! {
 }
 
 api! {
-    /// Allocates memory in the order of a stream. It cannot be exported to other processes.
+    /// Allocates memory on the stream's device. The address is valid at once, but only work ordered
+    /// after the call on `stream` may use it. The memory cannot be exported to other processes.
     fn cuMemAllocAsync(address: Out<u64>, bytes: usize, stream: Handle) {
         let stream = own_stream(stream)?;
         address.required()?;
@@ -56,7 +58,8 @@ api! {
 }
 
 api! {
-    /// Frees memory in the order of a stream.
+    /// Frees memory when the work issued before on `stream` is done; does not wait for it.
+    /// `address` is the first of an allocation of this process, or 0, which is ignored.
     fn cuMemFreeAsync(address: u64, stream: Handle) {
         let stream = own_stream(stream)?;
         if address == 0 {
@@ -74,7 +77,8 @@ api! {
 }
 
 api! {
-    /// Returns the free and the total bytes of the current context's device.
+    /// Returns the free and the total bytes of the current context's device. Only memory of this
+    /// process counts as used.
     fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
         let context = current()?;
         context.check()?;
@@ -85,7 +89,8 @@ api! {
 }
 
 api! {
-    /// Returns the start and the length in bytes of the allocation that contains an address.
+    /// Returns the start and the length in bytes of the allocation that contains an address. Fails
+    /// with `CUDA_ERROR_NOT_FOUND` if there is none.
     fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, address: u64) {
         current()?.check()?;
         let found = space().find(address).ok_or(Code::NOT_FOUND)?;
@@ -95,7 +100,7 @@ api! {
     }
 }
 
-/// Writes an attribute of an address to `data`, in the width that CUDA defines for it.
+/// Writes an attribute of an address to `data`, in the width that CUDA defines for that attribute.
 ///
 /// # Errors
 ///
@@ -131,13 +136,14 @@ fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
     }
 }
 
-/// Makes an output pointer of the type that the attribute requires.
+/// Makes an output pointer to a `T` from the address that C passed.
 fn out<T>(address: u64) -> Out<T> {
     Out::untyped(address)
 }
 
 api! {
-    /// Returns an attribute of an address.
+    /// Writes an attribute of an address to `data`. The address is in device or pinned memory,
+    /// otherwise the call fails with `CUDA_ERROR_INVALID_VALUE`.
     fn cuPointerGetAttribute(data: u64, attribute: u32, address: u64) {
         initialized()?;
         pointer_attribute(data, attribute, address)
@@ -145,8 +151,8 @@ api! {
 }
 
 api! {
-    /// Returns several attributes of an address. An unknown attribute is written as zero (-2 for
-    /// the device number), without an error.
+    /// Writes several attributes of an address, each to its own pointer in `data`. An unknown
+    /// attribute is written as zero (-2 for the device number), without an error.
     fn cuPointerGetAttributes(count: u32, attributes: In<u32>, data: In<u64>, address: u64) {
         initialized()?;
         for at in 0..count as usize {
@@ -164,7 +170,9 @@ api! {
 }
 
 api! {
-    /// Accepts the attribute that makes copies of an address synchronous; it changes nothing here.
+    /// Accepts attribute 6, which makes copies of device memory synchronous; it changes nothing
+    /// here. Fails with `CUDA_ERROR_INVALID_VALUE` for other attributes, and for addresses outside
+    /// of device allocations.
     fn cuPointerSetAttribute(value: In<u32>, attribute: u32, address: u64) {
         initialized()?;
         value.get()?;

@@ -17,13 +17,13 @@ use crate::settings::CallKind;
 
 static HANDLES: Handles<Mutex<Library>> = Handles::new(7);
 
-/// Codes of `cublasStatus_t`.
+/// Codes of `cublasStatus_t` that the functions of this file return.
 const NOT_INITIALIZED: Code = Code(1);
 const INVALID_VALUE: Code = Code(7);
 const EXECUTION_FAILED: Code = Code(13);
 const NOT_SUPPORTED: Code = Code(15);
 
-/// The state of a cuBLAS handle.
+/// The settings of a cuBLAS handle, as its setters stored them; `atomics` has no effect.
 struct Library {
     stream: Handle,
     math: u32,
@@ -36,7 +36,8 @@ fn handle(handle: Handle) -> Result<Arc<Mutex<Library>>> {
 }
 
 blas! {
-    /// Creates a handle for the context of the calling thread.
+    /// Creates a handle on the default stream. The calling thread must have a context, but the
+    /// handle is not bound to it.
     fn cublasCreate_v2(out: Out<Handle>) {
         out.required().map_err(|_| INVALID_VALUE)?;
         current().and_then(|context| context.check()).map_err(|_| NOT_INITIALIZED)?;
@@ -50,14 +51,14 @@ blas! {
 }
 
 blas! {
-    /// Destroys a handle; work already issued still runs.
+    /// Destroys a handle without waiting; work already issued still runs.
     fn cublasDestroy_v2(library: Handle) {
         HANDLES.remove(library).map(drop).map_err(|_| NOT_INITIALIZED)
     }
 }
 
 blas! {
-    /// Sets the stream on which products are issued.
+    /// Sets the stream on which later products are issued; the stream is checked only then.
     fn cublasSetStream_v2(library: Handle, stream: Handle) {
         handle(library)?.lock().stream = stream;
         Ok(())
@@ -72,7 +73,8 @@ blas! {
 }
 
 blas! {
-    /// Accepts a workspace, which is not needed here; only its address is checked.
+    /// Accepts a workspace in device memory, which is not needed here. Only its address is checked:
+    /// device memory at a multiple of 256.
     fn cublasSetWorkspace_v2(library: Handle, address: u64, bytes: usize) {
         handle(library)?;
         if bytes > 0 && (!space().covers(address) || !address.is_multiple_of(256)) {
@@ -83,7 +85,8 @@ blas! {
 }
 
 blas! {
-    /// Sets the precision mode of products.
+    /// Sets the precision mode of later products of `f32` matrices. Only mode 3 (TF32) changes
+    /// their precision here.
     fn cublasSetMathMode(library: Handle, mode: u32) {
         // 16 is the flag that forbids sums of reduced precision, which this driver never uses.
         if !(0..=3).contains(&(mode & !16)) {
@@ -95,14 +98,15 @@ blas! {
 }
 
 blas! {
-    /// Returns the precision mode of products.
+    /// Returns the precision mode set by `cublasSetMathMode`, 0 by default.
     fn cublasGetMathMode(library: Handle, mode: Out<u32>) {
         mode.set(handle(library)?.lock().math)
     }
 }
 
 blas! {
-    /// Sets the memory of the scales of products: 0 is host memory, 1 is device memory.
+    /// Sets the memory in which later products find alpha and beta: 0 is host memory, 1 is device
+    /// memory.
     fn cublasSetPointerMode_v2(library: Handle, mode: u32) {
         if mode > 1 {
             return Err(INVALID_VALUE);
@@ -113,14 +117,15 @@ blas! {
 }
 
 blas! {
-    /// Returns the memory of the scales of products: 0 is host memory, 1 is device memory.
+    /// Returns the memory in which products find alpha and beta: 0 is host memory, 1 is device
+    /// memory.
     fn cublasGetPointerMode_v2(library: Handle, mode: Out<u32>) {
         mode.set(u32::from(handle(library)?.lock().scales_on_device))
     }
 }
 
 blas! {
-    /// Allows or forbids sums in varying order, which changes nothing here.
+    /// Stores a mode that allows or forbids sums in varying order; it changes nothing here.
     fn cublasSetAtomicsMode(library: Handle, mode: u32) {
         handle(library)?.lock().atomics = mode;
         Ok(())
@@ -135,7 +140,7 @@ blas! {
 }
 
 blas! {
-    /// Returns the version of cuBLAS.
+    /// Returns the version of cuBLAS that this driver imitates: 12.8.0 as 120800.
     fn cublasGetVersion_v2(library: Handle, version: Out<i32>) {
         // The call succeeds without a handle too.
         let _ = library;
@@ -144,7 +149,8 @@ blas! {
 }
 
 blas! {
-    /// Returns one number of the version: major, minor or patch.
+    /// Returns one number of the version: 0 asks for the major one, 1 for the minor, 2 for the
+    /// patch.
     fn cublasGetProperty(which: u32, value: Out<i32>) {
         value.set(match which {
             0 => 12,
@@ -155,7 +161,7 @@ blas! {
     }
 }
 
-/// Returns the name of a cuBLAS code.
+/// Returns the name of a cuBLAS code. The text is never freed.
 #[unsafe(no_mangle)]
 extern "C" fn cublasGetStatusName(status: u32) -> *const c_char {
     let name = match status {
@@ -173,7 +179,7 @@ extern "C" fn cublasGetStatusName(status: u32) -> *const c_char {
     name.as_ptr()
 }
 
-/// Returns the text of a cuBLAS code.
+/// Returns the text of a cuBLAS code, which is never freed.
 #[unsafe(no_mangle)]
 extern "C" fn cublasGetStatusString(status: u32) -> *const c_char {
     let text = match status {
@@ -191,7 +197,8 @@ extern "C" fn cublasGetStatusString(status: u32) -> *const c_char {
     text.as_ptr()
 }
 
-/// A factor or the product, as C passes it.
+/// One matrix argument, or several matrices, as C passes it: device address, and distances of
+/// columns and of matrices in elements.
 struct Side {
     address: u64,
     element: Element,
@@ -199,15 +206,15 @@ struct Side {
     stride: i64,
 }
 
-/// The arithmetic of a product, by `cublasComputeType_t`.
+/// The arithmetic of a product, by `cublasComputeType_t`; `double` is true for sums in `f64`.
 struct Way {
     rounding: Rounding,
     double: bool,
-    /// Type of the scales.
+    /// Type of alpha and beta.
     scale: Element,
 }
 
-/// All arguments of one call.
+/// All arguments of one call: `sizes` are (m, n, k); `alpha` and `beta` are addresses.
 struct Call {
     /// Operations on A and B: 0 takes the matrix as stored, 1 and 2 transpose it.
     taken: [u32; 2],
@@ -231,14 +238,14 @@ fn element(kind: u32) -> Result<Element> {
     }
 }
 
-/// Returns the rounding that a handle's mode selects for single-precision products.
+/// Returns the rounding of elements of A and B that a handle's mode selects for `f32` products.
 fn by_mode(library: Handle) -> Result<Rounding> {
     let math = handle(library)?.lock().math & !16;
     Ok(if math == 3 { Rounding::Tf32 } else { Rounding::Exact })
 }
 
-/// Returns the arithmetic of a compute type; fails for element types that cuBLAS does not support
-/// with it.
+/// Returns the arithmetic of the compute type `kind` for elements of A, B and C. Fails with
+/// `CUBLAS_STATUS_NOT_SUPPORTED` for element types that cuBLAS does not support with it.
 fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result<Way> {
     use Element::{Bf16, F16, F32, F64};
     let single = |rounding| Way { rounding, double: false, scale: F32 };
@@ -262,7 +269,8 @@ fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result
     }
 }
 
-/// Checks the arguments of a call and issues the product.
+/// Checks the arguments of a call and issues the product on the handle's stream, without waiting.
+/// Alpha and beta in host memory are read before the return.
 fn issue(library: Handle, call: Call) -> Result {
     let library = handle(library)?;
     let library = library.lock();
@@ -337,7 +345,7 @@ fn issue(library: Handle, call: Call) -> Result {
 }
 
 blas! {
-    /// Issues a product in single precision.
+    /// Issues a product of `f32` matrices, `C = alpha * A * B + beta * C`, without waiting.
     fn cublasSgemm_v2(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
         lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
@@ -351,7 +359,7 @@ blas! {
 }
 
 blas! {
-    /// Issues a product in double precision.
+    /// Issues a product of `f64` matrices, `C = alpha * A * B + beta * C`, without waiting.
     fn cublasDgemm_v2(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
         lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
@@ -365,7 +373,8 @@ blas! {
 }
 
 blas! {
-    /// Issues several products in single precision, with matrices at equal distances.
+    /// Issues `batch` products of `f32` matrices, without waiting. The strides are the distances
+    /// between matrices in elements.
     fn cublasSgemmStridedBatched(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
         lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64, beta: u64, c: u64, ldc: i32,
@@ -381,7 +390,8 @@ blas! {
 }
 
 blas! {
-    /// Issues several products in double precision, with matrices at equal distances.
+    /// Issues `batch` products of `f64` matrices, without waiting. The strides are the distances
+    /// between matrices in elements.
     fn cublasDgemmStridedBatched(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
         lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64, beta: u64, c: u64, ldc: i32,
@@ -397,7 +407,8 @@ blas! {
 }
 
 blas! {
-    /// Issues a product of the given element types and compute type.
+    /// Issues a product of the given element types and compute type, without waiting. `algorithm`
+    /// is ignored.
     fn cublasGemmEx(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
         a_type: u32, lda: i32, b: u64, b_type: u32, ldb: i32, beta: u64, c: u64, c_type: u32,
@@ -415,7 +426,8 @@ blas! {
 }
 
 blas! {
-    /// Issues several products of the given types, with matrices at equal distances.
+    /// Issues `batch` products of the given element types and compute type, without waiting. The
+    /// strides are the distances between matrices in elements; `algorithm` is ignored.
     fn cublasGemmStridedBatchedEx(
         library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32, alpha: u64, a: u64,
         a_type: u32, lda: i32, stride_a: i64, b: u64, b_type: u32, ldb: i32, stride_b: i64,

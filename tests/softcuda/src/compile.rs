@@ -13,7 +13,7 @@ use crate::source::{Kernel, prepare};
 
 const BEFORE: &str = include_str!("shim/before.h");
 const AFTER: &str = include_str!("shim/after.h");
-/// Headers of CUDA that kernels may include.
+/// Headers of CUDA that kernels may include: (name used in `#include`, text).
 const HEADERS: [(&str, &str); 2] = [
     ("cuda_fp16.h", include_str!("shim/cuda_fp16.h")),
     ("cuda_bf16.h", include_str!("shim/cuda_bf16.h")),
@@ -44,7 +44,7 @@ const FLAGS: [&str; 14] = [
 /// First line of a compiled image, in place of PTX's own first line.
 const MARK: &str = "// softcuda module, compiled for the CPU\n";
 
-/// The input of a compilation.
+/// The input of a compilation. It is also the key under which the image is kept for reuse.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Program {
     pub(crate) source: String,
@@ -52,18 +52,19 @@ pub(crate) struct Program {
     pub(crate) name: String,
     /// Headers: the name used in `#include`, and the text.
     pub(crate) headers: Vec<(String, String)>,
-    /// Options for the preprocessor.
+    /// Options for the preprocessor only, as `-DNAME=1`.
     pub(crate) options: Vec<String>,
-    /// Kernels that are instances of templates, as C++ expressions.
+    /// Instances of template kernels that the module must offer by name, as C++ expressions.
     pub(crate) expressions: Vec<String>,
 }
 
-/// Compiles a program into an image, which is a text without zero bytes. An image compiled earlier
-/// in this process is reused.
+/// Compiles a program into an image: a text without zero bytes that holds a shared library in
+/// hexadecimal. Runs the C++ compiler and blocks until it ends. An image compiled earlier in this
+/// process is reused.
 ///
 /// # Errors
 ///
-/// The compiler's messages.
+/// The compiler's messages, or the reason why it cannot run.
 pub(crate) fn compile(program: &Program) -> Result<Arc<Vec<u8>>, String> {
     static DONE: LazyLock<Mutex<HashMap<Program, Arc<Vec<u8>>>>> = LazyLock::new(Mutex::default);
     if let Some(done) = DONE.lock().get(program) {
@@ -92,7 +93,7 @@ pub(crate) enum Refused {
     Damaged,
 }
 
-/// Returns the shared library in an image.
+/// Decodes the bytes of the shared library in an image.
 pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
     let rest = image.strip_prefix(MARK.as_bytes()).ok_or(Refused::Foreign)?;
     let (version_text, rest) = rest.split_at_checked(17).ok_or(Refused::Damaged)?;
@@ -110,15 +111,17 @@ pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
         .ok_or(Refused::Damaged)
 }
 
-/// Returns true if bytes begin like an image of softcuda.
+/// Returns true if `first` begins like an image of softcuda. It must hold at least `MARK_LENGTH`
+/// bytes of the image.
 pub(crate) fn is_image(first: &[u8]) -> bool {
     first.starts_with(MARK.as_bytes())
 }
 
-/// Number of bytes that [`is_image`] needs.
+/// Bytes at the start of an image that [`is_image`] compares.
 pub(crate) const MARK_LENGTH: usize = MARK.len();
 
-/// Returns a hash of the text around kernels; images with another hash are refused.
+/// Returns a hash of the C++ text that softcuda puts around kernels, headers included. Images
+/// compiled with another hash are refused.
 pub(crate) fn version() -> u64 {
     let headers = HEADERS.iter().flat_map(|(_, text)| text.bytes());
     hash(BEFORE.bytes().chain(AFTER.bytes()).chain(headers))
@@ -225,7 +228,8 @@ fn write(path: &Path, text: &str) -> Result<(), String> {
     std::fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Runs the compiler and returns its output; fails with its messages.
+/// Runs the compiler until it ends. Returns its standard output as text; fails with its standard
+/// error.
 fn run(command: &mut Command) -> Result<String, String> {
     let compiler = &settings().compiler;
     let output = command.stdin(Stdio::null()).output().map_err(|error| {

@@ -4,7 +4,7 @@
 use std::ffi::{CStr, CString, c_char};
 use std::mem::transmute;
 
-/// The driver that this process has loaded under CUDA's name.
+/// The softcuda library that this process has loaded as `libcuda.so`.
 ///
 /// The copy of this crate that is linked into a test has its own state. So the methods call
 /// functions that the loaded library exports.
@@ -51,20 +51,22 @@ pub fn driver() -> Option<Driver> {
     }
 }
 
-/// Calls [`Driver::calls`] of the loaded driver; `None` if it is another driver.
+/// Returns the number of calls of a function of the loaded driver, as [`Driver::calls`] does.
+/// `None` if no driver is loaded or it is not this one.
 ///
 /// # Panics
 ///
-/// As [`Driver::calls`].
+/// If `function` contains a zero byte.
 pub fn calls(function: &str) -> Option<u64> {
     driver().map(|driver| driver.calls(function))
 }
 
-/// Calls [`Driver::bytes`] of the loaded driver; `None` if it is another driver.
+/// Returns the bytes of the copies of a kind that the loaded driver has issued, as
+/// [`Driver::bytes`] does. `None` if no driver is loaded or it is not this one.
 ///
 /// # Panics
 ///
-/// As [`Driver::bytes`].
+/// If `kind` is unknown.
 pub fn bytes(kind: &str) -> Option<u64> {
     driver().map(|driver| driver.bytes(kind))
 }
@@ -88,7 +90,7 @@ impl Driver {
     ///
     /// # Panics
     ///
-    /// If `kind` is none of these.
+    /// If `kind` is none of these names.
     pub fn bytes(&self, kind: &str) -> u64 {
         let text = CString::new(kind).expect("a name without zeros");
         // SAFETY: a text.
@@ -97,20 +99,21 @@ impl Driver {
         bytes
     }
 
-    /// Sets the counts of calls and bytes to zero.
+    /// Sets the counts of calls and bytes to zero; the count of races stays.
     pub fn reset(&self) {
         // SAFETY: no conditions.
         unsafe { (self.reset)() }
     }
 
-    /// Returns the number of races found so far in this process.
+    /// Returns the number of races found since the process started; [`reset`](Self::reset) does not
+    /// change it.
     pub fn races(&self) -> u64 {
         // SAFETY: no conditions.
         unsafe { (self.races)() }
     }
 
-    /// Makes the n-th call of a kind from now on fail; 1 is the next call. The kinds are those of
-    /// `SOFTCUDA_FAIL`.
+    /// Makes the n-th call of a kind from now on fail, once; `nth` 1 is the next call. The names of
+    /// kinds are those of `SOFTCUDA_FAIL` in the crate's documentation.
     ///
     /// # Panics
     ///

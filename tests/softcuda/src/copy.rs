@@ -13,11 +13,11 @@ use crate::handles::Handle;
 use crate::host::{HostBlock, pinned};
 use crate::settings::CallKind;
 
-/// The position of rows of bytes in memory.
+/// The position in memory of the first row of a copy, on one side.
 #[derive(Clone, Copy)]
 struct CopyEnd {
     address: u64,
-    /// Bytes from one row to the next; `slice` is the distance from one slice to the next.
+    /// Bytes from one row to the next; `slice` is the bytes from one slice to the next.
     pitch: u64,
     slice: u64,
 }
@@ -28,7 +28,7 @@ impl CopyEnd {
     }
 }
 
-/// The size of a copy: bytes per row, rows per slice, slices.
+/// The size of a copy: bytes per row, rows per slice, number of slices.
 #[derive(Clone, Copy)]
 struct Extent {
     width: u64,
@@ -45,12 +45,14 @@ impl Extent {
         self.width * self.height * self.depth
     }
 
-    /// Returns the number of bytes from the first to the last one accessed.
+    /// Returns the number of bytes from the first to the last one accessed at `place`, both
+    /// included. The copy has at least one byte.
     fn reach(&self, place: &CopyEnd) -> u64 {
         (self.depth - 1) * place.slice + (self.height - 1) * place.pitch + self.width
     }
 
-    /// Returns the offset of each row in `from` and in `to`, in bytes.
+    /// Returns for each row (offset from the start of `from`, offset from the start of `to`), in
+    /// bytes.
     fn rows(self, from: CopyEnd, to: CopyEnd) -> impl Iterator<Item = (u64, u64)> {
         (0..self.depth).flat_map(move |z| {
             (0..self.height)
@@ -62,7 +64,7 @@ impl Extent {
 /// The kind of memory on one side of a copy, determined when the copy is issued.
 enum Side {
     Device,
-    /// The block is held until the copy is done.
+    /// Pinned host memory; the block is held until the copy is done.
     Pinned {
         _block: Arc<HostBlock>,
     },
@@ -79,7 +81,7 @@ impl Side {
     }
 }
 
-/// The kind of memory that the called function requires on one side.
+/// The kind of memory that the called function requires on one side of a copy.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Asked {
     Host,
@@ -87,15 +89,17 @@ enum Asked {
     Any,
 }
 
-/// The kind of a copy call: a synchronous one returns after the copy, an asynchronous one may
-/// return before.
+/// The kind of a copy call. A synchronous one also waits for copies between device and pinned or
+/// pageable memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Synchronous,
     Asynchronous,
 }
 
-/// Issues a copy, and waits for it in the cases where CUDA does.
+/// Issues a copy in a stream, and blocks until it is done in the cases where CUDA does. Pageable
+/// source memory is read before the return. Fails with `CUDA_ERROR_INVALID_VALUE` for memory of a
+/// wrong kind.
 fn copy(
     stream: &Arc<Stream>,
     to: (CopyEnd, Asked),
@@ -196,11 +200,11 @@ fn stage(from: &CopyEnd, extent: &Extent) -> Vec<u8> {
     bytes
 }
 
-/// Moves the bytes, in a stream's thread.
+/// Copies the rows at once, in the calling thread: the thread of a stream.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` if device bytes are not all in one live allocation.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` if the device bytes of one side are not all in one live allocation.
 fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
     // The spans keep device memory mapped while the bytes move.
     let span = |place: &CopyEnd| {
@@ -235,63 +239,69 @@ fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handl
 }
 
 api! {
-    /// Copies from host to device.
+    /// Copies from host to device and waits for the copy.
     fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Device), (from, Asked::Host), bytes, None)
     }
 }
 
 api! {
-    /// Copies from device to host.
+    /// Copies from device to host and waits for the copy.
     fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Host), (from, Asked::Device), bytes, None)
     }
 }
 
 api! {
-    /// Copies within a device or between two devices.
+    /// Copies within a device or between two devices, in the default stream. As in CUDA, the host
+    /// does not wait for the copy.
     fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Device), (from, Asked::Device), bytes, None)
     }
 }
 
 api! {
-    /// Copies between any two addresses.
+    /// Copies between any two addresses, host or device, and waits for the copy unless both are
+    /// device addresses.
     fn cuMemcpy(to: u64, from: u64, bytes: usize) {
         flat((to, Asked::Any), (from, Asked::Any), bytes, None)
     }
 }
 
 api! {
-    /// Copies from host to device, in a stream.
+    /// Copies from host to device, in a stream. Does not wait: pageable memory is read before the
+    /// return, pinned memory when the copy runs.
     fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Device), (from, Asked::Host), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Copies from device to host, in a stream.
+    /// Copies from device to host, in a stream. Waits for the copy only if the host memory is
+    /// pageable.
     fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Host), (from, Asked::Device), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Copies within a device or between two devices, in a stream.
+    /// Copies within a device or between two devices, in a stream, without waiting.
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Device), (from, Asked::Device), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Copies between any two addresses, in a stream.
+    /// Copies between any two addresses, in a stream. Waits for the copy if the target is pageable
+    /// memory or both are host memory.
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: Handle) {
         flat((to, Asked::Any), (from, Asked::Any), bytes, Some(stream))
     }
 }
 
 api! {
-    /// Copies from one context's device to another's.
+    /// Copies from one context's device to another's, in the default stream. As in CUDA, the host
+    /// does not wait for the copy.
     fn cuMemcpyPeer(to: u64, to_context: Handle, from: u64, from_context: Handle, bytes: usize) {
         of_context(to, to_context)?;
         of_context(from, from_context)?;
@@ -300,7 +310,7 @@ api! {
 }
 
 api! {
-    /// Copies from one context's device to another's, in a stream.
+    /// Copies from one context's device to another's, in a stream, without waiting.
     fn cuMemcpyPeerAsync(
         to: u64,
         to_context: Handle,
@@ -315,7 +325,8 @@ api! {
     }
 }
 
-/// Fails with `CUDA_ERROR_INVALID_VALUE` if live memory is not of the context's device.
+/// Fails with `CUDA_ERROR_INVALID_VALUE` if the address is in an allocation of another device than
+/// the context's. Fails with `CUDA_ERROR_INVALID_CONTEXT` for an unknown context.
 fn of_context(address: u64, context: Handle) -> Result {
     let device = crate::device::context(context).map_err(|_| Code::INVALID_CONTEXT)?.device;
     match space().find(address) {
@@ -373,8 +384,8 @@ struct Copy3D {
     depth: usize,
 }
 
-/// Returns the base address for a memory type, and the required kind of memory. Arrays are
-/// unsupported.
+/// Returns (base address, required kind of memory) for CUDA's number of a memory type. Fails for
+/// arrays, which are unsupported.
 fn base(memory_type: u32, host: u64, device: u64) -> Result<(u64, Asked)> {
     match memory_type {
         1 => Ok((host, Asked::Host)),
@@ -426,34 +437,36 @@ fn copy_3d(args: &In<Copy3D>, stream: Handle, when: When) -> Result {
 }
 
 api! {
-    /// Copies rows with a pitch.
+    /// Copies `height` rows of `width` bytes, with a pitch on each side. Waits as `cuMemcpy` does.
     fn cuMemcpy2D_v2(args: In<Copy2D>) {
         copy_2d(&args, 0, When::Synchronous)
     }
 }
 
 api! {
-    /// Copies rows with a pitch, in a stream.
+    /// Copies `height` rows of `width` bytes, with a pitch on each side, in a stream. Waits as
+    /// `cuMemcpyAsync` does.
     fn cuMemcpy2DAsync_v2(args: In<Copy2D>, stream: Handle) {
         copy_2d(&args, stream, When::Asynchronous)
     }
 }
 
 api! {
-    /// Copies slices of rows.
+    /// Copies `depth` slices of rows. Waits as `cuMemcpy` does.
     fn cuMemcpy3D_v2(args: In<Copy3D>) {
         copy_3d(&args, 0, When::Synchronous)
     }
 }
 
 api! {
-    /// Copies slices of rows, in a stream.
+    /// Copies `depth` slices of rows, in a stream. Waits as `cuMemcpyAsync` does.
     fn cuMemcpy3DAsync_v2(args: In<Copy3D>, stream: Handle) {
         copy_3d(&args, stream, When::Asynchronous)
     }
 }
 
-/// Issues a fill with a pattern of one, two or four bytes. The host does not wait for it.
+/// Issues a fill of device memory with `count` copies of a pattern of one, two or four bytes. The
+/// host does not wait for it.
 fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
     let stream = own_stream(stream)?;
     let pattern = pattern.to_vec();
@@ -482,42 +495,44 @@ fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
 }
 
 api! {
-    /// Fills memory with a byte.
+    /// Fills `count` bytes of device memory with a byte, in the default stream, without waiting.
     fn cuMemsetD8_v2(to: u64, value: u8, count: usize) {
         fill(to, &[value], count, 0)
     }
 }
 
 api! {
-    /// Fills memory with a 2-byte value.
+    /// Fills `count` 2-byte elements of device memory with a value, in the default stream, without
+    /// waiting.
     fn cuMemsetD16_v2(to: u64, value: u16, count: usize) {
         fill(to, &value.to_ne_bytes(), count, 0)
     }
 }
 
 api! {
-    /// Fills memory with a 4-byte value.
+    /// Fills `count` 4-byte elements of device memory with a value, in the default stream, without
+    /// waiting.
     fn cuMemsetD32_v2(to: u64, value: u32, count: usize) {
         fill(to, &value.to_ne_bytes(), count, 0)
     }
 }
 
 api! {
-    /// Fills memory with a byte, in a stream.
+    /// Fills `count` bytes of device memory with a byte, in a stream, without waiting.
     fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: Handle) {
         fill(to, &[value], count, stream)
     }
 }
 
 api! {
-    /// Fills memory with a 2-byte value, in a stream.
+    /// Fills `count` 2-byte elements of device memory with a value, in a stream, without waiting.
     fn cuMemsetD16Async(to: u64, value: u16, count: usize, stream: Handle) {
         fill(to, &value.to_ne_bytes(), count, stream)
     }
 }
 
 api! {
-    /// Fills memory with a 4-byte value, in a stream.
+    /// Fills `count` 4-byte elements of device memory with a value, in a stream, without waiting.
     fn cuMemsetD32Async(to: u64, value: u32, count: usize, stream: Handle) {
         fill(to, &value.to_ne_bytes(), count, stream)
     }

@@ -39,17 +39,18 @@ impl Moved {
     ];
 }
 
-/// Counts a call of an exported function.
+/// Adds one to the count of calls of the exported function `name`.
 pub(crate) fn called(name: &'static str) {
     *CALLS.lock().entry(name).or_default() += 1;
 }
 
-/// Counts the bytes of an issued copy.
+/// Adds the bytes of an issued copy to the count of its kind.
 pub(crate) fn moved(kind: Moved, bytes: usize) {
     BYTES[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
 }
 
-/// Returns the number of calls of a driver function, by its C name.
+/// Returns the number of calls of an exported function since the start or the last reset, by its C
+/// name. A name that was never called gives 0.
 ///
 /// # Safety
 ///
@@ -61,8 +62,9 @@ unsafe extern "C" fn softcuda_calls(name: *const c_char) -> u64 {
     CALLS.lock().get(name).copied().unwrap_or(0)
 }
 
-/// Returns the bytes of the copies of a kind that were issued; for the kinds see `Driver::bytes`.
-/// An unknown kind gives `u64::MAX`, so that a test with a misspelt kind fails.
+/// Returns the bytes of the copies of a kind that were issued since the start or the last reset;
+/// for the kinds see `Driver::bytes`. An unknown kind gives `u64::MAX`, so that a test with a
+/// misspelt kind fails.
 ///
 /// # Safety
 ///
@@ -75,7 +77,7 @@ unsafe extern "C" fn softcuda_bytes(kind: *const c_char) -> u64 {
     at.map_or(u64::MAX, |at| BYTES[at].load(Ordering::Relaxed))
 }
 
-/// Sets all counts to zero.
+/// Sets the counts of calls and bytes to zero; the count of races stays.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_reset_counters() {
     CALLS.lock().clear();

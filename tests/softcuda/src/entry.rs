@@ -9,8 +9,8 @@ use crate::error::{Code, Result, row};
 use crate::faults;
 
 /// Defines a function under its C name. The body is safe code that returns a [`Result`]; `$code`
-/// converts the driver's code into the library's. The call is counted under its name. A panic in
-/// the body becomes `CUDA_ERROR_UNKNOWN`.
+/// converts the driver's error code into the code of NVRTC, cuBLAS or NCCL. The call is counted
+/// under its name. A panic in the body becomes `CUDA_ERROR_UNKNOWN`.
 macro_rules! exported {
     ($code:path; $(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
@@ -23,13 +23,14 @@ macro_rules! exported {
 }
 pub(crate) use exported;
 
-/// Defines a function of the driver; see [`exported!`].
+/// Defines a function of the driver, which returns the body's code unchanged; see [`exported!`].
 macro_rules! api {
     ($($function:tt)*) => { $crate::entry::exported!(::std::convert::identity; $($function)*); };
 }
 pub(crate) use api;
 
-/// Defines a function of NVRTC, which has other numbers for some errors; see [`exported!`].
+/// Defines a function of NVRTC. Bodies return NVRTC codes; two driver codes with other numbers in
+/// NVRTC are converted. See [`exported!`].
 macro_rules! nvrtc {
     ($($function:tt)*) => {
         $crate::entry::exported!($crate::entry::code_of_nvrtc; $($function)*);
@@ -37,8 +38,8 @@ macro_rules! nvrtc {
 }
 pub(crate) use nvrtc;
 
-/// Defines a function of cuBLAS. Bodies return cuBLAS codes, except for null pointers and
-/// unconverted errors of the driver.
+/// Defines a function of cuBLAS. Bodies return cuBLAS codes. Only the driver's code for a panic is
+/// converted; other driver codes reach the caller unchanged.
 macro_rules! blas {
     ($($function:tt)*) => {
         $crate::entry::exported!($crate::entry::code_of_cublas; $($function)*);
@@ -53,7 +54,8 @@ macro_rules! nccl {
 }
 pub(crate) use nccl;
 
-/// Converts a driver code into an NVRTC code; see [`nvrtc!`].
+/// Converts a driver code into an NVRTC code. Only 1 (invalid value) and 999 (unknown) change;
+/// NVRTC codes pass through.
 pub(crate) fn code_of_nvrtc(code: u32) -> u32 {
     match code {
         1 => 3,    // NVRTC_ERROR_INVALID_INPUT
@@ -62,7 +64,8 @@ pub(crate) fn code_of_nvrtc(code: u32) -> u32 {
     }
 }
 
-/// Converts a driver code into a cuBLAS code; see [`blas!`].
+/// Converts a driver code into a cuBLAS code. Only 999 (unknown) changes; cuBLAS codes pass
+/// through.
 pub(crate) fn code_of_cublas(code: u32) -> u32 {
     match code {
         999 => 14, // CUBLAS_STATUS_INTERNAL_ERROR
@@ -70,7 +73,8 @@ pub(crate) fn code_of_cublas(code: u32) -> u32 {
     }
 }
 
-/// Converts a driver code into an NCCL code; see [`nccl!`].
+/// Converts a driver code into an NCCL code: 999 becomes `ncclInternalError`, any other code from 8
+/// on `ncclUnhandledCudaError`. Lower codes pass through.
 pub(crate) fn code_of_nccl(code: u32) -> u32 {
     match code {
         999 => 3, // ncclInternalError
@@ -79,7 +83,8 @@ pub(crate) fn code_of_nccl(code: u32) -> u32 {
     }
 }
 
-/// Runs the body of an exported function and returns its code; see [`exported!`].
+/// Runs the body of an exported function and returns its code, 0 for success. Counts the call.
+/// Skips the body if a test requested that this call fails. Catches panics.
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
     match catch_unwind(AssertUnwindSafe(|| faults::meet_call(name).and_then(|()| body()))) {
@@ -118,7 +123,8 @@ impl<T> Out<T> {
         }
     }
 
-    /// Writes values one after another, as an array. Fails as [`set`](Self::set).
+    /// Writes values one after another, as an array without a length check. Fails with
+    /// `CUDA_ERROR_INVALID_VALUE` for a null pointer.
     pub(crate) fn set_all(&self, values: impl IntoIterator<Item = T>) -> Result {
         self.required()?;
         for (at, value) in values.into_iter().enumerate() {
@@ -133,15 +139,15 @@ impl<T> Out<T> {
         Out(address as *mut T)
     }
 
-    /// Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer. Called before an effect that would
-    /// have to be undone.
+    /// Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer. Callers use it before an effect
+    /// that they would have to undo.
     pub(crate) fn required(&self) -> Result {
         if self.0.is_null() { Err(Code::INVALID_VALUE) } else { Ok(()) }
     }
 }
 
-/// A pointer to values that C passes. As with [`Out`], only callers of exported functions create
-/// one.
+/// A pointer to one value or an array that C passes. As with [`Out`], only callers of exported
+/// functions create one.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
@@ -154,7 +160,8 @@ impl<T> Clone for In<T> {
 impl<T> Copy for In<T> {}
 
 impl<T: Copy> In<T> {
-    /// Returns the value at an index.
+    /// Returns the value at an index in elements of `T`. The array's length is unknown and not
+    /// checked.
     ///
     /// # Errors
     ///
@@ -168,12 +175,13 @@ impl<T: Copy> In<T> {
         Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 
-    /// Returns the first value. Fails as [`at`](Self::at).
+    /// Returns the first value. Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer.
     pub(crate) fn get(&self) -> Result<T> {
         self.at(0)
     }
 
-    /// Returns the first `count` bytes behind the pointer. Fails as [`at`](Self::at).
+    /// Copies the first `count` bytes behind the pointer. Fails with `CUDA_ERROR_INVALID_VALUE` for
+    /// a null pointer.
     pub(crate) fn bytes(&self, count: usize) -> Result<Vec<u8>> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
@@ -203,7 +211,7 @@ impl Text {
         Text(pointer)
     }
 
-    /// Returns the text; bytes that are not UTF-8 are replaced.
+    /// Returns a copy of the text; bytes that are not UTF-8 are replaced.
     ///
     /// # Errors
     ///
@@ -219,14 +227,16 @@ impl Text {
 }
 
 api! {
-    /// Returns the name of a code, `CUDA_ERROR_…`.
+    /// Returns the name of a `CUresult` code, such as `CUDA_ERROR_INVALID_VALUE`. The name is never
+    /// freed. Fails for a code that this driver does not know.
     fn cuGetErrorName(error: u32, text: Out<*const c_char>) {
         text.set(row(error)?.1.as_ptr())
     }
 }
 
 api! {
-    /// Returns the text of a code.
+    /// Returns the English text of a `CUresult` code, which is never freed. Fails for a code that
+    /// this driver does not know.
     fn cuGetErrorString(error: u32, text: Out<*const c_char>) {
         text.set(row(error)?.2.as_ptr())
     }

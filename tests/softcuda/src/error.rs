@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-/// A `CUresult` code. Never zero: success is `Ok`.
+/// A `CUresult` code, or a code of NVRTC, cuBLAS or NCCL. Never zero: success is `Ok`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Code(pub(crate) u32);
 
@@ -59,16 +59,17 @@ codes! {
     UNKNOWN = 999, c"CUDA_ERROR_UNKNOWN", c"unknown error";
 }
 
-/// The result of a call inside the driver.
+/// The result of a call inside the driver; an error is the code for the C program.
 pub(crate) type Result<T = ()> = std::result::Result<T, Code>;
 
-/// Returns the row of a code; fails with `INVALID_VALUE` for a code that is not in the table.
+/// Returns the table row of a `CUresult` code; fails with `INVALID_VALUE` for a code that is not in
+/// the table.
 pub(crate) fn row(code: u32) -> Result<&'static Row> {
     TABLE.iter().find(|row| row.0 == code).ok_or(Code::INVALID_VALUE)
 }
 
 impl Code {
-    /// Returns CUDA's text for the code.
+    /// Returns CUDA's English text for the code; empty if the code is not in the table.
     pub(crate) fn text(self) -> String {
         row(self.0).map(|row| row.2.to_string_lossy().into_owned()).unwrap_or_default()
     }

@@ -10,11 +10,12 @@ use crate::error::{Code, Result};
 use crate::settings::{CallKind, Plan, plan, settings};
 
 static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail.clone()));
-/// True if any failure was ever requested, so that calls are fast otherwise.
+/// True if any failure was ever requested; otherwise calls skip the lock of `PLAN`.
 static PLANNED: LazyLock<AtomicBool> =
     LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
 
-/// Counts a call of a kind, and fails if a failure is requested for it.
+/// Counts a call of a kind. Fails, with a message on standard error, if a failure is requested for
+/// this call. A requested failure happens once.
 ///
 /// # Errors
 ///
@@ -38,12 +39,14 @@ pub(crate) fn meet(kind: CallKind) -> Result {
     })
 }
 
-/// Does as [`meet`] for a call of an exported function.
+/// Counts a call of the exported function `name`, and fails if a test requested a failure for it.
+/// See [`meet`].
 pub(crate) fn meet_call(name: &str) -> Result {
     if PLANNED.load(Ordering::Relaxed) { meet(CallKind::Function(name.to_owned())) } else { Ok(()) }
 }
 
-/// Counts a call of a kind; returns the requested failure if this call must fail.
+/// Counts a call of a kind in the plan. Returns the requested failure and removes it from the plan
+/// if this call must fail; otherwise returns `None`.
 fn next(kind: &CallKind) -> Option<CallKind> {
     let mut met = None;
     PLAN.lock().retain_mut(|(planned, left)| {
@@ -63,8 +66,8 @@ fn next(kind: &CallKind) -> Option<CallKind> {
     met
 }
 
-/// Makes the n-th call of a kind from now on fail. Returns 0, or 1 if the kind is unknown or `nth`
-/// is 0.
+/// Makes the n-th call of a kind from now on fail; 1 is the next call. Returns 0, or 1 with a
+/// message on standard error if the kind is unknown or `nth` is 0.
 ///
 /// # Safety
 ///

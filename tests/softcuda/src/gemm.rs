@@ -28,7 +28,7 @@ impl Element {
     }
 }
 
-/// The precision to which factors are rounded before the multiplication.
+/// The precision to which the elements of A and B are rounded before the multiplication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rounding {
     Exact,
@@ -38,7 +38,7 @@ pub(crate) enum Rounding {
     Bf16,
 }
 
-/// A matrix in device memory, or several at equal distances.
+/// A matrix in device memory, stored by columns, or several of equal shape at equal distances.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     pub(crate) address: u64,
@@ -55,7 +55,8 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// Returns the number of bytes from the first to the last element of `batch` matrices.
+    /// Returns the number of bytes from the first to the last element of `batch` matrices, both
+    /// included; 0 if there is no element.
     pub(crate) fn reach(&self, batch: u64) -> u64 {
         if self.rows == 0 || self.columns == 0 || batch == 0 {
             return 0;
@@ -69,14 +70,16 @@ impl Matrix {
         Use { address: self.address, bytes: self.reach(batch), write }
     }
 
-    /// Returns the index of an element, given its row and column after transposition.
+    /// Returns the offset of an element from the start of the matrix, in elements. Row and column
+    /// are those after the transposition.
     fn at(&self, row: u64, column: u64) -> usize {
         let (row, column) = if self.transposed { (column, row) } else { (row, column) };
         (column * self.leading + row) as usize
     }
 }
 
-/// A scale: known when the product is issued, or read from device memory when it runs.
+/// Alpha or beta of a product: known when the product is issued, or read when it runs, from (device
+/// address, element type).
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scale {
     Known(f64),
@@ -96,27 +99,28 @@ impl Scale {
     }
 }
 
-/// A product, or several of equal shape.
+/// A product `C = alpha * A * B + beta * C`, or `batch` of them with equal shapes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) a: Matrix,
     pub(crate) b: Matrix,
     pub(crate) c: Matrix,
-    /// Number of summands of each element of C.
+    /// Length of the sums: the columns of A after its transposition.
     pub(crate) inner: u64,
     pub(crate) batch: u64,
     pub(crate) alpha: Scale,
     pub(crate) beta: Scale,
     pub(crate) rounding: Rounding,
-    /// True if sums have double precision.
+    /// True if sums are computed in `f64`, false if in `f32`.
     pub(crate) double: bool,
 }
 
-/// Computes a product in a stream's thread.
+/// Computes a product and writes C, in the calling thread.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` if a matrix is not entirely in one live allocation.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` if a matrix that is used, or a scale in device memory, is not
+/// entirely in one live allocation. A and B are not used if alpha or `inner` is 0.
 pub(crate) fn compute(product: &Product) -> Result {
     if product.double { compute_in::<f64>(product) } else { compute_in::<f32>(product) }
 }
@@ -145,7 +149,7 @@ impl Real for f64 {
     }
 }
 
-/// Rows and columns of the tile of C that is computed in registers.
+/// Rows of the tile of C that is computed in registers; `BROAD` is its number of columns.
 const TALL: usize = 8;
 const BROAD: usize = 4;
 
@@ -210,8 +214,9 @@ fn compute_in<T: Real>(product: &Product) -> Result {
     Ok(())
 }
 
-/// Copies a factor into panels of `broad` rows (or columns). For each index of the sum, a panel
-/// holds its values side by side, with zeros beyond the end of the matrix.
+/// Copies a factor into panels of `broad` rows of A (or columns of B). For each of the `sums`
+/// indices of the sum, a panel holds `broad` values side by side, with zeros beyond the end of the
+/// matrix.
 fn pack<T: Real>(
     into: &mut Vec<T>,
     broad: usize,
@@ -229,7 +234,8 @@ fn pack<T: Real>(
     }
 }
 
-/// Returns the sums of products of two panels.
+/// Returns one tile of A times B, by column and then by row: `left` is a panel of A, `right` one of
+/// B.
 fn tile<T: Real>(left: &[T], right: &[T]) -> [[T; TALL]; BROAD] {
     let mut sums = [[T::default(); TALL]; BROAD];
     for (a, b) in left.as_chunks::<TALL>().0.iter().zip(right.as_chunks::<BROAD>().0) {
@@ -260,7 +266,7 @@ fn tf32(value: f32) -> f32 {
     f32::from_bits(bits.wrapping_add(0xFFF + (bits >> 13 & 1)) & !0x1FFF)
 }
 
-/// Reads an element as an `f64`.
+/// Reads the element at index `at` as an `f64`.
 ///
 /// # Safety
 ///
@@ -277,7 +283,7 @@ unsafe fn read(start: *const u8, element: Element, at: usize) -> f64 {
     }
 }
 
-/// Writes a number as an element, rounded to its type.
+/// Writes a number as the element at index `at`, rounded to the element's type.
 ///
 /// # Safety
 ///

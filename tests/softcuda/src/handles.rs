@@ -12,7 +12,8 @@ use crate::error::{Code, Result};
 /// An opaque handle such as `CUstream` or `CUevent`: a pointer in C, never dereferenced here.
 pub(crate) type Handle = u64;
 
-/// The objects of one kind, by handle.
+/// The live objects of one kind (streams, events, ...), by handle. Each object stays until it is
+/// removed.
 pub(crate) struct Handles<T> {
     kind: u64,
     next: AtomicU64,
@@ -20,12 +21,13 @@ pub(crate) struct Handles<T> {
 }
 
 impl<T> Handles<T> {
-    /// Creates an empty table; `kind` distinguishes its handles from those of other tables.
+    /// Creates an empty table. `kind` is a part of each handle and must be another number for each
+    /// table.
     pub(crate) const fn new(kind: u64) -> Self {
         Handles { kind, next: AtomicU64::new(1), live: RwLock::new(None) }
     }
 
-    /// Creates an object that knows its own handle, and adds it to the table.
+    /// Calls `make` with a new handle and adds the object that it returns to the table.
     pub(crate) fn insert(&self, make: impl FnOnce(Handle) -> T) -> Arc<T> {
         // Beyond 47-bit addresses, and not a small number: CUDA gives streams 1 and 2 a meaning.
         let handle =
@@ -48,12 +50,13 @@ impl<T> Handles<T> {
             .ok_or(Code::INVALID_HANDLE)
     }
 
-    /// Removes an object; other holders keep it alive.
+    /// Removes an object; other holders keep it alive. Fails with `CUDA_ERROR_INVALID_HANDLE` if
+    /// the handle has no object.
     pub(crate) fn remove(&self, handle: Handle) -> Result<Arc<T>> {
         self.live.write().as_mut().and_then(|live| live.remove(&handle)).ok_or(Code::INVALID_HANDLE)
     }
 
-    /// Removes and returns all objects that `belongs` selects.
+    /// Removes and returns all objects for which `belongs` returns true.
     pub(crate) fn remove_all(&self, belongs: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let mut live = self.live.write();
         let Some(live) = live.as_mut() else { return Vec::new() };

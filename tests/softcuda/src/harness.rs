@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time limit of a test that is run again.
+/// Time limit of a test that is run again, after which its process is killed.
 const DEADLINE: Duration = Duration::from_secs(120);
 /// Environment variable that is set in a process started by [`again`](crate::again!).
 const MARK: &str = "SOFTCUDA_AGAIN";
 
-/// Settings that a real driver cannot obey: with a real driver, tests that use them are skipped.
+/// Settings that a real driver ignores. With a real driver, tests that set them are skipped.
 const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
 
 /// The names by which programs look for CUDA's libraries. All are links to one file, so that the
@@ -29,11 +29,12 @@ const NAMES: [&str; 8] = [
     "libnccl.so.2",
 ];
 
-/// Finds the driver library that cargo built, beside the running program.
+/// Returns the path of the driver library that cargo built. Looks in the folder of the running
+/// program, in the one above, and in `deps` in either.
 ///
 /// # Errors
 ///
-/// If it is not found: an error that names the command that builds it.
+/// If the library is not found: an error that names the command that builds it.
 pub fn library() -> io::Result<PathBuf> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
@@ -53,12 +54,12 @@ pub fn library() -> io::Result<PathBuf> {
         })
 }
 
-/// Links the driver into a folder under the names of CUDA's libraries. Returns the absolute folder,
-/// to be put first into `LD_LIBRARY_PATH`.
+/// Links the driver into an existing folder under the names of CUDA's libraries; replaces links
+/// that are there. Returns the absolute folder, to be put first into `LD_LIBRARY_PATH`.
 ///
 /// # Errors
 ///
-/// As [`library`], or if a link cannot be replaced.
+/// If the driver library is not found, or if a link cannot be replaced.
 pub fn install(folder: &Path) -> io::Result<PathBuf> {
     let library = library()?;
     for name in NAMES {
@@ -90,14 +91,17 @@ pub fn real() -> bool {
     std::env::var_os("MPMD_TEST_GPU").is_some_and(|value| value == "1")
 }
 
-/// Runs the calling test again in a process that finds the driver; see [`again!`](crate::again!).
+/// Runs the calling test again in a new process that finds the driver; see
+/// [`again!`](crate::again!). `function` is the full name of a function inside the test.
 ///
 /// Returns true if the test passed there or is skipped, so that the caller must return. Returns
-/// false in the new process, and with a real driver. Blocks until the new process ends.
+/// false in the new process, and with a real driver unless the test is skipped. Blocks until the
+/// new process ends.
 ///
 /// # Panics
 ///
-/// If the test failed there, took longer than two minutes, or could not be run.
+/// If the test failed there, took longer than two minutes (its process is then killed), or could
+/// not be run.
 #[doc(hidden)]
 #[track_caller]
 pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {

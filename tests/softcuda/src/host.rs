@@ -12,24 +12,26 @@ use crate::error::{Code, Result};
 use crate::faults::meet;
 use crate::settings::CallKind;
 
-/// The valid flags of `cuMemHostAlloc` (portable, device map, write combined), then of
-/// `cuMemHostRegister` (portable, device map, I/O memory, read only).
+/// Valid flags of `cuMemHostAlloc`: portable, device map, write combined. `REGISTER_FLAGS` is for
+/// `cuMemHostRegister`: portable, device map, I/O memory, read only.
 const ALLOC_FLAGS: u32 = 1 | 2 | 4;
 const REGISTER_FLAGS: u32 = 1 | 2 | 4 | 8;
 
 static PINNED: RwLock<BTreeMap<u64, Arc<HostBlock>>> = RwLock::new(BTreeMap::new());
 
-/// A range of pinned host memory.
+/// A range of pinned host memory: first address, and length in bytes.
 #[derive(Debug)]
 pub(crate) struct HostBlock {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     flags: u32,
-    /// True if the driver allocated it and must unmap it; registered memory is the program's.
+    /// True if the driver allocated the range and must unmap it; registered memory is the
+    /// program's.
     owned: bool,
 }
 
-/// Returns the pinned block that contains all of the `bytes` bytes from `address` on.
+/// Returns the pinned block that contains all of the `bytes` bytes from `address` on; `None` if
+/// there is no such block.
 pub(crate) fn pinned(address: u64, bytes: u64) -> Option<Arc<HostBlock>> {
     let table = PINNED.read();
     let (_, block) = table.range(..=address).next_back()?;
@@ -73,7 +75,8 @@ fn alloc(bytes: usize, flags: u32) -> Result<u64> {
 }
 
 api! {
-    /// Allocates pinned host memory. It holds zeros, as CUDA's does in practice.
+    /// Allocates `bytes` bytes of pinned host memory. The memory holds zeros, as CUDA's does in
+    /// practice.
     fn cuMemHostAlloc(pointer: Out<u64>, bytes: usize, flags: u32) {
         pointer.required()?;
         pointer.set(alloc(bytes, flags)?)
@@ -81,7 +84,7 @@ api! {
 }
 
 api! {
-    /// Allocates pinned host memory without flags.
+    /// Allocates `bytes` bytes of pinned host memory, as `cuMemHostAlloc` with flags 0.
     fn cuMemAllocHost_v2(pointer: Out<u64>, bytes: usize) {
         pointer.required()?;
         pointer.set(alloc(bytes, 0)?)
@@ -89,7 +92,8 @@ api! {
 }
 
 api! {
-    /// Frees pinned memory; copies already issued can still access it.
+    /// Frees memory of `cuMemHostAlloc` or `cuMemAllocHost`. Does not wait: copies already issued
+    /// can still access it.
     fn cuMemFreeHost(pointer: u64) {
         current()?.check()?;
         let mut table = PINNED.write();
@@ -102,7 +106,8 @@ api! {
 }
 
 api! {
-    /// Pins memory of the program.
+    /// Registers memory of the program as pinned; its pages are not really locked. Fails if a byte
+    /// of it is already pinned, or if it begins in device memory.
     fn cuMemHostRegister_v2(pointer: u64, bytes: usize, flags: u32) {
         current()?.check()?;
         let is_nothing = pointer == 0 || bytes == 0;
@@ -135,7 +140,8 @@ api! {
 }
 
 api! {
-    /// Returns the flags with which memory was pinned.
+    /// Returns the flags with which memory was allocated or registered; `pointer` is any address in
+    /// it.
     fn cuMemHostGetFlags(flags: Out<u32>, pointer: u64) {
         current()?.check()?;
         flags.set(pinned(pointer, 1).ok_or(Code::INVALID_VALUE)?.flags)
@@ -143,7 +149,8 @@ api! {
 }
 
 api! {
-    /// Returns the device address of pinned memory: the same address, as addresses are unified.
+    /// Returns the device address of pinned memory: `pointer` itself, as host and device share one
+    /// address space.
     fn cuMemHostGetDevicePointer_v2(device: Out<u64>, pointer: u64, flags: u32) {
         current()?.check()?;
         if flags != 0 || pinned(pointer, 1).is_none() {

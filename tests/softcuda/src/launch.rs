@@ -21,11 +21,12 @@ use crate::host::pinned;
 use crate::settings::CallKind;
 
 const MOST_THREADS: usize = 1024;
-/// Stack size of a fiber in bytes. Not a power of two: otherwise equal offsets in all stacks would
-/// compete for the same few cache lines.
+/// Stack size in bytes of a fiber, which runs one thread of a block. Not a power of two: otherwise
+/// equal offsets in all stacks would compete for the same few cache lines.
 const STACK: usize = (64 << 10) + 13 * 64;
 
-/// The description of a launch for the module's code; has the layout of `__sc_launch` in `after.h`.
+/// The description of a launch for the module's compiled code; has the layout of `__sc_launch` in
+/// `after.h`.
 #[repr(C)]
 struct Launch {
     grid: [u32; 3],
@@ -36,18 +37,20 @@ struct Launch {
     escape: *mut *mut c_void,
 }
 
-/// 16 bytes of packed arguments, aligned for any type.
+/// 16 bytes of packed kernel arguments, aligned for any type.
 #[derive(Clone, Copy, Default)]
 #[repr(C, align(16))]
 struct Slot([u8; 16]);
 
 thread_local! {
-    /// Jump buffer for a fault in this thread's kernel; null while no kernel runs.
+    /// Jump buffer to which a memory fault in this thread's kernel jumps; null while no kernel
+    /// runs.
     static ESCAPE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
     static STACKS: Stacks = Stacks::map();
 }
 
-/// The stacks for the fibers of one thread; unused ones occupy no memory.
+/// Stacks for the fibers of one thread, for the largest block; pages that were never used occupy no
+/// memory.
 struct Stacks(*mut u8);
 
 impl Stacks {
@@ -76,14 +79,16 @@ impl Drop for Stacks {
 }
 
 unsafe extern "C" {
-    /// C's long jump, which the `libc` crate does not declare.
+    /// Jumps to a buffer that `sigsetjmp` filled, as C's `siglongjmp`, which the `libc` crate does
+    /// not declare.
     fn siglongjmp(to: *mut c_void, value: c_int) -> !;
 }
 
-/// The handlers of SIGSEGV and SIGBUS that were installed before ours.
+/// The handlers of SIGSEGV and SIGBUS, in this order, that were installed before ours.
 static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
-/// Installs the handlers that catch faults of kernels. Other faults go to the previous handlers.
+/// Installs signal handlers that turn memory faults of kernels into errors, once per process. Other
+/// faults go to the previous handlers.
 fn catch_faults() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -110,7 +115,7 @@ fn catch_faults() {
     });
 }
 
-/// A handler that was installed with `SA_SIGINFO`.
+/// A handler of the program that was installed with `SA_SIGINFO`.
 type SignalHandler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void);
 
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
@@ -145,7 +150,8 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     }
 }
 
-/// Copies the arguments, as a launch does, and translates device addresses to the driver's alias.
+/// Copies the arguments of a launch into slots. Device addresses in them are moved to the alias
+/// that the driver can access. A pointer to pageable host memory becomes an address that faults.
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
     let (first, last) = space().range();
@@ -174,7 +180,8 @@ fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     Ok(slots)
 }
 
-/// Runs a kernel in the calling thread.
+/// Runs a kernel in the calling thread until it ends. `shared` is the dynamic shared memory in
+/// bytes. Fails with the kernel's error code, for example for an illegal address.
 fn run(
     kernel: &Kernel,
     mut arguments: Vec<Slot>,
@@ -224,7 +231,9 @@ fn run(
 }
 
 api! {
-    /// Launches a kernel.
+    /// Launches a kernel in a stream and returns without waiting for it. `shared` is the dynamic
+    /// shared memory in bytes. Accesses declared for this stream by `softcuda_note_use` are checked
+    /// for races.
     fn cuLaunchKernel(
         function: Handle,
         grid_x: u32,

@@ -6,14 +6,15 @@ use std::ptr::{self, NonNull};
 
 use crate::error::{Code, Result};
 
-/// A value that several processes may share in a mapped file.
+/// A type that several processes may share as a value in a mapped file.
 ///
 /// # Safety
 ///
 /// Any bytes are a valid value, and any threads of any processes may use it at the same time.
 pub(crate) unsafe trait Page {}
 
-/// A value of type `P` in a file, mapped into this process.
+/// A value of type `P` in a file, mapped into this process for reading and writing. Dropping it
+/// unmaps the file.
 pub(crate) struct Mapped<P: Page>(NonNull<P>);
 
 // SAFETY: a page may be used by any threads at once, and the mapping lives as long as this.
@@ -22,7 +23,8 @@ unsafe impl<P: Page> Send for Mapped<P> {}
 unsafe impl<P: Page> Sync for Mapped<P> {}
 
 impl<P: Page> Mapped<P> {
-    /// Maps a file, which must be as long as `P`. Fails with `CUDA_ERROR_MAP_FAILED`.
+    /// Maps the start of a file, which must have at least the bytes of `P`; the length is not
+    /// checked. Fails with `CUDA_ERROR_MAP_FAILED`.
     pub(crate) fn of(file: &OwnedFd) -> Result<Self> {
         // SAFETY: new addresses, for a file that is as long as the page.
         let at = unsafe {

@@ -14,7 +14,7 @@ use crate::settings::CallKind;
 
 static PROGRAMS: Handles<Mutex<State>> = Handles::new(6);
 
-/// Codes of `nvrtcResult`.
+/// Codes of `nvrtcResult` that the functions of this file return.
 const INVALID_INPUT: Code = Code(3);
 const INVALID_PROGRAM: Code = Code(4);
 const INVALID_OPTION: Code = Code(5);
@@ -28,10 +28,12 @@ const NAME_NOT_VALID: Code = Code(10);
 struct State {
     program: Program,
     image: Option<Arc<Vec<u8>>>,
-    /// True if it was compiled for a real architecture (`sm_*`); only then is there a binary.
+    /// True if the last compilation was for a real architecture (`sm_*`); only then is there a
+    /// CUBIN.
     real: bool,
     log: String,
-    /// Names returned by `nvrtcGetLoweredName`, which must live as long as the program.
+    /// Template instances, as (requested expression, name for C). `nvrtcGetLoweredName` returns
+    /// pointers to the names, so they live as long as the program.
     lowered: Vec<(String, CString)>,
 }
 
@@ -39,10 +41,10 @@ fn program(handle: Handle) -> Result<Arc<Mutex<State>>> {
     PROGRAMS.get(handle).map_err(|_| INVALID_PROGRAM)
 }
 
-/// Translates NVRTC's options into options of the preprocessor. The flag is true if they name a
-/// real architecture. Fails with a message for an unknown option.
+/// Translates NVRTC's options. Returns (options for the preprocessor, true if a real architecture
+/// `sm_*` is named). Fails with a message for an unknown option.
 fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String> {
-    /// Options that change nothing here, without their value.
+    /// Names of options that NVRTC knows and that change nothing here.
     const KNOWN: &[&str] = &[
         "use_fast_math",
         "fmad",
@@ -110,7 +112,8 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
     Ok((passed, real))
 }
 
-/// Returns the compiled program without a final zero, and whether it is for a real architecture.
+/// Returns (compiled image without a final zero, true if it is for a real architecture). Fails with
+/// `NVRTC_ERROR_INVALID_PROGRAM` if the handle is unknown or the program is not compiled.
 fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
     let program = program(handle)?;
     let program = program.lock();
@@ -118,34 +121,36 @@ fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
 }
 
 nvrtc! {
-    /// Returns the version of NVRTC. The minor version is one that no real NVRTC has, and depends
-    /// on the text around kernels. So a cache keyed by version never mixes images of different
-    /// versions.
+    /// Returns the version of NVRTC. The minor version is one that no real NVRTC has: it depends on
+    /// the C++ text that softcuda puts around kernels. So a cache keyed by version never mixes
+    /// images of different versions of softcuda.
     fn nvrtcVersion(major: Out<i32>, minor: Out<i32>) {
         major.set(12)?;
         minor.set(1000 + (version() % 1_000_000) as i32)
     }
 }
 
-/// Supported architectures.
+/// Supported architectures: ten times the major compute capability plus the minor one.
 const ARCHITECTURES: [i32; 6] = [75, 80, 86, 89, 90, 100];
 
 nvrtc! {
-    /// Returns the number of supported architectures.
+    /// Returns the number of supported architectures, the length that `nvrtcGetSupportedArchs`
+    /// needs.
     fn nvrtcGetNumSupportedArchs(count: Out<i32>) {
         count.set(ARCHITECTURES.len() as i32)
     }
 }
 
 nvrtc! {
-    /// Returns the supported architectures, the oldest first.
+    /// Writes the supported architectures to an array, the oldest first.
     fn nvrtcGetSupportedArchs(all: Out<i32>) {
         all.set_all(ARCHITECTURES)
     }
 }
 
 nvrtc! {
-    /// Creates a program from a source and named headers.
+    /// Creates a program from a source and `headers` headers (texts and names). Copies all texts;
+    /// compiles nothing.
     fn nvrtcCreateProgram(
         handle: Out<Handle>,
         source: Text,
@@ -176,14 +181,14 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Destroys a program.
+    /// Destroys a program; its handle and the names that it returned become invalid.
     fn nvrtcDestroyProgram(handle: In<Handle>) {
         PROGRAMS.remove(handle.get()?).map(drop).map_err(|_| INVALID_PROGRAM)
     }
 }
 
 nvrtc! {
-    /// Requests a kernel that is an instance of a template.
+    /// Requests a kernel that is an instance of a template, before the compilation. Fails after it.
     fn nvrtcAddNameExpression(handle: Handle, expression: Text) {
         let program = program(handle)?;
         let mut program = program.lock();
@@ -196,7 +201,8 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Compiles a program.
+    /// Compiles a program with `count` options and blocks until the compiler ends. The program's
+    /// log then holds the compiler's messages, or nothing after a success.
     fn nvrtcCompileProgram(handle: Handle, count: i32, given: In<*const c_char>) {
         let program = program(handle)?;
         let mut program = program.lock();
@@ -236,22 +242,23 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Returns the bytes of the compiled program, including its final zero.
+    /// Returns the length in bytes of the compiled program, including its final zero.
     fn nvrtcGetPTXSize(handle: Handle, size: Out<usize>) {
         size.set(image(handle)?.0.len() + 1)
     }
 }
 
 nvrtc! {
-    /// Returns the compiled program: a text, though not PTX.
+    /// Writes the compiled program with a final zero: a text, though not PTX. Fails if the program
+    /// is not compiled.
     fn nvrtcGetPTX(handle: Handle, text: Out<u8>) {
         text.set_all(image(handle)?.0.iter().copied().chain([0]))
     }
 }
 
 nvrtc! {
-    /// Returns the bytes of the program compiled for a real architecture; 0 if it was compiled for
-    /// a virtual one.
+    /// Returns the length in bytes of the program compiled for a real architecture, including its
+    /// final zero. It is 0 if the program was compiled for a virtual one.
     fn nvrtcGetCUBINSize(handle: Handle, size: Out<usize>) {
         let (image, real) = image(handle)?;
         size.set(if real { image.len() + 1 } else { 0 })
@@ -259,7 +266,8 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Returns the program compiled for a real architecture.
+    /// Writes the program compiled for a real architecture: the same text as `nvrtcGetPTX`. Fails
+    /// with `NVRTC_ERROR_INVALID_PROGRAM` if it was compiled for a virtual one.
     fn nvrtcGetCUBIN(handle: Handle, bytes: Out<u8>) {
         let (image, real) = image(handle)?;
         if !real {
@@ -270,21 +278,22 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Returns the bytes of the messages, including the final zero.
+    /// Returns the length in bytes of the last compilation's messages, including the final zero.
     fn nvrtcGetProgramLogSize(handle: Handle, size: Out<usize>) {
         size.set(program(handle)?.lock().log.len() + 1)
     }
 }
 
 nvrtc! {
-    /// Returns the messages of the last compilation.
+    /// Writes the messages of the last compilation, with a final zero.
     fn nvrtcGetProgramLog(handle: Handle, text: Out<u8>) {
         text.set_all(program(handle)?.lock().log.bytes().chain([0]))
     }
 }
 
 nvrtc! {
-    /// Returns the name under which a requested template instance is in the module.
+    /// Returns the name under which a requested template instance is in the module: the expression
+    /// itself. The name lives as long as the program. Fails before the compilation.
     fn nvrtcGetLoweredName(handle: Handle, expression: Text, name: Out<*const c_char>) {
         let program = program(handle)?;
         let program = program.lock();
@@ -298,7 +307,7 @@ nvrtc! {
     }
 }
 
-/// Returns the name of an NVRTC code.
+/// Returns the name of an NVRTC code. The text is never freed.
 #[unsafe(no_mangle)]
 extern "C" fn nvrtcGetErrorString(code: u32) -> *const c_char {
     let name = match code {

@@ -17,14 +17,14 @@ pub(crate) struct Settings {
     pub(crate) cache: Option<PathBuf>,
 }
 
-/// When streams do their work.
+/// The time at which streams do their issued work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Pace {
-    /// As soon as possible.
+    /// As soon as the work before it in the stream is done.
     Eager,
-    /// When a thread waits for the work or queries it, or after this time.
+    /// When a thread waits for the work or queries it, or at this time after it was issued.
     Lazy(Duration),
-    /// After random short pauses, from this seed.
+    /// After pauses of up to 200 microseconds before some pieces of work, at random from this seed.
     Seed(u64),
 }
 
@@ -33,11 +33,11 @@ pub(crate) enum Pace {
 pub(crate) enum CallKind {
     /// An allocation of device memory, by `cuMemAlloc` or `cuMemAllocAsync`.
     Alloc,
-    /// An allocation of pinned host memory.
+    /// An allocation of pinned host memory; registrations do not count.
     AllocHost,
     /// A copy or a fill, when it runs.
     Copy,
-    /// A kernel, a matrix product or a collective, when it runs.
+    /// A kernel, a matrix product or an NCCL operation, when it runs.
     Launch,
     /// The creation of an event.
     Event,
@@ -45,16 +45,17 @@ pub(crate) enum CallKind {
     Stream,
     /// A compilation by NVRTC.
     Compile,
-    /// A call of a function, by its C name.
+    /// A call of an exported function, by its C name; it fails with a code that suits the name.
     Function(String),
-    /// A call of a function, by its C name, that returns this code.
+    /// A call of an exported function, by its C name; it fails with this code instead of running.
     Answer(String, u32),
 }
 
-/// The requested failures: each kind, and the number of calls until it fails.
+/// The requested failures, as (kind of call, calls until the one that fails); 1 is the next call.
 pub(crate) type Plan = Vec<(CallKind, u64)>;
 
-/// Returns the settings of this process. Aborts the process if a variable has a wrong value.
+/// Returns the settings, which the first call reads from the environment. Aborts the process if a
+/// variable has a wrong value.
 pub(crate) fn settings() -> &'static Settings {
     static SETTINGS: LazyLock<Settings> = LazyLock::new(|| {
         Settings::from(|name| std::env::var(name).ok()).unwrap_or_else(|wrong| {
@@ -107,7 +108,8 @@ fn pace(text: &str) -> Result<Pace, String> {
     }
 }
 
-/// Parses `kind:nth`, several separated by commas.
+/// Parses the value of `SOFTCUDA_FAIL`: `kind:nth`, several separated by commas. An empty text
+/// gives no failures.
 ///
 /// # Errors
 ///

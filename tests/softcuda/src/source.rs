@@ -3,14 +3,14 @@
 //!
 //! The input is preprocessed, so it has no comments and no macros. CUDA's keywords are still in it.
 
-/// A prepared source, and its kernels that can be found by their plain names.
+/// A source that a C++ compiler accepts, and its kernels that can be found by their plain names.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Prepared {
     pub(crate) text: String,
     pub(crate) kernels: Vec<Kernel>,
 }
 
-/// A kernel: its name, and the most threads of a block as a C++ expression.
+/// A kernel: its name, and the largest number of threads per block, as a C++ expression.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Kernel {
     pub(crate) name: String,
@@ -24,8 +24,8 @@ enum Token<'a> {
     Mark(char),
 }
 
-/// Finds the kernels, and defines dynamic shared memory. `extern __shared__ T x[];` becomes a
-/// pointer to the memory of the launch.
+/// Finds the kernels, and replaces declarations of dynamic shared memory: `extern __shared__ T
+/// x[];` becomes a pointer to the memory of the launch.
 ///
 /// # Errors
 ///
@@ -35,8 +35,8 @@ pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
     Ok(Prepared { kernels: kernels(source, &tokens), text: define_shared(source, &tokens)? })
 }
 
-/// Splits a source into words, literals and single characters, each with its offset in bytes. Lines
-/// of the preprocessor are skipped.
+/// Splits a source into words, literals and single characters. Returns (offset in bytes, token).
+/// Lines that begin with `#` are skipped.
 fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
     let bytes = source.as_bytes();
     let mut tokens = Vec::new();
@@ -123,10 +123,11 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
     found
 }
 
-/// The most threads of a block for a kernel without launch bounds.
+/// Largest number of threads per block for a kernel without launch bounds.
 const UNBOUND: &str = "1024";
 
-/// Returns the name before the parameter list, and the first of the launch bounds before it.
+/// Returns the kernel declared after `__global__`: the name before the parameter list, and the
+/// first launch bound. `None` if no name follows.
 fn kernel_after(source: &str, tokens: &[(usize, Token<'_>)]) -> Option<Kernel> {
     let mut threads = UNBOUND.to_owned();
     for (at, pair) in tokens.windows(2).enumerate() {
@@ -188,7 +189,8 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
     Ok(text)
 }
 
-/// Returns type and name of `type name [ ] ;`, without alignment specifiers.
+/// Returns (type, name) of the declaration `type name [ ] ;`, without alignment specifiers. `None`
+/// for any other form.
 fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(String, String)> {
     while let Some((_, Token::Word("__align__" | "alignas"))) = tokens.first() {
         let close = tokens.iter().position(|(_, token)| *token == Token::Mark(')'))?;

@@ -34,11 +34,15 @@ fn check_cause(end: &Ended, expected: &str) {
 }
 
 fn the_process_that_diverged_is_named(carrier: Carrier) {
-    for who in [0, 2] {
-        let end =
-            launched(carrier, 4, &[env!("CARGO_BIN_EXE_unfinished"), "diverged", &who.to_string()]);
-        let first =
-            format!("process {who} failed first: it ended with exit code 1; the programs diverged");
+    for culprit in [0, 2] {
+        let end = launched(
+            carrier,
+            4,
+            &[env!("CARGO_BIN_EXE_unfinished"), "diverged", &culprit.to_string()],
+        );
+        let first = format!(
+            "process {culprit} failed first: it ended with exit code 1; the programs diverged"
+        );
         check_cause(&end, &first);
     }
 }
@@ -49,20 +53,20 @@ fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
     let number = if carrier.is_thorough() { ways.len() } else { 3 };
     for (place, how) in ways.into_iter().enumerate().take(number) {
         // The skipped operation runs on process 3 only.
-        let who = if how == "skip-aside" { 3 } else { place % 4 };
-        let program = [env!("CARGO_BIN_EXE_named"), "diverging", how, &who.to_string(), "16"];
+        let culprit = if how == "skip-aside" { 3 } else { place % 4 };
+        let program = [env!("CARGO_BIN_EXE_named"), "diverging", how, &culprit.to_string(), "16"];
         let end = launched(carrier, 4, &program);
         let last = end.stderr.lines().last().unwrap_or_default();
         if !last.starts_with("mpmd: processes ") {
-            check_cause(&end, &format!("process {who} failed first: "));
+            check_cause(&end, &format!("process {culprit} failed first: "));
             continue;
         }
         // Before the other processes reach the operation, it is not known which of the two is
         // right.
         let (both, _) = last.split_once(" failed first; the programs diverged").unwrap_or_default();
         assert!(
-            both.split(' ').any(|word| word == who.to_string()),
-            "{how}, {who}: {}",
+            both.split(' ').any(|word| word == culprit.to_string()),
+            "{how}, {culprit}: {}",
             end.stderr
         );
     }

@@ -56,8 +56,8 @@ fn memory_above_budget_and_unequal_steps_are_reported() {
 
 /// Runs `mpmd check` on a program in which one process diverges in the way `how`. Returns (exit
 /// code, standard output, standard error).
-fn diverging(how: &str, who: &str) -> (Option<i32>, String, String) {
-    let done = check(&[&["-n", "4"][..], &named("diverging"), &[how, who, "8"]].concat());
+fn diverging(how: &str, culprit: &str) -> (Option<i32>, String, String) {
+    let done = check(&[&["-n", "4"][..], &named("diverging"), &[how, culprit, "8"]].concat());
     (done.status.code(), text(&done.stdout), text(&done.stderr))
 }
 

@@ -23,11 +23,11 @@ fn issued(process: usize) -> String {
 
 /// Runs the job in which one process departs from the program in the way `how`; returns the error
 /// output of each process.
-fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<String> {
+fn errors(carrier: Carrier, how: &str, culprit: usize, elements: usize) -> Vec<String> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
     let options = options.peer_timeout(Duration::from_secs(15));
-    let (who, elements) = (who.to_string(), elements.to_string());
-    let mut job = Job::start(options, &["diverging", how, &who, &elements]);
+    let (culprit, elements) = (culprit.to_string(), elements.to_string());
+    let mut job = Job::start(options, &["diverging", how, &culprit, &elements]);
     let ended = job.wait();
     let report = job.report();
     for (process, end) in ended.iter().enumerate() {
@@ -46,13 +46,13 @@ fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<Strin
 }
 
 /// Checks that both sides of the difference are shown, with the operations and their lines.
-fn check_both_shown(carrier: Carrier, how: &str, who: usize, elements: usize) {
-    for (process, error) in errors(carrier, how, who, elements).into_iter().enumerate() {
+fn check_both_shown(carrier: Carrier, how: &str, culprit: usize, elements: usize) {
+    for (process, error) in errors(carrier, how, culprit, elements).into_iter().enumerate() {
         let shown = error.matches("issued operation ").count();
         let lines = error.matches("tests/src/programs/diverging.rs:").count();
         assert!(
-            error.contains(&issued(who)),
-            "{how}: process {process} does not name the operation of {who}: {error}"
+            error.contains(&issued(culprit)),
+            "{how}: process {process} does not name the operation of {culprit}: {error}"
         );
         assert!(
             shown == 2 && lines == 2,
@@ -62,44 +62,48 @@ fn check_both_shown(carrier: Carrier, how: &str, who: usize, elements: usize) {
 }
 
 /// Checks that the error shows one operation: the process that issued fewer has none to show.
-fn check_one_shown(carrier: Carrier, how: &str, who: usize) {
-    for (process, error) in errors(carrier, how, who, 16).into_iter().enumerate() {
+fn check_one_shown(carrier: Carrier, how: &str, culprit: usize) {
+    for (process, error) in errors(carrier, how, culprit, 16).into_iter().enumerate() {
         let lines = error.matches("tests/src/programs/diverging.rs:").count();
         assert!(
             error.contains("has issued only") && lines == 1,
             "{how}: process {process}: {error}"
         );
-        assert!(error.contains(&format!("process {who} ")), "{how}: process {process}: {error}");
+        assert!(
+            error.contains(&format!("process {culprit} ")),
+            "{how}: process {process}: {error}"
+        );
     }
 }
 
 fn extra_transfer_is_found_by_the_next_message(carrier: Carrier) {
     // At the receiver and at a process that takes no part; as an eager message and with a grant.
-    for (who, elements) in [(2, 16), (2, 20_000), (0, 16)] {
-        check_both_shown(carrier, "extra-put", who, elements);
+    for (culprit, elements) in [(2, 16), (2, 20_000), (0, 16)] {
+        check_both_shown(carrier, "extra-put", culprit, elements);
     }
 }
 
 fn skipped_operation_without_messages_is_found(carrier: Carrier) {
-    for who in [3, 1] {
-        check_both_shown(carrier, "skip-aside", who, 16);
+    for culprit in [3, 1] {
+        check_both_shown(carrier, "skip-aside", culprit, 16);
     }
 }
 
 fn extra_operation_without_messages_is_found(carrier: Carrier) {
-    for who in [2, 0] {
-        check_both_shown(carrier, "extra-jit", who, 16);
+    for culprit in [2, 0] {
+        check_both_shown(carrier, "extra-jit", culprit, 16);
     }
 }
 
 fn skipped_microbatch_is_found_with_the_step(carrier: Carrier) {
-    for who in [0, 2, 3] {
-        for (process, error) in errors(carrier, "skip-microbatch", who, 16).into_iter().enumerate()
+    for culprit in [0, 2, 3] {
+        for (process, error) in
+            errors(carrier, "skip-microbatch", culprit, 16).into_iter().enumerate()
         {
             let lines = error.matches("tests/src/programs/diverging.rs:").count();
             let steps = error.contains(" after 2 steps") && error.contains(" after 1 steps");
             assert!(
-                lines == 2 && steps && error.contains(&issued(who)),
+                lines == 2 && steps && error.contains(&issued(culprit)),
                 "process {process}: {error}"
             );
         }
@@ -112,8 +116,8 @@ fn program_that_ends_a_step_early_is_found(carrier: Carrier) {
 }
 
 fn extra_or_missing_last_operation_is_found(carrier: Carrier) {
-    for who in [1, 2] {
-        check_one_shown(carrier, "extra-at-end", who);
-        check_one_shown(carrier, "missing-at-end", who);
+    for culprit in [1, 2] {
+        check_one_shown(carrier, "extra-at-end", culprit);
+        check_one_shown(carrier, "missing-at-end", culprit);
     }
 }

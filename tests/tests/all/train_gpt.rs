@@ -96,22 +96,22 @@ fn processes_use_the_predicted_memory() {
         ("tcp", 2, "interleaved"),
         ("shm", 4, "zb-h1 --recompute"),
     ] {
-        let what = format!(
+        let case = format!(
             "{sizes} --transport {transport} --processes {processes} --schedule {schedule} text"
         );
         let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
-        command.args(what.split(' ')).current_dir(folder.path());
+        command.args(case.split(' ')).current_dir(folder.path());
         command.env("MPMD_TESTS_MARK", folder.path().display().to_string());
         let mut process = Watched::start(command, folder.path(), "train_gpt");
         let end = process.wait(Instant::now() + LONG);
-        assert_eq!(end.code, 0, "{what}:\n{}\n{}", end.stdout, end.stderr);
+        assert_eq!(end.code, 0, "{case}:\n{}\n{}", end.stdout, end.stderr);
         let lines: Vec<&str> =
             end.stdout.lines().filter(|line| line.starts_with("memory of process")).collect();
-        assert_eq!(lines.len(), processes, "{what}:\n{}", end.stdout);
+        assert_eq!(lines.len(), processes, "{case}:\n{}", end.stdout);
         for line in lines {
             let ratio = line.split(['(', ')']).nth(1).and_then(|ratio| ratio.parse::<f64>().ok());
-            assert!(ratio.is_some_and(|ratio| (0.9..=1.1).contains(&ratio)), "{what}: {line}");
-            assert!(line.ends_with("; 0.0 MiB more after step 3"), "{what}: {line}");
+            assert!(ratio.is_some_and(|ratio| (0.9..=1.1).contains(&ratio)), "{case}: {line}");
+            assert!(line.ends_with("; 0.0 MiB more after step 3"), "{case}: {line}");
         }
     }
 }

@@ -13,18 +13,19 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// The time limit of an answer, also on a busy machine.
+/// Time limit of an answer of the browser, also on a busy machine; after it, the test panics.
 const LONG: Duration = Duration::from_secs(90);
 
-/// Possible names of the browser.
+/// Names of programs that may be the browser, in the order in which they are tried.
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 
-/// A browser with one page. Dropping it ends all its processes and removes its files.
+/// A browser with one page, driven through pipes. Dropping it ends all its processes and removes
+/// its files.
 pub(crate) struct Chromium {
     child: Child,
     ask: Option<ChildStdin>,
     said: Receiver<Value>,
-    /// Events received between answers.
+    /// Events received before or between answers, since the page was opened.
     events: VecDeque<Value>,
     session: String,
     next: u64,
@@ -32,7 +33,7 @@ pub(crate) struct Chromium {
 }
 
 impl Chromium {
-    /// Starts a browser. If none is installed, prints that and returns `None`.
+    /// Starts a browser with an empty page. If none is installed, prints that and returns `None`.
     pub(crate) fn start() -> Option<Self> {
         let answers = |name: &&&str| {
             let output = Command::new(name)
@@ -104,7 +105,8 @@ impl Chromium {
         Some(this)
     }
 
-    /// Calls a method of the DevTools protocol.
+    /// Calls a method of the DevTools protocol, and blocks until its result arrives. Panics for an
+    /// error or after the time limit.
     pub(crate) fn call(&mut self, method: &str, parameters: Value) -> Value {
         self.next += 1;
         let mut message = json!({"id": self.next, "method": method, "params": parameters});
@@ -132,7 +134,8 @@ impl Chromium {
             .unwrap_or_else(|error| panic!("{what}: {error} within {LONG:?}"))
     }
 
-    /// Opens a file at this window size and colour scheme, and waits until it is loaded.
+    /// Opens a file at this window size (width, height) in pixels and colour scheme (`light` or
+    /// `dark`). Blocks until the page is loaded and drawn.
     pub(crate) fn open(&mut self, path: &Path, [width, height]: [u32; 2], scheme: &str) {
         let screen =
             json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
@@ -155,7 +158,7 @@ impl Chromium {
         }
     }
 
-    /// Waits until changes are drawn.
+    /// Blocks until the page's changes are drawn: two frames.
     pub(crate) fn settle(&mut self) {
         self.value(
             "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => \
@@ -163,7 +166,8 @@ impl Chromium {
         );
     }
 
-    /// Evaluates an expression in the page.
+    /// Evaluates an expression in the page and returns its value; waits for a promise. Panics if it
+    /// throws.
     pub(crate) fn value(&mut self, expression: &str) -> Value {
         let ask = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let mut answer = self.call("Runtime.evaluate", ask);
@@ -171,19 +175,20 @@ impl Chromium {
         answer["result"]["value"].take()
     }
 
-    /// Evaluates an expression that is a number.
+    /// Evaluates an expression in the page and returns its value, which must be a number.
     pub(crate) fn number(&mut self, expression: &str) -> f64 {
         let value = self.value(expression);
         value.as_f64().unwrap_or_else(|| panic!("{expression} is {value}"))
     }
 
-    /// Evaluates an expression that is a text.
+    /// Evaluates an expression in the page and returns its value, which must be a text.
     pub(crate) fn text(&mut self, expression: &str) -> String {
         let value = self.value(expression);
         value.as_str().unwrap_or_else(|| panic!("{expression} is {value}")).to_owned()
     }
 
-    /// Sends a mouse event at a position.
+    /// Sends a mouse event of the DevTools protocol (as `mousePressed`) at a position (x, y) in
+    /// pixels. `more` holds further fields. Waits until changes are drawn.
     pub(crate) fn mouse(&mut self, kind: &str, [x, y]: [f64; 2], more: Value) {
         let mut event = json!({"type": kind, "x": x, "y": y});
         more.as_object()
@@ -194,14 +199,14 @@ impl Chromium {
         self.settle();
     }
 
-    /// Clicks with the left button.
+    /// Clicks with the left button at a position (x, y) in pixels. Waits until changes are drawn.
     pub(crate) fn click(&mut self, at: [f64; 2]) {
         let left = json!({"button": "left", "buttons": 1, "clickCount": 1});
         self.mouse("mousePressed", at, left.clone());
         self.mouse("mouseReleased", at, left);
     }
 
-    /// Presses and releases a key, as `ArrowRight` or a letter.
+    /// Presses and releases a key, as `ArrowRight` or a letter. Waits until changes are drawn.
     pub(crate) fn key(&mut self, key: &str) {
         let text = if key.len() == 1 { json!(key) } else { Value::Null };
         let mut down = json!({"type": "keyDown", "key": key});
@@ -213,7 +218,8 @@ impl Chromium {
         self.settle();
     }
 
-    /// Returns errors and warnings since the page was opened, and its network requests.
+    /// Returns the page's errors since it was opened, console messages except those of
+    /// `console.log`, and network requests. Requests for files and data URLs do not count.
     pub(crate) fn complaints(&mut self) -> Vec<String> {
         self.settle();
         while let Ok(message) = self.said.try_recv() {
@@ -239,7 +245,8 @@ impl Chromium {
         self.events.iter().filter_map(complaint).collect()
     }
 
-    /// Writes a screenshot to the folder in `MPMD_SCREENSHOTS`, if it is set.
+    /// Writes a screenshot of the page to `name.png` in the folder in `MPMD_SCREENSHOTS`. Does
+    /// nothing if the variable is not set.
     pub(crate) fn picture(&mut self, name: &str) {
         let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else { return };
         fs::create_dir_all(&folder).unwrap();
@@ -248,7 +255,8 @@ impl Chromium {
             .unwrap();
     }
 
-    /// Prints the page. Returns the PDF.
+    /// Prints the page and returns the PDF. Also writes the PDF to `name.pdf` in the folder in
+    /// `MPMD_SCREENSHOTS`, if that is set.
     pub(crate) fn paper(&mut self, name: &str) -> Vec<u8> {
         let answer = self
             .call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
@@ -259,7 +267,8 @@ impl Chromium {
         paper
     }
 
-    /// Ends the browser, and checks that none of its processes is left.
+    /// Closes the browser, and waits until none of its processes is left. Panics after the time
+    /// limit.
     pub(crate) fn end(mut self) {
         self.session.clear();
         self.call("Browser.close", json!({}));
@@ -271,7 +280,8 @@ impl Chromium {
         }
     }
 
-    /// Returns the processes with this browser's profile in their command line.
+    /// Returns the ids of running processes with this browser's profile folder in their command
+    /// line.
     fn left(&self) -> Vec<u32> {
         let profile = self.profile.path().to_str().expect("a name of ours").as_bytes();
         let mut left = Vec::new();
@@ -303,7 +313,7 @@ impl Drop for Chromium {
     }
 }
 
-/// Decodes base 64.
+/// Decodes base 64 with padding; other characters are not refused.
 fn decoded(text: &str) -> Vec<u8> {
     let digit = |c: u8| match c {
         b'A'..=b'Z' => c - b'A',

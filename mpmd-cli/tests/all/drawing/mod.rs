@@ -14,10 +14,10 @@ use tempfile::TempDir;
 use chromium::Chromium;
 use timelines::{one_forward_one_backward, zero_bubble_v};
 
-/// A common window size.
+/// A common window size in pixels: width, height.
 const WINDOW: [u32; 2] = [1280, 800];
 
-/// The pictures of a timeline, drawn by the program itself.
+/// The pictures of a timeline (HTML and SVG), drawn by `mpmd draw` into a temporary folder.
 struct Drawn {
     folder: TempDir,
 }
@@ -40,8 +40,8 @@ impl Drawn {
     }
 }
 
-/// Finds elements of a page that overlap, leave the window or are cut. Boxes of one group must not
-/// overlap.
+/// Script that returns the elements of a page that overlap, leave the window or are cut; empty if
+/// there are none. Only overlaps within a group are found.
 const ASTRAY: &str = r##"(() => {
     const found = [];
     const groups = ["h1, #figures > div", "#legend li, #controls > *", "#corner, #ticks span, .head:not([hidden])", "#steps span",
@@ -62,7 +62,8 @@ const ASTRAY: &str = r##"(() => {
     return found.slice(0, 10).join("; ");
 })()"##;
 
-/// Finds the same faults in the texts of a drawing.
+/// Script that returns the texts of an SVG drawing that overlap or leave the drawing; empty if
+/// there are none.
 const ASTRAY_TEXTS: &str = r##"(() => {
     const found = [], box = document.documentElement.viewBox.baseVal;
     const texts = [...document.querySelectorAll("text")].map((it) => [it.textContent, it.getBBox()]);
@@ -79,7 +80,7 @@ const ASTRAY_TEXTS: &str = r##"(() => {
     return found.slice(0, 10).join("; ");
 })()"##;
 
-/// Returns timelines of common and of maximum size, with names for pictures.
+/// Returns (name for pictures, timeline) of timelines of 4 and of 64 ranks.
 fn timelines() -> [(&'static str, Timeline); 4] {
     [
         ("1f1b-4", one_forward_one_backward(4, 8)),
@@ -89,7 +90,8 @@ fn timelines() -> [(&'static str, Timeline); 4] {
     ]
 }
 
-/// Returns the screen position of a time, in the middle of a row's bars.
+/// Returns the screen position (x, y) in pixels of the time `at`, in the middle of the bars of row
+/// `row`.
 fn place(browser: &mut Chromium, row: usize, at: f64) -> [f64; 2] {
     let place = format!(
         r##"(() => {{
@@ -104,7 +106,7 @@ fn place(browser: &mut Chromium, row: usize, at: f64) -> [f64; 2] {
     [0, 1].map(|i| place[i].as_f64().expect("a place"))
 }
 
-/// Returns the visible range of time.
+/// Returns the visible range of time (start, end), in the timeline's unit.
 fn shown(browser: &mut Chromium) -> (f64, f64) {
     let shown = |browser: &mut Chromium, name| {
         browser.number(&format!("+document.getElementById('chart').dataset.{name}"))
@@ -112,7 +114,7 @@ fn shown(browser: &mut Chromium) -> (f64, f64) {
     (shown(browser, "from"), shown(browser, "until"))
 }
 
-/// Returns the middle of an element.
+/// Returns the screen position (x, y) in pixels of the middle of the element with this id.
 fn middle(browser: &mut Chromium, id: &str) -> [f64; 2] {
     let box_of = format!(
         "(box => [box.x + box.width / 2, box.y + box.height / \
@@ -122,7 +124,7 @@ fn middle(browser: &mut Chromium, id: &str) -> [f64; 2] {
     [0, 1].map(|i| place[i].as_f64().expect("a place"))
 }
 
-/// Returns the text of the tooltip, or an empty text.
+/// Returns the text of the tooltip; empty if it is hidden.
 fn told(browser: &mut Chromium) -> String {
     browser.text(
         "(tip => tip.hidden ? '' : tip.innerText.replace(/\\s+/g, ' \
@@ -294,8 +296,8 @@ fn keys_select_neighbouring_bars() {
     browser.end();
 }
 
-/// Returns steps that take one, two and one time of a 1F1B step, then an evaluation as long as all
-/// of them.
+/// Returns a timeline of three steps, one, two and one time as long as a 1F1B step. An evaluation
+/// as long as the three together follows.
 fn steps_and_an_evaluation() -> Timeline {
     let one = one_forward_one_backward(4, 8);
     let mut timeline = Timeline { marks: Vec::new(), ..one.clone() };

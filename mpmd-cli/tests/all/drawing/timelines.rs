@@ -2,25 +2,25 @@
 
 use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
-/// An action of a rank: a kind, a stage, a microbatch.
+/// An action of a rank: (kind of pass, stage, microbatch).
 type Action = (Kind, u32, u32);
 
-/// The orders of all ranks, and the times of their passes.
+/// The input of a simulation: the order of actions of each rank, and the lengths of passes.
 struct Job {
     title: String,
     ranks: u32,
     stages: u32,
     orders: Vec<Vec<Action>>,
-    /// Returns the rank of a stage, given the number of ranks.
+    /// Returns the rank of a stage, given (stage, number of ranks).
     rank_of: fn(u32, u32) -> u32,
     unit: &'static str,
-    /// The length of one pass, in that unit.
+    /// The length of one pass, in `unit`; a combined backward pass takes twice as long.
     one: f64,
-    /// The maximum relative delay of passes. 0 gives the plan itself.
+    /// Limit on the random delay of a pass, as a part of its length. 0 gives the plan itself.
     noise: f64,
 }
 
-/// Returns a 1F1B step in seconds, with its plan and all data of a trace.
+/// Returns the timeline of a 1F1B step in seconds, with its plan and all data of a trace.
 pub(crate) fn one_forward_one_backward(ranks: u32, microbatches: u32) -> Timeline {
     let order = |rank: u32| {
         let warm = microbatches.min(ranks - 1 - rank);
@@ -58,8 +58,8 @@ pub(crate) fn one_forward_one_backward(ranks: u32, microbatches: u32) -> Timelin
     ran
 }
 
-/// Returns a zero-bubble schedule in a V. Each rank has two stages; input and weight gradients are
-/// separate passes.
+/// Returns the timeline of a step of a zero-bubble schedule in a V. Each rank has two stages; input
+/// and weight gradients are separate passes.
 pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
     let order = |rank: u32| {
         let (a, b) = (rank, 2 * ranks - 1 - rank);
@@ -124,7 +124,8 @@ pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
     })
 }
 
-/// Runs each rank's order. Each action starts as soon as its input is there.
+/// Simulates the job: each rank runs its order, each action as soon as its input has arrived.
+/// Panics if the orders deadlock.
 fn simulated(job: &Job) -> Timeline {
     let mut done = std::collections::BTreeMap::<Action, f64>::new();
     let mut rows: Vec<Row> = (0..job.ranks)
@@ -180,7 +181,8 @@ fn simulated(job: &Job) -> Timeline {
     }
 }
 
-/// Returns the action that must end before, and its rank. There is at most one.
+/// Returns (the action that must end before this one, its rank); `None` for the first stage's
+/// forward pass. No action needs two.
 fn needs(job: &Job, (kind, stage, number): Action) -> Option<(Action, u32)> {
     let whole = job.orders[0].iter().any(|(kind, _, _)| *kind == Kind::Backward);
     let back = if whole { Kind::Backward } else { Kind::BackwardInput };
@@ -267,7 +269,7 @@ fn run(
     done.insert(action, end);
 }
 
-/// Names an action as messages do.
+/// Returns a text that names an action as messages do, such as `stage 1, microbatch 0, forward`.
 fn described((kind, stage, number): Action) -> String {
     let kind = match kind {
         Kind::Forward => "forward",

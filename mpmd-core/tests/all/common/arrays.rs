@@ -6,7 +6,7 @@ use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
 
-/// Returns host values of any dtype, with different bits in every element.
+/// Returns host values of any dtype, in a fixed pattern of bytes that seldom repeats.
 pub(crate) fn values(shape: &[usize], dtype: DType) -> HostArray {
     let aval = ShapedArray::new(shape, dtype);
     let byte = |i: usize| {
@@ -16,7 +16,7 @@ pub(crate) fn values(shape: &[usize], dtype: DType) -> HostArray {
         .unwrap()
 }
 
-/// Returns the bytes of one region, copied element by element.
+/// Returns the bytes of one region of `whole`, in row-major order, copied element by element.
 pub(crate) fn part(whole: &HostArray, region: &Region) -> Vec<u8> {
     let item = whole.dtype().size();
     let mut elements = vec![0];
@@ -27,7 +27,8 @@ pub(crate) fn part(whole: &HostArray, region: &Region) -> Vec<u8> {
     elements.into_iter().flat_map(|i| whole.bytes()[i * item..(i + 1) * item].to_vec()).collect()
 }
 
-/// Checks that this process holds exactly its shards of `whole`.
+/// Checks that this process holds exactly its shards of `whole`, with their values. Waits for the
+/// array if this process has none.
 pub(crate) fn check(p: &Program, array: &MpmdArray, whole: &HostArray) -> Result<()> {
     let sharding = array.sharding().expect("it is placed").clone();
     assert_eq!(array.aval(), whole.aval());

@@ -13,7 +13,8 @@ use super::arrays::{check, values};
 
 const DEVICES: usize = 8;
 
-/// Small random numbers by xorshift: the same on every process and in every run.
+/// A generator of small random numbers by xorshift. Equal seeds give the same numbers on every
+/// process and in every run.
 struct Numbers(u64);
 
 impl Numbers {
@@ -63,9 +64,9 @@ fn any_sharding(numbers: &mut Numbers) -> Sharding {
     sharding.with_memory_kind(numbers.of(&memory))
 }
 
-/// Runs one chain, and panics if it changes values or leaks memory. With `gpus` some processes have
-/// CUDA devices. With `hands_over` the processes of a host use zero-copy transfers in every second
-/// chain; otherwise `simulation` decides.
+/// Moves an array through six random shardings, on random processes. Panics if a value changes or
+/// memory is not freed within 20 seconds. With `gpus` some processes have CUDA devices. With
+/// `hands_over`, even seeds use zero-copy transfers within a host; otherwise `simulation` decides.
 pub(crate) fn chain(
     seed: u64,
     gpus: bool,

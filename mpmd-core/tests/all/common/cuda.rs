@@ -5,7 +5,8 @@ use mpmd_core::topology::DeviceKind;
 pub(crate) const CUDA: DeviceKind = DeviceKind::Cuda;
 pub(crate) const CPU: DeviceKind = DeviceKind::Cpu;
 
-/// True if the calling process is done with the test: another process has run it, or it is skipped.
+/// True if the calling process must return: the test has run in another process with the driver, or
+/// it is skipped. The arguments are settings, as in `softcuda::again!`.
 macro_rules! elsewhere {
     ($($setting:tt)*) => {{
         if cfg!(feature = "cuda") {

@@ -2,14 +2,15 @@
 
 use mpmd_core::prelude::*;
 
-/// A kernel over lists of arrays that runs its closures.
+/// A kernel over lists of arrays that calls `infer` for its signature and `run` for its work.
 pub(crate) struct Fun<I, R> {
     name: &'static str,
     infer: I,
     run: R,
 }
 
-/// Creates a kernel called `name`.
+/// Creates a kernel called `name` from two closures: `infer` declares the outputs, `run` computes
+/// them.
 pub(crate) fn fun<I, R>(name: &'static str, infer: I, run: R) -> Fun<I, R>
 where
     I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Send + Sync + 'static,
@@ -18,7 +19,7 @@ where
     Fun { name, infer, run }
 }
 
-/// Declares one output with the first input's shape and dtype.
+/// Declares one output with the first input's shape and dtype; for the `infer` of a kernel.
 pub(crate) fn like_first(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
     Ok(Signature::new(vec![x[0].clone()]))
 }

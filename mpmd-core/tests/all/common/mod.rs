@@ -10,14 +10,15 @@ use std::io::Write;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-/// Aborts the test process and names the test, unless it is dropped in time.
+/// A time limit for a test, made by [`watchdog`]. If it is not dropped in time, the test process
+/// aborts with the name of the test.
 ///
 /// Without it, a test that hangs would hang its runner. With it, the test fails.
 #[must_use = "the limit is lifted when this is dropped"]
 pub(crate) struct Watchdog(#[expect(dead_code, reason = "held for its drop")] Sender<()>);
 
-/// Starts a limit in seconds for the calling test. It should be far more than the test needs on a
-/// busy machine.
+/// Starts a time limit in seconds for the calling test, which ends when the result is dropped. It
+/// should be far more than the test needs on a busy machine.
 pub(crate) fn watchdog(seconds: u64) -> Watchdog {
     let name = std::thread::current().name().unwrap_or("a test").to_owned();
     let limit = Duration::from_secs(seconds);

@@ -26,23 +26,24 @@ pub(crate) struct Event {
     pub(crate) handle: Handle,
     context: Handle,
     flags: u32,
-    /// The newest record made by this process, if any.
+    /// The newest record made by this process; `None` before the first.
     record: Mutex<Option<Arc<Record>>>,
-    /// For an interprocess event, the state shared with the other processes.
+    /// For an interprocess event, the state shared with the other processes; otherwise `None`.
     shared: Option<Arc<SharedEvent>>,
 }
 
-/// The newest record of an event at the time of a call.
+/// The newest record of an event at the time of a call; later records do not change it.
 #[derive(Clone)]
 enum Mark {
     /// A record of an event that only this process knows.
     Here(Arc<Record>),
-    /// A record of an interprocess event: its number there, and the newest record of this process.
+    /// A record of an interprocess event: shared state, number of the record in it, and the newest
+    /// record made by this process.
     Shared(Arc<SharedEvent>, u64, Option<Arc<Record>>),
 }
 
 impl Event {
-    /// Returns the newest record of any process; `None` if the event was never recorded.
+    /// Returns the newest record of any process; `None` if no process has recorded the event.
     fn newest(&self) -> Option<Mark> {
         let record = self.record.lock().clone();
         match &self.shared {
@@ -70,7 +71,8 @@ impl Mark {
         }
     }
 
-    /// Returns the clock of all that precedes the record, as far as this process knows.
+    /// Returns the vector clock of all work that precedes the record, as far as this process knows
+    /// it.
     fn clock(&self) -> races::Clock {
         match self {
             Mark::Here(record) | Mark::Shared(_, _, Some(record)) => record.clock.clone(),
@@ -79,10 +81,10 @@ impl Mark {
     }
 }
 
-/// One record of an event in a stream.
+/// One record of an event in a stream of this process: done when the stream reaches it.
 pub(crate) struct Record {
     stream: Arc<Stream>,
-    /// Number of the record among the work of the stream.
+    /// Number of the record among the pieces of work of the stream; 0 until it is issued.
     number: Mutex<u64>,
     done: Mutex<Option<Instant>>,
     fired: Condvar,
@@ -106,7 +108,7 @@ impl Record {
     }
 }
 
-/// Forgets the events of a context that ends.
+/// Removes the events of a context that ends; their handles become invalid.
 pub(crate) fn end_all(context: &Context) {
     EVENTS.remove_all(|event| event.context == context.handle);
 }
@@ -185,7 +187,8 @@ fn elapsed(milliseconds: &Out<f32>, start: Handle, end: Handle) -> Result {
 }
 
 api! {
-    /// Creates an event.
+    /// Creates an event in the current context. An event for other processes (flag 4) must have
+    /// timing disabled (flag 2).
     fn cuEventCreate(event: Out<Handle>, flags: u32) {
         event.required()?;
         event.set(create(flags)?.handle)
@@ -193,7 +196,7 @@ api! {
 }
 
 api! {
-    /// Destroys an event; waits for its records continue.
+    /// Destroys an event without waiting; waits for its records continue.
     fn cuEventDestroy_v2(event: Handle) {
         let context = current()?;
         EVENTS.remove(event)?;
@@ -202,14 +205,16 @@ api! {
 }
 
 api! {
-    /// Records an event at the current end of a stream's work.
+    /// Records an event at the current end of a stream's work, without waiting. The stream must
+    /// belong to the event's context.
     fn cuEventRecord(event: Handle, stream: Handle) {
         record(event, stream)
     }
 }
 
 api! {
-    /// Records an event at the current end of a stream's work. The flag for graphs is refused.
+    /// Records an event at the current end of a stream's work, without waiting. Any flag is refused
+    /// with `CUDA_ERROR_INVALID_VALUE`.
     fn cuEventRecordWithFlags(event: Handle, stream: Handle, flags: u32) {
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -238,7 +243,7 @@ api! {
 }
 
 api! {
-    /// Waits for the newest record of an event.
+    /// Blocks until the event's newest record is done; returns at once if there is none.
     fn cuEventSynchronize(event: Handle) {
         let context = current()?;
         context.check()?;
@@ -253,6 +258,7 @@ api! {
 
 api! {
     /// Makes later work of a stream wait for the record that is the event's newest at this call.
+    /// Does nothing if there is no record. The host does not wait.
     fn cuStreamWaitEvent(handle: Handle, event: Handle, flags: u32) {
         let stream = stream(handle)?;
         if flags & !1 != 0 {
@@ -268,21 +274,24 @@ api! {
 }
 
 api! {
-    /// Returns the milliseconds between the records of two events.
+    /// Returns the milliseconds from `start`'s newest record to `end`'s, negative in the other
+    /// order. Fails if a record is not done, or an event has no record or no timing.
     fn cuEventElapsedTime(milliseconds: Out<f32>, start: Handle, end: Handle) {
         elapsed(&milliseconds, start, end)
     }
 }
 
 api! {
-    /// Returns the milliseconds between the records of two events.
+    /// Returns the milliseconds from `start`'s newest record to `end`'s, as `cuEventElapsedTime`
+    /// does.
     fn cuEventElapsedTime_v2(milliseconds: Out<f32>, start: Handle, end: Handle) {
         elapsed(&milliseconds, start, end)
     }
 }
 
 api! {
-    /// Returns a handle with which other processes can open an event.
+    /// Returns a handle with which other processes can open an event. The event must have been
+    /// created with the flag for that (4).
     fn cuIpcGetEventHandle(ticket: Out<Ticket>, event: Handle) {
         current()?.check()?;
         let event = EVENTS.get(event)?;
@@ -292,8 +301,8 @@ api! {
 }
 
 api! {
-    /// Opens an event of another process. It may be recorded here too. All processes wait for the
-    /// newest record of any of them.
+    /// Opens an event of another process that still runs. It may be recorded here too. All
+    /// processes wait for the newest record of any of them.
     fn cuIpcOpenEventHandle(event: Out<Handle>, ticket: Ticket) {
         let context = current()?;
         context.check()?;

@@ -21,7 +21,7 @@ use crate::error::{Code, Result};
 /// The only flag of `cuIpcOpenMemHandle`; it is required.
 const LAZY_PEER_ACCESS: u32 = 1;
 
-/// Open memory of other processes, by the file's inode and the device that opened it.
+/// Open memory of other processes, by (inode of its file, device for which it was opened).
 static OPEN: Mutex<BTreeMap<(u64, u32), Opened>> = Mutex::new(BTreeMap::new());
 
 struct Opened {
@@ -29,14 +29,15 @@ struct Opened {
     times: u32,
 }
 
-/// A handle in CUDA's 64 bytes, as processes exchange it.
+/// A handle of memory, an event or an NCCL group, in the layout in which processes exchange it:
+/// CUDA's 64 bytes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
     mark: [u8; 8],
     process: u32,
     file: RawFd,
-    /// Start time of the process, because its id may be reused.
+    /// Start time of the process in clock ticks since boot, because its id may be reused.
     started: u64,
     /// Inode of the file, because its descriptor may be reused.
     inode: u64,
@@ -69,7 +70,7 @@ impl Kind {
 }
 
 impl Ticket {
-    /// Creates a ticket for a file of this process.
+    /// Creates a ticket for a file of this process, which must stay open while the ticket is used.
     pub(crate) fn new(kind: Kind, file: &OwnedFd, device: u32) -> Result<Ticket> {
         let process = std::process::id();
         Ok(Ticket {
@@ -90,8 +91,8 @@ impl Ticket {
     ///
     /// # Errors
     ///
-    /// - `CUDA_ERROR_INVALID_VALUE` if this is not a ticket of this kind.
-    /// - `CUDA_ERROR_INVALID_CONTEXT` for a ticket of this process, as CUDA does.
+    /// - `CUDA_ERROR_INVALID_VALUE` if the ticket is not for an object of `kind`.
+    /// - `CUDA_ERROR_INVALID_CONTEXT` for a ticket that this process made, as CUDA does.
     /// - `CUDA_ERROR_INVALID_HANDLE` if the process or the file no longer exists.
     pub(crate) fn open(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark == kind.mark() && self.process == std::process::id() {
@@ -100,7 +101,8 @@ impl Ticket {
         self.open_anywhere(kind)
     }
 
-    /// Opens a ticket as [`open`](Self::open) does, but also one of this process.
+    /// Opens the file of a ticket of any process, this one included. Otherwise as
+    /// [`open`](Self::open).
     pub(crate) fn open_anywhere(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark != kind.mark() {
             return Err(Code::INVALID_VALUE);
@@ -141,7 +143,8 @@ fn inode(file: RawFd) -> Result<u64> {
 }
 
 api! {
-    /// Returns a handle with which other processes can open memory.
+    /// Returns a handle with which other processes can open memory of `cuMemAlloc`, given its first
+    /// address. Other memory is refused with `CUDA_ERROR_INVALID_VALUE`.
     fn cuIpcGetMemHandle(handle: Out<Ticket>, address: u64) {
         current()?.check()?;
         handle.required()?;
@@ -162,8 +165,8 @@ api! {
 }
 
 api! {
-    /// Maps memory of another process. Memory already open is returned again at the same address,
-    /// and counted.
+    /// Maps memory of another process that still runs for the current device. Memory already open
+    /// is returned again at the same address, and must be closed once more.
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, ticket: Ticket, flags: u32) {
         let context = current()?;
         context.check()?;
@@ -187,7 +190,8 @@ api! {
 }
 
 api! {
-    /// Closes memory of another process once; the close that matches the first open unmaps it.
+    /// Closes memory of another process once, given its first address. It is unmapped when it was
+    /// closed as often as it was opened.
     fn cuIpcCloseMemHandle(address: u64) {
         current()?.check()?;
         let mut open = OPEN.lock();
@@ -207,7 +211,7 @@ api! {
     }
 }
 
-/// Forgets the imported memory of a device when its context ends.
+/// Forgets that memory of other processes is open on a device, when the device's context ends.
 pub(crate) fn end_all(device: u32) {
     OPEN.lock().retain(|(_, opened_by), _| *opened_by != device);
 }

@@ -23,10 +23,10 @@ const WISHED_BASE: u64 = 0x5B31 << 32;
 const PAGE: u64 = 4096;
 /// Alignment of device addresses in bytes: CUDA's promise. Real drivers usually align more.
 const ALIGNMENT: u64 = 256;
-/// Bytes of addresses left free behind each allocation.
+/// Bytes of addresses left unmapped behind each allocation, so that an access beyond it faults.
 const GAP: u64 = 64 << 10;
 
-/// Fill bytes of memory that was never written, and of freed memory.
+/// Fill byte of new memory; `FREED` is the fill byte of freed memory that was exported.
 const FRESH: u8 = 0xCD;
 const FREED: u8 = 0xDD;
 
@@ -41,7 +41,7 @@ pub(crate) enum Origin {
     Import,
 }
 
-/// The range of device addresses of this process, and its live allocations.
+/// The range of device addresses of this process and its live allocations, of all devices.
 pub(crate) struct Space {
     base: u64,
     live: RwLock<BTreeMap<u64, Arc<Allocation>>>,
@@ -49,7 +49,8 @@ pub(crate) struct Space {
     used: Mutex<BTreeMap<u32, u64>>,
 }
 
-/// An allocation; its bytes are unmapped when the last user drops it.
+/// An allocation, or memory of another process; its bytes are unmapped when the last holder drops
+/// it.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) address: u64,
@@ -58,9 +59,9 @@ pub(crate) struct Allocation {
     pub(crate) origin: Origin,
     /// Number of the allocation, unique in this process.
     pub(crate) number: u64,
-    /// The memory as a file, if another process may map it.
+    /// The memory as a file; `None` for memory that other processes cannot map.
     pub(crate) file: Option<OwnedFd>,
-    /// True if another process may have it mapped.
+    /// True if a handle was made with which other processes can map the memory.
     pub(crate) exported: AtomicBool,
     /// Set by `cuMemFreeAsync` at the call; the release itself runs later in the stream.
     pub(crate) leaving: AtomicBool,
@@ -68,7 +69,7 @@ pub(crate) struct Allocation {
     mapped: u64,
 }
 
-/// Bytes of an allocation that stay mapped while this is held.
+/// A start address in an allocation, which stays mapped while this is held.
 #[derive(Debug)]
 pub(crate) struct Span {
     pointer: *mut u8,
@@ -80,13 +81,13 @@ pub(crate) struct Span {
 unsafe impl Send for Span {}
 
 impl Span {
-    /// Returns the address at which the driver reads and writes the bytes.
+    /// Returns the address in the alias, at which the driver reads and writes the bytes.
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.pointer
     }
 }
 
-/// Returns the address space of this process.
+/// Returns the address space of this process; the first call reserves it.
 pub(crate) fn space() -> &'static Space {
     static SPACE: LazyLock<Space> = LazyLock::new(Space::reserve);
     &SPACE
@@ -124,27 +125,29 @@ impl Space {
         }
     }
 
-    /// Returns whether an address lies in the range of device addresses, allocated or not.
+    /// Returns true if an address lies in the range of device addresses, allocated or not.
     pub(crate) fn covers(&self, address: u64) -> bool {
         address >= self.base && address < self.base + LENGTH
     }
 
-    /// Returns the distance in bytes from a device address to its place in the alias.
+    /// Returns the distance in bytes from a device address to its place in the alias, where the
+    /// driver can access it.
     pub(crate) fn distance(&self) -> u64 {
         LENGTH
     }
 
-    /// Returns the first address of the range and the first one behind it.
+    /// Returns (first address of the range, first address behind it).
     pub(crate) fn range(&self) -> (u64, u64) {
         (self.base, self.base + LENGTH)
     }
 
-    /// Allocates memory, filled with `0xCD`.
+    /// Allocates `bytes` bytes for a device, filled with `0xCD`, and adds them to the live
+    /// allocations.
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_INVALID_VALUE` for zero bytes, `CUDA_ERROR_OUT_OF_MEMORY` if the device has too
-    /// little memory left.
+    /// `CUDA_ERROR_INVALID_VALUE` for zero bytes. `CUDA_ERROR_OUT_OF_MEMORY` if this process has
+    /// too little of the device's memory left, in whole pages.
     pub(crate) fn allocate(
         &self,
         device: u32,
@@ -180,8 +183,8 @@ impl Space {
         Ok(made)
     }
 
-    /// Maps memory of another process. `inside` is the offset of the memory in its first page, in
-    /// bytes.
+    /// Maps a file of `bytes` bytes of another process, and adds them to the live allocations.
+    /// `inside` is the offset of the memory in its first page, in bytes.
     pub(crate) fn import(
         &self,
         device: u32,
@@ -223,8 +226,8 @@ impl Space {
         allocation
     }
 
-    /// Reserves addresses for `mapped` bytes. Addresses are reused only after the whole range was
-    /// used once.
+    /// Finds addresses for `mapped` bytes and a gap behind them, and returns the first. Addresses
+    /// are reused only after the whole range was used once. Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
     fn place(&self, mapped: u64) -> Result<u64> {
         let end = self.base + LENGTH;
         let mut next = self.next.lock();
@@ -264,19 +267,19 @@ impl Space {
         if at == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
-    /// Returns the live allocation that contains an address.
+    /// Returns the live allocation that contains an address; `None` if there is none.
     pub(crate) fn find(&self, address: u64) -> Option<Arc<Allocation>> {
         let live = self.live.read();
         let (_, found) = live.range(..=address).next_back()?;
         (address < found.address + found.bytes).then(|| found.clone())
     }
 
-    /// Returns the live allocation that begins at an address.
+    /// Returns the live allocation that begins at an address; `None` if there is none.
     pub(crate) fn begins(&self, address: u64) -> Option<Arc<Allocation>> {
         self.live.read().get(&address).cloned()
     }
 
-    /// Returns access to bytes for the driver to read and write.
+    /// Returns the place of `bytes` bytes in the alias, which stay mapped while the span is held.
     ///
     /// # Errors
     ///
@@ -289,8 +292,9 @@ impl Space {
         Ok(Span { pointer: (address + self.distance()) as *mut u8, _allocation: found })
     }
 
-    /// Removes an allocation from the live ones; its bytes are unmapped when the last user drops
-    /// it.
+    /// Removes the allocation that begins at an address from the live ones, and returns it. Its
+    /// bytes are unmapped when the last holder drops it; exported ones are filled with `0xDD`.
+    /// Fails with `CUDA_ERROR_INVALID_VALUE`.
     pub(crate) fn free(&self, address: u64) -> Result<Arc<Allocation>> {
         let freed = self.live.write().remove(&address).ok_or(Code::INVALID_VALUE)?;
         if freed.origin != Origin::Import {
@@ -304,7 +308,7 @@ impl Space {
         Ok(freed)
     }
 
-    /// Frees all memory of a device when its context ends.
+    /// Frees all memory of a device, imported memory included, when the device's context ends.
     pub(crate) fn free_all(&self, device: u32) {
         let all: Vec<u64> = self
             .live
@@ -318,7 +322,7 @@ impl Space {
         }
     }
 
-    /// Returns the bytes of a device that this process has not allocated, and the total.
+    /// Returns (bytes of a device that this process has not allocated, total bytes of the device).
     pub(crate) fn free_and_total(&self, device: u32) -> (u64, u64) {
         let used = self.used.lock().get(&device).copied().unwrap_or(0);
         (settings().memory - used, settings().memory)
@@ -357,7 +361,8 @@ impl Drop for Allocation {
     }
 }
 
-/// Creates a file in memory. It has no name that could outlive the process.
+/// Creates a file of `bytes` zero bytes in memory. It has no name that could outlive the process.
+/// Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) fn memory_file(bytes: u64) -> Result<OwnedFd> {
     // SAFETY: the name is a zero-terminated string; the descriptor is new and owned only here.
     let file = unsafe {

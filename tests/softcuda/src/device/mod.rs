@@ -31,7 +31,7 @@ const NAME: &str = "softcuda (a driver in software, for tests)";
 /// Id of the process that called `cuInit`. CUDA does not work in a child that is forked after the
 /// call.
 static INITIALIZED: AtomicU32 = AtomicU32::new(0);
-/// The primary context of each device, and the number of times that it is retained.
+/// For each device: (its primary context, number of times that it is retained).
 static PRIMARY: Mutex<Vec<(Option<Arc<Context>>, u32)>> = Mutex::new(Vec::new());
 static CONTEXTS: Handles<Context> = Handles::new(1);
 
@@ -40,15 +40,17 @@ thread_local! {
     static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The primary context of a device.
+/// The primary context of a device, with its streams. Each thread can make it current.
 pub(crate) struct Context {
     pub(crate) device: u32,
     pub(crate) handle: Handle,
     flags: AtomicU32,
-    /// The first error of the context's work, which every later call returns; 0 if none.
+    /// `CUresult` of the first failure of the context's work, which every later call returns; 0 if
+    /// none.
     failed: AtomicU32,
     ended: AtomicBool,
-    /// Held while work is issued on streams that the default stream orders.
+    /// Locked while work is issued on the default stream or a stream ordered with it, so that their
+    /// order holds.
     pub(crate) order: Mutex<()>,
     streams: Mutex<Vec<Weak<Stream>>>,
     null: OnceLock<Arc<Stream>>,
@@ -57,7 +59,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Fails with the first error of this context's work, as every call must after it.
+    /// Fails with the first error of this context's work, if any; it is never cleared.
     pub(crate) fn check(&self) -> Result {
         match self.failed.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -65,36 +67,38 @@ impl Context {
         }
     }
 
-    /// Records and prints a failure of work. The first error stays.
+    /// Records and prints the first failure of the context's work; later ones are ignored.
     pub(crate) fn fail(&self, code: Code, work: &str) {
         if self.failed.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire).is_ok() {
             eprintln!("softcuda: device {}: {work} failed with error {}", self.device, code.0);
         }
     }
 
-    /// Returns all streams that are not destroyed, including the default stream.
+    /// Returns the streams that still exist: also the default stream if it was used, and destroyed
+    /// ones with work left.
     pub(crate) fn streams(&self) -> Vec<Arc<Stream>> {
         let mut streams = self.streams.lock();
         streams.retain(|stream| stream.strong_count() > 0);
         streams.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Adds a stream to this context's list.
+    /// Adds a stream to this context's list, without keeping it alive.
     pub(crate) fn add(&self, stream: &Arc<Stream>) {
         self.streams.lock().push(Arc::downgrade(stream));
     }
 
-    /// Returns the default stream; starts it on first use.
+    /// Returns the default stream; the first call starts its thread.
     pub(crate) fn null(self: &Arc<Self>) -> Arc<Stream> {
         self.null.get_or_init(|| Stream::start(self.clone(), 0, 0, 0)).clone()
     }
 
-    /// Returns the default stream if it was ever used.
+    /// Returns the default stream if it was ever used; otherwise `None`, and starts nothing.
     pub(crate) fn null_if_used(&self) -> Option<Arc<Stream>> {
         self.null.get().cloned()
     }
 
-    /// Waits for all issued work.
+    /// Blocks until all work issued so far on all streams is done. Fails with the context's first
+    /// error.
     pub(crate) fn synchronize(&self) -> Result {
         for stream in self.streams() {
             stream.synchronize();
@@ -116,7 +120,8 @@ impl Context {
     }
 }
 
-/// Fails unless this very process has called `cuInit`, and fails within a host function.
+/// Fails with `CUDA_ERROR_NOT_INITIALIZED` unless this very process has called `cuInit`. Fails with
+/// `CUDA_ERROR_NOT_PERMITTED` (800) within a host function.
 pub(crate) fn initialized() -> Result {
     if IN_HOST_FUNCTION.get() {
         eprintln!("softcuda: CUDA was called from a host function");
@@ -129,7 +134,7 @@ pub(crate) fn initialized() -> Result {
     }
 }
 
-/// Runs a program's host function; calls of CUDA in it are refused.
+/// Runs a program's host function in the calling thread; calls of CUDA in it fail.
 pub(crate) fn as_host_function(run: impl FnOnce()) {
     IN_HOST_FUNCTION.set(true);
     run();
@@ -140,25 +145,26 @@ pub(crate) fn as_host_function(run: impl FnOnce()) {
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_INVALID_CONTEXT` if it has none. An error of the context itself is not checked here;
-/// see [`Context::check`].
+/// `CUDA_ERROR_INVALID_CONTEXT` if the thread has none, `CUDA_ERROR_CONTEXT_IS_DESTROYED` if it has
+/// ended. An error of the context's work is not checked here; see [`Context::check`].
 pub(crate) fn current() -> Result<Arc<Context>> {
     initialized()?;
     context(stack(|stack| stack.last().copied())?.ok_or(Code::INVALID_CONTEXT)?)
 }
 
-/// Runs `with` on the calling thread's contexts, the current one last. Fails in a thread that is
-/// ending.
+/// Runs `with` on the calling thread's stack of context handles, the current one last. Fails with
+/// `CUDA_ERROR_INVALID_CONTEXT` in a thread that is ending.
 fn stack<R>(with: impl FnOnce(&mut Vec<Handle>) -> R) -> Result<R> {
     CURRENT.try_with(|stack| with(&mut stack.borrow_mut())).map_err(|_| Code::INVALID_CONTEXT)
 }
 
-/// Returns the context of a handle.
+/// Returns the context of a handle; fails with `CUDA_ERROR_CONTEXT_IS_DESTROYED` if there is none.
 pub(crate) fn context(handle: Handle) -> Result<Arc<Context>> {
     CONTEXTS.get(handle).map_err(|_| Code::CONTEXT_IS_DESTROYED)
 }
 
-/// Returns the primary context of a device, if it has one.
+/// Returns the primary context of a device; fails with `CUDA_ERROR_INVALID_CONTEXT` if the device
+/// has none.
 pub(crate) fn primary(device: u32) -> Result<Arc<Context>> {
     PRIMARY.lock()[device as usize].0.clone().ok_or(Code::INVALID_CONTEXT)
 }
@@ -211,7 +217,8 @@ fn attribute(device: u32, attribute: u32) -> i32 {
 }
 
 api! {
-    /// Initializes the driver.
+    /// Initializes the driver for this process. Fails with `CUDA_ERROR_NO_DEVICE` if the settings
+    /// give no device, and in a child forked after the first call.
     fn cuInit(flags: u32) {
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -240,7 +247,7 @@ api! {
 }
 
 api! {
-    /// Returns the number of devices.
+    /// Returns the number of devices, from the setting `SOFTCUDA_DEVICES`.
     fn cuDeviceGetCount(count: Out<i32>) {
         initialized()?;
         count.set(settings().devices as i32)
@@ -248,14 +255,15 @@ api! {
 }
 
 api! {
-    /// Returns the handle of a device: its number.
+    /// Returns the handle of a device: its ordinal. Fails with `CUDA_ERROR_INVALID_DEVICE` for an
+    /// ordinal without a device.
     fn cuDeviceGet(handle: Out<i32>, ordinal: i32) {
         handle.set(device(ordinal)? as i32)
     }
 }
 
 api! {
-    /// Returns a device's name, cut to the caller's buffer.
+    /// Writes a device's name and a final zero, cut to `room` bytes.
     fn cuDeviceGetName(name: Out<c_char>, room: i32, dev: i32) {
         device(dev)?;
         let room = usize::try_from(room).ok().filter(|room| *room > 0).ok_or(Code::INVALID_VALUE)?;
@@ -265,21 +273,22 @@ api! {
 }
 
 api! {
-    /// Returns a device's id, the same in every process of this user.
+    /// Returns a 16-byte id of a device, the same in every process of this user.
     fn cuDeviceGetUuid(id: Out<[u8; 16]>, dev: i32) {
         id.set(uuid(device(dev)?))
     }
 }
 
 api! {
-    /// Returns a device's id, the same in every process of this user.
+    /// Returns a 16-byte id of a device, the same in every process of this user.
     fn cuDeviceGetUuid_v2(id: Out<[u8; 16]>, dev: i32) {
         id.set(uuid(device(dev)?))
     }
 }
 
 api! {
-    /// Returns an invented PCI address of a device.
+    /// Writes an invented PCI address of a device, `0000:01:00.0` for device 0, to a buffer of at
+    /// least 13 bytes.
     fn cuDeviceGetPCIBusId(text: Out<c_char>, room: i32, dev: i32) {
         let device = device(dev)?;
         let room =
@@ -290,7 +299,7 @@ api! {
 }
 
 api! {
-    /// Returns an attribute of a device.
+    /// Returns an attribute of a device by CUDA's number. Attributes that are not imitated are 0.
     fn cuDeviceGetAttribute(value: Out<i32>, number: u32, dev: i32) {
         if number == 0 {
             return Err(Code::INVALID_VALUE);
@@ -308,14 +317,16 @@ api! {
 }
 
 api! {
-    /// Reports whether one device can access another's memory: true for any other device.
+    /// Reports whether one device can access another's memory: 1 for two different devices, 0 for
+    /// the same.
     fn cuDeviceCanAccessPeer(can: Out<i32>, dev: i32, peer: i32) {
         can.set(i32::from(device(dev)? != device(peer)?))
     }
 }
 
 api! {
-    /// Retains the primary context of a device; creates it if there is none.
+    /// Returns the handle of a device's primary context and adds one to its retain count. Creates
+    /// the context if there is none.
     fn cuDevicePrimaryCtxRetain(ctx: Out<Handle>, dev: i32) {
         let device = device(dev)?;
         ctx.required()?;
@@ -358,14 +369,16 @@ fn release(device: u32, all: bool) -> Result {
 }
 
 api! {
-    /// Releases a primary context; the last release ends it and frees its resources.
+    /// Takes one from the retain count of a primary context. The last release waits for its work,
+    /// ends it, and frees its streams, events, modules and memory.
     fn cuDevicePrimaryCtxRelease_v2(dev: i32) {
         release(device(dev)?, false)
     }
 }
 
 api! {
-    /// Ends a primary context, even if it is retained elsewhere.
+    /// Ends a primary context after its work, however often it is retained. Does nothing if the
+    /// device has none.
     fn cuDevicePrimaryCtxReset_v2(dev: i32) {
         match release(device(dev)?, true) {
             // A device without a context needs no reset.
@@ -376,7 +389,8 @@ api! {
 }
 
 api! {
-    /// Stores the flags that say how a primary context's threads wait; here all waits sleep.
+    /// Stores the flags that say how threads wait in a primary context; here all waits sleep.
+    /// Without a context, the flags are forgotten.
     fn cuDevicePrimaryCtxSetFlags_v2(dev: i32, flags: u32) {
         let device = device(dev)?;
         if flags & !0x1F != 0 {
@@ -390,7 +404,7 @@ api! {
 }
 
 api! {
-    /// Returns the flags of a primary context, and whether the context exists.
+    /// Returns the flags of a primary context, and 1 if the context exists or 0 if not.
     fn cuDevicePrimaryCtxGetState(dev: i32, flags: Out<u32>, active: Out<i32>) {
         let device = device(dev)?;
         let primary = PRIMARY.lock();
@@ -401,7 +415,7 @@ api! {
 }
 
 api! {
-    /// Replaces the calling thread's current context; a null handle only removes it.
+    /// Replaces the context on top of the calling thread's stack; a null handle only removes it.
     fn cuCtxSetCurrent(ctx: Handle) {
         initialized()?;
         if ctx != 0 {
@@ -417,7 +431,7 @@ api! {
 }
 
 api! {
-    /// Returns the calling thread's context, or null.
+    /// Returns the context on top of the calling thread's stack, or null.
     fn cuCtxGetCurrent(ctx: Out<Handle>) {
         initialized()?;
         ctx.set(stack(|stack| stack.last().copied())?.unwrap_or(0))
@@ -434,7 +448,8 @@ api! {
 }
 
 api! {
-    /// Removes the calling thread's current context and returns it.
+    /// Removes the context on top of the calling thread's stack and returns it. Fails with
+    /// `CUDA_ERROR_INVALID_CONTEXT` if the stack is empty.
     fn cuCtxPopCurrent_v2(ctx: Out<Handle>) {
         initialized()?;
         let popped = stack(Vec::pop)?.ok_or(Code::INVALID_CONTEXT)?;
@@ -451,7 +466,8 @@ api! {
 }
 
 api! {
-    /// Waits for all work of the calling thread's context.
+    /// Blocks until all work issued in the calling thread's context is done. Fails with the
+    /// context's first error.
     fn cuCtxSynchronize() {
         let context = current()?;
         let clock = races::now_of_all(&context);
@@ -477,7 +493,8 @@ api! {
 }
 
 api! {
-    /// Lets the current context's kernels access another context's memory.
+    /// Records that the current context may access another device's memory; no access here needs
+    /// it. A second call for the same device fails.
     fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) {
         let mine = current()?;
         mine.check()?;
@@ -498,7 +515,8 @@ api! {
 }
 
 api! {
-    /// Returns a limit; only the stack limit is stored.
+    /// Returns a limit of the current context. Only the stack limit (0) can change; those of
+    /// `printf` (1) and the heap (2) are fixed.
     fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
         let context = current()?;
         match limit {
@@ -511,7 +529,8 @@ api! {
 }
 
 api! {
-    /// Sets a limit; only the stack limit is stored, and it changes nothing.
+    /// Sets a limit of the current context. Only the stack limit (0) is stored, and it changes
+    /// nothing; those of `printf` (1) and the heap (2) are ignored.
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let context = current()?;
         match limit {
@@ -524,7 +543,7 @@ api! {
 }
 
 api! {
-    /// Returns the lowest and the highest priority of streams.
+    /// Returns the lowest priority of streams, 0, and the highest, -5.
     fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) {
         current()?;
         least.set_if_wanted(0);

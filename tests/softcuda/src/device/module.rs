@@ -19,7 +19,8 @@ use crate::handles::{Handle, Handles};
 static MODULES: Handles<Module> = Handles::new(4);
 static KERNELS: Handles<Kernel> = Handles::new(5);
 
-/// The most shared memory of a block in bytes: by default, and after `cuFuncSetAttribute`.
+/// Limit on the dynamic shared memory of a block in bytes, by default; `SHARED_MOST` is the highest
+/// that `cuFuncSetAttribute` can set.
 const SHARED: u32 = 48 << 10;
 const SHARED_MOST: u32 = 227 << 10;
 
@@ -28,7 +29,7 @@ pub(crate) struct Module {
     context: Handle,
     library: Arc<Library>,
     entries: Vec<(CString, Entry)>,
-    /// Handles of the kernels requested so far, by name; each kernel has one handle.
+    /// Handles of the kernels requested so far, by kernel name; each kernel has one handle.
     kernels: Mutex<HashMap<String, Handle>>,
 }
 
@@ -36,11 +37,11 @@ pub(crate) struct Kernel {
     pub(crate) name: CString,
     pub(crate) context: Handle,
     module: Handle,
-    /// The calling convention of the kernel, as the compiled module describes it.
+    /// The kernel's address, arguments and limit on threads, as the compiled module describes them.
     pub(crate) entry: Entry,
     /// Held so that the code stays loaded.
     pub(crate) library: Arc<Library>,
-    /// The most dynamic shared memory of a launch, in bytes.
+    /// Limit on the dynamic shared memory of a launch, in bytes.
     pub(crate) dynamic_shared: AtomicU32,
 }
 
@@ -48,9 +49,9 @@ pub(crate) struct Kernel {
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) call: usize,
-    /// For each argument: its bytes, and true if it is a pointer.
+    /// For each argument: (its length in bytes, true if it is a pointer).
     pub(crate) arguments: Vec<(u32, bool)>,
-    /// The most threads of a block.
+    /// Limit on the threads of a block: the launch bound, and never more than 1024.
     pub(crate) threads: u32,
 }
 
@@ -68,7 +69,7 @@ unsafe impl Send for Library {}
 // SAFETY: see above.
 unsafe impl Sync for Library {}
 
-/// A row of the kernel table that `after.h` defines.
+/// A row of the kernel table that `after.h` defines; `count` is the number of arguments.
 #[repr(C)]
 struct Row {
     name: *const c_char,
@@ -112,7 +113,7 @@ impl Library {
         (!found.is_null()).then_some(found)
     }
 
-    /// Returns the names and entries of the kernels that can be found by name.
+    /// Returns (name, entry) of the kernels that can be found by name.
     fn entries(&self) -> Vec<(CString, Entry)> {
         let mut entries = Vec::new();
         let Some(table) = self.symbol(c"__sc_kernels") else { return entries };
@@ -158,12 +159,12 @@ impl Drop for Library {
     }
 }
 
-/// Returns the kernel of a handle.
+/// Returns the kernel of a handle; fails with `CUDA_ERROR_INVALID_HANDLE` if there is none.
 pub(crate) fn kernel(handle: Handle) -> Result<Arc<Kernel>> {
     KERNELS.get(handle)
 }
 
-/// Forgets the modules and kernels of a context that ends.
+/// Removes the modules and kernels of a context that ends; launches hold their code until they end.
 pub(crate) fn end_all(context: &Context) {
     KERNELS.remove_all(|kernel| kernel.context == context.handle);
     MODULES.remove_all(|module| module.context == context.handle);
@@ -195,7 +196,8 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     handle.set(made.handle)
 }
 
-/// Reads the image at a C pointer: an image of this driver is a zero-terminated string.
+/// Copies the image at a C pointer. An image of this driver is a zero-terminated string; of any
+/// other, only a few bytes are read.
 fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
     // Read byte by byte up to the mark, because a foreign image may end anywhere.
     let mut bytes = Vec::new();
@@ -213,14 +215,16 @@ fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
 }
 
 api! {
-    /// Loads a module from memory.
+    /// Loads a module from an image in memory, into the current context. Only images of this
+    /// driver's own NVRTC can be loaded.
     fn cuModuleLoadData(handle: Out<Handle>, data: In<u8>) {
         load(&handle, &image(&data)?)
     }
 }
 
 api! {
-    /// Loads a module from memory; JIT compiler options are ignored, as there is no JIT compiler.
+    /// Loads a module from an image in memory, as `cuModuleLoadData` does; the options for the JIT
+    /// compiler are ignored.
     fn cuModuleLoadDataEx(
         handle: Out<Handle>, data: In<u8>, count: u32, options: u64, values: u64,
     ) {
@@ -230,7 +234,8 @@ api! {
 }
 
 api! {
-    /// Loads a module from a file.
+    /// Loads a module from a file with an image of this driver's own NVRTC. Fails with
+    /// `CUDA_ERROR_FILE_NOT_FOUND` if the file cannot be read.
     fn cuModuleLoad(handle: Out<Handle>, path: Text) {
         let bytes = std::fs::read(path.get()?).map_err(|_| Code::FILE_NOT_FOUND)?;
         let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
@@ -239,7 +244,8 @@ api! {
 }
 
 api! {
-    /// Unloads a module and its kernels; launches already issued still run.
+    /// Unloads a module without waiting; its kernels' handles become invalid. Launches already
+    /// issued still run.
     fn cuModuleUnload(handle: Handle) {
         let context = current()?;
         MODULES.remove(handle)?;
@@ -248,7 +254,7 @@ api! {
     }
 }
 
-/// Returns the handle of a kernel, the same on each call.
+/// Returns the handle of a kernel; the first call for its name creates the handle.
 fn function(module: &Module, name: &CStr, entry: &Entry) -> Handle {
     let mut kernels = module.kernels.lock();
     let text = name.to_string_lossy().into_owned();
@@ -270,7 +276,8 @@ fn function(module: &Module, name: &CStr, entry: &Entry) -> Handle {
 }
 
 api! {
-    /// Returns the kernel with a name.
+    /// Returns the handle of the kernel with a name; fails with `CUDA_ERROR_NOT_FOUND` if the
+    /// module has none.
     fn cuModuleGetFunction(handle: Out<Handle>, module: Handle, name: Text) {
         current()?.check()?;
         let module = MODULES.get(module)?;
@@ -289,7 +296,7 @@ api! {
 }
 
 api! {
-    /// Returns up to `room` kernels of a module, in the order of its table.
+    /// Writes the handles of up to `room` kernels of a module, in the order of the module's table.
     fn cuModuleEnumerateFunctions(handles: Out<Handle>, room: u32, module: Handle) {
         let module = MODULES.get(module)?;
         let first = module.entries.iter().take(room as usize);
@@ -298,7 +305,7 @@ api! {
 }
 
 api! {
-    /// Accepts a kernel: all kernels are loaded with their module.
+    /// Does nothing but check the handle: all kernels are loaded with their module.
     fn cuFuncLoad(handle: Handle) {
         current()?.check()?;
         kernel(handle).map(drop)
@@ -306,7 +313,7 @@ api! {
 }
 
 api! {
-    /// Reports whether a kernel is loaded: always.
+    /// Reports whether a kernel is loaded: always 1.
     fn cuFuncIsLoaded(state: Out<u32>, handle: Handle) {
         kernel(handle)?;
         state.set(1)
@@ -315,7 +322,7 @@ api! {
 
 api! {
     /// Returns the offset and the size of a kernel's argument in bytes. Fails with
-    /// `CUDA_ERROR_INVALID_VALUE` after the last one.
+    /// `CUDA_ERROR_INVALID_VALUE` for an index behind the last argument.
     fn cuFuncGetParamInfo(handle: Handle, index: usize, offset: Out<usize>, size: Out<usize>) {
         let kernel = kernel(handle)?;
         let sizes = &kernel.entry.arguments;
@@ -334,8 +341,8 @@ api! {
 }
 
 api! {
-    /// Refuses to return the address of a module's global variable: these are not in device memory
-    /// here.
+    /// Always fails with `CUDA_ERROR_NOT_SUPPORTED`, with a message: global variables of modules
+    /// are not in device memory here.
     fn cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, handle: Handle, name: Text) {
         current()?.check()?;
         let _ = (address, bytes);
@@ -347,7 +354,8 @@ api! {
 }
 
 api! {
-    /// Returns an attribute of a kernel.
+    /// Returns an attribute of a kernel by CUDA's number. Only the limits on threads (0) and
+    /// dynamic shared memory (8) are the kernel's own.
     fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, handle: Handle) {
         let kernel = kernel(handle)?;
         value.set(match attribute {
@@ -362,7 +370,8 @@ api! {
 }
 
 api! {
-    /// Sets the most dynamic shared memory of a kernel's launches, in bytes.
+    /// Sets the limit on dynamic shared memory of a kernel's later launches, in bytes (attribute
+    /// 8). Accepts attribute 9 without effect; fails for all others.
     fn cuFuncSetAttribute(handle: Handle, attribute: u32, value: i32) {
         current()?.check()?;
         let kernel = kernel(handle)?;
@@ -387,21 +396,22 @@ api! {
 }
 
 api! {
-    /// Returns the name of a kernel, valid as long as the module.
+    /// Returns the name of a kernel. The pointer is valid until the module is unloaded.
     fn cuFuncGetName(name: Out<*const c_char>, handle: Handle) {
         name.set(kernel(handle)?.name.as_ptr())
     }
 }
 
 api! {
-    /// Returns the module of a kernel.
+    /// Returns the handle of the module that contains a kernel.
     fn cuFuncGetModule(module: Out<Handle>, handle: Handle) {
         module.set(kernel(handle)?.module)
     }
 }
 
 api! {
-    /// Returns the number of blocks of a kernel that a multiprocessor holds at the same time.
+    /// Returns the number of blocks that a multiprocessor holds at the same time, for `threads`
+    /// threads and `shared` bytes of dynamic shared memory per block.
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
         blocks: Out<i32>, handle: Handle, threads: i32, shared: usize,
     ) {

@@ -24,12 +24,12 @@ use crate::device::stream::Stream;
 use crate::handles::Handle;
 use crate::settings::settings;
 
-/// Once an allocation has more recorded accesses than this, those that the host has seen completed
-/// are dropped.
+/// Number of recorded accesses per allocation above which the accesses that the host has seen
+/// completed are dropped.
 const MANY: usize = 64;
 
 static HOST: Mutex<Clock> = Mutex::new(Clock(Vec::new()));
-/// Accesses that may conflict with later ones, by number of the allocation.
+/// Accesses that may conflict with later ones, by the allocation's number in this process.
 static ACCESSES: LazyLock<Mutex<HashMap<u64, Vec<Access>>>> = LazyLock::new(Mutex::default);
 static RACES: AtomicU64 = AtomicU64::new(0);
 
@@ -55,7 +55,8 @@ impl Use {
     }
 }
 
-/// A vector clock: for each stream number, the number of steps known to have happened.
+/// A vector clock: by stream number, the pieces of that stream's work that are known to come
+/// before.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clock(Vec<u64>);
 
@@ -83,7 +84,8 @@ impl Clock {
     }
 }
 
-/// A use of memory by the work of one step of a stream.
+/// One memory range used by one piece of work: its name in messages, its stream's number, and its
+/// step among the stream's work.
 #[derive(Clone, Debug)]
 struct Access {
     name: &'static str,
@@ -92,13 +94,14 @@ struct Access {
     used: Use,
 }
 
-/// Returns a number for a new stream.
+/// Returns a number for a new stream, unique in this process, from 1.
 pub(crate) fn new_stream() -> usize {
     static STREAMS: AtomicUsize = AtomicUsize::new(1);
     STREAMS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Records that work with these uses was issued on a stream.
+/// Records that work with these uses is issued on a stream, after all that the host has seen.
+/// Counts and prints races with earlier accesses.
 pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
@@ -114,8 +117,8 @@ pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
     }
 }
 
-/// Compares a new access with the earlier ones of its allocation, and keeps those that later ones
-/// may conflict with.
+/// Reports each race of a new access with the recorded ones of its allocation. Then records it, and
+/// drops those that no later access can conflict with. `base` is the allocation's address.
 fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
     let ordered = |old: &Access| old.step <= clock.of(old.stream);
     for old in earlier.iter() {
@@ -157,7 +160,8 @@ fn report(old: &Access, new: &Access, base: u64) {
     }
 }
 
-/// Returns the clock of all that precedes work issued on a stream now.
+/// Returns the clock of all work that precedes work issued on a stream now: earlier work of the
+/// stream, and all that the host has seen.
 pub(crate) fn now(stream: &Stream) -> Clock {
     let mut clock = stream.clock.lock();
     clock.join(&HOST.lock());
@@ -169,7 +173,8 @@ pub(crate) fn follows(stream: &Stream, clock: &Clock) {
     stream.clock.lock().join(clock);
 }
 
-/// Returns the clock of all that precedes work issued on any stream of a context now.
+/// Returns the clock of all work that precedes work issued on every stream of a context now: work
+/// of all its streams, and all that the host has seen.
 pub(crate) fn now_of_all(context: &Context) -> Clock {
     let mut all = Clock::default();
     for stream in context.streams() {
@@ -178,25 +183,27 @@ pub(crate) fn now_of_all(context: &Context) -> Clock {
     all
 }
 
-/// Records that the host has seen everything in `clock` happen.
+/// Records that the host has seen all work in `clock` done; work issued later on any stream comes
+/// after it.
 pub(crate) fn host_saw(clock: &Clock) {
     HOST.lock().join(clock);
 }
 
-/// Forgets the accesses of an allocation that is dropped.
+/// Drops the recorded accesses of the allocation with this number.
 pub(crate) fn forget(allocation: u64) {
     ACCESSES.lock().remove(&allocation);
 }
 
-/// Takes the uses that this thread declared for its next launch on a stream.
+/// Removes and returns the uses that the calling thread declared for its next launch on the stream
+/// of a handle.
 pub(crate) fn noted(stream: Handle) -> Vec<Use> {
     NOTES.with_borrow_mut(|notes| {
         notes.extract_if(.., |(on, _)| *on == stream).map(|(_, used)| used).collect()
     })
 }
 
-/// Declares that the calling thread's next kernel on a stream reads (`write` is 0) or writes these
-/// bytes.
+/// Declares that the calling thread's next kernel on a stream reads (`write` is 0) or writes
+/// `bytes` bytes from `address` on. The kernel's launch then checks them for races.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_note_use(stream: Handle, address: u64, bytes: u64, write: i32) {
     let used = Use { address, bytes, write: write != 0 };

@@ -10,19 +10,21 @@ use crate::device::memory::memory_file;
 use crate::error::Result;
 use crate::mapped::{self, Mapped};
 
-/// Number of records of one event that can be pending at the same time.
+/// Number of slots of an event: record n uses slot `n % SLOTS`. So a record also counts as done
+/// when the record `SLOTS` after it is done.
 const SLOTS: u64 = 64;
-/// Interval at which a waiter checks that the recording process is still alive.
+/// Interval at which a waiter looks again if the recording process is still alive.
 const LOOK: Duration = Duration::from_millis(50);
-/// Time that a record may have a number without its process being entered in the slot.
+/// Time for which a waiter waits for a record's process to be entered in the slot. After it, the
+/// process is taken for dead.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// The shared memory. All zeros is an event that was never recorded.
+/// The layout of an event's shared memory. All zeros is an event that was never recorded.
 #[repr(C)]
 struct Page {
-    /// Number of the newest record.
+    /// Number of the newest record of any process, from 1; 0 before the first.
     issued: AtomicU64,
-    /// A counter of completed records; waiters sleep on it (futex).
+    /// A counter that changes when a record is done; waiters sleep on it (futex).
     changes: AtomicU32,
     slots: [Slot; SLOTS as usize],
 }
@@ -38,7 +40,7 @@ struct Slot {
     done: AtomicU64,
 }
 
-/// The shared memory of an event, mapped into this process.
+/// The shared state of an event, mapped into this process, and its file.
 pub(crate) struct SharedEvent {
     file: OwnedFd,
     page: Mapped<Page>,
@@ -48,12 +50,12 @@ pub(crate) struct SharedEvent {
 unsafe impl mapped::Page for Page {}
 
 impl SharedEvent {
-    /// Creates an event and its shared memory.
+    /// Creates an event that was never recorded, in a new memory file.
     pub(crate) fn new() -> Result<SharedEvent> {
         Self::map(memory_file(size_of::<Page>() as u64)?)
     }
 
-    /// Maps the event in the file of another process.
+    /// Maps the event in a memory file, which may be of another process.
     pub(crate) fn map(file: OwnedFd) -> Result<SharedEvent> {
         let page = Mapped::of(&file)?;
         Ok(SharedEvent { file, page })
@@ -68,12 +70,13 @@ impl SharedEvent {
         &self.page.slots[(number % SLOTS) as usize]
     }
 
-    /// Returns the number of the newest record of any process; 0 if there is none.
+    /// Returns the number of the newest record of any process; 0 if there is no record.
     pub(crate) fn newest(&self) -> u64 {
         self.page.issued.load(Ordering::SeqCst)
     }
 
-    /// Takes the number of a new record of this process.
+    /// Takes the next number, from 1, for a new record of this process, and enters this process in
+    /// its slot.
     pub(crate) fn record(&self) -> u64 {
         static STARTED: LazyLock<u64> = LazyLock::new(|| started(std::process::id()).unwrap_or(0));
         let number = self.page.issued.fetch_add(1, Ordering::SeqCst) + 1;
@@ -84,7 +87,7 @@ impl SharedEvent {
         number
     }
 
-    /// Marks a record as done and wakes its waiters.
+    /// Marks a record as done and wakes its waiters in all processes.
     pub(crate) fn fire(&self, number: u64) {
         self.slot(number).done.fetch_max(number, Ordering::SeqCst);
         let changes = &self.page.changes;
@@ -93,7 +96,8 @@ impl SharedEvent {
         unsafe { libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
     }
 
-    /// Returns true if a record is done, or can never be done because its process has died.
+    /// Returns true if a record is done. A record of a process that has died is marked as done,
+    /// with a message, and counts too.
     pub(crate) fn is_done(&self, number: u64) -> bool {
         let slot = self.slot(number);
         if number == 0 || slot.done.load(Ordering::SeqCst) >= number {
@@ -109,7 +113,8 @@ impl SharedEvent {
         true
     }
 
-    /// Sleeps until a record is done or its process has died.
+    /// Blocks until a record is done or its process has died. Gives up, with a message, if the
+    /// process is not entered in the record's slot within a second.
     pub(crate) fn wait(&self, number: u64) {
         let start = Instant::now();
         loop {

@@ -28,7 +28,7 @@ pub(crate) struct Stream {
     priority: i32,
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// Clock of the work issued so far, for the detection of races.
+    /// Vector clock of the work issued so far, for the detection of races.
     pub(crate) clock: Mutex<races::Clock>,
     pub(crate) number: usize,
 }
@@ -36,31 +36,34 @@ pub(crate) struct Stream {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<(Instant, Work)>,
-    /// Number of pieces of work issued since the start; `done` is the number completed.
+    /// Number of pieces of work issued since the stream's start; `done` is the number completed or
+    /// skipped.
     issued: u64,
     done: u64,
-    /// Number up to which a thread has waited for or queried the work; see [`Pace::Lazy`].
+    /// Number of the last piece of work that a thread has waited for or queried; see
+    /// [`Pace::Lazy`].
     wanted: u64,
     closed: bool,
 }
 
-/// One piece of work of a stream.
+/// One piece of work of a stream, which the stream's thread runs once.
 pub(crate) struct Work {
     /// Name of the work in messages about its failure.
     pub(crate) name: &'static str,
-    /// True if the work runs even after the context failed. Events do, because others wait for
-    /// them.
+    /// True if the work runs even after the context failed, as events and waits do; false if it is
+    /// then skipped.
     pub(crate) always: bool,
     pub(crate) run: Box<dyn FnOnce() -> Result + Send>,
 }
 
 impl Work {
-    /// Creates work that is skipped after the context failed.
+    /// Creates work that is skipped after the context failed. An error of `run` makes the context
+    /// fail.
     pub(crate) fn new(name: &'static str, run: impl FnOnce() -> Result + Send + 'static) -> Work {
         Work { name, always: false, run: Box::new(run) }
     }
 
-    /// Creates work that runs in any case.
+    /// Creates work that runs even after the context failed, and cannot fail itself.
     pub(crate) fn always(name: &'static str, run: impl FnOnce() + Send + 'static) -> Work {
         Work {
             name,
@@ -94,14 +97,14 @@ pub(crate) fn stream(handle: Handle) -> Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// Returns a stream as [`stream`] does; fails with `CUDA_ERROR_INVALID_HANDLE` if it belongs to
-/// another context.
+/// Returns the stream of a handle as [`stream`] does. Fails with `CUDA_ERROR_INVALID_HANDLE` if the
+/// stream belongs to another context than the current one.
 pub(crate) fn own_stream(handle: Handle) -> Result<Arc<Stream>> {
     let stream = stream(handle)?;
     if stream.context.handle == current()?.handle { Ok(stream) } else { Err(Code::INVALID_HANDLE) }
 }
 
-/// Ends the streams of a context that ends.
+/// Removes the streams of a context that ends, and lets their threads end after the work left.
 pub(crate) fn end_all(context: &Context) {
     for stream in STREAMS.remove_all(|stream| stream.context.handle == context.handle) {
         stream.close();
@@ -112,7 +115,8 @@ pub(crate) fn end_all(context: &Context) {
 }
 
 impl Stream {
-    /// Creates a stream and starts its thread.
+    /// Creates a stream with an empty queue and starts its thread, which runs until the stream is
+    /// closed.
     pub(crate) fn start(
         context: Arc<Context>,
         handle: Handle,
@@ -144,8 +148,9 @@ impl Stream {
         thread.spawn(move || stream.work_off()).expect("a thread for a stream");
     }
 
-    /// Appends work to the stream and returns its number. `uses` are the memory ranges that it
-    /// reads and writes, as far as they are known.
+    /// Appends work to the stream without waiting for it. Returns the work's number, counted from 1
+    /// in this stream. `uses` are the memory ranges that the work is known to read and write; races
+    /// are checked for them.
     pub(crate) fn issue(self: &Arc<Self>, work: Work, uses: &[Use]) -> u64 {
         let _order = self.follow_default_stream();
         races::used(self, work.name, uses);
@@ -161,8 +166,8 @@ impl Stream {
     }
 
     /// Applies CUDA's rule for the default stream: its work follows all work issued before on other
-    /// streams, and their later work follows it. Non-blocking streams are exempt. The returned
-    /// guard keeps this order while the work is pushed.
+    /// streams, and their later work follows it. Appends a wait for each such stream. Non-blocking
+    /// streams are exempt (`None`). The returned guard keeps this order while the work is pushed.
     fn follow_default_stream(self: &Arc<Self>) -> Option<parking_lot::MutexGuard<'_, ()>> {
         if self.flags & NON_BLOCKING != 0 {
             return None;
@@ -182,12 +187,14 @@ impl Stream {
         Some(order)
     }
 
-    /// Returns the number of pieces of work issued.
+    /// Returns the number of pieces of work issued since the start, including waits for other
+    /// streams.
     pub(crate) fn issued(&self) -> u64 {
         self.queue.lock().issued
     }
 
-    /// Waits until a piece of work and all before it are done.
+    /// Blocks until the piece of work with this number and all before it are done; starts lazy
+    /// work.
     pub(crate) fn wait_for(&self, number: u64) {
         let mut queue = self.queue.lock();
         self.want(&mut queue, number);
@@ -196,12 +203,13 @@ impl Stream {
         }
     }
 
-    /// Waits for all work issued so far.
+    /// Blocks until all work issued so far is done.
     pub(crate) fn synchronize(&self) {
         self.wait_for(self.issued());
     }
 
-    /// Records that a thread queries the work up to a number, so that a lazy stream does it.
+    /// Records that a thread queries the work up to a number, so that a lazy stream starts it. Does
+    /// not wait.
     pub(crate) fn asked_for(&self, number: u64) {
         self.want(&mut self.queue.lock(), number);
     }
@@ -240,8 +248,8 @@ impl Stream {
         }
     }
 
-    /// Waits for the next piece of work that is due. Returns `None` when the stream is closed and
-    /// empty.
+    /// Blocks until a piece of work is due by the setting `SOFTCUDA_PACE`, and removes it from the
+    /// queue. Returns `None` when the stream is closed and empty.
     fn next(&self) -> Option<Work> {
         let mut queue = self.queue.lock();
         loop {
@@ -264,7 +272,8 @@ impl Stream {
     }
 }
 
-/// Sleeps for up to 200 microseconds, in half of the calls.
+/// Sleeps for less than 200 microseconds, in about half of the calls; `random` is the state of the
+/// generator.
 fn pause(random: &mut u64) {
     *random ^= *random << 13;
     *random ^= *random >> 7;
@@ -289,21 +298,23 @@ fn create(stream: &Out<Handle>, flags: u32, priority: i32) -> Result {
 }
 
 api! {
-    /// Creates a stream.
+    /// Creates a stream of the current context with the lowest priority. Flag 1 exempts it from the
+    /// order of the default stream.
     fn cuStreamCreate(stream: Out<Handle>, flags: u32) {
         create(&stream, flags, 0)
     }
 }
 
 api! {
-    /// Creates a stream with a priority, which changes nothing here.
+    /// Creates a stream of the current context with a priority, which is stored but changes nothing
+    /// here.
     fn cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) {
         create(&stream, flags, priority)
     }
 }
 
 api! {
-    /// Destroys a stream; work already issued still runs.
+    /// Destroys a stream without waiting; work already issued still runs.
     fn cuStreamDestroy_v2(handle: Handle) {
         let context = current()?;
         STREAMS.remove(handle)?.close();
@@ -312,7 +323,8 @@ api! {
 }
 
 api! {
-    /// Waits for all work of a stream.
+    /// Blocks until all work issued so far on a stream is done. Fails with the context's first
+    /// error.
     fn cuStreamSynchronize(handle: Handle) {
         let stream = stream(handle)?;
         let clock = races::now(&stream);
@@ -323,7 +335,8 @@ api! {
 }
 
 api! {
-    /// Returns `CUDA_SUCCESS` if all work of a stream is done, otherwise `CUDA_ERROR_NOT_READY`.
+    /// Returns `CUDA_SUCCESS` if all work issued on a stream is done, otherwise
+    /// `CUDA_ERROR_NOT_READY`. Does not wait; starts lazy work.
     fn cuStreamQuery(handle: Handle) {
         let stream = stream(handle)?;
         let clock = races::now(&stream);
@@ -348,14 +361,14 @@ api! {
 }
 
 api! {
-    /// Returns the flags of a stream.
+    /// Returns the flags with which a stream was created; 1 is non-blocking.
     fn cuStreamGetFlags(handle: Handle, flags: Out<u32>) {
         flags.set(stream(handle)?.flags)
     }
 }
 
 api! {
-    /// Returns the priority of a stream.
+    /// Returns the priority of a stream, from -5 (highest) to 0.
     fn cuStreamGetPriority(handle: Handle, priority: Out<i32>) {
         priority.set(stream(handle)?.priority)
     }
@@ -376,7 +389,7 @@ api! {
 }
 
 api! {
-    /// Reports whether a stream is being captured into a graph: never.
+    /// Reports whether a stream is being captured into a graph: always 0, as there are no graphs.
     fn cuStreamIsCapturing(handle: Handle, status: Out<u32>) {
         stream(handle)?;
         status.set(0)
@@ -387,8 +400,8 @@ api! {
 type HostFunction = unsafe extern "C" fn(data: usize);
 
 api! {
-    /// Calls a function of the program when the work before it is done. It is not called after an
-    /// error.
+    /// Calls a function of the program in the stream's thread, when the work issued before is done.
+    /// It is not called after an error. The call does not wait.
     fn cuLaunchHostFunc(handle: Handle, function: Option<HostFunction>, data: usize) {
         let stream = own_stream(handle)?;
         let function = function.ok_or(Code::INVALID_VALUE)?;

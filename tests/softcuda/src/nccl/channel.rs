@@ -16,22 +16,22 @@ use crate::device::memory::memory_file;
 use crate::error::Result;
 use crate::mapped::{self, Mapped};
 
-/// The most ranks of a group.
+/// Largest number of ranks of a group; NCCL calls with more are refused.
 pub(crate) const MOST_RANKS: usize = 16;
-/// Bytes of a ring: the most bytes in transit from one rank to another.
+/// Bytes of a ring: the limit on bytes in transit from one rank to another.
 const RING: usize = 64 << 10;
-/// Sleep between two polls without progress.
+/// Sleep between two looks at the shared memory that find no progress.
 pub(crate) const LOOK: Duration = Duration::from_micros(200);
 
-/// The files of the groups that this process has created, for others to open. The end of the
-/// process closes them.
+/// Files of the groups that this process has created, which other processes open. They stay open
+/// until the process ends.
 static MADE: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
 
-/// The shared memory. All zeros is a group without ranks.
+/// The layout of a group's shared memory. All zeros is a group without ranks.
 #[repr(C)]
 struct Page {
     ranks: [Rank; MOST_RANKS],
-    /// Rings, by sender and then by receiver.
+    /// A ring of bytes for each ordered pair of ranks, as `rings[sender][receiver]`.
     rings: [[Ring; MOST_RANKS]; MOST_RANKS],
 }
 
@@ -53,7 +53,7 @@ struct Ring {
 // SAFETY: all of it is atomics, or bytes that only one side uses at a time, as the atomics ensure.
 unsafe impl mapped::Page for Page {}
 
-/// The id of a group, in NCCL's 128 bytes.
+/// The id of a group, in NCCL's 128 bytes. Ranks in any process of the machine can open it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Id {
@@ -69,7 +69,7 @@ pub(crate) struct Shared {
 }
 
 impl Id {
-    /// Creates a group.
+    /// Creates a group without ranks. Its shared memory lives until this process ends.
     pub(crate) fn new() -> Result<Id> {
         let file = memory_file(size_of::<Page>() as u64)?;
         let ticket = Ticket::new(Kind::Group, &file, 0)?;
@@ -77,14 +77,16 @@ impl Id {
         Ok(Id { ticket, spare: [0; 8] })
     }
 
-    /// Maps the group's memory.
+    /// Maps the group's memory into this process. Fails with `CUDA_ERROR_INVALID_HANDLE` if the
+    /// process that created the group has ended.
     pub(crate) fn open(&self) -> Result<Shared> {
         Ok(Shared { page: Mapped::of(&self.ticket.open_anywhere(Kind::Group)?)? })
     }
 }
 
 impl Shared {
-    /// Enters a rank into the group.
+    /// Enters a rank into the group: the number of ranks that it was told, and its device (id and
+    /// number). Does not wait for the others.
     pub(crate) fn join(&self, rank: usize, ranks: usize, uuid: [u8; 16], device: u32) {
         let own = &self.page.ranks[rank];
         for (to, from) in own.uuid.iter().zip(uuid.as_chunks::<4>().0) {
@@ -94,8 +96,8 @@ impl Shared {
         own.of.store(ranks as u32, Ordering::SeqCst);
     }
 
-    /// Returns true if all ranks have joined. Fails with a message if they disagree about their
-    /// number or share a device.
+    /// Returns true if all `ranks` ranks have joined, without waiting. Fails with a message if the
+    /// ranks were told different numbers of ranks or share a device.
     pub(crate) fn are_all_here(&self, ranks: usize) -> std::result::Result<bool, String> {
         let all = &self.page.ranks[..ranks];
         let of: Vec<usize> =
@@ -123,8 +125,9 @@ impl Shared {
         &self.page.rings[from][to]
     }
 
-    /// Writes bytes for another rank, up to the free space of the ring. Returns the number of bytes
-    /// written. Only one thread of the rank may call this at a time.
+    /// Writes bytes from rank `from` to rank `to`, up to the free space of the ring, without
+    /// waiting. Returns the number of bytes written. Only one thread of rank `from` may call this
+    /// at a time.
     pub(crate) fn write(&self, from: usize, to: usize, bytes: &[u8]) -> usize {
         let ring = self.ring(from, to);
         let written = ring.written.load(Ordering::Relaxed);
@@ -140,8 +143,9 @@ impl Shared {
         count
     }
 
-    /// Reads bytes of another rank, as far as they are present and fit. Returns the number of bytes
-    /// read. Only one thread of the rank may call this at a time.
+    /// Reads bytes that rank `from` wrote for rank `to` into `bytes`, as far as they are present,
+    /// without waiting. Returns the number of bytes read. Only one thread of rank `to` may call
+    /// this at a time.
     pub(crate) fn read(&self, from: usize, to: usize, bytes: &mut [u8]) -> usize {
         let ring = self.ring(from, to);
         let read = ring.read.load(Ordering::Relaxed);

@@ -9,7 +9,7 @@ use crate::error::{Code, Result};
 use crate::nccl::Communicator;
 use crate::nccl::channel::{LOOK, Shared};
 
-/// The called function, with its reduction, root or peer.
+/// The called function, with its number of the reduction, or with the rank of its root or peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     AllReduce(u32),
@@ -21,7 +21,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Returns a number that must be equal on both sides of a message.
+    /// Returns a number that the sender's and the receiver's call must have in common.
     fn number(self) -> u32 {
         match self {
             Kind::AllReduce(reduce) => 0x100 | reduce,
@@ -33,7 +33,8 @@ impl Kind {
     }
 }
 
-/// The arguments of one call.
+/// The arguments of one call: device addresses `from` and `to`, `count` elements, and NCCL's number
+/// of the dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Operation {
     pub(crate) kind: Kind,
@@ -43,17 +44,18 @@ pub(crate) struct Operation {
     pub(crate) dtype: u32,
 }
 
-/// Bytes of a message's header: kind, dtype, and number of bytes that follow.
+/// Bytes of a message's header: kind (4 bytes), dtype (4), and number of bytes that follow (8).
 const HEAD: usize = 16;
 
-/// An outgoing or incoming message.
+/// A message to or from the rank `peer`; `bytes` includes the header, and `done` of them are
+/// transferred.
 struct Message {
     peer: usize,
     bytes: Vec<u8>,
     done: usize,
-    /// The expected header of an incoming message.
+    /// The header that an incoming message must have; empty for an outgoing one.
     expected: Vec<u8>,
-    /// Target address of an incoming message, if it needs no reduction.
+    /// Device address for the bytes of an incoming message, if they need no reduction.
     to: Option<u64>,
 }
 
@@ -71,7 +73,8 @@ impl Operation {
         self.count * self.item()
     }
 
-    /// Fails if NCCL would refuse the call.
+    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a root or peer
+    /// that is not in the group.
     pub(crate) fn check(&self, of: &Communicator) -> std::result::Result<(), ()> {
         let peer = match self.kind {
             Kind::Broadcast(peer) | Kind::Send(peer) | Kind::Receive(peer) => peer,
@@ -81,7 +84,7 @@ impl Operation {
         if self.dtype <= 9 && peer < of.ranks { Ok(()) } else { Err(()) }
     }
 
-    /// Returns the number of bytes read and the number of bytes written.
+    /// Returns (bytes read from `from`, bytes written to `to`) on this rank.
     fn lengths(&self, of: &Communicator) -> (usize, usize) {
         let bytes = self.bytes();
         match self.kind {
@@ -94,7 +97,7 @@ impl Operation {
         }
     }
 
-    /// Returns the memory ranges that the call reads and writes.
+    /// Returns the device memory ranges that the call reads and writes on this rank.
     pub(crate) fn uses(&self, of: &Communicator) -> Vec<Use> {
         let (reads, writes) = self.lengths(of);
         let uses = [(self.from, reads, false), (self.to, writes, true)];
@@ -132,13 +135,14 @@ fn put(address: u64, bytes: &[u8]) -> Result {
     Ok(())
 }
 
-/// Runs the calls of one piece of work. Returns early, without writing, if the communicator is
-/// aborted.
+/// Runs a group of sends and receives, or one collective, in the calling thread. Blocks until its
+/// messages are in the rings and those from other ranks have arrived. Returns early, without
+/// writing, if the communicator is aborted.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` for invalid memory. `CUDA_ERROR_LAUNCH_FAILED` if ranks have called
-/// different operations, where NCCL would mix up their bytes.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for bytes outside one live allocation. `CUDA_ERROR_LAUNCH_FAILED`
+/// if ranks have called different operations, where NCCL would mix up their bytes.
 pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) -> Result {
     let (mut out, mut coming) = (Vec::new(), Vec::new());
     let send = |operation: &Operation, peer: usize, bytes: &[u8]| Message {
@@ -217,8 +221,9 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
     }
 }
 
-/// Transfers messages until all are sent and received. Returns false if the communicator was
-/// aborted before.
+/// Blocks until all of `out` is in the rings and all of `coming` has arrived. Returns false if the
+/// communicator was aborted before. Fails with `CUDA_ERROR_LAUNCH_FAILED` if a message has another
+/// header than expected.
 fn exchange(
     of: &Communicator,
     shared: &Shared,
@@ -271,8 +276,8 @@ fn exchange(
     }
 }
 
-/// Reduces `other` into `into`, element by element. `reduce` 0 adds, 1 multiplies, 2 takes the
-/// larger, 3 the smaller.
+/// Reduces `other` into `into`, element by element. `dtype` is NCCL's number of the element type.
+/// `reduce` 0 adds, 1 multiplies, 2 takes the larger, 3 the smaller.
 fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
     macro_rules! elements {
         ($t:ty, $add:expr, $times:expr) => {{

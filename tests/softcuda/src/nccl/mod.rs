@@ -30,10 +30,10 @@ use channel::{Id, LOOK, MOST_RANKS, Shared};
 use collect::{Kind, Operation, run};
 
 static COMMUNICATORS: Handles<Communicator> = Handles::new(9);
-/// Texts that were returned to C programs.
+/// Texts that `ncclGetLastError` returned to C programs; they are never freed.
 static TEXTS: Mutex<Vec<CString>> = Mutex::new(Vec::new());
 
-/// Codes of `ncclResult_t`.
+/// Codes of `ncclResult_t` that the functions of this file return.
 const SUCCESS: u32 = 0;
 const UNHANDLED_CUDA_ERROR: Code = Code(1);
 const SYSTEM_ERROR: Code = Code(2);
@@ -41,13 +41,13 @@ const INVALID_ARGUMENT: Code = Code(4);
 const INVALID_USAGE: Code = Code(5);
 const IN_PROGRESS: Code = Code(7);
 
-/// Time that a call takes to issue its work.
+/// Delay before the thread of a call issues its work; until then the call is in progress.
 const ISSUING: Duration = Duration::from_micros(100);
-/// Longest wait for a communicator's work when it is destroyed or aborted; then a message is
-/// printed.
+/// Limit on the wait for a communicator's work when it is destroyed or aborted. After it, a message
+/// is printed and the call returns.
 const LONG: Duration = Duration::from_secs(20);
 
-/// One rank's communicator.
+/// One rank's communicator. `shared` is `None` until all ranks have joined.
 pub(crate) struct Communicator {
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
@@ -60,10 +60,10 @@ pub(crate) struct Communicator {
 }
 
 struct State {
-    /// `ncclResult_t` of the operation begun last.
+    /// `ncclResult_t` of the operation begun last; `ncclInProgress` while its own thread runs.
     answer: u32,
     text: String,
-    /// Number of pieces of work that have not ended.
+    /// Number of pieces of work, in threads and streams, that have not ended.
     work: u32,
 }
 
@@ -77,7 +77,8 @@ impl Drop for InWork {
     }
 }
 
-/// The calls of a thread between `ncclGroupStart` and `ncclGroupEnd`.
+/// The calls of a thread between `ncclGroupStart` and `ncclGroupEnd`; `depth` counts the open
+/// starts.
 #[derive(Default)]
 struct Group {
     depth: u32,
@@ -89,7 +90,7 @@ thread_local! {
 }
 
 impl Communicator {
-    /// Returns true if work that waits for other ranks must end.
+    /// Returns true if the communicator was aborted: then work that waits for other ranks must end.
     pub(crate) fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::SeqCst)
     }
@@ -110,7 +111,8 @@ impl Communicator {
         self.changed.notify_all();
     }
 
-    /// Fails if the last operation is still in progress or has failed.
+    /// Fails with `ncclInvalidArgument` if the last operation is still in progress, or with its
+    /// code if it has failed.
     fn ready(&self) -> Result {
         let mut state = self.state.lock();
         match state.answer {
@@ -126,7 +128,8 @@ impl Communicator {
         }
     }
 
-    /// Joins the group and waits until all its ranks have joined.
+    /// Joins the group and blocks until all its ranks have joined or the communicator is aborted.
+    /// Fails with (code, message).
     fn meet_all(&self, id: &Id) -> std::result::Result<(), (Code, String)> {
         let opened = id
             .open()
@@ -143,7 +146,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Waits until the communicator's work has ended. After [`LONG`], prints a message and returns.
+    /// Blocks until the communicator's work has ended. After [`LONG`], prints a message and
+    /// returns.
     fn wait_for_work(&self) {
         let deadline = Instant::now() + LONG;
         let mut state = self.state.lock();
@@ -155,8 +159,8 @@ impl Communicator {
         }
     }
 
-    /// Runs `work` in a thread of its own. Waits for it if the communicator is blocking, otherwise
-    /// fails with `ncclInProgress`.
+    /// Runs `work` in a thread of its own. A blocking communicator waits for `work` and returns its
+    /// result. Another one returns `ncclInProgress` as an error at once, although `work` runs.
     fn by_itself(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) -> Result {
         self.begin();
         self.state.lock().work += 1;
@@ -176,7 +180,8 @@ impl Communicator {
         }
     }
 
-    /// Issues operations as one piece of work on a stream.
+    /// Issues operations as one piece of work on a stream, from a thread of its own. A non-blocking
+    /// communicator returns `ncclInProgress` before the work is issued.
     fn launch(self: &Arc<Self>, stream: Arc<Stream>, operations: Vec<Operation>) -> Result {
         let uses: Vec<Use> = operations.iter().flat_map(|operation| operation.uses(self)).collect();
         let Some(shared) = self.shared.lock().clone() else { return Err(INVALID_ARGUMENT) };
@@ -200,7 +205,8 @@ impl Communicator {
     }
 }
 
-/// Issues an operation on a communicator, or records it for the end of the group.
+/// Issues an operation on a communicator in a stream, or records it if the calling thread is in a
+/// group.
 fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
     let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
     communicator.ready()?;
@@ -222,14 +228,15 @@ fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
 }
 
 nccl! {
-    /// Returns the NCCL version that this driver imitates; not all of its functions are present.
+    /// Returns the NCCL version that this driver imitates, 2.27.7; not all functions of that
+    /// version are present.
     fn ncclGetVersion(version: Out<i32>) {
         version.set(22_707)
     }
 }
 
 nccl! {
-    /// Creates a group and returns its id.
+    /// Creates a group without ranks and returns its id. The group lives as long as this process.
     fn ncclGetUniqueId(id: Out<Id>) {
         id.set(Id::new().map_err(|why| {
             eprintln!("softcuda: NCCL: no memory for a group: {why:?}");
@@ -249,7 +256,9 @@ struct Config {
 }
 
 nccl! {
-    /// Begins to join a group as one of its ranks, on the device of the calling thread's context.
+    /// Joins a group as one of its ranks, on the device of the calling thread's context. A blocking
+    /// communicator waits until all ranks have joined; another one returns `ncclInProgress` at
+    /// once.
     fn ncclCommInitRankConfig(out: Out<Handle>, ranks: i32, id: Id, rank: i32, config: In<Config>) {
         out.required().map_err(|_| INVALID_ARGUMENT)?;
         let config = config.get().map_err(|_| INVALID_ARGUMENT)?;
@@ -282,7 +291,8 @@ nccl! {
 }
 
 nccl! {
-    /// Returns the state of the operation begun last.
+    /// Returns the result of the operation begun last. It is `ncclInProgress` before the ranks have
+    /// joined, or before the work is issued in the stream.
     fn ncclCommGetAsyncError(communicator: Handle, state: Out<u32>) {
         let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
         let answer = communicator.state.lock().answer;
@@ -291,7 +301,8 @@ nccl! {
 }
 
 nccl! {
-    /// Begins to finalize a communicator; work already issued still runs.
+    /// Finalizes a communicator: the operation ends when the work issued before is done. A blocking
+    /// communicator waits for it; another one returns `ncclInProgress` at once.
     fn ncclCommFinalize(communicator: Handle) {
         let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.ready()?;
@@ -307,7 +318,8 @@ nccl! {
 }
 
 nccl! {
-    /// Destroys a communicator when its work has ended.
+    /// Removes a communicator, then waits up to 20 seconds for its work to end. After that, prints
+    /// a message and succeeds nevertheless.
     fn ncclCommDestroy(communicator: Handle) {
         let communicator = COMMUNICATORS.remove(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.wait_for_work();
@@ -316,7 +328,8 @@ nccl! {
 }
 
 nccl! {
-    /// Aborts a communicator and all its waits. Returns when the streams have passed its work.
+    /// Removes a communicator and ends all its waits for other ranks. Returns when the streams have
+    /// passed its work, or after 20 seconds with a message.
     fn ncclCommAbort(communicator: Handle) {
         let communicator = COMMUNICATORS.remove(communicator).map_err(|_| INVALID_ARGUMENT)?;
         communicator.aborted.store(true, Ordering::SeqCst);
@@ -326,14 +339,14 @@ nccl! {
 }
 
 nccl! {
-    /// Returns the number of ranks.
+    /// Returns the number of ranks of a communicator's group.
     fn ncclCommCount(communicator: Handle, count: Out<i32>) {
         count.set(COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?.ranks as i32)
     }
 }
 
 nccl! {
-    /// Reduces values to all ranks.
+    /// Reduces `count` elements of every rank, and gives all ranks the result.
     fn ncclAllReduce(
         from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle,
         stream: Handle,
@@ -344,7 +357,8 @@ nccl! {
 }
 
 nccl! {
-    /// Reduces values and gives each rank its share of `count` elements.
+    /// Reduces `count` elements per rank from every rank. Each rank gets its own share of `count`
+    /// elements of the result.
     fn ncclReduceScatter(
         from: u64, to: u64, count: usize, dtype: u32, reduce: u32, communicator: Handle,
         stream: Handle,
@@ -355,7 +369,7 @@ nccl! {
 }
 
 nccl! {
-    /// Gathers `count` elements of every rank on all ranks.
+    /// Gathers `count` elements of every rank on all ranks, in the order of ranks.
     fn ncclAllGather(
         from: u64, to: u64, count: usize, dtype: u32, communicator: Handle, stream: Handle,
     ) {
@@ -364,7 +378,7 @@ nccl! {
 }
 
 nccl! {
-    /// Sends the root's values to all ranks.
+    /// Sends `count` elements of the rank `root` to all ranks, `root` included.
     fn ncclBroadcast(
         from: u64, to: u64, count: usize, dtype: u32, root: i32, communicator: Handle,
         stream: Handle,
@@ -376,7 +390,8 @@ nccl! {
 }
 
 nccl! {
-    /// Sends values to another rank, which must receive them.
+    /// Sends `count` elements to the rank `peer`, which must receive as many. In the stream, the
+    /// send may end before they are received.
     fn ncclSend(
         from: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle,
     ) {
@@ -386,7 +401,7 @@ nccl! {
 }
 
 nccl! {
-    /// Receives values that another rank sends.
+    /// Receives `count` elements from the rank `peer`; the stream waits until they have arrived.
     fn ncclRecv(
         to: u64, count: usize, dtype: u32, peer: i32, communicator: Handle, stream: Handle,
     ) {
@@ -400,7 +415,8 @@ nccl! {
 }
 
 nccl! {
-    /// Starts a group: the thread's calls become one piece of work.
+    /// Starts a group, which may be inside another: the thread's calls are recorded until the
+    /// outermost `ncclGroupEnd`.
     fn ncclGroupStart() {
         GROUP.with_borrow_mut(|group| group.depth += 1);
         Ok(())
@@ -408,7 +424,8 @@ nccl! {
 }
 
 nccl! {
-    /// Issues the calls made since the start of the outermost group.
+    /// Ends a group. The end of the outermost one issues the recorded calls, as one piece of work
+    /// per communicator and stream.
     fn ncclGroupEnd() {
         let mut calls = GROUP.with_borrow_mut(|group| {
             group.depth = group.depth.checked_sub(1).ok_or(INVALID_USAGE)?;
@@ -432,7 +449,7 @@ nccl! {
     }
 }
 
-/// Returns the text of an NCCL code.
+/// Returns the text of an NCCL code, which is never freed.
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetErrorString(code: u32) -> *const c_char {
     let text = match code {
@@ -449,7 +466,8 @@ extern "C" fn ncclGetErrorString(code: u32) -> *const c_char {
     text.as_ptr()
 }
 
-/// Returns the message of a communicator's last failure.
+/// Returns the message of a communicator's last failure; empty if there was none or the handle is
+/// unknown. The text is never freed.
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetLastError(communicator: Handle) -> *const c_char {
     let text = COMMUNICATORS

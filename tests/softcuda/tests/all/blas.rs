@@ -56,7 +56,8 @@ fn values(count: usize, seed: u32) -> Vec<f32> {
     (0..count as u32).map(|at| ((at * 37 + seed * 11) % 23) as f32 / 4.0 - 2.5).collect()
 }
 
-/// The arguments of one product, with column-major matrices.
+/// The arguments of one product of column-major matrices; `leading` holds the leading dimensions of
+/// (A, B, C) in elements.
 struct Case {
     taken: (Operation, Operation),
     m: usize,
@@ -93,7 +94,7 @@ impl Case {
         out
     }
 
-    /// Returns the numbers of elements of A, B and C.
+    /// Returns the numbers of elements that (A, B, C) take in memory.
     fn counts(&self) -> (usize, usize, usize) {
         let a = self.leading.0 * if self.taken.0 == N { self.k } else { self.m };
         let b = self.leading.1 * if self.taken.1 == N { self.n } else { self.k };

@@ -13,7 +13,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 const OTHER: &str = "SOFTCUDA_TEST_OTHER";
 const LAZY: u32 = 1;
 
-/// The other process of a test.
+/// The second process of a test, with pipes to talk to it; dropping this value kills the process.
 struct Other {
     child: Child,
     to: ChildStdin,
@@ -21,7 +21,7 @@ struct Other {
 }
 
 impl Other {
-    /// Runs the named test again, as the other process.
+    /// Starts the named test again in a second process, which finds `OTHER` in its environment.
     fn start(name: &str) -> Other {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", &format!("ipc::{name}"), "--nocapture", "--test-threads=1"])
@@ -39,7 +39,8 @@ impl Other {
         writeln!(self.to, "{line}").unwrap();
     }
 
-    /// Returns the next line for this process; skips the output of the test runner.
+    /// Returns the next line that the second process says; skips the output of the test runner.
+    /// Blocks until there is one.
     fn hear(&mut self) -> String {
         loop {
             let mut line = String::new();
@@ -62,12 +63,13 @@ fn is_other() -> bool {
     std::env::var_os(OTHER).is_some()
 }
 
-/// In the other process: sends a line.
+/// In the second process: sends a line to the first.
 fn say(line: &str) {
     println!("says: {line}");
 }
 
-/// In the other process: receives a line; exits if the first process has ended.
+/// In the second process: blocks until the first sends a line, and returns it. Exits if the first
+/// process has ended.
 fn hear() -> String {
     let mut line = String::new();
     if std::io::stdin().read_line(&mut line).unwrap() == 0 {
@@ -127,8 +129,8 @@ fn write(stream: &CudaStream, address: sys::CUdeviceptr, bytes: &[u8]) {
     stream.synchronize().unwrap();
 }
 
-/// In the other process: exports 10 bytes with the values 1 to 10, then obeys the commands `read`
-/// and `free`.
+/// Runs the second process: exports 10 bytes with the values 1 to 10, then obeys the commands
+/// `read` and `free`.
 fn exporter() -> ! {
     let (_context, stream) = start();
     let address = malloc(10);
@@ -228,8 +230,8 @@ fn event(flags: u32) -> Result<sys::CUevent, DriverError> {
     unsafe { sys::cuEventCreate(&mut event, flags) }.result().map(|()| event)
 }
 
-/// In the other process: exports an event that is recorded on a stream. A host function blocks the
-/// stream until `go` is received.
+/// Runs the second process: exports an event that is recorded on a stream. A host function blocks
+/// the stream until the first process sends `go`.
 fn recorder() -> ! {
     unsafe extern "C" fn until_told(_: *mut std::ffi::c_void) {
         assert_eq!(hear(), "go");

@@ -26,7 +26,8 @@ fn config(blocks: u32, threads: u32, shared: u32) -> LaunchConfig {
     LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: shared }
 }
 
-/// Sums rows: the lanes of a warp by shuffles, the warps of a block through shared memory.
+/// Source of a kernel that sums rows: the lanes of a warp by shuffles, the warps of a block through
+/// shared memory.
 const SUM: &str = r#"
 extern "C" __global__ void __launch_bounds__(256)
 sum_rows(const float *__restrict__ in, float *out, int columns) {
@@ -137,7 +138,7 @@ halves(const float *in, unsigned short *half, unsigned short *brain, float *back
     assert_eq!(stream.clone_dtoh(&back).unwrap(), input.iter().map(sum).collect::<Vec<_>>());
 }
 
-/// A kernel that writes one value at a given index of `out`.
+/// Source of a kernel that writes 1.0 at index `at` of `out`, which may be out of bounds.
 const STRAY: &str = r#"
 extern "C" __global__ void put(float *out, long long at) { out[at] = 1.0f; }
 "#;

@@ -10,7 +10,7 @@ use cudarc::nccl::sys::{
     self, ncclDataType_t as Type, ncclRedOp_t as Reduce, ncclResult_t as Answer,
 };
 
-/// A non-blocking rank, with `COUNT` values on its device.
+/// A non-blocking rank, with `COUNT` `f32` values on its device.
 struct Rank {
     stream: Arc<CudaStream>,
     raw: sys::ncclComm_t,
@@ -27,7 +27,8 @@ fn id() -> sys::ncclUniqueId {
 }
 
 impl Rank {
-    /// Begins to join a group; returns the rank and the result of the call.
+    /// Begins to join a group, without waiting for the other ranks. Returns the rank, with values
+    /// of `rank + 1`, and the result of the call.
     fn begin(device: usize, id: sys::ncclUniqueId, ranks: i32, rank: i32) -> (Rank, Answer) {
         let context = CudaContext::new(device).unwrap();
         let stream = context.new_stream().unwrap();
@@ -45,7 +46,8 @@ impl Rank {
         }
     }
 
-    /// Waits until no operation is in progress, and returns the result of the last one.
+    /// Waits until no operation is in progress, and returns the result of the last one. Panics
+    /// after 20 seconds.
     fn settled(&self) -> Answer {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {

@@ -10,7 +10,8 @@ use cudarc::driver::{CudaContext, CudaStream};
 const BYTES: usize = 1 << 16;
 const NOT_READY: Result<(), DriverError> = Err(DriverError(CUresult::CUDA_ERROR_NOT_READY));
 
-/// Two streams, a device allocation, and pinned host memory of the same size.
+/// Two streams, a device allocation of `BYTES` bytes at `there`, and pinned host memory of the same
+/// size.
 struct Fixture {
     context: Arc<CudaContext>,
     one: Arc<CudaStream>,
@@ -202,7 +203,7 @@ fn timed_events_measure_elapsed_time() {
     assert_eq!(start.elapsed_ms(&never), invalid);
 }
 
-/// A stream that is blocked until this is dropped.
+/// Keeps a stream blocked, by a host function that waits, until this value is dropped.
 struct Held {
     _sender: std::sync::mpsc::Sender<()>,
 }
