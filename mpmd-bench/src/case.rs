@@ -6,24 +6,24 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use serde_json::{Value, json};
 
-/// A case and its samples.
+/// One line of the output: a measured case with its samples, all in `unit`.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) name: &'static str,
     pub(crate) parameters: String,
     pub(crate) unit: &'static str,
     pub(crate) samples: Vec<f64>,
-    /// The reference of the median.
+    /// The reference that the output compares the median with, if there is one.
     pub(crate) beside: Option<Beside>,
 }
 
-/// The reference of a median: its name, and its value in the same unit.
+/// The reference of a median: its name, and its value in the unit of the median.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Beside {
-    /// A reference for a ratio: a goal that is an upper bound, or a plain copy. The answer has the
-    /// median divided by this value.
+    /// A reference for a ratio: a goal that is an upper bound, or the median of another case. The
+    /// output shows the median divided by this value.
     Ratio(&'static str, f64),
-    /// A lower bound of the cost. The answer has the median minus this value.
+    /// A lower bound of the cost. The output shows the median minus this value.
     Over(&'static str, f64),
 }
 
@@ -38,7 +38,8 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "us", samples, beside: None }
     }
 
-    /// Creates a case measured in GB/s: `bytes` were moved in each of the times.
+    /// Creates a case measured in GB/s (10^9 bytes per second): `bytes` were moved in each of
+    /// `times`.
     pub(crate) fn bandwidth(
         name: &'static str,
         parameters: impl Into<String>,
@@ -50,7 +51,7 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
     }
 
-    /// Creates a case that counts something.
+    /// Creates a case of plain numbers, without a unit.
     pub(crate) fn count(
         name: &'static str,
         parameters: impl Into<String>,
@@ -60,25 +61,26 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "", samples, beside: None }
     }
 
-    /// Compares the median with a goal, an upper bound. The answer has their ratio.
+    /// Adds the ratio of the median to `goal`, an upper bound in the same unit, to the output. A
+    /// median above the goal is not an error.
     pub(crate) fn within(mut self, goal: f64) -> Self {
         self.beside = Some(Beside::Ratio("goal", goal));
         self
     }
 
-    /// Compares the median with a plain copy of as many bytes, measured in the same run. The answer
-    /// has their ratio.
+    /// Adds the ratio of the median to that of `memcpy`, a plain copy of as many bytes, to the
+    /// output.
     pub(crate) fn beside(self, memcpy: &Case) -> Self {
         self.ratio_to("memcpy", memcpy)
     }
 
-    /// Adds the ratio to the median of `other`, under the name `name`.
+    /// Adds the ratio of this median to the median of `other` to the output, under the name `name`.
     pub(crate) fn ratio_to(mut self, name: &'static str, other: &Case) -> Self {
         self.beside = Some(Beside::Ratio(name, other.quantile(0.5)));
         self
     }
 
-    /// Adds the difference to the median of `other`, under the name `name`.
+    /// Adds this median minus the median of `other` to the output, under the name `name`.
     pub(crate) fn over(mut self, name: &'static str, other: &Case) -> Self {
         self.beside = Some(Beside::Over(name, other.quantile(0.5)));
         self
@@ -118,13 +120,15 @@ impl Case {
         names.into_iter().chain(figures).chain([self.unit.to_owned(), ratio]).collect()
     }
 
-    /// Returns a quantile of the samples; 0.5 is the median.
+    /// Returns the sample at `share` (0 to 1) of the sorted samples; 0.5 is the median. NaN if
+    /// there are no samples.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         quantile(&self.samples, share)
     }
 }
 
-/// Returns a quantile of `samples`; 0.5 is the median. NaN if there are no samples.
+/// Returns the element at `share` (0 to 1) of the sorted `samples`, without interpolation; 0.5 is
+/// the median. NaN if there are no samples.
 pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -132,7 +136,8 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     sorted.get(index).copied().unwrap_or(f64::NAN)
 }
 
-/// Prints cases as a table or as lines of JSON.
+/// Prints `cases` to standard output: as one table, or as a line of JSON per case if `json` is
+/// true.
 pub(crate) fn show(cases: &[Case], json: bool) {
     if json {
         cases.iter().for_each(|case| println!("{}", case.json()));

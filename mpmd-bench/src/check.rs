@@ -13,11 +13,12 @@ use mpmd_schedule::{Builtin, Costs, Schedule, lower};
 use crate::case::{Case, show};
 use crate::options::Options;
 
-/// The goal for the proof and simulation of a small case, in microseconds.
+/// The goal for proof and simulation of a schedule with fewer than `LARGE` actions, in
+/// microseconds.
 const GOAL: f64 = 1e6;
-/// The goal for a large case, in microseconds.
+/// The goal for proof and simulation of a larger schedule, in microseconds.
 const LARGE_GOAL: f64 = 60e6;
-/// The number of actions from which a case is large, and measured only once.
+/// The number of actions from which a schedule is large, and measured only once.
 const LARGE: usize = 1 << 22;
 
 /// Options of `mpmd bench check`.
@@ -26,7 +27,8 @@ pub(crate) struct CheckArgs {
     #[command(flatten)]
     options: Options,
     /// Ranks and microbatches; 1024x4096 takes some GiB
-    #[arg(long, value_name = "PxM", value_delimiter = ',', default_values_t = ["64x1024".to_owned()])]
+    #[arg(long, value_name = "PxM", value_delimiter = ',')]
+    #[arg(default_values_t = ["64x1024".to_owned()])]
     sizes: Vec<String>,
     /// Names of schedules
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
@@ -35,7 +37,7 @@ pub(crate) struct CheckArgs {
 }
 
 /// Measures for each schedule: the proof over tags, the proof over a single queue, and proof and
-/// simulation from the actions.
+/// simulation from the actions. Prints the results.
 pub(crate) fn check_schedules(args: &CheckArgs) -> Result<()> {
     let mut cases = Vec::new();
     for size in &args.sizes {
@@ -57,7 +59,7 @@ pub(crate) fn check_schedules(args: &CheckArgs) -> Result<()> {
 fn measure(schedule: &Schedule, size: &str, repeats: usize, cases: &mut Vec<Case>) -> Result<()> {
     let actions: usize = schedule.rows().iter().map(Vec::len).sum();
     let (repeats, goal) = if actions < LARGE { (repeats, GOAL) } else { (1, LARGE_GOAL) };
-    let parameters = |what: &str| format!("{what}, {} {size}", schedule.name());
+    let parameters = |measured: &str| format!("{measured}, {} {size}", schedule.name());
     let flow = Flow::of_lowered(&lower(schedule)?, Leaves::InOrder)?;
     for channel in [Channel::TAGS, Channel::rendezvous(Queues::Single)] {
         let times = timed(repeats, || {

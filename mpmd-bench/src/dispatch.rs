@@ -26,10 +26,11 @@ pub(crate) struct DispatchArgs {
     on: DeviceOption,
 }
 
-/// Calls between two reads of the clock, below the limit on running ahead.
+/// Number of calls between two reads of the clock, below the limit on running ahead.
 const BATCH: usize = 500;
 
-/// The kernel that a launch by `cudarc` alone also launches.
+/// The source of a kernel that does next to nothing, for comparison with a launch by `cudarc`
+/// alone.
 static NOTHING: Source = Source::cuda(
     "nothing.cu",
     r#"
@@ -43,7 +44,7 @@ fn nothing(cuda: Cuda<'_>, x: &View<'_>, y: &mut ViewMut<'_>) -> mpmd_core::Resu
     cuda.launch(&NOTHING, "nothing", Grid::new(1, 32), &[x.into(), y.into()])
 }
 
-/// A kernel with one array that does next to nothing.
+/// A kernel from one array to one array that does next to nothing.
 struct Empty;
 
 impl Kernel for Empty {
@@ -66,7 +67,7 @@ impl Kernel for Empty {
     }
 }
 
-/// A kernel with many arrays that does next to nothing.
+/// A kernel from many arrays to as many that does next to nothing.
 struct EmptyTree;
 
 impl Kernel for EmptyTree {
@@ -154,7 +155,8 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     Ok(std::iter::once(issued).chain(counts.cases("no part in it").into_iter().take(1)).collect())
 }
 
-/// Measures the same call with tracing. Each call records four events, on two threads.
+/// Measures issue and completion of a call with one array while the program is traced. Each call
+/// records four events, on two threads.
 fn traced(options: Options) -> Result<Vec<Case>> {
     let folder = tempfile::tempdir()?;
     let mut p = Program::builder().trace(folder.path()).alone()?;
@@ -188,7 +190,8 @@ fn complete_times(
     Ok(times)
 }
 
-/// Allocations per call, one sample for each repeat.
+/// Mean allocations per call, one sample for each repeat: by the issuing thread, and by all other
+/// threads.
 #[derive(Default)]
 struct Counts {
     issuing: Vec<f64>,
@@ -204,8 +207,8 @@ impl Counts {
     }
 }
 
-/// Counts the allocations of calls, including clones of the input handles. `issuing` counts the
-/// program's thread, `running` all other threads until the results are ready.
+/// Counts the allocations of calls, including clones of the input handles, until the results are
+/// ready. `issuing` counts the program's thread, `running` all other threads.
 fn allocations<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,
@@ -243,7 +246,8 @@ fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
     p.array_from_fn(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
-/// Returns the mean time of a call in each batch. The device catches up between batches.
+/// Returns the mean time to issue a call in each of `repeats` batches. The device catches up
+/// between batches.
 fn issue_times<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,

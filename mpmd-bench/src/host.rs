@@ -15,16 +15,16 @@ use crate::plain::{self, Way};
 /// Elements of the running kernel: enough to keep every multiprocessor busy.
 const WORK: usize = 1 << 20;
 
-/// Arrays in flight at a time, so that the pauses between them are not measured.
+/// Transfers in flight at a time, so that the pauses between them are not measured.
 const WINDOW: usize = 4;
 
-/// The minimum run time of the kernel, so that it covers the transfers.
+/// The minimum run time of one kernel, so that it covers the transfers.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 
-/// The first and the maximum number of rounds of the kernel.
+/// The (first, maximum) number of rounds of the kernel.
 const ROUNDS: (u32, u32) = (1 << 8, 1 << 24);
 
-/// A kernel that computes for a while without memory access.
+/// The source of a kernel that computes for a while, with almost no memory access.
 static FUNCTIONS: Source = Source::cuda(
     "busy.cu",
     r#"
@@ -38,7 +38,7 @@ extern "C" __global__ void busy(unsigned long long n, unsigned int rounds, float
 "#,
 );
 
-/// Runs the given number of rounds of `busy`, in place.
+/// A kernel that runs this number of rounds of `busy` on its input, in place.
 struct Busy(u32);
 
 impl Kernel for Busy {
@@ -70,14 +70,15 @@ impl Kernel for Busy {
     }
 }
 
-/// Kernels that keep the device busy during the measurement.
+/// A kernel and its array, which keep the device busy during the measurement.
 struct Meanwhile {
     kernel: Jit<Busy>,
     x: MpmdArray,
 }
 
 impl Meanwhile {
-    /// Finds a number of rounds for which the kernel runs long enough.
+    /// Finds a number of rounds for which the kernel runs for `LONG_ENOUGH`, by running it on the
+    /// device of `on`.
     fn new(p: &mut Program, on: &Sharding) -> Result<Self> {
         let device = on.layout(&[WORK])?.devices()[0];
         let mesh = p.mesh_of(&[("x", 1)], &[device])?;
@@ -98,15 +99,15 @@ impl Meanwhile {
         }
     }
 
-    /// Queues another run of the kernel.
+    /// Queues another run of the kernel, and does not wait for it.
     fn more(&mut self, p: &mut Program) -> Result<()> {
         self.x = self.kernel.call(p, self.x.clone())?;
         Ok(())
     }
 }
 
-/// Measures arrays of `bytes` bytes, a multiple of 4, in both directions, on one device of a job of
-/// one process.
+/// Measures transfers of `bytes` bytes, a multiple of 4, between the host and one device, in both
+/// directions. The job must have one process.
 pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Result<Vec<Case>> {
     let device = p.topology().device_ids()[0];
     let there = Sharding::single_device(device);
@@ -131,7 +132,8 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Re
     Ok(cases)
 }
 
-/// Returns the time of one put, with several in flight at once.
+/// Returns the mean time of one `device_put` in each sample, with `WINDOW` of them in flight at
+/// once.
 fn moves(
     p: &mut Program,
     meanwhile: &mut Meanwhile,

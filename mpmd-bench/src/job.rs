@@ -4,8 +4,9 @@ use anyhow::{Result, ensure};
 use mpmd_core::prelude::Program;
 use mpmd_launch::{Launch, OutputMode};
 
-/// Runs this same command as a job of `processes` processes. Blocks until it ends; returns its exit
-/// code.
+/// Starts this program again with the same arguments, as a job of `processes` processes over
+/// `transport`. Blocks until the job ends. Returns the job's exit code, or 1 if that is not from 0
+/// to 255.
 pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     let outcome = Launch::new(processes, std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
@@ -19,7 +20,7 @@ pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
 ///
 /// # Errors
 ///
-/// If it uses another transport: the figures would carry the wrong name.
+/// If the job uses another transport: the figures would carry the wrong name.
 pub(crate) fn check_transport(p: &Program, said: &str) -> Result<()> {
     let transport = p.transport();
     ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");

@@ -42,9 +42,9 @@ pub(crate) struct LinksArgs {
     out: Option<PathBuf>,
 }
 
-/// Measures links within a device, between two devices of a process, and between two processes. The
-/// processes are on one host unless a cluster's launcher has started this on two. Other links keep
-/// their defaults.
+/// Measures links within a device, between two devices of a process, and between two processes.
+/// Prints the costs, and writes them to `--out`. The processes are on one host unless a cluster's
+/// launcher has started this on two. Other links keep their defaults.
 pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
         let mut p = Program::builder().devices(4).from_env()?;
@@ -68,14 +68,14 @@ pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(run_as_job(2, &args.transport)?))
 }
 
-/// The one-way times of a class of links, for few and for many bytes.
+/// The one-way times of a class of links, for `SMALL` and for `LARGE` bytes.
 struct Measured {
     class: LinkClass,
     small: Vec<Duration>,
     large: Vec<Duration>,
 }
 
-/// Measures each class of links.
+/// Measures the links from device 0 to devices 0, 1 and 2. Both processes must call this together.
 fn measure(p: &mut Program, args: &LinksArgs) -> mpmd_core::Result<Vec<Measured>> {
     let mut measured = Vec::new();
     for other in [0, 1, 2].map(DeviceId) {
@@ -112,7 +112,8 @@ impl Measured {
     }
 }
 
-/// Returns one-way times between device 0 and another, from array to array.
+/// Returns mean one-way times of an array of `bytes` bytes between device 0 and another. Each is a
+/// mean over `rounds` round trips.
 fn there_and_back(
     p: &mut Program,
     args: &LinksArgs,
@@ -146,7 +147,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
-/// Returns the costs of all classes, with defaults for those that were not measured.
+/// Returns the costs of all classes of links, with defaults for those that were not measured.
 fn costs(measured: impl IntoIterator<Item = (LinkClass, Link)>) -> Links {
     let mut links = Links::default();
     for (class, link) in measured {

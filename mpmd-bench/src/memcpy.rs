@@ -9,8 +9,9 @@ use clap::Args;
 use crate::case::{Case, show};
 use crate::options::{Options, Size};
 
-/// The minimum number of bytes that a thread copies for one sample, so that reading the clock costs
-/// nothing. An allocation of this size comes from the system and not from previously freed memory.
+/// The minimum number of bytes that a thread copies for one sample, so that reading the clock
+/// hardly counts. An allocation of this size comes from the system and not from previously freed
+/// memory.
 const SAMPLE_BYTES: usize = 64 << 20;
 
 #[derive(Args, Clone, Debug)]
@@ -25,7 +26,7 @@ pub(crate) struct MemcpyArgs {
     threads: Vec<usize>,
 }
 
-/// The target of a copy.
+/// The state of the memory that a copy writes to.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Target {
     /// Memory that was written before.
@@ -34,7 +35,8 @@ enum Target {
     Fresh,
 }
 
-/// Measures copies of each size, into warm and fresh memory, by each number of threads.
+/// Measures copies of each size, into warm and fresh memory, by each number of threads. Prints the
+/// results.
 pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     for Size(bytes) in args.sizes.iter().copied() {
         for threads in args.threads.iter().copied() {
@@ -61,13 +63,15 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     Ok(())
 }
 
-/// Measures copies by one thread into warm memory, as a reference for moves of as many bytes.
+/// Measures copies of `bytes` bytes by one thread into warm memory, as a reference for moves of as
+/// many bytes.
 pub(super) fn plain(bytes: usize, repeats: usize) -> Case {
     let parameters = format!("{}, warm, 1 thread", Size(bytes));
     Case::bandwidth("memcpy", parameters, bytes, times(bytes, 1, Target::Warm, repeats))
 }
 
-/// Returns the times of one copy by all threads together.
+/// Returns the mean time of one copy of `bytes` bytes in each sample. `threads` threads each copy
+/// an equal part of them.
 fn times(bytes: usize, threads: usize, target: Target, repeats: usize) -> Vec<Duration> {
     let (share, start) = (bytes / threads, Barrier::new(threads));
     let rounds = SAMPLE_BYTES.div_ceil(share);

@@ -7,23 +7,25 @@ use anyhow::Result;
 use crate::case::Case;
 use crate::options::Size;
 
-/// The direction of a copy.
+/// The kind of a copy, by its source and target.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Way {
     /// Within the device's memory.
     OnDevice,
-    /// From pinned memory of the host.
+    /// From pinned memory of the host to the device.
     In,
-    /// To pinned memory of the host.
+    /// From the device to pinned memory of the host.
     Out,
 }
 
-/// Measures the time to issue a launch of an empty kernel by `cudarc` alone.
+/// Measures the time to issue a launch of a kernel that does next to nothing, by `cudarc` alone.
+/// Fails without CUDA.
 pub(super) fn launch(repeats: usize) -> Result<Case> {
     Ok(Case::micros("launch", "by cudarc alone", by_hand::launches(repeats)?))
 }
 
-/// Measures copies of `bytes` bytes by the driver, while nothing else runs.
+/// Measures copies of `bytes` bytes by the CUDA driver, while nothing else runs. Fails without
+/// CUDA.
 pub(super) fn copy(way: Way, bytes: usize, repeats: usize) -> Result<Case> {
     let name = match way {
         Way::OnDevice => "device copy",
@@ -33,7 +35,7 @@ pub(super) fn copy(way: Way, bytes: usize, repeats: usize) -> Result<Case> {
     Ok(Case::bandwidth(name, Size(bytes).to_string(), bytes, copies(way, bytes, repeats)?))
 }
 
-/// Returns the times of single copies.
+/// Returns the times of `repeats` copies of `bytes` bytes by the CUDA driver. Fails without CUDA.
 pub(super) fn copies(way: Way, bytes: usize, repeats: usize) -> Result<Vec<Duration>> {
     by_hand::copies(way, bytes, repeats)
 }
@@ -47,7 +49,7 @@ mod by_hand {
 
     use super::Way;
 
-    /// The driver's first GPU, which is that of a job's first process.
+    /// The driver's first GPU. A job's first process has the same.
     const FIRST: u32 = 0;
 
     pub(super) fn launches(repeats: usize) -> Result<Vec<Duration>> {

@@ -15,7 +15,7 @@ use mpmd_layout::topology::{Mesh, Topology};
 use crate::case::{Case, show};
 use crate::options::Options;
 
-/// Devices per process, and processes per host.
+/// Devices per process; `PER_HOST` is the number of processes per host.
 const PER_PROCESS: usize = 8;
 const PER_HOST: usize = 4;
 
@@ -29,8 +29,8 @@ pub(crate) struct PlanArgs {
     devices: Vec<usize>,
 }
 
-/// Plans between meshes of many devices. Cold: from shardings to the part of one process. Cached:
-/// again, from the plan cache of `device_put`.
+/// Measures planning between meshes of many devices, and prints the results. Cold: from shardings
+/// to the part of one process. Cached: again, from the plan cache of `device_put`.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let mut cases = Vec::new();
     for devices in &args.devices {
@@ -57,7 +57,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
 
 type Pair = (&'static str, Vec<usize>, MeshOf, MeshOf);
 
-/// A mesh and a spec. Each call of `sharding` creates a sharding that no cache knows.
+/// A mesh and a spec. Each call of `sharding` creates a sharding that no cache has seen.
 struct MeshOf {
     axes: Vec<(&'static str, usize)>,
     devices: Vec<DeviceId>,
@@ -122,7 +122,8 @@ fn cold(
     Ok(time)
 }
 
-/// Measures the list of all pieces of all processes, which no process ever needs.
+/// Returns (the number of all pieces of all processes, the times to list them). No process ever
+/// needs that list.
 fn listed(
     devices: usize,
     shape: &[usize],
@@ -141,7 +142,8 @@ fn listed(
     Ok((counts[0], times))
 }
 
-/// Measures `device_put` in a dry run without part in the transfer: one lookup in the plan cache.
+/// Returns the mean times of a `device_put` in a dry run without part in the transfer: one lookup
+/// in the plan cache.
 fn cached(
     devices: usize,
     shape: &[usize],

@@ -44,7 +44,8 @@ pub(crate) struct ReshardArgs {
     mib: Vec<usize>,
 }
 
-/// Measures three cases: rows to columns, rows to other devices, and replication.
+/// Measures three cases for each size and number of processes: rows to columns, rows to other
+/// devices, and replication. Prints the results; starts the jobs if this process is not in one.
 pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
         let mut p =
@@ -131,7 +132,8 @@ fn shape(bytes: usize) -> [usize; 2] {
     [rows, bytes / 4 / rows]
 }
 
-/// Measures the time until the array is on every device, including allocation.
+/// Returns the mean length of a `device_put`, including allocation, in each sample. It ends when
+/// the array is on every device.
 fn put(
     p: &mut Program,
     args: &ReshardArgs,
@@ -160,7 +162,7 @@ fn put(
     Ok(times)
 }
 
-/// Blocks until every process is here.
+/// Blocks until every process has called this.
 fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     // Each process sends its part when it issues this, after it has waited for its earlier
     // operations.
@@ -170,7 +172,7 @@ fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
 }
 
-/// Measures plain copies of as many bytes by one thread.
+/// Measures plain copies of `bytes` bytes by one thread, on this process.
 fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
     let source = vec![7u8; bytes];
     let mut target = vec![0u8; bytes];
@@ -181,7 +183,8 @@ fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
     Case::bandwidth("memcpy", format!("{} MiB", bytes >> 20), bytes, times)
 }
 
-/// Measures one thread's copies from rows to columns, without the framework.
+/// Measures one thread's copies of a matrix of `bytes` bytes from rows to columns, without the
+/// framework.
 fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Case> {
     let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
     let (rows, columns) =
@@ -208,7 +211,8 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Ca
     ))
 }
 
-/// Returns the times of `copy`, which copies `bytes` bytes.
+/// Runs `copy`, which copies `bytes` bytes, many times. Returns its mean time in each sample,
+/// without the first sample.
 fn sampled(args: &ReshardArgs, bytes: usize, mut copy: impl FnMut()) -> Vec<Duration> {
     let rounds = (SAMPLE_BYTES / bytes).max(1);
     let sample = |_| {

@@ -13,10 +13,11 @@ use clap::Args;
 use mpmd_core::transports;
 use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
 
-/// The hidden subcommand by which `run` starts the job's guard.
+/// The hidden subcommand by which `run` starts the job's guard: a process that ends the job's
+/// processes if the launcher dies.
 pub(crate) const GUARD: &str = "__guard";
 
-/// The exit code that a shell gives if a program does not exist.
+/// The exit code of a shell for a program that does not exist.
 const NO_SUCH_PROGRAM: u8 = 127;
 
 /// Arguments of `mpmd run`.
@@ -56,7 +57,8 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// Runs the job. The exit code is that of the process that failed first.
+    /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
+    /// process that failed first, 0 if none failed, and 127 if the program does not exist.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
@@ -112,8 +114,9 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    /// Replaces this process by the program. The settings that [`adopt`] makes in the operating
-    /// system survive the `exec`, so that programs without this library also end with the launcher.
+    /// Replaces this process by the program; returns only if that fails. The settings that
+    /// [`adopt`] makes in the operating system survive the `exec`. So programs without this library
+    /// also end with the launcher.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
@@ -124,7 +127,8 @@ impl Exec {
     }
 }
 
-/// Returns the path at which a shell would find `program`, or `None`.
+/// Returns the path at which a shell would find `program`, or `None` if there is no such executable
+/// file.
 pub(crate) fn find(program: &OsStr) -> Option<PathBuf> {
     if program.as_bytes().contains(&b'/') {
         return is_program(Path::new(program)).then(|| program.into());
@@ -137,7 +141,7 @@ fn is_program(file: &Path) -> bool {
     file.metadata().is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0)
 }
 
-/// Checks a value for [`variables::DEVICE`] and returns it trimmed.
+/// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
     device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
 }

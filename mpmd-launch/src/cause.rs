@@ -14,10 +14,11 @@ use rustix::process::Signal;
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The processes at fault. There are several if several did not join. After a divergence there
-    /// are several if the minority has several processes, or if there is no majority.
+    /// The processes at fault, ascending. There are several if several did not join. After a
+    /// divergence there are several if the minority has several processes, or if there is no
+    /// majority.
     pub processes: Vec<ProcessId>,
-    /// The way in which the first of `processes` ended.
+    /// The way in which `processes[0]` ended.
     pub how: ExitKind,
     /// The failure as the processes or the rendezvous reported it. `None` if there is no report, or
     /// if it adds nothing to the way in which the process ended.

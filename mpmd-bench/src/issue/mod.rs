@@ -27,10 +27,12 @@ pub(crate) struct ReplayArgs {
     #[command(flatten)]
     options: Options,
     /// Processes, each with one device and one stage.
-    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(2..=4096))]
+    #[arg(long, default_value_t = 64)]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(2..=4096))]
     ranks: usize,
     /// Microbatches of a step.
-    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
+    #[arg(long, default_value_t = 64)]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
     microbatches: usize,
     /// The measured process; by default the one in the middle.
     #[arg(long)]
@@ -42,15 +44,17 @@ pub(crate) struct StagesArgs {
     #[command(flatten)]
     options: Options,
     /// Numbers of stages, each its own process.
-    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32", value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
+    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32")]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
     stages: Vec<usize>,
     /// Microbatches of a step.
-    #[arg(long, default_value_t = 32, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
+    #[arg(long, default_value_t = 32)]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
     microbatches: usize,
 }
 
 /// Measures the time in which one process issues a step of a 1F1B schedule, as seen by its own
-/// thread.
+/// thread. Prints it for steps issued call by call and replayed.
 ///
 /// If a step has more operations here than the program may run ahead, it takes as long as the
 /// device needs for them.
@@ -115,12 +119,12 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the microseconds per operation.
+/// Returns the microseconds per operation, if `operations` of them took `time`.
 fn each_of(time: Duration, operations: u64) -> f64 {
     time.as_secs_f64() * 1e6 / operations.max(1) as f64
 }
 
-/// Creates a case measured in fractions of microseconds.
+/// Creates a case measured in microseconds per operation.
 fn per_operation(
     name: &'static str,
     parameters: impl Into<String>,
@@ -135,7 +139,8 @@ fn per_operation(
     }
 }
 
-/// Measures whole steps of jobs with more and more stages, as time per operation of the job.
+/// Measures whole steps of jobs with more and more stages, on threads of this process. Prints the
+/// time per operation of the job, and its ratio to that of the first job.
 pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
     let mut cases: Vec<Case> = Vec::new();
     for replays in [false, true] {
@@ -171,7 +176,8 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the number of operations of a step, and the times of the steps on this process.
+/// Returns (the number of operations of a step, the times of the measured steps on this process).
+/// If `replays`, the measured steps are replays of a recorded one.
 fn measure(
     p: &mut Program,
     args: &StagesArgs,

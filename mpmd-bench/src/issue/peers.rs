@@ -11,25 +11,26 @@ use mpmd_transport::{Handler, Header, Kind, Payload, SharedBuffer, Ticket, Trans
 
 use super::step::ELEMENTS;
 
-/// Bytes of a piece.
+/// Bytes of a piece that a stand-in sends.
 const BYTES: u64 = (ELEMENTS * size_of::<f32>()) as u64;
 
 /// The number of the only piece of a move between two devices.
 const PIECE: u64 = 0;
 
-/// The hash in pieces of a stand-in, which does not compute it.
+/// The hash in the header of a stand-in's piece. A stand-in computes none.
 const NO_HASH: u128 = 0;
 
-/// The credit that a stand-in returns for a piece, at least as much as it took.
+/// The credit in bytes that a stand-in returns for a received piece, at least as much as the piece
+/// took.
 const CREDIT: u64 = 1024;
 
-/// The number of pieces for which credit is returned at a time.
+/// The number of received pieces for which a stand-in returns credit at a time.
 const PORTION: u64 = 64;
 
 /// The epoch in the headers of the job's messages.
 const EPOCH: u64 = 1;
 
-/// A transport with peers that one thread simulates.
+/// A transport that connects one real process with stand-ins. One thread simulates all of them.
 pub(super) struct Peers {
     me: ProcessId,
     processes: usize,
@@ -43,11 +44,11 @@ enum State {
     Ended,
 }
 
-/// An order for the thread of the stand-ins.
+/// An order for the thread that simulates the stand-ins.
 enum Word {
-    /// The process has posted a message to a stand-in.
+    /// The real process has posted a message to the stand-in with this id.
     Posted(ProcessId, Header, Ticket),
-    /// A stand-in is to send its piece of an operation.
+    /// A stand-in is to send its piece: (the stand-in's id, the number of the operation).
     Send(ProcessId, u64),
     End,
 }
@@ -58,8 +59,9 @@ impl Peers {
         Arc::new(Self { me, processes, words, state: Mutex::new(State::New(waiting)) })
     }
 
-    /// Sends the pieces of a step that begins after `before` operations. They arrive early, as from
-    /// processes that are ahead.
+    /// Orders the stand-ins to send the pieces of a step that begins after `before` operations;
+    /// does not wait. `arrivals` are (sender, number of the operation in the step). Pieces arrive
+    /// early, as from processes that are ahead.
     pub(super) fn send(&self, before: u64, arrivals: &[(ProcessId, u64)]) {
         arrivals.iter().for_each(|(from, place)| self.say(Word::Send(*from, before + place)));
     }

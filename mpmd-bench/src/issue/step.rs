@@ -11,13 +11,13 @@ use mpmd_schedule::{Action, ActionKind, Schedule};
 /// Elements of every array.
 pub(super) const ELEMENTS: usize = 4;
 
-/// The arguments of a step: the sum of each stage, which is donated, and the microbatches.
+/// The arguments of a step: (the sum of each stage, which is donated, the microbatches).
 pub(super) type Given = (Vec<MpmdArray>, Vec<MpmdArray>);
 
-/// The results of a step: the new sums.
+/// The results of a step: the new sum of each stage.
 pub(super) type Results = Vec<MpmdArray>;
 
-/// The forward pass: copies its input to the output and to the residual.
+/// The kernel of a forward pass: copies its input to the output and to the residual.
 struct Forward;
 
 impl Kernel for Forward {
@@ -40,7 +40,7 @@ impl Kernel for Forward {
     }
 }
 
-/// The backward pass: adds the residual to the sum, and copies `dy` to `dx`.
+/// The kernel of a backward pass: adds the residual to the stage's sum, and copies `dy` to `dx`.
 struct Backward;
 
 impl Kernel for Backward {
@@ -93,7 +93,7 @@ impl Steps {
         Ok(Self { meshes, forward, backward, order, microbatches })
     }
 
-    /// Returns the arguments of the first step.
+    /// Creates the arguments of the first step; all are zeros.
     pub(super) fn given(&self, p: &mut Program) -> Result<Given> {
         let mut zeros = |mesh: &Mesh| {
             p.array_from_fn(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| {
@@ -106,13 +106,13 @@ impl Steps {
         Ok((sums, inputs))
     }
 
-    /// Returns the number of operations of a step.
+    /// Returns the number of operations of a step of the whole job.
     pub(super) fn operations(&self) -> u64 {
         (self.microbatches * (4 * self.meshes.len() - 2)) as u64
     }
 
-    /// Returns the number of operations of a step, and the arrivals at `to`: the sender and the
-    /// operation's number in the step, from 1.
+    /// Returns (the number of operations of a step, the arrivals at process `to`). An arrival is
+    /// (the sender, the operation's number in the step, from 1).
     pub(super) fn arrivals(&self, to: ProcessId) -> (u64, Vec<(ProcessId, u64)>) {
         let last = self.meshes.len() - 1;
         let (mut count, mut arrivals) = (0, Vec::new());
@@ -134,7 +134,7 @@ impl Steps {
         (count, arrivals)
     }
 
-    /// Issues a step.
+    /// Issues a step call by call, and does not wait for its end. Returns the new sums.
     pub(super) fn step(&self, p: &mut Program, (mut sums, inputs): Given) -> Result<Results> {
         let (stages, microbatches) = (self.meshes.len(), self.microbatches);
         let place = |stage: usize, microbatch: usize| stage * microbatches + microbatch;

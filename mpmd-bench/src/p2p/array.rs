@@ -20,7 +20,7 @@ use crate::options::{Carrier, Size};
 /// The process that measures.
 pub(super) const FIRST: ProcessId = ProcessId(0);
 
-/// Measures as one of two processes.
+/// Measures arrays as one of the two processes of a job. Blocks until all sizes are measured.
 pub(super) fn in_job(
     carrier: Carrier,
     device: DeviceKind,
@@ -35,7 +35,7 @@ pub(super) fn in_job(
     Ok(found)
 }
 
-/// Measures between two threads.
+/// Measures arrays between two threads of this process. Blocks until all sizes are measured.
 pub(super) fn in_threads(
     device: DeviceKind,
     sizes: &[Size],
@@ -49,7 +49,7 @@ pub(super) fn in_threads(
     other.map_or(Ok(()), |result| result).and(found)
 }
 
-/// One device of each process, as shardings.
+/// The first device of each process, as shardings: `here` on process 0, `there` on process 1.
 pub(super) struct Pair {
     pub(super) here: Sharding,
     pub(super) there: Sharding,
@@ -89,7 +89,8 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
     Ok(found)
 }
 
-/// Measures round trips. The program on each side waits at every hop.
+/// Measures round trips of `x`, an array of `bytes` bytes, between the two devices. The program on
+/// each side waits at every hop. Both processes must call this.
 fn latency(
     p: &mut Program,
     pair: &Pair,
@@ -119,7 +120,9 @@ fn latency(
     Ok(found)
 }
 
-/// Measures arrays one after another, until the last has arrived.
+/// Measures transfers of `x` one after another, until the last has arrived and the receiver has
+/// confirmed that. The samples are of `test`, for arrays of `bytes` bytes. Both processes must call
+/// this.
 fn bandwidth(
     p: &mut Program,
     pair: &Pair,

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-/// The time after which the threads stop in any case.
+/// The time after which the threads stop even if [`Busy`] is not dropped.
 const LONGEST: Duration = Duration::from_secs(1800);
 
-/// The number of counts between two reads of the clock.
+/// The number of counts between two looks at the clock and at the order to stop.
 const STRIDE: u64 = 100_000;
 
-/// Threads that count until this is dropped.
+/// Threads that each keep a core busy. Dropping this stops the threads and waits for them.
 #[derive(Debug)]
 pub(super) struct Busy {
     stop: Arc<AtomicBool>,
@@ -22,7 +22,7 @@ pub(super) struct Busy {
 }
 
 impl Busy {
-    /// Starts `count` threads.
+    /// Starts `count` threads that keep cores busy; returns at once.
     pub(super) fn start(count: usize) -> Result<Self> {
         let mut busy = Self { stop: Arc::default(), threads: Vec::new() };
         for number in 0..count {

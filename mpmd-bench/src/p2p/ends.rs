@@ -13,41 +13,42 @@ use mpmd_transport::{
     TransportError,
 };
 
-/// A ping, to be answered at once with as many bytes.
+/// Message type of a ping. The receiver answers at once with a `PONG` of as many bytes.
 const PING: u64 = 1;
-/// The answer to a ping.
+/// Message type of the answer to a `PING`.
 const PONG: u64 = 2;
-/// One message of a stream.
+/// Message type of one message of a stream, which measures bandwidth.
 const STREAM: u64 = 3;
-/// The end of a stream. The header's `count` is the number of messages that were sent.
+/// Message type that ends a stream. The header's `count` is the number of messages that were sent.
 const END: u64 = 4;
-/// The receiver has all messages of the stream.
+/// Message type of the answer to `END`: the receiver has all messages of the stream.
 const THERE: u64 = 5;
-/// The other process may begin: the buffers of both are allocated.
+/// Message type without bytes: the sender has allocated its buffers, and the receiver may begin.
 pub(super) const READY: u64 = 6;
-/// The measurement of this size has ended.
+/// Message type without bytes: the measurement of the current message size has ended.
 pub(super) const NEXT: u64 = 7;
 
-/// A value of `piece`: the receiver checks the bytes.
+/// A value of the header's `piece`: the receiver checks that the bytes are those of `PATTERN`.
 const CHECKED: u64 = 1;
 
-/// The largest message that is sent as a small piece. Larger ones are sent as granted data.
+/// The largest message, in bytes, that is posted as `Kind::Eager`. Larger ones are posted as
+/// `Kind::Data`, which the receiver fetches.
 const LARGEST_EAGER: usize = 16 << 10;
 
-/// The time limit of every wait.
+/// The time limit of each wait for the other process. A wait that exceeds it is an error.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// The maximum length of a sample, which then ends with fewer rounds. On a busy machine two
-/// spinning engines can be a thousand times slower than in the warm-up.
+/// The time after which a sample begins no further round, so that it has fewer rounds. On a busy
+/// machine two spinning engines can be a thousand times slower than in the warm-up.
 const LONGEST_SAMPLE: Duration = Duration::from_secs(2);
 
 /// The time that a waiting thread drives the transport before it checks its condition.
 const MOMENT: Duration = Duration::from_micros(50);
 
-/// The time that the other process has to read the last messages.
+/// The time limit for the transport's shutdown, in which the other process reads the last messages.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
-/// This process's end of the pair. Shuts the transport down when dropped.
+/// This process's end of a measured pair of processes. Shuts the transport down when dropped.
 pub(super) struct Ends {
     inner: Arc<Inner>,
 }
@@ -63,17 +64,17 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// The bytes to send, of the measured size.
+    /// The bytes of every message to send, of the measured size. `None` before `prepare`.
     source: Option<SharedBuffer>,
-    /// The number of the current stream, for the tickets of its messages.
+    /// The number of the current stream, counted from 1. The tickets of its messages contain it.
     stream: u32,
-    /// Round trips still to begin, or messages still to post.
+    /// Round trips of the current sample still to begin, or stream messages still to post.
     left: u64,
-    /// Round trips begun, or messages posted.
+    /// Counted round trips begun in the current sample, or stream messages posted.
     begun: u64,
-    /// The number of stream messages that have arrived here.
+    /// The number of messages of the current stream that have arrived here.
     here: u64,
-    /// The number of messages of the stream, once it is known.
+    /// The number of messages that the current stream has; `None` until its `END` has arrived.
     due: Option<u64>,
     began: Option<Instant>,
     ended: Option<Instant>,
@@ -83,7 +84,8 @@ struct State {
 }
 
 impl Ends {
-    /// Starts the transport of a pair. Arriving data is fetched into buffers of `pool`.
+    /// Starts `transport`, which connects processes 0 and 1. Data that arrives as `Kind::Data` is
+    /// fetched into buffers of `pool`.
     pub(super) fn start(transport: Arc<dyn Transport>, pool: Pool) -> Self {
         let me = transport.process();
         let other = ProcessId(1 - me.0.min(1));
@@ -99,13 +101,14 @@ impl Ends {
         Self { inner }
     }
 
-    /// Returns true if this is the process that measures.
+    /// Returns true if this is process 0, which measures.
     pub(super) fn is_first(&self) -> bool {
         self.inner.me.0 == 0
     }
 
-    /// Allocates the buffers for messages of `bytes` bytes, of which `at_once` may arrive at once.
-    /// Their pages are touched here, so that no page fault happens later.
+    /// Allocates the source for messages of `bytes` bytes, and frees the buffers of earlier sizes.
+    /// Also touches `at_once` buffers of the pool for arriving messages, so that no page fault
+    /// happens later.
     pub(super) fn prepare(&self, bytes: usize, at_once: usize) -> Result<()> {
         let pool = &self.inner.pool;
         self.inner.state().source = None;
@@ -122,12 +125,13 @@ impl Ends {
         Ok(())
     }
 
-    /// Sends [`READY`] or [`NEXT`].
+    /// Posts the message [`READY`] or [`NEXT`] to the other process, without waiting.
     pub(super) fn say(&self, word: u64) {
         self.inner.word(word, 0);
     }
 
-    /// Waits until the other process has sent [`READY`] or [`NEXT`].
+    /// Blocks until the other process has sent `word`, which is [`READY`] or [`NEXT`]. Fails after
+    /// `TIME_LIMIT`, or if the transport has failed.
     pub(super) fn hear(&self, word: u64) -> Result<()> {
         self.inner.wait("the other process's word", |state| {
             let said = if word == READY { &mut state.ready } else { &mut state.next };
@@ -135,8 +139,9 @@ impl Ends {
         })
     }
 
-    /// Measures `rounds` round trips, after one that does not count. Returns their number and total
-    /// time; the number is smaller if they take too long.
+    /// Measures `rounds` round trips, after one that does not count, and blocks until they have
+    /// ended. Returns (number of round trips, their total time). The number is smaller if they take
+    /// longer than `LONGEST_SAMPLE`. If `checked`, both processes check the received bytes.
     pub(super) fn ping(&self, rounds: u64, checked: bool) -> Result<(u64, Duration)> {
         let mut state = self.inner.state();
         (state.left, state.begun, state.began, state.ended) = (rounds, 0, None, None);
@@ -145,9 +150,10 @@ impl Ends {
         self.inner.wait("an answer", State::result)
     }
 
-    /// Measures a stream of messages, `window` of them in flight, until the other process has
-    /// received all. Returns their number and total time; the number is smaller if they take too
-    /// long.
+    /// Sends a stream of `messages` messages, at most `window` of them in flight. Blocks until the
+    /// other process has received all. Returns (number of messages, total time). The number is
+    /// smaller if they take longer than `LONGEST_SAMPLE`. If `checked`, the receiver checks the
+    /// first `window` messages.
     pub(super) fn stream(
         &self,
         messages: u64,
@@ -178,7 +184,8 @@ impl Drop for Ends {
     }
 }
 
-/// Returns the ticket of a message. It is never [`Ticket::NONE`], as streams count from 1.
+/// Returns the ticket of message `number` of a stream. It is never [`Ticket::NONE`], as streams
+/// count from 1.
 fn ticket(stream: u32, number: u64) -> Ticket {
     Ticket((u64::from(stream) << 32) | number)
 }
@@ -188,7 +195,8 @@ impl State {
         Some((self.begun, self.ended?.saturating_duration_since(self.began?)))
     }
 
-    /// Begins another round if rounds are left and the time is not over. Returns true if it did.
+    /// Moves one round from `left` to `begun` and returns true. If no round is left or
+    /// `LONGEST_SAMPLE` is over, sets `left` to 0 and returns false.
     fn goes_on(&mut self, now: Instant) -> bool {
         let in_time =
             self.began.is_some_and(|began| now.saturating_duration_since(began) < LONGEST_SAMPLE);
@@ -198,7 +206,8 @@ impl State {
         goes_on
     }
 
-    /// Returns true once a stream has arrived completely, and resets the counters for the next.
+    /// Returns true once all messages of a stream and its `END` have arrived, and then resets the
+    /// counters for the next stream.
     fn is_whole(&mut self) -> bool {
         let whole = self.due == Some(self.here);
         if whole {
@@ -214,7 +223,8 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a message with bytes of the measured size.
+    /// Posts a message with the source's bytes, without waiting. Records a failure if there is no
+    /// source.
     fn send(&self, op: u64, piece: u64, ticket: Ticket) {
         let Some(source) = self.state().source.clone() else {
             return self.fail("a message came before its turn".to_owned());
@@ -224,7 +234,7 @@ impl Inner {
         self.transport.post(self.other, header, Some(source), ticket);
     }
 
-    /// Posts a message without bytes.
+    /// Posts a message without bytes, without waiting. `count` is the header's field.
     fn word(&self, op: u64, count: u64) {
         self.transport.post(
             self.other,
@@ -239,8 +249,9 @@ impl Inner {
         self.changed.notify_all();
     }
 
-    /// Waits until `look` returns a value. Fails after `TIME_LIMIT`, or if the transport fails.
-    fn wait<T>(&self, what: &str, mut look: impl FnMut(&mut State) -> Option<T>) -> Result<T> {
+    /// Blocks until `look` returns a value, and returns that value. Fails after `TIME_LIMIT`, or
+    /// once a failure is recorded. The error names the awaited thing.
+    fn wait<T>(&self, event: &str, mut look: impl FnMut(&mut State) -> Option<T>) -> Result<T> {
         let until = Instant::now() + TIME_LIMIT;
         let mut state = self.state();
         loop {
@@ -249,11 +260,11 @@ impl Inner {
                 return Ok(found);
             }
             if let Some(why) = &state.failed {
-                return Err(anyhow!("process {} waited for {what}: {why}", self.me));
+                return Err(anyhow!("process {} waited for {event}: {why}", self.me));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(anyhow!("process {} waited for {what} for {TIME_LIMIT:?}", self.me));
+                return Err(anyhow!("process {} waited for {event} for {TIME_LIMIT:?}", self.me));
             }
             if self.transport.parking().is_none() {
                 state = self
@@ -269,8 +280,8 @@ impl Inner {
         }
     }
 
-    /// Drives the transport for a moment, if a waiting thread can. Returned loans wake no thread,
-    /// so `lent_to` looks for them. Otherwise a stream would wait for the transport's next round.
+    /// Drives the transport on this thread for `MOMENT`. Returned loans wake no thread, so
+    /// `lent_to` looks for them. Otherwise a stream would wait for the transport's next round.
     fn drive(&self) {
         let until = Instant::now() + MOMENT;
         self.transport.drive(&mut || {
@@ -279,7 +290,8 @@ impl Inner {
         });
     }
 
-    /// Handles a message that has arrived with all its bytes.
+    /// Handles a message that has arrived with all its bytes: checks them if the header says so,
+    /// then answers or updates the state.
     fn came(&self, header: Header, bytes: &[u8]) {
         if header.piece == CHECKED && !is_right(bytes) {
             return self.fail(format!(
@@ -328,7 +340,7 @@ impl Inner {
     }
 }
 
-/// Receives the calls of the transport.
+/// The transport's handler: it passes messages, completions and failures to `Inner`.
 struct Hearing(Arc<Inner>);
 
 impl Handler for Hearing {
@@ -380,7 +392,7 @@ impl Handler for Hearing {
     }
 }
 
-/// The repeated content of every message. No page or packet size is a multiple of its length.
+/// The content of every message, repeated. No page or packet size is a multiple of its length.
 const PATTERN: [u8; 251] = {
     let mut pattern = [0; 251];
     let mut at = 0;

@@ -16,17 +16,18 @@ pub(super) enum Test {
     Bandwidth,
     /// The time from one process's `device_put` until the other can use the array, in microseconds.
     Handover,
-    /// The same, while the memory is new to one of the processes.
+    /// The time as for `Handover`, while the memory is new to one of the processes.
     HandoverWarmUp,
-    /// Adding up the bytes of an array after a zero-copy transfer, in GB/s.
+    /// The rate of adding up the bytes of an array after a zero-copy transfer, in GB/s.
     Read,
-    /// The same, while the memory is new to the reader.
+    /// The rate as for `Read`, while the memory is new to the reader.
     ReadWarmUp,
-    /// The bandwidth of arrays in two parts that the receiver joins: each byte is copied once.
+    /// The bandwidth in GB/s of arrays in two parts that the receiver joins: each byte is copied
+    /// once.
     OneCopy,
-    /// A plain copy within one process, in GB/s.
+    /// The rate of a plain copy within one process, in GB/s.
     Memcpy,
-    /// The driver's copy within a device's memory, in GB/s.
+    /// The rate of the driver's copy within a device's memory, in GB/s.
     DeviceCopy,
 }
 
@@ -45,7 +46,7 @@ impl Test {
         }
     }
 
-    /// Returns true for copies without the framework, which serve as references.
+    /// Returns true for copies without the framework. They serve as references.
     pub(super) fn is_plain(self) -> bool {
         matches!(self, Self::Memcpy | Self::DeviceCopy)
     }
@@ -58,7 +59,7 @@ impl Test {
     }
 }
 
-/// Samples of one test at one size, in the test's unit.
+/// Samples of one test with messages or arrays of `bytes` bytes, in the test's unit.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Samples {
     pub(super) test: Test,
@@ -71,7 +72,8 @@ impl Samples {
         Self { test, bytes, samples: Vec::new() }
     }
 
-    /// Adds a sample: `count` round trips, messages, arrays or copies took `time`.
+    /// Converts a measurement to the test's unit and adds it: `count` round trips, messages, arrays
+    /// or copies took `time` together.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
@@ -82,13 +84,13 @@ impl Samples {
     }
 }
 
-/// Writes the results to the file that the launcher of the pair reads.
+/// Writes the samples as JSON to the file that the launcher of the pair reads.
 pub(super) fn hand_over(found: &[Samples], to: &Path) -> Result<()> {
     std::fs::write(to, serde_json::to_vec(found)?)
         .with_context(|| format!("writing {}", to.display()))
 }
 
-/// Reads the results that [`hand_over`] wrote.
+/// Reads the samples that [`hand_over`] wrote to this file.
 pub(super) fn take_over(from: &Path) -> Result<Vec<Samples>> {
     let bytes = std::fs::read(from).with_context(|| format!("reading {}", from.display()))?;
     serde_json::from_slice(&bytes).context("the pair of processes left no samples")

@@ -30,36 +30,40 @@ use crate::options::Size;
 
 /// The process that receives the arrays.
 const SECOND: ProcessId = ProcessId(1);
-/// The number of arrays that the sender keeps.
+/// The number of arrays that the sender keeps at a time.
 const KEPT: usize = 8;
-/// The receiver keeps every `EACH`-th array,
+/// The receiver keeps one of this many arrays.
 const EACH: usize = 3;
-/// and at most this many.
+/// The maximum number of arrays that the receiver keeps at a time.
 const HELD: usize = 3;
-/// Hand-overs until every piece of memory has been used once: the warm-up.
+/// Number of first hand-overs that count as warm-up: until every piece of memory has been used
+/// once.
 const WARM_UP: usize = KEPT + HELD + 1;
-/// The host must have room for this many arrays: where they are copied, the receiver needs memory
-/// too.
+/// The host must have room for this many arrays of the measured size: if they are copied, the
+/// receiver needs memory too.
 const ROOM: u64 = 16;
-/// The time that the receiver waits before an array is sent.
+/// The time that the sender sleeps before each array is sent. The receiver already waits then.
 const SETTLED: Duration = Duration::from_micros(200);
-/// Reading a smaller array measures the clock rather than the memory.
+/// The smallest array, in bytes, for which the reading time is shown. Reading a smaller one
+/// measures the clock rather than the memory.
 const WORTH_READING: usize = 1 << 20;
 
-/// Measured hand-overs per repeat of other cases.
+/// Measured hand-overs for each repeat of the other cases.
 const FOR_EACH_REPEAT: usize = 2;
 
 static WRITE: Source = Source::cuda(
     "write.cu",
     r#"
-extern "C" __global__ void write(const unsigned char *number, unsigned char *array, unsigned long long n) {
+extern "C" __global__ void write(
+    const unsigned char *number, unsigned char *array, unsigned long long n
+) {
     unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
     for (; i < n; i += gridDim.x * (unsigned long long)blockDim.x) array[i] = number[0];
 }
 "#,
 );
 
-/// A kernel that writes a number into every byte.
+/// A kernel that writes the number of its input into every byte of its output.
 struct Write(ShapedArray);
 
 impl Kernel for Write {
@@ -86,7 +90,8 @@ impl Kernel for Write {
     }
 }
 
-/// Measures hand-overs. If they cannot be measured, prints the reason and returns nothing.
+/// Measures hand-overs of arrays of `bytes` bytes; both processes must call this together. If they
+/// cannot be measured, the first process prints the reason, and both return an empty list.
 pub(super) fn handover(
     p: &mut Program,
     pair: &Pair,
@@ -114,8 +119,8 @@ pub(super) fn handover(
     Ok(found)
 }
 
-/// Returns the reason why hand-overs cannot be measured with `room` bytes of memory, if there is
-/// one.
+/// Returns the reason why hand-overs of `bytes` bytes cannot be measured over `link` with `room`
+/// bytes of memory; `None` if they can.
 fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
     if matches!(link, None | Some(LinkClass::Network)) {
         return Some("the processes are on two hosts with different clocks".to_owned());
@@ -175,7 +180,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     Ok(evaluate(bytes, &given, &had))
 }
 
-/// Returns on the first process once the second is about to issue its next operation.
+/// Synchronises both processes: returns on the first one once the second is about to issue its next
+/// operation. Both must call this.
 fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
     let there = p.device_put(small, &pair.there)?;
     there.block_until_ready()?;
@@ -206,7 +212,8 @@ fn now() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Computes the samples from the send times, the arrival times and the read times.
+/// Computes the samples from times in nanoseconds: `given` has the send times, `had` the (arrival
+/// time, length of the reading).
 fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Samples> {
     let of = |test: Test, spans: &mut dyn Iterator<Item = u64>| {
         let mut found = Samples::new(test, bytes);

@@ -17,10 +17,10 @@ use crate::options::Carrier;
 /// The epoch of the job; it has only one.
 const EPOCH: u64 = 1;
 
-/// The peer timeout, if the launcher sets none.
+/// The peer timeout if the launcher sets none.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// The time that a process 0 with the rendezvous server waits for the other to leave.
+/// The time that process 0, if it has the rendezvous server, waits for the other process to leave.
 const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 
 /// A transport between the two processes, and their membership in the rendezvous.
@@ -31,7 +31,8 @@ pub(super) struct Meeting {
 }
 
 impl Meeting {
-    /// Meets the other process of the job. Blocks up to the peer timeout.
+    /// Meets the other process of the job at its rendezvous and connects a transport. Blocks until
+    /// both have connected; each wait ends with the peer timeout.
     ///
     /// # Errors
     ///
@@ -84,8 +85,8 @@ impl Meeting {
         Ok(Self { transport, rendezvous, server })
     }
 
-    /// Leaves the rendezvous, so that the other process does not report a death. The transport must
-    /// be shut down before.
+    /// Leaves the rendezvous, so that the other process does not report a death. The process with
+    /// the server waits up to `LEAVE_WITHIN` for the other. The transport must be shut down before.
     pub(super) fn leave(self) -> Result<()> {
         self.rendezvous.leave()?;
         if let Some(server) = self.server {
@@ -106,7 +107,7 @@ struct Job<'a> {
     addresses: Vec<String>,
 }
 
-/// A transport with an address that is not connected yet.
+/// A transport of this process that has an address and is not connected yet.
 enum OpenTransport {
     Shm(shm::Opened),
     Tcp(Listener),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::found::{Samples, Test};
 use super::pace::Pace;
 
-/// Measures one thread's copies between two warm buffers.
+/// Measures one thread's copies of `bytes` bytes between two warm buffers.
 pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Samples {
     let source = vec![7u8; bytes];
     let mut target = vec![1u8; bytes];
@@ -27,8 +27,8 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Samples {
     found
 }
 
-/// Returns the bytes that are available without swapping, by the kernel's estimate. `None` if it
-/// gives none.
+/// Returns the bytes of host memory that are available without swapping, by the kernel's estimate.
+/// `None` if it gives none.
 pub(super) fn available() -> Option<u64> {
     available_of(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }

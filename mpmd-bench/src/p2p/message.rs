@@ -15,7 +15,8 @@ use super::pace::{self, Pace};
 use super::words::Case;
 use crate::options::{Carrier, Size};
 
-/// Measures as one of two processes. Returns the results on process 0, and nothing on process 1.
+/// Measures messages as one of the two processes of a job. Blocks until all sizes are measured.
+/// Returns the results on process 0, and an empty list on process 1.
 pub(super) fn in_job(
     env: &JobEnv,
     carrier: Carrier,
@@ -33,7 +34,7 @@ pub(super) fn in_job(
     Ok(found)
 }
 
-/// Measures between two threads.
+/// Measures messages between two threads of this process. Blocks until all sizes are measured.
 pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Samples>> {
     let fabric = Fabric::new(2, Faults::default());
     let one = |process| {

@@ -40,9 +40,9 @@ use words::{Case, Level, SpinWord};
 /// The variable for the spin time of transport engines, for the programs of level `array`.
 const SPIN: &str = "MPMD_SPIN";
 
-/// The number and length of samples without a peer.
+/// The usual number and length of samples without `--peer`.
 const ALONE: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
-/// The number and length of samples with a peer: each sample first starts two processes.
+/// The usual number and length of samples with `--peer`: each sample first starts two processes.
 const BESIDE: Pace = Pace { repeats: 5, sample: Duration::from_millis(30) };
 
 #[derive(Args, Clone, Debug)]
@@ -106,7 +106,8 @@ impl P2pArgs {
         }
     }
 
-    /// Returns the levels to measure.
+    /// Returns the levels of `--level`, or if there are none, all that exist for the kind of
+    /// device.
     fn levels(&self) -> &[Level] {
         match (&self.level[..], self.on.device) {
             ([], DeviceKind::Cuda) => &[Level::Array],
@@ -121,7 +122,8 @@ impl P2pArgs {
     }
 }
 
-/// Measures a pair of processes, started by this launcher or as a job of another.
+/// Measures a pair of processes and prints the results. Starts the pair, or works as one of a job
+/// that a launcher has started.
 pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     match JobEnv::from_env()? {
         Some(env) => as_one_of_two(args, &env)?,
@@ -133,7 +135,8 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does the work of one process of the pair.
+/// Does the work of one process of the pair. The first process prints the results, or writes them
+/// to `--samples-to`.
 fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     ensure!(env.processes == 2, "a pair is measured, and this job has {} processes", env.processes);
     ensure!(!args.peer, "--peer needs a pair that this program has started itself");
@@ -163,7 +166,8 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     }
 }
 
-/// Measures all requested cases.
+/// Starts pairs for all requested cases, one after another, and returns their results. Blocks until
+/// all are measured.
 fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     ensure!(
         !args.peer || args.case.iter().any(|case| *case != Case::Handover),
@@ -210,7 +214,7 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     Ok(rows.0)
 }
 
-/// Measures the driver's own copies within a device's memory.
+/// Measures the driver's own copies of `bytes` bytes within a device's memory.
 fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
     let mut found = Samples::new(Test::DeviceCopy, bytes);
     for time in plain::copies(plain::Way::OnDevice, bytes, repeats)? {
@@ -219,7 +223,7 @@ fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
     Ok(found)
 }
 
-/// Takes samples of mpmd and of the peer in turns.
+/// Takes samples of mpmd and of `ucx_perftest` in turns, and adds them to `rows`.
 fn in_turns(
     args: &P2pArgs,
     level: Level,
@@ -243,7 +247,8 @@ fn in_turns(
     Ok(())
 }
 
-/// Starts a pair of processes and returns its samples.
+/// Starts a pair of processes, or of threads for `inproc`. Blocks until they have ended, and
+/// returns their samples.
 fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Samples>> {
     if args.transport == Carrier::Inproc {
         return match level {
@@ -281,7 +286,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
     found::take_over(samples.path())
 }
 
-/// Rows in the order in which they first appeared.
+/// The rows of the results, in the order in which they first appeared.
 #[derive(Default)]
 struct Rows(Vec<Row>);
 
@@ -292,7 +297,8 @@ impl Rows {
         }
     }
 
-    /// Sets the plain copy of as many bytes beside each bandwidth.
+    /// Sets in each row of a bandwidth the median of a plain copy of as many bytes, if it was
+    /// measured.
     fn compare(&mut self) {
         let copies = self.0.iter().filter(|row| row.test.is_plain());
         let copies: Vec<(usize, (Test, f64))> =
@@ -303,7 +309,7 @@ impl Rows {
         }
     }
 
-    /// Returns the row of this case, or a new one.
+    /// Returns the row of this level, test and size; adds it if it is missing.
     fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {

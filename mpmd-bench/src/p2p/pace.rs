@@ -6,13 +6,13 @@ use std::time::Duration;
 /// The number and approximate length of samples. A sample of a single round may take longer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Pace {
-    /// Samples of each case of small messages.
+    /// Samples of each case of messages below 1 MiB. Larger messages have fewer.
     pub(super) repeats: usize,
-    /// The length of a sample.
+    /// The approximate length of a sample.
     pub(super) sample: Duration,
 }
 
-/// The maximum bytes in flight, unless [`SMALLEST_WINDOW`] messages are more.
+/// The limit on a stream's bytes in flight, unless [`SMALLEST_WINDOW`] messages are more.
 const IN_FLIGHT: usize = 64 << 20;
 const SMALLEST_WINDOW: usize = 2;
 const LARGEST_WINDOW: usize = 32;
@@ -21,7 +21,7 @@ const LARGEST_WINDOW: usize = 32;
 const MOST: u64 = 1_000_000;
 
 impl Pace {
-    /// Returns the number of samples of a case at this size.
+    /// Returns the number of samples of a case with messages of `bytes` bytes.
     pub(super) fn repeats_at(&self, bytes: usize) -> usize {
         let most = match bytes {
             0..=0xf_ffff => usize::MAX,
@@ -32,8 +32,8 @@ impl Pace {
         self.repeats.clamp(1, most)
     }
 
-    /// Warms up by `run`, which takes a number of rounds or messages. `run` returns their actual
-    /// number and their total time. Returns the time of one round in the quickest run.
+    /// Warms up for messages of `bytes` bytes. `run` gets a number of rounds or messages, and
+    /// returns (actual number, total time). Returns the time of one round in the quickest run.
     pub(super) fn warm<E>(
         bytes: usize,
         at_least: usize,
@@ -48,25 +48,25 @@ impl Pace {
         Ok(quickest)
     }
 
-    /// Returns the rounds or messages of one sample, if one takes `one`.
+    /// Returns the number of rounds or messages of one sample, if one takes the time `one`.
     pub(super) fn rounds(&self, one: Duration) -> u64 {
         let rounds = self.sample.as_nanos() / one.as_nanos().max(1);
         u64::try_from(rounds).unwrap_or(MOST).clamp(1, MOST)
     }
 }
 
-/// Returns the number of messages of a stream in flight at a time.
+/// Returns the maximum number of messages of `bytes` bytes that a stream has in flight.
 pub(super) fn window(bytes: usize) -> usize {
     (IN_FLIGHT / bytes).clamp(SMALLEST_WINDOW, LARGEST_WINDOW)
 }
 
-/// Returns the number of rounds of a warm-up, which also measures the time of one.
+/// Returns the number of rounds of a warm-up with messages of `bytes` bytes.
 pub(super) fn warm_up(bytes: usize) -> u64 {
     ((1 << 20) / bytes as u64).clamp(2, 200)
 }
 
-/// Returns the number of warm-ups. The quickest counts, as a disturbed one would make every sample
-/// too short.
+/// Returns the number of warm-ups with messages of `bytes` bytes. The quickest counts, as a
+/// disturbed one would make every sample too short.
 pub(super) fn warm_ups(bytes: usize) -> usize {
     if bytes < 1 << 20 { 3 } else { 1 }
 }

@@ -21,14 +21,14 @@ use super::pace::{self, Pace};
 
 const NAME: &str = "ucx_perftest";
 
-/// The time limit for UCX to report the path of its library.
+/// The time limit for UCX to open in this process, which tells the path of its library.
 const EXAMINE_WITHIN: Duration = Duration::from_secs(10);
 /// The time limit for the server to listen.
 const LISTEN_WITHIN: Duration = Duration::from_secs(10);
-/// The time limit for one run: a thousand times its expected length.
+/// The time limit for one run of the client, far above its expected length.
 const RUN_WITHIN: Duration = Duration::from_secs(20);
-/// The divisor of the iterations after a run over the time limit. On a busy machine its spinning
-/// processes can become extremely slow.
+/// The divisor of the iterations after a run over the time limit. On a busy machine the program's
+/// spinning processes can become extremely slow.
 const FEWER: u64 = 16;
 const TIMES_FEWER: usize = 3;
 /// The time limit for the server to end after its client.
@@ -36,7 +36,8 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 /// The number of ports to try: a free port may be taken before the server uses it.
 const PORTS_TRIED: usize = 3;
 
-/// The program and its way to wait.
+/// The program `ucx_perftest` with its further options. `sleeps` is true if it sleeps while it
+/// waits.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Perftest {
     program: PathBuf,
@@ -53,12 +54,12 @@ struct Run {
 }
 
 impl Perftest {
-    /// Finds the program at `named`, or beside the UCX library in use. It sleeps while it waits if
-    /// our engine never spins.
+    /// Finds the program at `named`, or if that is `None`, beside the UCX library in use. If `spin`
+    /// is `Never`, the program's processes sleep while they wait. Starts no program.
     ///
     /// # Errors
     ///
-    /// If the program does not exist. The error says how to name one.
+    /// If the program does not exist, or if UCX cannot be opened to find it.
     pub(super) fn find(named: Option<&Path>, options: &[String], spin: Spin) -> Result<Self> {
         let program = match named {
             Some(path) => path.to_owned(),
@@ -72,8 +73,12 @@ impl Perftest {
         Ok(Self { program, options: options.to_vec(), sleeps: spin == Spin::Never })
     }
 
-    /// Takes one sample, in the unit of the test, about as long as one of mpmd. `known` is the last
-    /// time of one iteration, in microseconds. If it is `None`, a short run finds it first.
+    /// Runs a server and a client, and blocks until both have ended. Returns one sample:
+    /// microseconds of half a round trip, or GB/s.
+    ///
+    /// `known` is the time of one iteration in microseconds by the last run; this updates it. If it
+    /// is `None`, a short run finds it first. It determines the iterations that take about
+    /// `pace.sample`.
     ///
     /// # Errors
     ///
@@ -125,7 +130,8 @@ impl Perftest {
         Err(anyhow!("every port that was free was taken at once")).with_context(doing)
     }
 
-    /// Returns the output of the client, or `None` if the server did not get the port.
+    /// Starts a server and a client, and blocks until both have ended. Returns the output of the
+    /// client, or `None` if the server did not get the port.
     fn try_run(&self, run: Run) -> Result<Option<String>> {
         let port = free_port()?;
         let mut server = Running::start(self.command(run, port))?;
@@ -183,12 +189,13 @@ fn beside_the_library() -> Result<PathBuf> {
     found.cloned().with_context(|| format!("{} lies nowhere", report.library.display()))
 }
 
-/// A child took too long and was killed.
+/// The error of a child that took longer than this time and was killed.
 #[derive(Debug, thiserror::Error)]
 #[error("it did not end within {0:?}")]
 struct TooLong(Duration);
 
-/// A child and its output. It is killed when dropped.
+/// A child process and its output, which arrives when the child has closed it. The child is killed
+/// when this is dropped.
 struct Running {
     child: Child,
     text: Receiver<String>,
@@ -215,7 +222,8 @@ impl Running {
         Ok(running)
     }
 
-    /// Waits until the child listens. Returns false if it ends before because the port was taken.
+    /// Waits up to `LISTEN_WITHIN` until the child listens at `port`. Returns false if the child
+    /// has ended because the port was taken.
     fn listens(&mut self, port: u16) -> Result<bool> {
         let until = Instant::now() + LISTEN_WITHIN;
         loop {
@@ -233,7 +241,8 @@ impl Running {
         }
     }
 
-    /// Waits up to `peer_timeout` for the child to end. Returns its status and output.
+    /// Waits up to `peer_timeout` until the child closes its output, then up to `END_WITHIN` for
+    /// its end. Kills a child that takes longer. Returns (exit status, output).
     fn end(&mut self, peer_timeout: Duration) -> Result<(ExitStatus, String)> {
         let text = self.text.recv_timeout(peer_timeout);
         let Ok(text) = text else {
@@ -273,8 +282,8 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr().context("looking for a free port")?.port())
 }
 
-/// Returns true if a socket listens at the port, by the system's tables. A test connection would
-/// count as the client.
+/// Returns true if a socket of this host listens at the TCP port, by the system's tables. A test
+/// connection would count as the client.
 fn listening(port: u16) -> Result<bool> {
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
         match std::fs::read_to_string(table) {
@@ -288,7 +297,7 @@ fn listening(port: u16) -> Result<bool> {
     Ok(false)
 }
 
-/// Returns true if a table of sockets has one that listens at this port.
+/// Returns true if a table in the format of `/proc/net/tcp` has a socket that listens at `port`.
 fn lists(table: &str, port: u16) -> bool {
     const LISTEN: &str = "0A";
     table.lines().any(|line| {
@@ -301,22 +310,24 @@ fn lists(table: &str, port: u16) -> bool {
     })
 }
 
-/// The figures of a run over all its iterations.
+/// The figures of one run of the program, over all its iterations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Said {
-    /// Half a round trip, or the time of one message.
+    /// Microseconds of half a round trip, or of one message.
     overall_us: f64,
     /// The program's "MB/s", which are 2^20 bytes per second.
     overall_mib_per_s: f64,
 }
 
 impl Said {
-    /// Returns the microseconds of one iteration. The program's latency is half a round trip.
+    /// Returns the microseconds of one iteration: a round trip, or one message. The program's
+    /// latency is half a round trip.
     fn iteration_us(&self, test: Test) -> f64 {
         self.overall_us * if test == Test::Latency { 2.0 } else { 1.0 }
     }
 
-    /// Returns the bandwidth in GB/s, from the figure with more digits.
+    /// Returns the bandwidth in GB/s (10^9 bytes per second) for messages of `bytes` bytes. Uses
+    /// the one of the two figures that has more digits.
     fn gb_per_s(&self, bytes: usize) -> f64 {
         if self.overall_mib_per_s >= 10.0 {
             self.overall_mib_per_s * f64::from(1 << 20) / 1e9
@@ -326,7 +337,8 @@ impl Said {
     }
 }
 
-/// Parses the figures under their names. Lines of UCX's log may stand anywhere around them.
+/// Parses the program's output: finds the figures by their column names. Lines of UCX's log may
+/// stand anywhere around them. Fails if a figure is missing.
 fn said(text: &str) -> Result<Said> {
     let mut lines = text.lines().skip_while(|line| !line.starts_with("iterations,"));
     let (Some(names), Some(figures)) = (lines.next(), lines.find(|line| !line.starts_with('[')))
@@ -345,7 +357,7 @@ fn said(text: &str) -> Result<Said> {
     Ok(said)
 }
 
-/// Returns the first three lines of a program's output, joined.
+/// Returns the first three lines of a program's output that are not blank, joined.
 fn last_words(text: &str) -> String {
     let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).take(3).collect();
     if lines.is_empty() { "it said nothing".to_owned() } else { lines.join("; ") }
@@ -355,22 +367,25 @@ fn last_words(text: &str) -> String {
 mod tests {
     use super::*;
 
+    /// The names of the figures that ucx_perftest prints.
+    const NAMES: &str =
+        "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr";
+
     #[test]
     fn final_figures_are_read() {
         // UCX 1.12.1, two processes over shared memory.
-        let latency = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n\
-                       100000,0.105,0.108,0.108,70.80,70.80,9279947,9279947\n";
-        assert_eq!(said(latency).unwrap(), Said { overall_us: 0.108, overall_mib_per_s: 70.80 });
-        let bandwidth = "[1795270444.862306] [host:2316 :0]  parser.c:1885 UCX  WARN  unused env variable\n\
-                         iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n  \
-                         16,0.150,12470.424,12470.424,5132.14,5132.14,80,80\n";
-        let read = said(bandwidth).unwrap();
+        let latency = format!("{NAMES}\n100000,0.105,0.108,0.108,70.80,70.80,9279947,9279947\n");
+        assert_eq!(said(&latency).unwrap(), Said { overall_us: 0.108, overall_mib_per_s: 70.80 });
+        let bandwidth = format!(
+            "[1795270444.862306] [host:2316 :0]  parser.c:1885 UCX  WARN  unused env variable\n\
+             {NAMES}\n  16,0.150,12470.424,12470.424,5132.14,5132.14,80,80\n"
+        );
+        let read = said(&bandwidth).unwrap();
         assert_eq!(read.overall_us, 12470.424);
         assert!((read.gb_per_s(64 << 20) - 5.381).abs() < 1e-3);
         // Eight bytes at a time on a busy machine.
-        let slow = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n \
-                    115,0.361,2631.687,2631.687,0.00,0.00,380,380\n";
-        let read = said(slow).unwrap();
+        let slow = format!("{NAMES}\n 115,0.361,2631.687,2631.687,0.00,0.00,380,380\n");
+        let read = said(&slow).unwrap();
         assert!((read.gb_per_s(8) * 2_631_687.0 - 8.0).abs() < 1e-9);
         assert_eq!(
             (read.iteration_us(Test::Latency), read.iteration_us(Test::Bandwidth)),
@@ -380,11 +395,12 @@ mod tests {
 
     #[test]
     fn output_without_figures_is_an_error() {
-        let usage = "[1795270444.862306] [host:2316 :0] perftest_params.c:280  UCX  ERROR Invalid option argument for -t\n  \
+        let usage = "[1795270444.862306] [host:2316 :0] perftest_params.c:280  UCX  ERROR \
+                     Invalid option argument for -t\n  \
                      Usage: ucx_perftest [ server-hostname ] [ options ]\n";
         assert!(said(usage).unwrap_err().to_string().contains("Invalid option argument for -t"));
-        let names = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n";
-        assert!(said(names).unwrap_err().to_string().contains("no figures"));
+        let names = format!("{NAMES}\n");
+        assert!(said(&names).unwrap_err().to_string().contains("no figures"));
         let zero = format!("{names}0,0.0,0.0,0.0,0.0,0.0,0,0\n");
         assert!(said(&zero).unwrap_err().to_string().contains("measured nothing"));
         let cut = format!("{names}10,0.1,0.1\n");
@@ -394,9 +410,11 @@ mod tests {
 
     #[test]
     fn listening_sockets_are_told_from_others() {
-        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n   \
-                     0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0\n   \
-                     1: 0100007F:1F91 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0\n";
+        let table =
+            "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0
+   1: 0100007F:1F91 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0
+";
         assert!(lists(table, 8080));
         assert!(!lists(table, 8081), "connected, not listening");
         assert!(!lists(table, 80));

@@ -7,10 +7,10 @@ use super::words::Level;
 use crate::case::{self, quantile};
 use crate::options::Size;
 
-/// One line of the results.
+/// One line of the results: a test at one size.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
-    /// `None` for the plain copy.
+    /// The level of the test; `None` for a plain copy.
     pub(super) level: Option<Level>,
     pub(super) test: Test,
     pub(super) bytes: usize,
@@ -18,11 +18,12 @@ pub(super) struct Row {
     pub(super) ours: Vec<f64>,
     /// Samples of `ucx_perftest`; empty if it was not requested.
     pub(super) peer: Vec<f64>,
-    /// The kind and the median of a plain copy of as many bytes, for bandwidths.
+    /// The (kind, median in GB/s) of a plain copy of as many bytes. `None` for other tests than
+    /// bandwidths.
     pub(super) copy: Option<(Test, f64)>,
 }
 
-/// The settings of all lines.
+/// The options that all lines of the results have in common. `busy` is a number of threads.
 #[derive(Clone, Debug)]
 pub(super) struct Setting {
     pub(super) transport: &'static str,
@@ -31,7 +32,7 @@ pub(super) struct Setting {
 }
 
 impl Row {
-    /// Returns one line of JSON. The plain copy has no level, transport or spin.
+    /// Returns this row as a JSON object. A plain copy has null as level, transport and spin.
     pub(super) fn json(&self, setting: &Setting) -> Value {
         let pair = self.level.is_some();
         let mut line = json!({
@@ -62,7 +63,7 @@ impl Row {
         line
     }
 
-    /// Describes the case beside its name, in the form of other `mpmd bench` cases.
+    /// Describes the size, level and settings, in the form of other `mpmd bench` cases.
     fn parameters(&self, Setting { transport, spin, busy }: &Setting) -> String {
         let size = Size(self.bytes);
         let mut words = match self.level {
@@ -75,7 +76,8 @@ impl Row {
         words
     }
 
-    /// Returns the difference of latencies in microseconds, or the ratio of bandwidths.
+    /// Returns (name, value): the difference of the median latencies in microseconds, or the ratio
+    /// of bandwidths.
     fn compared(&self) -> (&'static str, f64) {
         let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
         match self.test {
@@ -106,7 +108,7 @@ impl Row {
     }
 }
 
-/// Prints all rows.
+/// Prints all rows: as lines of JSON if `json` is true, else as a table.
 pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
     if json {
         for row in rows {
@@ -123,7 +125,7 @@ pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
     println!("{}", case::table(&heading, rows.iter().map(Row::cells).collect(), &[0, 1, 6]));
 }
 
-/// Formats a value with its significant digits.
+/// Formats a value with about four significant digits.
 fn figure(value: f64) -> String {
     match value.abs() {
         0.0..0.01 => format!("{value:.6}"),

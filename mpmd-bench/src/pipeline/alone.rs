@@ -12,33 +12,34 @@ use serde::{Deserialize, Serialize};
 
 use super::mlp::{self, Shape, Values, Weights};
 
-/// One stage's kernels with their own memory.
+/// One stage's kernels with their own memory, to be run without the framework.
 pub(super) struct Alone {
     shape: Shape,
     stage: usize,
     pool: Pool,
     weights: Vec<(Floats, Floats)>,
     gradients: Vec<(Floats, Floats)>,
-    /// Input and output. There is one of each, so their memory is warm.
+    /// The input of each pass; `y` is the output. There is one of each, so their memory is warm.
     x: Floats,
     y: Floats,
     /// The gradient of the output; on the last stage, the labels.
     dy: Floats,
     dx: Floats,
-    /// The residuals of forward passes, by microbatch while they are needed.
+    /// The residuals of each microbatch from its forward pass until its weight gradient is
+    /// computed.
     kept: Vec<Option<Kept>>,
     /// Residuals for reuse. The one freed last is reused first.
     free: Vec<Kept>,
 }
 
-/// The residuals of a pass: the layers' inputs, and the gradients of their outputs.
+/// The residuals of one microbatch: the inputs of the layers, and the gradients of their outputs.
 struct Kept {
     inputs: Vec<Floats>,
     gradients: Vec<Floats>,
 }
 
-/// Memory with the alignment of arrays: the start of a matrix within a cache line affects the speed
-/// of a product.
+/// A slice of `f32` with the alignment of arrays. The start of a matrix within a cache line affects
+/// the speed of a product.
 struct Floats(OwnedBuffer);
 
 impl Floats {
@@ -73,13 +74,13 @@ impl DerefMut for Floats {
 /// A measured time, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct Took {
-    /// Elapsed time.
+    /// Elapsed time in nanoseconds.
     pub(super) wall: u64,
-    /// CPU time of this thread, without waits for a core.
+    /// CPU time of the measuring thread in nanoseconds, without waits for a core.
     pub(super) own: u64,
 }
 
-/// The readings of both clocks at one moment.
+/// The readings of (elapsed time, this thread's CPU time) at one moment.
 struct Clocks(Instant, Duration);
 
 impl Clocks {
@@ -97,11 +98,11 @@ impl Clocks {
 }
 
 impl Alone {
-    /// Allocates the kernels' memory of a stage.
+    /// Allocates and fills the arrays of a stage, except for residuals, which `run` allocates.
     ///
     /// # Errors
     ///
-    /// If there is no memory.
+    /// If there is not enough memory.
     pub(super) fn new(shape: Shape, stage: usize) -> Result<Self> {
         let (dim, len, layers) = (shape.dim, shape.activations(), shape.layers_of_stage());
         let (first, pool) = (stage * layers, Pool::new("alone", None));
@@ -126,11 +127,12 @@ impl Alone {
         })
     }
 
-    /// Runs the actions of `order`. Returns the time of each action, and of an update.
+    /// Runs the kernels of the actions of `order`, then those of an update that changes no weights.
+    /// Returns (the time of each action in that order, the time of the update).
     ///
     /// # Errors
     ///
-    /// If there is no memory for the microbatches in flight.
+    /// If there is not enough memory for the microbatches in flight.
     pub(super) fn run(&mut self, order: &[Action]) -> Result<(Vec<Took>, Took)> {
         let mut first = true;
         let times = order
@@ -160,7 +162,7 @@ impl Alone {
         Ok((times, start.elapsed()))
     }
 
-    /// Measures the matrix library alone, on the products of one microbatch.
+    /// Returns the time of the matrix library for the products of one microbatch of this stage.
     pub(super) fn products(&mut self) -> Took {
         let Shape { dim, rows, .. } = self.shape;
         let (forward, backward) = self.shape.products(self.stage);

@@ -2,19 +2,21 @@
 
 use super::mlp::{Shape, Values};
 
-/// The maximum relative error of a loss, which is computed in single precision.
+/// The maximum relative error of a loss. The checked losses are computed in single precision.
 const TOLERANCE: f64 = 1e-4;
 
-/// The maximum number of multiplications of a check, about ten seconds of work.
+/// The maximum number of multiplications for which `--check` is accepted, about ten seconds of
+/// work.
 pub(super) const MOST: f64 = 1e10;
 
-/// Returns the approximate number of multiplications of `steps` steps.
+/// Returns the approximate number of multiplications that [`losses`] makes for `steps` steps.
 pub(super) fn multiplications(shape: &Shape, steps: usize) -> f64 {
     let products = 3 * shape.layers * shape.microbatches * steps;
     products as f64 * shape.product_flops() / 2.0
 }
 
-/// Returns the loss of each step, before its update.
+/// Returns the mean square error of each of `steps` training steps, before its update. Computes
+/// them on this thread, with the learning rate `rate`.
 pub(super) fn losses(shape: &Shape, rate: f64, steps: usize) -> Vec<f64> {
     let Shape { dim, layers, rows, microbatches, .. } = *shape;
     let double = |values: Vec<f32>| values.into_iter().map(f64::from).collect::<Vec<f64>>();
@@ -69,7 +71,8 @@ pub(super) fn losses(shape: &Shape, rate: f64, steps: usize) -> Vec<f64> {
     losses
 }
 
-/// Describes the first wrong loss; `None` if all are right.
+/// Describes the first loss that differs from the expected one by more than `TOLERANCE`; `None` if
+/// all are right.
 pub(super) fn first_off(found: &[f32], expected: &[f64]) -> Option<String> {
     if found.len() != expected.len() {
         return Some(format!("there are {} losses instead of {}", found.len(), expected.len()));

@@ -13,10 +13,11 @@ pub(super) fn sources() -> Vec<&'static Source> {
     vec![&FUNCTIONS, &CUBLAS]
 }
 
-/// Threads of the single block that sums a loss.
+/// Number of threads of the single block that sums a loss.
 const LOSS_THREADS: u32 = 1024;
 
-/// Kernels over `n` elements, with `dim` columns. Each thread strides by the size of the grid.
+/// The source of kernels over `n` elements of matrices with `dim` columns. A thread handles several
+/// elements if the grid has fewer threads.
 static FUNCTIONS: Source = Source::cuda(
     "mlp.cu",
     r#"
@@ -25,7 +26,9 @@ static FUNCTIONS: Source = Source::cuda(
     i < (n); i += gridDim.x * (unsigned long long)blockDim.x
 
 /* y = relu(y + b), b for each row. */
-extern "C" __global__ void bias_relu(unsigned long long n, unsigned long long dim, const float *b, float *y) {
+extern "C" __global__ void bias_relu(
+    unsigned long long n, unsigned long long dim, const float *b, float *y
+) {
     for (EACH(i, n)) {
         float z = y[i] + b[i % dim];
         y[i] = z > 0.0f ? z : 0.0f;
@@ -42,9 +45,11 @@ extern "C" __global__ void mask(unsigned long long n, const float *output, float
     for (EACH(i, n)) d[i] = output[i] > 0.0f ? d[i] : 0.0f;
 }
 
-/* The output's gradient before relu in the output's place, and the sum over rows of the mean square error. */
+/* The output's gradient before relu in the output's place, and the sum over rows of the mean
+   square error. */
 extern "C" __global__ void loss(
-    unsigned long long n, float scale, const float *labels, float *output, float *sum, float rows, float *weight
+    unsigned long long n, float scale, const float *labels, float *output, float *sum,
+    float rows, float *weight
 ) {
     __shared__ double parts[1024];
     double part = 0.0;
@@ -80,13 +85,16 @@ extern "C" __global__ void add_rows(
     }
 }
 
-extern "C" __global__ void descend(unsigned long long n, float rate, const float *gradient, float *w) {
+extern "C" __global__ void descend(
+    unsigned long long n, float rate, const float *gradient, float *w
+) {
     for (EACH(i, n)) w[i] -= rate * gradient[i];
 }
 "#,
 );
 
-/// Computes the same as [`mlp::forward`](super::mlp::forward).
+/// Queues the layers of a stage on the device. Writes the input of layer `l` to `inputs[l]`, and
+/// the last result to `output`, as [`mlp::forward`](super::mlp::forward) does.
 pub(super) fn forward(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -106,7 +114,7 @@ pub(super) fn forward(
     Ok(())
 }
 
-/// Computes one layer.
+/// Queues one layer on the device: `y = relu(x w + b)`.
 fn through(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -120,7 +128,8 @@ fn through(
     cuda.launch(&FUNCTIONS, "bias_relu", Grid::over(n), &args)
 }
 
-/// Computes the same as [`mlp::loss`](super::mlp::loss), and sets `weight` to the number of rows.
+/// Queues the loss on the device. Sets `sum` to it, `weight` to the number of rows, and `output` to
+/// the gradient, as [`mlp::loss`](super::mlp::loss) does.
 pub(super) fn loss(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -136,7 +145,8 @@ pub(super) fn loss(
     cuda.launch(&FUNCTIONS, "loss", Grid::new(1, LOSS_THREADS), &args)
 }
 
-/// Computes the same as [`mlp::through_relu`](super::mlp::through_relu).
+/// Queues a kernel that replaces `output` by the gradient before `relu`, as
+/// [`mlp::through_relu`](super::mlp::through_relu) does.
 pub(super) fn through_relu(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -147,7 +157,8 @@ pub(super) fn through_relu(
     cuda.launch(&FUNCTIONS, "through_relu", Grid::over(n), &[n.into(), dy.into(), output.into()])
 }
 
-/// Multiplies the last gradient by the gradient of the loss.
+/// Queues a kernel that multiplies the gradient of the last output by the scalar `by`, the gradient
+/// of the loss.
 pub(super) fn scale(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -158,7 +169,8 @@ pub(super) fn scale(
     cuda.launch(&FUNCTIONS, "scale", Grid::over(n), &[n.into(), by.into(), gradient.into()])
 }
 
-/// Computes the same as [`mlp::backward_input`](super::mlp::backward_input).
+/// Queues kernels that compute the earlier layers' gradients, and `dx` if given, as
+/// [`mlp::backward_input`](super::mlp::backward_input) does.
 pub(super) fn backward_input(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -186,7 +198,8 @@ pub(super) fn backward_input(
     }
 }
 
-/// Computes the same as [`mlp::backward_weight`](super::mlp::backward_weight).
+/// Queues kernels that add one layer's weight gradients to `into`, as
+/// [`mlp::backward_weight`](super::mlp::backward_weight) does.
 pub(super) fn backward_weight(
     cuda: Cuda<'_>,
     shape: &Shape,
@@ -200,7 +213,7 @@ pub(super) fn backward_weight(
     cuda.launch(&FUNCTIONS, "add_rows", Grid::over(dim), &args)
 }
 
-/// Computes the same as [`mlp::update`](super::mlp::update).
+/// Queues a kernel that subtracts `rate * gradient` from `weights`, in place.
 pub(super) fn update(
     cuda: Cuda<'_>,
     weights: &mut ViewMut<'_>,

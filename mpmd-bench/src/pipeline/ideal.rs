@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use mpmd_schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// Returns the time at which the last rank ends. Each rank works through its order, waits only for
-/// the passes that its next action needs, and then updates its parameters.
+/// Returns the length of a step: the time at which the last rank ends. Each rank works through its
+/// order, waits only for the passes that its next action needs, and then updates its parameters.
 ///
 /// `time` returns the length of each action, `update` the length of each rank's update. Moves take
 /// no time.
 ///
 /// # Errors
 ///
-/// As [`Schedule::global_order`].
+/// If the orders of the ranks wait for each other in a cycle.
 pub(super) fn makespan(
     schedule: &Schedule,
     mut time: impl FnMut(Action) -> Duration,
@@ -53,7 +53,7 @@ mod tests {
 
     const ONE: Duration = Duration::from_millis(1);
 
-    /// Returns the makespan with the given forward and backward times of each stage, and no update.
+    /// Returns the makespan with the (forward, backward) milliseconds of each stage, and no update.
     fn of(schedule: &Schedule, times: &[(u32, u32)]) -> Duration {
         let time = |action: Action| {
             let (forward, backward) = times[action.stage];

@@ -12,7 +12,7 @@ use super::alone::{Alone, Took};
 use super::mlp::{Shape, Values};
 use super::stage::{Last, Layer, Middle, Update};
 
-/// The number of steps.
+/// The numbers of steps of a measurement: unmeasured ones first, then measured ones.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
     pub(super) warm_up: usize,
@@ -23,54 +23,56 @@ pub(super) struct Pace {
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) samples: Vec<Sample>,
-    /// The mean loss of every step, including the warm-up.
+    /// The mean loss of every step in order, including the warm-up.
     pub(super) losses: Vec<f32>,
-    /// Memory, by process.
+    /// The memory of each process, in the order of processes.
     pub(super) memory: Vec<Memory>,
 }
 
 /// The memory of a process's arrays, in bytes.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Memory {
-    /// The peak that the plan expects before the first step.
+    /// The peak of a step in bytes that the pipeline's memory plan predicts.
     pub(super) expected: u64,
-    /// The peak in all steps.
+    /// The measured peak over all steps in bytes: that of arrays plus that of staging memory.
     pub(super) peak: u64,
-    /// Memory that was mapped after the first `MAY_MAP` steps.
+    /// Bytes that were mapped after the first `MAY_MAP` steps.
     pub(super) mapped_later: u64,
 }
 
-/// The number of first steps that may ask the system for memory.
+/// Number of first steps, including the warm-up, that may ask the system for memory.
 const MAY_MAP: usize = 3;
 
-/// One step and the times that it is compared with.
+/// The measurements of one step: its time, and the times that it is compared with.
 #[derive(Debug)]
 pub(super) struct Sample {
-    /// The time from the moment at which every process is ready until this one knows that all are
-    /// done.
+    /// The time from the moment at which every process is ready until this process knows that all
+    /// have ended the step.
     pub(super) step: Duration,
-    /// By process, which is by stage.
+    /// The measurements of each process, in the order of processes. Process `i` has stage `i`.
     pub(super) parts: Vec<Part>,
 }
 
-/// The measurements of a process for its stage.
+/// The measurements of one process, for its stage and one step.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Part {
-    /// The actions alone, in the schedule's order.
+    /// The times of the kernels of each action, run alone, in the schedule's order.
     pub(super) actions: Vec<Took>,
-    /// The update alone.
+    /// The time of the update's kernels, run alone.
     pub(super) update: Took,
     /// The matrix library's time for the products of each microbatch.
     pub(super) products: Vec<Took>,
-    /// Payload bytes that the process sent in the step.
+    /// Payload bytes that the process sent to other processes in the step.
     pub(super) sent: u64,
 }
 
-/// Runs and measures the steps of one schedule.
+/// Runs `pace.warm_up + pace.repeats` steps of one schedule, and after each step its kernels alone.
+/// All processes must call this together; it blocks until all steps have ended. `rate` is the
+/// learning rate.
 ///
 /// # Errors
 ///
-/// As the operations of the pipeline; all processes get the same error.
+/// If an operation of the pipeline fails, or if there is no memory for the kernels alone.
 pub(super) fn measure(
     p: &mut Program,
     shape: &Shape,
@@ -123,11 +125,12 @@ pub(super) fn measure(
     Ok(Measured { samples, losses, memory })
 }
 
-/// Runs `steps` steps of one schedule without measuring them. Returns their losses.
+/// Runs `steps` steps of one schedule without measuring them. All processes must call this
+/// together. Returns the mean loss of each step, on every process.
 ///
 /// # Errors
 ///
-/// As the operations of the pipeline.
+/// If an operation of the pipeline fails.
 pub(super) fn steps(
     p: &mut Program,
     shape: &Shape,
@@ -150,7 +153,8 @@ fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Returns the value of each process, on all processes.
+/// Sends this process's `mine` to all others. Returns the values of all processes, in the order of
+/// processes. All processes must call this together.
 fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(
     p: &mut Program,
     mine: T,
@@ -158,7 +162,7 @@ fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(
     (0..p.processes()).map(|process| agree(p, process, mine.clone(), || Ok(mine.clone()))).collect()
 }
 
-/// Blocks until every process is here.
+/// Blocks until every process has called this.
 fn meet(p: &mut Program) -> Result<()> {
     (0..p.processes()).try_for_each(|process| agree(p, process, (), || Ok(())))
 }
@@ -172,7 +176,8 @@ fn agree<T: Serialize + for<'a> Deserialize<'a>>(
     p.broadcast_value(ProcessId(from as u32), in_dry_run, f)
 }
 
-/// Returns the payload bytes sent so far. The empty values of `meet` have none.
+/// Returns the payload bytes that this process has sent so far. The empty values of `meet` have
+/// none.
 fn sent(p: &Program) -> u64 {
     p.metrics().bytes_sent.iter().sum()
 }
@@ -185,7 +190,7 @@ struct Job {
     updates: Vec<Jit<Update>>,
 }
 
-/// The loss of a step, on the process of the last stage.
+/// The loss of one step. Only the process of the last stage can read it.
 struct StepLoss(Loss<MpmdArray>);
 
 impl StepLoss {
@@ -244,8 +249,8 @@ impl Job {
         Ok(Self { stages, data, updates })
     }
 
-    /// Returns the expected peak memory of a step on this process. Maps it now, as late mapping
-    /// would delay the other processes.
+    /// Maps the memory of a step now, as late mapping would delay the other processes. Returns the
+    /// expected peak memory of a step on this process.
     fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<StepDeviceMemory> {
         let rows = || f32s([shape.rows, shape.dim]);
         let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
@@ -254,7 +259,8 @@ impl Job {
         Ok(plan.of(p.topology().devices_of(p.process())))
     }
 
-    /// Runs one step until it has ended on this process.
+    /// Runs one training step and the update of all stages. Blocks until both have ended on this
+    /// process.
     fn step(&mut self, p: &mut Program, schedule: &Schedule) -> Result<StepLoss> {
         let last = self.updates.len() - 1;
         let batch = self

@@ -5,14 +5,14 @@
 
 use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 
-/// The size of the network and of its parts.
+/// The sizes of the network: each field is a number of things.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Shape {
     /// Rows and columns of every matrix.
     pub(super) dim: usize,
     /// Layers of the whole network.
     pub(super) layers: usize,
-    /// Stages, each with the same number of layers.
+    /// Stages of the pipeline, each with the same number of layers.
     pub(super) stages: usize,
     /// Rows of a microbatch.
     pub(super) rows: usize,
@@ -31,24 +31,24 @@ impl Shape {
         self.rows * self.dim
     }
 
-    /// Returns the number of matrix products of a stage per microbatch, forward and backward. The
-    /// first stage computes no gradient of its input.
+    /// Returns the numbers of matrix products that a stage computes for one microbatch: (forward,
+    /// backward). The first stage computes no gradient of its input.
     pub(super) fn products(&self, stage: usize) -> (usize, usize) {
         let layers = self.layers_of_stage();
         (layers, 2 * layers - usize::from(stage == 0))
     }
 
-    /// Returns the floating-point operations of one product.
+    /// Returns the floating-point operations of one product of a microbatch with a matrix.
     pub(super) fn product_flops(&self) -> f64 {
         2.0 * self.rows as f64 * (self.dim as f64).powi(2)
     }
 }
 
-/// A layer's matrix and bias.
+/// A layer's (matrix, bias). The matrix has `dim` rows and columns, in row-major order.
 pub(super) type Weights<'a> = (&'a [f32], &'a [f32]);
 
-/// Computes the layers. Writes the input of layer `l` to `inputs[l]`, the first a copy of `x`, and
-/// the result of the last layer to `output`.
+/// Computes one stage's layers for a microbatch `x`. Writes the input of layer `l` to `inputs[l]`,
+/// the first a copy of `x`, and the result of the last layer to `output`.
 pub(super) fn forward(
     shape: &Shape,
     weights: &[Weights<'_>],
@@ -67,8 +67,8 @@ pub(super) fn forward(
     }
 }
 
-/// Returns the sum over rows of the mean square error of `output`. Replaces `output` by its
-/// gradient before `relu`.
+/// Returns the sum over rows of the mean square error of `output` against `labels`. Replaces
+/// `output` by the gradient of this sum before `relu`.
 pub(super) fn loss(shape: &Shape, output: &mut [f32], labels: &[f32]) -> f32 {
     let scale = 1.0 / shape.dim as f32;
     let mut sum = 0.0f64;
@@ -80,15 +80,16 @@ pub(super) fn loss(shape: &Shape, output: &mut [f32], labels: &[f32]) -> f32 {
     (sum * f64::from(scale)) as f32
 }
 
-/// Replaces `output` by its gradient before `relu`, given the gradient `dy` after it.
+/// Replaces `output`, the result of `relu`, by the gradient before `relu`. `dy` is the gradient
+/// after `relu`.
 pub(super) fn through_relu(output: &mut [f32], dy: &[f32]) {
     for (output, dy) in output.iter_mut().zip(dy) {
         *output = if *output > 0.0 { *dy } else { 0.0 };
     }
 }
 
-/// Computes the gradients of earlier layers from the last of `gradients`, all before `relu`. Also
-/// computes the gradient of the stage's input if `dx` is given.
+/// Computes from the last of `gradients` those of the earlier layers, and writes them there; all
+/// are before `relu`. Also writes the gradient of the stage's input to `dx` if that is given.
 pub(super) fn backward_input(
     shape: &Shape,
     weights: &[Weights<'_>],
@@ -110,7 +111,8 @@ pub(super) fn backward_input(
     }
 }
 
-/// Adds to one layer's gradients.
+/// Adds one microbatch's gradients of a layer to `dw` and `db`. `gradient` is that of the layer's
+/// output before `relu`.
 pub(super) fn backward_weight(
     shape: &Shape,
     input: &[f32],
@@ -125,27 +127,28 @@ pub(super) fn backward_weight(
     }
 }
 
-/// Makes a step of gradient descent.
+/// Makes a step of gradient descent: subtracts `rate * gradient` from `weights`.
 pub(super) fn update(weights: &mut [f32], gradient: &[f32], rate: f32) {
     weights.iter_mut().zip(gradient).for_each(|(w, d)| *w -= rate * d);
 }
 
-/// The use of initial values.
+/// The use of a generated array; the values depend on the use and its number.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Values {
-    /// The matrix of a layer, numbered in the whole network.
+    /// The matrix of the layer with this number, counted in the whole network.
     Matrix(usize),
-    /// The bias of a layer.
+    /// The bias of the layer with this number, counted in the whole network.
     Bias(usize),
-    /// The input of a microbatch.
+    /// The input of the microbatch with this number.
     Input(usize),
-    /// The expected output of a microbatch.
+    /// The expected output of the microbatch with this number.
     Labels(usize),
 }
 
 impl Values {
-    /// Fills in uniform values, the same on every process and in every run. Their range keeps the
-    /// size of activations (He et al. 2015: a variance of `2 / dim` for `relu`).
+    /// Fills `values` with uniform pseudo-random values, the same on every process and in every
+    /// run. For matrices, the range keeps the size of activations (He et al. 2015: a variance of `2
+    /// / dim` for `relu`).
     pub(super) fn fill(self, dim: usize, values: &mut [f32]) {
         let wide = (6.0 / dim as f32).sqrt();
         let (stream, number, low, high) = match self {

@@ -32,7 +32,8 @@ use alone::Took;
 use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
 
-/// If kernels take this many times their CPU time, other programs were using the cores.
+/// If the elapsed time of kernels is more than this multiple of their CPU time, other programs were
+/// using the cores.
 const BUSY: f64 = 1.2;
 
 #[derive(Args, Clone, Debug)]
@@ -87,7 +88,8 @@ fn count(most: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=most)
 }
 
-/// Measures the steps of each schedule.
+/// Measures the steps of each schedule and prints the results. Starts a job with a process per
+/// stage, or works as one of its processes.
 pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let schedules = args.schedules()?;
     if let Some(env) = JobEnv::from_env()? {
@@ -147,7 +149,8 @@ impl PipelineArgs {
         self.pace().warm_up + self.pace().repeats
     }
 
-    /// Returns the schedules, after a check of all other options.
+    /// Returns the schedules of `--schedule`. Fails if one does not exist or if other options are
+    /// invalid.
     fn schedules(&self) -> Result<Vec<Schedule>> {
         let (layers, stages) = (self.layers, self.stages);
         ensure!(
@@ -181,7 +184,7 @@ fn measure(
     schedules.iter().map(one).collect()
 }
 
-/// Prints the results after a check of the losses.
+/// Prints the results of all schedules. Fails if `--check` is given and a loss is wrong.
 fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) -> Result<()> {
     let mut expected = Vec::new();
     if args.check {
@@ -228,7 +231,7 @@ fn parameters(args: &PipelineArgs, schedule: &Schedule) -> String {
     )
 }
 
-/// Returns the cases of one schedule.
+/// Returns the output lines of one schedule.
 fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) -> Result<Vec<Case>> {
     let (shape, parameters) = (args.shape(), parameters(args, schedule));
     let samples = &measured.samples;
@@ -308,8 +311,8 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     Ok(cases)
 }
 
-/// Returns the share of a step in which the devices are idle, in percent. The busy time is that of
-/// their kernels alone.
+/// Returns the share of a step of length `step` in which the devices are idle, in percent. The
+/// devices are busy for the time of their kernels alone.
 fn idle_points(parts: &[Part], step: Duration) -> f64 {
     let busy = parts
         .iter()
@@ -319,7 +322,8 @@ fn idle_points(parts: &[Part], step: Duration) -> f64 {
     100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
 }
 
-/// Returns the ideal of one step, from the kernel times of its own turn by one of the clocks.
+/// Returns the length of an ideal step, in which only kernels take time. `parts` has the kernel
+/// times by stage, and `clock` chooses elapsed or CPU time.
 ///
 /// The threads' CPU time gives the ideal of a quiet machine. If the two clocks differ much, the
 /// machine was busy, and an efficiency means little.
@@ -337,7 +341,8 @@ fn ideal_of(schedule: &Schedule, parts: &[Part], clock: fn(&Took) -> u64) -> Res
 mod tests {
     use super::*;
 
-    /// Elapsed times; the CPU times are half of them.
+    /// Returns the measurements of a stage from elapsed nanoseconds; the CPU times are half of
+    /// them.
     fn part(actions: [u64; 4], update: u64) -> Part {
         let took = |wall| Took { wall, own: wall / 2 };
         Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }

@@ -18,18 +18,19 @@ use mpmd_schedule::timeline::{Kind, Timeline};
 use super::{PipelineArgs, check, job, parameters};
 use crate::case::{Case, show};
 
-/// The measurements of a schedule.
+/// The figures of one schedule from the trace of its job.
 #[derive(Debug)]
 struct Measured {
-    /// The seconds from the first pass of each step to its last.
+    /// The seconds from the start of the first pass of each step to the end of its last pass.
     spans: Vec<f64>,
-    /// The share of this time in which the devices compute no pass, in percent.
+    /// The share of this time in which the devices compute no pass, in percent, for each step.
     idle: Vec<f64>,
-    /// The same share in the simulation.
+    /// The share of the simulated step in which the devices compute no pass, in percent.
     simulated: f64,
 }
 
-/// Runs a job for each schedule, and shows the figures of their traces.
+/// Runs a traced job for each schedule, one after another, and prints the figures of the traces.
+/// Returns the exit code of a job that fails.
 pub(super) fn measure(args: &PipelineArgs, schedules: &[Schedule]) -> Result<ExitCode> {
     let mut cases = Vec::new();
     for schedule in schedules {
@@ -54,7 +55,8 @@ pub(super) fn measure(args: &PipelineArgs, schedules: &[Schedule]) -> Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does the work of one process of such a job.
+/// Does the work of one process of a job of [`measure`]: runs the steps of the schedule named
+/// `only`. With `--check`, process 0 fails if a loss is wrong.
 pub(super) fn as_one(
     p: &mut Program,
     args: &PipelineArgs,
@@ -89,7 +91,8 @@ fn of_found(parameters: &str, found: &Measured) -> [Case; 3] {
     [passes, points("idle", found.idle.clone()).over("simulation", &simulated), simulated]
 }
 
-/// Computes the figures of a run with `devices` devices.
+/// Computes the figures of a traced run with `devices` devices. Fails if the trace has no passes or
+/// no schedule.
 fn found(run: &Run, devices: usize) -> Result<Measured> {
     let plan = run.plan().context("the trace is compared with the simulation of its schedule")?;
     let mut found =
@@ -121,8 +124,8 @@ fn idle_of(plan: &Timeline, devices: usize) -> f64 {
     idle(&bars.map(|bar| (bar.start, bar.end)).collect::<Vec<_>>(), devices).1
 }
 
-/// Returns the time from the first start to the last end, and the share of the devices' time
-/// outside of all spans, in percent.
+/// Returns (the time from the first start to the last end, the share of the devices' time outside
+/// of all spans in percent). `spans` are (start, end) pairs.
 fn idle(spans: &[(f64, f64)], devices: usize) -> (f64, f64) {
     let begin = spans.iter().map(|(begin, _)| *begin).fold(f64::INFINITY, f64::min);
     let end = spans.iter().map(|(_, end)| *end).fold(f64::NEG_INFINITY, f64::max);

@@ -9,32 +9,33 @@ use mpmd_layout::tree::Empty;
 use super::gpu;
 use super::mlp::{self, Shape, Weights};
 
-/// A layer's parameters, or other values with one for each parameter.
+/// The parameters of a layer, or other values in the same form.
 #[derive(Clone, Debug, Tree)]
 pub(super) struct Layer<L> {
-    /// The matrix.
+    /// The value for the layer's matrix.
     pub(super) w: L,
-    /// The bias.
+    /// The value for the layer's bias.
     pub(super) b: L,
 }
 
-/// A stage other than the last.
+/// A stage of the network other than the last.
 pub(super) struct Middle(pub(super) Shape);
 
-/// The last stage, with the loss.
+/// The last stage of the network, with the loss.
 pub(super) struct Last(pub(super) Shape);
 
-/// `(parameters, gradients) -> parameters`, in place: plain gradient descent with this learning
-/// rate.
+/// A kernel `(parameters, gradients) -> parameters`, in place: plain gradient descent with this
+/// learning rate.
 pub(super) struct Update(pub(super) f32);
 
 type Layers<L> = Vec<Layer<L>>;
 
-/// The residuals of a forward pass: the inputs of the layers, and the output of the last one or its
-/// gradient.
+/// The residuals of a forward pass: (the inputs of the layers, the output of the last layer). On
+/// the last stage, the gradient of that output takes its place.
 type Kept<L> = (Vec<L>, L);
 
-/// The inputs of the layers, and the gradients of their outputs before `relu`.
+/// The values for the weight gradients: (the inputs of the layers, the gradients of their outputs
+/// before `relu`).
 type Gradients<L> = (Vec<L>, Vec<L>);
 
 /// Returns the signature that every stage declares, with these outputs. Fails if the layers do not
@@ -116,7 +117,7 @@ fn backward_weight(
     Ok(())
 }
 
-/// Returns the shape as words, so that processes with different shapes are detected.
+/// Returns the sizes that processes must have in common, so that a difference is detected.
 fn statics(shape: &Shape) -> Vec<u64> {
     [shape.dim, shape.layers, shape.stages, shape.rows].map(|number| number as u64).to_vec()
 }

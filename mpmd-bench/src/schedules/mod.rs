@@ -66,14 +66,15 @@ pub(crate) struct SchedulesArgs {
     transport: Carrier,
 }
 
-/// A schedule with the costs of its stages, in seconds.
+/// A schedule to measure, with the costs of its stages in seconds.
 struct Planned {
     schedule: Schedule,
     costs: Costs,
     fused: bool,
 }
 
-/// Measures the steps of each schedule.
+/// Measures the steps of each schedule and prints the results. Starts a job with a process per
+/// rank, or works as one of its processes.
 pub(super) fn schedules(args: &SchedulesArgs) -> Result<ExitCode> {
     let planned = args.planned()?;
     let ranks = usize::from(args.ranks);
@@ -107,7 +108,8 @@ pub(super) fn schedules(args: &SchedulesArgs) -> Result<ExitCode> {
 }
 
 impl SchedulesArgs {
-    /// Returns the schedules to measure, the same on every process.
+    /// Returns the schedules to measure, the same on every process. Fails if one does not exist, or
+    /// if its simulated step takes an hour or more.
     fn planned(&self) -> Result<Vec<Planned>> {
         let (ranks, microbatches) = (usize::from(self.ranks), self.microbatches as usize);
         ensure!((0.0..=10_000.0).contains(&self.unit_ms), "a pass of {} ms", self.unit_ms);
@@ -171,7 +173,7 @@ impl SchedulesArgs {
 }
 
 impl Planned {
-    /// Returns the makespan of the schedule with these costs, in seconds.
+    /// Returns the simulated length of a step with these costs, in seconds.
     fn simulated(&self) -> Result<f64> {
         let leaves = if self.fused { Leaves::InOrder } else { Leaves::AtOnce };
         let simulated = simulate_schedule(&self.schedule, &self.costs, leaves, Channel::TAGS)?;
@@ -179,8 +181,8 @@ impl Planned {
     }
 }
 
-/// Returns the times of steps, from the moment at which every process is ready until the first
-/// process knows that all are done.
+/// Returns the lengths of `repeats` steps, after one that does not count. Each lasts from the
+/// moment at which every process is ready until the first process knows that all are done.
 fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Duration>> {
     let Planned { schedule, costs, fused } = planned;
     let passes = |stage: usize| Passes { costs: costs.stage[stage], fused: *fused };
@@ -225,7 +227,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
     Ok(steps)
 }
 
-/// Checks that every stage has seen every microbatch once.
+/// Fails unless the gradients on this process show that each stage has seen every microbatch once.
 fn check(gradients: &[Vec<(String, MpmdArray)>], schedule: &Schedule) -> Result<()> {
     for (stage, (_, gradient)) in gradients
         .iter()

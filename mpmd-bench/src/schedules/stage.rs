@@ -9,27 +9,27 @@ use mpmd_core::prelude::*;
 use mpmd_layout::tree::Empty;
 use mpmd_schedule::StageCosts;
 
-/// The lengths of a stage's passes.
+/// The lengths of a stage's passes in seconds.
 #[derive(Clone, Copy)]
 pub(super) struct Passes {
     pub(super) costs: StageCosts,
-    /// True if both gradients are one pass where the schedule has them as one.
+    /// True if a schedule's combined backward pass runs as one pass that yields both gradients.
     pub(super) fused: bool,
 }
 
-/// A stage other than the last.
+/// A stage other than the last, with passes that only wait.
 pub(super) struct Waits(pub(super) Passes);
 
-/// The last stage, with the loss.
+/// The last stage, with passes that only wait and a loss.
 pub(super) struct WaitsLast(pub(super) Passes);
 
 /// Elements of the arrays between stages.
 pub(super) const ELEMENTS: usize = 16;
 
-/// A sleep ends late by about this time. The rest is spent in a busy wait.
+/// The assumed delay of a sleep's end. The rest of a wait is spent without sleeping.
 const LATE: Duration = Duration::from_micros(150);
 
-/// Blocks for `seconds`, to within some microseconds.
+/// Blocks this thread for `seconds`, to within some microseconds.
 fn wait(seconds: f64) {
     let end = Instant::now() + Duration::from_secs_f64(seconds);
     if let Some(asleep) = end.checked_duration_since(Instant::now() + LATE) {
@@ -40,7 +40,8 @@ fn wait(seconds: f64) {
     }
 }
 
-/// Returns the signature of a stage.
+/// Returns the signature of a stage with the output `out`. The stage keeps its input `x` for both
+/// gradients.
 fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O, PlacedShape, PlacedShape> {
     let kept = || PlacedShape::replicated(x.clone());
     StageSignature::new(out, kept(), kept()).keep("", "")
@@ -63,7 +64,8 @@ fn backward_input(costs: &StageCosts, dy: f32, dx: Option<ViewMut<'_>>) -> Resul
     Ok(())
 }
 
-/// Adds up the kept values, so that a lost or doubled microbatch is detected.
+/// Waits for the length of the pass. Then adds the first kept value to `sum`, so that a lost or
+/// doubled microbatch is detected.
 fn backward_weight(costs: &StageCosts, kept: &View<'_>, mut sum: ViewMut<'_>) -> Result<()> {
     wait(costs.backward_weight);
     sum.as_mut_slice::<f32>()?[0] += kept.as_slice::<f32>()?[0];

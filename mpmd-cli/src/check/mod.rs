@@ -13,7 +13,7 @@ use mpmd_schedule::check::{Budget, Channel};
 use program::ProgramArgs;
 use schedule::ScheduleArgs;
 
-/// The exit code if there is nothing to check.
+/// The exit code if an error leaves nothing checked.
 const NOTHING: u8 = 2;
 
 /// Arguments of `mpmd check`.
@@ -36,8 +36,8 @@ pub(crate) struct CheckArgs {
     what: Vec<OsString>,
 }
 
-/// Checks a schedule or a program. The exit code is 0 if it is proved, 1 if it is refuted, and 2 if
-/// there is nothing to check.
+/// Checks a schedule or a program and prints a report. The exit code is 0 if it is proved and 1 if
+/// it is refuted. An error is printed, and gives 2.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     checked(args).or_else(|error| {
         eprintln!("mpmd: {error:#}");

@@ -15,20 +15,22 @@ const MOST_PARTINGS: usize = 8;
 pub(crate) struct Others {
     /// The processes that issue the same operations, including process 0.
     same: Vec<u32>,
-    /// The first differences from process 0, each with the processes that have it.
+    /// The first differences from process 0, each with the processes that part there.
     parted: Vec<(Parting, Vec<u32>)>,
-    /// Processes that were not planned before the time limit.
+    /// Processes that were not planned, because the time limit was over.
     left: Vec<u32>,
     within: Duration,
 }
 
 impl Others {
-    /// Plans every process except 0, one per core at a time, and compares each plan with `first`,
-    /// the plan of process 0. Starts no further plan after `within`.
+    /// Plans every process except 0 by `plan_of`, on a thread per core, and compares each plan with
+    /// `first`, the plan of process 0. Blocks until all have ended. Starts no further plan once the
+    /// time `within` is over.
     ///
     /// # Errors
     ///
-    /// The first error of `plan_of`.
+    /// The error of `plan_of` for the lowest process that failed. After an error no further plan is
+    /// started.
     pub(crate) fn compare(
         first: &Plan,
         within: Duration,

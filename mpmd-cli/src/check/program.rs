@@ -29,10 +29,12 @@ pub(crate) struct ProgramArgs {
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) processes: Option<u32>,
     /// Number of devices of each process; by default the program's choice
-    #[arg(long, value_name = "D", requires = "processes", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "D", requires = "processes")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
     /// Record at most this many steps; by default until two successive steps are equal, or 16
-    #[arg(long, value_name = "K", requires = "processes", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "K", requires = "processes")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
     /// The time limit for one dry run of the program; after this time no dry run is started for a
     /// further process
@@ -44,8 +46,8 @@ pub(crate) struct ProgramArgs {
 }
 
 impl ProgramArgs {
-    /// Runs the program once as each process of the job, as dry runs, and reports on the plans that
-    /// they write.
+    /// Runs the program once as each process of the job, as dry runs. Blocks until all have ended,
+    /// and prints a report on the plans that they write. Returns failure if the report has faults.
     pub(crate) fn check(
         &self,
         processes: u32,
@@ -79,7 +81,7 @@ impl ProgramArgs {
     }
 }
 
-/// Dry runs of a program, as each of its processes.
+/// The settings for dry runs of a program, as each of the processes of its job.
 struct DryRuns<'a> {
     settings: &'a ProgramArgs,
     processes: u32,
@@ -90,11 +92,12 @@ struct DryRuns<'a> {
 }
 
 impl DryRuns<'_> {
-    /// Runs the program as one of the processes. Returns the plan that it has written to `file`.
+    /// Runs the program as process `process`, and blocks until it ends or `--peer-timeout` is over.
+    /// Then it is killed. Returns the plan that it has written to `file`.
     ///
     /// # Errors
     ///
-    /// If the program writes no plan. The error contains the text that it printed.
+    /// If the program fails, is killed, or writes no plan. The error contains its error output.
     fn plan(&self, process: u32, file: &Path) -> anyhow::Result<Plan> {
         // An old file must not pass for the program's plan.
         if file.exists() {
@@ -150,15 +153,14 @@ impl DryRuns<'_> {
             0 => anyhow::bail!("{name} {how}\n{said}"),
             _ => anyhow::bail!(
                 "{name} {how} as process {process}; as process 0 it was planned. The work of a \
-                 single process, such \
-                 as reading values or writing files, must be skipped if Program::is_dry_run returns \
-                 true\n{said}"
+                 single process, such as reading values or writing files, must be skipped if \
+                 Program::is_dry_run returns true\n{said}"
             ),
         }
     }
 }
 
-/// Kills a program and all processes of its group.
+/// Kills a program and all processes of its group, and waits for the program's end.
 fn end(child: &mut Child) -> anyhow::Result<()> {
     // The group may be gone already.
     let _ = kill_process_group(Pid::from_child(child), Signal::KILL);

@@ -16,7 +16,7 @@ const MOST_LINKS: usize = 16;
 /// The maximum number of listed source lines at which values are read.
 const MOST_READS: usize = 8;
 
-/// The proofs and sums of a plan.
+/// The proofs and sums of the plan of a program, to be printed.
 pub(crate) struct Report<'a> {
     plan: &'a Plan,
     others: &'a Others,
@@ -27,7 +27,8 @@ pub(crate) struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// Proves and adds up the operations of process 0.
+    /// Proves that the operations of process 0 end over each channel, and adds up memory. `budget`
+    /// is the limit in bytes per device.
     pub(crate) fn new(
         plan: &'a Plan,
         others: &'a Others,
@@ -41,15 +42,16 @@ impl<'a> Report<'a> {
         Self { plan, others, planned, verdicts, memory, budget }
     }
 
-    /// True if all processes issue the same operations, and these end over every channel within the
-    /// budget.
+    /// True if no process is known to issue other operations than process 0, and these end over
+    /// every channel within the budget.
     pub(crate) fn is_good(&self) -> bool {
         self.others.issue_the_same()
             && self.verdicts.iter().all(Result::is_ok)
             && self.over_budget().next().is_none()
     }
 
-    /// Returns the devices that exceed the budget, with their peak memory.
+    /// Returns (device, peak memory) of the devices that exceed the budget; none if there is no
+    /// budget.
     fn over_budget(&self) -> impl Iterator<Item = (u32, MemoryPeak)> {
         let most =
             |one: MemoryPeak, other: MemoryPeak| if other.bytes > one.bytes { other } else { one };
@@ -58,8 +60,8 @@ impl<'a> Report<'a> {
         peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
     }
 
-    /// Returns the operations of the last step, which stands for later steps. Without steps, all
-    /// operations.
+    /// Returns (range of operation numbers, words for it): the last step, which stands for later
+    /// steps. Without steps, all operations.
     fn typical(&self) -> (Range<u64>, &'static str) {
         let last = self.plan.steps.len().checked_sub(1).and_then(|last| self.plan.step(last));
         match last {
@@ -177,7 +179,8 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// Writes the conditions of the proof: values that the program reads and could branch on.
+    /// Writes the source lines at which the program reads values. The proof holds only if the
+    /// program does not branch on them.
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms = (1..=self.plan.operations.len() as u64)
             .filter_map(|operation| self.plan.descriptor_of(operation));
@@ -196,8 +199,8 @@ impl<'a> Report<'a> {
         let Some(first) = lines.values().map(|(first, _)| *first).min() else { return Ok(()) };
         writeln!(
             f,
-            "values   the proof holds up to operation {first}; beyond it, only if no process branches \
-             on values that it reads"
+            "values   the proof holds up to operation {first}; beyond it, only if no process \
+             branches on values that it reads"
         )?;
         let rest = lines.len().saturating_sub(MOST_READS);
         for (line, (first, times)) in lines.into_iter().take(MOST_READS) {
@@ -222,7 +225,7 @@ impl fmt::Display for Report<'_> {
     }
 }
 
-/// Names an operation by its label, its kind and its line.
+/// Names nodes and transfers of the proof by the operation in the plan: its label, kind and line.
 struct Named<'a>(&'a Report<'a>);
 
 impl Names for Named<'_> {

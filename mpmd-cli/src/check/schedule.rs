@@ -44,7 +44,7 @@ pub(crate) struct ScheduleArgs {
     json: bool,
 }
 
-/// The schedule to check.
+/// The schedule to check: its name, the steps of each rank, and the costs of its stages if known.
 struct Subject {
     name: String,
     rows: Lowered,
@@ -56,10 +56,10 @@ struct Findings {
     name: String,
     names: StepNames,
     unit: String,
-    /// A report for each channel.
+    /// The proof or the problems, for each requested channel.
     reports: Vec<(Channel, Report)>,
-    /// The simulations over tags: with the requested `leaves`, and with the other setting. `None`
-    /// if the rows are no schedule or do not end.
+    /// The simulation over tags with `leaves`; `other` has the opposite setting. Both are `None` if
+    /// the rows are no schedule or do not end.
     simulated: Option<SimulatedSchedule>,
     other: Option<SimulatedSchedule>,
     leaves: Leaves,
@@ -67,7 +67,8 @@ struct Findings {
 }
 
 impl ScheduleArgs {
-    /// Proves, simulates, and prints the findings.
+    /// Proves and simulates the schedule `subject`, a file or name, and prints the findings.
+    /// Returns failure if a problem is found.
     pub(crate) fn check(
         &self,
         subject: &str,
@@ -194,7 +195,7 @@ impl Findings {
         self.reports.iter().all(|(_, report)| report.is_fit())
     }
 
-    /// Returns the problems that all channels have in common.
+    /// Returns the problems that occur over every channel.
     fn faults(&self) -> Vec<&Problem> {
         let of = |report: &'_ Report, problem: &Problem| report.problems.contains(problem);
         let Some((_, first)) = self.reports.first() else { return Vec::new() };
@@ -203,7 +204,8 @@ impl Findings {
         first.problems.iter().filter(everywhere).collect()
     }
 
-    /// Returns, for each channel over which the schedule does not end, the circle of waits.
+    /// Returns the problems that do not occur over every channel, as (channel, lines of text). They
+    /// are circles of waits.
     fn circles(&self) -> Vec<(Channel, Vec<String>)> {
         let faults = self.faults();
         let mut circles = Vec::new();
@@ -335,7 +337,10 @@ impl Findings {
             .flat_map(|report| &report.links)
             .map(|link| {
                 json!({
-                    "from": link.from, "to": link.to, "transfers": link.transfers, "bytes": link.bytes,
+                    "from": link.from,
+                    "to": link.to,
+                    "transfers": link.transfers,
+                    "bytes": link.bytes,
                 })
             })
             .collect();
@@ -361,7 +366,9 @@ impl Findings {
         let costs: Vec<Value> = made
             .channel_costs()
             .into_iter()
-            .map(|(channel, makespan)| json!({ "channel": channel.to_string(), "makespan": makespan.ok() }))
+            .map(|(channel, makespan)| {
+                json!({ "channel": channel.to_string(), "makespan": makespan.ok() })
+            })
             .collect();
         json!({
             "unit": self.unit,

@@ -14,7 +14,7 @@ use super::findings::{Finding, Verdict, finding};
 /// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";
 
-/// The facts about CUDA. Without a driver nothing else is examined.
+/// The facts about CUDA. Without a driver only the reason is known.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Cuda {
@@ -25,17 +25,18 @@ pub(super) enum Cuda {
     },
     Found {
         driver: Driver,
-        /// The versions of the libraries, or the reason why one cannot be used.
+        /// The version of NVRTC, or the reason why it cannot be used. The same for `cublas` and
+        /// `nccl`.
         nvrtc: Result<String, String>,
         cublas: Result<String, String>,
         nccl: Result<String, String>,
-        /// True if this is a container with its own process ids.
+        /// True if this process has other process ids than on the host, as in a container.
         own_pids: bool,
     },
 }
 
 impl Cuda {
-    /// Starts the CUDA driver, if there is one, and queries it.
+    /// Starts the CUDA driver, if there is one, and gathers the facts about it and its libraries.
     pub(super) fn look() -> Self {
         let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
         match cuda::found() {
@@ -52,8 +53,8 @@ impl Cuda {
     }
 }
 
-/// Judges all facts about CUDA. `wanted` is true if CUDA devices are requested, `joined` if NCCL is
-/// requested for their collectives.
+/// Returns a finding for each fact about CUDA. `wanted` is true if CUDA devices are requested,
+/// `joined` if NCCL is requested for their collectives.
 pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     let stops = if wanted { Verdict::Problem } else { Verdict::Note };
     let (driver, nvrtc, cublas, nccl, own_pids) = match cuda {
@@ -145,7 +146,8 @@ fn library(
     }
 }
 
-/// Judges the ways in which collectives of CUDA devices can go.
+/// Judges if NCCL can be used for collectives of CUDA devices. `missing` is the verdict if it
+/// cannot.
 fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> Finding {
     let name = "cuda collectives";
     match (nccl, joined) {
@@ -175,7 +177,7 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
     }
 }
 
-/// Judges if one process can use another's arrays in place.
+/// Judges if one process of this host can use another's arrays in GPU memory in place.
 fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     let name = "cuda sharing";
     let cannot = gpus.iter().filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
@@ -198,7 +200,7 @@ fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     finding(name, value, Verdict::Ok, advice)
 }
 
-/// Reports the GPUs that the processes of a job would get.
+/// Reports the GPUs that the processes of jobs of two sizes would get.
 fn turns(gpus: usize) -> Finding {
     let of = |processes: usize| -> String {
         let job = Topology::even(processes, 1).of_kinds(&[DeviceKind::Cuda]);
@@ -276,7 +278,7 @@ mod tests {
         }
     }
 
-    /// Checks for a problem if CUDA devices are requested, else a note.
+    /// Checks that a finding is a problem if CUDA devices are requested, else a note.
     fn stops(cuda: &Cuda, name: &str, texts: &[&str]) {
         check(cuda, true, name, Verdict::Problem, texts);
         check(cuda, false, name, Verdict::Note, texts);

@@ -16,10 +16,10 @@ use serde::Serialize;
 use super::cuda::Cuda;
 use super::memory::Both;
 
-/// The time limit for UCX to report its resources.
+/// The time limit for UCX to connect two ends in this process.
 const UCX_PATIENCE: Duration = Duration::from_secs(20);
 
-/// The time limit for a connection from this host to itself.
+/// The time limit for a TCP connection from this host to itself, and for reading one byte from it.
 const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// All facts that `findings` judges.
@@ -31,22 +31,23 @@ pub(super) struct Facts {
     pub(super) device: Option<String>,
     pub(super) cuda: Cuda,
     pub(super) ucx: Ucx,
-    /// The error of a TCP connection from this host to itself, if it fails.
+    /// The error of a TCP connection from this host to itself; `None` if it works.
     pub(super) loopback_error: Option<String>,
     pub(super) memory_of_others: Both,
     pub(super) sharing: Sharing,
     pub(super) kernel: Kernel,
-    /// Bytes that this process may lock in memory; `None` if there is no limit.
+    /// Bytes that this process may lock in memory, by its soft limit; `None` if there is no limit.
     pub(super) lockable_bytes: Option<u64>,
     /// Names of the RDMA devices.
     pub(super) rdma: Vec<String>,
     /// CPU cores that this process may use.
     pub(super) cores: usize,
-    /// The size of `/dev/shm`, if it exists.
+    /// The size of `/dev/shm`; `None` if it does not exist.
     pub(super) shared_memory: Option<SharedMemory>,
     /// All network interfaces, including those that UCX cannot use.
     pub(super) interfaces: Vec<Interface>,
-    /// The variables `MPMD_*`, `UCX_*` and `CUDA_*`, without the value of the job's token.
+    /// The environment variables `MPMD_*`, `UCX_*` and `CUDA_*`. The job's token is replaced by a
+    /// text.
     pub(super) variables: BTreeMap<String, String>,
 }
 
@@ -67,29 +68,30 @@ pub(super) enum Ucx {
 /// Facts for the transport `shm`.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Sharing {
-    /// The reason why this process cannot share memory with others, if there is one.
+    /// The reason why this process cannot share memory with others; `None` if it can.
     pub(super) error: Option<String>,
-    /// The kernel's setting of huge pages for shared memory, as in `shmem_enabled`. `None` if it
-    /// cannot be read.
+    /// The kernel's chosen setting of huge pages for shared memory, such as `advise`, from
+    /// `shmem_enabled`. `None` if it cannot be read.
     pub(super) huge_pages: Option<String>,
-    /// The limit on open files, if there is one. Each large shared array takes one file.
+    /// The hard limit on open files of this process; `None` without limit. Each large shared array
+    /// takes one file.
     pub(super) open_files: Option<u64>,
 }
 
 /// Restrictions that the kernel puts on this process.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Kernel {
-    /// Yama's `ptrace_scope`, if the kernel has Yama.
+    /// The value of Yama's `ptrace_scope`; `None` if the kernel has no Yama.
     pub(super) ptrace_scope: Option<u8>,
-    /// True if a filter of system calls is in force.
+    /// True if a filter of system calls (seccomp mode 2) is in force for this process.
     pub(super) seccomp: bool,
-    /// True if this is not the host's own user namespace.
+    /// True if this process is not in the host's own user namespace.
     pub(super) user_namespace: bool,
-    /// True if limits on locked memory do not apply to this process.
+    /// True if limits on locked memory do not apply to this process, because it has CAP_IPC_LOCK.
     pub(super) may_lock: bool,
 }
 
-/// The size of `/dev/shm`, in bytes.
+/// The size of `/dev/shm` and its free part, in bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct SharedMemory {
     pub(super) bytes: u64,
@@ -100,13 +102,15 @@ pub(super) struct SharedMemory {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Interface {
     pub(super) name: String,
-    /// True if it is up, connected, and has an IPv4 address: UCX would use it for TCP.
+    /// True if the interface is up, connected, and either loopback or routed in IPv4. UCX would use
+    /// it for TCP.
     pub(super) usable: bool,
     pub(super) loopback: bool,
 }
 
 impl Facts {
-    /// Gathers all facts. This may take several seconds.
+    /// Gathers all facts. Blocks for several seconds at times: it opens UCX and starts a child
+    /// process.
     pub(super) fn gather(transport: String, device: Option<String>) -> Self {
         let limit = getrlimit(Resource::Memlock);
         Self {
@@ -148,7 +152,8 @@ impl Ucx {
 }
 
 impl Sharing {
-    /// Tries to share memory with itself, as a job's process does when it chooses its transport.
+    /// Gathers the facts. Opens shared memory once, as a job's process does when it chooses its
+    /// transport.
     fn look() -> Self {
         let error = shm::Opened::open().err().map(|error| match error {
             TransportError::Unavailable { why, .. } => why,
@@ -163,7 +168,7 @@ impl Sharing {
         }
     }
 
-    /// Returns the word in brackets, which is the chosen one.
+    /// Returns the word in brackets, which is the kernel's chosen setting. `None` if there is none.
     fn chosen(text: &str) -> Option<String> {
         text.split_whitespace()
             .find_map(|word| Some(word.strip_prefix('[')?.strip_suffix(']')?.to_owned()))
@@ -181,6 +186,7 @@ impl Kernel {
     }
 
     /// Reads the facts from the texts of `/proc/self/status` and `/proc/self/uid_map`.
+    /// `ptrace_scope` stays `None`.
     fn of(status: &str, uid_map: &str) -> Self {
         /// Bit of CAP_IPC_LOCK, see capabilities(7).
         const IPC_LOCK: u64 = 1 << 14;
@@ -212,7 +218,8 @@ impl SharedMemory {
     }
 }
 
-/// Sends a byte from this host to itself.
+/// Sends a byte over TCP from this host to itself, and receives it. Each wait is limited to
+/// `LOOPBACK_PATIENCE`.
 fn loopback() -> io::Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut there = TcpStream::connect_timeout(&listener.local_addr()?, LOOPBACK_PATIENCE)?;
@@ -240,14 +247,14 @@ fn interfaces() -> Vec<Interface> {
     names_in("/sys/class/net").into_iter().map(look).collect()
 }
 
-/// Returns the interfaces named in `/proc/net/route`. An interface with an IPv4 address has a route
-/// to its own network.
+/// Returns the names of the interfaces in `routes`, the text of `/proc/net/route`. An interface
+/// with an IPv4 address has a route to its own network.
 fn routed(routes: &str) -> BTreeSet<String> {
     let names = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next());
     names.map(str::to_owned).collect()
 }
 
-/// Returns the names in a folder, sorted. Empty if the folder does not exist.
+/// Returns the names of the entries of a folder, sorted. Empty if the folder cannot be read.
 fn names_in(folder: &str) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     let mut names: Vec<String> =
@@ -256,7 +263,8 @@ fn names_in(folder: &str) -> Vec<String> {
     names
 }
 
-/// Returns the variables that `Facts` reports, with secrets replaced.
+/// Returns the variables `MPMD_*`, `UCX_*` and `CUDA_*`, with the job's token replaced by `(a
+/// secret)`.
 fn relevant(all: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
     let ours = all
         .filter(|(name, _)| ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| name.starts_with(start)));

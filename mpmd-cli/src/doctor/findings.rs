@@ -34,17 +34,19 @@ pub(super) enum Verdict {
     Problem,
 }
 
-/// Bytes that a first registration with an RDMA device may need: queues, and buffers of a few MiB.
+/// Bytes of locked memory that a first registration with an RDMA device may need: queues, and
+/// buffers of a few MiB.
 const LOCKED_FOR_RDMA: u64 = 64 << 20;
 
-/// With fewer open files, a process with many large arrays may run out of file descriptors.
+/// If the limit on open files is lower, a process with many large arrays may run out of file
+/// descriptors.
 const FEWEST_FILES: u64 = 4096;
 
-/// With less free memory, UCX's queues for a handful of processes may not fit. A container's
-/// default is 64 MiB.
+/// With fewer free bytes in `/dev/shm`, UCX's queues for a handful of processes may not fit. A
+/// container's default is 64 MiB.
 const SHM_LITTLE: u64 = 256 << 20;
 
-/// With less free memory, the queues of one process may not fit.
+/// With fewer free bytes in `/dev/shm`, UCX's queues of one process may not fit.
 const SHM_NOTHING: u64 = 8 << 20;
 
 /// Prefixes of interface names that lead only to containers or virtual machines of this host.
@@ -70,7 +72,8 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
 }
 
 impl Facts {
-    /// Returns the verdict for a fault of UCX: a problem only if the transport is `ucx`.
+    /// Returns the verdict for a fault of UCX: a problem if the requested transport is `ucx`, else
+    /// a note.
     fn problem_of_ucx(&self) -> Verdict {
         if self.transport == "ucx" { Verdict::Problem } else { Verdict::Note }
     }
@@ -424,7 +427,7 @@ fn interfaces(facts: &Facts) -> Finding {
     finding(name, value, Verdict::Note, advice)
 }
 
-/// Judges variables with invalid or harmful values.
+/// Returns findings for variables with invalid or harmful values; none if all are good.
 fn set_wrong(facts: &Facts) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(Err(error)) = facts.variables.get(variables::SPIN).map(|text| spin(text.trim())) {

@@ -13,32 +13,34 @@ use serde::Serialize;
 /// The hidden subcommand by which `doctor` starts this program again, as the other process.
 pub(crate) const READ_MEMORY: &str = "__read-memory";
 
-/// The time limit for the other process.
+/// The time limit for the first line of the other process's output.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
 
 /// The result of an attempt to read another process's memory.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Attempt {
-    /// The bytes were read.
+    /// The bytes were read, and they were right.
     Read,
-    /// The kernel refused, with this error.
+    /// Reading failed with this error, or gave other bytes.
     Refused(String),
-    /// It could not be tried.
+    /// Reading could not be tried, for this reason.
     Untried(String),
 }
 
-/// The attempts in both directions between a process and its child.
+/// The results of reading memory in both directions between a process and its child.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub(super) struct Both {
-    /// The parent reads the child's memory. Yama's scope 1 always allows that.
+    /// The result of the parent that reads the child's memory. Yama's scope 1 always allows that.
     pub(super) child: Attempt,
-    /// The child reads the parent's memory. Processes of one launcher depend on this permission.
+    /// The result of the child that reads the parent's memory. Processes of one launcher depend on
+    /// this permission.
     pub(super) parent: Attempt,
 }
 
 impl Both {
-    /// Tries both directions. Blocks for up to 10 seconds.
+    /// Tries both directions. Starts this program again as a child process, and waits up to 10
+    /// seconds for its answer.
     pub(super) fn attempt() -> Self {
         match attempt() {
             Ok(both) => both,
@@ -69,8 +71,9 @@ fn attempt() -> Result<Both> {
     Ok(Both { child: read(other.0.id(), address), parent })
 }
 
-/// Does the work of the other process: reads the parent's mark, and prints the result and its own
-/// mark's address. Then waits until the parent closes its standard input.
+/// Does the work of the child process. Reads the parent's mark at `address`, and prints the address
+/// of its own mark and the result. Then blocks until the parent closes this process's standard
+/// input.
 pub(crate) fn answer_reader(pid: u32, address: u64) -> Result<ExitCode> {
     let mark = Mark::new();
     let how = match read(pid, address) {
@@ -83,7 +86,8 @@ pub(crate) fn answer_reader(pid: u32, address: u64) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Bytes that are unique to this process and that another process may read.
+/// Bytes that are unique to this process. Creating them allows other processes to read this one's
+/// memory.
 struct Mark(Box<[u8]>);
 
 impl Mark {
@@ -112,7 +116,7 @@ fn read(pid: u32, address: u64) -> Attempt {
     }
 }
 
-/// Returns the first line of the other process's output.
+/// Returns the first line of the other process's output. Waits up to `TIME_LIMIT`, else fails.
 fn line(stdout: ChildStdout) -> Result<String> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {

@@ -37,7 +37,8 @@ pub(crate) struct DoctorArgs {
     json: bool,
 }
 
-/// Gathers facts, judges and prints them. The exit code is a failure if a finding is a problem.
+/// Gathers the facts about this machine, judges them and prints the findings. The exit code is a
+/// failure if a finding is a problem.
 pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let asked = |argument: &Option<String>, variable| {
         let asked = argument.clone().or_else(|| std::env::var(variable).ok());

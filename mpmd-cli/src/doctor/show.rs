@@ -6,13 +6,14 @@ use serde_json::json;
 use super::facts::Facts;
 use super::findings::{Finding, Verdict};
 
-/// The width of a line, in characters.
+/// The maximum width of a line, in characters.
 const WIDTH: usize = 100;
 
 /// The column in which values begin, in characters.
 const INDENT: usize = 27;
 
-/// Returns a table for people. The advice stands below the value of each finding.
+/// Returns a table for people, and a last line that counts problems and notes. The advice stands
+/// below the value of each finding.
 pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     let mut lines = Vec::new();
     for Finding { name, value, verdict, advice } in findings {

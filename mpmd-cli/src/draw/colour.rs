@@ -2,7 +2,7 @@
 
 use mpmd_schedule::timeline::Kind;
 
-/// All kinds, in the order of their numbers on the page.
+/// All kinds of bars. The index of a kind is its number on the page.
 pub(super) const KINDS: [Kind; 6] = [
     Kind::Forward,
     Kind::Backward,
@@ -12,7 +12,7 @@ pub(super) const KINDS: [Kind; 6] = [
     Kind::Move,
 ];
 
-/// Display names of [`KINDS`].
+/// Display names of the kinds, in the order of [`KINDS`].
 pub(super) const NAMES: [&str; 6] =
     ["forward", "backward", "input gradient", "weight gradient", "other", "move"];
 
@@ -23,8 +23,8 @@ pub(super) enum Theme {
     Dark,
 }
 
-/// Light theme: by kind, the colours of a rank's first and last chunk. From dark to light: weight
-/// gradient, forward, backward, input gradient.
+/// Light theme: for each of [`KINDS`], the colours of a rank's first and last chunk. From dark to
+/// light: weight gradient, forward, backward, input gradient.
 const LIGHT: [[&str; 2]; 6] = [
     ["#0c5fc1", "#3f86d8"],
     ["#eb7327", "#f0995b"],
@@ -34,7 +34,7 @@ const LIGHT: [[&str; 2]; 6] = [
     ["#0f766e", "#0f766e"],
 ];
 
-/// Dark theme: the same.
+/// Dark theme: for each of [`KINDS`], the colours of a rank's first and last chunk.
 const DARK: [[&str; 2]; 6] = [
     ["#2f78d4", "#5798e3"],
     ["#f78740", "#f9ab72"],
@@ -44,10 +44,10 @@ const DARK: [[&str; 2]; 6] = [
     ["#2dd4bf", "#2dd4bf"],
 ];
 
-/// Colours of text on bars.
+/// The two colours of text on bars: light and dark.
 const INKS: [&str; 2] = ["#ffffff", "#10151b"];
 
-/// Returns the number of a kind on the page.
+/// Returns the number of a kind on the page: its index in [`KINDS`].
 pub(super) fn number(kind: Kind) -> usize {
     KINDS.iter().position(|other| *other == kind).unwrap_or(4)
 }
@@ -65,7 +65,8 @@ pub(super) fn shade(kind: Kind, theme: Theme, chunk: f64, chunks: usize) -> Stri
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }
 
-/// Returns the colour of text on a colour: the one with more contrast.
+/// Returns the colour of text on the colour `on`, both as `#rrggbb`: the one with more contrast,
+/// with a preference for white.
 pub(super) fn ink(on: &str) -> &'static str {
     let contrast = |ink: &str| {
         let (a, b) = (luminance(ink) + 0.05, luminance(on) + 0.05);
@@ -75,13 +76,14 @@ pub(super) fn ink(on: &str) -> &'static str {
     if 1.2 * contrast(INKS[0]) > contrast(INKS[1]) { INKS[0] } else { INKS[1] }
 }
 
-/// Returns red, green and blue, each from 0 to 255.
+/// Returns (red, green, blue) of a colour `#rrggbb`, each from 0 to 255.
 fn parts(colour: &str) -> [f64; 3] {
     let part = |at: usize| u8::from_str_radix(&colour[at..at + 2], 16).map_or(0.0, f64::from);
     [part(1), part(3), part(5)]
 }
 
-/// Returns red, green and blue as linear light, from 0 to 1, by the definition of sRGB.
+/// Returns (red, green, blue) of a colour `#rrggbb` as linear light, each from 0 to 1, by the
+/// definition of sRGB.
 fn linear(colour: &str) -> [f64; 3] {
     parts(colour).map(|part| {
         let part = part / 255.0;
@@ -89,7 +91,7 @@ fn linear(colour: &str) -> [f64; 3] {
     })
 }
 
-/// Returns the relative luminance as defined by WCAG 2.
+/// Returns the relative luminance of a colour `#rrggbb`, from 0 to 1, as defined by WCAG 2.
 fn luminance(colour: &str) -> f64 {
     let [red, green, blue] = linear(colour);
     0.212_6 * red + 0.715_2 * green + 0.072_2 * blue
@@ -99,8 +101,8 @@ fn luminance(colour: &str) -> f64 {
 mod tests {
     use super::*;
 
-    /// Simulated colour vision: normal, and without red, green or blue cones (Machado, Oliveira and
-    /// Fernandes 2009, full severity).
+    /// Simulated colour vision, as (people, matrix on linear light): normal, and without red, green
+    /// or blue cones (Machado, Oliveira and Fernandes 2009, full severity).
     const SEEN: [(&str, [[f64; 3]; 3]); 4] = [
         ("everybody", [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]),
         (
@@ -150,7 +152,7 @@ mod tests {
     fn passes_are_told_apart_by_everybody() {
         for theme in [Theme::Light, Theme::Dark] {
             let shades = |kind: Kind| [0.0, 1.0].map(|chunk| shade(kind, theme, chunk, 2));
-            for (who, by) in &SEEN {
+            for (viewers, by) in &SEEN {
                 for (i, a) in KINDS[..4].iter().enumerate() {
                     for b in &KINDS[i + 1..4] {
                         for (one, other) in
@@ -161,7 +163,7 @@ mod tests {
                                 x.iter().zip(y).map(|(x, y)| (x - y).powi(2)).sum::<f64>().sqrt();
                             assert!(
                                 apart > 0.09,
-                                "{theme:?}: {who} see {a:?} {one} as {b:?} {other}: {apart}"
+                                "{theme:?}: {viewers} see {a:?} {one} as {b:?} {other}: {apart}"
                             );
                         }
                     }

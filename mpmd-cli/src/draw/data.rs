@@ -7,10 +7,11 @@ use serde_json::{Map, Value, json};
 
 use super::{colour, facts, text};
 
-/// Rounding of times: half a nanosecond, if the unit is a second.
+/// The number of parts of a time unit that times are rounded to if the timeline is empty. For the
+/// unit of a second, the least number.
 const DIGITS: f64 = 1e9;
 
-/// Numbers the distinct texts in the order of their first use.
+/// The distinct texts of a page, numbered in the order of their first use.
 #[derive(Default)]
 struct Texts {
     numbers: BTreeMap<String, usize>,
@@ -29,7 +30,7 @@ impl Texts {
     }
 }
 
-/// Returns the data as JSON that may stand in a script element.
+/// Returns the timeline as JSON that may stand in a script element.
 ///
 /// Bars are stored by column. A column without any value is left out; a bar's missing value is
 /// null.
@@ -41,6 +42,7 @@ pub(super) fn json(timeline: &Timeline) -> String {
         let gap = |gap: &mpmd_schedule::timeline::Gap, texts: &mut Texts| {
             json!([short(gap.start), short(gap.end), texts.number(&gap.waits_for)])
         };
+        let memory = row.memory.iter().flat_map(|point| [short(point.at), json!(point.used)]);
         rows.push(json!({
             "name": row.name,
             "process": row.process,
@@ -49,12 +51,13 @@ pub(super) fn json(timeline: &Timeline) -> String {
             "bars": columns(&row.bars, &mut texts, &short),
             "moves": columns(&row.moves, &mut texts, &short),
             "gaps": row.gaps.iter().map(|it| gap(it, &mut texts)).collect::<Vec<_>>(),
-            "memory": row.memory.iter().flat_map(|point| [short(point.at), json!(point.used)]).collect::<Vec<_>>(),
+            "memory": memory.collect::<Vec<_>>(),
         }));
     }
     let (from, until) = facts::stepped(timeline);
     let opened = facts::opened(timeline);
     let chunks = facts::chunks(timeline);
+    let marks = timeline.marks.iter().map(|mark| json!([mark.at, mark.name, mark.end]));
     let data = json!({
         "title": timeline.title,
         "unit": timeline.unit,
@@ -63,7 +66,7 @@ pub(super) fn json(timeline: &Timeline) -> String {
         "stepped": [from, until],
         "opened": [opened.0, opened.1],
         "prefix": facts::prefix(timeline),
-        "marks": timeline.marks.iter().map(|mark| json!([mark.at, mark.name, mark.end])).collect::<Vec<_>>(),
+        "marks": marks.collect::<Vec<_>>(),
         "kinds": colour::NAMES,
         "chunks": chunks,
         "colours": {
@@ -80,7 +83,7 @@ pub(super) fn json(timeline: &Timeline) -> String {
         .replace('\u{2029}', "\\u2029")
 }
 
-/// Returns, by kind and chunk, the colour and the colour of text on it.
+/// Returns, for each kind and chunk, the pair (colour of a bar, colour of text on it).
 fn colours(theme: colour::Theme, chunks: usize) -> Value {
     let pair = |kind, chunk: usize| {
         let colour = colour::shade(kind, theme, chunk as f64, chunks);
@@ -92,7 +95,8 @@ fn colours(theme: colour::Theme, chunks: usize) -> Value {
         .collect()
 }
 
-/// Returns a function that rounds times to a precision finer than the page can show.
+/// Returns a function that rounds times and returns them as JSON. Its precision is finer than the
+/// page can show.
 fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value + use<> {
     let digits =
         if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };

@@ -13,7 +13,7 @@ pub(super) struct Figure {
     pub(super) note: String,
 }
 
-/// Returns the figures, the most important first.
+/// Returns the figures for the head of a drawing, the most important first.
 pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
     let mut figures = vec![step_time(timeline)];
     let (from, until) = stepped(timeline);
@@ -63,8 +63,8 @@ fn step_time(timeline: &Timeline) -> Figure {
     Figure { name, value: time(median), note: notes.join("; ") }
 }
 
-/// Returns the planned length of a step: the median over the steps. `None` unless every step has a
-/// planned bar.
+/// Returns the median of the steps' planned lengths, in the unit of the timeline. `None` unless
+/// every step has a planned bar.
 fn planned_length(timeline: &Timeline) -> Option<f64> {
     let steps = timeline.steps();
     let mut spans = vec![(f64::INFINITY, f64::NEG_INFINITY); steps.len()];
@@ -82,24 +82,26 @@ fn planned_length(timeline: &Timeline) -> Option<f64> {
     is_whole.then(|| lengths[(lengths.len() - 1) / 2])
 }
 
-/// Returns the start of the first step and the end of the last.
+/// Returns (the start of the first step, the end of the last) in the unit of the timeline. Without
+/// steps, that is the whole time.
 pub(super) fn stepped(timeline: &Timeline) -> (f64, f64) {
     let steps = timeline.steps();
     let until = steps.iter().map(|step| step.until).reduce(f64::max);
     (steps.first().map_or(0.0, |step| step.from), until.unwrap_or(timeline.end))
 }
 
-/// Returns the range of time that a page shows first: the step of median length.
+/// Returns the (start, end) of the time that a page shows first: the step of median length, or all
+/// if there are no steps.
 pub(super) fn opened(timeline: &Timeline) -> (f64, f64) {
     timeline.median_step().map_or((0.0, timeline.end), |step| (step.from, step.until))
 }
 
-/// Returns the share of the time in which a row does not compute.
+/// Returns the share (0 to 1) of the time from `from` to `until` in which a row does not compute.
 pub(super) fn idle(row: &Row, from: f64, until: f64) -> f64 {
     if until > from { (1.0 - row.busy(from, until) / (until - from)).max(0.0) } else { 0.0 }
 }
 
-/// Returns the kinds of bars and moves in the timeline, in the order of their numbers.
+/// Returns the kinds of bars and moves in the timeline, each once, in the order of their numbers.
 pub(super) fn kinds(timeline: &Timeline) -> Vec<Kind> {
     let has = |kind: Kind| {
         timeline
@@ -110,7 +112,7 @@ pub(super) fn kinds(timeline: &Timeline) -> Vec<Kind> {
     colour::KINDS.into_iter().filter(|kind| has(*kind)).collect()
 }
 
-/// Returns `ranks`, or `devices` if the rows are not ranks.
+/// Returns `ranks` if all rows are named `rank` and a number, else `devices`.
 pub(super) fn rows_name(timeline: &Timeline) -> &'static str {
     if prefix(timeline) == "rank " { "ranks" } else { "devices" }
 }
@@ -125,13 +127,13 @@ pub(super) fn prefix(timeline: &Timeline) -> &str {
     if timeline.rows.iter().all(same) { prefix } else { "" }
 }
 
-/// Returns the largest number of stages in a row, at least one.
+/// Returns the largest number of different stages in a row, at least one.
 pub(super) fn chunks(timeline: &Timeline) -> usize {
     timeline.rows.iter().map(|row| row.stages().len()).max().unwrap_or(0).max(1)
 }
 
-/// Returns the numbers of stages and microbatches, as `8 stages, 16 microbatches`. A number that is
-/// 0 is left out.
+/// Returns the numbers of different stages and microbatches, as `8 stages, 16 microbatches`. A
+/// number that is 0 is left out.
 fn stages(timeline: &Timeline) -> String {
     let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
     let count = |numbers: Vec<u32>, one: &str, many: &str| {
@@ -150,7 +152,7 @@ fn stages(timeline: &Timeline) -> String {
     [stages, microbatches].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// Returns a summary in one sentence, for screen readers.
+/// Returns all figures, and the least and most idle rows, in one sentence, for screen readers.
 pub(super) fn sentence(timeline: &Timeline) -> String {
     let figures = figures(timeline);
     let said = |figure: &Figure| match figure.note.as_str() {

@@ -21,7 +21,8 @@ pub(crate) fn html(timeline: &Timeline) -> String {
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
 <title>{title}</title>
 <style>
@@ -34,22 +35,46 @@ pub(crate) fn html(timeline: &Timeline) -> String {
 </header>
 <div id="tools">
 <ul id="legend" aria-label="Legend">{legend}</ul>
-<div id="controls">{switches}<span id="zoom" role="group" aria-label="Zoom"><button id="out" title="Zoom out (-)" aria-label="Zoom out">&#8722;</button><button id="in" title="Zoom in (+)" aria-label="Zoom in">+</button><button id="reset" title="All of it (0)">Reset</button></span><select id="theme" aria-label="Colours" title="Colours"><option value="auto">Auto</option><option value="light">Light</option><option value="dark">Dark</option></select><details id="help"><summary aria-label="Help" title="Help">?</summary><dl><dt>Wheel</dt><dd>zoom in time; with Shift, to the side; over the names, up and down</dd><dt>Drag</dt><dd>to the side; on the overview, choose a part</dd><dt>+ &#8722; 0</dt><dd>zoom in, out, all of it</dd><dt>Arrows</dt><dd>from bar to bar, from rank to rank; with Shift, to the side</dd><dt>Home End</dt><dd>the first and the last bar</dd><dt>Esc</dt><dd>let go</dd></dl></details></div>
+<div id="controls">{switches}
+<span id="zoom" role="group" aria-label="Zoom">
+<button id="out" title="Zoom out (-)" aria-label="Zoom out">&#8722;</button>
+<button id="in" title="Zoom in (+)" aria-label="Zoom in">+</button>
+<button id="reset" title="All of it (0)">Reset</button></span>
+<select id="theme" aria-label="Colours" title="Colours">
+<option value="auto">Auto</option><option value="light">Light</option>
+<option value="dark">Dark</option></select>
+<details id="help"><summary aria-label="Help" title="Help">?</summary>
+<dl><dt>Wheel</dt>
+<dd>zoom in time; with Shift, to the side; over the names, up and down</dd>
+<dt>Drag</dt><dd>to the side; on the overview, choose a part</dd>
+<dt>+ &#8722; 0</dt><dd>zoom in, out, all of it</dd>
+<dt>Arrows</dt><dd>from bar to bar, from rank to rank; with Shift, to the side</dd>
+<dt>Home End</dt><dd>the first and the last bar</dd>
+<dt>Esc</dt><dd>let go</dd></dl>
+</details></div>
 </div>
 <p class="unseen" id="summary">{sentence}</p>
 <main id="chart">
 <div id="overview"><span class="corner">all</span><canvas aria-hidden="true"></canvas></div>
 <div id="steps" hidden></div>
-<div id="axis"><span class="corner" id="corner"></span><div id="ticks"></div><span class="head" id="idle-head">idle</span><span class="head" id="memory-head">peak</span></div>
-<div id="scroll" tabindex="0" role="application" aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby="summary">
-<div id="canvases"><canvas id="bars" aria-hidden="true"></canvas><canvas id="marked" aria-hidden="true"></canvas></div>
+<div id="axis"><span class="corner" id="corner"></span>
+<div id="ticks"></div>
+<span class="head" id="idle-head">idle</span>
+<span class="head" id="memory-head">peak</span></div>
+<div id="scroll" tabindex="0" role="application"
+aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby="summary">
+<div id="canvases">
+<canvas id="bars" aria-hidden="true"></canvas>
+<canvas id="marked" aria-hidden="true"></canvas></div>
 <div id="rows"></div>
 </div>
 <p id="note"></p>
 </main>
 <div id="tip" role="status" aria-live="polite" hidden></div>
 <div id="still">{drawing}</div>
-<table class="unseen"><caption>By {rows_name}</caption><thead><tr><th>Name</th><th>Idle</th><th>Peak memory</th><th>Computes</th></tr></thead><tbody>{table}</tbody></table>
+<table class="unseen"><caption>By {rows_name}</caption>
+<thead><tr><th>Name</th><th>Idle</th><th>Peak memory</th><th>Computes</th></tr></thead>
+<tbody>{table}</tbody></table>
 <script type="application/json" id="data">{data}</script>
 <script>
 {SCRIPT}</script>
@@ -74,8 +99,8 @@ fn figures(timeline: &Timeline) -> String {
     facts::figures(timeline).into_iter().map(figure).collect()
 }
 
-/// Returns the legend: an entry with a swatch for everything in the timeline. The page's style
-/// sheet colours the swatches.
+/// Returns the list entries of the legend, with a swatch for everything in the timeline. The page's
+/// style sheet colours the swatches.
 fn legend(timeline: &Timeline) -> String {
     let mut legend = String::new();
     let chunks = facts::chunks(timeline);
@@ -103,7 +128,7 @@ fn legend(timeline: &Timeline) -> String {
     legend
 }
 
-/// Returns the switches that show or hide parts of the timeline.
+/// Returns the HTML of the check boxes that show or hide parts of the timeline.
 fn switches(timeline: &Timeline) -> String {
     let mut switches = String::new();
     let mut switch = |id: &str, name: &str, on: bool| {
@@ -122,7 +147,8 @@ fn switches(timeline: &Timeline) -> String {
     switches
 }
 
-/// Returns a table that describes each row in words.
+/// Returns the HTML rows of a table that describes each row of the timeline: name, idle share, peak
+/// memory and numbers of bars.
 fn table(timeline: &Timeline) -> String {
     let mut table = String::new();
     let (from, until) = facts::stepped(timeline);

@@ -43,7 +43,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// Returns the picture as text.
+    /// Returns the picture of a timeline as the text of a file.
     pub(crate) fn draw(self, timeline: &Timeline) -> String {
         match self {
             Self::Html => html(timeline),
@@ -52,7 +52,7 @@ impl Format {
     }
 }
 
-/// Reads a timeline and writes its picture.
+/// Reads a timeline as JSON and writes its picture, as the arguments say.
 pub(crate) fn draw(args: &DrawArgs) -> Result<ExitCode> {
     let (_, text) = read_input(args.file.as_deref())?;
     let timeline: Timeline =

@@ -6,11 +6,11 @@ use mpmd_schedule::timeline::{Row, Timeline};
 
 use super::colour;
 
-/// A colour: the number of a kind, and a chunk in quarters. A stretch of time may average several
-/// chunks.
+/// A colour: (the number of a kind, four times the number of a chunk). The second is a multiple of
+/// 4 for a bar; a sum may lie between chunks.
 pub(super) type Class = (usize, usize);
 
-/// Returns the colour of each bar of a row.
+/// Returns the colour of each bar of a row, in the order of the bars.
 pub(super) fn classes(row: &Row) -> Vec<Class> {
     let stages = row.stages();
     let chunk =
@@ -18,7 +18,7 @@ pub(super) fn classes(row: &Row) -> Vec<Class> {
     row.bars.iter().map(|bar| (colour::number(bar.kind), 4 * chunk(bar.stage))).collect()
 }
 
-/// Returns the mean length of all bars, or infinity if there are none.
+/// Returns the mean length of all bars in the timeline's unit, or infinity if there are none.
 pub(super) fn mean(timeline: &Timeline) -> f64 {
     let lengths = || timeline.rows.iter().flat_map(|row| &row.bars).map(|bar| bar.end - bar.start);
     if lengths().next().is_none() {
@@ -28,9 +28,10 @@ pub(super) fn mean(timeline: &Timeline) -> f64 {
     }
 }
 
-/// Returns the length of the stretches of time, at least `least`. It is a multiple of the time that
-/// a row is busy with one microbatch, so that a steady state looks steady. If that would be more
-/// than three times `least`, it is a multiple of the shortest bar's length.
+/// Returns the length of the stretches of time in which bars are summed, at least `least`. It is a
+/// multiple of the time that a row is busy with one microbatch, so that a steady state looks
+/// steady. If that would be more than three times `least`, it is a multiple of the shortest bar's
+/// length.
 pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
     let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
     let microbatches: BTreeSet<u32> = bars().filter_map(|bar| bar.microbatch).collect();
@@ -46,8 +47,9 @@ pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
     }
 }
 
-/// Returns, for each stretch of time from 0 to `end`, the shares of all kinds in it, in order of
-/// `Class`. The last stretch is shorter if `end` is no multiple of `stretch`.
+/// Returns, for each stretch of time from 0 to `end`, the (colour, share) pairs of the kinds in it,
+/// sorted. A share is from 0 to 1. The last stretch is shorter if `end` is no multiple of
+/// `stretch`.
 pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>> {
     let mut sums =
         vec![Vec::<(Class, f64)>::new(); (end / stretch - 1e-9).ceil().max(1.0) as usize];
@@ -69,7 +71,7 @@ pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>
     sums
 }
 
-/// Adds `share` to the share of a kind. The kind's chunk becomes the weighted mean.
+/// Adds `share` to the share of a kind in `sum`. The kind's chunk becomes the weighted mean.
 fn add(sum: &mut Vec<(Class, f64)>, kind: usize, quarters: usize, share: f64) {
     match sum.iter_mut().find(|((other, _), _)| *other == kind) {
         Some(((_, mean), sum)) => {

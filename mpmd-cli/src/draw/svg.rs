@@ -12,14 +12,15 @@ use super::{facts, text};
 const WIDTH: f64 = 1000.0;
 const MARGIN: f64 = 20.0;
 
-/// The approximate width of a character at the text sizes used here.
+/// The approximate width of a character at the text sizes used here, in units of the `viewBox`.
 const CHARACTER: f64 = 6.3;
 
-/// The widths of the columns at the right: idle share, and memory.
+/// The widths of the columns at the right: `IDLE` of the idle share, and `MEMORY` of the memory.
 const IDLE: f64 = 54.0;
 const MEMORY: f64 = 104.0;
 
-/// The maximum height of all rows together, and the bounds of the height of one.
+/// The limit on the height of all rows together. The height of one row stays between `LEAST_PITCH`
+/// and `MOST_PITCH`.
 const ROWS: f64 = 780.0;
 const LEAST_PITCH: f64 = 12.0;
 const MOST_PITCH: f64 = 46.0;
@@ -27,7 +28,7 @@ const MOST_PITCH: f64 = 46.0;
 /// From this row height on, memory has its own strip below the bars.
 const TALL: f64 = 34.0;
 
-/// If bars are narrower than this on average, they are summed.
+/// If bars are narrower than this on average, the drawing shows sums of them.
 const NARROW: f64 = 3.5;
 
 /// An SVG document under construction. It grows downwards.
@@ -35,22 +36,22 @@ struct Drawing<'a> {
     timeline: &'a Timeline,
     body: String,
     bottom: f64,
-    /// The x coordinate of time 0, and the width of the whole time.
+    /// The x coordinate of time 0. `length` is the width of the whole time.
     left: f64,
     length: f64,
     pitch: f64,
     chunks: usize,
-    /// The width of the column for memory.
+    /// The width of the column for memory; 0 if no row has memory.
     memory: f64,
     /// True if bars are too narrow to be drawn one by one.
     is_summed: bool,
-    /// The length of the stretches of time in which bars are summed.
+    /// The length of the stretches of time in which bars are summed, in the unit of the timeline.
     stretch: f64,
     /// The colours in use, for the style sheet.
     used: BTreeSet<Class>,
 }
 
-/// Returns a timeline as an SVG drawing.
+/// Returns a timeline as one SVG document.
 pub(crate) fn svg(timeline: &Timeline) -> String {
     let rows = timeline.rows.len().max(1) as f64;
     let longest = timeline.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
@@ -105,10 +106,8 @@ impl Drawing<'_> {
     }
 
     fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str) {
-        let _ = writeln!(
-            self.body,
-            r#"<rect class="{class}" x="{x:.1}" y="{y:.1}" width="{width:.1}" height="{height:.1}"/>"#
-        );
+        let _ = write!(self.body, r#"<rect class="{class}" x="{x:.1}" y="{y:.1}" "#);
+        let _ = writeln!(self.body, r#"width="{width:.1}" height="{height:.1}"/>"#);
     }
 
     fn path(&mut self, path: &str, class: &str) {
@@ -135,11 +134,10 @@ impl Drawing<'_> {
             self.text([x, self.bottom], figure.name, "m", "start");
             // One text element, so that the note follows the value in any font.
             let [value, note] = [&figure.value, &figure.note].map(|text| text::escaped(text));
+            let value = format!(r#"<tspan class="t figure">{value}</tspan>"#);
+            let note = format!(r#"<tspan class="m" dx="6">{note}</tspan>"#);
             let y = self.bottom + 18.0;
-            let _ = writeln!(
-                self.body,
-                r#"<text x="{x:.1}" y="{y:.1}"><tspan class="t figure">{value}</tspan><tspan class="m" dx="6">{note}</tspan></text>"#
-            );
+            let _ = writeln!(self.body, r#"<text x="{x:.1}" y="{y:.1}">{value}{note}</text>"#);
             x += wide;
         }
         self.bottom += 18.0;
@@ -190,7 +188,7 @@ impl Drawing<'_> {
         self.text([x, y], &said.join("; "), "m", "start");
     }
 
-    /// Draws times above the rows, and lines down through them.
+    /// Draws the labelled times above the rows, and lines down through the rows.
     fn axis(&mut self) {
         self.bottom += 30.0;
         let (y, end) = (self.bottom - 6.0, self.timeline.end);
@@ -252,7 +250,7 @@ impl Drawing<'_> {
         self.bottom += pitch;
     }
 
-    /// True if there is a plan, and room to draw it.
+    /// True if the timeline has planned times, and there is room to draw them.
     fn has_plan(&self) -> bool {
         self.pitch >= 18.0 && !self.is_summed && self.timeline.planned_end().is_some()
     }
@@ -299,7 +297,8 @@ impl Drawing<'_> {
         self.path(&path, "planned");
     }
 
-    /// Draws the shares of the colours in each stretch of time, one above the other.
+    /// Draws the sums of a row's bars: for each stretch of time the shares of the colours, one
+    /// above the other.
     fn summed(&mut self, row: &Row, top: f64, height: f64) {
         let end = self.timeline.end;
         let mut paths: Vec<(Class, String)> = Vec::new();
@@ -328,7 +327,8 @@ impl Drawing<'_> {
         }
     }
 
-    /// Draws the curve of memory, on the same scale in all rows.
+    /// Draws the curve of a row's memory in the rectangle `[x, y, width, height]`. The scale is the
+    /// same in all rows.
     fn memory(&mut self, row: &Row, [x, y, width, height]: [f64; 4]) {
         let most = self.timeline.rows.iter().filter_map(|row| row.peak()).fold(0.0, f64::max);
         let end = self.timeline.end;
@@ -364,8 +364,8 @@ impl Drawing<'_> {
         self.path(&line, "memory-curve");
     }
 
-    /// Draws the starts of the steps and the end of the last one, with the steps' names below.
-    /// Draws nothing if one step is the whole timeline.
+    /// Draws lines at the starts of the steps and at the end of the last one, from `top` down, with
+    /// the steps' names below. Draws nothing if one step is the whole timeline.
     fn marks(&mut self, top: f64) {
         let (from, until) = facts::stepped(self.timeline);
         if self.timeline.marks.len() < 2 && (from, until) == (0.0, self.timeline.end) {
@@ -395,10 +395,14 @@ impl Drawing<'_> {
         let description = text::escaped(&facts::sentence(self.timeline));
         let (light, dark) = (self.colours(Theme::Light), self.colours(Theme::Dark));
         format!(
-            r##"<svg class="mpmd-drawing" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}" font-family="ui-sans-serif, system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif" font-size="11.5">
+            r##"<svg class="mpmd-drawing" xmlns="http://www.w3.org/2000/svg"
+viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}"
+font-family="ui-sans-serif, system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+font-size="11.5">
 <title>{title}</title><desc>{description}</desc>
 <style>{light}@media screen and (prefers-color-scheme: dark){{{dark}}}</style>
-<defs><pattern id="mpmd-idle" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><path class="stripe" d="M0 0V5"/></pattern></defs>
+<defs><pattern id="mpmd-idle" width="5" height="5" patternUnits="userSpaceOnUse"
+patternTransform="rotate(45)"><path class="stripe" d="M0 0V5"/></pattern></defs>
 <rect class="bg" width="{WIDTH}" height="{height}" rx="8"/>
 {}</svg>
 "##,
@@ -406,8 +410,8 @@ impl Drawing<'_> {
         )
     }
 
-    /// Returns the style rules of a theme. They apply to drawings only, even if the page has
-    /// classes of the same names.
+    /// Returns the CSS rules of a theme. They apply to drawings only, even if the page has classes
+    /// of the same names.
     fn colours(&self, theme: Theme) -> String {
         let [ground, text, muted, grid, stripe, planned, memory, line] = match theme {
             Theme::Light => [
@@ -420,8 +424,8 @@ impl Drawing<'_> {
             ],
         };
         let mut rules = String::new();
-        let mut rule = |of: &str, what: String| {
-            let _ = write!(rules, ".mpmd-drawing {of}{{{what}}}");
+        let mut rule = |of: &str, declarations: String| {
+            let _ = write!(rules, ".mpmd-drawing {of}{{{declarations}}}");
         };
         rule(".bg", format!("fill:{ground}"));
         rule(".t", format!("fill:{text}"));
@@ -450,19 +454,20 @@ impl Drawing<'_> {
     }
 }
 
-/// Returns the class name of a colour.
+/// Returns the CSS class of a colour.
 fn class((kind, quarters): Class) -> String {
     format!("k{kind}-{quarters}")
 }
 
-/// Returns the label of a bar if it fits: its microbatch, or its name if it has none.
+/// Returns the label of a bar, or `None` if it does not fit the width. The label is the number of
+/// the microbatch, or the bar's name if it has none.
 fn label(bar: &Bar, width: f64) -> Option<String> {
     let text = bar.microbatch.map_or_else(|| bar.name.clone(), |number| number.to_string());
     let fits = (width - 3.0) / 6.0;
     (!text.is_empty() && text.chars().count() as f64 <= fits).then_some(text)
 }
 
-/// True if two stretches of time look the same.
+/// True if two stretches of time have the same colours, and their shares differ by less than 0.02.
 fn alike(one: &[(Class, f64)], other: &[(Class, f64)]) -> bool {
     let same = |(one, other): (&(Class, f64), &(Class, f64))| {
         one.0 == other.0 && (one.1 - other.1).abs() < 0.02

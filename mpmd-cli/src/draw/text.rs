@@ -4,13 +4,15 @@ use mpmd_schedule::timeline::Timeline;
 
 use mpmd_layout::bytes_text;
 
-/// The units that seconds are shown in.
+/// The units that seconds are shown in, as (length in seconds, name).
 const SECONDS: [(f64, &str); 4] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "\u{b5}s"), (1e-9, "ns")];
 
-/// Peaks below this, in a timeline without a memory unit, are taken for numbers of activations.
+/// In a timeline without a memory unit: if all peaks are below this, they are taken for numbers of
+/// activations, else for bytes.
 const FEWEST_BYTES: f64 = 10_000.0;
 
-/// Returns the unit for times up to `largest`: its length in `unit`, and its name.
+/// Returns (length in `unit`, name) of the unit in which times up to `largest` are shown. `largest`
+/// is in `unit`.
 pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
     match unit {
         "s" => *SECONDS.iter().find(|(one, _)| largest >= *one).unwrap_or(&SECONDS[3]),
@@ -19,7 +21,7 @@ pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
     }
 }
 
-/// Formats a time, as `12.5 ms`.
+/// Formats a time that is given in `unit`, with a unit that fits, as `12.5 ms`.
 pub(super) fn time(unit: &str, value: f64) -> String {
     let (one, name) = time_unit(unit, value.abs());
     let text = number(value / one);
@@ -37,12 +39,12 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-/// Formats a share, as `27.3 %`.
+/// Formats a share from 0 to 1 in percent, as `27.3 %`.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share + 0.0)
 }
 
-/// Returns the unit of memory: `B` for bytes, or a word.
+/// Returns the unit of the timeline's memory: `B` for bytes, or a word such as `activations`.
 pub(super) fn memory_unit(timeline: &Timeline) -> &str {
     let most = timeline.rows.iter().filter_map(|row| row.peak()).fold(0.0, f64::max);
     match timeline.memory_unit.as_str() {
@@ -52,7 +54,8 @@ pub(super) fn memory_unit(timeline: &Timeline) -> &str {
     }
 }
 
-/// Formats an amount of memory, as `1.5 MiB`, or as a number alone if the unit is not bytes.
+/// Formats an amount of memory, with its unit if that is bytes (`B`), as `1.5 MiB`, else as a
+/// number alone.
 pub(super) fn memory(unit: &str, amount: f64) -> String {
     if unit != "B" {
         return number(amount);
@@ -71,8 +74,8 @@ pub(super) fn memory_with_unit(unit: &str, amount: f64) -> String {
     }
 }
 
-/// Returns the labelled times of an axis from `from` to `until`, at most about `most`. All are
-/// multiples of one, two or five times a power of ten.
+/// Returns the (time, label) pairs of an axis from `from` to `until`, about `most` at most. Times
+/// are in `unit`. Shown times are multiples of one, two or five times a power of ten.
 pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64, String)> {
     let (one, _) = time_unit(unit, from.abs().max(until.abs()));
     let least = (until - from) / one / most.max(1) as f64;
@@ -92,8 +95,8 @@ pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64,
         .collect()
 }
 
-/// Escapes text for HTML and SVG, also for attributes in quotes. Characters that XML does not allow
-/// are left out.
+/// Escapes text for HTML and SVG, also for attributes in quotes. Tabs and line breaks become
+/// blanks; other control characters are left out.
 pub(crate) fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {

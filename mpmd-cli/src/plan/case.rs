@@ -10,16 +10,17 @@ use serde_json::{Value, json};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 
-/// A sharding of a case. Its form is checked, its values are not.
+/// A sharding as a case has it. Its form as JSON is checked, its values are not.
 #[derive(Clone, Debug)]
 pub(super) enum CaseSharding {
-    /// `{mesh: {axis_names, shape, device_ids}, spec, unreduced?}`.
+    /// A sharding over a mesh: `{mesh: {axis_names, shape, device_ids}, spec, unreduced?}`.
     Named { mesh: CaseMesh, spec: Spec, unreduced: Vec<String> },
-    /// `{chunk: {dim, placements}}`; the placements are devices.
+    /// Chunks of a dimension on devices, in order: `{chunk: {dim, placements}}`.
     Chunk { dim: isize, placements: Vec<DeviceId> },
-    /// `{shards: [{device, region: [[start, end], …]}, …]}`.
+    /// Shards as (device, bounds by dimension): `{shards: [{device, region: [[start, end], …]},
+    /// …]}`.
     Shards(Vec<(DeviceId, Vec<(usize, usize)>)>),
-    /// `{device}`.
+    /// All of the array on one device: `{device}`.
     Device(DeviceId),
 }
 
@@ -31,7 +32,7 @@ pub(super) struct CaseMesh {
     device_ids: Vec<DeviceId>,
 }
 
-/// A sharding over a mesh as JSON.
+/// A sharding over a mesh, in the form of its JSON.
 #[derive(Debug, Serialize)]
 pub(super) struct NamedJson {
     mesh: MeshJson,
@@ -82,10 +83,10 @@ impl CaseSharding {
             Self::Chunk { dim, placements } => Sharding::chunk(*dim, placements.clone())?,
             Self::Shards(shards) => {
                 let shard = |(device, bounds): &(DeviceId, Vec<(usize, usize)>)| {
-                    let region = Region::try_from(bounds.clone()).map_err(|what| {
+                    let region = Region::try_from(bounds.clone()).map_err(|error| {
                         Refusal::new(
                             "region",
-                            format!("device {device} has {}: {what}", bounds_text(bounds)),
+                            format!("device {device} has {}: {error}", bounds_text(bounds)),
                         )
                     })?;
                     Ok((*device, region))
@@ -121,7 +122,7 @@ impl CaseMesh {
 }
 
 impl NamedJson {
-    /// Returns `None` if the sharding has no mesh.
+    /// Returns the mesh and spec of a sharding, or `None` if it has no mesh.
     pub(super) fn of(sharding: &Sharding) -> Option<Self> {
         let (mesh, spec) = (sharding.mesh()?, sharding.spec()?);
         let (axis_names, shape) = (mesh.axis_names().to_vec(), mesh.shape().to_vec());
@@ -130,7 +131,7 @@ impl NamedJson {
     }
 }
 
-/// Returns a spec as JSON: for each entry null, an axis, or a list of axes.
+/// Returns a spec as JSON. The entry of each dimension is null, an axis, or a list of axes.
 pub(super) fn spec_json(spec: &Spec) -> Vec<Value> {
     let entry = |entry: &SpecEntry| match entry {
         SpecEntry::None => Value::Null,
@@ -140,7 +141,8 @@ pub(super) fn spec_json(spec: &Spec) -> Vec<Value> {
     spec.entries().iter().map(entry).collect()
 }
 
-/// Reads the axes of an entry: null, an axis, or a list of axes.
+/// Reads the axes of one dimension: null gives none, a text one, a list of texts all of them. Fails
+/// for other values.
 pub(super) fn read_axes(field: &Field<'_>) -> Result<Vec<String>, Malformed> {
     match field.as_text() {
         Some(axis) => Ok(vec![axis.to_owned()]),

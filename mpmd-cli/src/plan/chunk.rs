@@ -10,7 +10,7 @@ use super::refusal::Refusal;
 use super::svg;
 use super::{Answer, json_text};
 
-/// `{shape, dim, placements, world?}`.
+/// The case `{shape, dim, placements, world?}`, read and not yet checked. Placements are ranks.
 #[derive(Debug)]
 pub(super) struct Case {
     shape: Vec<usize>,

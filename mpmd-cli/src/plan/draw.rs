@@ -5,31 +5,32 @@ use comfy_table::{CellAlignment, Table};
 
 use super::holding::{Grid, Holding, numbers};
 
-/// The maximum width and height of a drawing, in characters and lines. A larger one becomes a
-/// table.
+/// The maximum width of a drawing in characters; `HIGHEST` is that of its height in lines. A larger
+/// drawing becomes a table.
 const WIDEST: usize = 100;
 const HIGHEST: usize = 65;
 
-/// The maximum length of a title. Those of thousands of devices are cut.
+/// The maximum length of a title in characters. Those of thousands of devices are cut.
 const LONGEST_TITLE: usize = 2 * WIDEST;
 
-/// The maximum number of rows of a table. The rest is only counted.
+/// The maximum number of rows of a table without its heading. Further rows are only counted.
 const MOST_ROWS: usize = 64;
 
-/// The maximum length of a list of holders within a box.
+/// The maximum length of a list of holders within a box, in characters.
 const LONGEST_LIST: usize = 24;
 
-/// The minimum width of a column, without its borders.
+/// The minimum width of a column in characters, without its borders.
 const NARROWEST: usize = 5;
 
-/// Draws the regions of an array with their holders.
+/// Returns a drawing of an array's regions with their holders: lines of text below a title.
 pub(super) fn holding(holding: &Holding) -> String {
     let mut lines = vec![title(holding), String::new()];
     lines.extend(body(holding));
     lines.join("\n")
 }
 
-/// Draws two holdings, side by side if there is room.
+/// Returns the drawings of two arrays' regions: side by side if there is room, else one below the
+/// other.
 pub(super) fn beside(left: &Holding, right: &Holding) -> String {
     const GAP: usize = 6;
     let (left_lines, right_lines) = (body(left), body(right));
@@ -63,7 +64,8 @@ pub(super) fn table(rows: &[Vec<String>], numeric: &[usize]) -> Vec<String> {
     table.lines().map(|line| line.trim_end().to_owned()).collect()
 }
 
-/// Formats rows as [`table`] does, up to a maximum. Further rows are only counted.
+/// Formats rows as [`table`] does, up to `MOST_ROWS` below the heading. Further rows are only
+/// counted.
 pub(super) fn long_table(mut rows: Vec<Vec<String>>, numeric: &[usize]) -> Vec<String> {
     let more = rows.len().saturating_sub(MOST_ROWS + 1);
     rows.truncate(MOST_ROWS + 1);
@@ -107,7 +109,8 @@ fn regions(holding: &Holding) -> Vec<String> {
     long_table(rows, &[])
 }
 
-/// Draws the boxes, or returns `None` if they are too many.
+/// Returns the lines of a drawing with a box for each region, or `None` if it would be larger than
+/// `WIDEST` or `HIGHEST`.
 fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     let (rows, columns) = (grid.rows.len() - 1, grid.columns.len() - 1);
     if 2 * rows + 2 > HIGHEST || columns * (NARROWEST + 1) > WIDEST {
@@ -172,8 +175,8 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     Some(lines)
 }
 
-/// Returns the position of each column's left border, and of the last one's right border. Every
-/// label and every number above fits.
+/// Returns the position of each column's left border, and of the last one's right border, in
+/// characters. Every label of a tile and every number above fits.
 fn column_starts(grid: &Grid, labels: &[String]) -> Vec<usize> {
     let columns = grid.columns.len() - 1;
     let mut widths: Vec<usize> =

@@ -7,7 +7,7 @@ use serde_json::Value;
 /// The maximum number of characters of a value in an error message.
 const SHOWN: usize = 60;
 
-/// A value of a case and its path, as `sharding.mesh.shape[1]`.
+/// A JSON value of a case and its path, as `sharding.mesh.shape[1]`.
 #[derive(Clone, Debug)]
 pub(super) struct Field<'a> {
     value: &'a Value,
@@ -18,7 +18,7 @@ pub(super) struct Field<'a> {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Malformed {
     path: String,
-    what: String,
+    problem: String,
 }
 
 impl<'a> Field<'a> {
@@ -27,7 +27,8 @@ impl<'a> Field<'a> {
         Self { value, path: String::new() }
     }
 
-    /// Returns a required field.
+    /// Returns the field `name` of this object. Fails if it is missing or null, or if this is no
+    /// object.
     pub(super) fn get(&self, name: &str) -> Result<Field<'a>, Malformed> {
         match self.find(name)? {
             Some(field) => Ok(field),
@@ -35,7 +36,8 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Returns an optional field. A null is a missing field.
+    /// Returns the field `name` of this object; `None` if it is missing or null. Fails if this is
+    /// no object.
     pub(super) fn find(&self, name: &str) -> Result<Option<Field<'a>>, Malformed> {
         let Value::Object(fields) = self.value else { return Err(self.expected("an object")) };
         let dot = if self.path.is_empty() { "" } else { "." };
@@ -43,7 +45,8 @@ impl<'a> Field<'a> {
         Ok(fields.get(name).filter(|value| !value.is_null()).map(field))
     }
 
-    /// Returns the fields of an object, sorted by name, or `None` if this is no object.
+    /// Returns the (name, value) fields of an object, sorted by name, or `None` if this is no
+    /// object.
     pub(super) fn entries(&self) -> Option<Vec<(&'a str, Field<'a>)>> {
         let Value::Object(fields) = self.value else { return None };
         let field = |(name, value): (&'a String, &'a Value)| {
@@ -62,7 +65,8 @@ impl<'a> Field<'a> {
         Some(elements.iter().enumerate().map(field).collect())
     }
 
-    /// Reads the elements of a list, each by `read`.
+    /// Reads the elements of a list, each by `read`. Fails if this is no list, or with the first
+    /// error of `read`.
     pub(super) fn list<T>(
         &self,
         read: impl Fn(&Field<'a>) -> Result<T, Malformed>,
@@ -71,18 +75,18 @@ impl<'a> Field<'a> {
         elements.iter().map(read).collect()
     }
 
-    /// Returns the elements of a list of two.
+    /// Returns the elements of a list of two. Fails for any other value.
     pub(super) fn pair(&self) -> Result<[Field<'a>; 2], Malformed> {
         let elements = self.elements().and_then(|elements| elements.try_into().ok());
         elements.ok_or_else(|| self.expected("a list of two"))
     }
 
-    /// Returns the text of this field.
+    /// Returns the text of this field. Fails if its value is no text.
     pub(super) fn text(&self) -> Result<String, Malformed> {
         self.as_text().map(str::to_owned).ok_or_else(|| self.expected("a text"))
     }
 
-    /// Returns the text, or `None` if this is no text.
+    /// Returns the text, or `None` if the value is no text.
     pub(super) fn as_text(&self) -> Option<&'a str> {
         self.value.as_str()
     }
@@ -91,25 +95,26 @@ impl<'a> Field<'a> {
         self.value.is_null()
     }
 
-    /// Returns a whole number, at least 0.
+    /// Returns a whole number from 0 up. Fails for any other value.
     pub(super) fn count(&self) -> Result<usize, Malformed> {
         let number = self.value.as_u64().and_then(|number| usize::try_from(number).ok());
         number.ok_or_else(|| self.expected("a whole number from 0"))
     }
 
-    /// Returns the number of a device, a process or a host.
+    /// Returns the number of a device, a process or a host. Fails if the value is no `u32`.
     pub(super) fn id(&self) -> Result<u32, Malformed> {
         let number = self.value.as_u64().and_then(|number| u32::try_from(number).ok());
         number.ok_or_else(|| self.expected("a number from 0 to 4294967295"))
     }
 
-    /// Returns a whole number, also below 0.
+    /// Returns a whole number, which may be below 0. Fails for any other value.
     pub(super) fn integer(&self) -> Result<isize, Malformed> {
         let number = self.value.as_i64().and_then(|number| isize::try_from(number).ok());
         number.ok_or_else(|| self.expected("a whole number"))
     }
 
-    /// Reads an object with numbers as keys and values. The pairs are sorted by key.
+    /// Reads an object with `u32` numbers as keys and values. Returns its (key, value) pairs,
+    /// sorted by key. Fails for any other value.
     pub(super) fn id_map(&self) -> Result<Vec<(u32, u32)>, Malformed> {
         let entries = self.entries().ok_or_else(|| self.expected("an object"))?;
         let entry = |(name, field): &(&str, Field<'a>)| {
@@ -124,8 +129,9 @@ impl<'a> Field<'a> {
         Ok(map)
     }
 
-    /// Returns the error that this field has the wrong kind of value.
-    pub(super) fn expected(&self, what: &str) -> Malformed {
+    /// Returns the error that this field's value differs in kind from the expected one. The error
+    /// shows the value, cut to `SHOWN` characters.
+    pub(super) fn expected(&self, kind: &str) -> Malformed {
         let mut found = match self.value {
             Value::Array(elements) => format!("a list of {}", elements.len()),
             Value::Object(fields) => format!("an object of {} fields", fields.len()),
@@ -134,21 +140,21 @@ impl<'a> Field<'a> {
         if found.chars().count() > SHOWN {
             found = format!("{}…", found.chars().take(SHOWN).collect::<String>());
         }
-        self.malformed(format!("expected {what}, found {found}"))
+        self.malformed(format!("expected {kind}, found {found}"))
     }
 
-    /// Returns an error for this field.
-    pub(super) fn malformed(&self, what: String) -> Malformed {
-        Malformed { path: self.path.clone(), what }
+    /// Returns an error with this field's path and the given message.
+    pub(super) fn malformed(&self, problem: String) -> Malformed {
+        Malformed { path: self.path.clone(), problem }
     }
 }
 
 impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.path.is_empty() {
-            return write!(f, "the case: {}", self.what);
+            return write!(f, "the case: {}", self.problem);
         }
-        write!(f, "`{}`: {}", self.path, self.what)
+        write!(f, "`{}`: {}", self.path, self.problem)
     }
 }
 

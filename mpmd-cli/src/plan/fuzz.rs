@@ -6,14 +6,15 @@ use serde_json::{Map, Value, json};
 
 use super::*;
 
-/// The maximum number of elements of a list or fields of an object.
+/// The number of elements of a list or fields of an object from which a change adds no further
+/// ones.
 const MOST: usize = 8;
 
 fn named(axes: Value, shape: Value, devices: Value, spec: Value) -> Value {
     json!({"mesh": {"axis_names": axes, "shape": shape, "device_ids": devices}, "spec": spec})
 }
 
-/// Returns valid cases, by command.
+/// Returns (command, valid cases) for each planner.
 fn cases() -> [(&'static str, Vec<Value>); 5] {
     let square =
         named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!(["a", null, ["b"]]));
@@ -45,7 +46,10 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
     let strategy =
         json!([["w", "fsdp(axis='a', min_size_to_shard_mb=0)"], [".*", "shard_dim('b', 0, True)"]]);
     let rules = json!({
-        "mesh": [["a", 4], ["b", 1]], "params": params, "strategy": strategy, "rules": [["embed", ["a"]]],
+        "mesh": [["a", 4], ["b", 1]],
+        "params": params,
+        "strategy": strategy,
+        "rules": [["embed", ["a"]]],
     });
     [
         ("layout", all.iter().map(layout).collect()),
@@ -73,7 +77,7 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
     ]
 }
 
-/// Makes a random change in a case: of a number, a text, an element or a field.
+/// Makes a random change in `value`: of a number, a text, an element or a field.
 fn change(rng: &mut Rng, value: &mut Value) {
     match value {
         Value::Array(elements) if !elements.is_empty() && rng.u8(..8) > 0 => {
@@ -123,7 +127,7 @@ fn replacement(rng: &mut Rng) -> Value {
     }
 }
 
-/// Answers a case as `mpmd plan` does, in all output formats.
+/// Answers a case as `mpmd plan` does, in all output formats. Panics if an answer is no JSON.
 fn answer<C>(
     case: &Value,
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,

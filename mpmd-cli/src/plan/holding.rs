@@ -6,15 +6,15 @@ use std::ops::Range;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Layout;
 
-/// The regions of an array and their holders.
+/// The regions of an array and their holders. A holder is a device or a rank.
 #[derive(Clone, Debug)]
 pub(super) struct Holding {
-    /// Describes the array and its sharding.
+    /// A heading that describes the array and its sharding.
     pub(super) title: String,
     /// The word for a holder: `device` or `rank`.
     pub(super) holder: &'static str,
     shape: Vec<usize>,
-    /// Regions with elements, ordered by their first corner.
+    /// The regions with elements, ordered by their first corner.
     pub(super) tiles: Vec<Tile>,
     /// The holders of empty regions, ascending.
     pub(super) empty: Vec<u32>,
@@ -31,23 +31,23 @@ pub(super) struct Tile {
 /// ends of all regions. An array of one dimension is one row.
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
-    /// The starts of the rows, and the end of the last one.
+    /// The array indices at which the rows of the grid start, and the end of the last one.
     pub(super) rows: Vec<usize>,
-    /// The starts of the columns, and the end of the last one.
+    /// The array indices at which the columns of the grid start, and the end of the last one.
     pub(super) columns: Vec<usize>,
-    /// For each tile, the rows and columns of the grid that it covers.
+    /// For each tile the (rows, columns) of the grid that it covers, as ranges of indices.
     pub(super) spans: Vec<(Range<usize>, Range<usize>)>,
-    /// The tile at each row and column.
+    /// The index of the tile at each (row, column); `None` where no tile is.
     pub(super) tile_at: Vec<Vec<Option<usize>>>,
-    /// True if the rows are indices of the array.
+    /// True if the array has a dimension for the rows; false if there is only one row.
     pub(super) has_rows: bool,
-    /// True if the columns are indices of the array.
+    /// True if the array has a dimension for the columns; false if there is only one column.
     pub(super) has_columns: bool,
 }
 
 impl Holding {
-    /// Collects the regions of an array of `shape`. The regions of two holders must be equal or
-    /// disjoint.
+    /// Collects the regions of an array of `shape` from (holder, region) pairs. The regions of two
+    /// holders must be equal or disjoint.
     pub(super) fn new(
         title: String,
         holder: &'static str,
@@ -70,7 +70,7 @@ impl Holding {
         Self { title, holder, shape: shape.to_vec(), tiles, empty }
     }
 
-    /// Collects the regions of a layout.
+    /// Collects the regions of the devices of a layout. `holder` is the word for a device.
     pub(super) fn of_layout(title: String, holder: &'static str, layout: &Layout) -> Self {
         let held = layout.iter().map(|(device, region)| (device.0 as usize, region.clone()));
         Self::new(title, holder, layout.shape(), held)
@@ -104,7 +104,7 @@ impl Holding {
     }
 }
 
-/// Formats numbers with ranges, as `0-3, 8`.
+/// Formats ascending numbers, with runs of three and more as ranges, as `0-3, 8`.
 pub(super) fn numbers(sorted: &[u32]) -> String {
     let mut texts = Vec::new();
     let mut rest = sorted;
@@ -122,7 +122,7 @@ pub(super) fn numbers(sorted: &[u32]) -> String {
     texts.join(", ")
 }
 
-/// Returns all starts and ends, ascending, without duplicates.
+/// Returns all starts and ends of the ranges, ascending, without duplicates.
 fn cuts(ranges: impl Iterator<Item = Range<usize>>) -> Vec<usize> {
     let mut cuts: Vec<usize> = ranges.flat_map(|range| [range.start, range.end]).collect();
     cuts.sort_unstable();

@@ -9,7 +9,7 @@ use super::case::{CaseSharding, NamedJson};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 
-/// `{src, dst}`.
+/// The case `{src, dst}` of two shardings, read and not yet checked.
 #[derive(Debug)]
 pub(super) struct Case {
     src: CaseSharding,
@@ -37,7 +37,7 @@ impl Case {
     }
 }
 
-/// Returns the sharding after a check that its spec fits its mesh. Without a shape nothing else
+/// Returns the sharding. Refuses it if its spec does not fit its mesh: without a shape nothing else
 /// checks that.
 fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
     let sharding = case.sharding()?;

@@ -8,20 +8,22 @@ use mpmd_layout::topology::{Device, DeviceKind, Topology};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 
-/// The fields `process_of` and `host_of` of a case.
+/// The fields `process_of` and `host_of` of a case, read and not yet checked.
 #[derive(Debug)]
 pub(super) struct CaseJob {
-    /// The process of each device, ascending by device. If absent, all devices belong to process 0.
+    /// (device, process) pairs, ascending by device. If absent, all devices belong to process 0.
     process_of: Option<Vec<(u32, u32)>>,
-    /// The host of each process, ascending by process. If absent, all processes are on host 0.
+    /// (process, host) pairs, ascending by process. If absent, all processes are on host 0.
     host_of: Option<Vec<(u32, u32)>>,
 }
 
-/// A topology, and the numbers of its processes and hosts in the case.
+/// The topology of a case. It numbers processes without gaps, so the numbers of the case stand
+/// beside it.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
     topology: Topology,
-    /// Number and host of each process of the topology, ascending.
+    /// (number, host) of each process as the case has them, ascending. The index is the topology's
+    /// process id.
     processes: Vec<(u32, u32)>,
 }
 
@@ -31,8 +33,8 @@ impl CaseJob {
         Ok(Self { process_of: map("process_of")?, host_of: map("host_of")? })
     }
 
-    /// Returns the job with all devices of the case. `devices` names two lists of devices that the
-    /// job must contain.
+    /// Returns the job with all devices of the case. Fails if `process_of` lacks a device of
+    /// `devices`, two named lists, or if `host_of` lacks a process.
     pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Job, Refusal> {
         let used: BTreeSet<DeviceId> =
             devices.iter().flat_map(|(_, devices)| *devices).copied().collect();
@@ -77,22 +79,22 @@ impl CaseJob {
 }
 
 impl Job {
-    /// Returns the devices and processes. The ids of its processes are [`place`](Self::place)s.
+    /// Returns the devices and processes of the job. Its process ids are indices in `processes`.
     pub(super) fn topology(&self) -> &Topology {
         &self.topology
     }
 
-    /// Returns the number and the host of each process, ascending.
+    /// Returns the (number, host) of each process as the case has them, ascending by number.
     pub(super) fn processes(&self) -> &[(u32, u32)] {
         &self.processes
     }
 
-    /// Returns the place of the process that owns a device.
+    /// Returns the index in `processes` of the process that owns a device; 0 for an unknown device.
     pub(super) fn place(&self, device: DeviceId) -> usize {
         self.topology.process_of(device).map_or(0, |process| process.0 as usize)
     }
 
-    /// Returns the devices of the process at a place, ascending.
+    /// Returns the devices of the process at `place`, an index in `processes`, ascending.
     pub(super) fn devices_at(&self, place: usize) -> &[DeviceId] {
         self.topology.devices_of(ProcessId(place as u32))
     }

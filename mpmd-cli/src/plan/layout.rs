@@ -16,7 +16,7 @@ use super::refusal::Refusal;
 use super::svg;
 use super::{Answer, json_text};
 
-/// `{sharding, shape}`.
+/// The case `{sharding, shape}`, read and not yet checked.
 #[derive(Debug)]
 pub(super) struct Case {
     sharding: CaseSharding,
@@ -31,7 +31,7 @@ struct LayoutAnswer {
 
 #[derive(Serialize)]
 struct Json<'a> {
-    /// Serialised in order of the numbers: 2 before 10.
+    /// The region of each device, serialised in order of the device numbers: 2 before 10.
     regions: BTreeMap<DeviceId, &'a Region>,
     fully_replicated: bool,
 }

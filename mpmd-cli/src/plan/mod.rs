@@ -84,13 +84,14 @@ trait Answer {
     /// Returns the answer as text for people.
     fn pretty(&self) -> String;
 
-    /// Returns a drawing as an SVG document, if there is one.
+    /// Returns a drawing as an SVG document; `None` if there is nothing to draw.
     fn svg(&self) -> Option<String> {
         None
     }
 }
 
-/// Reads the cases, and prints and draws the answers.
+/// Reads the cases, and prints and draws the answers. For input of the wrong form, prints the error
+/// and returns the exit status 2.
 pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let (input, svg) = match &args.what {
         What::Intermediate(input) | What::Rules(input) => (input, None),
@@ -133,7 +134,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a value as one line of JSON.
+/// Returns a value as one line of JSON. Panics if the value has a map with other keys than texts
+/// and numbers.
 fn json_text<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value)
         .expect("structs of texts and numbers, with texts and numbers as keys")
@@ -149,7 +151,8 @@ fn read(file: Option<&Path>) -> Result<Value> {
     serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))
 }
 
-/// Answers each case. Fails before any answer if a case has the wrong form.
+/// Returns the answer or the refusal of each case; `value` is a case or a list of cases. Fails
+/// before any answer if a case has the wrong form.
 fn answers<C>(
     value: &Value,
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,

@@ -17,12 +17,12 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    /// Creates a refusal.
+    /// Creates a refusal with `error`, one word, and a message for people.
     pub(super) fn new(error: &'static str, message: impl Into<String>) -> Self {
         Self { error, message: message.into() }
     }
 
-    /// Names the field of the case in the message.
+    /// Puts the name of a field of the case before the message.
     pub(super) fn of(self, field: &str) -> Self {
         Self { message: format!("{field}: {}", self.message), ..self }
     }
@@ -99,7 +99,7 @@ impl From<AvalError> for Refusal {
     }
 }
 
-/// The error of a strategy is the class name that Python has for it.
+/// Takes the class name that Python has for the error of a strategy.
 impl From<RulesError> for Refusal {
     fn from(error: RulesError) -> Self {
         Self::new(error.kind().name(), error.to_string())

@@ -17,7 +17,7 @@ use super::job::{CaseJob, Job};
 use super::refusal::Refusal;
 use super::{Answer, draw, json_text, svg};
 
-/// `{shape, dtype, src, dst, process_of?, host_of?}`.
+/// The case `{shape, dtype, src, dst, process_of?, host_of?}`, read and not yet checked.
 #[derive(Debug)]
 pub(super) struct Case {
     shape: Vec<usize>,
@@ -38,7 +38,7 @@ pub(super) struct ReshardAnswer {
     pub(super) summary: Summary,
 }
 
-/// The traffic over some links.
+/// The pieces that move over some links, as their number and their bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Traffic {
     pub(super) pieces: usize,
@@ -79,7 +79,7 @@ impl Case {
         })
     }
 
-    /// Plans the resharding, or says why the case has no plan.
+    /// Plans the resharding. Returns a refusal if the values of the case are invalid.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let aval = ShapedArray::try_new(&self.shape, self.dtype.parse()?)?;
         let side = |name: &str, case: &CaseSharding| {
@@ -100,7 +100,8 @@ impl Case {
 }
 
 impl ReshardAnswer {
-    /// Returns the traffic over each class of links, nearest first.
+    /// Returns the traffic over each class of links, nearest first, also for classes without
+    /// traffic.
     pub(super) fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
         let by_class = self.traffic(|piece| Some(self.class(piece)));
         LinkClass::ALL
@@ -108,12 +109,13 @@ impl ReshardAnswer {
             .to_vec()
     }
 
-    /// Returns the traffic by source and destination process, as places.
+    /// Returns the traffic by (source, destination) process. Processes are places: indices in
+    /// `Job::processes`.
     pub(super) fn by_processes(&self) -> BTreeMap<(usize, usize), Traffic> {
         self.traffic(|piece| Some((self.job.place(piece.src), self.job.place(piece.dst))))
     }
 
-    /// Returns the class of the links between two processes, given as places.
+    /// Returns the class of the links between two processes, given as indices in `Job::processes`.
     pub(super) fn class_of(&self, from: usize, to: usize) -> LinkClass {
         let host = |place: usize| self.job.processes()[place].1;
         if from == to {
@@ -125,7 +127,7 @@ impl ReshardAnswer {
         }
     }
 
-    /// Describes the array, and counts the pieces and steps.
+    /// Returns one line: the array, its bytes, and the numbers of pieces and steps.
     pub(super) fn headline(&self) -> String {
         let Summary { pieces, steps, .. } = self.summary;
         let [pieces, steps] = [count(pieces, "piece"), count(steps as usize, "step")];
@@ -149,7 +151,8 @@ impl ReshardAnswer {
         by_key
     }
 
-    /// Returns a table of processes and hosts, or nothing if there is only one process.
+    /// Returns the lines of a table of processes, hosts and devices; none if there is only one
+    /// process.
     fn owners(&self) -> Vec<String> {
         let processes = self.job.processes();
         if processes.len() < 2 {
@@ -162,7 +165,7 @@ impl ReshardAnswer {
         draw::long_table(rows, &[0, 1])
     }
 
-    /// Returns the devices of the process at a place, as `0-3, 8`.
+    /// Returns the devices of the process at `place`, an index in `Job::processes`, as `0-3, 8`.
     pub(super) fn devices_text(&self, place: usize) -> String {
         let devices: Vec<u32> = self.job.devices_at(place).iter().map(|device| device.0).collect();
         super::holding::numbers(&devices)
@@ -196,8 +199,8 @@ impl ReshardAnswer {
         draw::long_table(rows, &[0, 1, 2])
     }
 
-    /// Returns a table of the bytes that each device sends to and receives from others, largest
-    /// senders first.
+    /// Returns the lines of a table of the bytes that each device sends to and receives from
+    /// others, largest senders first. None if nothing moves between devices.
     fn load(&self) -> Vec<String> {
         let crosses = |piece: &&Piece| piece.src != piece.dst;
         let mut devices: Vec<DeviceId> =
@@ -271,6 +274,6 @@ impl Answer for ReshardAnswer {
     }
 }
 
-fn count(n: usize, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+fn count(n: usize, noun: &str) -> String {
+    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }

@@ -13,12 +13,12 @@ use super::case::{read_axes, spec_json};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
 
-/// The maximum number of devices of a mesh that is given by its sizes. The planner has the same
+/// The maximum number of devices of a mesh that a case gives by its sizes. The planner has the same
 /// limit.
 const MOST_DEVICES: usize = 1 << 20;
 
-/// `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name, axes],
-/// …]}`.
+/// The case `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name,
+/// axes], …]}`, read and not yet checked.
 #[derive(Debug)]
 pub(super) struct Case {
     mesh: Vec<(String, usize)>,
@@ -27,13 +27,13 @@ pub(super) struct Case {
     rules: Vec<(String, Vec<String>)>,
 }
 
-/// `{shape, dtype, names?}`, and its name in the tree.
+/// A leaf `{shape, dtype, names?}` of `params`, with its path in the tree as `name`.
 #[derive(Debug)]
 struct CaseLeaf {
     name: String,
     shape: Vec<usize>,
     dtype: String,
-    /// Logical names of the dimensions.
+    /// Logical names of the dimensions; `None` for a dimension without a name.
     names: Option<Vec<Option<String>>>,
 }
 
@@ -68,7 +68,7 @@ impl Case {
         })
     }
 
-    /// Infers the specs, or says why the case has none.
+    /// Infers the specs of all leaves. Returns a refusal if the values of the case are invalid.
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let mesh = mesh(&self.mesh).map_err(|refusal| refusal.of("mesh"))?;
         let mut logical = LogicalAxes::default();
@@ -105,8 +105,8 @@ impl CaseLeaf {
     }
 }
 
-/// Collects the leaves below `field`, which is a leaf, a list or an object. Fields of an object are
-/// in the order of their names, elements of a list by index.
+/// Collects the leaves below `field`, which is a leaf, a list or an object. `name` is its path, as
+/// `a/0`. Fields of an object are in the order of their names, elements of a list by index.
 fn read_leaves(
     field: &Field<'_>,
     name: String,

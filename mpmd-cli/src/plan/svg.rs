@@ -9,25 +9,27 @@ use super::holding::{Grid, Holding};
 use super::reshard::ReshardAnswer;
 use crate::draw::{escaped, shortened};
 
-/// The minimum width of a document.
+/// The minimum width of a document, in units of its `viewBox`, like all lengths here.
 const WIDTH: f64 = 900.0;
 const MARGIN: f64 = 24.0;
 
-/// The height and spacing of chips. A chip shows a holder's number.
+/// The height and spacing of chips. A chip is a small box with the number of a device or rank.
 const CHIP_HEIGHT: f64 = 20.0;
 const CHIP_GAP: f64 = 4.0;
 
 /// The approximate width of a character at the text sizes used here.
 const CHARACTER: f64 = 7.2;
 
-/// The minimum height of a row of regions, and the total height of the rows if there are few.
+/// The minimum height of a row of regions. `PANEL_HEIGHT` is the minimum height of all rows
+/// together.
 const ROW: f64 = 34.0;
 const PANEL_HEIGHT: f64 = 220.0;
 
-/// The maximum number of rows of a table. The rest is only counted.
+/// The maximum number of rows of a legend or a list. Further rows are only counted.
 const MOST_ROWS: usize = 24;
 
-/// Colours of processes, in turn: fill and line in the light theme, then in the dark theme.
+/// Colours of processes, reused from the start: (fill, line) in the light theme, then in the dark
+/// theme.
 const COLOURS: [[&str; 4]; 8] = [
     ["#dbeafe", "#2563eb", "#173057", "#6aa5ff"],
     ["#fde7d3", "#c2570c", "#4a2a10", "#f0a05a"],
@@ -39,14 +41,25 @@ const COLOURS: [[&str; 4]; 8] = [
     ["#e5e7eb", "#4b5563", "#2a323c", "#a3adba"],
 ];
 
-/// An SVG document under construction. It grows downwards.
+/// The font of a document, as attributes.
+const FONT: &str = r#"font-family="ui-sans-serif, system-ui, sans-serif" font-size="13""#;
+
+/// The style rules of the light theme, and those that replace them in the dark theme. The colours
+/// of processes follow them.
+const LIGHT: &str = ".bg{fill:#ffffff}.t{fill:#1f2933}.m{fill:#6b7785}\
+    .tile{fill:#f6f8fa;stroke:#8d99a6}.bar{fill:#8fa3b8}\
+    .arrow{stroke:#1f2933;fill:none;stroke-width:1.6}";
+const DARK: &str = ".bg{fill:#0f1720}.t{fill:#e6ebf1}.m{fill:#93a1b0}\
+    .tile{fill:#16212c;stroke:#5d6b7a}.bar{fill:#52677c}.arrow{stroke:#e6ebf1}";
+
+/// An SVG document under construction. It grows downwards from `bottom`.
 struct Page {
     body: String,
     width: f64,
     bottom: f64,
 }
 
-/// Draws one holding.
+/// Returns an SVG document that shows the regions of an array and their holders.
 pub(super) fn one(holding: &Holding) -> String {
     let width = panel_width(holding).max(WIDTH - 2.0 * MARGIN);
     let mut page = Page::new(width + 2.0 * MARGIN);
@@ -55,7 +68,7 @@ pub(super) fn one(holding: &Holding) -> String {
     page.finish()
 }
 
-/// Draws the source and destination of a plan, and its traffic.
+/// Returns an SVG document that shows the source and destination of a plan, and its traffic.
 pub(super) fn reshard(found: &ReshardAnswer) -> String {
     const BETWEEN: f64 = 64.0;
     let least = (WIDTH - 2.0 * MARGIN - BETWEEN) / 2.0;
@@ -97,21 +110,20 @@ impl Page {
 
     fn text(&mut self, x: f64, y: f64, text: &str, class: &str, anchor: &str, weight: u32) {
         let text = escaped(text);
-        let _ = writeln!(
-            self.body,
-            r#"<text class="{class}" x="{x:.1}" y="{y:.1}" text-anchor="{anchor}" font-weight="{weight}">{text}</text>"#
-        );
+        let _ = write!(self.body, r#"<text class="{class}" x="{x:.1}" y="{y:.1}" "#);
+        let _ =
+            writeln!(self.body, r#"text-anchor="{anchor}" font-weight="{weight}">{text}</text>"#);
     }
 
-    /// Draws a rectangle of a class, such as the colour of a process.
+    /// Draws a rectangle of a CSS class, such as that of a process's colour, with corners of radius
+    /// `rounded`.
     fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str, rounded: f64) {
-        let _ = writeln!(
-            self.body,
-            r#"<rect class="{class}" x="{x:.1}" y="{y:.1}" width="{width:.1}" height="{height:.1}" rx="{rounded}"/>"#
-        );
+        let _ = write!(self.body, r#"<rect class="{class}" x="{x:.1}" y="{y:.1}" "#);
+        let _ = writeln!(self.body, r#"width="{width:.1}" height="{height:.1}" rx="{rounded}"/>"#);
     }
 
-    /// Draws a holding at this place. Returns the y coordinate of its lower end.
+    /// Draws the regions of an array and their holders at this place. `process` returns the place
+    /// of a holder's process. Returns the y coordinate of the lower end.
     fn panel(
         &mut self,
         holding: &Holding,
@@ -170,7 +182,8 @@ impl Page {
         ys[ys.len() - 1]
     }
 
-    /// Draws an entry for each region: its bounds, and the chips of its holders.
+    /// Draws an entry for each region, one below the other: its bounds, and the chips of its
+    /// holders. Returns the y coordinate of the lower end.
     fn list(
         &mut self,
         holding: &Holding,
@@ -248,7 +261,7 @@ impl Page {
         self.more(pairs.len(), "pairs of processes");
     }
 
-    /// Draws a bar with its name and amount.
+    /// Draws a line with a name, a bar and an amount. The bar takes `share` (0 to 1) of the room.
     fn amount(&mut self, name: &str, share: f64, pieces: usize, bytes: u64) {
         const NAME: f64 = 250.0;
         const AMOUNT: f64 = 200.0;
@@ -263,9 +276,9 @@ impl Page {
         self.text(self.width - MARGIN, self.bottom, &text, "t", "end", 400);
     }
 
-    fn more(&mut self, all: usize, what: &str) {
+    fn more(&mut self, all: usize, noun: &str) {
         if all > MOST_ROWS {
-            self.line(&format!("and {} more {what}", all - MOST_ROWS), "m", 400);
+            self.line(&format!("and {} more {noun}", all - MOST_ROWS), "m", 400);
         }
     }
 
@@ -277,10 +290,10 @@ impl Page {
             };
             COLOURS.iter().enumerate().map(rule).collect::<String>()
         };
-        let (day, night) = (colours(0, 1), colours(2, 3));
+        let (light, dark) = (colours(0, 1), colours(2, 3));
         format!(
-            r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="ui-sans-serif, system-ui, sans-serif" font-size="13">
-<style>.bg{{fill:#ffffff}}.t{{fill:#1f2933}}.m{{fill:#6b7785}}.tile{{fill:#f6f8fa;stroke:#8d99a6}}.bar{{fill:#8fa3b8}}.arrow{{stroke:#1f2933;fill:none;stroke-width:1.6}}{day}@media (prefers-color-scheme: dark){{.bg{{fill:#0f1720}}.t{{fill:#e6ebf1}}.m{{fill:#93a1b0}}.tile{{fill:#16212c;stroke:#5d6b7a}}.bar{{fill:#52677c}}.arrow{{stroke:#e6ebf1}}{night}}}</style>
+            r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {FONT}>
+<style>{LIGHT}{light}@media (prefers-color-scheme: dark){{{DARK}{dark}}}</style>
 <rect class="bg" width="{width}" height="{height}" rx="8"/>
 {}</svg>
 "#,
@@ -289,7 +302,7 @@ impl Page {
     }
 }
 
-/// The arrangement of the chips of some holders within a width.
+/// The arrangement of holders' chips in rows and columns. `chip` is the width of a chip.
 struct Chips {
     chip: f64,
     columns: usize,
@@ -315,12 +328,13 @@ impl Chips {
     }
 }
 
-/// Returns the class for the colour of the process at a place.
+/// Returns the CSS class for the colour of the process at `place`, an index. Colours repeat.
 fn colour(place: usize) -> String {
     format!("p{}", place % COLOURS.len())
 }
 
-/// Returns the colour of the common process of all holders, or `tile` if they have none.
+/// Returns the CSS class for the colour of the process of all holders, or `tile` if they are of
+/// several processes.
 fn tile_class(holders: &[u32], process: &dyn Fn(u32) -> usize) -> String {
     let mut places = holders.iter().map(|holder| process(*holder));
     let first = places.next();
@@ -332,13 +346,13 @@ fn chip_width(holders: &[u32]) -> f64 {
     (digits as f64 * CHARACTER + 10.0).max(24.0)
 }
 
-/// Returns the minimum width of a panel in which every chip has room.
+/// Returns the minimum width of a panel in which every chip has room; 0 if the array has no grid.
 fn panel_width(holding: &Holding) -> f64 {
     let Some(grid) = holding.grid() else { return 0.0 };
     row_margin(&grid) + (grid.columns.len() - 1) as f64 * column_least(holding, &grid)
 }
 
-/// Returns the width of the column with the row numbers.
+/// Returns the width of the column with the row numbers; 0 if the rows have none.
 fn row_margin(grid: &Grid) -> f64 {
     let digits = grid.rows.iter().map(|row| row.to_string().len()).max().unwrap_or(0);
     if grid.has_rows { digits as f64 * CHARACTER + 10.0 } else { 0.0 }
@@ -350,8 +364,8 @@ fn column_least(holding: &Holding, grid: &Grid) -> f64 {
     (chip + 2.0 * CHIP_GAP).max((numbers + 1) as f64 * CHARACTER)
 }
 
-/// Returns the positions of the cuts. They are to scale if every part then has at least width
-/// `least`, else equally spaced.
+/// Returns the coordinates of the cuts within `width` from `start`. They are to scale if every part
+/// then has at least the length `least`, else equally spaced.
 fn places(cuts: &[usize], start: f64, width: f64, least: f64) -> Vec<f64> {
     let parts = cuts.len() - 1;
     let length = (cuts[parts] - cuts[0]) as f64;
@@ -366,7 +380,7 @@ fn places(cuts: &[usize], start: f64, width: f64, least: f64) -> Vec<f64> {
     cuts.iter().enumerate().map(place).collect()
 }
 
-/// Returns the positions of the row borders. Every row is high enough for its chips.
+/// Returns the y coordinates of the row borders. Every row is high enough for its chips.
 fn rows_of(holding: &Holding, grid: &Grid, xs: &[f64], start: f64) -> Vec<f64> {
     let parts = grid.rows.len() - 1;
     let mut least = ROW;

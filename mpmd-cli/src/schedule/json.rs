@@ -14,25 +14,25 @@ struct Shown<'a> {
     ranks: usize,
     microbatches: usize,
     stages: usize,
-    /// `loop`, `V` or `custom`.
+    /// The placement of stages on ranks: `loop`, `V` or `custom`.
     placement: &'a str,
     rank_of_stage: &'a [usize],
-    /// The cells of torch's text.
+    /// The cells of torch's text, by rank, as `0F1`.
     rows: Vec<Vec<String>>,
-    /// The hash of the text, as in a sidecar.
+    /// The hash of the text of the computations, in hexadecimal, as in a sidecar.
     hash: String,
     unit: String,
     makespan: f64,
     /// The makespan minus the compute time of the busiest rank.
     bubble: f64,
-    /// The share of all ranks' time in which they compute nothing.
+    /// The share (0 to 1) of all ranks' time in which they compute nothing.
     bubble_share: f64,
-    /// The peak number of forward passes that wait for their gradients.
+    /// The peak number of microbatches between forward and backward pass, by rank.
     activations: Vec<usize>,
-    /// The same peaks in bytes, if the costs have bytes.
+    /// The peak memory of activations in bytes, by rank; left out if the costs have no bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_bytes: Option<Vec<f64>>,
-    /// The time without computation between a rank's first and last action.
+    /// The time without computation between a rank's first and last action, by rank.
     idle: Vec<f64>,
 }
 

@@ -44,8 +44,9 @@ pub(crate) struct ScheduleArgs {
     /// The output format
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
-    /// A file with the costs of each stage's passes, as TOML; by default each pass costs one and
-    /// moves cost nothing. B is I and then W, and its gradient is sent at its end
+    /// A file with the costs of each stage's passes, as TOML; by default those of FILE.toml beside
+    /// FILE.csv, else one for each pass (two for B) and nothing for moves. B is I and then W, and
+    /// its gradient is sent at its end
     #[arg(long, value_name = "FILE.toml")]
     costs: Option<PathBuf>,
     /// The memory limit of a rank, for ByCost: bytes of activations by the costs, or a number as in
@@ -95,7 +96,8 @@ enum Asked {
     ComputeComms,
 }
 
-/// Shows a schedule. Prints an error itself, and then returns the exit status 2.
+/// Prints a schedule in the requested format, or writes it to `--output`. Prints an error itself,
+/// and then returns the exit status 2.
 pub(crate) fn schedule(args: &ScheduleArgs) -> Result<ExitCode> {
     match show(args) {
         Ok(()) => Ok(ExitCode::SUCCESS),
@@ -155,14 +157,15 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     Ok(())
 }
 
-/// Returns the poorest channel over which the steps end, if results are sent in torch's order.
-/// `None` if they end over no channel.
+/// Returns the channel with the strictest requirements (`single` first, `tags` last) over which the
+/// steps end, if results are sent in torch's order. `None` if they end over no channel.
 fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
     let flow = Flow::of_lowered(steps, Leaves::InOrder)?;
     Ok(Channel::RENDEZVOUS.into_iter().rev().find(|channel| check(&flow, *channel).is_ok()))
 }
 
-/// Returns the steps of each rank with the moves: those of the text if it has moves.
+/// Returns the computations and moves of each rank: those of the text if it has moves, else with
+/// the moves that the schedule needs.
 fn steps(source: &Source) -> Result<Lowered> {
     match &source.text {
         Some(text) if text.flavour == Dialect::ComputeComms => Ok(Lowered::of_text(text)),
@@ -182,7 +185,8 @@ fn timeline(source: &Source) -> Result<mpmd_schedule::timeline::Timeline> {
     Ok(simulated(source)?.timeline(&title, &source.costs().unit))
 }
 
-/// Returns, for each rank, the peak number of forward passes that wait for their gradients.
+/// Returns, for each rank, the peak number of microbatches between forward and backward pass. A
+/// split backward pass ends with its weight gradient. 1 for schedules without backward passes.
 fn activations(schedule: &Schedule) -> Vec<usize> {
     use mpmd_schedule::ActionKind::{Backward, BackwardWeight, Forward};
     let peak = |row: &Vec<mpmd_schedule::Action>| {

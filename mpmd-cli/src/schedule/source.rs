@@ -10,17 +10,18 @@ use mpmd_schedule::{
 use super::{Asked, ScheduleArgs};
 use crate::files::read;
 
-/// A schedule and its source.
+/// A schedule with the text and costs from which it is shown.
 pub(super) struct Source {
     pub(super) schedule: Schedule,
-    /// The text from which it was read, if it comes from a file.
+    /// The text of the schedule's file; `None` if it comes from a name.
     pub(super) text: Option<Text>,
-    /// The costs from the arguments, or from the sidecar file.
+    /// The costs from the arguments, or else from the sidecar file.
     pub(super) costs: Option<Costs>,
 }
 
 impl Source {
-    /// Finds the schedule. Fails if the arguments or files are wrong.
+    /// Finds the schedule by name, file or search, as the arguments say. Fails if arguments or
+    /// files are wrong.
     pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
         let path = Path::new(&args.name);
         let costs = args.costs.as_deref().map(read_costs).transpose()?;
@@ -47,13 +48,13 @@ impl Source {
         Ok(source)
     }
 
-    /// Returns the costs of passes, by default one for each.
+    /// Returns the costs of passes; one for each pass if none are given.
     pub(super) fn costs(&self) -> Costs {
         self.costs.clone().unwrap_or_else(|| Costs::units(self.schedule.stages()))
     }
 
-    /// Searches for the best order. Prints its makespan and those of the fixed orders to standard
-    /// error.
+    /// Searches for the order with the shortest step. Prints its length and those of the fixed
+    /// orders to standard error.
     fn by_cost(args: &ScheduleArgs, costs: Option<&Costs>) -> Result<Self> {
         let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
             bail!("ByCost needs --ranks and --microbatches");
@@ -159,7 +160,7 @@ pub(crate) fn read_costs(path: &Path) -> Result<Costs> {
     toml::from_str(&read(path)?).with_context(|| path.display().to_string())
 }
 
-/// True if an argument that is no schedule's name means a file. The file may be missing.
+/// True if an argument that is no schedule's name has the form of a path, or if the file exists.
 pub(crate) fn is_file(path: &Path) -> bool {
     path.components().count() > 1 || path.extension().is_some() || path.exists()
 }

@@ -6,10 +6,11 @@ use mpmd_schedule::Schedule;
 use mpmd_schedule::simulate::SimulatedSchedule;
 use mpmd_schedule::timeline::Row;
 
-/// The maximum number of characters for the whole time. In a longer table not all names fit.
+/// The maximum number of characters for the whole step. In a longer table not all names fit.
 const LONGEST: f64 = 100_000.0;
 
-/// Returns the summary of the costs and the table. The table is cut into pieces that fit the width.
+/// Returns the summary of the simulation and the table. The table is cut into pieces that fit
+/// `width` characters, one below the other.
 ///
 /// A bar begins with the name of its action and is filled with `-`. `2F7` is the forward pass of
 /// stage 2 and microbatch 7. A `.` stands for time in which the rank computes nothing.
@@ -85,7 +86,8 @@ fn scale(rows: &[Row], makespan: f64) -> f64 {
     ((longest_name + 1) as f64 / shortest).min(LONGEST / makespan)
 }
 
-/// Draws a rank's line, in ASCII.
+/// Returns a rank's line of `columns` characters, in ASCII. `scale` is the number of characters per
+/// unit of time.
 fn bars(row: &Row, scale: f64, columns: usize) -> String {
     let mut line = vec![b'.'; columns];
     for bar in &row.bars {
@@ -101,7 +103,8 @@ fn bars(row: &Row, scale: f64, columns: usize) -> String {
     String::from_utf8_lossy(&line).into_owned()
 }
 
-/// Draws the times above the lines, far enough apart to be read.
+/// Returns the line with the times of columns `from` to `until`, far enough apart to be read.
+/// `scale` is the number of characters per unit of time.
 fn axis(from: usize, until: usize, scale: f64) -> String {
     let mut text = String::new();
     let step = (scale.round() as usize).max(1);

@@ -58,22 +58,22 @@ pub(crate) fn call(args: &[&str], input: &str) -> Told {
 
 /// Runs `mpmd plan` for a case and returns its answer. Panics unless it succeeds and prints nothing
 /// on standard error.
-pub(crate) fn told(what: &str, case: &Value) -> Value {
-    let answer = ask(&[what], &case.to_string());
-    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""), "{what} of {case}");
+pub(crate) fn told(command: &str, case: &Value) -> Value {
+    let answer = ask(&[command], &case.to_string());
+    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""), "{command} of {case}");
     serde_json::from_str(&answer.stdout).unwrap()
 }
 
 /// Checks that `mpmd plan` answers a case with the error `error`, and a message that contains all
 /// texts.
-pub(crate) fn refused(what: &str, case: &Value, error: &str, texts: &[&str]) {
-    let answer = told(what, case);
-    assert_eq!(answer["error"], error, "{what} of {case}: {answer}");
+pub(crate) fn refused(command: &str, case: &Value, error: &str, texts: &[&str]) {
+    let answer = told(command, case);
+    assert_eq!(answer["error"], error, "{command} of {case}: {answer}");
     let message = answer["message"].as_str().unwrap();
     for text in texts {
-        assert!(message.contains(text), "{what} of {case}: {message:?} lacks {text:?}");
+        assert!(message.contains(text), "{command} of {case}: {message:?} lacks {text:?}");
     }
-    assert_eq!(answer.as_object().unwrap().len(), 2, "{what} of {case}: {answer}");
+    assert_eq!(answer.as_object().unwrap().len(), 2, "{command} of {case}: {answer}");
 }
 
 /// Returns a path in cargo's temporary folder that ends in `name` and is unique to this process.

@@ -12,8 +12,8 @@ fn golden(text: &str, count: usize) -> Vec<Value> {
 }
 
 /// Returns the answers of `mpmd plan` to all cases, in their order, from one call.
-fn told_all(what: &str, cases: &[Value]) -> Vec<Value> {
-    let answers = told(what, &Value::Array(cases.to_vec()));
+fn told_all(command: &str, cases: &[Value]) -> Vec<Value> {
+    let answers = told(command, &Value::Array(cases.to_vec()));
     let answers = answers.as_array().expect("a list for a list").clone();
     assert_eq!(answers.len(), cases.len());
     answers
@@ -73,7 +73,11 @@ fn specs_and_errors_are_those_of_the_golden_file() {
 #[test]
 fn case_gives_an_answer_and_list_gives_a_list() {
     let case = json!({"shape": [5, 2], "dim": 0, "placements": [0, 1]});
-    let answer = json!({"offsets_by_rank": [[0, 0], [3, 0]], "sizes_by_rank": [[3, 2], [2, 2]], "ranks": [0, 1]});
+    let answer = json!({
+        "offsets_by_rank": [[0, 0], [3, 0]],
+        "sizes_by_rank": [[3, 2], [2, 2]],
+        "ranks": [0, 1],
+    });
     assert_eq!(told("chunk", &case), answer);
     assert_eq!(told("chunk", &json!([case])), json!([answer]));
     assert_eq!(told("chunk", &json!([case, case, case])), json!([answer, answer, answer]));
@@ -101,7 +105,13 @@ fn cases_come_from_a_file_as_well() {
 
 #[test]
 fn answer_orders_devices_by_number() {
-    let case = r#"{"shape": [4], "sharding": {"spec": ["x"], "mesh": {"device_ids": [10, 9], "shape": [2], "axis_names": ["x"]}}}"#;
+    let case = r#"{
+        "shape": [4],
+        "sharding": {
+            "spec": ["x"],
+            "mesh": {"device_ids": [10, 9], "shape": [2], "axis_names": ["x"]}
+        }
+    }"#;
     let answer = ask(&["layout"], case).stdout;
     assert_eq!(answer, "{\"regions\":{\"9\":[[2,4]],\"10\":[[0,2]]},\"fully_replicated\":false}\n");
 }
@@ -116,28 +126,53 @@ fn malformed_input_error_names_case_and_field() {
         ("chunk", r#"{"shape": [4]"#.into(), "standard input is no JSON: EOF"),
         ("chunk", format!("{chunk} {chunk}"), "is no JSON: trailing characters"),
         ("chunk", "7".into(), "case 0: the case: expected an object, found 7"),
-        ("chunk", r#"{"shape": [4], "dim": 0}"#.into(), "case 0: the case: has no field \
-            `placements`"),
+        (
+            "chunk",
+            r#"{"shape": [4], "dim": 0}"#.into(),
+            "case 0: the case: has no field `placements`",
+        ),
         (
             "chunk",
             format!(r#"[{chunk}, {chunk}, {{"shape": [4, -1], "dim": 0, "placements": [0]}}]"#),
             "case 2: `shape[1]`: expected a whole number from 0, found -1",
         ),
-        ("chunk", chunk.replace("\"dim\": 0", "\"dim\": \"rows\""), "case 0: `dim`: expected a \
-            whole number"),
-        ("layout", layout("{}"), "case 0: `sharding`: a sharding has one of the fields mesh, \
-            chunk, shards"),
+        (
+            "chunk",
+            chunk.replace("\"dim\": 0", "\"dim\": \"rows\""),
+            "case 0: `dim`: expected a whole number",
+        ),
+        (
+            "layout",
+            layout("{}"),
+            "case 0: `sharding`: a sharding has one of the fields mesh, chunk, shards",
+        ),
         ("layout", layout(&format!(r#"{{{mesh}, "device": 0, "spec": []}}"#)), "one of the fields"),
         ("layout", layout(&format!("{{{mesh}}}")), "case 0: `sharding`: has no field `spec`"),
-        ("layout", layout(&format!(r#"{{{mesh}, "spec": [3]}}"#)), "`sharding.spec[0]`: expected \
-            null, an axis"),
-        ("layout", layout(&format!(r#"{{{mesh}, "spec": [["x", 1]]}}"#)), "`sharding.spec[0][1]`: \
-            expected a text"),
-        ("layout", layout(r#"{"device": 4294967296}"#), "`sharding.device`: expected a number \
-            from 0 to"),
-        ("layout", layout(r#"{"shards": [{"device": 1, "region": [[0]]}]}"#), "`sharding.shards[0].region[0]`"),
-        ("intermediate", r#"{"src": {"device": 0}}"#.into(), "case 0: the case: has no field \
-            `dst`"),
+        (
+            "layout",
+            layout(&format!(r#"{{{mesh}, "spec": [3]}}"#)),
+            "`sharding.spec[0]`: expected null, an axis",
+        ),
+        (
+            "layout",
+            layout(&format!(r#"{{{mesh}, "spec": [["x", 1]]}}"#)),
+            "`sharding.spec[0][1]`: expected a text",
+        ),
+        (
+            "layout",
+            layout(r#"{"device": 4294967296}"#),
+            "`sharding.device`: expected a number from 0 to",
+        ),
+        (
+            "layout",
+            layout(r#"{"shards": [{"device": 1, "region": [[0]]}]}"#),
+            "`sharding.shards[0].region[0]`",
+        ),
+        (
+            "intermediate",
+            r#"{"src": {"device": 0}}"#.into(),
+            "case 0: the case: has no field `dst`",
+        ),
         (
             "rules",
             r#"{"mesh": [["x", 2]], "strategy": [], "params": {"a": [{"shape": [2]}]}}"#.into(),
@@ -150,7 +185,8 @@ fn malformed_input_error_names_case_and_field() {
         ),
         (
             "reshard",
-            r#"{"shape": [], "dtype": "f32", "src": {"device": 0}, "dst": {"device": 1}, "process_of": {"a": 0}}"#
+            r#"{"shape": [], "dtype": "f32", "src": {"device": 0}, "dst": {"device": 1},
+                "process_of": {"a": 0}}"#
                 .into(),
             r#"case 0: `process_of`: has a key "a", which is no number"#,
         ),
@@ -160,10 +196,10 @@ fn malformed_input_error_names_case_and_field() {
             "case 0: `dtype`: expected a text, found 4",
         ),
     ];
-    for (what, input, expected) in table {
-        let answer = ask(&[what], &input);
-        assert_eq!((answer.status, answer.stdout.as_str()), (Some(2), ""), "{what} of {input}");
-        assert!(answer.stderr.contains(expected), "{what} of {input}: {}", answer.stderr);
+    for (command, input, expected) in table {
+        let answer = ask(&[command], &input);
+        assert_eq!((answer.status, answer.stdout.as_str()), (Some(2), ""), "{command} of {input}");
+        assert!(answer.stderr.contains(expected), "{command} of {input}: {}", answer.stderr);
     }
 }
 
@@ -281,7 +317,13 @@ fn bad_jobs_and_arrays_give_errors() {
 #[test]
 fn bad_strategies_give_errors() {
     let leaf = json!({"shape": [8, 8], "dtype": "f32"});
-    let case = |mesh: Value, strategy: Value, params: Value| json!({"mesh": mesh, "strategy": strategy, "params": params});
+    let case = |mesh: Value, strategy: Value, params: Value| {
+        json!({
+            "mesh": mesh,
+            "strategy": strategy,
+            "params": params,
+        })
+    };
     let data = || json!([["data", 2]]);
     let one = |tactic: &str| case(data(), json!([["w", tactic]]), json!({ "w": leaf }));
     let table = [

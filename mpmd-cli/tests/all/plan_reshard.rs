@@ -239,8 +239,14 @@ fn example() -> Value {
     json!({
         "shape": [8, 6],
         "dtype": "f32",
-        "src": {"mesh": {"axis_names": ["x", "y"], "shape": [2, 2], "device_ids": [0, 1, 2, 3]}, "spec": ["x", "y"]},
-        "dst": {"mesh": {"axis_names": ["z", "r"], "shape": [2, 2], "device_ids": [4, 5, 6, 7]}, "spec": [null, "z"]},
+        "src": {
+            "mesh": {"axis_names": ["x", "y"], "shape": [2, 2], "device_ids": [0, 1, 2, 3]},
+            "spec": ["x", "y"],
+        },
+        "dst": {
+            "mesh": {"axis_names": ["z", "r"], "shape": [2, 2], "device_ids": [4, 5, 6, 7]},
+            "spec": [null, "z"],
+        },
         "process_of": {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2, "6": 3, "7": 3},
         "host_of": {"0": 0, "1": 0, "2": 1, "3": 1},
     })
@@ -295,7 +301,10 @@ fn drawings_for_people() {
     let answer = ask(&["reshard", "--pretty"], &example().to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
     assert_eq!(answer.stdout, DRAWING);
-    let two = json!([{"shape": [5], "dim": 0, "placements": [1, 0]}, {"shape": [5], "dim": 1, "placements": [0]}]);
+    let two = json!([
+        {"shape": [5], "dim": 0, "placements": [1, 0]},
+        {"shape": [5], "dim": 1, "placements": [0]},
+    ]);
     assert_eq!(ask(&["chunk", "--pretty"], &two.to_string()).stdout, CHUNKS);
     let rules = json!({
         "mesh": [["data", 4]],
@@ -303,7 +312,8 @@ fn drawings_for_people() {
         "strategy": [["w", "shard_dim('data', 0)"]],
     });
     assert_eq!(ask(&["rules", "--pretty"], &rules.to_string()).stdout, RULES);
-    let between = json!({"src": example()["src"], "dst": {"mesh": {"axis_names": ["z"], "shape": [1], "device_ids": [9]}, "spec": []}});
+    let mesh = json!({"axis_names": ["z"], "shape": [1], "device_ids": [9]});
+    let between = json!({"src": example()["src"], "dst": {"mesh": mesh, "spec": []}});
     assert_eq!(ask(&["intermediate", "--pretty"], &between.to_string()).stdout, INTERMEDIATE);
 }
 
@@ -418,9 +428,9 @@ fn texts(svg: &str) -> Vec<String> {
 
 /// Runs `mpmd plan` with `--svg` on a case. Returns the drawing, which was written to a temporary
 /// file of this name.
-fn svg(name: &str, what: &str, case: &Value) -> String {
+fn svg(name: &str, command: &str, case: &Value) -> String {
     let file = temporary(&format!("{name}.svg"));
-    let answer = ask(&[what, "--svg", file.to_str().unwrap()], &case.to_string());
+    let answer = ask(&[command, "--svg", file.to_str().unwrap()], &case.to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
     assert!(answer.stdout.starts_with('{'), "the answer is there too: {}", answer.stdout);
     std::fs::read_to_string(file).unwrap()
@@ -441,7 +451,12 @@ fn svg_documents_are_well_formed_and_show_every_device() {
     let ids: Vec<u32> = (0..32).collect();
     // A name with special characters; three dimensions; replicas.
     let mesh = json!({"axis_names": ["<a&\"b>", "c"], "shape": [8, 4], "device_ids": ids});
-    let layout = |spec: Value, shape: Value| json!({"sharding": {"mesh": mesh, "spec": spec}, "shape": shape});
+    let layout = |spec: Value, shape: Value| {
+        json!({
+            "sharding": {"mesh": mesh, "spec": spec},
+            "shape": shape,
+        })
+    };
     for (spec, shape) in [
         (json!(["<a&\"b>"]), json!([8, 2, 2])),
         (json!([["<a&\"b>", "c"]]), json!([64])),

@@ -69,7 +69,8 @@ impl Runtime {
         trouble.first.clone().or_else(|| trouble.lost.clone())
     }
 
-    /// Fails the job with `failure` and tells every process.
+    /// Fails the job with `failure` and tells every process that is still reachable. Does nothing
+    /// if the job has failed already.
     pub(crate) fn fail_job(self: &Arc<Self>, failure: Arc<Failure>) {
         self.with_router(|router| router.fail(failure));
     }

@@ -12,7 +12,8 @@ use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::math::matmul;
 use mpmd_examples::pipeline::gpipe;
 
-/// Run microbatches forward through four stages of two devices each, with a copy on every device.
+/// Run microbatches forward through four stages of two devices each. Both devices of a stage hold
+/// its whole weights and activations, and compute the same.
 #[derive(Parser)]
 struct Args {
     #[command(flatten)]

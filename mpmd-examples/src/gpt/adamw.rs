@@ -4,8 +4,8 @@ use std::f64::consts::PI;
 
 use crate::math::Real;
 
-/// The AdamW optimiser's constants: Adam with weight decay separate from the gradient (Loshchilov
-/// and Hutter, 2019).
+/// The AdamW optimiser's constants, except the learning rate: Adam with weight decay separate from
+/// the gradient (Loshchilov and Hutter, 2019).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
     /// Weight of the past values in the running mean of the gradients.

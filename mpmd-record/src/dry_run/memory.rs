@@ -37,7 +37,8 @@ pub struct DeviceMemory {
 /// The largest memory use at one time.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct MemoryPeak {
-    /// Bytes in use at the peak, with sizes rounded as pools round them.
+    /// Bytes in use at the peak, on the device or on all devices of the process, with sizes rounded
+    /// as pools round them.
     pub bytes: u64,
     /// Number of the operation that made the block with which the peak is reached.
     pub operation: u64,

@@ -25,7 +25,7 @@ impl FromStr for Budget {
     }
 }
 
-/// Parses bytes with an optional unit.
+/// Parses a number of bytes with an optional unit KiB, MiB or GiB, as `0.5GiB`.
 fn bytes(text: &str) -> Result<u64, String> {
     let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
     let found = units.into_iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));

@@ -10,7 +10,8 @@ pub fn is_by_cost(name: &str) -> bool {
     name.eq_ignore_ascii_case("bycost") || name.eq_ignore_ascii_case("by-cost")
 }
 
-/// Searches for the best order for the costs within the budget. By default each pass costs one.
+/// Searches for the order with the shortest step for the costs, within the budget per rank. Without
+/// `costs`, each pass costs one.
 ///
 /// The stages are placed on the ranks as in the built-in schedules with `chunks` stages per rank.
 /// If these schedules differ in placement, each placement is tried, and the shortest result is

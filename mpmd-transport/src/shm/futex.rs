@@ -9,7 +9,8 @@ use rustix::time::Timespec;
 use super::doorbell::Futex;
 use super::sync::AtomicU32;
 
-/// Duration of a wait that the system refuses, so that a caller in a loop does not spin.
+/// Duration of the sleep in place of a wait that the system refuses, so that a caller in a loop
+/// does not spin.
 const REFUSED: Duration = Duration::from_millis(1);
 
 /// The system's futex, for words in memory that several processes map.

@@ -129,7 +129,8 @@ impl Queue {
     }
 }
 
-/// The payload of a message that still lies with its sender.
+/// A handle to the payload of a received message, which still lies with its sender. A fetch copies
+/// it here. Dropping the handle without a fetch discards the payload.
 pub(super) struct Waiting {
     pub(super) queue: Arc<Queue>,
     pub(super) payload: u64,

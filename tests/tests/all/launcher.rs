@@ -137,11 +137,7 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
 fn wait_until(job: &Launched, awaited: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + LONG;
     while !condition() {
-        assert!(
-            Instant::now() < deadline,
-            "not so in time: {awaited}\n{}",
-            job.launcher.report()
-        );
+        assert!(Instant::now() < deadline, "not so in time: {awaited}\n{}", job.launcher.report());
         std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -127,11 +127,11 @@ impl Chromium {
         }
     }
 
-    fn receive(&self, until: Instant, what: &str) -> Value {
+    fn receive(&self, until: Instant, awaited: &str) -> Value {
         let left = until.saturating_duration_since(Instant::now());
         self.said
             .recv_timeout(left)
-            .unwrap_or_else(|error| panic!("{what}: {error} within {LONG:?}"))
+            .unwrap_or_else(|error| panic!("{awaited}: {error} within {LONG:?}"))
     }
 
     /// Opens a file at this window size (width, height) in pixels and colour scheme (`light` or

@@ -44,17 +44,30 @@ impl Drawn {
 /// there are none. Only overlaps within a group are found.
 const ASTRAY: &str = r##"(() => {
     const found = [];
-    const groups = ["h1, #figures > div", "#legend li, #controls > *", "#corner, #ticks span, .head:not([hidden])", "#steps span",
-        "#rows .name, #rows .idle, #rows .peak", "header, #tools, #overview, #axis, #scroll, #note"];
+    const groups = [
+        "h1, #figures > div",
+        "#legend li, #controls > *",
+        "#corner, #ticks span, .head:not([hidden])",
+        "#steps span",
+        "#rows .name, #rows .idle, #rows .peak",
+        "header, #tools, #overview, #axis, #scroll, #note",
+    ];
     for (const group of groups) {
-        const boxes = [...document.querySelectorAll(group)].map((it) => [it, it.getBoundingClientRect()]);
+        const elements = [...document.querySelectorAll(group)];
+        const boxes = elements.map((it) => [it, it.getBoundingClientRect()]);
         for (const [i, [it, a]] of boxes.entries()) {
             const name = (it.id || it.className || it.tagName) + " " + it.textContent.slice(0, 20);
             if (a.left < -0.5 || a.right > innerWidth + 0.5) found.push(name + " hangs out");
-            if (it.scrollWidth > it.clientWidth + 1 && it.id !== "scroll") found.push(name + " is cut");
+            const isCut = it.scrollWidth > it.clientWidth + 1 && it.id !== "scroll";
+            if (isCut) found.push(name + " is cut");
             for (const [other, b] of boxes.slice(i + 1)) {
-                const over = [Math.min(a.right, b.right) - Math.max(a.left, b.left), Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)];
-                if (over[0] > 0.6 && over[1] > 0.6) found.push(name + " lies over " + other.textContent.slice(0, 20));
+                const over = [
+                    Math.min(a.right, b.right) - Math.max(a.left, b.left),
+                    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top),
+                ];
+                if (over[0] > 0.6 && over[1] > 0.6) {
+                    found.push(name + " lies over " + other.textContent.slice(0, 20));
+                }
             }
         }
     }
@@ -66,14 +79,20 @@ const ASTRAY: &str = r##"(() => {
 /// there are none.
 const ASTRAY_TEXTS: &str = r##"(() => {
     const found = [], box = document.documentElement.viewBox.baseVal;
-    const texts = [...document.querySelectorAll("text")].map((it) => [it.textContent, it.getBBox()]);
+    const elements = [...document.querySelectorAll("text")];
+    const texts = elements.map((it) => [it.textContent, it.getBBox()]);
     texts.sort((a, b) => a[1].y - b[1].y);
     for (const [i, [text, a]] of texts.entries()) {
-        if (a.x < 0 || a.x + a.width > box.width || a.y + a.height > box.height) found.push(text + " hangs out");
+        if (a.x < 0 || a.x + a.width > box.width || a.y + a.height > box.height) {
+            found.push(text + " hangs out");
+        }
         for (const [other, b] of texts.slice(i + 1)) {
             if (b.y > a.y + a.height) break;
             // Letters do not fill their lines' height.
-            const over = [Math.min(a.x + a.width, b.x + b.width) - Math.max(a.x, b.x), a.y + a.height - b.y];
+            const over = [
+                Math.min(a.x + a.width, b.x + b.width) - Math.max(a.x, b.x),
+                a.y + a.height - b.y,
+            ];
             if (over[0] > 0.5 && over[1] > 4) found.push(text + " lies over " + other);
         }
     }
@@ -95,11 +114,12 @@ fn timelines() -> [(&'static str, Timeline); 4] {
 fn place(browser: &mut Chromium, row: usize, at: f64) -> [f64; 2] {
     let place = format!(
         r##"(() => {{
-            const chart = document.getElementById("chart").dataset, name = document.querySelectorAll("#rows .name")[{row}].getBoundingClientRect();
-            const canvas = document.querySelector("#overview canvas").getBoundingClientRect();
+            const chart = document.getElementById("chart").dataset;
+            const name = document.querySelectorAll("#rows .name")[{row}].getBoundingClientRect();
             const idle = document.querySelectorAll("#rows .idle")[{row}].getBoundingClientRect();
             const left = name.right + 6, width = idle.left - left;
-            return [left + ({at} - chart.from) / (chart.until - chart.from) * width, name.top + name.height / 2];
+            const share = ({at} - chart.from) / (chart.until - chart.from);
+            return [left + share * width, name.top + name.height / 2];
         }})()"##
     );
     let place = browser.value(&place);

@@ -137,8 +137,9 @@ impl Stream {
     /// for the device.
     ///
     /// Returns a fence at the end of the work, for the memory that the work uses. Once the device
-    /// has passed it, the waiter thread calls `then` with the first error from issuing or running
-    /// the work. If only part of the work could be issued, the fence is behind that part.
+    /// has passed it, calls `then` with the first error from issuing or running the work: on the
+    /// waiter thread, or on this thread before this returns, if the work has already ended. If only
+    /// part of the work could be issued, the fence is behind that part.
     pub(crate) fn submit(
         &self,
         after: &[&Fences],
