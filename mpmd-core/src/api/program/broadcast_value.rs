@@ -26,7 +26,7 @@ struct Agreement {
 
 impl fmt::Display for Agreement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "agree on a {} from process {}", self.of, self.from)
+        write!(f, "broadcast_value of a {} from process {}", self.of, self.from)
     }
 }
 

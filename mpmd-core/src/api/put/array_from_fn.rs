@@ -151,7 +151,7 @@ struct MakeWhat {
 
 impl fmt::Display for MakeWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "make {} as {}", self.aval, self.sharding)
+        write!(f, "array_from_fn {} as {}", self.aval, self.sharding)
     }
 }
 
