@@ -141,107 +141,121 @@ pub use mpmd_core::{
 pub use mpmd_ids::{DeviceId, ProcessId};
 pub use mpmd_layout::spec;
 
-/// Names that nearly every program uses: `use mpmd::prelude::*;`.
 pub mod prelude {
+    //! Names that nearly every program uses: `use mpmd::prelude::*;`.
+
     pub use mpmd_core::prelude::*;
 }
 
-/// Shapes and dtypes.
-///
-/// Use the short forms, `f32s([64, 256])`, to write a shape; [`ShapedArray`] to compute with one;
-/// [`Element`] as the bound of code that is generic over dtypes.
 pub mod aval {
+    //! Shapes and dtypes.
+    //!
+    //! Use the short forms, `f32s([64, 256])`, to write a shape; [`ShapedArray`] to compute with
+    //! one; [`Element`] as the bound of code that is generic over dtypes.
+
     pub use mpmd_layout::aval::{DType, Element, ShapedArray, f32s, f64s, i32s, u8s};
 }
 
-/// Boxes of array elements.
-///
-/// A kernel or a filling function learns from a [`Region`] which elements its device holds.
 pub mod region {
+    //! Boxes of array elements.
+    //!
+    //! A kernel or a filling function learns from a [`Region`] which elements its device holds.
+
     pub use mpmd_layout::region::Region;
 }
 
-/// Structures of arrays: tuples, vectors, maps and your own structs.
-///
-/// Derive [`Tree`](trait@Tree) for a struct of arrays to pass it to kernels and reshards as one
-/// value. [`Empty`] is the tree without leaves, [`PrefixTree`] one value for a whole
-/// subtree. Implement [`Leaf`] for a type of your own to have trees of it.
 pub mod tree {
+    //! Structures of arrays: tuples, vectors, maps and your own structs.
+    //!
+    //! Derive [`Tree`](trait@Tree) for a struct of arrays to pass it to kernels and reshards as one
+    //! value. [`Empty`] is the tree without leaves, [`PrefixTree`] one value for a whole
+    //! subtree. Implement [`Leaf`] for a type of your own to have trees of it.
+
     pub use mpmd_layout::tree::{Empty, Leaf, PrefixTree, Tree};
 }
 
-/// Devices, the processes that own them, and meshes of devices.
-///
-/// [`Mesh`] arranges devices along named axes; [`Topology`] lists all devices of the job. Use
-/// [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs.
 pub mod topology {
+    //! Devices, the processes that own them, and meshes of devices.
+    //!
+    //! [`Mesh`] arranges devices along named axes; [`Topology`] lists all devices of the job. Use
+    //! [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs.
+
     pub use mpmd_layout::topology::{CudaCollectives, DeviceKind, Mesh, Topology};
 }
 
-/// The regions of an array that each device holds.
-///
-/// A [`Sharding`] gives these regions for every shape, a [`Layout`] for one shape. A [`Spec`],
-/// written with [`spec!`](crate::spec), divides dimensions over mesh axes; [`MemoryKind`] chooses
-/// device or host memory.
 pub mod sharding {
+    //! The regions of an array that each device holds.
+    //!
+    //! A [`Sharding`] gives these regions for every shape, a [`Layout`] for one shape. A [`Spec`],
+    //! written with [`spec!`](crate::spec), divides dimensions over mesh axes; [`MemoryKind`]
+    //! chooses device or host memory.
+
     pub use mpmd_layout::sharding::{Layout, MemoryKind, Sharding, Spec, SpecEntry};
 
-    /// Rules that choose the sharding of each leaf by its name.
-    ///
-    /// [`infer_sharding`] applies a [`Strategy`] to a tree and returns a tree of shardings.
-    /// [`infer`] returns a table with the rule that applies to each leaf. A [`Registry`] adds ops
-    /// of your own.
     pub mod rules {
+        //! Rules that choose the sharding of each leaf by its name.
+        //!
+        //! [`infer_sharding`] applies a [`Strategy`] to a tree and returns a tree of shardings.
+        //! [`infer`] returns a table with the rule that applies to each leaf. A [`Registry`] adds
+        //! ops of your own.
+
         pub use mpmd_layout::sharding::rules::{
             Inferred, Registry, Strategy, infer, infer_sharding,
         };
     }
 }
 
-/// Plans of the copies that bring an array from one sharding to another.
-///
-/// [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use
-/// [`plan`](reshard::plan) to see the pieces and bytes of a move without moving them.
-/// [`find_intermediate_sharding`] finds a sharding to move to first.
 pub mod reshard {
+    //! Plans of the copies that bring an array from one sharding to another.
+    //!
+    //! [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use
+    //! [`plan()`] to see the pieces and bytes of a move without moving them.
+    //! [`find_intermediate_sharding`] finds a sharding to move to first.
+
     pub use mpmd_layout::reshard::{Summary, find_intermediate_sharding, plan};
 }
 
-/// Random numbers that depend on a key and an element's index alone, so that an array has the same
-/// values under every sharding.
-///
-/// Derive a [`Key`] for each layer and step with [`Key::fold_in`].
 pub mod random {
+    //! Random numbers that depend on a key and an element's index alone, so that an array has the
+    //! same values under every sharding.
+    //!
+    //! Derive a [`Key`] for each layer and step with [`Key::fold_in`].
+
     pub use mpmd_layout::random::{Key, normal_f32, normal_f64, uniform_f32, uniform_f64};
 }
 
-/// Kernels: functions on the regions of one device.
-///
-/// Implement [`Kernel`] and bind it with [`Program::jit`](crate::Program::jit). Its [`Signature`]
-/// declares outputs, aliases and collectives; [`View`] and [`ViewMut`] are the values; [`Context`]
-/// has the collectives. [`run_here`] runs a kernel without a job, for tests.
 pub mod kernel {
+    //! Kernels: functions on the regions of one device.
+    //!
+    //! Implement [`Kernel`] and bind it with [`Program::jit`](crate::Program::jit). Its
+    //! [`Signature`] declares outputs, aliases and collectives; [`View`] and [`ViewMut`] are the
+    //! values; [`Context`] has the collectives. [`run_here`] runs a kernel without a job, for
+    //! tests.
+
     pub use mpmd_core::kernel::{
         Context, Kernel, Reduce, Reducible, Shapes, Signature, View, ViewMut, Views, ViewsMut,
     };
     pub use mpmd_core::run_here;
 }
 
-/// Work for CUDA devices, from inside a kernel.
-///
-/// [`Context::cuda`](crate::kernel::Context::cuda) gives a kernel that runs on a CUDA device a
-/// [`Cuda`]. It launches functions of a [`Source`] over a [`Grid`] and multiplies matrices with
-/// [`Gemm`].
 pub mod cuda {
+    //! Work for CUDA devices, from inside a kernel.
+    //!
+    //! [`Context::cuda`](crate::kernel::Context::cuda) gives a kernel that runs on a CUDA device a
+    //! [`Cuda`]. It launches functions of a [`Source`] over a [`Grid`] and multiplies matrices with
+    //! [`Gemm`].
+
     pub use mpmd_core::cuda::{Arg, CUBLAS, Cuda, Gemm, Grid, Math, Part, Scratch, Source};
 }
 
-/// Pipelines: stages, schedules and training steps.
-///
-/// Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`]) and
-/// call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`] shards
-/// parameters over a stage's devices; [`StepMemory`] is the memory that a step will need.
 pub mod pipeline {
+    //! Pipelines: stages, schedules and training steps.
+    //!
+    //! Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`])
+    //! and call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`]
+    //! shards parameters over a stage's devices; [`StepMemory`] is the memory that a step will
+    //! need.
+
     pub use mpmd_core::pipeline::{
         Declared, Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Stage,
         StageSignature, StepOutput,
@@ -251,17 +265,19 @@ pub mod pipeline {
     };
 }
 
-/// Starting the processes of a job from the program itself.
-///
-/// `mpmd run` is a thin layer over [`Launch`]. [`JobEnv`] reads the variables of a launcher.
 pub mod launch {
+    //! Starting the processes of a job from the program itself.
+    //!
+    //! `mpmd run` is a thin layer over [`Launch`]. [`JobEnv`] reads the variables of a launcher.
+
     pub use mpmd_launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 }
 
-/// Tests of whole jobs inside one process.
-///
-/// [`simulate`] is the short form; a [`Simulation`] also injects faults.
 pub mod testing {
+    //! Tests of whole jobs inside one process.
+    //!
+    //! [`simulate`] is the short form; a [`Simulation`] also injects faults.
+
     pub use mpmd_core::{Simulation, simulate};
 }
 

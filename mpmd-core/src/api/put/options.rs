@@ -1,6 +1,7 @@
 //! Options of the calls that move arrays.
 
-/// Options of [`Program::device_put_with`] and [`Program::reshard`] for memory and plans.
+/// Options of [`Program::device_put_with`](crate::Program::device_put_with) and
+/// [`Program::reshard`](crate::Program::reshard) for memory and plans.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MoveOptions {

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use mpmd_layout::topology::Mesh;
 
-/// The parts into which [`Program::split_by_mesh_axis`] cuts an axis.
+/// The parts into which [`Program::split_by_mesh_axis`](crate::Program::split_by_mesh_axis) cuts an
+/// axis.
 ///
 /// A number of parts, or the indices at which parts begin, convert to this type.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -112,9 +112,9 @@ macro_rules! functions {
                 type Function = unsafe extern "C" fn($($type),*) -> $result;
                 static FOUND: OnceLock<Function> = OnceLock::new();
                 let found = FOUND.get_or_init(|| {
+                    let name = stringify!($name).as_bytes();
                     // SAFETY: the type is that of the function's declaration, with its answer as
                     // the number that it is in C.
-                    let name = stringify!($name).as_bytes();
                     let found = unsafe { $library::culib().get::<Function>(name) };
                     *found.unwrap_or_else(|error| panic!("{error}"))
                 });

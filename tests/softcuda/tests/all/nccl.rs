@@ -53,10 +53,8 @@ impl Rank {
         loop {
             let mut state = Answer::ncclSuccess;
             // SAFETY: the communicator is alive, and there is room for its state.
-            assert_eq!(
-                unsafe { sys::ncclCommGetAsyncError(self.raw, &mut state) },
-                Answer::ncclSuccess
-            );
+            let answer = unsafe { sys::ncclCommGetAsyncError(self.raw, &mut state) };
+            assert_eq!(answer, Answer::ncclSuccess);
             if state != Answer::ncclInProgress {
                 return state;
             }
