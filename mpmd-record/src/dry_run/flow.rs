@@ -44,7 +44,7 @@ pub enum Computed {
         operation: u64,
     },
     /// The program of a process sends or receives a value by
-    /// [`Program::broadcast_value`](crate::Program::broadcast_value). Takes no time.
+    /// `Program::broadcast_value`. Takes no time.
     BroadcastValue {
         /// Number of the operation.
         operation: u64,

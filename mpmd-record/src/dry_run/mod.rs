@@ -1,6 +1,6 @@
 //! A [`Plan`]: the operations of all processes of a job, as a dry run issues them.
 //!
-//! A dry run ([`Builder::dry_run`](crate::Builder::dry_run)) runs the whole program and records
+//! A dry run (`Builder::dry_run`) runs the whole program and records
 //! its operations here. A plan contains each operation's effect on each device, messages between
 //! devices, input arrays, dropped handles, reads of values, and ends of steps. It is the only
 //! description of a program. [`Plan::flow`] is the input of proofs and simulations,

@@ -93,7 +93,7 @@ impl Lowered {
 /// Converts a schedule to the steps of each rank: computations, sends and receives, in torch's
 /// order.
 ///
-/// Ranks take turns: see [`lower_cells`]. Torch also gathers and releases weights between the
+/// Ranks take turns: see `lower_cells`. Torch also gathers and releases weights between the
 /// steps, and each such operation counts as a turn of its rank. Both actions of an overlapped pair
 /// come before their sends.
 ///
