@@ -15,7 +15,7 @@ use crate::next_byte::{BYTES, CONTEXT};
 
 /// The byte after each file. No text contains it: a file with this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
-/// Length of a block, in bytes.
+/// Length of a block, in bytes. A text is divided block by block into training and held-out text.
 pub const BLOCK: usize = 4 << 10;
 /// Number of blocks of which one is held out: the last.
 pub const HELD_OUT_EVERY: usize = 10;

@@ -60,8 +60,8 @@ impl Peers {
     }
 
     /// Orders the stand-ins to send the pieces of a step that begins after `before` operations;
-    /// does not wait. `arrivals` are (sender, number of the operation in the step). Pieces arrive
-    /// early, as from processes that are ahead.
+    /// does not wait. `arrivals` are (sender, number of the operation in the step, from 1). Pieces
+    /// arrive early, as from processes that are ahead.
     pub(super) fn send(&self, before: u64, arrivals: &[(ProcessId, u64)]) {
         arrivals.iter().for_each(|(from, place)| self.say(Word::Send(*from, before + place)));
     }

@@ -40,7 +40,7 @@ use words::{Case, Level, SpinWord};
 /// The variable for the spin time of transport engines, for the programs of level `array`.
 const SPIN: &str = "MPMD_SPIN";
 
-/// The usual number and length of samples without `--peer`.
+/// The usual number and length of samples without `--peer`, that is, without ucx_perftest in turns.
 const ALONE: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
 /// The usual number and length of samples with `--peer`: each sample first starts two processes.
 const BESIDE: Pace = Pace { repeats: 5, sample: Duration::from_millis(30) };

@@ -35,7 +35,7 @@ pub struct Report {
     rows: Vec<Row>,
 }
 
-/// Figures of one kind in one run, such as the losses of a step.
+/// The expected figures of one kind in one run, such as the losses of a step, and those found.
 #[derive(Clone, Debug)]
 struct Row {
     run: String,

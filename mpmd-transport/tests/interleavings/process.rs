@@ -102,7 +102,8 @@ impl Process {
         }
     }
 
-    /// Fills [`Slot::End`], as a thread of the process.
+    /// Fills [`Slot::End`] and wakes the waiting threads, as a thread of the process that causes an
+    /// event. The process goes on.
     pub(crate) fn end(&self) {
         self.slots[Slot::End as usize].store(true, Ordering::Relaxed);
         self.door.wake(&*self.futex);

@@ -12,8 +12,8 @@ use mpmd_layout::sharding::{Layout, Sharding};
 
 /// The plans that move one array, in order.
 pub(crate) struct PutSteps {
-    /// The plan that first adds up the partial sums, scattered over the devices. `None` if one move
-    /// is enough.
+    /// The plan that first adds up the partial sums, so that each device has a part of the sum.
+    /// `None` if one move is enough.
     pub(super) first: Option<Arc<PutPlan>>,
     pub(super) last: Arc<PutPlan>,
 }

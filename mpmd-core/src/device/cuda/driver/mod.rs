@@ -75,7 +75,8 @@ pub struct Version {
     pub minor: u32,
 }
 
-/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault.
+/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault, unless
+/// the program was built without the feature `cuda`.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoCuda {
