@@ -98,8 +98,8 @@ impl Transport for Mixed {
         self.near.arena()
     }
 
-    fn hands_over(&self, peer: ProcessId) -> bool {
-        self.to(peer).hands_over(peer)
+    fn zero_copy(&self, peer: ProcessId) -> bool {
+        self.to(peer).zero_copy(peer)
     }
 
     fn carries_device_memory(&self, peer: ProcessId) -> bool {

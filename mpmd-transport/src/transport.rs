@@ -33,7 +33,7 @@ pub trait Transport: Send + Sync {
     /// Such a message costs its receiver no memory at any size, and need not wait until the
     /// receiver has room. Its ticket ends when the receiver has dropped the payload, which may
     /// never happen. [`Transport::shutdown`] does not wait for that.
-    fn hands_over(&self, peer: ProcessId) -> bool {
+    fn zero_copy(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
@@ -50,7 +50,7 @@ pub trait Transport: Send + Sync {
     /// that fills it has finished ([`SharedBuffer::ready`]).
     ///
     /// Both sides give the same answer, which is known once [`Transport::share_devices`] has
-    /// returned. True only if [`hands_over`](Self::hands_over) is true.
+    /// returned. True only if [`zero_copy`](Self::zero_copy) is true.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false

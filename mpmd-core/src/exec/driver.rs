@@ -126,7 +126,7 @@ impl Runtime {
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
-            Body::Cargo(Outgoing { buffer, bytes, guard }) if self.hands_over(to) => {
+            Body::Cargo(Outgoing { buffer, bytes, guard }) if self.zero_copy(to) => {
                 let loan = self.in_flight.lend(buffer.len() as u64);
                 let sending = self.under_way.lock().hand_over(to, header.op, loan, guard);
                 let (ticket, ended) = match sending {

@@ -50,7 +50,7 @@ impl Transport for Nowhere {
         3
     }
 
-    fn hands_over(&self, peer: ProcessId) -> bool {
+    fn zero_copy(&self, peer: ProcessId) -> bool {
         self.lends && peer == LIAR
     }
 
@@ -228,14 +228,14 @@ impl Scene {
 
     /// Starts a new job on the runtime: with a new router and no transfer in progress.
     fn begin(&self) {
-        let Runtime { hands_over, config, router, under_way, trouble, .. } = &*self.runtime;
+        let Runtime { zero_copy, config, router, under_way, trouble, .. } = &*self.runtime;
         let config = router::Config {
             process: ME,
             processes: 3,
             epoch: config.epoch,
             peer_timeout: config.peer_timeout,
             heartbeat: config.heartbeat,
-            hands_over: hands_over.clone(),
+            zero_copy: zero_copy.clone(),
             is_stand_in: false,
         };
         let before = std::mem::replace(&mut *router.lock(), Router::new(config));

@@ -107,7 +107,7 @@ pub(crate) struct Runtime {
     router: Mutex<Router<InProcess>>,
     transport: Option<Arc<dyn Transport>>,
     /// By process: true if pieces to and from it are transferred zero-copy.
-    hands_over: Vec<bool>,
+    zero_copy: Vec<bool>,
     copy_workers: Crew,
     chunks: Chunks,
     callbacks: Worker,
@@ -170,8 +170,8 @@ impl Runtime {
     }
 
     /// True if pieces between this process and `peer` are transferred zero-copy.
-    pub(crate) fn hands_over(&self, peer: ProcessId) -> bool {
-        self.hands_over[peer.index()]
+    pub(crate) fn zero_copy(&self, peer: ProcessId) -> bool {
+        self.zero_copy[peer.index()]
     }
 
     /// Returns the local index of a device, or `None` if another process owns it.

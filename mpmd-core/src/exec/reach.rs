@@ -52,7 +52,7 @@ impl Runtime {
     /// to one of the two. Then a part of the shard that is not contiguous is sent as the whole
     /// shard. The result is the same on both sides.
     pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
-        self.hands_over(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
+        self.zero_copy(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
     }
 
     /// Logs, for each peer with CUDA devices, the path of CUDA arrays to it: zero-copy or through

@@ -44,9 +44,9 @@ impl Send {
             (Ok(buffer), None) => {
                 // Peers with zero-copy transfer get the whole shard and read the region from it.
                 // The others get the region packed.
-                let hands_over = |peer: &ProcessId| runtime.hands_over(*peer);
+                let zero_copy = |peer: &ProcessId| runtime.zero_copy(*peer);
                 let (takers, others): (Vec<_>, Vec<_>) =
-                    self.transfer.peers.iter().copied().partition(hands_over);
+                    self.transfer.peers.iter().copied().partition(zero_copy);
                 self.offer(&runtime, &takers, buffer.clone());
                 if !others.is_empty() {
                     self.pack_and_offer(&runtime, others, buffer.clone(), None);

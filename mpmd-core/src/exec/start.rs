@@ -57,17 +57,17 @@ impl Runtime {
         let spin = if room == CoreBudget::All { Spin::Auto } else { Spin::Never };
         let devices = open_devices(me, &topology, &config, &arena, spin)?;
         share_devices(me, &topology, &config, &devices, transport.as_deref())?;
-        let hands_over = |peer: usize| {
-            transport.as_ref().is_some_and(|transport| transport.hands_over(ProcessId(peer as u32)))
+        let zero_copy = |peer: usize| {
+            transport.as_ref().is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
         };
-        let hands_over: Vec<bool> = (0..topology.processes()).map(hands_over).collect();
+        let zero_copy: Vec<bool> = (0..topology.processes()).map(zero_copy).collect();
         let router = Router::new(router::Config {
             process: me,
             processes: topology.processes(),
             epoch: config.epoch,
             peer_timeout: config.peer_timeout,
             heartbeat: config.heartbeat,
-            hands_over: hands_over.clone(),
+            zero_copy: zero_copy.clone(),
             is_stand_in: transport.as_ref().is_some_and(|transport| transport.is_stand_in()),
         });
         let runtime = Arc::new(Self {
@@ -89,7 +89,7 @@ impl Runtime {
             start: Instant::now(),
             router: Mutex::new(router),
             transport,
-            hands_over,
+            zero_copy,
             copy_workers: Crew::start("mpmd-copy", copy_workers())?,
             chunks: Chunks::default(),
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::Never)?,

@@ -423,7 +423,7 @@ fn giver(
         return Ok(None);
     }
     let gives = |device: &DeviceId| {
-        process(*device).is_some_and(|giver| program.hands_over_between(giver, me))
+        process(*device).is_some_and(|giver| program.zero_copy_between(giver, me))
     };
     Ok(givers.into_iter().find(gives))
 }
@@ -431,9 +431,9 @@ fn giver(
 impl Program {
     /// Returns true if the two processes use zero-copy transfers. If neither is this process,
     /// returns false.
-    fn hands_over_between(&self, giver: ProcessId, taker: ProcessId) -> bool {
+    fn zero_copy_between(&self, giver: ProcessId, taker: ProcessId) -> bool {
         let me = self.process();
-        (giver == me && self.runtime.hands_over(taker))
-            || (taker == me && self.runtime.hands_over(giver))
+        (giver == me && self.runtime.zero_copy(taker))
+            || (taker == me && self.runtime.zero_copy(giver))
     }
 }

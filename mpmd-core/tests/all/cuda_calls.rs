@@ -468,8 +468,7 @@ fn failed_copy_fails_everything_derived_from_it() {
         return;
     }
     let _limit = watchdog(60);
-    let simulation =
-        Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).hands_over(&[0; 3]);
+    let simulation = Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).zero_copy(&[0; 3]);
     let found = Mutex::new(Vec::new());
     // Each program also ends with the failure.
     let results = simulation.run(|p| {

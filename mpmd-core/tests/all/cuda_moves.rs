@@ -122,13 +122,13 @@ fn arrays_are_made_split_joined_donated_and_read() {
 
 /// Runs a chain of moves for each seed: whole, in parts, packed, partial sums, donated, in either
 /// memory. Processes are with and without CUDA devices. Panics if a value changes.
-fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
+fn chains(seeds: std::ops::Range<u64>, zero_copy: bool) {
     let _limit = watchdog(110);
     let simulation = |processes, devices| {
         let simulation = Simulation::new(processes, devices);
-        if hands_over { simulation.hands_over(&vec![0; processes]) } else { simulation }
+        if zero_copy { simulation.zero_copy(&vec![0; processes]) } else { simulation }
     };
-    seeds.for_each(|seed| chain(seed, true, simulation, hands_over));
+    seeds.for_each(|seed| chain(seed, true, simulation, zero_copy));
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn zero_copy_transfers_are_not_staged_and_others_are() {
     }
     let _limit = watchdog(60);
     // Expected: whether the sender, and the receiver, stages the array in host memory.
-    for (kinds, hands_over, expected) in [
+    for (kinds, zero_copy, expected) in [
         ([CUDA, CUDA], true, [false, false]),
         ([CUDA, CUDA], false, [true, true]),
         ([CUDA, CPU], true, [true, false]),
@@ -175,7 +175,7 @@ fn zero_copy_transfers_are_not_staged_and_others_are() {
         ([CPU, CPU], true, [false, false]),
     ] {
         let simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));
-        let simulation = if hands_over { simulation.hands_over(&[0, 0]) } else { simulation };
+        let simulation = if zero_copy { simulation.zero_copy(&[0, 0]) } else { simulation };
         let results = simulation.run(|p| {
             let host = numbered(&[256, 1000]);
             let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
@@ -198,11 +198,11 @@ fn zero_copy_transfers_are_not_staged_and_others_are() {
             Ok(staged)
         });
         let found: Vec<bool> = results.into_iter().map(Result::unwrap).collect();
-        if kinds[0] == CUDA || !hands_over {
-            assert_eq!(found, expected, "{kinds:?}, handed over: {hands_over}");
+        if kinds[0] == CUDA || !zero_copy {
+            assert_eq!(found, expected, "{kinds:?}, handed over: {zero_copy}");
         } else {
             // On the way back the lender's device packs the array.
-            assert_eq!(found[1], expected[1], "{kinds:?}, handed over: {hands_over}");
+            assert_eq!(found[1], expected[1], "{kinds:?}, handed over: {zero_copy}");
         }
     }
 }
@@ -253,12 +253,12 @@ fn partial_sums_have_cpu_bits_in_any_arrival_order() {
         return;
     }
     let _limit = watchdog(110);
-    let run = |kind: DeviceKind, hands_over: bool, seed: u64| {
+    let run = |kind: DeviceKind, zero_copy: bool, seed: u64| {
         let kinds = [CPU, CPU, kind, kind];
         let mut simulation = Simulation::new(4, 4).settings(|b| b.device_kinds(&kinds));
         simulation = simulation.delays(seed, Duration::from_millis(2));
-        if hands_over {
-            simulation = simulation.hands_over(&[0; 4]);
+        if zero_copy {
+            simulation = simulation.zero_copy(&[0; 4]);
         }
         let results = simulation.run(|p| {
             let givers = p.mesh_of(&[("x", 2)], &[0, 1].map(DeviceId))?;
@@ -297,10 +297,10 @@ fn partial_sums_have_cpu_bits_in_any_arrival_order() {
             && expected[2].len() == 15
     );
     for seed in 1..4 {
-        for hands_over in [false, true] {
+        for zero_copy in [false, true] {
             assert!(
-                run(CUDA, hands_over, seed) == expected,
-                "seed {seed}, handed over: {hands_over}"
+                run(CUDA, zero_copy, seed) == expected,
+                "seed {seed}, handed over: {zero_copy}"
             );
         }
     }
@@ -310,11 +310,11 @@ fn partial_sums_have_cpu_bits_in_any_arrival_order() {
 
 /// Moves an array between two processes while a copy on a device fails. Returns the errors of both
 /// processes; each must have one.
-fn fails(kinds: [DeviceKind; 2], hands_over: bool) -> Vec<String> {
+fn fails(kinds: [DeviceKind; 2], zero_copy: bool) -> Vec<String> {
     let _limit = watchdog(60);
     let mut simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));
-    if hands_over {
-        simulation = simulation.hands_over(&[0, 0]);
+    if zero_copy {
+        simulation = simulation.zero_copy(&[0, 0]);
     }
     let results = simulation.run(|p| {
         let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));

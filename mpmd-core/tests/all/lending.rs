@@ -18,7 +18,7 @@ fn on(device: u32) -> Sharding {
 
 /// Returns a simulation of processes that share memory on one host, with one device each.
 fn sharing(processes: usize) -> Simulation {
-    Simulation::new(processes, processes).hands_over(&vec![0; processes])
+    Simulation::new(processes, processes).zero_copy(&vec![0; processes])
 }
 
 /// Creates an array of 1 MiB of `f32` on a device; each element is its index.

@@ -247,12 +247,12 @@ fn step_memory_matches_its_plan_and_stays_flat() {
     for name in ["gpipe", "1f1b"] {
         for (stages, processes) in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)] {
             let schedule = Schedule::named(name, stages, 8, None).unwrap();
-            for hands_over in [false, true] {
+            for zero_copy in [false, true] {
                 let mut simulation = Simulation::new(processes, stages);
-                if hands_over {
-                    simulation = simulation.hands_over(&vec![0; processes]);
+                if zero_copy {
+                    simulation = simulation.zero_copy(&vec![0; processes]);
                 }
-                let how = if hands_over { "handed over" } else { "copied" };
+                let how = if zero_copy { "handed over" } else { "copied" };
                 let what = format!("{name}, {stages} stages, {processes} processes, {how}");
                 all.extend(off(&simulation, &schedule, Options::Plain, &what));
             }
@@ -278,7 +278,7 @@ fn step_memory_matches_its_plan_with_several_stages_per_rank() {
         let schedule = Schedule::named(name, ranks, 8, Some(chunks)).unwrap();
         let mut simulation = Simulation::new(processes, ranks);
         if processes == ranks {
-            simulation = simulation.hands_over(&vec![0; processes]);
+            simulation = simulation.zero_copy(&vec![0; processes]);
         }
         let what = format!("{name}, {how:?}, {ranks} ranks, {processes} processes");
         all.extend(off(&simulation, &schedule, how, &what));

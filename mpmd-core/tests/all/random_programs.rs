@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::simulations::{hands_over, simulation};
+use super::simulations::{simulation, zero_copy};
 use crate::common::kernels::{fun, like_first};
 use crate::common::watchdog;
 use mpmd_core::ProcessId;
@@ -390,10 +390,10 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
             simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
         }
         simulation = simulation.settings(|b| b.hosts(&hosts));
-        if hands_over() && seed % 4 > 1 {
+        if zero_copy() && seed % 4 > 1 {
             // Some pairs use no zero-copy transfers: those of different hosts, or others.
             let groups: Vec<usize> = hosts.iter().map(|host| (host * seed as usize) % 3).collect();
-            simulation = simulation.hands_over(&groups);
+            simulation = simulation.zero_copy(&groups);
         }
         let mut together = Shards::new();
         for (process, shards) in simulation.run(|p| execute(p, &steps)).into_iter().enumerate() {

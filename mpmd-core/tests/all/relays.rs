@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::simulations::{hands_over, simulation};
+use super::simulations::{simulation, zero_copy};
 use crate::common::watchdog;
 use mpmd_core::prelude::*;
 use mpmd_core::reshard::{self, Origin};
@@ -285,7 +285,7 @@ fn devices_of_a_process_share_one_arrival() {
             // Small arrays may stay in the message's memory.
             if rows > 1 && !y.is_fully_remote() {
                 // Zero-copy transfers stay in the lender's memory; chunks are copied together.
-                let in_place = hands_over() && links.is_none();
+                let in_place = zero_copy() && links.is_none();
                 let copies = if in_place { 0 } else { 3 };
                 assert_eq!(
                     p.memory().live,

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::simulations::{hands_over, simulation};
+use super::simulations::{simulation, zero_copy};
 use crate::common::kernels::{fun, like_first};
 use crate::common::watchdog;
 use mpmd_core::prelude::*;
@@ -186,7 +186,7 @@ fn host_memory_is_counted_separately_and_never_shared() {
             // Zero-copy transfers stay in the lender's memory.
             assert_eq!(
                 (p.memory().live, p.memory().host_live),
-                (0, if hands_over() { 0 } else { eight })
+                (0, if zero_copy() { 0 } else { eight })
             );
         }
         Ok(())
@@ -328,7 +328,7 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             Ok(p.memory().peak)
         });
         // With zero-copy transfers the lender counts the arrays of both sides that run ahead.
-        let most = if hands_over() { budget.min(24 << 20) } else { 12 << 20 };
+        let most = if zero_copy() { budget.min(24 << 20) } else { 12 << 20 };
         for peak in results.into_iter().map(Result::unwrap) {
             assert!(peak <= most, "{peak} bytes at once of 60 MiB in all");
         }

@@ -79,7 +79,7 @@ fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<Strin
         for elements in [4, 100_000] {
             for (first, hosts) in [(0, &[][..]), (1, &[]), (0, &[0, 0]), (1, &[0, 0])] {
                 let simulation =
-                    Simulation::new(2, 2).delays(seed, Duration::from_millis(2)).hands_over(hosts);
+                    Simulation::new(2, 2).delays(seed, Duration::from_millis(2)).zero_copy(hosts);
                 texts.push(nothing_arrives_after(
                     &simulation,
                     elements,

@@ -4,7 +4,7 @@
 use mpmd_core::Simulation;
 
 /// True in the copy for zero-copy transfers (`handed_over.rs`).
-pub(crate) fn hands_over() -> bool {
+pub(crate) fn zero_copy() -> bool {
     module_path!().contains("handed_over")
 }
 
@@ -12,5 +12,5 @@ pub(crate) fn hands_over() -> bool {
 /// other.
 pub(crate) fn simulation(processes: usize, devices: usize) -> Simulation {
     let simulation = Simulation::new(processes, devices);
-    if hands_over() { simulation.hands_over(&vec![0; processes]) } else { simulation }
+    if zero_copy() { simulation.zero_copy(&vec![0; processes]) } else { simulation }
 }

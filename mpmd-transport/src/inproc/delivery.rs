@@ -53,7 +53,7 @@ impl Delivery {
     }
 
     fn arrival(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
-        if header.kind == Kind::Data && self.core.hands_over(from, self.process) {
+        if header.kind == Kind::Data && self.core.zero_copy(from, self.process) {
             return self.lend(handler, from, message, header);
         }
         if header.kind == Kind::Data && header.bytes > INLINE_BYTES {

@@ -113,7 +113,7 @@ impl Core {
 
     /// True if data between the two processes goes by zero-copy transfer: they are different
     /// processes on one host of [`Faults::hosts`].
-    pub(super) fn hands_over(&self, one: ProcessId, other: ProcessId) -> bool {
+    pub(super) fn zero_copy(&self, one: ProcessId, other: ProcessId) -> bool {
         let host = |process: ProcessId| self.faults.hosts.get(process.index());
         one != other && host(one).is_some() && host(one) == host(other)
     }
@@ -121,7 +121,7 @@ impl Core {
     /// Returns the number of bytes that `from` has lent to `to` and not got back, including
     /// messages under way. 0 if the two do not use zero-copy transfers.
     pub(super) fn lent(&self, from: ProcessId, to: ProcessId) -> u64 {
-        if !self.hands_over(from, to) {
+        if !self.zero_copy(from, to) {
             return 0;
         }
         let state = self.state.lock();

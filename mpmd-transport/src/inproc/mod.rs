@@ -111,14 +111,14 @@ impl Transport for Inproc {
         self.core.processes()
     }
 
-    fn hands_over(&self, peer: ProcessId) -> bool {
-        self.core.hands_over(self.process, peer)
+    fn zero_copy(&self, peer: ProcessId) -> bool {
+        self.core.zero_copy(self.process, peer)
     }
 
     /// True for peers on the same [host](Faults::hosts): such processes share one address space and
     /// the same devices.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
-        self.hands_over(peer)
+        self.zero_copy(peer)
     }
 
     fn lent_to(&self, peer: ProcessId) -> u64 {

@@ -75,7 +75,7 @@ impl<C: Cargo> Router<C> {
                 unclaimed <= EAGER_CREDIT
             }
             // Grants are only for operations that this process has issued.
-            Kind::Data if op > self.history.count() && !peer.hands_over => {
+            Kind::Data if op > self.history.count() && !peer.zero_copy => {
                 self.not_granted(from, header);
                 false
             }

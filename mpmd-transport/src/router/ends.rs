@@ -30,7 +30,7 @@ impl<C: Cargo> Router<C> {
             return;
         }
         peer.down = Some(why.to_owned());
-        if peer.hands_over {
+        if peer.zero_copy {
             self.actions.push(Action::Taken { by: process, op: u64::MAX });
         }
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
@@ -157,7 +157,7 @@ impl<C: Cargo> Router<C> {
             return;
         }
         peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
-        if peer.hands_over {
+        if peer.zero_copy {
             // A peer that has left in order has taken everything.
             self.actions.push(Action::Taken { by: from, op: u64::MAX });
         }
@@ -204,7 +204,7 @@ impl<C: Cargo> Router<C> {
         }
         self.failed = Some(failure.clone());
         for (process, peer) in self.peers.iter_mut().enumerate() {
-            if peer.hands_over {
+            if peer.zero_copy {
                 self.actions.push(Action::Taken { by: ProcessId(process as u32), op: u64::MAX });
             }
             for (_, expected) in std::mem::take(&mut peer.expected) {

@@ -20,7 +20,7 @@
 //! | up to [`EAGER_BYTES`], within credit | `Eager` with payload | delivered; credit returned |
 //! | up to [`EAGER_BYTES`], no credit left | `Offer` | `Grant`; then `Data` |
 //! | more | waits for the grant | `Grant`; then `Data` |
-//! | any, with [zero-copy transfer](Config::hands_over) | `Data` | delivered |
+//! | any, with [zero-copy transfer](Config::zero_copy) | `Data` | delivered |
 //!
 //! A peer that sends a message that no correct process sends has broken the protocol. It counts as
 //! lost, with a message that says so ([`Router::broken`]).
@@ -92,8 +92,8 @@ pub struct Config {
     /// Time between heartbeats.
     pub heartbeat: Duration,
     /// True, by process, if pieces go to and from that process by zero-copy transfer
-    /// ([`Transport::hands_over`](crate::Transport::hands_over)). Missing entries count as false.
-    pub hands_over: Vec<bool>,
+    /// ([`Transport::zero_copy`](crate::Transport::zero_copy)). Missing entries count as false.
+    pub zero_copy: Vec<bool>,
     /// True if the peers are simulated by a stand-in. Its pieces have no hashes to compare
     /// ([`Transport::is_stand_in`](crate::Transport::is_stand_in)).
     pub is_stand_in: bool,
@@ -196,7 +196,7 @@ impl<C: Cargo> Router<C> {
         Self {
             peers: (0..config.processes)
                 .map(|process| Peer {
-                    hands_over: config.hands_over.get(process).copied().unwrap_or(false),
+                    zero_copy: config.zero_copy.get(process).copied().unwrap_or(false),
                     ..Peer::default()
                 })
                 .collect(),
@@ -344,7 +344,7 @@ impl<C: Cargo> Router<C> {
             Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming),
             Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
             Some(Early::Offered(_)) => self.grant(from, key, most),
-            None if least > EAGER_BYTES && !self.peers[from.index()].hands_over => {
+            None if least > EAGER_BYTES && !self.peers[from.index()].zero_copy => {
                 self.grant(from, key, most);
             }
             None => {}
@@ -373,7 +373,7 @@ impl<C: Cargo> Router<C> {
         self.expect_within(from, key, hash, 0..=most, waiter, now);
         let peer = &self.peers[from.index()];
         if likely > EAGER_BYTES
-            && !peer.hands_over
+            && !peer.zero_copy
             && peer.expected.get(&key).is_some_and(|expected| !expected.granted)
         {
             self.grant(from, key, likely);
@@ -438,7 +438,7 @@ impl<C: Cargo> Router<C> {
             self.dispute(to, op, self.ticked);
             return;
         }
-        if peer.hands_over || granted.is_some() {
+        if peer.zero_copy || granted.is_some() {
             self.post_piece(Kind::Data, to, key, hash, bytes, Body::Cargo(cargo));
             return;
         }
@@ -500,11 +500,11 @@ impl<C: Cargo> Router<C> {
             }
             Kind::Credit => {
                 let peer = &mut self.peers[from.index()];
-                if peer.hands_over && header.op > self.history.count() {
+                if peer.zero_copy && header.op > self.history.count() {
                     let why =
                         format!("it took a piece of operation {}, which was not issued", header.op);
                     self.broken(from, &why);
-                } else if peer.hands_over {
+                } else if peer.zero_copy {
                     self.actions.push(Action::Taken { by: from, op: header.op });
                 } else {
                     peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
@@ -582,7 +582,7 @@ impl<C: Cargo> Router<C> {
                 }
                 None => self.keep_early(from, key, Early::Offered(header.hash)),
             },
-            Kind::Data if !peer.hands_over => match peer.expected.get(&key) {
+            Kind::Data if !peer.zero_copy => match peer.expected.get(&key) {
                 Some(expected) if expected.granted => self.deliver(from, header, incoming),
                 _ => self.not_granted(from, &header),
             },
@@ -603,7 +603,7 @@ impl<C: Cargo> Router<C> {
                 let header = Header { count, ..self.header(Kind::Credit) };
                 self.actions.push(Action::Post { to: from, header, body: Body::Empty });
             }
-        } else if peer.hands_over {
+        } else if peer.zero_copy {
             peer.last_taken = peer.last_taken.max(header.op);
             peer.untold += 1;
             if peer.untold >= TOLD_AT_ONCE {

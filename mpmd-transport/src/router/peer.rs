@@ -47,7 +47,7 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) broken: bool,
     pub(super) goodbye: Option<Goodbye>,
     /// True if pieces go to and from the peer by zero-copy transfer: the memory stays in place.
-    pub(super) hands_over: bool,
+    pub(super) zero_copy: bool,
     /// Number of the last operation of which this process took a zero-copy piece from the peer.
     pub(super) last_taken: u64,
     /// Number of the last operation up to which the peer knows that all its pieces were taken.
@@ -88,7 +88,7 @@ impl<C: Cargo> Default for Peer<C> {
             down: None,
             broken: false,
             goodbye: None,
-            hands_over: false,
+            zero_copy: false,
             last_taken: 0,
             told: 0,
             untold: 0,

@@ -3,11 +3,11 @@
 
 mod credit;
 mod fuzz;
-mod handing_over;
 mod leaving;
 mod lying;
 mod parted;
 mod spans;
+mod zero_copy;
 
 use super::*;
 
@@ -81,12 +81,12 @@ fn body(key: PieceKey, bytes: u64) -> Vec<u8> {
 
 impl Job {
     fn new(processes: usize, seed: u64, max_delay: u64) -> Self {
-        Self::handing_over(processes, seed, max_delay, |_, _| false)
+        Self::zero_copy(processes, seed, max_delay, |_, _| false)
     }
 
     /// Creates a job in which the pairs for which `pairs` is true use zero-copy transfer. Messages
     /// are delayed by up to `max_delay` milliseconds, at random by `seed`.
-    fn handing_over(
+    fn zero_copy(
         processes: usize,
         seed: u64,
         max_delay: u64,
@@ -99,7 +99,7 @@ impl Job {
                 epoch: 1,
                 peer_timeout: at(60_000),
                 heartbeat: at(500),
-                hands_over: (0..processes)
+                zero_copy: (0..processes)
                     .map(|peer| peer != process && pairs(process, peer))
                     .collect(),
                 is_stand_in: false,
@@ -280,7 +280,7 @@ fn every_piece_arrives_at_any_delay_and_pace() {
         let among = [0, 2, 8][seed as usize % 3];
         let pairs =
             |a: usize, b: usize| a.max(b) < among || (among == 2 && (a + b).is_multiple_of(2));
-        let mut job = Job::handing_over(processes, seed, seeded.next(40), pairs);
+        let mut job = Job::zero_copy(processes, seed, seeded.next(40), pairs);
         // Data becomes ready in any order after its operation was issued.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];

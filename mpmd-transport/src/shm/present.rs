@@ -176,7 +176,7 @@ impl Transport for Shm {
         Some(self.arena.clone())
     }
 
-    fn hands_over(&self, peer: ProcessId) -> bool {
+    fn zero_copy(&self, peer: ProcessId) -> bool {
         self.shared.peers.get(peer.index()).is_some_and(Option::is_some)
     }
 

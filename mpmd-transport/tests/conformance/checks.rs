@@ -226,7 +226,7 @@ pub(crate) fn what_is_posted_before_peers_start_is_kept(kind: Kind) {
     cluster.post(1, 0, MessageKind::Eager, 7);
     cluster.recorders[0].wait_complete(1);
     // A zero-copy payload counts as sent once its place was announced.
-    let has_left = cluster.transport(0).hands_over(id(1));
+    let has_left = cluster.transport(0).zero_copy(id(1));
     assert!(has_left || cluster.recorders[0].read(|seen| !seen.done.contains_key(&large)));
     assert!(cluster.recorders[1].read(|seen| seen.log.is_empty()), "heard before it was started");
     cluster.start(1);

@@ -99,8 +99,7 @@ fn relent_memory_returns_after_the_last_borrowers_drop() {
                 fabric.endpoint(id(process)).start(end.clone());
             }
             assert!(
-                fabric.endpoint(id(0)).hands_over(id(1))
-                    && !fabric.endpoint(id(1)).hands_over(id(1))
+                fabric.endpoint(id(0)).zero_copy(id(1)) && !fabric.endpoint(id(1)).zero_copy(id(1))
             );
             let payload = SharedBuffer::from(vec![7; 100_000]);
             let place = payload.as_ptr();

@@ -271,7 +271,7 @@ fn issue<K: Kernel>(
             part: if plan.seats.is_empty() { Part::Idle } else { Part::Work(plan.bytes) },
             takes: leaves,
             donates: &|i| plan.inputs[i].donated,
-            known: Some(&plan.known_form),
+            known: Some(&plan.known_descriptor),
             again: &again,
             replayed,
             ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor())

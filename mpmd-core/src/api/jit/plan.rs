@@ -80,7 +80,7 @@ pub(super) struct CallPlan {
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
     /// Index of the call's descriptor in the plan of a dry run, once it is known.
-    pub(super) known_form: KnownDescriptor,
+    pub(super) known_descriptor: KnownDescriptor,
 }
 
 pub(super) struct InputPlan {
@@ -330,7 +330,7 @@ impl CallPlan {
             fingerprint,
             what,
             paths,
-            known_form: KnownDescriptor::default(),
+            known_descriptor: KnownDescriptor::default(),
         })
     }
 }

@@ -70,7 +70,7 @@ impl Simulation {
     /// Enables zero-copy transfers between processes with the same group number, like processes of
     /// a host that share memory. A receiver then uses an array in the sender's memory. `groups` is
     /// indexed by process; processes beyond its end always copy. By default all processes copy.
-    pub fn hands_over(mut self, groups: &[usize]) -> Self {
+    pub fn zero_copy(mut self, groups: &[usize]) -> Self {
         self.faults.hosts = groups.to_vec();
         self
     }

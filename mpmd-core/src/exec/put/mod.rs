@@ -129,7 +129,7 @@ impl PutPlan {
             let mut places = transfer.targets.iter().map(|at| targets[*at].device);
             let kept = match transfer.origin {
                 Origin::Process(from) => {
-                    let in_place = runtime.hands_over(from) && transfer.is_by_itself();
+                    let in_place = runtime.zero_copy(from) && transfer.is_by_itself();
                     let to_gpu = places.any(|device| runtime.gpu_of(device, to_kind).is_some());
                     (!transfer.peers.is_empty() || to_gpu) && !in_place
                 }
@@ -368,13 +368,13 @@ mod tests {
     fn zero_copy_transfers_are_never_packed() {
         let packing = staged(&Simulation::new(2, 2));
         assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
-        let shared = staged(&Simulation::new(2, 2).hands_over(&[0, 0]));
+        let shared = staged(&Simulation::new(2, 2).zero_copy(&[0, 0]));
         assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
         // Only two of the three processes share memory: both pack for the third.
-        let mixed = staged(&Simulation::new(3, 3).hands_over(&[5, 5]));
+        let mixed = staged(&Simulation::new(3, 3).zero_copy(&[5, 5]));
         assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
         // Zero-copy between all four, of whole shards and of parts.
-        let four = staged(&Simulation::new(4, 4).hands_over(&[1; 4]));
+        let four = staged(&Simulation::new(4, 4).zero_copy(&[1; 4]));
         assert_eq!(four, [(0, 4 * 12 * 6); 4]);
     }
 
@@ -383,7 +383,7 @@ mod tests {
     #[test]
     fn forwarder_packs_a_strided_part_of_a_shard() {
         let simulation =
-            Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+            Simulation::new(3, 6).zero_copy(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
         let results = simulation.run(|p| {
             let x = p.array_from_fn(
                 f32s([8, 8]),

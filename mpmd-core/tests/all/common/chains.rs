@@ -66,12 +66,12 @@ fn any_sharding(numbers: &mut Numbers) -> Sharding {
 
 /// Moves an array through six random shardings, on random processes. Panics if a value changes or
 /// memory is not freed within 20 seconds. With `gpus` some processes have CUDA devices. With
-/// `hands_over`, even seeds use zero-copy transfers within a host; otherwise `simulation` decides.
+/// `zero_copy`, even seeds use zero-copy transfers within a host; otherwise `simulation` decides.
 pub(crate) fn chain(
     seed: u64,
     gpus: bool,
     simulation: impl Fn(usize, usize) -> Simulation,
-    hands_over: bool,
+    zero_copy: bool,
 ) {
     let mut numbers = Numbers::new(seed);
     let processes = numbers.of(&[1, 2, 4, 8]);
@@ -95,8 +95,8 @@ pub(crate) fn chain(
     };
     let kinds: Vec<DeviceKind> = (0..processes).map(|_| kind(&mut numbers)).collect();
     let mut simulation = simulation(processes, DEVICES).delays(seed, delay);
-    if hands_over && seed.is_multiple_of(2) {
-        simulation = simulation.hands_over(&hosts);
+    if zero_copy && seed.is_multiple_of(2) {
+        simulation = simulation.zero_copy(&hosts);
     }
     let settings = |b: Builder| b.hosts(&hosts).links(links).device_kinds(&kinds);
     let results = simulation.settings(settings).run(|p| {

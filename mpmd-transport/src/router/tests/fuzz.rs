@@ -171,7 +171,7 @@ fn fuzz_router() {
         let lends = |a: usize, b: usize| {
             if a.min(b) == 0 && a.max(b) == LIAR { with_liar } else { with_other }
         };
-        let mut job = Job::handing_over(3, rng.u64(..), rng.u64(..4), lends);
+        let mut job = Job::zero_copy(3, rng.u64(..), rng.u64(..4), lends);
         (job.liar, job.dead[LIAR]) = (Some(LIAR), true);
         let operations = operations(rng);
         for _ in 0..rng.usize(..24) {

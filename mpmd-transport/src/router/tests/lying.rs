@@ -194,7 +194,7 @@ fn kept_messages_are_subtracted_when_used_or_dropped() {
 
 #[test]
 fn credit_for_an_unissued_operation_loses_the_peer() {
-    let mut job = Job::handing_over(3, 1, 0, |a, b| a.max(b) == 1);
+    let mut job = Job::zero_copy(3, 1, 0, |a, b| a.max(b) == 1);
     (0..3).for_each(|process| _ = job.issue(process, 7, "op"));
     job.dead[1] = true;
     job.say(1, 0, Header { op: 1, ..Header::new(Kind::Credit) }, &[]);

@@ -14,7 +14,7 @@ fn no_piece_passes_between_diverged_processes() {
         let (astray, first) = (seeded.next(processes as u64) as usize, 1 + seeded.next(OPS as u64));
         // Zero-copy transfer between no pairs, or between all.
         let mut job =
-            Job::handing_over(processes, seed, seeded.next(40), |_, _| seed.is_multiple_of(2));
+            Job::zero_copy(processes, seed, seeded.next(40), |_, _| seed.is_multiple_of(2));
         // Offers and grants arrive before the other side gets to their operations, and after.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];

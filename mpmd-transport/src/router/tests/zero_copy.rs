@@ -9,7 +9,7 @@ fn flying(job: &Job, kind: Kind) -> usize {
 
 #[test]
 fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
-    let mut job = Job::handing_over(3, 1, 0, |a, b| a + b == 1);
+    let mut job = Job::zero_copy(3, 1, 0, |a, b| a + b == 1);
     let sizes = [0, 10, EAGER_BYTES + 1, 10 << 20, 3 * EAGER_CREDIT];
     for process in [0, 2] {
         for (hash, _) in sizes.iter().enumerate() {
@@ -51,7 +51,7 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
 
 #[test]
 fn sender_soon_hears_which_pieces_were_taken() {
-    let mut job = Job::handing_over(2, 1, 0, |_, _| true);
+    let mut job = Job::zero_copy(2, 1, 0, |_, _| true);
     for process in 0..2 {
         for op in 1..=200 {
             job.issue(process, op, "op");
@@ -93,7 +93,7 @@ fn sender_soon_hears_which_pieces_were_taken() {
 #[test]
 fn zero_copy_piece_of_another_program_is_not_delivered() {
     for seed in 0..20 {
-        let mut job = Job::handing_over(2, seed, 30, |_, _| true);
+        let mut job = Job::zero_copy(2, seed, 30, |_, _| true);
         for (process, ops) in [(0, [11, 50, 60]), (1, [11, 61, 70])] {
             for (i, hash) in ops.into_iter().enumerate() {
                 job.issue(process, hash, &format!("put {hash}"));
@@ -112,7 +112,7 @@ fn zero_copy_piece_of_another_program_is_not_delivered() {
 
 #[test]
 fn poison_and_death_end_waits_for_zero_copy_pieces() {
-    let mut job = Job::handing_over(2, 4, 5, |_, _| true);
+    let mut job = Job::zero_copy(2, 4, 5, |_, _| true);
     let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");
     for process in 0..2 {
         for _ in 0..2 {
