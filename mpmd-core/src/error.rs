@@ -127,6 +127,23 @@ pub enum ViewError {
     /// A single value was requested from a view of this number of elements, which is not 1.
     #[error("a single value was asked of a view of {0} elements")]
     NotScalar(usize),
+    /// The view has no object: it has numbers, or the object could not be made.
+    #[error("the view has no object")]
+    NoObject,
+    /// The object has another type than the kernel requested.
+    #[error("the object is a {found}, and was asked for as {asked}")]
+    ObjectType {
+        /// The requested type.
+        asked: &'static str,
+        /// The type of the object.
+        found: &'static str,
+    },
+    /// An earlier call has taken the object out.
+    #[error("the object was taken out by an earlier call")]
+    ObjectTaken,
+    /// The call has the same object twice, or has not let go of it.
+    #[error("the object is in use: the call has it twice")]
+    ObjectInUse,
 }
 
 impl Error {

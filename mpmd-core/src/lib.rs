@@ -36,6 +36,9 @@ pub mod trace;
 mod warning;
 
 pub use api::jit::{Jit, JitBuilder, run_here};
+pub use api::object::{
+    BoundMethod, Made, Makes, Method, MethodBuilder, MpmdObject, ObjectBytes, Saved,
+};
 pub use api::program::{
     Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate,
     transports,

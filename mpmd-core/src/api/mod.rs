@@ -1,6 +1,7 @@
 //! The calls that a program makes: each is one or more operations, issued in program order.
 
 pub(crate) mod jit;
+pub(crate) mod object;
 pub(crate) mod program;
 pub(crate) mod put;
 pub(crate) mod replay;

@@ -42,7 +42,7 @@ impl Reduce {
     /// complex numbers have only sums.
     pub fn is_defined_for(self, dtype: DType) -> bool {
         match dtype {
-            DType::Bool => false,
+            DType::Bool | DType::Object => false,
             DType::C64 | DType::C128 => self == Self::Sum,
             _ => true,
         }

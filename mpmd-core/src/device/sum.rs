@@ -27,7 +27,7 @@ pub fn add_region(
         runs(src, src_region, dst, dst_region, piece, dtype.size(), &mut add);
     };
     match dtype {
-        DType::Bool => {}
+        DType::Bool | DType::Object => {}
         DType::I8 | DType::U8 => each(|dst, src| {
             add::<1>(dst, src, |a, b| [a[0].wrapping_add(b[0])]);
         }),

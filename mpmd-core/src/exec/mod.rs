@@ -36,6 +36,7 @@ mod life_cycle;
 mod lying;
 mod mailbox;
 mod memory;
+pub(crate) mod object;
 mod parker;
 mod planned;
 mod put;

@@ -44,6 +44,8 @@ struct State {
     plan: Plan,
     descriptors: HashMap<OpDescriptor, u32>,
     lines: HashMap<&'static Location<'static>, u32>,
+    /// By object (operation, result): the results that are its growth.
+    growth: HashMap<(u64, u32), Vec<(u64, u32)>>,
 }
 
 /// Cache of the index of a call's or a move's descriptor in the plan. It is valid for one recorder,
@@ -98,7 +100,16 @@ impl Recorder {
     pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
         let mut state = self.state.lock();
         let after = state.plan.operations.len() as u64;
-        state.plan.drops.push(Dropped { array: Array { operation, result }, after });
+        let growth = state.growth.remove(&(operation, result)).unwrap_or_default();
+        for (operation, result) in std::iter::once((operation, result)).chain(growth) {
+            state.plan.drops.push(Dropped { array: Array { operation, result }, after });
+        }
+    }
+
+    /// Records that `grown`, (operation, result), is memory of the object that is the result
+    /// `object` of an operation. It lives as long as the object.
+    pub(crate) fn grows(&self, object: (u64, u32), grown: (u64, u32)) {
+        self.state.lock().growth.entry(object).or_default().push(grown);
     }
 
     /// Records that the program waits for an array at line `at`. `values` is true if it reads the

@@ -23,7 +23,8 @@ use mpmd_layout::topology::CudaCollectives;
 macro_rules! with_type {
     ($dtype:expr, $t:ident => $call:expr, $bool:expr) => {
         match $dtype {
-            DType::Bool => $bool,
+            // Collectives of objects were refused with the signature.
+            DType::Bool | DType::Object => $bool,
             DType::I8 => { type $t = i8; $call }
             DType::I16 => { type $t = i16; $call }
             DType::I32 => { type $t = i32; $call }

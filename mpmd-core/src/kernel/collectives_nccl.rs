@@ -36,7 +36,10 @@ use mpmd_layout::topology::{DeviceId, Topology};
 
 /// Returns true if NCCL supports this dtype.
 pub(crate) fn nccl_has(dtype: DType) -> bool {
-    !matches!(dtype, DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128)
+    !matches!(
+        dtype,
+        DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128 | DType::Object
+    )
 }
 
 impl Collective {

@@ -22,6 +22,7 @@ pub(crate) use collectives_nccl::nccl_has;
 pub use context::Context;
 pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
 pub(crate) use sent::agreeing;
+pub(crate) use signature::ObjectPath;
 pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;
 pub use view::{View, ViewMut};

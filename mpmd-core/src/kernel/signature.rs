@@ -16,6 +16,17 @@ pub struct Signature<O> {
     pub(crate) outputs: O,
     pub(crate) aliases: Vec<(String, String)>,
     pub(crate) collectives: Vec<Collective>,
+    /// (path of an object among the outputs, else among the inputs; bytes on each device).
+    pub(crate) object_bytes: Vec<(ObjectPath, u64)>,
+}
+
+/// The path of an object in a kernel's declaration.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum ObjectPath {
+    /// An object that the kernel makes.
+    Output(String),
+    /// An object that the kernel takes.
+    Input(String),
 }
 
 /// A collective operation that a kernel declares, in the order of its calls.
@@ -30,7 +41,7 @@ pub struct Collective {
 impl<O> Signature<O> {
     /// Creates a signature with `outputs`, a tree of global shapes, and without collectives.
     pub fn new(outputs: O) -> Self {
-        Self { outputs, aliases: Vec::new(), collectives: Vec::new() }
+        Self { outputs, aliases: Vec::new(), collectives: Vec::new(), object_bytes: Vec::new() }
     }
 
     /// Updates an input in place: the output leaf at path `output` starts with the values of the
@@ -42,6 +53,21 @@ impl<O> Signature<O> {
     #[must_use]
     pub fn alias(mut self, input: impl Into<String>, output: impl Into<String>) -> Self {
         self.aliases.push((input.into(), output.into()));
+        self
+    }
+
+    /// Declares that the new object at path `output` takes `bytes` bytes on each device. They count
+    /// against the device's memory limit, and in memory plans, until the object is dropped.
+    #[must_use]
+    pub fn object_bytes(mut self, output: impl Into<String>, bytes: u64) -> Self {
+        self.object_bytes.push((ObjectPath::Output(output.into()), bytes));
+        self
+    }
+
+    /// Declares that this call adds `bytes` bytes on each device to the object at path `input`.
+    #[must_use]
+    pub fn object_grows(mut self, input: impl Into<String>, bytes: u64) -> Self {
+        self.object_bytes.push((ObjectPath::Input(input.into()), bytes));
         self
     }
 
@@ -143,6 +169,9 @@ impl<O> Signature<O> {
 impl Collective {
     /// Checks the declaration against a mesh. The error is the reason why it is invalid.
     pub(crate) fn check(&self, mesh: &Mesh) -> Result<(), String> {
+        if self.aval.is_object() {
+            return Err("objects do not leave their devices".to_owned());
+        }
         let size = mesh.axis_size(&self.axis).map_err(|error| error.to_string())?;
         let on_axis = |index: usize| {
             if index < size {

@@ -3,6 +3,7 @@
 use mpmd_transport::memory::DevicePlace;
 
 use crate::error::ViewError;
+use crate::exec::object::{Measure, NewObject, ObjectCell, ObjectRef};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Leaf;
@@ -35,6 +36,8 @@ pub struct View<'a> {
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
     in_place: bool,
+    /// The object, if the input is one.
+    object: Option<&'a ObjectCell>,
 }
 
 /// This device's part of an output, for the kernel to fill.
@@ -44,6 +47,8 @@ pub struct ViewMut<'a> {
     /// The place of the values in a device's memory. `bytes` is empty then.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
+    /// The place for the object, if the output is one.
+    object: Option<&'a mut Option<NewObject>>,
 }
 
 impl Leaf for View<'_> {}
@@ -63,12 +68,17 @@ fn values<T: Element>(bytes: &[u8]) -> Result<&[T], ViewError> {
 
 impl<'a> View<'a> {
     pub(crate) fn new(bytes: &'a [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, device: None, info, in_place: false }
+        Self { bytes, device: None, info, in_place: false, object: None }
     }
 
     /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], device: Some(place), info, in_place: false }
+        Self { bytes: &[], device: Some(place), info, in_place: false, object: None }
+    }
+
+    /// Returns a view of an object.
+    pub(crate) fn of_object(cell: Option<&'a ObjectCell>, info: &'a ShardInfo) -> Self {
+        Self { bytes: &[], device: None, info, in_place: false, object: cell }
     }
 
     /// Returns the place of the values, if they are in a device's memory.
@@ -82,7 +92,26 @@ impl<'a> View<'a> {
     }
 
     pub(crate) fn in_place(info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], device: None, info, in_place: true }
+        Self { bytes: &[], device: None, info, in_place: true, object: None }
+    }
+
+    /// Gives exclusive access to the object of this input, until the result is dropped.
+    ///
+    /// # Errors
+    ///
+    /// If the input has numbers and no object, or an object of another type. If the object was
+    /// taken out, or this call has access to it already.
+    pub fn object<T: 'static>(&self) -> Result<ObjectRef<'a, T>, ViewError> {
+        self.object.ok_or(ViewError::NoObject)?.access()
+    }
+
+    /// Takes the object of this input out. Later calls with it fail.
+    ///
+    /// # Errors
+    ///
+    /// As for [`View::object`].
+    pub fn take_object<T: 'static>(&self) -> Result<T, ViewError> {
+        self.object.ok_or(ViewError::NoObject)?.take()
     }
 
     /// Returns the values, row-major with shape [`View::shape`].
@@ -133,12 +162,39 @@ impl<'a> View<'a> {
 
 impl<'a> ViewMut<'a> {
     pub(crate) fn new(bytes: &'a mut [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, device: None, info }
+        Self { bytes, device: None, info, object: None }
     }
 
     /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
-        Self { bytes: &mut [], device: Some(place), info }
+        Self { bytes: &mut [], device: Some(place), info, object: None }
+    }
+
+    /// Returns a view of an object that the kernel makes.
+    pub(crate) fn of_object(object: &'a mut Option<NewObject>, info: &'a ShardInfo) -> Self {
+        Self { bytes: &mut [], device: None, info, object: Some(object) }
+    }
+
+    /// Makes `value` the object of this output. It stays on the device; later kernels get it by
+    /// [`View::object`].
+    ///
+    /// # Errors
+    ///
+    /// If the output is declared as numbers, not as
+    /// [`ShapedArray::object`](mpmd_layout::aval::ShapedArray::object).
+    pub fn put_object<T: Send + 'static>(&mut self, value: T) -> Result<(), ViewError> {
+        self.put_measured(value, None)
+    }
+
+    /// Like [`ViewMut::put_object`], with a function that measures the value's bytes.
+    pub(crate) fn put_measured<T: Send + 'static>(
+        &mut self,
+        value: T,
+        measure: Option<Measure>,
+    ) -> Result<(), ViewError> {
+        let place = self.object.as_deref_mut().ok_or(ViewError::NoObject)?;
+        *place = Some(NewObject::new(value, measure));
+        Ok(())
     }
 
     /// Returns the place of the values, if they are in a device's memory.

@@ -44,10 +44,12 @@ pub enum DType {
     C64,
     /// Complex of two `f64`, 128 bits together.
     C128,
+    /// A Rust value that stays on its device, of any type. It has no bytes that could move.
+    Object,
 }
 
 impl DType {
-    /// Every dtype.
+    /// Every dtype of values, so without [`DType::Object`].
     pub const ALL: [Self; 15] = [
         Self::Bool,
         Self::I8,
@@ -66,7 +68,7 @@ impl DType {
         Self::C128,
     ];
 
-    /// Returns the size of one element in bytes.
+    /// Returns the size of one element in bytes; 0 for objects.
     pub const fn size(self) -> usize {
         match self {
             Self::Bool | Self::I8 | Self::U8 => 1,
@@ -74,6 +76,7 @@ impl DType {
             Self::I32 | Self::U32 | Self::F32 => 4,
             Self::I64 | Self::U64 | Self::F64 | Self::C64 => 8,
             Self::C128 => 16,
+            Self::Object => 0,
         }
     }
 
@@ -95,6 +98,7 @@ impl DType {
             Self::F64 => "f64",
             Self::C64 => "c64",
             Self::C128 => "c128",
+            Self::Object => "object",
         }
     }
 
@@ -116,6 +120,7 @@ impl DType {
             Self::F64 => "float64",
             Self::C64 => "complex64",
             Self::C128 => "complex128",
+            Self::Object => "object",
         }
     }
 }

@@ -98,9 +98,19 @@ impl ShapedArray {
         }
     }
 
+    /// Creates the description of one object for each device: a scalar of [`DType::Object`].
+    pub fn object() -> Self {
+        Self { shape: [].into(), dtype: DType::Object }
+    }
+
     /// Returns the size of each dimension.
     pub fn shape(&self) -> &[usize] {
         &self.shape
+    }
+
+    /// True if the elements are Rust values and no numbers.
+    pub fn is_object(&self) -> bool {
+        self.dtype == DType::Object
     }
 
     /// Returns the type of the elements.

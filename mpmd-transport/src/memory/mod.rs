@@ -23,6 +23,7 @@ mod parts;
 mod pool;
 mod segment;
 
+use std::any::Any;
 use std::fmt;
 use std::mem::take;
 use std::ops::{Deref, DerefMut, Range};
@@ -191,6 +192,11 @@ pub trait Loan: Send + Sync {
         None
     }
 
+    /// Returns the Rust value that stands in the place of bytes. `None` if there are only bytes.
+    fn value(&self) -> Option<&(dyn Any + Send + Sync)> {
+        None
+    }
+
     /// True if the device accesses the bytes remotely, in another device's memory. The borrower
     /// should then copy them.
     fn is_far(&self) -> bool {
@@ -306,6 +312,14 @@ impl SharedBuffer {
         let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
         let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
         Self { whole: Arc::new(whole), range: 0..bytes, verdict: None }
+    }
+
+    /// Returns the [value](Loan::value) that these bytes stand for, if there is one.
+    pub fn value(&self) -> Option<&(dyn Any + Send + Sync)> {
+        match &self.whole.memory {
+            Memory::Lent(loan) => loan.value(),
+            Memory::Owned(_) | Memory::Gone => None,
+        }
     }
 
     /// True if these bytes belong to another owner.

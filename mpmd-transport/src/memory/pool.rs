@@ -406,6 +406,16 @@ impl Reservation {
         Ok(buffers)
     }
 
+    /// Moves one of the buffers that this was made for, of `bytes` bytes, to a reservation of its
+    /// own. Moves what is left if that is less.
+    #[must_use]
+    pub fn split_off(&mut self, bytes: usize) -> Self {
+        let class = size_class(bytes).map_or(self.counted, |class| self.counted.min(class as u64));
+        self.counted -= class;
+        self.bytes = self.bytes.saturating_sub(bytes);
+        Self { pool: self.pool.clone(), bytes, counted: class }
+    }
+
     /// The number of bytes requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes

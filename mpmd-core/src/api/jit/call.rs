@@ -5,18 +5,21 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
-use mpmd_transport::memory::Reservation;
+use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::plan::{Bound, CallPlan, DeviceBinding};
+use super::plan::{Bound, CallPlan, DeviceBinding, ObjectPlace};
 use crate::api::program::Program;
 use crate::api::put::panic_text;
 use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
 use crate::exec::array::{Handle, MpmdArray};
 use crate::exec::host_array::HostArray;
-use crate::exec::{BufferUse, Exchange, Job, OpGuard, Parker, Resolvers, Runtime, Work};
+use crate::exec::object::{NewObject, ObjectCell};
+use crate::exec::{
+    AsyncBuffer, BufferUse, Exchange, Job, OpGuard, Parker, Resolvers, Runtime, Work,
+};
 use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
@@ -30,6 +33,10 @@ pub(super) struct DeviceCall<K: Kernel> {
     /// starts from the buffer.
     pub(super) arrived: Vec<Option<SharedBuffer>>,
     pub(super) outputs: Vec<OwnedBuffer>,
+    /// Objects that the kernel has made, by index of the output. Empty if it makes none.
+    pub(super) made: Vec<Option<NewObject>>,
+    /// Memory for the objects with declared bytes, in the plan's order.
+    pub(super) held: Vec<Reservation>,
     /// Initial contents of each output, in order. Used only on CUDA devices, as is `unfilled`: the
     /// inputs that were taken before they were filled.
     pub(super) fills: Vec<Fill>,
@@ -48,6 +55,8 @@ pub(super) struct Issued<K: Kernel> {
     /// Memory for all outputs that do not take over an input's memory, reserved when the call was
     /// issued. If it could not be reserved, the failure.
     pub(super) memory: Fallible<Reservation>,
+    /// The objects that the call takes. They fail with the call.
+    pub(super) objects: Vec<AsyncBuffer>,
     pub(super) guard: OpGuard,
     /// Shared by this process's devices: the last one to end the call discards the collective
     /// messages that no device took. `None` without collectives.
@@ -100,13 +109,13 @@ impl<K: Kernel> DeviceCall<K> {
         context: &mut Context<'_>,
         memory: Memory,
     ) -> Fallible<()> {
-        let Self { inputs, arrived, outputs, .. } = self;
+        let Self { inputs, arrived, outputs, made, held, .. } = self;
         let (runtime, seat) = (call.runtime(), call.seat);
         let since = runtime.trace.now();
         let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.parker)?;
         let started = runtime.trace.now();
         runtime.status.device_starts(seat.local_index, call.op, seat.what.clone());
-        prepare_outputs(call, arrived, memory?, |mut buffer, fill, info| {
+        prepare_outputs(call, arrived, memory?, held, |mut buffer, fill, info| {
             match fill {
                 Fill::Anything => poison(&mut buffer),
                 Fill::Own => {}
@@ -117,7 +126,7 @@ impl<K: Kernel> DeviceCall<K> {
             outputs.push(buffer);
         })?;
         runtime.trace_start(seat.local_index, call.op, started, since, last);
-        let ran = call.run(context, arrived, outputs);
+        let ran = call.run(context, arrived, outputs, made, held);
         arrived.clear();
         ran
     }
@@ -125,7 +134,8 @@ impl<K: Kernel> DeviceCall<K> {
     /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
     /// with values or the failure, and releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, mut resolvers, memory, guard, leftovers } = issued;
+        let Issued { bound, seat, op, at, mut resolvers, memory, objects, guard, leftovers } =
+            issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, seat) = (call.runtime(), call.seat);
         let exchange = Exchange { runtime: runtime.clone(), guard };
@@ -134,12 +144,11 @@ impl<K: Kernel> DeviceCall<K> {
         runtime.status.device_ends(seat.local_index, op);
         runtime.trace_end(seat.local_index, op);
         match result {
-            Ok(()) => {
-                self.outputs.drain(..).for_each(|buffer| resolvers.keep_next(Ok(buffer.freeze())))
-            }
+            Ok(()) => self.results(&call).for_each(|buffer| resolvers.keep_next(Ok(buffer))),
             Err(failure) => {
                 // Freed first: threads that wait for memory check it when operations end.
                 self.clear();
+                poison_objects(&objects, &failure);
                 runtime.remember(&failure);
                 // Devices that wait for this one in a collective must not wait forever.
                 context.abandon(&failure);
@@ -148,8 +157,35 @@ impl<K: Kernel> DeviceCall<K> {
         }
         bound.keep(self);
         drop(leftovers);
+        // The last handle of an object may be here. It goes before the operation ends.
+        drop(objects);
         // This ends the operation.
         drop(context);
+    }
+
+    /// Takes the outputs out as buffers, in order. Objects move into their cells.
+    pub(super) fn results<'a>(
+        &'a mut self,
+        call: &Call<'a, K>,
+    ) -> impl Iterator<Item = SharedBuffer> + 'a {
+        let (runtime, seat) = (call.runtime(), call.seat);
+        let Self { outputs, made, held, .. } = self;
+        let declared = &call.bound.plan.objects.bytes;
+        let mut made = made.drain(..);
+        let mut held = held.drain(..);
+        let mut next = declared.iter().map(|(place, _)| *place);
+        let mut next_place = next.next();
+        outputs.drain(..).enumerate().map(move |(index, buffer)| match made.next().flatten() {
+            None => buffer.freeze(),
+            Some(object) => {
+                let mut memory = None;
+                if next_place == Some(ObjectPlace::Output(index)) {
+                    memory = held.next();
+                    next_place = next.next();
+                }
+                object.into_cell(memory, runtime, seat.local_index)
+            }
+        })
     }
 
     /// Drops all inputs and outputs with their buffers, and keeps the capacity of the lists.
@@ -157,6 +193,8 @@ impl<K: Kernel> DeviceCall<K> {
         self.inputs.clear();
         self.arrived.clear();
         self.outputs.clear();
+        self.made.clear();
+        self.held.clear();
         self.fills.clear();
         self.unfilled.clear();
     }
@@ -179,6 +217,8 @@ impl<K: Kernel> Default for DeviceCall<K> {
             inputs: Vec::new(),
             arrived: Vec::new(),
             outputs: Vec::new(),
+            made: Vec::new(),
+            held: Vec::new(),
             fills: Vec::new(),
             unfilled: Vec::new(),
             issued: None,
@@ -219,27 +259,78 @@ impl<'a, K: Kernel> Call<'a, K> {
     }
 
     /// Runs the kernel on this thread. The call fails if the kernel returns an error, panics, or
-    /// leaves out a declared collective.
+    /// leaves out a declared collective. Objects that the kernel makes are left in `made`. `held`
+    /// keeps the memory of those, and loses that of the objects that grow.
     pub(super) fn run(
         &self,
         context: &mut Context<'_>,
         inputs: &[Option<SharedBuffer>],
         outputs: &mut [OwnedBuffer],
+        made: &mut Vec<Option<NewObject>>,
+        held: &mut Vec<Reservation>,
     ) -> Fallible<()> {
         let Bound { kernel, plan, .. } = self.bound;
+        let objects = &plan.objects;
+        for cell in objects.inputs.iter().filter_map(|index| cell_of(inputs, *index)) {
+            if let Some(failure) = cell.failure() {
+                return Err(failure.clone());
+            }
+        }
+        if !objects.outputs.is_empty() {
+            made.resize_with(outputs.len(), || None);
+        }
         let ran = catch_unwind(AssertUnwindSafe(|| {
-            run_kernel(&**kernel, plan, self.seat, context, inputs, outputs)
+            run_kernel(&**kernel, plan, self.seat, context, inputs, outputs, made)
         }));
         match ran {
-            Ok(Ok(())) if context.not_called() == 0 => Ok(()),
-            Ok(Ok(())) => Err(self.failure(&format_args!(
-                "its signature declares {} more collectives than it calls",
-                context.not_called()
-            ))),
-            Ok(Err(Error::Failed(failure))) => Err(failure),
-            Ok(Err(error)) => Err(self.failure(&error)),
-            Err(panic) => Err(self.failure(&panic_text(&*panic))),
+            Ok(Ok(())) if context.not_called() == 0 => {}
+            Ok(Ok(())) => {
+                return Err(self.failure(&format_args!(
+                    "its signature declares {} more collectives than it calls",
+                    context.not_called()
+                )));
+            }
+            Ok(Err(Error::Failed(failure))) => return Err(failure),
+            Ok(Err(error)) => return Err(self.failure(&error)),
+            Err(panic) => return Err(self.failure(&panic_text(&*panic))),
         }
+        self.check_objects(inputs, made, held).map_err(|why| self.failure(&why))
+    }
+
+    /// Gives objects that grow their memory from `held`. Returns an error if the kernel has left out
+    /// an object, or if an object reports more bytes than declared.
+    fn check_objects(
+        &self,
+        inputs: &[Option<SharedBuffer>],
+        made: &[Option<NewObject>],
+        held: &mut Vec<Reservation>,
+    ) -> std::result::Result<(), String> {
+        let objects = &self.bound.plan.objects;
+        let declared = |output: usize| {
+            let of = |(place, _): &&(ObjectPlace, u64)| *place == ObjectPlace::Output(output);
+            objects.bytes.iter().find(of).map_or(0, |(_, bytes)| *bytes)
+        };
+        for output in &objects.outputs {
+            match &made[*output] {
+                Some(object) => object.check(declared(*output))?,
+                None => return Err(format!("it has not made the object of its output {output}")),
+            }
+        }
+        let new = objects.bytes.iter().filter(|(place, _)| matches!(place, ObjectPlace::Output(_)));
+        let new = new.count();
+        let growing = objects.bytes[new..].iter().map(|(place, _)| *place);
+        for (place, memory) in growing.zip(held.drain(new.min(held.len())..)) {
+            if let ObjectPlace::Input(index) = place
+                && let Some(cell) = cell_of(inputs, index)
+            {
+                cell.grow(memory);
+            }
+        }
+        objects
+            .inputs
+            .iter()
+            .filter_map(|index| cell_of(inputs, *index))
+            .try_for_each(ObjectCell::check)
     }
 
     /// Allocates `bytes` of host staging memory, from which CUDA devices copy. Fails if there is no
@@ -299,20 +390,38 @@ fn wait_for_inputs(
     Ok(last)
 }
 
-/// Allocates the outputs and passes each to `give`, in order, with its initial contents. An output
+/// Returns the cell of the object at this index of the inputs.
+fn cell_of(inputs: &[Option<SharedBuffer>], index: usize) -> Option<&ObjectCell> {
+    inputs.get(index)?.as_ref().and_then(ObjectCell::of)
+}
+
+/// Makes later calls with these objects fail with the failure of this one.
+pub(super) fn poison_objects(objects: &[AsyncBuffer], failure: &Arc<Failure>) {
+    for object in objects {
+        if let Some(Ok(buffer)) = object.peek_issued()
+            && let Some(cell) = ObjectCell::of(&buffer)
+        {
+            cell.poison(failure);
+        }
+    }
+}
+
+/// Moves the memory of objects to `held`. Allocates the outputs and passes each to `give`, in order, with its initial contents. An output
 /// that updates a donated input takes over the input's memory if no one else uses it. An output
 /// that updates another input is new memory, to be filled from the input. Removes those inputs from
 /// `inputs`. Fails if there is no memory.
 pub(super) fn prepare_outputs<K: Kernel>(
     call: &Call<'_, K>,
     inputs: &mut [Option<SharedBuffer>],
-    memory: Reservation,
+    mut memory: Reservation,
+    held: &mut Vec<Reservation>,
     mut give: impl FnMut(OwnedBuffer, Fill, &ShardInfo),
 ) -> Fallible<()> {
     let Call { seat, op, .. } = *call;
     let (plan, runtime) = (&call.bound.plan, call.runtime());
     let pool = &runtime.devices[seat.local_index].pool;
-    let failed = |error: mpmd_transport::memory::OutOfMemory| {
+    held.extend(plan.held().map(|bytes| memory.split_off(bytes)));
+    let failed = |error: OutOfMemory| {
         let message = format!(
             "operation {op} ({}): out of memory on {error}{}",
             plan.what,
@@ -376,10 +485,14 @@ fn run_kernel<K: Kernel>(
     context: &mut Context<'_>,
     inputs: &[Option<SharedBuffer>],
     outputs: &mut [OwnedBuffer],
+    made: &mut [Option<NewObject>],
 ) -> Result<()> {
     let views =
         plan.inputs.iter().zip(inputs).zip(&seat.inputs).map(
             |((input, bytes), info)| match bytes {
+                Some(bytes) if info.global.is_object() => {
+                    View::of_object(ObjectCell::of(bytes), info)
+                }
                 Some(bytes) if !input.in_place => match bytes.device() {
                     Some(place) => View::on_device(place, info),
                     None => View::new(bytes, info),
@@ -388,9 +501,13 @@ fn run_kernel<K: Kernel>(
             },
         );
     let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
-    let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| match bytes.device() {
-        Some(place) => ViewMut::on_device(place, info),
-        None => ViewMut::new(bytes, info),
+    let mut made = made.iter_mut();
+    let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| {
+        match (made.next(), bytes.device()) {
+            (Some(object), _) if info.global.is_object() => ViewMut::of_object(object, info),
+            (_, Some(place)) => ViewMut::on_device(place, info),
+            (_, None) => ViewMut::new(bytes, info),
+        }
     });
     let y = <ViewsMut<'_, K::Out> as Tree>::from_leaves(&plan.output_structure, views)?;
     kernel.run(context, x, y)

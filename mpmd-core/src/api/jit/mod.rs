@@ -176,7 +176,8 @@ impl<K: Kernel> Jit<K> {
         &self.mesh
     }
 
-    fn call_at(
+    /// Calls the kernel as [`Jit::call`] does, for the source line `at`.
+    pub(crate) fn call_at(
         &self,
         program: &mut Program,
         x: &K::In,
@@ -278,6 +279,9 @@ fn issue<K: Kernel>(
         },
     );
     plan.donate(leaves, op, at);
+    if let Some(recorder) = &program.runtime.recorder {
+        plan.note_growth(recorder, leaves, op);
+    }
     if let Some(guard) = guard {
         prepare(prepared, program, bound, leaves, op, guard, at);
     }
@@ -313,13 +317,17 @@ fn prepare<K: Kernel>(
         let memory = runtime.reserve_all(
             seat.local_index,
             MemoryKind::Device,
-            plan.fresh(seat),
+            plan.fresh(seat).chain(plan.held()),
             op,
             &*plan.what,
         );
         let (resolvers, slots) = AsyncBuffer::several(plan.outputs.len());
         prepared.slots.push((seat.place.device, slots));
         let last = seat_index + 1 == plan.seats.len();
+        let objects = plan.objects.inputs.iter().filter_map(|index| {
+            leaves[*index].shards().iter().find(|shard| shard.device == seat.place.device)
+        });
+        let objects = objects.map(|shard| shard.slot.clone()).collect();
         let Some(guard) = (if last { guard.take() } else { guard.clone() }) else { break };
         let issued = Issued {
             bound: bound.clone(),
@@ -328,6 +336,7 @@ fn prepare<K: Kernel>(
             at,
             resolvers,
             memory,
+            objects,
             guard,
             leftovers: leftovers.clone(),
         };

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
-use super::call::{copy_in, prepare_outputs};
+use super::call::{copy_in, poison_objects, prepare_outputs};
 use crate::device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
+use crate::exec::object::ObjectCell;
 use crate::exec::{AsyncBuffer, Exchange, Parker};
 use crate::kernel::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};
@@ -22,7 +23,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
     /// calls on CPU devices do. A failure resolves the outputs with it.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, resolvers, memory, guard, leftovers } = issued;
+        let Issued { bound, seat, op, at, resolvers, memory, objects, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, place) = (call.runtime(), &call.seat.place);
         let local_index = call.seat.local_index;
@@ -41,6 +42,7 @@ impl<K: Kernel> DeviceCall<K> {
             Err(failure) => {
                 // Nothing was issued, as on a CPU device if an input fails.
                 self.clear();
+                poison_objects(&objects, &failure);
                 runtime.remember(&failure);
                 context.abandon(&failure);
                 resolvers.fail(&failure);
@@ -54,14 +56,15 @@ impl<K: Kernel> DeviceCall<K> {
         let unfilled: Vec<Unfilled> = self.unfilled.drain(..).collect();
         let issued = match result {
             Ok(()) => {
-                let issued = resolvers.issue(self.outputs.drain(..).map(OwnedBuffer::freeze));
-                if unfilled.is_empty() && !context.has_joined() {
+                let issued = resolvers.issue(self.results(&call));
+                if unfilled.is_empty() && objects.is_empty() && !context.has_joined() {
                     issued.end_with_their_work();
                 }
                 Ok(issued)
             }
             Err(failure) => {
                 self.clear();
+                poison_objects(&objects, &failure);
                 runtime.remember(&failure);
                 context.abandon(&failure);
                 resolvers.fail(&failure);
@@ -84,12 +87,16 @@ impl<K: Kernel> DeviceCall<K> {
             let result = result.map_err(|error| call.failure(&error));
             let result = joined.end(&runtime, result, |why| call.failure(why));
             settle(unfilled, call.seat.place.device, result, move |result| {
+                // An earlier call with the same object may have failed since this one was issued.
+                let result = result.and_then(|()| objects.iter().try_for_each(check_object));
                 if let Ok(resolvers) = issued {
                     if let Err(failure) = &result {
+                        poison_objects(&objects, failure);
                         runtime.remember(failure);
                     }
                     resolvers.end(result);
                 }
+                drop(objects);
                 // This ends the operation.
                 drop(guard);
             });
@@ -140,8 +147,8 @@ impl<K: Kernel> DeviceCall<K> {
     }
 
     fn prepare(&mut self, call: &Call<'_, K>, memory: Memory) -> Fallible<()> {
-        let Self { arrived, outputs, fills, .. } = self;
-        prepare_outputs(call, arrived, memory?, |buffer, fill, _| {
+        let Self { arrived, outputs, held, fills, .. } = self;
+        prepare_outputs(call, arrived, memory?, held, |buffer, fill, _| {
             outputs.push(buffer);
             fills.push(fill);
         })
@@ -157,7 +164,7 @@ impl<K: Kernel> DeviceCall<K> {
         memory: &'a CallMemory,
         context: &mut Context<'a>,
     ) -> (Fallible<()>, Ending) {
-        let Self { arrived, outputs, fills, .. } = self;
+        let Self { arrived, outputs, made, held, fills, .. } = self;
         let mut staged = Vec::new();
         let mut turn = gpu.compute().turn();
         let begun = come_after(&turn, arrived, outputs, fills).and_then(|()| turn.begin());
@@ -171,7 +178,7 @@ impl<K: Kernel> DeviceCall<K> {
             Err(failure) => Err(failure),
             Ok(stream) => {
                 context.enter(OnCuda { cuda: Cuda::new(gpu, stream, memory), turn });
-                let ran = call.run(context, arrived, outputs);
+                let ran = call.run(context, arrived, outputs, made, held);
                 turn = context.leave().turn;
                 ran
             }
@@ -183,7 +190,8 @@ impl<K: Kernel> DeviceCall<K> {
             Fill::Anything | Fill::Own => None,
         });
         for input in arrived.drain(..).flatten().chain(read) {
-            if input.device().is_some() || input.is_pinned() {
+            // An object is dropped after the work of the last call that had it.
+            if input.device().is_some() || input.is_pinned() || input.value().is_some() {
                 input.add_read(fence.clone());
             }
         }
@@ -250,6 +258,13 @@ fn fill<K: Kernel>(
         filled.map_err(|error| call.failure(&error))?;
     }
     Ok(())
+}
+
+/// Returns the failure of an earlier call with this object, if there is one.
+fn check_object(object: &AsyncBuffer) -> Fallible<()> {
+    let Some(Ok(buffer)) = object.peek_issued() else { return Ok(()) };
+    let failure = ObjectCell::of(&buffer).and_then(ObjectCell::failure);
+    failure.map_or(Ok(()), |failure| Err(failure.clone()))
 }
 
 /// Calls `then` once all of `unfilled` have ended, with `result` or, if that is a success, with a

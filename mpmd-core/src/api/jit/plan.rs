@@ -14,7 +14,9 @@ use super::warm::Warm;
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
-use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, ShardInfo};
+use crate::kernel::{
+    Collective, DeviceBindings, Kernel, MeshPosition, ObjectPath, Shapes, ShardInfo,
+};
 use crate::{api::program::Program, exec::recorder::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
@@ -76,11 +78,30 @@ pub(super) struct CallPlan {
     pub(super) seats: Vec<DeviceBinding>,
     /// Bytes of all outputs on this process's devices, counted for the bound on running ahead.
     pub(super) bytes: u64,
+    pub(super) objects: ObjectPlan,
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
     /// Index of the call's descriptor in the plan of a dry run, once it is known.
     pub(super) known_descriptor: KnownDescriptor,
+}
+
+/// The objects of a call.
+#[derive(Default)]
+pub(super) struct ObjectPlan {
+    /// Indices of the inputs that are objects.
+    pub(super) inputs: Vec<usize>,
+    /// Indices of the outputs that are objects.
+    pub(super) outputs: Vec<usize>,
+    /// (place, bytes on each device), for each object with declared bytes: the new ones first.
+    pub(super) bytes: Vec<(ObjectPlace, u64)>,
+}
+
+/// Index of an object among a call's outputs or inputs.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) enum ObjectPlace {
+    Output(usize),
+    Input(usize),
 }
 
 pub(super) struct InputPlan {
@@ -150,6 +171,11 @@ impl CallPlan {
     ) -> impl Iterator<Item = usize> + Clone + 'a {
         let outputs = self.outputs.iter().zip(&seat.outputs);
         outputs.filter(|(output, _)| !self.takes_over(output)).map(|(_, info)| info.bytes())
+    }
+
+    /// Returns the declared bytes of each object of the call on one device.
+    pub(super) fn held(&self) -> impl Iterator<Item = usize> + Clone + '_ {
+        self.objects.bytes.iter().map(|(_, bytes)| *bytes as usize)
     }
 
     pub(super) fn input_path(&self, index: usize) -> &str {
@@ -285,6 +311,8 @@ impl CallPlan {
             inputs[i].in_place = true;
             outputs[o].alias = Some(i);
         }
+        let declared = &signature.object_bytes;
+        let objects = ObjectPlan::new(&inputs, &outputs, declared, &paths, &output_paths)?;
         for collective in &signature.collectives {
             collective.check(&jit.mesh).map_err(|why| {
                 IssueProblem::Signature(format!("the signature declares {collective}, but {why}"))
@@ -315,8 +343,9 @@ impl CallPlan {
                 seat((local_index, device), &what, &mesh, &leaves, &outputs, &runtime.topology)
             })
             .collect::<Problem<Vec<_>>>()?;
-        let bytes =
-            seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
+        let held: u64 = objects.bytes.iter().map(|(_, bytes)| *bytes).sum();
+        let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64);
+        let bytes = bytes.sum::<u64>() + held * seats.len() as u64;
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         Ok(Self {
             runtime: runtime.clone(),
@@ -327,11 +356,56 @@ impl CallPlan {
             mesh,
             seats,
             bytes,
+            objects,
             fingerprint,
             what,
             paths,
             known_descriptor: KnownDescriptor::default(),
         })
+    }
+}
+
+impl ObjectPlan {
+    fn new(
+        inputs: &[InputPlan],
+        outputs: &[OutputPlan],
+        declared: &[(ObjectPath, u64)],
+        input_paths: &[String],
+        output_paths: &[String],
+    ) -> Problem<Self> {
+        let inputs: Vec<&ShapedArray> = inputs.iter().map(|input| &input.aval).collect();
+        let outputs: Vec<&ShapedArray> = outputs.iter().map(|output| &output.made.aval).collect();
+        if let Some(odd) =
+            inputs.iter().chain(&outputs).find(|aval| aval.is_object() && aval.ndim() > 0)
+        {
+            return Err(IssueProblem::Signature(format!("{odd}: objects have no dimensions")));
+        }
+        let objects = |avals: &[&ShapedArray]| {
+            (0..avals.len()).filter(|i| avals[*i].is_object()).collect::<Vec<_>>()
+        };
+        let (inputs, outputs) = (objects(&inputs), objects(&outputs));
+        let mut bytes = Vec::with_capacity(declared.len());
+        for (path, declared) in declared {
+            let (found, place) = match path {
+                ObjectPath::Output(path) => {
+                    let index = find(output_paths, path, "output")?;
+                    (outputs.contains(&index), ObjectPlace::Output(index))
+                }
+                ObjectPath::Input(path) => {
+                    let index = find(input_paths, path, "input")?;
+                    (inputs.contains(&index), ObjectPlace::Input(index))
+                }
+            };
+            if !found {
+                let problem =
+                    format!("the signature declares object bytes for {path:?}, which is no object");
+                return Err(IssueProblem::Signature(problem));
+            }
+            bytes.push((place, *declared));
+        }
+        bytes.retain(|(_, bytes)| *bytes > 0);
+        bytes.sort_unstable();
+        Ok(Self { inputs, outputs, bytes })
     }
 }
 
@@ -514,7 +588,7 @@ fn group(
 fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
     paths.iter().position(|known| known == path).ok_or_else(|| {
         IssueProblem::Signature(format!(
-            "the signature aliases {what} {path:?}; there are {}",
+            "the signature names {what} {path:?}; there are {}",
             paths.join(", ")
         ))
     })

@@ -28,6 +28,13 @@ impl Program {
         to: &Sharding,
         cache: bool,
     ) -> std::result::Result<PutSteps, IssueProblem> {
+        if array.aval().is_object() {
+            let leaf = crate::error::leaf(path);
+            return Err(IssueProblem::Signature(format!(
+                "{leaf}it is an object, which does not leave its devices: move arrays that a method \
+                 makes of it"
+            )));
+        }
         // This direct plan reports all mistakes, also if the array moves in two steps.
         let last = self.put_plan(path, array, to, cache)?;
         let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);

@@ -191,7 +191,9 @@ pub(super) fn data_type(dtype: DType) -> Option<u32> {
         DType::F32 => Type::ncclFloat32,
         DType::F64 => Type::ncclFloat64,
         DType::Bf16 => Type::ncclBfloat16,
-        DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128 => return None,
+        DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128 | DType::Object => {
+            return None;
+        }
     };
     Some(found as u32)
 }
