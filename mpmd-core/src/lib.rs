@@ -71,5 +71,7 @@ pub mod prelude {
     pub use crate::error::{Error, Result};
     pub use crate::exec::array::MpmdArray;
     pub use crate::exec::host_array::HostArray;
-    pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+    pub use crate::kernel::{
+        Context, Kernel, Signature, View, ViewMut, elementwise, kernel, like_input,
+    };
 }

@@ -11,6 +11,7 @@ mod stages;
 mod any_to_any;
 mod api;
 mod bad_use;
+mod closures;
 mod collectives;
 mod corners;
 mod cuda_calls;
