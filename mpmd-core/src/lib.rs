@@ -37,7 +37,8 @@ mod warning;
 
 pub use api::jit::{Jit, JitBuilder, run_here};
 pub use api::object::{
-    BoundMethod, Made, Makes, Method, MethodBuilder, MpmdObject, ObjectBytes, Saved,
+    BoundMethod, Made, Makes, Method, MethodBuilder, MethodClosures, MethodResult, MpmdObject,
+    ObjectBytes, RunMethod, Saved, method,
 };
 pub use api::program::{
     Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate,
@@ -74,5 +75,7 @@ pub mod prelude {
     pub use crate::error::{Error, Result};
     pub use crate::exec::array::MpmdArray;
     pub use crate::exec::host_array::HostArray;
-    pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+    pub use crate::kernel::{
+        Context, Kernel, Signature, View, ViewMut, elementwise, kernel, like_input,
+    };
 }

@@ -227,13 +227,15 @@ pub mod random {
 pub mod kernel {
     //! Kernels: functions on the regions of one device.
     //!
-    //! Implement [`Kernel`] and bind it with [`Program::jit`](crate::Program::jit). Its
+    //! Write a kernel as a closure, in [`elementwise`] or [`kernel()`], and bind it with
+    //! [`Program::jit`](crate::Program::jit). Or implement [`Kernel`]: its
     //! [`Signature`] declares outputs, aliases and collectives; [`View`] and [`ViewMut`] are the
     //! values; [`Context`] has the collectives. [`run_here`] runs a kernel without a job, for
     //! tests.
 
     pub use mpmd_core::kernel::{
         Context, Kernel, Reduce, Reducible, Shapes, Signature, View, ViewMut, Views, ViewsMut,
+        elementwise, kernel, like_input,
     };
     pub use mpmd_core::run_here;
 }

@@ -81,8 +81,17 @@ impl Recorder {
                 Taken { array: Some(Array { operation, result }), donated }
             }
         });
-        let takes = takes.collect();
+        let mut takes: Vec<Taken> = takes.collect();
         let mut state = self.state.lock();
+        // A call with an object reads all that the object grew by.
+        for i in 0..takes.len() {
+            let Some(Array { operation, result }) = takes[i].array else { continue };
+            let grown = state.growth.get(&(operation, result)).into_iter().flatten();
+            takes.extend(grown.map(|(operation, result)| Taken {
+                array: Some(Array { operation: *operation, result: *result }),
+                donated: false,
+            }));
+        }
         let descriptor = match known.and_then(|known| known.0.get()) {
             Some(descriptor) => *descriptor,
             None => state.descriptor(descriptor()),

@@ -3,12 +3,16 @@
 //! [`Kernel::infer`] computes the outputs' shapes on every process, from global shapes alone.
 //! [`Kernel::run`] then runs on each device of the mesh and sees that device's regions. Kernels are
 //! values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
+//!
+//! A kernel is a type that implements [`Kernel`], or a closure in [`kernel()`] or [`elementwise`],
 
+mod closure;
 mod collectives;
 mod collectives_cuda;
 mod collectives_nccl;
 mod context;
 pub mod cuda;
+mod host;
 pub(crate) mod planned;
 mod sent;
 mod signature;
@@ -16,16 +20,19 @@ mod view;
 
 pub use crate::device::collective::{CollectiveKind, Reduce, Reducible};
 pub use crate::error::ViewError;
+pub(crate) use closure::check_dtypes;
+pub use closure::{Closures, Elementwise, InferShapes, elementwise, kernel, like_input};
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use collectives_nccl::nccl_has;
 pub use context::Context;
 pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
+pub use host::{HostKernel, HostWork};
 pub(crate) use sent::agreeing;
 pub(crate) use signature::ObjectPath;
 pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;
-pub use view::{View, ViewMut};
+pub use view::{Untyped, View, ViewMut};
 
 use crate::device::cuda::source::Source;
 use crate::error::Result;
@@ -130,4 +137,9 @@ pub(crate) fn plain_name<T: ?Sized>() -> &'static str {
     let name = std::any::type_name::<T>();
     let plain = name.split('<').next().unwrap_or(name);
     plain.rsplit("::").next().unwrap_or(plain)
+}
+
+/// Returns the path `path` below the element `index` of a tuple.
+pub(crate) fn below(index: usize, path: &str) -> String {
+    if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
 }

@@ -1,5 +1,7 @@
 //! Views: one device's part of an array, as a kernel sees it.
 
+use std::ops::{Deref, DerefMut};
+
 use mpmd_transport::memory::DevicePlace;
 
 use crate::error::ViewError;
@@ -28,10 +30,19 @@ impl ShardInfo {
     }
 }
 
-/// This device's part of an input: the row-major values of one region of the global array.
+/// The element type of a view whose elements may have any dtype.
 #[derive(Clone, Copy, Debug)]
-pub struct View<'a> {
+pub struct Untyped;
+
+/// This device's part of an input: the row-major values of one region of the global array.
+///
+/// With an element type, `View<f32>`, it is a slice of the values: it derefs to `[f32]`.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a, T = Untyped> {
+    /// The values of an untyped view in host memory.
     bytes: &'a [u8],
+    /// The values of a typed view.
+    values: &'a [T],
     /// The place of the values in a device's memory. `bytes` is empty then.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
@@ -41,9 +52,14 @@ pub struct View<'a> {
 }
 
 /// This device's part of an output, for the kernel to fill.
+///
+/// With an element type, `ViewMut<f32>`, it is a slice of the values: it derefs to `[f32]`.
 #[derive(Debug)]
-pub struct ViewMut<'a> {
+pub struct ViewMut<'a, T = Untyped> {
+    /// The values of an untyped view in host memory.
     bytes: &'a mut [u8],
+    /// The values of a typed view.
+    values: &'a mut [T],
     /// The place of the values in a device's memory. `bytes` is empty then.
     device: Option<DevicePlace>,
     info: &'a ShardInfo,
@@ -53,6 +69,35 @@ pub struct ViewMut<'a> {
 
 impl Leaf for View<'_> {}
 impl Leaf for ViewMut<'_> {}
+
+impl<'a, T: Element> View<'a, T> {
+    /// Returns the values for as long as their memory is borrowed.
+    pub(super) fn typed_slice(&self) -> &'a [T] {
+        self.values
+    }
+}
+
+impl<T: Element> Deref for View<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.values
+    }
+}
+
+impl<T: Element> Deref for ViewMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.values
+    }
+}
+
+impl<T: Element> DerefMut for ViewMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        self.values
+    }
+}
 
 fn check<T: Element>(found: DType) -> Result<(), ViewError> {
     if found == T::DTYPE { Ok(()) } else { Err(ViewError::DType { asked: T::DTYPE, found }) }
@@ -66,19 +111,31 @@ fn values<T: Element>(bytes: &[u8]) -> Result<&[T], ViewError> {
     bytemuck::checked::try_cast_slice(bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
 }
 
+/// Casts bytes to values for writing. An empty slice need not be aligned.
+fn values_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T], ViewError> {
+    if bytes.is_empty() {
+        return Ok(&mut []);
+    }
+    if T::DTYPE == DType::Bool {
+        // Memory with arbitrary old bytes may hold invalid booleans.
+        bytes.iter_mut().for_each(|byte| *byte &= 1);
+    }
+    bytemuck::checked::try_cast_slice_mut(bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+}
+
 impl<'a> View<'a> {
     pub(crate) fn new(bytes: &'a [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, device: None, info, in_place: false, object: None }
+        Self { bytes, values: &[], device: None, info, in_place: false, object: None }
     }
 
     /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], device: Some(place), info, in_place: false, object: None }
+        Self { bytes: &[], values: &[], device: Some(place), info, in_place: false, object: None }
     }
 
     /// Returns a view of an object.
     pub(crate) fn of_object(cell: Option<&'a ObjectCell>, info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], device: None, info, in_place: false, object: cell }
+        Self { bytes: &[], values: &[], device: None, info, in_place: false, object: cell }
     }
 
     /// Returns the place of the values, if they are in a device's memory.
@@ -92,7 +149,7 @@ impl<'a> View<'a> {
     }
 
     pub(crate) fn in_place(info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], device: None, info, in_place: true, object: None }
+        Self { bytes: &[], values: &[], device: None, info, in_place: true, object: None }
     }
 
     /// Gives exclusive access to the object of this input, until the result is dropped.
@@ -144,6 +201,33 @@ impl<'a> View<'a> {
         }
     }
 
+    /// Returns the view as a slice of its values, with their element type.
+    ///
+    /// # Errors
+    ///
+    /// If [`as_slice`](Self::as_slice) fails.
+    pub fn typed<T: Element>(self) -> Result<View<'a, T>, ViewError> {
+        let values = self.as_slice()?;
+        Ok(View {
+            bytes: &[],
+            values,
+            device: None,
+            info: self.info,
+            in_place: false,
+            object: None,
+        })
+    }
+
+    /// Returns a view of the same region with its values in `bytes`, in host memory.
+    pub(super) fn copied_to<'b>(&self, bytes: &'b [u8]) -> View<'b>
+    where
+        'a: 'b,
+    {
+        View { object: self.object, ..View::new(bytes, self.info) }
+    }
+}
+
+impl<'a, T> View<'a, T> {
     /// Returns the shape of this device's part.
     pub fn shape(&self) -> &'a [usize] {
         &self.info.shape
@@ -162,17 +246,17 @@ impl<'a> View<'a> {
 
 impl<'a> ViewMut<'a> {
     pub(crate) fn new(bytes: &'a mut [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, device: None, info, object: None }
+        Self { bytes, values: &mut [], device: None, info, object: None }
     }
 
     /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
-        Self { bytes: &mut [], device: Some(place), info, object: None }
+        Self { bytes: &mut [], values: &mut [], device: Some(place), info, object: None }
     }
 
     /// Returns a view of an object that the kernel makes.
     pub(crate) fn of_object(object: &'a mut Option<NewObject>, info: &'a ShardInfo) -> Self {
-        Self { bytes: &mut [], device: None, info, object: Some(object) }
+        Self { bytes: &mut [], values: &mut [], device: None, info, object: Some(object) }
     }
 
     /// Makes `value` the object of this output. It stays on the device; later kernels get it by
@@ -214,14 +298,7 @@ impl<'a> ViewMut<'a> {
     /// If the elements have another dtype, or are in a device's memory.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T], ViewError> {
         self.check_host::<T>()?;
-        if self.bytes.is_empty() {
-            return Ok(&mut []);
-        }
-        if T::DTYPE == DType::Bool {
-            // Memory with arbitrary old bytes may hold invalid booleans.
-            self.bytes.iter_mut().for_each(|byte| *byte &= 1);
-        }
-        bytemuck::checked::try_cast_slice_mut(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+        values_mut(self.bytes)
     }
 
     /// Returns the current values. If the output is aliased to an input, these are at first the
@@ -270,6 +347,25 @@ impl<'a> ViewMut<'a> {
         self.as_mut_slice::<T>().map(|values| values.fill(value))
     }
 
+    /// Returns the view as a slice of its values, with their element type.
+    ///
+    /// # Errors
+    ///
+    /// If [`as_mut_slice`](Self::as_mut_slice) fails.
+    pub fn typed<T: Element>(self) -> Result<ViewMut<'a, T>, ViewError> {
+        self.check_host::<T>()?;
+        let values = values_mut(self.bytes)?;
+        Ok(ViewMut { bytes: &mut [], values, device: None, info: self.info, object: None })
+    }
+
+    /// Returns a view of the same region that is to be filled in `bytes`, in host memory.
+    pub(super) fn filled_in<'b>(&'b mut self, bytes: &'b mut [u8]) -> ViewMut<'b> {
+        let object = self.object.as_deref_mut();
+        ViewMut { object, ..ViewMut::new(bytes, self.info) }
+    }
+}
+
+impl<'a, T> ViewMut<'a, T> {
     /// Returns the shape of this device's part.
     pub fn shape(&self) -> &'a [usize] {
         &self.info.shape

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::{
     device::collective::{Reduce, combine},
-    kernel::{Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut},
+    kernel::{Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below},
 };
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::{Structure, Tree, TreeError};
@@ -79,11 +79,6 @@ fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) ->
     collectives
         .iter()
         .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
-}
-
-/// Returns the path `path` below the element `index` of a tuple.
-fn below(index: usize, path: &str) -> String {
-    if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
 }
 
 impl<S: Stage> Kernel for Forward<S> {

@@ -8,7 +8,7 @@ use crate::api::program::Program;
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
 use crate::exec::object::Measure;
-use crate::kernel::{Kernel, Shapes, ViewsMut};
+use crate::kernel::{Kernel, Shapes, ViewsMut, below};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
@@ -16,7 +16,7 @@ use mpmd_layout::tree::{Empty, PrefixTree, Tree};
 
 /// A kernel that is a method of an object: its first input is the object.
 ///
-/// [`method`](crate::kernel::method) makes one from closures. Implement this for a [`Kernel`] of
+/// [`method`](super::method) makes one from closures. Implement this for a [`Kernel`] of
 /// your own that needs trees of arrays, collectives or CUDA. Such a kernel gets the object by
 /// [`View::object`](crate::kernel::View::object).
 pub trait Method:
@@ -149,7 +149,7 @@ impl<M: Method> MethodBuilder<M> {
     /// Donates the input at this path, as [`JitBuilder::donate`] does. Paths do not count the
     /// object.
     pub fn donate(mut self, path: &str) -> Self {
-        self.jit = self.jit.donate(within(1, path));
+        self.jit = self.jit.donate(below(1, path));
         self
     }
 
@@ -210,9 +210,4 @@ impl<M: Method> BoundMethod<M> {
     pub fn mesh(&self) -> &Mesh {
         self.jit.mesh()
     }
-}
-
-/// Returns the path `path` below the element `index` of a tuple.
-pub(crate) fn within(index: usize, path: &str) -> String {
-    if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
 }

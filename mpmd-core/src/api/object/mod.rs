@@ -5,6 +5,7 @@
 //! planned and replayed as `jit` calls are. Only the values differ: the buffer of an object leads to
 //! a cell ([`exec/object.rs`](crate::exec::object)).
 
+mod closure;
 mod method;
 mod saved;
 
@@ -17,7 +18,7 @@ use crate::error::Result;
 use crate::exec::array::{ArrayFuture, MpmdArray};
 use crate::exec::object::Measure;
 use crate::kernel::{Context, Kernel, Signature, ViewMut};
-pub(crate) use method::within;
+pub use closure::{MethodClosures, MethodResult, RunMethod, method};
 pub use method::{BoundMethod, Made, Makes, Method, MethodBuilder};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::{DeviceId, Mesh};

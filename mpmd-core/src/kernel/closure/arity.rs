@@ -1,0 +1,160 @@
+//! The traits of a kernel's closures, for every number of inputs and outputs.
+
+use super::{MpmdArray, Outcome, like_input};
+use crate::error::{Error, Result};
+use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut};
+use mpmd_layout::aval::{DType, Element, ShapedArray};
+use mpmd_layout::tree::{Empty, Tree};
+
+/// A closure over typed views, inputs first. `A` is the type of a function with its arguments.
+pub trait Run<A>: Send + Sync + 'static {
+    /// The structure of the inputs.
+    type In: Tree<Leaf = MpmdArray>;
+    /// The structure of the outputs.
+    type Out: Tree<Leaf = MpmdArray>;
+    /// The dtypes of the inputs.
+    const INPUTS: &'static [DType];
+    /// The dtypes of the outputs.
+    const OUTPUTS: &'static [DType];
+
+    /// Calls the closure.
+    ///
+    /// # Errors
+    ///
+    /// If a view has another dtype or is in device memory, or the closure fails.
+    fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()>;
+}
+
+/// A closure from the inputs' global shapes to the outputs', or [`like_input`]. `A` is the type of
+/// a function with its result.
+pub trait InferShapes<A, I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>:
+    Send + Sync + 'static
+{
+    /// Calls the closure.
+    ///
+    /// # Errors
+    ///
+    /// The closure's own.
+    fn infer(&self, x: &Shapes<I>) -> Result<Shapes<O>>;
+}
+
+/// The outputs' shapes, plain or in a `Result`.
+pub trait Declared<O> {
+    /// Returns the shapes, or the error of the closure that computes them.
+    ///
+    /// # Errors
+    ///
+    /// The closure's own.
+    fn declared(self) -> Result<O>;
+}
+
+impl<O> Declared<O> for O {
+    fn declared(self) -> Result<O> {
+        Ok(self)
+    }
+}
+
+impl<O> Declared<O> for Result<O> {
+    fn declared(self) -> Result<O> {
+        self
+    }
+}
+
+/// The outputs of a kernel from closures: one array or a tuple of several.
+pub trait Outputs: Tree<Leaf = MpmdArray> {
+    /// Returns outputs that all have the shape and dtype of `aval`.
+    fn all(aval: &ShapedArray) -> Shapes<Self>;
+}
+
+impl<I: Tree<Leaf = MpmdArray>, O: Outputs> InferShapes<(), I, O> for like_input {
+    fn infer(&self, x: &Shapes<I>) -> Result<Shapes<O>> {
+        let none = || Error::kernel("`like_input` is for functions with an input");
+        x.leaves().first().map(|first| O::all(first)).ok_or_else(none)
+    }
+}
+
+/// Implements `Outputs` for this many arrays.
+macro_rules! outputs {
+    ($($y:ident)+) => {
+        impl Outputs for ($(array!($y)),+) {
+            fn all(aval: &ShapedArray) -> Shapes<Self> {
+                ($({ let $y = aval; $y.clone() }),+)
+            }
+        }
+    };
+}
+
+/// The shapes of a method without outputs.
+impl<I: Tree<Leaf = MpmdArray>> InferShapes<(), I, Empty<MpmdArray>> for () {
+    fn infer(&self, _: &Shapes<I>) -> Result<Empty<ShapedArray>> {
+        Ok(Empty::new())
+    }
+}
+
+/// The shapes of a method without inputs.
+impl<S, D, O> InferShapes<fn() -> D, Empty<MpmdArray>, O> for S
+where
+    S: Fn() -> D + Send + Sync + 'static,
+    D: Declared<Shapes<O>>,
+    O: Tree<Leaf = MpmdArray>,
+{
+    fn infer(&self, _: &Empty<ShapedArray>) -> Result<Shapes<O>> {
+        self().declared()
+    }
+}
+
+/// Implements `Run` for closures with these inputs and outputs.
+macro_rules! run {
+    ([$($x:ident: $X:ident)+] [$($y:ident: $Y:ident)+]) => {
+        impl<F, R, $($X,)+ $($Y,)+>
+            Run<fn($(View<'static, $X>,)+ $(ViewMut<'static, $Y>,)+) -> R> for F
+        where
+            F: Fn($(View<'_, $X>,)+ $(ViewMut<'_, $Y>),+) -> R + Send + Sync + 'static,
+            R: Outcome,
+            $($X: Element,)+
+            $($Y: Element,)+
+        {
+            type In = ($(array!($x)),+);
+            type Out = ($(array!($y)),+);
+            const INPUTS: &'static [DType] = &[$($X::DTYPE),+];
+            const OUTPUTS: &'static [DType] = &[$($Y::DTYPE),+];
+
+            fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()> {
+                let ($($x),+) = x;
+                let ($($y),+) = y;
+                self($($x.typed()?,)+ $($y.typed()?),+).outcome()
+            }
+        }
+    };
+}
+
+/// Implements all traits for closures with these inputs, and 1 to 3 outputs.
+macro_rules! inputs {
+    ($($x:ident: $X:ident)+) => {
+        impl<S, D, O> InferShapes<fn() -> D, ($(array!($x)),+), O> for S
+        where
+            S: Fn($(&array!(@shape $x)),+) -> D + Send + Sync + 'static,
+            D: Declared<Shapes<O>>,
+            O: Tree<Leaf = MpmdArray>,
+        {
+            fn infer(&self, x: &Shapes<($(array!($x)),+)>) -> Result<Shapes<O>> {
+                let ($($x),+) = x;
+                self($($x),+).declared()
+            }
+        }
+
+        run! { [$($x: $X)+] [p: P] }
+        run! { [$($x: $X)+] [p: P q: Q] }
+        run! { [$($x: $X)+] [p: P q: Q s: S] }
+    };
+}
+
+outputs! { p }
+outputs! { p q }
+outputs! { p q s }
+inputs! { a: A }
+inputs! { a: A b: B }
+inputs! { a: A b: B c: C }
+inputs! { a: A b: B c: C d: D }
+inputs! { a: A b: B c: C d: D e: E }
+inputs! { a: A b: B c: C d: D e: E g: G }

@@ -1,0 +1,220 @@
+//! Kernels whose work runs in host memory, on any kind of device.
+
+use std::fmt;
+use std::panic::Location;
+
+use super::context::{Context, OnCuda};
+use super::cuda::{Cuda, Part};
+use super::view::ViewMut;
+use super::{Kernel, Shapes, Signature, Views, ViewsMut};
+use crate::error::{Error, Result};
+use crate::exec::Rolling;
+use crate::exec::array::MpmdArray;
+use mpmd_layout::tree::Tree;
+use mpmd_transport::OwnedBuffer;
+
+/// Maximum length in bytes of declared values that a kernel's name shows.
+const SHOWN_VALUES: usize = 40;
+
+/// The shapes and the work of a [`HostKernel`].
+pub trait HostWork: Send + Sync + 'static {
+    /// The structure of the inputs.
+    type In: Tree<Leaf = MpmdArray>;
+    /// The structure of the outputs.
+    type Out: Tree<Leaf = MpmdArray>;
+
+    /// Computes the outputs' global shapes, as [`Kernel::infer`] does.
+    ///
+    /// # Errors
+    ///
+    /// If the inputs' shapes or dtypes do not fit.
+    fn infer(&self, x: &Shapes<Self::In>) -> Result<Shapes<Self::Out>>;
+
+    /// Adds further declarations to the signature. Default: none.
+    fn declare(
+        &self,
+        x: &Shapes<Self::In>,
+        signature: Signature<Shapes<Self::Out>>,
+    ) -> Signature<Shapes<Self::Out>> {
+        let _ = x;
+        signature
+    }
+
+    /// Computes one device's part of the outputs. All values are in host memory.
+    ///
+    /// # Errors
+    ///
+    /// An error fails the outputs.
+    fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()>;
+}
+
+/// A kernel whose work runs in host memory. Made by [`kernel`](super::kernel()),
+/// [`elementwise`](super::elementwise) and the functions of [`ready`](super::ready).
+///
+/// On a CUDA device each call copies its inputs to the host, waits for them, computes on the
+/// device's thread, and copies the outputs back. That is slow. Where it matters, implement
+/// [`Kernel`] and issue work with [`Context::cuda`].
+pub struct HostKernel<W> {
+    work: W,
+    name: String,
+    declared: Vec<String>,
+    /// The source line of the closure; `None` for a kernel of this crate.
+    at: Option<&'static Location<'static>>,
+    /// True if the work has a size, so that processes must compare what it captured.
+    captures: bool,
+}
+
+impl<W> HostKernel<W> {
+    /// Changes the work.
+    pub(crate) fn map_work(self, change: impl FnOnce(W) -> W) -> Self {
+        Self { work: change(self.work), ..self }
+    }
+}
+
+impl<W: HostWork> HostKernel<W> {
+    /// Creates a kernel of this crate. The name contains all of its parameters.
+    pub(super) fn named(name: impl Into<String>, work: W) -> Self {
+        Self { work, name: name.into(), declared: Vec::new(), at: None, captures: false }
+    }
+
+    /// Creates the kernel of a closure made at line `at`. `captures` is true if the closure has
+    /// captured values.
+    pub(crate) fn closure(
+        kind: &str,
+        at: &'static Location<'static>,
+        captures: bool,
+        work: W,
+    ) -> Self {
+        let name = format!("{kind} at {}:{}", at.file(), at.line());
+        Self { work, name, declared: Vec::new(), at: Some(at), captures }
+    }
+
+    /// Declares a value that the closure captures. May be repeated.
+    ///
+    /// Processes compare the text that `Debug` writes, so that all run the same kernel. A short
+    /// text is shown in the kernel's name. A closure that captures values without any `with` is
+    /// refused when it is called.
+    #[must_use]
+    pub fn with(mut self, value: impl fmt::Debug) -> Self {
+        let shown = self.shown_values().len();
+        self.name.truncate(self.name.len() - shown);
+        self.declared.push(format!("{value:?}"));
+        self.name += &self.shown_values();
+        self
+    }
+
+    /// Returns the declared values in parentheses, or nothing if there are none or too many.
+    fn shown_values(&self) -> String {
+        let values = self.declared.join(", ");
+        if values.is_empty() || values.len() > SHOWN_VALUES {
+            return String::new();
+        }
+        format!(" ({values})")
+    }
+}
+
+impl<W: HostWork> Kernel for HostKernel<W> {
+    type In = W::In;
+    type Out = W::Out;
+
+    fn infer(&self, x: &Shapes<W::In>) -> Result<Signature<Shapes<W::Out>>> {
+        if let Some(at) = self.at
+            && self.captures
+            && self.declared.is_empty()
+        {
+            return Err(Error::kernel(format!(
+                "the closure at {at} captures values: declare each by `.with(value)`, so that \
+                 processes can compare them"
+            )));
+        }
+        let signature = Signature::new(self.work.infer(x)?);
+        Ok(self.work.declare(x, signature))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: Views<'_, W::In>,
+        y: ViewsMut<'_, W::Out>,
+    ) -> Result<()> {
+        cx.on_host::<W::In, W::Out>(x, y, |x, y| self.work.run(x, y))
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The hashes of the closure's place and of each declared value. The name has neither the
+    /// column nor long values.
+    fn statics(&self) -> Vec<u64> {
+        let hash = |text: &str| Rolling::default().mix_bytes(text.as_bytes()).word();
+        let place = self.at.map(|at| hash(&at.to_string()));
+        place.into_iter().chain(self.declared.iter().map(|text| hash(text))).collect()
+    }
+}
+
+impl<W> fmt::Debug for HostKernel<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostKernel({})", self.name)
+    }
+}
+
+impl Context<'_> {
+    /// Calls `run` with these values in host memory.
+    ///
+    /// On a CUDA device, copies the inputs to the host and blocks until they are there. Then runs
+    /// `run` and issues copies of the outputs to the device. The outputs of `run` start with
+    /// arbitrary values.
+    ///
+    /// # Errors
+    ///
+    /// If `run` fails, an input is updated in place, memory is out, or work of the device failed.
+    pub(super) fn on_host<I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: Views<'_, I>,
+        y: ViewsMut<'_, O>,
+        run: impl FnOnce(Views<'_, I>, ViewsMut<'_, O>) -> Result<()>,
+    ) -> Result<()> {
+        if self.cuda().is_none() {
+            return run(x, y);
+        }
+        let (inputs, outputs) = (x.structure(), y.structure());
+        let (x, mut y) = (x.into_leaves(), y.into_leaves());
+        self.apart_from_device(|_, OnCuda { cuda, turn }| {
+            let mut results = y.iter().map(|y| room(cuda, y)).collect::<Result<Vec<_>>>()?;
+            let mut given = Vec::with_capacity(x.len());
+            let fetched = x.iter().try_for_each(|x| {
+                given.push(match x.global().is_object() {
+                    true => Vec::new().into(),
+                    false => cuda.fetch(&Part::from(x))?,
+                });
+                Ok(())
+            });
+            if let Err(error) = fetched.and_then(|()| Ok(turn.wait()?)) {
+                // The device may still write to them.
+                given.into_iter().for_each(|staged| cuda.hold(staged));
+                return Err(error);
+            }
+            turn.pause(|| {
+                let views = x.iter().zip(&given).map(|(x, staged)| x.copied_to(staged));
+                let x = <Views<'_, I> as Tree>::from_leaves(&inputs, views)?;
+                let views = y.iter_mut().zip(&mut results).map(|(y, staged)| y.filled_in(staged));
+                let y = <ViewsMut<'_, O> as Tree>::from_leaves(&outputs, views)?;
+                run(x, y)
+            })?;
+            // Meanwhile this thread may have run work of another device; make this one current
+            // again.
+            turn.begin()?;
+            let mut numbers = results.into_iter().zip(&y).filter(|(_, y)| !y.global().is_object());
+            numbers.try_for_each(|(staged, y)| cuda.put(staged, &y.into()))
+        })
+    }
+}
+
+/// Returns host memory for the values of an output; none for an object.
+fn room(cuda: &Cuda<'_>, y: &ViewMut<'_>) -> Result<OwnedBuffer> {
+    match y.global().is_object() {
+        true => Ok(Vec::new().into()),
+        false => cuda.room(&Part::from(y)),
+    }
+}
