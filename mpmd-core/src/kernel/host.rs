@@ -10,6 +10,7 @@ use super::{Kernel, Shapes, Signature, Views, ViewsMut};
 use crate::error::{Error, Result};
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
+use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
 use mpmd_transport::OwnedBuffer;
 
@@ -157,6 +158,16 @@ impl<W> fmt::Debug for HostKernel<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "HostKernel({})", self.name)
     }
+}
+
+/// Returns an error that names both regions if they differ. `what` and `of` are the two arrays.
+pub(super) fn check_region(what: &str, region: &Region, of: &str, other: &Region) -> Result<()> {
+    if region == other {
+        return Ok(());
+    }
+    Err(Error::kernel(format!(
+        "this device has the region {region} of {what}, but {other} of {of}: shard them alike"
+    )))
 }
 
 impl Context<'_> {

@@ -5,6 +5,7 @@
 //! values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
 //!
 //! A kernel is a type that implements [`Kernel`], or a closure in [`kernel()`] or [`elementwise`],
+//! or one of [`ready`].
 
 mod closure;
 mod collectives;
@@ -14,6 +15,7 @@ mod context;
 pub mod cuda;
 mod host;
 pub(crate) mod planned;
+pub mod ready;
 mod sent;
 mod signature;
 mod view;

@@ -33,6 +33,7 @@ mod plan;
 mod program;
 mod random_programs;
 mod random_puts;
+mod ready_kernels;
 mod relays;
 mod replay;
 mod reshard;

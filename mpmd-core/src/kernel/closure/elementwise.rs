@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use super::{MpmdArray, check_dtypes};
 use crate::error::{Error, Result};
-use crate::kernel::host::{HostKernel, HostWork};
+use crate::kernel::host::{HostKernel, HostWork, check_region};
 use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::aval::{Element, ShapedArray};
 
@@ -70,13 +70,8 @@ impl<'a, T: Element> Argument<'a, T> {
     /// Neither may be empty.
     fn new(path: &str, x: View<'a, T>, y: &ViewMut<'_, impl Element>) -> Result<Self> {
         let is_scalar = x.global().ndim() == 0;
-        if !is_scalar && x.region() != y.region() {
-            return Err(Error::kernel(format!(
-                "this device has the region {:?} of {path}, but {:?} of the output: give both \
-                 arrays one sharding",
-                x.region(),
-                y.region()
-            )));
+        if !is_scalar {
+            check_region(path, x.region(), "the output", y.region())?;
         }
         let values = x.typed_slice();
         Ok(Self { values, repeated: [values[0]; CHUNK], is_scalar })

@@ -1,0 +1,90 @@
+//! The matrix product.
+
+use super::check_whole;
+use crate::device::cpu::matmul::{Scalar, matmul as product};
+use crate::device::cuda::source::{CUBLAS, Source};
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use crate::kernel::cuda::Gemm;
+use crate::kernel::host::check_region;
+use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+use mpmd_layout::aval::{DType, Element, ShapedArray};
+use mpmd_layout::region::Region;
+
+/// Returns a kernel that multiplies `[.., m, k]` by `[k, n]` to `[.., m, n]`, for `f32` and `f64`.
+///
+/// All dimensions of the first array but the last count as rows. On CUDA devices cuBLAS multiplies,
+/// `f32` with its full precision.
+///
+/// # Errors
+///
+/// A call is refused if the first array has less than two dimensions or the second has not two, if
+/// the inner sizes `k` differ, or if the dtypes are not both `f32` or both `f64`.
+///
+/// The output fails if dimension `k` of an input is divided over devices, or if a device has
+/// another region of the output than its rows and columns of the inputs give.
+pub fn matmul() -> impl Kernel<In = (MpmdArray, MpmdArray), Out = MpmdArray> {
+    Matmul
+}
+
+struct Matmul;
+
+impl Kernel for Matmul {
+    type In = (MpmdArray, MpmdArray);
+    type Out = MpmdArray;
+
+    fn infer(&self, (a, b): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+        let of_floats = matches!(a.dtype(), DType::F32 | DType::F64);
+        match (a.shape(), b.shape()) {
+            ([rows @ .., k], [same, n])
+                if !rows.is_empty() && k == same && of_floats && a.dtype() == b.dtype() =>
+            {
+                Ok(Signature::new(ShapedArray::try_new(&[rows, &[*n]].concat(), a.dtype())?))
+            }
+            _ => Err(Error::kernel(format!(
+                "matmul takes [.., m, k] and [k, n], both f32 or both f64, not {a} and {b}"
+            ))),
+        }
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (a, b): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
+        let inner = a.global().ndim() - 1;
+        check_whole("matmul", "input 0", &a, inner)?;
+        check_whole("matmul", "input 1", &b, 0)?;
+        let rows = a.region().ranges().take(inner);
+        let gives = Region::new(rows.chain([b.region().range(1)]).collect());
+        check_region("the output", y.region(), "the product of its inputs", &gives)?;
+        let (m, k) = (a.shape()[..inner].iter().product(), a.shape()[inner]);
+        let n = b.shape()[1];
+        if let Some(cuda) = cx.cuda() {
+            return cuda.gemm(Gemm::new(m, n, k), &a, &b, &mut y);
+        }
+        match y.global().dtype() {
+            DType::F64 => on_host::<f64>(a, b, y, [m, k, n]),
+            _ => on_host::<f32>(a, b, y, [m, k, n]),
+        }
+    }
+
+    fn name(&self) -> &str {
+        "matmul"
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&CUBLAS]
+    }
+}
+
+fn on_host<T: Element + Scalar>(
+    a: View<'_>,
+    b: View<'_>,
+    y: ViewMut<'_>,
+    [m, k, n]: [usize; 3],
+) -> Result<()> {
+    product(&mut y.typed::<T>()?, &a.typed::<T>()?, &b.typed::<T>()?, m, k, n, false);
+    Ok(())
+}
