@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Job, JobOptions};
+use mpmd_tests::{Carrier, Job};
 
 #[test]
 fn requested_ucx_is_reported_as_not_compiled_in() {
@@ -26,14 +26,14 @@ fn requested_cuda_devices_are_reported_as_not_compiled_in() {
 /// `is_said` is true.
 fn each_says(variable: &str, value: &str, is_said: impl Fn(&str) -> bool) {
     const PROCESSES: usize = 2;
-    let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES));
+    let mut job = Job::prepare(Carrier::TCP.processes(env!("CARGO_BIN_EXE_named"), PROCESSES));
     for process in 0..PROCESSES {
         let mut command = job.command(process);
         command.arg("hello").env(variable, value);
         job.spawn(command);
     }
     for end in job.wait() {
-        assert_eq!(end.code, 1, "{}", job.report());
+        assert_eq!(end.code(), 1, "{}", job.report());
         assert!(is_said(&end.stderr), "{}", job.report());
     }
 }
