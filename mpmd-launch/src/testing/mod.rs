@@ -18,7 +18,7 @@ use std::time::Duration;
 pub use crate::end::ProcessEnd;
 pub use processes::Processes;
 pub use running::RunningProcesses;
-pub use sandbox::{Sandbox, bare_command, is_alive};
+pub use sandbox::{Sandbox, bare_command};
 pub use watched::Watched;
 
 /// Time between two checks of a process.

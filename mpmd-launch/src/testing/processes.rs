@@ -7,7 +7,25 @@ use std::time::Duration;
 use super::RunningProcesses;
 use crate::{Launch, LaunchError};
 
-/// Starts the real processes of a job in a test.
+/// Settings of a job whose real processes a test starts.
+///
+/// ```no_run
+/// use std::time::Duration;
+///
+/// use mpmd_launch::testing::Processes;
+/// # use mpmd_launch::LaunchError;
+///
+/// # fn main() -> Result<(), LaunchError> {
+/// // In a test: env!("CARGO_BIN_EXE_train"), for the binary `train` of the same package.
+/// let program = "target/debug/train";
+/// let mut job = Processes::new(4, program).deadline(Duration::from_secs(120)).start()?;
+/// job.wait_for_output("step 10\n")?;
+/// job.kill(2)?;
+/// let ends = job.wait()?;
+/// assert!(ends[0].stderr.contains("process 2 is gone"), "{ends:?}");
+/// # Ok(())
+/// # }
+/// ```
 ///
 /// They run in a folder of their own, which is also their `TMPDIR`, and write their output to files
 /// there. They inherit the environment without the variables of launchers and without settings

@@ -203,7 +203,8 @@ impl RunningProcesses {
 
     fn have_ended(&mut self) -> bool {
         // Checks every process: the end of a process is the time at which it was first noticed.
-        self.processes.iter_mut().fold(true, |all, process| process.has_ended() && all)
+        let ended = self.processes.iter_mut().map(|process| usize::from(process.has_ended()));
+        ended.sum::<usize>() == self.processes.len()
     }
 
     fn ends(&self) -> Vec<ProcessEnd> {
@@ -220,6 +221,7 @@ impl RunningProcesses {
         let awaited = awaited(self);
         self.processes.iter().for_each(Watched::kill_group);
         self.processes.iter_mut().for_each(Watched::kill);
+        self.sandbox.kill();
         Err(LaunchError::Deadline { awaited, after: self.limit, ends: self.ends() })
     }
 }

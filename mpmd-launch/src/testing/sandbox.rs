@@ -170,7 +170,7 @@ fn is_of_a_launcher(name: &OsStr) -> bool {
 }
 
 /// Returns true if a process runs or is stopped. A zombie does neither.
-pub fn is_alive(pid: u32) -> bool {
+pub(super) fn is_alive(pid: u32) -> bool {
     // The state follows the name, which is in parentheses.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
     stat.is_ok_and(|stat| {

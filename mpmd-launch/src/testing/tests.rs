@@ -1,8 +1,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::sandbox::is_alive;
 use super::*;
-use crate::{ExitKind, LaunchError};
+use crate::{ExitKind, JobEnv, LaunchError, variables};
 
 /// Returns the settings of a job that runs a shell script in each process.
 fn scripts(processes: usize, script: &str) -> Processes {
@@ -183,6 +184,21 @@ fn drop_of_a_process_kills_its_group() {
     assert_eq!(site.processes().len(), 1, "{}", process.report());
     drop(process);
     wait_until("nothing is left", || site.processes().is_empty());
+}
+
+#[test]
+fn test_can_run_itself_as_the_processes() {
+    if JobEnv::from_env().unwrap().is_some() {
+        let inner = bare_command("true");
+        let removed =
+            inner.get_envs().any(|(name, value)| name == variables::RANK && value.is_none());
+        return println!("inherits no rank: {removed}");
+    }
+    let name = "testing::tests::test_can_run_itself_as_the_processes";
+    let again = Processes::new(2, std::env::current_exe().unwrap());
+    let ends = again.args([name, "--exact", "--nocapture"]).start().unwrap().wait().unwrap();
+    assert_eq!(ends.len(), 2);
+    assert!(ends.iter().all(|end| end.stdout.contains("inherits no rank: true\n")), "{ends:?}");
 }
 
 #[test]

@@ -58,7 +58,7 @@ impl Watched {
     }
 
     /// Returns the name of the process in messages.
-    pub fn name(&self) -> &str {
+    pub(super) fn name(&self) -> &str {
         &self.name
     }
 
