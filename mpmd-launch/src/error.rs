@@ -1,7 +1,12 @@
 //! Errors of starting a job.
 
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
 use mpmd_ids::ProcessId;
 use mpmd_transport::rendezvous::{RendezvousError, TokenError};
+
+use crate::end::ProcessEnd;
 
 /// An error while a job, or this process's part in it, starts.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -116,6 +121,48 @@ pub enum LaunchError {
         /// The name of the program.
         program: String,
     },
+    /// An event of a test's processes has not come by the deadline. They were killed.
+    #[error(
+        "the deadline of {after:?} passed during the wait for {awaited}, and the processes were \
+         killed; look for the cause in their output, or set a longer deadline{}", shown(.ends)
+    )]
+    Deadline {
+        /// The awaited event: `the end of process 1`.
+        awaited: String,
+        /// Time from the start to the deadline.
+        after: Duration,
+        /// The ends of the test's processes, by number.
+        ends: Vec<ProcessEnd>,
+    },
+    /// A process of a test has ended, and its output lacks an awaited text.
+    #[error(
+        "{} ended without printing {text:?}; look for the cause in its output\n{end}", .end.name
+    )]
+    NotPrinted {
+        /// The awaited text.
+        text: String,
+        /// The end of the process.
+        end: ProcessEnd,
+    },
+    /// The processes of a test have ended, but others that they started have not.
+    #[error(
+        "the processes have ended but have left processes with the pids {pids:?} behind; the \
+         program must end what it starts{}", shown(.ends)
+    )]
+    LeftBehind {
+        /// The pids of the processes that are left.
+        pids: Vec<u32>,
+        /// The ends of the test's processes, by number.
+        ends: Vec<ProcessEnd>,
+    },
+    /// A test names a process that it has not started. The caller is at fault.
+    #[error("there is no process {process}: {processes} were started, numbered from 0")]
+    NoSuchProcess {
+        /// The number of the missing process.
+        process: usize,
+        /// Number of started processes.
+        processes: usize,
+    },
     /// The rendezvous service could not be started.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
@@ -134,4 +181,17 @@ impl LaunchError {
     pub fn environment(doing: impl Into<String>, why: impl ToString) -> Self {
         Self::Environment { doing: doing.into(), why: why.to_string() }
     }
+
+    /// Returns the error for a program that could not be started.
+    pub(crate) fn not_started(program: &str, error: &io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::NotFound => Self::NotFound { program: program.to_owned() },
+            _ => Self::environment(format!("starting {program}"), error),
+        }
+    }
+}
+
+/// Returns the report of each process, on lines of its own.
+fn shown(ends: &[ProcessEnd]) -> String {
+    ends.iter().map(|end| format!("\n{end}")).collect()
 }

@@ -23,12 +23,14 @@
 
 mod cause;
 mod device;
+mod end;
 mod env;
 mod error;
 mod output;
 mod spawn;
 mod spin;
 mod supervise;
+pub mod testing;
 
 pub use cause::{ExitKind, Failure};
 #[doc(hidden)]

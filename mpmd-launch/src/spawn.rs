@@ -1,12 +1,13 @@
 //! [`Launch`]: the settings of a job on this machine, and the environment of its processes.
 
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::io::{BufRead, BufReader, Read};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use mpmd_transport::rendezvous::{Server, Token};
+use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use rustix::process::{
     Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal, test_kill_process,
 };
@@ -185,13 +186,18 @@ impl Launch {
         command
     }
 
-    /// Returns the error for a `program` that could not be started.
-    pub(super) fn not_started(&self, error: &std::io::Error) -> LaunchError {
-        let program = self.program.to_string_lossy().into_owned();
-        match error.kind() {
-            ErrorKind::NotFound => LaunchError::NotFound { program },
-            _ => LaunchError::environment(format!("starting {program}"), error),
+    /// Starts the rendezvous service of the job on this machine.
+    pub(super) fn serve(&self) -> Result<(Server, Token), LaunchError> {
+        let processes = self.processes;
+        if processes == 0 || u32::try_from(processes).is_err() {
+            return Err(LaunchError::Processes { processes });
         }
+        let token =
+            Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
+        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let config =
+            ServerConfig { processes, token: token.clone(), peer_timeout: self.peer_timeout };
+        Ok((Server::bind(here, config)?, token))
     }
 }
 
@@ -253,8 +259,6 @@ pub fn guard(launcher: impl Read) {
 mod tests {
     use std::process::Child;
 
-    use mpmd_transport::rendezvous::ServerConfig;
-
     use super::*;
 
     fn sleeper() -> Child {
@@ -263,17 +267,11 @@ mod tests {
 
     #[test]
     fn set_variables_override_inherited_but_not_own_ones() {
-        let token = Token::new([1; 32]);
-        let config = ServerConfig {
-            processes: 2,
-            token: token.clone(),
-            peer_timeout: Duration::from_secs(1),
-        };
-        let server = Server::bind("127.0.0.1:0".parse().unwrap(), config).unwrap();
         let launch = Launch::new(2, "true")
             .env("HOME", "first")
             .env("HOME", "last")
             .env(variables::RANK, "7");
+        let (server, token) = launch.serve().unwrap();
         let command = launch.command(1, &server, &token);
         let set = |name: &str| {
             let found = command.get_envs().find(|(other, _)| *other == name);

@@ -2,7 +2,6 @@
 //! After a first failure it ends the others, and finds the cause for the `Outcome`.
 
 use std::io::Write;
-use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_ids::ProcessId;
 use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
+use mpmd_transport::rendezvous::Server;
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid,
 };
@@ -53,22 +52,13 @@ impl Launch {
     /// If the job could not be started; then none of its processes remains. Failures of a started
     /// job are in the [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
-        let processes = self.processes;
-        if processes == 0 || u32::try_from(processes).is_err() {
-            return Err(LaunchError::Processes { processes });
-        }
-        let token =
-            Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
-        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let config =
-            ServerConfig { processes, token: token.clone(), peer_timeout: self.peer_timeout };
-        let server = Server::bind(here, config)?;
+        let (server, token) = self.serve()?;
         let (events, happened) = mpsc::channel();
         // Before the first process starts: from then on no signal may end the launcher and leave
         // processes behind.
         let _signals = Signals::forward_to(events.clone())?;
         let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
-        for process in 0..processes {
+        for process in 0..self.processes {
             job.start(process, self, self.command(process, &server, &token), &events)?;
         }
         Ok(job.watch(&happened, self.grace, &server))
@@ -134,7 +124,9 @@ impl Processes {
         }
         // On this thread: the kernel ends a child with a parent-death signal when the thread that
         // started it ends.
-        let mut child = command.spawn().map_err(|e| launch.not_started(&e))?;
+        let mut child = command
+            .spawn()
+            .map_err(|e| LaunchError::not_started(&command.get_program().to_string_lossy(), &e))?;
         let pid = Pid::from_child(&child);
         self.guard.tell('+', pid);
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());

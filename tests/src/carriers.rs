@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use mpmd_core::launch::variables;
+use mpmd_launch::testing::Processes;
 
 /// A transport between processes, and the setting that restricts it to one method.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -28,6 +29,13 @@ impl Carrier {
     /// UCX over sockets.
     #[cfg(feature = "ucx")]
     pub const UCX_TCP: Self = Self { transport: "ucx", ways: Some("tcp,self") };
+
+    /// Returns settings for `processes` times the program at `program` over this carrier.
+    pub fn processes(self, program: &str, processes: usize) -> Processes {
+        let all = Processes::new(processes, program).env(variables::TRANSPORT, self.transport);
+        // Without the variable, `Processes` inherits none.
+        self.ways.into_iter().fold(all, |all, ways| all.env(WAYS, ways))
+    }
 
     /// Makes a process, and all processes that it starts, use this carrier.
     pub fn set(self, command: &mut Command) {

@@ -7,10 +7,10 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use mpmd_launch::testing::{Sandbox, Watched};
 use rustix::process::geteuid;
 
-use crate::sandbox::{Sandbox, system_program};
-use crate::watched::Watched;
+use crate::installed::system_program;
 
 /// The programs that must be installed, and Debian's packages with them.
 const NEEDED: [(&str, &str); 5] = [
@@ -52,6 +52,9 @@ impl Slurm {
         // A failed test in here does not break the others.
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let host = hostname();
+        // Its sockets are for other users too; otherwise their services complain.
+        std::fs::set_permissions(site.path(), PermissionsExt::from_mode(0o755))
+            .expect("the test's own folder");
         let settings = site.path().join("slurm.conf");
         std::fs::write(&settings, slurm_conf(site.path(), &host)).expect("the test's own folder");
         for folder in ["spool", "state"] {
@@ -67,27 +70,27 @@ impl Slurm {
         let mut slurm = Self { daemons: Vec::new(), settings, _alone: alone };
         let file =
             |option: &str, name: &str| format!("--{option}={}", site.path().join(name).display());
-        let mut command = site.command(munged);
+        let mut command = launcher_command(site, munged);
         command.args(["--foreground".to_owned(), file("key-file", "munge.key")]);
         command.args([file("socket", "munge.socket"), file("pid-file", "munged.pid")]);
         command.args([file("log-file", "munged.log"), file("seed-file", "munge.seed")]);
-        slurm.daemons.push(site.start(command, "munged"));
+        slurm.daemons.push(site.start(command, "munged").unwrap());
         slurm.wait_until(deadline, || site.path().join("munge.socket").exists());
         let mut command = slurm.command(site, slurmctld);
         command.arg("-D");
-        slurm.daemons.push(site.start(command, "slurmctld"));
+        slurm.daemons.push(site.start(command, "slurmctld").unwrap());
         let mut command = slurm.command(site, slurmd);
         command.args(["-D", "-N", &host]);
-        slurm.daemons.push(site.start(command, "slurmd"));
+        slurm.daemons.push(site.start(command, "slurmd").unwrap());
 
         let mut asked = 0;
         loop {
             let mut command = slurm.command(site, Path::new("sinfo"));
             command.args(["--noheader", "--format=%T"]);
             asked += 1;
-            let mut sinfo = site.start(command, &format!("sinfo-{asked}"));
+            let mut sinfo = site.start(command, &format!("sinfo-{asked}")).unwrap();
             slurm.wait_until(deadline, || sinfo.has_ended());
-            if sinfo.wait(deadline).stdout.trim() == "idle" {
+            if sinfo.wait(deadline).unwrap().stdout.trim() == "idle" {
                 return Some(slurm);
             }
             assert!(
@@ -102,7 +105,7 @@ impl Slurm {
 
     /// Returns the command of a program that talks to this cluster, such as `srun`.
     pub fn command(&self, site: &Sandbox, program: &Path) -> Command {
-        let mut command = site.command(program);
+        let mut command = launcher_command(site, program);
         command.env("SLURM_CONF", &self.settings);
         command
     }
@@ -137,6 +140,14 @@ impl Slurm {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
+}
+
+/// Returns a command for `program` in the sandbox, which ends with the test.
+pub fn launcher_command(site: &Sandbox, program: &Path) -> Command {
+    // A test may be killed, and then drops nothing.
+    let mut command = site.command("setpriv");
+    command.args(["--pdeathsig", "KILL"]).arg(program);
+    command
 }
 
 fn slurm_conf(folder: &Path, host: &str) -> String {

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command};
+use mpmd_tests::{Carrier, Job, ProcessEnd, Processes, Sandbox};
 use mpmd_transport::rendezvous::Token;
 
 /// The peer timeout of these jobs.
@@ -14,22 +14,21 @@ const TIME_LIMIT: Duration = Duration::from_secs(2);
 /// Far more than the job takes, and far less than the default peer timeout.
 const PROMPT: Duration = Duration::from_secs(20);
 
-fn options(processes: usize) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).peer_timeout(TIME_LIMIT)
+fn options(processes: usize) -> Processes {
+    Carrier::TCP.processes(env!("CARGO_BIN_EXE_named"), processes).peer_timeout(TIME_LIMIT)
 }
 
 /// Runs a process without a launcher, with these variables.
-fn alone(vars: &[(&str, &str)]) -> Ended {
-    let folder = tempfile::tempdir().expect("a folder for the test");
-    let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
+fn alone(vars: &[(&str, &str)]) -> ProcessEnd {
+    let site = Sandbox::new().unwrap();
+    let mut command = site.command(env!("CARGO_BIN_EXE_named"));
     command.arg("hello").envs(vars.iter().copied());
-    let mut process = Watched::start(command, folder.path(), "process");
-    process.wait(Instant::now() + PROMPT)
+    site.start(command, "process").unwrap().wait(Instant::now() + PROMPT).unwrap()
 }
 
 fn refused(vars: &[(&str, &str)], expected: &[&str]) {
     let end = alone(vars);
-    assert_eq!(end.code, 1, "{end:?}");
+    assert_eq!(end.code(), 1, "{end:?}");
     for expected in expected {
         assert!(end.stderr.contains(expected), "{expected:?} is not in: {}", end.stderr);
     }
@@ -45,7 +44,7 @@ fn hello(mut command: Command) -> Command {
 fn job_of_one_process_needs_no_variables() {
     let end = alone(&[]);
     assert_eq!(
-        (end.code, end.stdout.as_str()),
+        (end.code(), end.stdout.as_str()),
         (0, "hello from process 0 of 1: 42\n"),
         "{}",
         end.stderr
@@ -93,13 +92,12 @@ fn wrong_token_is_refused_and_the_job_goes_on() {
     let mut stranger = hello(job.command(1));
     stranger.env(variables::JOB_TOKEN, Token::random().expect("random numbers").to_hex());
     let place = job.spawn(stranger);
-    let deadline = job.deadline();
-    let end = job.processes[place].wait(deadline);
-    assert_eq!(end.code, 1, "{end:?}");
+    let end = job.wait_for(place).unwrap();
+    assert_eq!(end.code(), 1, "{end:?}");
     assert!(end.stderr.contains("the job token is probably wrong"), "{}", end.stderr);
     let second = hello(job.command(1));
     job.spawn(second);
-    let codes: Vec<i32> = job.wait().iter().map(|end| end.code).collect();
+    let codes: Vec<i32> = job.wait().iter().map(|end| end.code()).collect();
     assert_eq!(codes, [0, 1, 0], "{}", job.report());
 }
 
@@ -111,7 +109,7 @@ fn missing_processes_are_named_by_all_others() {
         job.spawn(command);
     }
     for end in job.wait() {
-        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(end.code(), 1, "{end:?}");
         assert!(
             end.stderr.contains("processes 1 and 3 of 4 have not joined after 2s"),
             "{}",
@@ -144,19 +142,19 @@ fn duplicate_process_is_refused_and_the_job_goes_on() {
     let deadline = job.deadline();
     let second = hello(job.command(0));
     job.spawn(second);
-    while !job.processes.iter_mut().any(|process| process.has_ended()) {
+    while !(0..2).any(|process| job.has_ended(process).unwrap()) {
         assert!(Instant::now() < deadline, "neither is refused\n{}", job.report());
         std::thread::sleep(Duration::from_millis(5));
     }
-    let refused = usize::from(job.processes[1].has_ended());
-    let end = job.processes[refused].wait(deadline);
-    assert_eq!(end.code, 1, "{end:?}");
+    let refused = usize::from(job.has_ended(1).unwrap());
+    let end = job.wait_for(refused).unwrap();
+    assert_eq!(end.code(), 1, "{end:?}");
     assert!(end.stderr.contains("process 0 is already in the job"), "{}", end.stderr);
-    let pid = format!("with pid {}", job.processes[1 - refused].pid());
+    let pid = format!("with pid {}", job.pids()[1 - refused]);
     assert!(end.stderr.contains(&pid), "{pid}: {}", end.stderr);
     let other = hello(job.command(1));
     job.spawn(other);
-    let mut codes: Vec<i32> = job.wait().iter().map(|end| end.code).collect();
+    let mut codes: Vec<i32> = job.wait().iter().map(|end| end.code()).collect();
     codes.sort();
     assert_eq!(codes, [0, 0, 1], "{}", job.report());
 }
@@ -168,7 +166,7 @@ fn process_with_another_job_size_is_refused() {
     other.env(variables::WORLD_SIZE, "3");
     job.spawn(other);
     let end = job.wait().remove(0);
-    assert_eq!(end.code, 1, "{end:?}");
+    assert_eq!(end.code(), 1, "{end:?}");
     assert!(
         end.stderr.contains("was started for a job of 3 processes, but this job has 2"),
         "{}",
@@ -225,14 +223,14 @@ fn unknown_transport_is_named_by_every_process() {
         job.spawn(command);
     }
     for end in job.wait() {
-        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(end.code(), 1, "{end:?}");
         assert!(end.stderr.contains("MPMD_TRANSPORT=pigeon"), "{}", end.stderr);
     }
 }
 
 /// Runs a job with one process for each transport name. The rendezvous service is the launcher's if
 /// `hosted`, otherwise process 0's.
-fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
+fn with_transports(names: &[&str], hosted: bool) -> Vec<ProcessEnd> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
     // Longer than the job's own limit: no test waits for it.
@@ -252,18 +250,18 @@ fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
 fn different_transports_are_reported_by_all() {
     for hosted in [true, false] {
         for end in with_transports(&["tcp", "ucx", "tcp"], hosted) {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             let expected =
                 "processes 0 and 2 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
             assert!(end.stderr.contains(expected), "{}", end.stderr);
         }
         for end in with_transports(&["shm", "auto", "shm", "tcp"], hosted) {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             let expected = "process 1 says auto, processes 0 and 2 say shm, process 3 says tcp";
             assert!(end.stderr.contains(expected), "{}", end.stderr);
         }
         for end in with_transports(&["pigeon", "tcp"], hosted) {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             assert!(
                 end.stderr.contains("process 0 says pigeon, process 1 says tcp"),
                 "{}",
@@ -278,7 +276,7 @@ fn different_transports_are_reported_by_all() {
 fn a_transport_that_is_not_compiled_in_ends_the_job_at_once() {
     for hosted in [true, false] {
         for end in with_transports(&["ucx", "ucx", "ucx"], hosted) {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             for expected in ["the transport ucx is not available", "--features ucx"] {
                 assert!(end.stderr.contains(expected), "{expected:?} is not in: {}", end.stderr);
             }
@@ -309,7 +307,7 @@ fn invalid_link_costs_are_an_error_on_all_processes() {
             job.spawn(command);
         }
         for end in job.wait() {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             assert!(
                 end.stderr.contains("links.json, the value of MPMD_LINKS on process 0"),
                 "{}",
@@ -377,7 +375,7 @@ fn another_build_or_device_count_is_reported_by_all() {
         }
         let ended = job.wait();
         for end in &ended {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             assert_eq!(end.stderr.matches("named, build ").count(), 2, "{}", end.stderr);
             assert!(end.stderr.contains("process 1 on host "), "{}", end.stderr);
             let both = end.stderr.contains(", 3 devices\"") && end.stderr.contains(", 6 devices\"");

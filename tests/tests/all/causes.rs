@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Ended, Watched, bare_command, over_each_carrier, package_program};
+use mpmd_tests::{Carrier, ProcessEnd, Sandbox, over_each_carrier, package_program};
 
 over_each_carrier! {
     the_process_that_diverged_is_named
@@ -13,24 +13,24 @@ over_each_carrier! {
 }
 
 /// Runs a job of `processes` processes by `mpmd run` over `carrier`, and waits for its end.
-fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> Ended {
-    let folder = tempfile::tempdir().expect("a folder for the test");
-    let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> ProcessEnd {
+    let site = Sandbox::new().unwrap();
+    let mut command = site.command(package_program("mpmd-cli", "mpmd"));
     carrier.set(command.args(["run", "-n", &processes.to_string(), "--"]).args(program));
-    Watched::start(command, folder.path(), "launcher")
-        .wait(Instant::now() + Duration::from_secs(60))
+    let mut launcher = site.start(command, "launcher").unwrap();
+    launcher.wait(Instant::now() + Duration::from_secs(60)).unwrap()
 }
 
 /// Fails unless the launcher's last line begins with `mpmd: ` and `expected`, and its exit code is
 /// not 0.
-fn check_cause(end: &Ended, expected: &str) {
+fn check_cause(end: &ProcessEnd, expected: &str) {
     let last = end.stderr.lines().last().unwrap_or_default();
     assert!(
         last.starts_with(&format!("mpmd: {expected}")),
         "{expected} is not said:\n{}",
         end.stderr
     );
-    assert_ne!(end.code, 0, "{}", end.stderr);
+    assert_ne!(end.code(), 0, "{}", end.stderr);
 }
 
 fn the_process_that_diverged_is_named(carrier: Carrier) {

@@ -7,7 +7,7 @@ use mpmd_record::dry_run::{End, Plan};
 use mpmd_tests::{bare_command, package_program};
 
 fn check(args: &[&str]) -> Output {
-    let mut command: Command = bare_command(&package_program("mpmd-cli", "mpmd"));
+    let mut command: Command = bare_command(package_program("mpmd-cli", "mpmd"));
     command.arg("check").args(args).output().expect("mpmd is there")
 }
 

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, FaultOutcome, Job, JobOptions};
+use mpmd_tests::{Carrier, FaultOutcome, Job, Processes};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.
@@ -16,11 +16,10 @@ const SOON: Duration = Duration::from_secs(10);
 /// Starts a job of the program `handing`, with a CUDA device for each process. The returned folder
 /// holds the driver and must live as long as the job.
 fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, tempfile::TempDir) {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
-    let options = options
-        .over(Carrier::SHM)
+    let options = Carrier::SHM
+        .processes(env!("CARGO_BIN_EXE_named"), processes)
         .peer_timeout(Duration::from_secs(30))
-        .limit(Duration::from_secs(120));
+        .deadline(Duration::from_secs(120));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver =
         (!softcuda::real()).then(|| softcuda::install(folder.path()).expect("the driver is built"));
@@ -95,7 +94,7 @@ fn many_arrays_are_lent_and_relent_at_once() {
 /// Starts a job, kills process `victim` after step 25, and waits for the end of the others.
 fn inject_fault(processes: usize, victim: usize, pace: &str) -> FaultOutcome {
     let (mut job, _folder) = start(processes, &["steps"], &[("SOFTCUDA_PACE", pace)]);
-    job.wait_for_output("step 25\n");
+    job.wait_for_output("step 25\n").unwrap();
     job.inject_fault(victim, Signal::KILL)
 }
 
@@ -106,7 +105,7 @@ fn killed_process_with_lent_memory_is_named_by_the_others() {
     {
         let FaultOutcome { ended, took, report } = inject_fault(processes, victim, pace);
         for end in ended {
-            assert_eq!(end.code, 1, "{report}");
+            assert_eq!(end.code(), 1, "{report}");
             // With three processes, one may first hear that the other has left because of the
             // death. It then ends with that error.
             let others = (0..processes).filter(|process| *process != victim);
@@ -124,16 +123,13 @@ fn killed_process_with_lent_memory_is_named_by_the_others() {
 #[test]
 fn stop_shorter_than_peer_timeout_is_no_failure() {
     let (mut job, _folder) = start(2, &["steps"], &[]);
-    job.wait_for_output("step 5\n");
-    job.processes[1].signal(Signal::STOP);
+    job.wait_for_output("step 5\n").unwrap();
+    job.stop(1).unwrap();
     std::thread::sleep(Duration::from_secs(1));
-    job.processes[1].signal(Signal::CONT);
-    let steps = job.processes[0].output().lines().count();
-    job.wait_for_output(&format!("step {}\n", steps + 10));
-    for process in &mut job.processes {
-        process.signal(Signal::KILL);
-    }
-    job.wait();
+    job.resume(1).unwrap();
+    let steps = job.output(0).unwrap().lines().count();
+    job.wait_for_output(&format!("step {}\n", steps + 10)).unwrap();
+    job.end();
 }
 
 /// With `MPMD_CUDA_IPC=0`, arrays go through host memory, and the processes report the reason.

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Ended, FaultOutcome, Job, JobOptions};
+use mpmd_tests::{Carrier, FaultOutcome, Job, ProcessEnd, Processes};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death or a wrong setting.
@@ -23,9 +23,8 @@ fn start(
     settings: &[(&str, &str)],
 ) -> (Job, tempfile::TempDir) {
     let processes = ways.len();
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
-    let options =
-        options.over(carrier).peer_timeout(Duration::from_secs(30)).limit(Duration::from_secs(100));
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
+    let options = options.peer_timeout(Duration::from_secs(30)).deadline(Duration::from_secs(100));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver = softcuda::install(folder.path()).expect("the driver is built");
     let mut job = Job::prepare(options);
@@ -52,7 +51,7 @@ fn figure(said: &str, name: &str) -> u64 {
 
 /// Waits for the end of all processes, which must come within [`SOON`]. Returns their results and
 /// the output of all processes.
-fn ends(job: &mut Job) -> (Vec<Ended>, String) {
+fn ends(job: &mut Job) -> (Vec<ProcessEnd>, String) {
     let begin = Instant::now();
     let ended = job.wait();
     let report = job.report();
@@ -95,11 +94,11 @@ fn killed_process_is_named_by_those_waiting_in_nccl() {
         // The victim's device is slow, so that the others' devices wait for it when it is killed.
         let args = ["steps", &victim.to_string()];
         let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
-        job.wait_for_output("step 2\n");
+        job.wait_for_output("step 2\n").unwrap();
         std::thread::sleep(Duration::from_millis(50));
         let FaultOutcome { ended, took, report } = job.inject_fault(victim, Signal::KILL);
         for end in ended {
-            assert_eq!(end.code, 1, "{report}");
+            assert_eq!(end.code(), 1, "{report}");
             assert!(end.stderr.contains(&format!("process {victim} is gone")), "{report}");
             assert!(!end.stderr.contains("panicked"), "{report}");
         }
@@ -113,7 +112,7 @@ fn different_or_unknown_collectives_setting_is_an_error() {
     let (ended, report) = ends(&mut job);
     for end in ended {
         assert!(
-            end.code == 1 && end.stderr.contains("2 devices of kind cuda, collectives by nccl"),
+            end.code() == 1 && end.stderr.contains("2 devices of kind cuda, collectives by nccl"),
             "{report}"
         );
     }
@@ -121,7 +120,7 @@ fn different_or_unknown_collectives_setting_is_an_error() {
     let (ended, report) = ends(&mut job);
     for end in ended {
         let said = "MPMD_CUDA_COLLECTIVES=gloo makes no sense: it must be host or nccl";
-        assert!(end.code == 1 && end.stderr.contains(said), "{report}");
+        assert!(end.code() == 1 && end.stderr.contains(said), "{report}");
     }
 }
 
@@ -132,8 +131,9 @@ fn process_without_nccl_is_named_by_all() {
     for name in ["libnccl.so", "libnccl.so.2"] {
         std::fs::remove_file(driver.join(name)).expect("it was put there");
     }
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), 2).limit(Duration::from_secs(60));
-    let mut job = Job::prepare(options.over(Carrier::SHM));
+    let options =
+        Carrier::SHM.processes(env!("CARGO_BIN_EXE_named"), 2).deadline(Duration::from_secs(60));
+    let mut job = Job::prepare(options);
     let rich = tempfile::tempdir().expect("a folder");
     let rich = (softcuda::install(rich.path()).expect("the driver is built"), rich);
     for process in 0..2 {
@@ -146,7 +146,7 @@ fn process_without_nccl_is_named_by_all() {
         job.spawn(command);
     }
     let (ended, report) = ends(&mut job);
-    assert!(ended.iter().all(|end| end.code == 1), "{report}");
+    assert!(ended.iter().all(|end| end.code() == 1), "{report}");
     assert!(ended[1].stderr.contains("no NCCL found: looked for libnccl.so"), "{report}");
     let named = [
         "process 1 on host ",

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command, package_program};
+use mpmd_tests::{Carrier, Job, ProcessEnd, Sandbox, bare_command, package_program};
 
 /// Far more than the job takes, and far less than the peer timeout.
 const PROMPT: Duration = Duration::from_secs(30);
@@ -18,9 +18,9 @@ fn without_gpus(command: &mut Command) -> &mut Command {
     command.env("CUDA_VISIBLE_DEVICES", "")
 }
 
-fn start_and_wait(command: Command) -> Ended {
-    let folder = tempfile::tempdir().expect("a folder for the test");
-    Watched::start(command, folder.path(), "process").wait(Instant::now() + PROMPT)
+fn start_and_wait(command: Command) -> ProcessEnd {
+    let site = Sandbox::new().unwrap();
+    site.start(command, "process").unwrap().wait(Instant::now() + PROMPT).unwrap()
 }
 
 /// Returns how often `stderr` reports that there are no such devices here.
@@ -38,11 +38,11 @@ fn is_reason(text: &str) -> bool {
 #[test]
 fn missing_devices_are_reported_by_every_process() {
     for processes in ["1", "2"] {
-        let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+        let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
         command.args(["run", "-n", processes, "--device", "cuda", "--peer-timeout", "600", "--"]);
         without_gpus(command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
         let end = start_and_wait(command);
-        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(end.code(), 1, "{end:?}");
         // The launcher's own line names the cause once more.
         let of_processes: String =
             end.stderr.lines().filter(|line| line.starts_with('[')).collect();
@@ -62,18 +62,22 @@ fn missing_devices_are_reported_by_every_process() {
 #[test]
 fn device_kinds_come_from_the_environment_without_launcher() {
     let with = |device: &str| {
-        let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
+        let mut command = bare_command(env!("CARGO_BIN_EXE_named"));
         without_gpus(command.arg("hello").env(variables::DEVICE, device));
         start_and_wait(command)
     };
     let end = with("cuda");
-    assert_eq!((end.code, complaints(&end.stderr)), (1, 1), "{end:?}");
+    assert_eq!((end.code(), complaints(&end.stderr)), (1, 1), "{end:?}");
     assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
     let end = with("cpu");
-    assert_eq!((end.code, end.stdout.as_str()), (0, "hello from process 0 of 1: 42\n"), "{end:?}");
+    assert_eq!(
+        (end.code(), end.stdout.as_str()),
+        (0, "hello from process 0 of 1: 42\n"),
+        "{end:?}"
+    );
     for (wrong, expected) in [("gpu", "cpu or cuda"), ("cpu,cuda", "at most as many kinds")] {
         let end = with(wrong);
-        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(end.code(), 1, "{end:?}");
         let named = end.stderr.contains(&format!("MPMD_DEVICE={wrong} makes no sense"));
         assert!(named && end.stderr.contains(expected), "{}", end.stderr);
     }
@@ -81,10 +85,11 @@ fn device_kinds_come_from_the_environment_without_launcher() {
 
 /// Runs a job with one process for each entry of `kinds`, its value of `MPMD_DEVICE`, without GPUs.
 /// The launcher runs the rendezvous service if `hosted`, else process 0.
-fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len())
+fn job(kinds: &[&str], hosted: bool) -> Vec<ProcessEnd> {
+    let options = Carrier::TCP
+        .processes(env!("CARGO_BIN_EXE_named"), kinds.len())
         .peer_timeout(TIME_LIMIT)
-        .limit(PROMPT);
+        .deadline(PROMPT);
     let mut job = Job::prepare(options);
     let port = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
@@ -104,7 +109,7 @@ fn process_without_driver_is_named_to_the_others() {
     for hosted in [true, false] {
         let ends = job(&["cpu,cuda,cpu"; 3], hosted);
         for (process, end) in ends.iter().enumerate() {
-            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.code(), 1, "{end:?}");
             assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
             if process == 1 {
                 assert_eq!(complaints(&end.stderr), 1, "{}", end.stderr);
@@ -120,7 +125,7 @@ fn process_without_driver_is_named_to_the_others() {
 #[test]
 fn different_device_kinds_are_reported_by_all() {
     for end in job(&["cpu", "cpu,cuda"], true) {
-        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(end.code(), 1, "{end:?}");
         for expected in [", 2 devices\"", ", 2 devices, of kind cpu 0, of kind cuda 1\""] {
             assert!(end.stderr.contains(expected), "{expected}: {}", end.stderr);
         }
@@ -129,11 +134,11 @@ fn different_device_kinds_are_reported_by_all() {
 
 #[test]
 fn dry_run_needs_no_driver() {
-    let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+    let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
     command.args(["check", "-n", "2", "--", env!("CARGO_BIN_EXE_named"), "hello"]);
     without_gpus(command.env(variables::DEVICE, "cpu,cuda"));
     let end = start_and_wait(command);
-    assert_eq!(end.code, 0, "{end:?}");
+    assert_eq!(end.code(), 0, "{end:?}");
 }
 
 /// A case in which `cudarc` itself would panic.
@@ -149,10 +154,10 @@ fn library_that_is_no_driver_is_reported() {
     let libc = libc.expect("this program has a libc");
     // The first name that is tried.
     std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("the folder is ours");
-    let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
+    let mut command = bare_command(env!("CARGO_BIN_EXE_named"));
     command.arg("hello").env(variables::DEVICE, "cuda").env("LD_LIBRARY_PATH", folder.path());
     let end = start_and_wait(command);
-    assert_eq!(end.code, 1, "{end:?}");
+    assert_eq!(end.code(), 1, "{end:?}");
     let expected =
         "no CUDA driver found that can be used: the library here has no cuInit, cuDriverGetVersion";
     assert!(end.stderr.contains(expected) && !end.stderr.contains("panicked"), "{}", end.stderr);
@@ -186,10 +191,10 @@ mod with_a_driver_in_software {
             ("2", "2 processes of a device each get 0, 1; 3 get 0, 1, 0"),
             ("3", "3 processes of a device each get 0, 1, 2; 4 get 0, 1, 2, 0"),
         ] {
-            let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+            let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
             on(folder.path(), devices, command.args(["doctor", "--json"]));
             let end = start_and_wait(command);
-            assert_eq!(end.code, 0, "{end:?}");
+            assert_eq!(end.code(), 0, "{end:?}");
             assert!(end.stdout.contains(turns), "{}", end.stdout);
             let listed = end.stdout.matches("\"uuid\"").count();
             assert_eq!(listed.to_string(), devices, "{}", end.stdout);
@@ -201,11 +206,11 @@ mod with_a_driver_in_software {
         let folder = tempfile::tempdir().expect("a folder for the test");
         for devices in ["1", "2"] {
             for kinds in ["cuda", "cpu,cuda"] {
-                let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+                let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
                 command.args(["run", "-n", "2", "--device", kinds, "--"]);
                 on(folder.path(), devices, command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
                 let end = start_and_wait(command);
-                assert_eq!(end.code, 0, "{kinds} over {devices}: {end:?}");
+                assert_eq!(end.code(), 0, "{kinds} over {devices}: {end:?}");
                 for process in 0..2 {
                     let line = format!("[{process}] hello from process {process} of 2: 42");
                     assert!(end.stdout.contains(&line), "{kinds} over {devices}: {}", end.stdout);
@@ -229,11 +234,11 @@ mod with_a_driver_in_software {
                 &["host to device", "device to host", "of_pinned"],
             ),
         ] {
-            let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+            let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
             command.arg("bench").args(bench).args(["--device", "cuda", "--json"]);
             on(folder.path(), "1", &mut command);
             let end = start_and_wait(command);
-            assert_eq!(end.code, 0, "{bench:?}: {end:?}");
+            assert_eq!(end.code(), 0, "{bench:?}: {end:?}");
             for expected in expected {
                 assert!(end.stdout.contains(expected), "{expected} of {bench:?}: {}", end.stdout);
             }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
     extra_transfer_is_found_by_the_next_message
@@ -24,14 +24,14 @@ fn issued(process: usize) -> String {
 /// Runs the job in which one process departs from the program in the way `how`; returns the error
 /// output of each process.
 fn errors(carrier: Carrier, how: &str, culprit: usize, elements: usize) -> Vec<String> {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES);
     let options = options.peer_timeout(Duration::from_secs(15));
     let (culprit, elements) = (culprit.to_string(), elements.to_string());
     let mut job = Job::start(options, &["diverging", how, &culprit, &elements]);
     let ended = job.wait();
     let report = job.report();
     for (process, end) in ended.iter().enumerate() {
-        assert_eq!(end.code, 1, "process {process} must end with an error:\n{report}");
+        assert_eq!(end.code(), 1, "process {process} must end with an error:\n{report}");
         // Operations before the difference deliver right values. A skipped microbatch looks like a
         // later one, so the difference is found at the end of its step.
         let delivered = if how == "skip-microbatch" { "step 2" } else { "WRONG" };

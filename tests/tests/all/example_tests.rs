@@ -1,6 +1,6 @@
 //! Three small programs over two halves of eight devices, each at 1, 2 and 4 processes.
 
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
     host_values_are_placed_on_the_front
@@ -10,7 +10,7 @@ over_each_carrier! {
 
 /// Returns the lines about all shards, and the number of processes without shards.
 fn run(carrier: Carrier, name: &str, processes: usize) -> (Vec<String>, usize) {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
     let mut job = Job::start(options, &[name]);
     let said = job.wait_well().concat();
     let remote = said.lines().filter(|line| *line == "remote").count();

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, FaultOutcome, Job, JobOptions, Random, over_each_carrier};
+use mpmd_tests::{Carrier, FaultOutcome, Job, Processes, Random, over_each_carrier};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.
@@ -21,7 +21,7 @@ over_each_carrier! {
 /// Starts a job with large transfers, sends a signal to process `victim` after `delay`, and waits
 /// for the end of the others.
 fn inject_fault(
-    options: JobOptions,
+    options: Processes,
     how: &str,
     victim: usize,
     delay: Duration,
@@ -29,7 +29,7 @@ fn inject_fault(
 ) -> FaultOutcome {
     let mut job = Job::start(options, &["flooding", how, &victim.to_string()]);
     // All have seen a transfer end, and another one is always in flight.
-    job.wait_for_output("round 3\n");
+    job.wait_for_output("round 3\n").unwrap();
     std::thread::sleep(delay);
     job.inject_fault(victim, signal)
 }
@@ -50,13 +50,18 @@ fn inject_faults(
         for how in ["sends", "receives"].repeat(times) {
             let victim = random.below(processes);
             let delay = Duration::from_micros(random.below(1000 * WITHIN_MILLIS) as u64);
-            let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier);
+            let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
             let outcome =
                 inject_fault(options.peer_timeout(peer_timeout), how, victim, delay, signal);
             let told = format!("process {victim} of {processes} {how}, struck after {delay:?}");
             println!("{told}: all had ended after {:?}", outcome.took);
             for end in &outcome.ended {
-                assert_eq!(end.code, 1, "{told}: the others end with an error\n{}", outcome.report);
+                assert_eq!(
+                    end.code(),
+                    1,
+                    "{told}: the others end with an error\n{}",
+                    outcome.report
+                );
                 let named = end.stderr.contains(&format!("process {victim} is gone"));
                 assert!(named, "{told}: it is not named\n{}", outcome.report);
                 assert!(!end.stdout.contains("WRONG"), "{told}: wrong data\n{}", outcome.report);

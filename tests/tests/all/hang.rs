@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
     every_process_shows_the_chain_to_the_kernel_that_never_ends
@@ -22,16 +22,16 @@ fn reports(
     args: &[&str],
     is_enough: impl Fn(usize, &str) -> bool,
 ) -> Vec<String> {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES);
     let mut job = Job::start(options.peer_timeout(Duration::from_secs(3)), args);
-    let find = |job: &Job, process: usize| {
-        let said = job.processes[process].report();
+    let find = |job: &mut Job, process: usize| {
+        let said = job.error_output(process).unwrap();
         let mut reports = said.split("mpmd: still waiting").skip(1);
         reports.find(|report| is_enough(process, report)).map(str::to_owned)
     };
     loop {
         let found: Option<Vec<String>> =
-            (0..PROCESSES).map(|process| find(&job, process)).collect();
+            (0..PROCESSES).map(|process| find(&mut job, process)).collect();
         if let Some(found) = found {
             return found;
         }
@@ -40,8 +40,8 @@ fn reports(
             "not every process shows the root:\n{}",
             job.report()
         );
-        for process in &mut job.processes {
-            assert!(!process.has_ended(), "{}", process.report());
+        for process in 0..PROCESSES {
+            assert!(!job.has_ended(process).unwrap(), "{}", job.report());
         }
         std::thread::sleep(Duration::from_millis(50));
     }

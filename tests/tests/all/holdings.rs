@@ -1,11 +1,11 @@
 //! Processes that share memory know the amounts that they lend to and borrow from each peer.
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Job, JobOptions};
+use mpmd_tests::{Carrier, Job};
 
 #[test]
 fn lent_and_borrowed_memory_is_reported_until_it_is_back() {
-    let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), 3));
+    let mut job = Job::prepare(Carrier::TCP.processes(env!("CARGO_BIN_EXE_named"), 3));
     for process in 0..3 {
         let mut command = job.command(process);
         command.arg("holdings").env(variables::TRANSPORT, "shm");

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, Ended, FaultOutcome, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, FaultOutcome, Job, ProcessEnd, Processes, over_each_carrier};
 use rustix::process::Signal;
 
 over_each_carrier! {
@@ -26,22 +26,22 @@ fn names_an_operation(error: &str) -> bool {
     operation && error.contains("tests/src/programs/looping.rs:")
 }
 
-fn options(carrier: Carrier, peer_timeout: Duration) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).peer_timeout(peer_timeout)
+fn options(carrier: Carrier, peer_timeout: Duration) -> Processes {
+    carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES).peer_timeout(peer_timeout)
 }
 
 /// Starts a job, sends a signal to process `victim` after step 6, and waits for the end of the
 /// others.
-fn inject_fault(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> FaultOutcome {
+fn inject_fault(options: Processes, mode: &str, victim: usize, signal: Signal) -> FaultOutcome {
     let mut job = Job::start(options, &["looping", mode]);
     // Late enough that all are at work.
-    job.wait_for_output("step 6\n");
+    job.wait_for_output("step 6\n").unwrap();
     job.inject_fault(victim, signal)
 }
 
-fn check_errors(victim: usize, ended: &[Ended], report: &str) {
+fn check_errors(victim: usize, ended: &[ProcessEnd], report: &str) {
     for end in ended {
-        assert_eq!(end.code, 1, "victim {victim}: everybody else ends with an error\n{report}");
+        assert_eq!(end.code(), 1, "victim {victim}: everybody else ends with an error\n{report}");
         let gone = format!("process {victim} is gone");
         assert!(
             end.stderr.contains(&gone),
@@ -88,14 +88,11 @@ fn stopped_process_is_named_by_all_others_after_timeout(carrier: Carrier) {
 
 fn stop_shorter_than_peer_timeout_is_no_failure(carrier: Carrier) {
     let mut job = Job::start(options(carrier, Duration::from_secs(20)), &["looping", "reading"]);
-    job.wait_for_output("step 5\n");
-    job.processes[1].signal(Signal::STOP);
+    job.wait_for_output("step 5\n").unwrap();
+    job.stop(1).unwrap();
     std::thread::sleep(Duration::from_secs(2));
-    job.processes[1].signal(Signal::CONT);
-    let steps = job.processes[3].output().lines().count();
-    job.wait_for_output(&format!("step {}\n", steps + 20));
-    for process in &mut job.processes {
-        process.signal(Signal::KILL);
-    }
-    job.wait();
+    job.resume(1).unwrap();
+    let steps = job.output(3).unwrap().lines().count();
+    job.wait_for_output(&format!("step {}\n", steps + 20)).unwrap();
+    job.end();
 }

@@ -3,9 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{
-    Carrier, Random, Watched, bare_command, over_each_carrier, package_program, processes_of,
-};
+use mpmd_tests::{Carrier, Random, Sandbox, Watched, over_each_carrier, package_program};
 use rustix::process::{Pid, Signal, kill_process};
 
 over_each_carrier! {
@@ -27,30 +25,28 @@ const WITHIN_MICROS: usize = 200_000;
 /// A program that runs until it is ended, under `mpmd run` in a folder of its own.
 struct Launched {
     launcher: Watched,
-    /// A value in the environment of all processes of the job.
-    mark: String,
-    _folder: tempfile::TempDir,
+    /// The folder of all processes of the job.
+    site: Sandbox,
 }
 
 impl Launched {
     fn start(carrier: Carrier, options: &[&str], mode: &str) -> Self {
-        let folder = tempfile::tempdir().expect("a folder for the test");
-        let mark = folder.path().display().to_string();
-        let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+        let site = Sandbox::new().unwrap();
+        let mut command = site.command(package_program("mpmd-cli", "mpmd"));
         command.args(["run", "-n", "4"]).args(options);
         command.args(["--", env!("CARGO_BIN_EXE_named"), "looping", mode]);
-        carrier.set(command.env("MPMD_TESTS_MARK", &mark));
-        let mut launcher = Watched::start(command, folder.path(), "launcher");
+        carrier.set(&mut command);
+        let mut launcher = site.start(command, "launcher").unwrap();
         let deadline = Instant::now() + LONG;
         for process in 0..PROCESSES {
-            launcher.wait_for_output(&format!("[{process}] step 6\n"), deadline);
+            launcher.wait_for_output(&format!("[{process}] step 6\n"), deadline).unwrap();
         }
-        Self { launcher, mark, _folder: folder }
+        Self { launcher, site }
     }
 
     /// Returns the pids of the job's processes, by process number.
     fn pids(&self) -> Vec<u32> {
-        let all = processes_of(&self.mark);
+        let all = self.site.processes();
         let find = |process: usize| {
             let variable = format!("MPMD_RANK={process}");
             all.iter().find(|pid| has_variable(**pid, &variable)).copied()
@@ -83,10 +79,14 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
         std::thread::sleep(delay);
         let begin = Instant::now();
         send(pid, Signal::KILL);
-        let end = job.launcher.wait(begin + LONG);
+        let end = job.launcher.wait(begin + LONG).unwrap();
         let report = format!("{mode}, process {victim} after {delay:?}\n{}", job.launcher.report());
-        assert_eq!(end.code, 128 + Signal::KILL.as_raw(), "{report}");
-        assert!(end.at - begin <= SOON, "the launcher ended after {:?}\n{report}", end.at - begin);
+        assert_eq!(end.code(), 128 + Signal::KILL.as_raw(), "{report}");
+        assert!(
+            end.ended_at - begin <= SOON,
+            "the launcher ended after {:?}\n{report}",
+            end.ended_at - begin
+        );
         let first = format!("process {victim} failed first: it was ended by signal 9 (SIGKILL)");
         assert!(end.stderr.contains(&first), "{report}");
         for process in (0..PROCESSES).filter(|process| *process != victim) {
@@ -99,7 +99,7 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
             );
             unnamed += usize::from(!said.contains("tests/src/programs/looping.rs:"));
         }
-        let left = processes_of(&job.mark);
+        let left = job.site.processes();
         assert!(left.is_empty(), "processes {left:?} are left\n{report}");
     }
     // A process that waits for nothing at the moment of the death has no operation to name.
@@ -112,7 +112,7 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
         let mut job = Launched::start(carrier, &["--peer-timeout", "2"], "reading");
         let pids = job.pids();
         std::thread::sleep(Duration::from_micros(random.below(WITHIN_MICROS) as u64));
-        job.launcher.signal(Signal::TSTP);
+        job.launcher.signal(Signal::TSTP).unwrap();
         let all: Vec<u32> = pids.iter().copied().chain([job.launcher.pid()]).collect();
         wait_until(&job, "the job and its launcher are stopped", || {
             all.iter().all(|pid| is_stopped(*pid))
@@ -120,16 +120,16 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
         // Longer than the peer timeout: the time of a stop must not count.
         std::thread::sleep(Duration::from_millis(2500));
         let before: Vec<usize> = (0..PROCESSES).map(|process| job.steps(process)).collect();
-        job.launcher.signal(Signal::CONT);
+        job.launcher.signal(Signal::CONT).unwrap();
         wait_until(&job, "all processes go on", || {
             (0..PROCESSES).all(|process| job.steps(process) > before[process] + 20)
         });
-        job.launcher.signal(Signal::INT);
-        let end = job.launcher.wait(Instant::now() + LONG);
+        job.launcher.signal(Signal::INT).unwrap();
+        let end = job.launcher.wait(Instant::now() + LONG).unwrap();
         let report = job.launcher.report();
-        assert_eq!(end.code, 128 + Signal::INT.as_raw(), "{report}");
+        assert_eq!(end.code(), 128 + Signal::INT.as_raw(), "{report}");
         assert!(!end.stderr.contains("is gone"), "a healthy job was lost\n{report}");
-        let left = processes_of(&job.mark);
+        let left = job.site.processes();
         assert!(left.is_empty(), "processes {left:?} are left\n{report}");
     }
 }

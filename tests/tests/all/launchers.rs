@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Ended, Sandbox, Slurm, Watched, package_program, system_program};
+use mpmd_tests::{
+    ProcessEnd, Sandbox, Slurm, Watched, launcher_command, package_program, system_program,
+};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// No run takes this long, on any machine.
@@ -30,7 +32,7 @@ fn readme(begin: &str) -> &'static str {
 
 /// Creates a sandbox where `./pipeline` and `./named` can be started.
 fn site() -> Sandbox {
-    let site = Sandbox::new();
+    let site = Sandbox::new().unwrap();
     let named = PathBuf::from(env!("CARGO_BIN_EXE_named"));
     for (program, name) in
         [(package_program("mpmd-examples", "pipeline"), "pipeline"), (named, "named")]
@@ -43,7 +45,8 @@ fn site() -> Sandbox {
 /// Starts a shell that runs a script, on the cluster or on this machine alone.
 fn shell(site: &Sandbox, slurm: Option<&Slurm>, transport: &str, script: &str) -> Watched {
     let sh = Path::new("sh");
-    let mut command = slurm.map_or_else(|| site.command(sh), |slurm| slurm.command(site, sh));
+    let mut command =
+        slurm.map_or_else(|| launcher_command(site, sh), |slurm| slurm.command(site, sh));
     command.args(["-ec", script]).env(variables::TRANSPORT, transport);
     // By default Open MPI refuses more processes than cores, and root. The variables have other
     // names in versions 4 and 5.
@@ -53,21 +56,21 @@ fn shell(site: &Sandbox, slurm: Option<&Slurm>, transport: &str, script: &str) -
     }
     command.env("OMPI_MCA_rmaps_base_oversubscribe", "1");
     command.env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
-    site.start(command, &format!("script-{transport}"))
+    site.start(command, &format!("script-{transport}")).unwrap()
 }
 
 fn deadline() -> Instant {
     Instant::now() + LONG
 }
 
-fn run(site: &Sandbox, slurm: Option<&Slurm>, transport: &str, script: &str) -> Ended {
+fn run(site: &Sandbox, slurm: Option<&Slurm>, transport: &str, script: &str) -> ProcessEnd {
     let mut process = shell(site, slurm, transport, script);
-    let end = process.wait(deadline());
-    assert_eq!(end.code, 0, "{script} over {transport}\n{}", process.report());
+    let end = process.wait(deadline()).unwrap();
+    assert_eq!(end.code(), 0, "{script} over {transport}\n{}", process.report());
     end
 }
 
-fn check_has_passed(end: &Ended) {
+fn check_has_passed(end: &ProcessEnd) {
     // The numbers show that the results were compared, not only computed.
     assert!(end.stdout.contains("0.179679") && end.stdout.contains("2.217942"), "{}", end.stdout);
 }
@@ -141,7 +144,7 @@ fn a_process_killed_under_slurm_is_named_by_all_others() {
     for transport in TRANSPORTS {
         let mut step =
             shell(&site, Some(&slurm), transport, "exec srun -n 4 ./named looping reading");
-        step.wait_for_output("step 6\n", deadline);
+        step.wait_for_output("step 6\n", deadline).unwrap();
         let rank = format!("SLURM_PROCID={VICTIM}");
         let is_victim = |pid: &u32| {
             let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -151,8 +154,8 @@ fn a_process_killed_under_slurm_is_named_by_all_others() {
         let [victim] = victims[..] else { panic!("{victims:?} have {rank}\n{}", step.report()) };
         let victim = Pid::from_raw(victim.cast_signed()).expect("a process number");
         kill_process(victim, Signal::KILL).expect("a process that runs");
-        let end = step.wait(deadline);
-        assert_ne!(end.code, 0, "{}", step.report());
+        let end = step.wait(deadline).unwrap();
+        assert_ne!(end.code(), 0, "{}", step.report());
         let named = end.stderr.matches(&format!("process {VICTIM} is gone")).count();
         assert!(named >= 3, "all others must name it\n{}", step.report());
         slurm.wait_until_idle(&site, deadline);
@@ -191,8 +194,8 @@ fn a_job_that_fails_is_a_failure_to_its_launcher() {
     for launcher in ["srun", "mpirun"] {
         let mut process =
             shell(&site, Some(&slurm), "tcp", &format!("exec {launcher} -n 4 {wrong}"));
-        let end = process.wait(deadline());
-        assert_eq!(end.code, 1, "{launcher}\n{}", process.report());
+        let end = process.wait(deadline()).unwrap();
+        assert_eq!(end.code(), 1, "{launcher}\n{}", process.report());
         // `mpirun` ends all processes when the first has failed, even if another was about to print
         // the cause.
         let said = launcher == "mpirun" || end.stderr.contains("a number is off: ");

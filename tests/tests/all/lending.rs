@@ -7,8 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Job, JobOptions, Random};
-use rustix::process::Signal;
+use mpmd_tests::{Carrier, Job, Processes, Random};
 
 const PROCESSES: usize = 4;
 
@@ -27,8 +26,8 @@ fn asked(variable: &str, default: usize) -> usize {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-fn options(processes: usize) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(Carrier::SHM)
+fn options(processes: usize) -> Processes {
+    Carrier::SHM.processes(env!("CARGO_BIN_EXE_named"), processes)
 }
 
 #[test]
@@ -37,7 +36,7 @@ fn zero_copy_arrays_are_right_and_memory_stays_flat() {
     let limit = Duration::from_secs(200 + hand_overs as u64 / 500);
     let begin = Instant::now();
     let mut job = Job::start(
-        options(PROCESSES).limit(limit),
+        options(PROCESSES).deadline(limit),
         &["lending", &hand_overs.to_string(), "7", "20"],
     );
     let said = job.wait_well();
@@ -85,17 +84,17 @@ fn killed_lender_is_named_and_no_data_is_wrong() {
     for round in 0..asked("MPMD_SOAK_KILLS", PROCESSES) {
         let (victim, seed) = (round % PROCESSES, random.below(1 << 30).to_string());
         let mut job = Job::start(options(PROCESSES), &["lending", "1000000000", &seed, "2"]);
-        job.wait_for_output("array 300\n");
+        job.wait_for_output("array 300\n").unwrap();
         let delay = Duration::from_micros(random.below(400_000) as u64);
         std::thread::sleep(delay);
         let begin = Instant::now();
-        job.processes[victim].signal(Signal::KILL);
+        job.kill(victim).unwrap();
         // Also checks that nothing is left.
         let ended = job.wait();
         let told = format!("process {victim}, killed after {delay:?}, seed {seed}");
         for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {
             assert_eq!(
-                end.code,
+                end.code(),
                 1,
                 "{told}: process {process} ends with an error\n{}",
                 job.report()
@@ -103,7 +102,7 @@ fn killed_lender_is_named_and_no_data_is_wrong() {
             let named = end.stderr.contains(&format!("process {victim} is gone"));
             assert!(named, "{told}: process {process} does not name it\n{}", job.report());
             assert!(!end.stderr.contains("WRONG"), "{told}: process {process}\n{}", job.report());
-            longest = longest.max(end.at - begin);
+            longest = longest.max(end.ended_at - begin);
         }
         assert!(longest <= SOON, "{told}: the last ended after {longest:?}\n{}", job.report());
     }
@@ -113,21 +112,20 @@ fn killed_lender_is_named_and_no_data_is_wrong() {
 #[test]
 fn memory_lent_to_a_stopped_process_returns_at_its_death() {
     let mut job = Job::start(options(2), &["holding"]);
-    let deadline = job.deadline();
-    job.processes[1].wait_for_output("look 5: right\n", deadline);
-    job.processes[1].signal(Signal::STOP);
+    job.wait_for_output_of(1, "look 5: right\n").unwrap();
+    job.stop(1).unwrap();
     // Twenty times the time that it takes to notice an end.
-    let looks = job.processes[0].output().lines().count();
-    job.processes[0].wait_for_output(&format!("look {}: ", looks + 100), deadline);
+    let looks = job.output(0).unwrap().lines().count();
+    job.wait_for_output_of(0, &format!("look {}: ", looks + 100)).unwrap();
     let lent = format!("live {} lent {}", 4 << 20, 4 << 20);
-    let said = job.processes[0].output();
+    let said = job.output(0).unwrap();
     assert!(said.lines().skip(1).all(|line| line.ends_with(&lent)), "{}", job.report());
-    let looks = job.processes[1].output().lines().count();
-    job.processes[1].signal(Signal::CONT);
-    job.processes[1].wait_for_output(&format!("look {}: right\n", looks + 5), deadline);
-    job.processes[1].signal(Signal::STOP);
-    job.processes[1].signal(Signal::KILL);
-    job.processes[0].wait_for_output("all is back\n", deadline);
+    let looks = job.output(1).unwrap().lines().count();
+    job.resume(1).unwrap();
+    job.wait_for_output_of(1, &format!("look {}: right\n", looks + 5)).unwrap();
+    job.stop(1).unwrap();
+    job.kill(1).unwrap();
+    job.wait_for_output_of(0, "all is back\n").unwrap();
     job.wait();
     assert!(!job.report().contains("WRONG"), "{}", job.report());
 }

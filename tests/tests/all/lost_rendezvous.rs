@@ -7,8 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
-use rustix::process::Signal;
+use mpmd_tests::{Carrier, Job, Processes, over_each_carrier};
 
 over_each_carrier! {
     cut_connection_is_a_warning_and_the_job_ends_well
@@ -23,8 +22,8 @@ const LONG: Duration = Duration::from_secs(180);
 /// Time between two checks for an awaited event.
 const LOOK: Duration = Duration::from_millis(5);
 
-fn options(carrier: Carrier) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier)
+fn options(carrier: Carrier) -> Processes {
+    carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES)
 }
 
 /// Connections to the rendezvous service that can be cut, or stand still.
@@ -79,7 +78,7 @@ impl Relay {
 }
 
 /// Starts a job in which the processes `by_relay` connect through a relay.
-fn start(options: JobOptions, args: &[&str], by_relay: &[usize]) -> (Job, Relay) {
+fn start(options: Processes, args: &[&str], by_relay: &[usize]) -> (Job, Relay) {
     let mut job = Job::prepare(options);
     let command = job.command(0);
     let service = command.get_envs().find(|(name, _)| *name == variables::COORDINATOR);
@@ -104,13 +103,13 @@ fn warnings(said: &str) -> usize {
 
 fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
     // Long enough for the others to hear that process 1 may be gone, and to see that it is not.
-    let options = options(carrier).limit(LONG);
+    let options = options(carrier).deadline(LONG);
     let (mut job, relay) = start(options, &["looping", "reading", "2000"], &[1]);
-    job.wait_for_output("step 6\n");
+    job.wait_for_output("step 6\n").unwrap();
     relay.cut();
     let ended = job.wait();
     for (process, end) in ended.iter().enumerate() {
-        assert_eq!(end.code, 0, "process {process}\n{}", job.report());
+        assert_eq!(end.code(), 0, "process {process}\n{}", job.report());
         assert_eq!(warnings(&end.stderr), usize::from(process == 1), "{}", job.report());
     }
 }
@@ -118,21 +117,17 @@ fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
 fn silent_service_is_a_warning_and_the_job_goes_on(carrier: Carrier) {
     let options = options(carrier).peer_timeout(Duration::from_secs(2));
     let (mut job, relay) = start(options, &["looping", "reading"], &[0, 1, 2, 3]);
-    job.wait_for_output("step 6\n");
+    job.wait_for_output("step 6\n").unwrap();
     relay.is_still.store(true, Ordering::Relaxed);
-    while !job.processes.iter().all(|process| warnings(&process.report()) == 1) {
+    while !(0..PROCESSES).all(|process| warnings(&job.error_output(process).unwrap()) == 1) {
         assert!(Instant::now() < job.deadline(), "not all warn\n{}", job.report());
         std::thread::sleep(LOOK);
     }
     let steps: Vec<usize> =
-        job.processes.iter().map(|process| process.output().lines().count()).collect();
+        (0..PROCESSES).map(|process| job.output(process).unwrap().lines().count()).collect();
     for (process, steps) in steps.into_iter().enumerate() {
-        let deadline = job.deadline();
-        job.processes[process].wait_for_output(&format!("step {}\n", steps + 20), deadline);
+        job.wait_for_output_of(process, &format!("step {}\n", steps + 20)).unwrap();
     }
-    for process in &mut job.processes {
-        process.signal(Signal::KILL);
-    }
-    let ended = job.wait();
+    let ended = job.end();
     assert!(ended.iter().all(|end| warnings(&end.stderr) == 1), "once each\n{}", job.report());
 }

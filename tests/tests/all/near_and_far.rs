@@ -3,12 +3,12 @@
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
-use mpmd_tests::{Job, JobOptions, bare_command};
+use mpmd_tests::{Carrier, Job, bare_command};
 
 const PROCESSES: usize = 4;
 
 fn prepare(processes: usize) -> Job {
-    Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes))
+    Job::prepare(Carrier::TCP.processes(env!("CARGO_BIN_EXE_named"), processes))
 }
 
 /// Runs a job with one process per host name. Returns the output of each process, and all error
@@ -21,7 +21,7 @@ fn on_hosts(hosts: &[&str], program: &str) -> (Vec<String>, String) {
         job.spawn(command);
     }
     let ended = job.wait();
-    assert!(ended.iter().all(|end| end.code == 0), "{}", job.report());
+    assert!(ended.iter().all(|end| end.code() == 0), "{}", job.report());
     let errors = ended.iter().map(|end| end.stderr.as_str()).collect();
     (ended.into_iter().map(|end| end.stdout).collect(), errors)
 }
@@ -57,7 +57,7 @@ fn results_do_not_depend_on_hosts() {
 /// Returns a command for a process with a low limit on file sizes. It cannot make memory that
 /// others can map.
 fn with_short_files(job: &Job, process: usize) -> std::process::Command {
-    let mut command = bare_command("sh".as_ref());
+    let mut command = bare_command("sh");
     command.args(["-c", r#"ulimit -f 4 && exec "$0" "$@""#, env!("CARGO_BIN_EXE_named")]);
     let like = job.command(process);
     let variables = like.get_envs().filter_map(|(name, value)| Some((name, value?)));
@@ -95,7 +95,7 @@ fn requested_but_missing_shared_memory_ends_the_job() {
         job.spawn(command);
     }
     for end in job.wait() {
-        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(end.code(), 1, "{end:?}");
         for part in ["the transport shm is not available", "ulimit -f"] {
             assert!(end.stderr.contains(part), "{part} is not in {}", end.stderr);
         }

@@ -1,7 +1,7 @@
 //! Programs that would deadlock if a later operation held a resource that an earlier one needs.
 
 use mpmd_tests::programs::simulated;
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
     ready_later_transfers_do_not_block_earlier_ones
@@ -9,7 +9,7 @@ over_each_carrier! {
 }
 
 fn check(carrier: Carrier, name: &str, processes: usize, lines: usize) {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
     let mut job = Job::start(options, &[name]);
     let said = job.wait_well();
     assert_eq!(said.iter().flat_map(|said| said.lines()).count(), lines, "{said:#?}");

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 const PROCESSES: usize = 4;
 const SEED: u64 = 20_251_121;
@@ -26,7 +26,7 @@ over_each_carrier! {
 }
 
 fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).limit(LONG);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES).deadline(LONG);
     let begin = Instant::now();
     let mut job = Job::start(options, &["soak", &TRANSFERS.to_string(), &SEED.to_string()]);
     let said = job.wait_well();

@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
 use mpmd_record::trace::{PieceStep, ProcessTrace, Run, What};
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
-use rustix::process::Signal;
+use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
     every_operation_is_in_the_traces_of_its_processes
@@ -15,7 +14,7 @@ over_each_carrier! {
 }
 
 fn start(carrier: Carrier, processes: usize, args: &[&str]) -> Job {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
     let mut job = Job::prepare(options);
     for process in 0..processes {
         let mut command = job.command(process);
@@ -140,7 +139,7 @@ fn killed_process_leaves_its_trace_so_far(carrier: Carrier) {
     let mut job = start(carrier, 2, &["looping", "reading"]);
     let folder = job.folder().join("traces");
     wait_for_bytes(&folder.join("process-1.trace"), 100_000, job.deadline());
-    job.processes[1].signal(Signal::KILL);
+    job.kill(1).unwrap();
     job.wait();
     let (traces, problems) = ProcessTrace::read_all(&folder).unwrap();
     assert_eq!((traces.len(), problems.len()), (2, 0));

@@ -1,13 +1,9 @@
 //! The training of the transformer as a user starts it.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{
-    Carrier, Watched, bare_command, over_each_carrier, package_program, processes_of,
-};
+use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program};
 use rustix::process::Signal;
-use tempfile::TempDir;
 
 over_each_carrier! {
     losses_are_bit_identical_at_any_schedule_and_carrier
@@ -37,45 +33,45 @@ const SIZES: [&str; 16] = [
 ];
 
 /// Creates a folder with a text of its own: the losses must not depend on files of the repository.
-fn folder() -> TempDir {
-    let folder = tempfile::tempdir().expect("a folder for the test");
+fn folder() -> Sandbox {
+    let folder = Sandbox::new().unwrap();
     let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
     let text: String = (0..4000).map(line).collect();
     std::fs::write(folder.path().join("text"), text).expect("the test's own folder");
     folder
 }
 
-fn start(carrier: Carrier, folder: &Path, args: &[&str]) -> Watched {
-    let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
-    command.args(SIZES).args(args).arg("text").current_dir(folder);
-    carrier.set(command.env("MPMD_TESTS_MARK", folder.display().to_string()));
-    Watched::start(command, folder, "train_gpt")
+fn start(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> Watched {
+    let mut command = folder.command(package_program("mpmd-examples", "train_gpt"));
+    carrier.set(command.args(SIZES).args(args).arg("text"));
+    folder.start(command, "train_gpt").unwrap()
 }
 
 /// Runs the training over tcp to its end, checks that nothing is left, and returns its output.
-fn run(folder: &Path, args: &[&str]) -> String {
+fn run(folder: &Sandbox, args: &[&str]) -> String {
     run_over(Carrier::TCP, folder, args)
 }
 
 /// Runs the training over `carrier` to its end, checks that nothing is left, and returns its
 /// output.
-fn run_over(carrier: Carrier, folder: &Path, args: &[&str]) -> String {
+fn run_over(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> String {
     let mut process = start(carrier, folder, args);
-    let end = process.wait(Instant::now() + LONG);
-    assert_eq!(end.code, 0, "{args:?}:\n{}\n{}", end.stdout, end.stderr);
-    let left = processes_of(&folder.display().to_string());
+    let end = process.wait(Instant::now() + LONG).unwrap();
+    assert_eq!(end.code(), 0, "{args:?}:\n{}\n{}", end.stdout, end.stderr);
+    let left = folder.processes();
     assert!(left.is_empty(), "processes {left:?} are left\n{}", process.report());
     end.stdout
 }
 
 /// Returns the losses of each step over tcp, with all their bits.
-fn losses(folder: &Path, args: &[&str]) -> Vec<String> {
+fn losses(folder: &Sandbox, args: &[&str]) -> Vec<String> {
     losses_over(Carrier::TCP, folder, args)
 }
 
-fn losses_over(carrier: Carrier, folder: &Path, args: &[&str]) -> Vec<String> {
+fn losses_over(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> Vec<String> {
     run_over(carrier, folder, &[args, &["--losses-out", "losses"]].concat());
-    let losses = std::fs::read_to_string(folder.join("losses")).expect("the program writes them");
+    let losses =
+        std::fs::read_to_string(folder.path().join("losses")).expect("the program writes them");
     losses.lines().map(str::to_owned).collect()
 }
 
@@ -99,12 +95,11 @@ fn processes_use_the_predicted_memory() {
         let case = format!(
             "{sizes} --transport {transport} --processes {processes} --schedule {schedule} text"
         );
-        let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
-        command.args(case.split(' ')).current_dir(folder.path());
-        command.env("MPMD_TESTS_MARK", folder.path().display().to_string());
-        let mut process = Watched::start(command, folder.path(), "train_gpt");
-        let end = process.wait(Instant::now() + LONG);
-        assert_eq!(end.code, 0, "{case}:\n{}\n{}", end.stdout, end.stderr);
+        let mut command = folder.command(package_program("mpmd-examples", "train_gpt"));
+        command.args(case.split(' '));
+        let mut process = folder.start(command, "train_gpt").unwrap();
+        let end = process.wait(Instant::now() + LONG).unwrap();
+        assert_eq!(end.code(), 0, "{case}:\n{}\n{}", end.stdout, end.stderr);
         let lines: Vec<&str> =
             end.stdout.lines().filter(|line| line.starts_with("memory of process")).collect();
         assert_eq!(lines.len(), processes, "{case}:\n{}", end.stdout);
@@ -120,15 +115,14 @@ const STEPS: [&str; 2] = ["--steps", "5"];
 
 fn losses_are_bit_identical_at_any_schedule_and_carrier(carrier: Carrier) {
     let folder = folder();
-    let alone = losses(folder.path(), &[&STEPS[..], &["--processes", "1"]].concat());
+    let alone = losses(&folder, &[&STEPS[..], &["--processes", "1"]].concat());
     assert_eq!(alone.len(), 5, "{alone:?}");
     let schedules = if carrier.is_thorough() { &["gpipe", "1f1b"][..] } else { &["1f1b"] };
     for processes in ["2", "4"] {
         for schedule in schedules {
             let transport = ["--transport", carrier.transport];
             let args = ["--processes", processes, "--schedule", schedule];
-            let found =
-                losses_over(carrier, folder.path(), &[&STEPS[..], &transport, &args].concat());
+            let found = losses_over(carrier, &folder, &[&STEPS[..], &transport, &args].concat());
             assert_eq!(found, alone, "{processes} processes, {schedule}");
         }
     }
@@ -137,7 +131,7 @@ fn losses_are_bit_identical_at_any_schedule_and_carrier(carrier: Carrier) {
 #[test]
 fn losses_match_as_threads_and_nearly_in_tensor_parallel() {
     let folder = folder();
-    let with = |args: &[&str]| losses(folder.path(), &[&STEPS[..], args].concat());
+    let with = |args: &[&str]| losses(&folder, &[&STEPS[..], args].concat());
     let alone = with(&["--processes", "1"]);
     for processes in ["2", "4"] {
         for schedule in ["gpipe", "1f1b"] {
@@ -168,7 +162,7 @@ fn losses_match_as_threads_and_nearly_in_tensor_parallel() {
 #[test]
 fn losses_match_with_several_stages_and_user_schedules() {
     let folder = folder();
-    let with = |args: &[&str]| losses(folder.path(), &[&STEPS[..], args].concat());
+    let with = |args: &[&str]| losses(&folder, &[&STEPS[..], args].concat());
     let alone = with(&["--processes", "1"]);
     for flags in
         ["--schedule zbv", "--schedule interleaved --recompute", "--schedule 1f1b --stages 2"]
@@ -186,14 +180,14 @@ fn losses_match_with_several_stages_and_user_schedules() {
 #[test]
 fn training_saved_sharded_resumes_unsharded() {
     let folder = folder();
-    let whole = losses(folder.path(), &["--steps", "6", "--processes", "1"]);
+    let whole = losses(&folder, &["--steps", "6", "--processes", "1"]);
     let save = ["--steps", "6", "--stop-after", "3", "--save", "model.safetensors"];
     let first = losses(
-        folder.path(),
+        &folder,
         &[&save[..], &["--stages", "2", "--fsdp", "2", "--processes", "2"]].concat(),
     );
     let load = ["--steps", "6", "--stages", "1", "--processes", "1", "--load", "model.safetensors"];
-    let second = losses(folder.path(), &load);
+    let second = losses(&folder, &load);
     let value = |line: &String| -> f64 {
         line.split(' ').nth(1).expect("a loss").parse().expect("a number")
     };
@@ -207,7 +201,7 @@ fn training_saved_sharded_resumes_unsharded() {
 #[test]
 fn sharding_is_shown_and_user_strategy_is_read() {
     let folder = folder();
-    let table = run(folder.path(), &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"]);
+    let table = run(&folder, &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"]);
     let has =
         |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
     assert!(
@@ -217,44 +211,41 @@ fn sharding_is_shown_and_user_strategy_is_read() {
     assert!(table.contains("stage 3, as its parameters are stored"), "{table}");
     std::fs::write(folder.path().join("rules.json"), r#"[[".*", "replicate"]]"#)
         .expect("the test's folder");
-    let table = run(folder.path(), &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"]);
+    let table = run(&folder, &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"]);
     assert!(table.contains("blocks/3/w_qkv") && !table.contains("P(data"), "{table}");
 }
 
 #[test]
 fn training_saved_at_four_stages_resumes_at_two() {
     let folder = folder();
-    let whole = losses(folder.path(), &["--steps", "8"]);
-    let first = losses(
-        folder.path(),
-        &["--steps", "8", "--stop-after", "4", "--save", "model.safetensors"],
-    );
+    let whole = losses(&folder, &["--steps", "8"]);
+    let first =
+        losses(&folder, &["--steps", "8", "--stop-after", "4", "--save", "model.safetensors"]);
     assert_eq!(first, whole[..4]);
     let loaded =
         ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "model.safetensors"];
-    assert_eq!(losses(folder.path(), &loaded), whole[4..]);
+    assert_eq!(losses(&folder, &loaded), whole[4..]);
 }
 
 /// Starts the training of a small model as four processes, by `mpmd run` or by itself. Its text
 /// sample is too long to wait for.
-fn start_without_end(folder: &Path, by_launcher: bool, args: &[&str]) -> Watched {
+fn start_without_end(folder: &Sandbox, by_launcher: bool, args: &[&str]) -> Watched {
     let program = package_program("mpmd-examples", "train_gpt");
-    let mut command = bare_command(&program);
+    let mut command = folder.command(&program);
     if by_launcher {
-        command = bare_command(&package_program("mpmd-cli", "mpmd"));
+        command = folder.command(package_program("mpmd-cli", "mpmd"));
         command.args(["run", "-n", "4", "--grace", "60"]).arg(&program);
     }
     command.args(["--width", "16", "--heads", "2", "--time", "8", "--sample", "100000000"]);
-    command.args(args).arg("text").current_dir(folder);
-    command.env("MPMD_TESTS_MARK", folder.display().to_string());
-    Watched::start(command, folder, "train_gpt")
+    command.args(args).arg("text");
+    folder.start(command, "train_gpt").unwrap()
 }
 
 /// Sends `signal` once `is_time` is true for the output, waits for the end, and checks that nothing
 /// is left. Returns (standard output, exit code).
 fn stopped(
     mut process: Watched,
-    folder: &Path,
+    folder: &Sandbox,
     is_time: impl Fn(&str) -> bool,
     signal: Signal,
 ) -> (String, i32) {
@@ -267,10 +258,11 @@ fn stopped(
         );
         std::thread::sleep(Duration::from_millis(20));
     }
-    process.signal(signal);
-    let end = process.wait(Instant::now() + LONG);
-    assert!(processes_of(&folder.display().to_string()).is_empty(), "{}", process.report());
-    (end.stdout, end.code)
+    process.signal(signal).unwrap();
+    let end = process.wait(Instant::now() + LONG).unwrap();
+    assert!(folder.processes().is_empty(), "{}", process.report());
+    let code = end.code();
+    (end.stdout, code)
 }
 
 /// Returns true if an evaluation has ended, so that the program samples.
@@ -285,9 +277,9 @@ fn signal_while_training_saves_and_skips_what_follows() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let folder = folder();
         let args = ["--steps", "1000000", "--save", "model.safetensors", "--losses-out", "losses"];
-        let process = start_without_end(folder.path(), false, &args);
+        let process = start_without_end(&folder, false, &args);
         let is_time = |report: &str| report.contains("step 1/1000000");
-        let (stdout, found) = stopped(process, folder.path(), is_time, signal);
+        let (stdout, found) = stopped(process, &folder, is_time, signal);
         assert_eq!(found, code, "{stdout}");
         assert!(
             stdout.contains("saved after step ") && !stdout.contains("held-out loss"),
@@ -309,8 +301,8 @@ fn signal_while_evaluating_or_sampling_sets_exit_code() {
     ] {
         let folder = folder();
         let args = ["--steps", "1", "--microbatches", "1", "--save", "model.safetensors"];
-        let process = start_without_end(folder.path(), false, &args);
-        let (stdout, found) = stopped(process, folder.path(), is_time, signal);
+        let process = start_without_end(&folder, false, &args);
+        let (stdout, found) = stopped(process, &folder, is_time, signal);
         assert_eq!(found, code, "{stdout}");
         assert!(stdout.contains("saved after step 1 "), "{stdout}");
     }
@@ -322,8 +314,8 @@ fn launcher_and_threads_pass_the_code_of_a_signal_on() {
         [(true, &["--steps", "1"][..]), (false, &["--steps", "1", "--transport", "inproc"])]
     {
         let folder = folder();
-        let process = start_without_end(folder.path(), by_launcher, args);
-        let (stdout, found) = stopped(process, folder.path(), is_evaluated, Signal::TERM);
+        let process = start_without_end(&folder, by_launcher, args);
+        let (stdout, found) = stopped(process, &folder, is_evaluated, Signal::TERM);
         assert_eq!(found, 143, "by the launcher: {by_launcher}\n{stdout}");
     }
 }

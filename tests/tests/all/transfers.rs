@@ -2,7 +2,7 @@
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
-use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use mpmd_tests::{Carrier, Job, Processes, over_each_carrier};
 
 over_each_carrier! {
     transfers_are_the_same_at_any_number_of_processes
@@ -21,8 +21,8 @@ fn sorted(said: &[String]) -> Vec<String> {
     lines
 }
 
-fn options(carrier: Carrier, processes: usize) -> JobOptions {
-    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier)
+fn options(carrier: Carrier, processes: usize) -> Processes {
+    carrier.processes(env!("CARGO_BIN_EXE_named"), processes)
 }
 
 fn over(carrier: Carrier, name: &str, processes: usize) -> Vec<String> {

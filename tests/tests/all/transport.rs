@@ -2,14 +2,14 @@
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
-use mpmd_tests::{Job, JobOptions};
+use mpmd_tests::{Carrier, Job};
 
 /// The transports of this build.
 const NAMES: &[&str] = if cfg!(feature = "ucx") { &["shm", "tcp", "ucx"] } else { &["shm", "tcp"] };
 
 /// Returns the output of the processes of a job with these variables.
 fn over(vars: &[(&str, &str)], processes: usize) -> Vec<String> {
-    let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes));
+    let mut job = Job::prepare(Carrier::TCP.processes(env!("CARGO_BIN_EXE_named"), processes));
     for process in 0..processes {
         let mut command = job.command(process);
         command.arg("transport").envs(vars.iter().copied());
