@@ -147,9 +147,9 @@ impl Program {
         let before_sends = before.and_then(MpmdArray::sends);
         let again = || {
             // A process that holds a shard of a donated source must release it, even if it takes no
-            // other part in the move. One that sent in the step before makes a handle for that.
+            // other part in the move.
             let lets_go = donate && !array.shards().is_empty();
-            let here = lets_go || before_sends.is_some() || !plan.is_idle() || dry_run;
+            let here = lets_go || !plan.is_idle() || dry_run;
             let (plan, continues) = (plan.clone(), before.is_some());
             here.then(|| Arc::new(PutAgain { plan, options, continues }) as Arc<dyn Again>)
         };
