@@ -25,7 +25,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 pub const HEADER_BYTES: usize = 64;
 
 /// The version of the wire protocol that this crate speaks. Peers must speak the same.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 const MAGIC: [u8; 4] = *b"MPMD";
 
@@ -66,6 +66,9 @@ pub enum Kind {
     Records = 12,
     /// The job has failed; the payload gives the reason.
     Failure = 13,
+    /// With zero-copy transfers: a program waits until everything lent up to operation `op` has been
+    /// taken. Answered by [`Kind::Credit`] as soon as it has.
+    AskTaken = 14,
 }
 
 impl Kind {
@@ -84,6 +87,7 @@ impl Kind {
             11 => Self::Goodbye,
             12 => Self::Records,
             13 => Self::Failure,
+            14 => Self::AskTaken,
             _ => return None,
         })
     }
@@ -94,7 +98,13 @@ impl Kind {
     pub fn carries_payload(self) -> bool {
         !matches!(
             self,
-            Self::Offer | Self::Grant | Self::Credit | Self::Probe | Self::Heartbeat | Self::Step
+            Self::Offer
+                | Self::Grant
+                | Self::Credit
+                | Self::Probe
+                | Self::Heartbeat
+                | Self::Step
+                | Self::AskTaken
         )
     }
 }

@@ -178,14 +178,13 @@ impl Program {
         };
         // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
         // no effect on it.
-        let gathered = self.put_one(array, gather, options.may_alias(true), at);
+        let gathered = self.put_one(array, gather, options.may_alias(true), None, at);
         let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
         let made = vec![Relabelled::clone(replica)];
         let mut replica = self.relabel(&[&gathered], made, vec![0x4e91], Arc::new(what), true, at);
-        drop(gathered);
         let replica = replica.pop().expect("one was asked for");
         // The replica has no other handle, so it is donated, whether the source is or not.
-        self.put_one(&replica, onward, options.donate(true), at)
+        self.put_one(&replica, onward, options.donate(true), Some(&gathered), at)
     }
 }
 

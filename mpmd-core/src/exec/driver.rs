@@ -7,7 +7,8 @@ use mpmd_ids::ProcessId;
 use mpmd_transport::router::{Action, Body, OpRecord, Router, Span};
 use mpmd_transport::{Handler, Header, Kind, Payload, Ticket, TransportError};
 
-use super::{InProcess, Outgoing, Runtime};
+use super::under_way::HandedOver;
+use super::{InProcess, OpGuard, Outgoing, Runtime};
 use mpmd_record::trace::{PieceStep, What};
 
 /// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
@@ -38,12 +39,18 @@ impl Handler for TransportHandler {
         });
     }
 
-    fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
-        // A failed send needs no handling here: the loss of its peer is reported separately.
-        if let Some(runtime) = self.0.upgrade() {
-            runtime.trace.note(|| What::Left { ticket: ticket.0 });
-            let ended = runtime.under_way.lock().sent(ticket);
-            drop(ended);
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        let Some(runtime) = self.0.upgrade() else { return };
+        runtime.trace.note(|| What::Left { ticket: ticket.0 });
+        let (loan, operation) = runtime.under_way.lock().sent(ticket);
+        drop(loan);
+        match (operation, result) {
+            (None, _) => {}
+            (Some((_, operation)), Ok(())) => operation.sent(),
+            // The loss of the peer is reported separately.
+            (Some((to, operation)), Err(error)) => {
+                operation.fail_sends(&runtime.broken_off(to, operation.op(), &error));
+            }
         }
     }
 
@@ -93,9 +100,16 @@ impl Runtime {
                 }
                 Action::Taken { by, op } => {
                     let ended = self.under_way.lock().taken(by, op);
-                    drop(ended);
+                    ended.into_iter().for_each(OpGuard::sent);
                 }
-                Action::Discard(outgoing) => drop(outgoing),
+                Action::NeverTaken { by } => {
+                    let ended = self.under_way.lock().never_taken(by);
+                    ended.into_iter().for_each(|operation| self.never_taken(by, operation));
+                }
+                Action::Discard { to, cargo: Outgoing { buffer, guard, .. } } => {
+                    drop(buffer);
+                    self.never_taken(to, guard);
+                }
                 // The wait may depend on a device of this very process, by way of others.
                 Action::HangReport(text) => {
                     self.report_hang(&format!("{text}\n  process {}: {}", self.me, self.doing()));
@@ -116,7 +130,7 @@ impl Runtime {
         self.changed.notify_all();
     }
 
-    fn post(&self, to: ProcessId, header: Header, body: Body<Outgoing>) {
+    fn post(self: &Arc<Self>, to: ProcessId, header: Header, body: Body<Outgoing>) {
         let Some(transport) = &self.transport else { return };
         let posted = |bytes: u64, ticket: Ticket| {
             let (op, piece, peer) = (header.op, header.piece, to.0);
@@ -129,15 +143,22 @@ impl Runtime {
             Body::Cargo(Outgoing { buffer, bytes, guard }) if self.zero_copy(to) => {
                 let loan = self.in_flight.lend(buffer.len() as u64);
                 let sending = self.under_way.lock().hand_over(to, header.op, loan, guard);
-                let (ticket, ended) = match sending {
+                let (ticket, handed_over) = match sending {
                     Ok(sending) => sending,
-                    Err(ended) => return drop((buffer, ended)),
+                    Err((loan, guard)) => {
+                        drop((buffer, loan));
+                        return self.never_taken(to, guard);
+                    }
                 };
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
                 posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, ticket);
-                drop(ended);
+                match handed_over {
+                    HandedOver::Untaken => {}
+                    HandedOver::Awaited => self.with_router(|r| r.ask_taken(to, header.op)),
+                    HandedOver::Taken(operation) => operation.sent(),
+                }
             }
             Body::Cargo(Outgoing { buffer, bytes, guard }) => {
                 let sending = self.under_way.lock().send(to, guard);
@@ -145,7 +166,10 @@ impl Runtime {
                 // check it when operations end.
                 let ticket = match sending {
                     Ok(ticket) => ticket,
-                    Err(guard) => return drop((buffer, guard)),
+                    Err(guard) => {
+                        drop(buffer);
+                        return self.never_taken(to, guard);
+                    }
                 };
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
                 posted(bytes, ticket);

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use mpmd_ids::block::{Condvar, Instant, Mutex};
+use mpmd_transport::Failure;
 
+use super::async_buffer::{AsyncBuffer, Resolver};
 use crate::trace::Trace;
 use mpmd_record::trace::What;
 
@@ -41,6 +43,14 @@ struct Open {
     bytes: u64,
     /// Number of guards of the operation; 0 once it has ended.
     parts: usize,
+    /// `None` if the program cannot wait for the operation's sends, or they have ended.
+    sends: Option<Sends>,
+}
+
+/// The pieces that this process sends in an operation, until the last has left or one has failed.
+struct Sends {
+    missing: usize,
+    resolver: Resolver,
 }
 
 impl State {
@@ -48,6 +58,16 @@ impl State {
     fn find(&mut self, op: u64) -> Option<&mut Open> {
         let at = self.open.partition_point(|open| open.op < op);
         self.open.get_mut(at)
+    }
+
+    /// Counts an operation with `bytes` of new memory as ended.
+    fn end(&mut self, bytes: u64) {
+        self.counts.ops -= 1;
+        self.counts.bytes -= bytes;
+        self.counts.ended += 1;
+        while self.open.front().is_some_and(|open| open.parts == 0) {
+            self.open.pop_front();
+        }
     }
 }
 
@@ -72,6 +92,9 @@ pub(crate) struct OnLoan {
 /// Counts a read of an array as in progress, until it is dropped.
 pub(crate) struct Reading(Arc<InFlight>);
 
+/// The operation number of a guard that was released before its drop.
+const RELEASED: u64 = u64::MAX;
+
 /// Held by every part of an operation. The operation ends when the last guard is dropped.
 ///
 /// Drop it after the operation's buffers: threads that wait for memory check it when operations
@@ -95,7 +118,7 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        let new = Open { op, bytes, parts: 1 };
+        let new = Open { op, bytes, parts: 1, sends: None };
         match state.open.back() {
             Some(last) if last.op >= op => {
                 let at = state.open.partition_point(|before| before.op < op);
@@ -161,6 +184,65 @@ impl OpGuard {
     pub(crate) fn hash(&self) -> u128 {
         self.hash
     }
+
+    /// Returns the number of the operation.
+    pub(crate) fn op(&self) -> u64 {
+        self.op
+    }
+
+    /// Counts the `pieces` pieces that this process sends in the operation. Returns an async buffer
+    /// without bytes. It ends when each of them is [sent](Self::sent), or with the first failure.
+    pub(crate) fn expect_sends(&self, pieces: usize) -> AsyncBuffer {
+        let (resolver, slot) = AsyncBuffer::new();
+        if let Some(open) = self.in_flight.state.lock().find(self.op) {
+            open.sends = Some(Sends { missing: pieces, resolver });
+        }
+        slot
+    }
+
+    /// Drops the guard of a piece that its receiver has taken, or that was copied out.
+    pub(crate) fn sent(mut self) {
+        self.release(true);
+    }
+
+    /// Fails the operation's sends, unless they have ended.
+    pub(crate) fn fail_sends(&self, failure: &Arc<Failure>) {
+        let mut state = self.in_flight.state.lock();
+        let sends = state.find(self.op).and_then(|open| open.sends.take());
+        drop(state);
+        if let Some(Sends { resolver, .. }) = sends {
+            resolver.keep(Err(failure.clone()));
+        }
+    }
+
+    /// Removes this part of the operation. The last part ends it. `sent` is true if the part was a
+    /// piece that has left.
+    fn release(&mut self, sent: bool) {
+        let op = std::mem::replace(&mut self.op, RELEASED);
+        let mut state = self.in_flight.state.lock();
+        let Some(open) = state.find(op) else { return };
+        let mut left = None;
+        if sent && let Some(sends) = &mut open.sends {
+            sends.missing -= 1;
+            left = (sends.missing == 0).then(|| open.sends.take()).flatten();
+        }
+        open.parts -= 1;
+        let mut abandoned = None;
+        if open.parts == 0 {
+            abandoned = open.sends.take();
+            let bytes = open.bytes;
+            state.end(bytes);
+            // Under the lock: a thread that finds no open operation may end the trace.
+            self.in_flight.trace.note(|| What::Over { op });
+            self.in_flight.changed.notify_all();
+        }
+        drop(state);
+        if let Some(Sends { resolver, .. }) = left {
+            resolver.keep(Ok(Vec::new().into()));
+        }
+        // Its resolver fails the sends.
+        drop(abandoned);
+    }
 }
 
 impl Clone for OpGuard {
@@ -174,22 +256,9 @@ impl Clone for OpGuard {
 
 impl Drop for OpGuard {
     fn drop(&mut self) {
-        let mut state = self.in_flight.state.lock();
-        let Some(open) = state.find(self.op) else { return };
-        open.parts -= 1;
-        if open.parts > 0 {
-            return;
+        if self.op != RELEASED {
+            self.release(false);
         }
-        let bytes = open.bytes;
-        state.counts.ops -= 1;
-        state.counts.bytes -= bytes;
-        state.counts.ended += 1;
-        // Under the lock: a thread that finds no open operation may end the trace.
-        self.in_flight.trace.note(|| What::Over { op: self.op });
-        while state.open.front().is_some_and(|open| open.parts == 0) {
-            state.open.pop_front();
-        }
-        self.in_flight.changed.notify_all();
     }
 }
 

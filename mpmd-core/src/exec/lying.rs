@@ -145,7 +145,7 @@ impl Move {
             slot: AsyncBuffer::filled(bytes.clone()),
         };
         let shards: Vec<LocalShard> = self.source.iter().map(shard).collect();
-        let mut made = self.plan.run(runtime, op, &guard, &Source::Shards(&shards), false);
+        let (mut made, _) = self.plan.run(runtime, op, &guard, &Source::Shards(&shards), false);
         made.remove(0).slot
     }
 
@@ -299,7 +299,7 @@ impl Scene {
     fn lie(&self, rng: &mut Rng, issued: &Issued) {
         use Kind::*;
         let count = self.runtime.router.lock().count();
-        let pieces = [Eager, Eager, Data, Data, Data, Offer, Grant, Credit];
+        let pieces = [Eager, Eager, Data, Data, Data, Offer, Grant, Credit, AskTaken];
         let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure];
         let kind = if rng.u8(..6) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
         let theirs: Vec<_> = issued.pieces.iter().filter(|piece| piece.0 == LIAR).collect();

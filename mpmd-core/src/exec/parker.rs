@@ -170,10 +170,10 @@ impl Until {
         }
     }
 
-    fn poll(self, slot: &AsyncBuffer, waker: &Waker) -> Poll<Outcome> {
+    fn poll(self, slot: &AsyncBuffer, wait: &mut Option<u64>, waker: &Waker) -> Poll<Outcome> {
         match self {
-            Self::Issued => slot.poll_issued(waker),
-            Self::Ended => slot.poll(waker),
+            Self::Issued => slot.poll_issued(wait, waker),
+            Self::Ended => slot.poll(wait, waker),
         }
     }
 
@@ -193,25 +193,28 @@ fn sleep(
     slot: &AsyncBuffer,
     deadline: Option<Instant>,
 ) -> Option<Outcome> {
-    let mut bell = None;
-    loop {
-        let Some(parking) = transport.parking() else { return until.sleep(slot, deadline) };
+    let (mut bell, mut wait) = (None, None);
+    let outcome = loop {
+        let Some(parking) = transport.parking() else { break until.sleep(slot, deadline) };
         // Handles messages that came before `parking` was taken.
         drive(|| transport.progress());
         if until.has_come(slot) {
-            return until.peek(slot);
+            break until.peek(slot);
         }
-        // The same waker each time, so that `slot` registers it once.
         let bell = bell.get_or_insert_with(|| Bell::of(transport.clone()));
-        if let Poll::Ready(outcome) = until.poll(slot, bell) {
-            return Some(outcome);
+        if let Poll::Ready(outcome) = until.poll(slot, &mut wait, bell) {
+            break Some(outcome);
         }
         let now = Instant::now();
         if deadline.is_some_and(|deadline| now >= deadline) {
-            return None;
+            break None;
         }
         drive(|| transport.park(parking, deadline.unwrap_or(now + NAP)));
+    };
+    if let (None, Some(wait)) = (&outcome, wait) {
+        slot.forget(wait);
     }
+    outcome
 }
 
 /// Wakes a thread that sleeps in the transport.

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
 use mpmd_transport::memory::ALIGNMENT;
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::router::{Failure, FailureKind, Router};
 use mpmd_transport::transport::Fetch;
 use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer, TransportError};
 
 use super::send::Send;
-use super::{Assembly, AsyncBuffer, OpGuard, Resolver, Runtime, driver};
+use super::{Assembly, AsyncBuffer, InProcess, OpGuard, Resolver, Runtime, driver};
 use mpmd_record::trace::PieceStep;
 
 /// The receiver of a piece.
@@ -48,9 +48,10 @@ enum ReadTarget {
 }
 
 impl Receive {
-    /// Registers the receive with the router and returns. A region that nobody needs any more is
-    /// received too, so that its sender does not wait.
-    pub(super) fn begin(self, runtime: &Arc<Runtime>) {
+    /// Registers the receive with the router. A region that nobody needs any more is received too,
+    /// so that its sender does not wait. All receives of an operation are registered within one
+    /// lock of the router: it reports an operation as taken once none is left.
+    pub(super) fn begin(self, runtime: &Runtime, router: &mut Router<InProcess>) {
         let (from, Send { op, transfer, guard }) = (self.from, &self.forward);
         let (key, hash, now) = ((*op, transfer.id), guard.hash(), runtime.now());
         let bytes = (transfer.holds.elements() * transfer.item_bytes()) as u64;
@@ -60,7 +61,7 @@ impl Receive {
         } else {
             Waiter::Piece(Box::new(self))
         };
-        runtime.with_router(|router| router.expect(from, key, hash, bytes, waiter, now));
+        router.expect(from, key, hash, bytes, waiter, now);
     }
 
     /// Gives the region to its receivers once it has come. If it never will, fails them with the
@@ -111,7 +112,7 @@ impl Receive {
             let buffer = match result {
                 Ok(buffer) => buffer,
                 Err(error) => {
-                    let failure = then.fetch_failed(from, self.forward.op, &error);
+                    let failure = then.broken_off(from, self.forward.op, &error);
                     return self.fail(&then, &failure);
                 }
             };
@@ -275,20 +276,25 @@ impl Runtime {
                     runtime.trace_piece(PieceStep::Taken, key, from, buffer.len() as u64);
                     Ok(buffer.freeze())
                 }
-                Err(error) => Err(runtime.fetch_failed(from, op, &error)),
+                Err(error) => Err(runtime.broken_off(from, op, &error)),
             });
         };
         self.fetch(from, fetch, buffer, Box::new(then));
     }
 
-    /// Creates the failure of operation `op` after a piece from process `from` broke off in
+    /// Creates the failure of operation `op` after a piece from or to process `peer` broke off in
     /// transit.
-    fn fetch_failed(&self, from: ProcessId, op: u64, error: &TransportError) -> Arc<Failure> {
+    pub(super) fn broken_off(
+        &self,
+        peer: ProcessId,
+        op: u64,
+        error: &TransportError,
+    ) -> Arc<Failure> {
         if let TransportError::Environment { .. } = error {
-            let message = format!("operation {op} waited for process {from}: {error}");
-            return Arc::new(Failure::new(FailureKind::Transport, from, op, message));
+            let message = format!("operation {op} waited for process {peer}: {error}");
+            return Arc::new(Failure::new(FailureKind::Transport, peer, op, message));
         }
-        self.router.lock().lost_while(from, op, &driver::reason(error))
+        self.router.lock().lost_while(peer, op, &driver::reason(error))
     }
 
     /// Creates the failure of operation `op`, which borrowed bytes from process `from` that were

@@ -160,8 +160,16 @@ impl Send {
         }
     }
 
-    /// Tells these peers that the region will not come.
-    pub(super) fn poison(&self, runtime: &Arc<Runtime>, peers: &[ProcessId], failure: &Failure) {
+    /// Tells these peers that the region will not come, and fails this process's sends.
+    pub(super) fn poison(
+        &self,
+        runtime: &Arc<Runtime>,
+        peers: &[ProcessId],
+        failure: &Arc<Failure>,
+    ) {
+        if !peers.is_empty() {
+            self.guard.fail_sends(failure);
+        }
         for peer in peers {
             runtime.with_router(|router| {
                 router.poison(*peer, (self.op, self.transfer.id), failure);

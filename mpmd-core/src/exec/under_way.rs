@@ -1,6 +1,6 @@
 //! Payloads that the transport is moving, and their end when the peer falls silent.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
@@ -27,11 +27,25 @@ pub(super) struct UnderWay {
     untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
     /// By peer: the last operation up to which the peer has taken all zero-copy payloads.
     taken: BTreeMap<ProcessId, u64>,
+    /// Peers that take no more zero-copy payloads.
+    gone: BTreeSet<ProcessId>,
+    /// Operations for whose sends the program waits, and some that have ended.
+    awaited: BTreeSet<u64>,
     /// (peer, callback) of incoming bytes that are being read, by ticket number.
     receiving: HashMap<u64, (ProcessId, FetchDone)>,
     /// Peers to and from which nothing more is sent, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
+}
+
+/// The state of a zero-copy payload right after it was registered.
+pub(super) enum HandedOver {
+    /// The operation stays in flight until the peer has taken the payload.
+    Untaken,
+    /// The same, and the program waits for it: the peer must be asked.
+    Awaited,
+    /// The peer has already taken all payloads of the operation.
+    Taken(OpGuard),
 }
 
 impl UnderWay {
@@ -46,26 +60,41 @@ impl UnderWay {
         Ok(Ticket(number))
     }
 
-    /// Registers memory that is about to be lent to a peer. Returns (its ticket, `operation` if it
-    /// need not stay in flight for these bytes). If the peer was given up, returns loan and guard
-    /// as the error.
+    /// Registers memory that is about to be lent to a peer. Returns (its ticket, its state). If the
+    /// peer takes nothing more, returns loan and guard as the error.
     pub(super) fn hand_over(
         &mut self,
         to: ProcessId,
         op: u64,
         loan: OnLoan,
         operation: OpGuard,
-    ) -> Result<(Ticket, Option<OpGuard>), (OnLoan, OpGuard)> {
-        if self.given_up.contains_key(&to) {
+    ) -> Result<(Ticket, HandedOver), (OnLoan, OpGuard)> {
+        if self.given_up.contains_key(&to) || self.gone.contains(&to) {
             return Err((loan, operation));
         }
         let number = self.number();
         self.lent.insert(number, (to, op, loan));
         if self.taken.get(&to).is_some_and(|taken| op <= *taken) {
-            return Ok((Ticket(number), Some(operation)));
+            return Ok((Ticket(number), HandedOver::Taken(operation)));
         }
         self.untaken.insert((to, op, number), operation);
-        Ok((Ticket(number), None))
+        let is_awaited = self.awaited.contains(&op);
+        let state = if is_awaited { HandedOver::Awaited } else { HandedOver::Untaken };
+        Ok((Ticket(number), state))
+    }
+
+    /// Notes that the program waits for the sends of operation `op`. Returns the peers to ask: those
+    /// that have not taken a payload of it. Empty if the wait was noted before. Forgets operations
+    /// before `first_open`, which have ended.
+    fn wait_for(&mut self, op: u64, first_open: u64) -> Vec<ProcessId> {
+        if !self.awaited.insert(op) {
+            return Vec::new();
+        }
+        self.awaited = self.awaited.split_off(&first_open.min(op));
+        let keys = self.untaken.keys().filter(|key| key.1 == op);
+        let mut peers: Vec<_> = keys.map(|key| key.0).collect();
+        peers.dedup();
+        peers
     }
 
     /// Notes that a peer has taken all zero-copy payloads up to operation `op`. Returns the guards
@@ -78,13 +107,25 @@ impl UnderWay {
         keys.iter().filter_map(|key| self.untaken.remove(key)).collect()
     }
 
+    /// Notes that a peer takes no more zero-copy payloads. Returns the guards of their operations.
+    pub(super) fn never_taken(&mut self, by: ProcessId) -> Vec<OpGuard> {
+        self.gone.insert(by);
+        self.taken(by, u64::MAX)
+    }
+
     /// Notes that the transport is done with a ticket: sent bytes have left, lent bytes were
-    /// returned, or the transfer failed. Returns the loan and the guard to drop, as far as there
-    /// are any.
-    pub(super) fn sent(&mut self, ticket: Ticket) -> (Option<OnLoan>, Option<OpGuard>) {
+    /// returned, or the transfer failed. Returns the loan to drop, and the guard with its peer, as
+    /// far as there are any.
+    pub(super) fn sent(
+        &mut self,
+        ticket: Ticket,
+    ) -> (Option<OnLoan>, Option<(ProcessId, OpGuard)>) {
         match self.lent.remove(&ticket.0) {
-            Some((to, op, loan)) => (Some(loan), self.untaken.remove(&(to, op, ticket.0))),
-            None => (None, self.sending.remove(&ticket.0).map(|(_, operation)| operation)),
+            Some((to, op, loan)) => {
+                let operation = self.untaken.remove(&(to, op, ticket.0));
+                (Some(loan), operation.map(|operation| (to, operation)))
+            }
+            None => (None, self.sending.remove(&ticket.0)),
         }
     }
 
@@ -131,6 +172,27 @@ impl Runtime {
         );
     }
 
+    /// Notes that a thread of the program waits for the sends of operation `op`. Asks the peers that
+    /// have its zero-copy payloads to tell as soon as they have taken them. Does not block. Sends
+    /// nothing if the same wait was noted before.
+    pub(super) fn ask_taken(self: &Arc<Self>, op: u64) {
+        let first_open = self.in_flight.first_open().unwrap_or(op);
+        let peers = self.under_way.lock().wait_for(op, first_open);
+        if !peers.is_empty() {
+            self.with_router(|router| peers.iter().for_each(|peer| router.ask_taken(*peer, op)));
+        }
+    }
+
+    /// Fails the sends of an operation and drops its guard: process `to` will not take a piece.
+    pub(super) fn never_taken(&self, to: ProcessId, operation: OpGuard) {
+        let router = self.router.lock();
+        let failure = router
+            .why_never(to, operation.op())
+            .unwrap_or_else(|| router.lost_while(to, operation.op(), "it was given up"));
+        drop(router);
+        operation.fail_sends(&failure);
+    }
+
     /// Gives up a peer: ends all transfers to and from it, and refuses later ones. `why` is the
     /// reason in their errors.
     pub(super) fn give_up(&self, peer: ProcessId, why: &str) {
@@ -141,13 +203,14 @@ impl Runtime {
         under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
         let sending: Vec<_> = under_way.sending.extract_if(|_, (to, _)| *to == peer).collect();
         let lent: Vec<_> = under_way.lent.extract_if(|_, (to, ..)| *to == peer).collect();
-        let untaken = under_way.taken(peer, u64::MAX);
+        let untaken = under_way.never_taken(peer);
         let mut receiving: Vec<_> =
             under_way.receiving.extract_if(|_, (from, _)| *from == peer).collect();
         // Dropping these guards calls into the rest of the runtime, so the lock is released first.
         drop(under_way);
         drop(lent);
-        drop((sending, untaken));
+        let sending = sending.into_iter().map(|(_, (_, operation))| operation);
+        sending.chain(untaken).for_each(|operation| self.never_taken(peer, operation));
         receiving.sort_unstable_by_key(|(number, _)| *number);
         for (_, (_, then)) in receiving {
             then(Err(TransportError::PeerGone { peer, why: why.to_owned() }));
@@ -167,7 +230,8 @@ mod tests {
         let mut tickets = Vec::new();
         for (to, op) in [(near, 1), (near, 2), (near, 3), (far, 1)] {
             let (loan, operation) = (in_flight.lend(10), in_flight.begin(10 * op, 0, 0));
-            let Ok((ticket, None)) = under_way.hand_over(to, op, loan, operation) else {
+            let Ok((ticket, HandedOver::Untaken)) = under_way.hand_over(to, op, loan, operation)
+            else {
                 panic!("in flight")
             };
             tickets.push(ticket);
@@ -182,7 +246,8 @@ mod tests {
         assert_eq!(found(&in_flight), (1, 20));
         // Of an operation that the peer has already taken.
         let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
-        let Ok((late, Some(ended))) = under_way.hand_over(near, 2, loan, operation) else {
+        let Ok((late, HandedOver::Taken(ended))) = under_way.hand_over(near, 2, loan, operation)
+        else {
             panic!("ended")
         };
         drop(ended);

@@ -19,5 +19,7 @@ mod relays;
 mod resources;
 #[path = "routing.rs"]
 mod routing;
+#[path = "sends.rs"]
+mod sends;
 #[path = "simulations.rs"]
 mod simulations;

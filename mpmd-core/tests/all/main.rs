@@ -40,5 +40,7 @@ mod reshard;
 mod resources;
 mod routing;
 mod same_call;
+mod sends;
+mod sends_awaited;
 mod sharding_kinds;
 mod split;

@@ -83,6 +83,19 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Notes that a program of the peer waits until all its pieces up to operation `op` are taken.
+    /// Keeps only the highest such operation. A peer that lends nothing has no such wait, so it is
+    /// lost.
+    pub(super) fn asked_taken(&mut self, from: ProcessId, op: u64) {
+        let peer = &mut self.peers[from.index()];
+        if peer.zero_copy {
+            peer.asked = peer.asked.max(op);
+            self.to_tell.push(from);
+        } else {
+            self.broken(from, "it asked which of its pieces were taken, and lends none");
+        }
+    }
+
     /// Treats a peer as lost because it sent a piece without a grant. A peer that has left already
     /// is ignored: its waiters have been told, and a piece granted before may still come.
     pub(super) fn not_granted(&mut self, from: ProcessId, header: &Header) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::breach::KEPT_OVERHEAD;
-use super::peer::{Goodbye, Peer};
+use super::peer::{Goodbye, Peer, PieceKey, Ready};
 use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
@@ -31,7 +31,7 @@ impl<C: Cargo> Router<C> {
         }
         peer.down = Some(why.to_owned());
         if peer.zero_copy {
-            self.actions.push(Action::Taken { by: process, op: u64::MAX });
+            self.actions.push(Action::NeverTaken { by: process });
         }
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
@@ -39,7 +39,7 @@ impl<C: Cargo> Router<C> {
         let granted = std::mem::take(&mut peer.granted);
         peer.kept -= granted.len() as u64 * KEPT_OVERHEAD;
         let first_ready = ready.iter().map(|((op, _), _)| *op).min();
-        self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
+        self.discard(process, ready);
         for ((op, _), expected) in expected {
             let failure = self.lost(process, op);
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
@@ -159,7 +159,10 @@ impl<C: Cargo> Router<C> {
         peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
         if peer.zero_copy {
             // A peer that has left in order has taken everything.
-            self.actions.push(Action::Taken { by: from, op: u64::MAX });
+            self.actions.push(match failure {
+                None => Action::Taken { by: from, op: u64::MAX },
+                Some(_) => Action::NeverTaken { by: from },
+            });
         }
         if let Some(failure) = failure {
             for (_, expected) in std::mem::take(&mut peer.expected) {
@@ -170,7 +173,7 @@ impl<C: Cargo> Router<C> {
             }
             // It sends no more grants, however long its connection stays.
             let ready: Vec<_> = peer.ready.drain().collect();
-            self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
+            self.discard(from, ready);
             self.actions.push(Action::PeerLost(failure));
             return;
         }
@@ -180,17 +183,22 @@ impl<C: Cargo> Router<C> {
         self.compare_end(from, now);
     }
 
-    /// Returns the reason why a piece of operation `op` will never come from `from`. `None` if it
-    /// may still come.
-    pub(super) fn why_never(&self, from: ProcessId, op: u64) -> Option<Arc<Failure>> {
+    /// Returns the reason why a piece of operation `op` will never come from `process`, nor be
+    /// taken by it. `None` if it may still come.
+    pub fn why_never(&self, process: ProcessId, op: u64) -> Option<Arc<Failure>> {
         if let Some(failure) = &self.failed {
             return Some(failure.clone());
         }
-        let peer = &self.peers[from.index()];
+        let peer = &self.peers[process.index()];
         if let Some(failure) = peer.goodbye.as_ref().and_then(|goodbye| goodbye.failure.clone()) {
             return Some(failure);
         }
-        peer.down.is_some().then(|| self.lost(from, op))
+        peer.down.is_some().then(|| self.lost(process, op))
+    }
+
+    fn discard(&mut self, to: ProcessId, ready: Vec<(PieceKey, Ready<C>)>) {
+        let discard = |(_, ready): (_, Ready<C>)| Action::Discard { to, cargo: ready.cargo };
+        self.actions.extend(ready.into_iter().map(discard));
     }
 
     pub(super) fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
@@ -204,8 +212,9 @@ impl<C: Cargo> Router<C> {
         }
         self.failed = Some(failure.clone());
         for (process, peer) in self.peers.iter_mut().enumerate() {
+            let process = ProcessId(process as u32);
             if peer.zero_copy {
-                self.actions.push(Action::Taken { by: ProcessId(process as u32), op: u64::MAX });
+                self.actions.push(Action::NeverTaken { by: process });
             }
             for (_, expected) in std::mem::take(&mut peer.expected) {
                 self.actions.push(Action::Deliver {
@@ -213,8 +222,9 @@ impl<C: Cargo> Router<C> {
                     result: Err(failure.clone()),
                 });
             }
-            let ready: Vec<_> = peer.ready.drain().collect();
-            self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
+            let discard =
+                |(_, ready): (_, Ready<C>)| Action::Discard { to: process, cargo: ready.cargo };
+            self.actions.extend(peer.ready.drain().map(discard));
         }
         self.early.clear();
         self.parked.clear();

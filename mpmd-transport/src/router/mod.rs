@@ -28,7 +28,8 @@
 //! A process sends a grant only after it has issued the operation and reserved its memory. So a
 //! higher operation never holds memory that a lower one needs. A zero-copy piece costs its receiver
 //! no memory, so it needs no grant; the memory stays the sender's. From time to time the receiver
-//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead.
+//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead. A
+//! sender whose program waits for that [asks](Router::ask_taken). It is then told at once.
 
 mod breach;
 mod dispute;
@@ -60,8 +61,8 @@ pub const EAGER_BYTES: u64 = 16 << 10;
 /// not consumed yet. Each piece counts with 64 bytes more.
 pub const EAGER_CREDIT: u64 = 1 << 20;
 
-/// Number of zero-copy pieces taken from a sender after which the sender is told at once. Otherwise
-/// [`Router::tick`] tells it.
+/// Number of zero-copy pieces taken from a sender after which the sender is told at once, even if
+/// it has not asked. Otherwise [`Router::tick`] tells it.
 const TOLD_AT_ONCE: u32 = 16;
 
 /// Cost in bytes of an eager piece in addition to its bytes.
@@ -126,15 +127,25 @@ pub enum Action<C: Cargo> {
         /// Number of the awaited piece within the operation.
         piece: u64,
     },
-    /// A peer has taken all zero-copy pieces up to this operation, or will never take any.
+    /// A peer has taken all zero-copy pieces up to this operation.
     Taken {
         /// The peer.
         by: ProcessId,
         /// Number of the last of the operations; `u64::MAX` for all.
         op: u64,
     },
-    /// Drop this cargo: no process will receive it.
-    Discard(C::Outgoing),
+    /// A peer takes no more zero-copy pieces. [`Router::why_never`] gives the reason.
+    NeverTaken {
+        /// The peer.
+        by: ProcessId,
+    },
+    /// Drop this cargo: its receiver will not take it. [`Router::why_never`] gives the reason.
+    Discard {
+        /// The receiver.
+        to: ProcessId,
+        /// The cargo.
+        cargo: C::Outgoing,
+    },
     /// A wait has lasted longer than the peer timeout; show this text to the user.
     HangReport(String),
     /// A peer is gone; later operations that need it will fail with this.
@@ -188,6 +199,9 @@ pub struct Router<C: Cargo> {
     /// True once this process has said goodbye.
     left: bool,
     actions: Vec<Action<C>>,
+    /// Senders of zero-copy pieces that are to be told what was taken, once the current call of
+    /// this router has ended.
+    to_tell: Vec<ProcessId>,
 }
 
 impl<C: Cargo> Router<C> {
@@ -210,17 +224,19 @@ impl<C: Cargo> Router<C> {
             next_check: u64::MAX,
             left: false,
             actions: Vec::new(),
+            to_tell: Vec::new(),
         }
     }
 
     /// Returns and removes the driver's tasks, in order. Call it after every other call.
     pub fn take_actions(&mut self) -> Vec<Action<C>> {
+        std::mem::take(&mut self.to_tell).into_iter().for_each(|peer| self.tell_taken(peer));
         std::mem::take(&mut self.actions)
     }
 
     /// Returns true if [`Router::take_actions`] would return anything.
     pub fn has_actions(&self) -> bool {
-        !self.actions.is_empty()
+        !self.actions.is_empty() || !self.to_tell.is_empty()
     }
 
     /// Returns the number of operations that this process has issued.
@@ -413,7 +429,8 @@ impl<C: Cargo> Router<C> {
 
     /// Offers a piece of `bytes` bytes of an issued operation to `to`. Sends the piece now if it
     /// goes by zero-copy transfer, if it is granted already, or if it is small and within credit.
-    /// Otherwise keeps it until the grant. Discards `cargo` if `to` is gone or the job has failed.
+    /// Otherwise keeps it until the grant. Discards `cargo` once `to` is gone or the job has
+    /// failed.
     ///
     /// The tuple is (operation, piece). `hash` is the rolling hash at the operation, which this
     /// router may have forgotten.
@@ -428,13 +445,14 @@ impl<C: Cargo> Router<C> {
         let key = (op, piece);
         let peer = &mut self.peers[to.index()];
         if self.failed.is_some() || !peer.takes_pieces() {
-            self.actions.push(Action::Discard(cargo));
+            self.actions.push(Action::Discard { to, cargo });
             return;
         }
         let granted = peer.granted.remove(&key);
         peer.kept -= granted.map_or(0, |_| KEPT_OVERHEAD);
         if granted.is_some_and(|theirs| theirs != hash) {
-            self.actions.push(Action::Discard(cargo));
+            // Kept until the dispute has failed the job.
+            peer.ready.insert(key, Ready { cargo, hash, bytes });
             self.dispute(to, op, self.ticked);
             return;
         }
@@ -450,6 +468,17 @@ impl<C: Cargo> Router<C> {
         } else {
             peer.ready.insert(key, Ready { cargo, hash, bytes });
             self.post_piece(Kind::Offer, to, key, hash, bytes, Body::Empty);
+        }
+    }
+
+    /// Asks `to` to tell as soon as it has taken all zero-copy pieces of this process up to
+    /// operation `op`. Then [`Action::Taken`] follows. Does nothing without zero-copy transfer to
+    /// `to`, if `to` is gone, or if the job has failed.
+    pub fn ask_taken(&mut self, to: ProcessId, op: u64) {
+        let peer = &self.peers[to.index()];
+        if peer.zero_copy && !peer.has_left() && self.failed.is_none() {
+            let header = Header { op, ..self.header(Kind::AskTaken) };
+            self.actions.push(Action::Post { to, header, body: Body::Empty });
         }
     }
 
@@ -510,6 +539,7 @@ impl<C: Cargo> Router<C> {
                     peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
                 }
             }
+            Kind::AskTaken => self.asked_taken(from, header.op),
             Kind::Probe => self.probed(from, header, now),
             Kind::Answer => self.answered(from, control),
             Kind::Heartbeat | Kind::Step => self.compare(from, header.count, header.hash, now),
@@ -542,6 +572,7 @@ impl<C: Cargo> Router<C> {
     pub fn forget(&mut self, op: u64) {
         for ((from, _), early) in self.early.extract_if(|(_, key), _| key.0 == op) {
             self.peers[from.index()].kept -= early.cost();
+            self.to_tell.push(from);
         }
         for peer in &mut self.peers {
             let before = peer.granted.len();
@@ -606,8 +637,9 @@ impl<C: Cargo> Router<C> {
         } else if peer.zero_copy {
             peer.last_taken = peer.last_taken.max(header.op);
             peer.untold += 1;
-            if peer.untold >= TOLD_AT_ONCE {
-                self.tell_taken(from);
+            if peer.untold >= TOLD_AT_ONCE || peer.asked > peer.told {
+                // Later, because the operation may be about to expect more pieces from the peer.
+                self.to_tell.push(from);
             }
         }
         if expected.bytes.contains(&header.bytes) {
@@ -655,6 +687,8 @@ impl<C: Cargo> Router<C> {
             Some(expected) => {
                 self.actions
                     .push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+                // The piece may be the last that kept others from being reported as taken.
+                self.to_tell.push(from);
             }
             None => self.keep_early(from, key, Early::Poison(failure)),
         }

@@ -54,6 +54,8 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) told: u64,
     /// Number of zero-copy pieces taken since the last report to the peer.
     pub(super) untold: u32,
+    /// The highest operation for which a program of the peer waits until its pieces are taken.
+    pub(super) asked: u64,
     pub(super) heard: Duration,
     /// (Time, reason) of the peer's loss at the rendezvous, until it is clear if the peer is gone.
     pub(super) suspected: Option<(Duration, String)>,
@@ -92,6 +94,7 @@ impl<C: Cargo> Default for Peer<C> {
             last_taken: 0,
             told: 0,
             untold: 0,
+            asked: 0,
             heard: Duration::ZERO,
             suspected: None,
             credit: EAGER_CREDIT,

@@ -194,7 +194,10 @@ impl Job {
                         "{before:?} before {op}"
                     );
                 }
-                Action::Discard(_) => self.discarded += 1,
+                Action::Discard { .. } => self.discarded += 1,
+                Action::NeverTaken { by } => {
+                    self.taken.insert((process, by.index()), u64::MAX);
+                }
                 Action::PeerLost(failure) => self.lost.push((process, failure)),
                 Action::Failed(_) => {}
                 Action::GiveUp { peer, .. } => self.silent.push((process, peer.index())),

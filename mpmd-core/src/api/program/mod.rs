@@ -11,6 +11,7 @@ mod connect;
 mod costs;
 mod holdings;
 mod issue;
+mod locality;
 mod metrics;
 mod neighbours;
 mod record;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
-use crate::exec::array::{MpmdArray, Origin, Placed, Repr};
+use crate::exec::array::{MpmdArray, Origin, Placed, Repr, Sends};
 use crate::exec::{PutPlan, Source};
 pub(crate) use array_from_fn::panic_text;
 use mpmd_layout::sharding::Sharding;
@@ -107,22 +107,25 @@ impl Program {
         at: &'static Location<'static>,
     ) -> MpmdArray {
         let Some(first) = &steps.first else {
-            return self.put_one(array, &steps.last, options, at);
+            return self.put_one(array, &steps.last, options, None, at);
         };
-        let summed = self.put_one(array, first, options, at);
+        let summed = self.put_one(array, first, options, None, at);
         // The intermediate array has no other handle, so it can be donated.
-        self.put_one(&summed, &steps.last, MoveOptions::default().donate(true), at)
+        let last = MoveOptions::default().donate(true);
+        self.put_one(&summed, &steps.last, last, Some(&summed), at)
     }
 
-    /// Issues the planned move of `array` as one operation and returns a handle to the result.
+    /// Issues the planned move of `array` as one operation and returns a handle to the result. It
+    /// also completes only after the sends of `before`, the result of the same move's last step.
     pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
         plan: &Arc<PutPlan>,
         options: MoveOptions,
+        before: Option<&MpmdArray>,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        self.issue_put(array, plan, options, None, at)
+        self.issue_put(array, plan, options, before, None, at)
     }
 
     /// Issues a move, or issues it again in a replay, and returns a handle to the result. Starts
@@ -132,6 +135,7 @@ impl Program {
         array: &MpmdArray,
         plan: &Arc<PutPlan>,
         options: MoveOptions,
+        before: Option<&MpmdArray>,
         replayed: Option<Replayed<'_>>,
         at: &'static Location<'static>,
     ) -> MpmdArray {
@@ -140,12 +144,14 @@ impl Program {
         let origin = array.origin();
         let (source, leaf) = origin.unwrap_or_default();
         let dry_run = self.is_dry_run();
+        let before_sends = before.and_then(MpmdArray::sends);
         let again = || {
             // A process that holds a shard of a donated source must release it, even if it takes no
             // other part in the move.
             let lets_go = donate && !array.shards().is_empty();
             let here = lets_go || !plan.is_idle() || dry_run;
-            here.then(|| Arc::new(PutAgain { plan: plan.clone(), options }) as Arc<dyn Again>)
+            let (plan, continues) = (plan.clone(), before.is_some());
+            here.then(|| Arc::new(PutAgain { plan, options, continues }) as Arc<dyn Again>)
         };
         let words = [0x9a7, plan.fingerprint, flags, source, u64::from(leaf)];
         let (op, guard) = self.issue_op(
@@ -161,7 +167,7 @@ impl Program {
                 ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor(may_alias))
             },
         );
-        let shards = guard.map_or_else(Vec::new, |guard| {
+        let (shards, left) = guard.map_or_else(Default::default, |guard| {
             let source = match &array.repr {
                 Repr::Host(host) => Source::Host(host),
                 Repr::Placed(placed) => Source::Shards(&placed.shards),
@@ -177,7 +183,12 @@ impl Program {
                 shard.slot.give_up(failure.clone());
             }
         }
-        Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
+        let before = before_sends.cloned();
+        let sends = match left {
+            Some(left) => Some(Sends { op, left, before: before.map(Box::new) }),
+            None => before,
+        };
+        Placed::array_after(sends, plan.made.clone(), shards, Origin { op, leaf: 0, at })
     }
 }
 
@@ -185,6 +196,8 @@ impl Program {
 struct PutAgain {
     plan: Arc<PutPlan>,
     options: MoveOptions,
+    /// True if the source is the result of the same move's last step.
+    continues: bool,
 }
 
 impl Again for PutAgain {
@@ -195,8 +208,10 @@ impl Again for PutAgain {
         replayed: Replayed<'_>,
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
-        let put =
-            |x: &&MpmdArray| program.issue_put(x, &self.plan, self.options, Some(replayed), at);
+        let put = |x: &&MpmdArray| {
+            let before = self.continues.then_some(*x);
+            program.issue_put(x, &self.plan, self.options, before, Some(replayed), at)
+        };
         x.iter().map(put).collect()
     }
 }

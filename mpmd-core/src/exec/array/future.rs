@@ -10,8 +10,11 @@ use super::{MpmdArray, Repr};
 use crate::error::{Error, Result};
 use mpmd_layout::tree::Tree;
 
-/// The future of an array. It completes with the array once its local shards are ready, or with the
-/// failure of its operation.
+/// The future of an array. It completes with the array once this process's part of it is done: its
+/// shards are there, and its receivers have taken what it sends or forwards, or the bytes were
+/// copied out. It completes with an error if one of them has failed.
+///
+/// It keeps only the waker of its last poll.
 ///
 /// # Cancel safety
 ///
@@ -20,6 +23,10 @@ use mpmd_layout::tree::Tree;
 #[must_use = "futures do nothing unless awaited"]
 pub struct ArrayFuture {
     array: MpmdArray,
+    /// Index of the part of the array that the last poll waited for.
+    part: usize,
+    /// Number of this future at that part, once it waits there.
+    number: Option<u64>,
 }
 
 impl IntoFuture for MpmdArray {
@@ -27,32 +34,47 @@ impl IntoFuture for MpmdArray {
     type IntoFuture = ArrayFuture;
 
     fn into_future(self) -> ArrayFuture {
-        ArrayFuture { array: self }
+        ArrayFuture { array: self, part: 0, number: None }
     }
 }
 
 impl Future for ArrayFuture {
     type Output = Result<MpmdArray>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if let Repr::Placed(placed) = &self.array.repr {
-            for shard in placed.shards.iter() {
-                match shard.slot.poll(cx.waker()) {
-                    Poll::Pending => return Poll::Pending,
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Self { array, part, number } = &mut *self;
+        if let Repr::Placed(placed) = &array.repr {
+            for slot in placed.parts().skip(*part) {
+                match slot.poll(number, cx.waker()) {
+                    Poll::Pending => {
+                        placed.ask_taken();
+                        return Poll::Pending;
+                    }
                     Poll::Ready(Err(failure)) => return Poll::Ready(Err(Error::failed(failure))),
-                    Poll::Ready(Ok(_)) => {}
+                    Poll::Ready(Ok(_)) => (*part, *number) = (*part + 1, None),
                 }
             }
         }
-        Poll::Ready(Ok(self.array.clone()))
+        Poll::Ready(Ok(array.clone()))
     }
 }
 
-/// Waits until the local shards of all arrays in a tree are ready and returns the tree.
+impl Drop for ArrayFuture {
+    fn drop(&mut self) {
+        if let (Repr::Placed(placed), Some(number)) = (&self.array.repr, self.number)
+            && let Some(slot) = placed.parts().nth(self.part)
+        {
+            slot.forget(number);
+        }
+    }
+}
+
+/// Waits until this process's part of every array in a tree is done, and returns the tree. The part
+/// of an array is that of [`ArrayFuture`].
 ///
 /// # Errors
 ///
-/// The first failure of an operation that makes one of the arrays, on any process.
+/// The first failure of a shard or a send of this process, also if the cause is another process.
 ///
 /// # Cancel safety
 ///

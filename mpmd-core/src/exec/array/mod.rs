@@ -32,8 +32,10 @@ use mpmd_layout::tree::Leaf;
 /// is *fully remote*: shape, dtype and sharding only. An *uncommitted* array holds host values
 /// ([`MpmdArray::from_host`]), which are the same on every process.
 ///
-/// Await the array, or block on it, to know that the local part is complete. A fully remote array
-/// is complete at once: knowing more would cost a message.
+/// Await the array, or block on it, to know that this process's part of the operation that makes it
+/// is done. That is so once its shards are there, and its receivers have taken what it sends or
+/// forwards, or the bytes were copied out. So a sender can wait for its send. A process without a
+/// part gets a complete handle, and hears nothing of failures elsewhere.
 ///
 /// Dropping a handle never blocks. Memory that an operation uses stays until that operation has
 /// ended.
@@ -53,6 +55,8 @@ pub(crate) enum Repr {
 pub(crate) struct Placed {
     pub(crate) made: Arc<Made>,
     pub(crate) shards: Shards,
+    /// The sends of this process in the operations that make the array; `None` if it has none.
+    pub(crate) sends: Option<Sends>,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
     /// Number of handles to this array.
@@ -82,6 +86,16 @@ pub(crate) enum Shards {
 pub(crate) struct LocalShard {
     pub(crate) device: DeviceId,
     pub(crate) slot: AsyncBuffer,
+}
+
+/// The pieces that this process sends to peers while an array is made.
+#[derive(Clone)]
+pub(crate) struct Sends {
+    pub(crate) op: u64,
+    /// Without bytes. Ends when all pieces were taken or copied out, or with the first failure.
+    pub(crate) left: AsyncBuffer,
+    /// The sends of the move's earlier operation, if the move takes several.
+    pub(crate) before: Option<Box<Self>>,
 }
 
 /// The operation that made an array, and the line that issued it.
@@ -156,9 +170,28 @@ impl MpmdArray {
     /// True if this process owns none of the array's devices. Always false for an uncommitted
     /// array.
     pub fn is_fully_remote(&self) -> bool {
+        self.local_devices().is_some_and(|(local, _)| local == 0)
+    }
+
+    /// True if this process owns all of the array's devices. Always false for an uncommitted array.
+    pub fn is_fully_local(&self) -> bool {
+        self.local_devices().is_some_and(|(local, all)| local == all)
+    }
+
+    /// True if this process owns some of the array's devices, but not all. Always false for an
+    /// uncommitted array.
+    pub fn is_partially_local(&self) -> bool {
+        self.local_devices().is_some_and(|(local, all)| local > 0 && local < all)
+    }
+
+    /// Returns (the number of the array's devices that this process owns, the number of its
+    /// devices). `None` for an uncommitted array.
+    fn local_devices(&self) -> Option<(usize, usize)> {
         match &self.repr {
-            Repr::Host(_) => false,
-            Repr::Placed(placed) => placed.shards.is_empty(),
+            Repr::Host(_) => None,
+            Repr::Placed(placed) => {
+                Some((placed.shards.len(), placed.made.sharding.devices().len()))
+            }
         }
     }
 
@@ -172,6 +205,14 @@ impl MpmdArray {
         match &self.repr {
             Repr::Host(_) => &[],
             Repr::Placed(placed) => &placed.shards,
+        }
+    }
+
+    /// Returns this process's sends in the operations that make the array; `None` if it has none.
+    pub(crate) fn sends(&self) -> Option<&Sends> {
+        match &self.repr {
+            Repr::Host(_) => None,
+            Repr::Placed(placed) => placed.sends.as_ref(),
         }
     }
 
@@ -207,7 +248,8 @@ impl fmt::Debug for MpmdArray {
                 write!(f, "MpmdArray({}, {}", placed.made.aval, placed.made.sharding)?;
                 if placed.shards.is_empty() {
                     f.write_str(", fully remote")?;
-                } else if placed.shards.iter().any(|shard| !shard.slot.has_ended()) {
+                }
+                if placed.parts().any(|part| !part.has_ended()) {
                     f.write_str(", pending")?;
                 }
                 write!(f, ", operation {})", placed.origin.op)
@@ -219,7 +261,17 @@ impl fmt::Debug for MpmdArray {
 impl Placed {
     /// Creates a new array and returns a handle to it.
     pub(crate) fn array(made: Arc<Made>, shards: impl Into<Shards>, origin: Origin) -> MpmdArray {
-        let all: Arc<[Self]> = Arc::new([Self::new(made, shards.into(), origin)]);
+        Self::array_after(None, made, shards, origin)
+    }
+
+    /// Creates a new array, which is complete only after `sends`, and returns a handle to it.
+    pub(crate) fn array_after(
+        sends: Option<Sends>,
+        made: Arc<Made>,
+        shards: impl Into<Shards>,
+        origin: Origin,
+    ) -> MpmdArray {
+        let all: Arc<[Self]> = Arc::new([Self { sends, ..Self::new(made, shards.into(), origin) }]);
         MpmdArray { repr: Repr::Placed(Handle::first_of(all, 0)) }
     }
 
@@ -232,7 +284,28 @@ impl Placed {
     }
 
     pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
-        Self { made, shards, origin, donated: OnceLock::new(), handles: AtomicUsize::new(1) }
+        let (donated, handles) = (OnceLock::new(), AtomicUsize::new(1));
+        Self { made, shards, sends: None, origin, donated, handles }
+    }
+
+    /// Returns the sends of the operations that make the array, last operation first.
+    fn sends(&self) -> impl Iterator<Item = &Sends> {
+        std::iter::successors(self.sends.as_ref(), |sends| sends.before.as_deref())
+    }
+
+    /// Returns the async buffers that end when this process's part in making the array is done: of
+    /// its shards, then of its sends.
+    fn parts(&self) -> impl Iterator<Item = &AsyncBuffer> {
+        let shards = self.shards.iter().map(|shard| &shard.slot);
+        shards.chain(self.sends().map(|sends| &sends.left))
+    }
+
+    /// Has the receivers of pieces that have not left tell as soon as they have taken them. Does
+    /// not block.
+    fn ask_taken(&self) {
+        for sends in self.sends().filter(|sends| !sends.left.has_ended()) {
+            self.made.runtime.ask_taken(sends.op);
+        }
     }
 
     /// Returns (number of the operation that made the array, index among its results).

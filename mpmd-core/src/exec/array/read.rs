@@ -29,15 +29,17 @@ pub struct Shard {
 }
 
 impl MpmdArray {
-    /// Blocks until the local shards are ready, and returns the array itself.
+    /// Blocks until this process's part of the array is done, and returns the array itself: its
+    /// shards are there, and its receivers have taken what it sends or forwards, or the bytes were
+    /// copied out. Returns at once on a process without a part.
     ///
     /// Waits as long as it takes. Reports the awaited operation each time the program's peer
     /// timeout expires. Do not call it on a thread that drives futures; await the array there.
     ///
     /// # Errors
     ///
-    /// If the operation that makes the array failed, on this process or another, or the array was
-    /// donated.
+    /// If a shard or a send of this process failed, also if the cause is another process, or if the
+    /// array was donated. A process without a part hears of no failure.
     #[track_caller]
     pub fn block_until_ready(&self) -> Result<&Self> {
         let at = Location::caller();
@@ -46,8 +48,8 @@ impl MpmdArray {
         Ok(self)
     }
 
-    /// Blocks until the local shards are ready, but at most for `timeout`, and returns the array
-    /// itself.
+    /// Blocks until this process's part of the array is done, as
+    /// [`MpmdArray::block_until_ready`] does, but at most for `timeout`. Returns the array itself.
     ///
     /// # Errors
     ///
@@ -59,16 +61,17 @@ impl MpmdArray {
         Ok(self)
     }
 
-    /// True if the local shards are ready, or have failed. Does not block.
+    /// True if this process's part of the array is done or has failed: its shards and its sends, as
+    /// for [`MpmdArray::block_until_ready`]. Does not block, and asks no receiver.
     pub fn is_complete(&self) -> bool {
         match &self.repr {
             Repr::Host(_) => true,
-            Repr::Placed(placed) => placed.shards.iter().all(|shard| shard.slot.has_ended()),
+            Repr::Placed(placed) => placed.parts().all(AsyncBuffer::has_ended),
         }
     }
 
     /// Returns the values of the whole array, or `None` if it is fully remote. Blocks until they
-    /// are ready.
+    /// are ready. Does not wait for sends.
     ///
     /// So one program text serves all processes: a process without a part of the array gets `None`.
     ///
@@ -91,7 +94,8 @@ impl MpmdArray {
         placed.gather(&buffers, at).map(Some)
     }
 
-    /// Returns the shards that this process holds. Blocks until they are ready.
+    /// Returns the shards that this process holds. Blocks until they are ready. Does not wait for
+    /// sends.
     ///
     /// # Errors
     ///
@@ -129,7 +133,7 @@ impl MpmdArray {
         }
     }
 
-    /// Calls `f` with the values, or the error, once they are there.
+    /// Calls `f` with the values, or the error, once they are there. Does not wait for sends.
     ///
     /// Returns at once. `f` runs on a thread for such closures, in the order in which arrays
     /// complete. For an uncommitted array it runs on the calling thread. It is not called if the
@@ -218,16 +222,17 @@ impl MpmdArray {
         Ok(buffers)
     }
 
-    /// Blocks until every local shard is ready or one has failed, but at most for `timeout`; then
-    /// returns [`Error::TimedOut`].
+    /// Blocks until every local shard and send has ended or one has failed, but at most for
+    /// `timeout`; then returns [`Error::TimedOut`].
     fn wait_each(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<()> {
         let Repr::Placed(placed) = &self.repr else { return Ok(()) };
         if let Err(problem) = placed.check_usable("") {
             return Err(Error::Read { at, why: format!("the array {problem}") });
         }
         let deadline = timeout.map(|timeout| after(Instant::now(), timeout));
-        for shard in placed.shards.iter() {
-            match placed.wait_look(&shard.slot, deadline, at) {
+        placed.ask_taken();
+        for part in placed.parts() {
+            match placed.wait_look(part, deadline, at) {
                 Some(outcome) => drop(outcome.map_err(Error::failed)?),
                 None => {
                     let waited = timeout.unwrap_or_default();
@@ -251,8 +256,8 @@ impl Placed {
         self.shards.iter().map(slot).collect()
     }
 
-    /// Polls for a shard for a short time, then blocks until it ends. Returns its buffer or
-    /// failure, or `None` after `deadline`.
+    /// Polls for a part of the array for a short time, then blocks until it ends. Returns its buffer
+    /// or failure, or `None` after `deadline`.
     fn wait_look(
         &self,
         slot: &AsyncBuffer,
@@ -269,8 +274,8 @@ impl Placed {
         }
     }
 
-    /// Blocks until a shard ends. Returns its buffer or failure, or `None` after `deadline`.
-    /// Reports a hang each time the peer timeout expires.
+    /// Blocks until a part of the array ends. Returns its buffer or failure, or `None` after
+    /// `deadline`. Reports a hang each time the peer timeout expires.
     fn wait_for(
         &self,
         slot: &AsyncBuffer,

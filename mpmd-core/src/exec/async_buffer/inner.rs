@@ -71,7 +71,10 @@ pub(super) struct Waiting {
     /// Called when the async buffer is issued, or ends before that.
     pub(super) issued: Vec<Callback>,
     pub(super) callbacks: Vec<Callback>,
-    pub(super) wakers: Vec<Waker>,
+    /// The last waker of each future, and the number that the future has here.
+    pub(super) wakers: Vec<(u64, Waker)>,
+    /// Number of futures that were given a number.
+    pub(super) futures: u64,
 }
 
 impl Inner {
@@ -131,11 +134,11 @@ impl Inner {
         drop(held);
         self.ended.notify_all();
         if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) = before {
-            let Waiting { issued, callbacks, wakers } = *waiting;
+            let Waiting { issued, callbacks, wakers, .. } = *waiting;
             if let Some(outcome) = shared {
                 issued.into_iter().chain(callbacks).for_each(|then| then(&outcome));
             }
-            wakers.into_iter().for_each(Waker::wake);
+            wakers.into_iter().for_each(|(_, waker)| waker.wake());
         }
         // A later `give_up` sees that the async buffer has ended.
         if counts & GIVEN_UP != 0 {
@@ -162,7 +165,7 @@ impl Inner {
         if let Some(outcome) = shared {
             callbacks.into_iter().for_each(|then| then(&outcome));
         }
-        wakers.into_iter().for_each(Waker::wake);
+        wakers.into_iter().for_each(|(_, waker)| waker.wake());
     }
 
     /// Ends the async buffer with the result of the issued work. The buffer may already be taken.

@@ -238,25 +238,43 @@ impl AsyncBuffer {
 
     /// Returns the buffer or the failure if the async buffer has ended. Otherwise registers
     /// `waker`, which is woken when it is issued and when it ends.
-    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Outcome> {
+    ///
+    /// `future` is the number that the polling future has here, and is set by its first poll. The
+    /// waker replaces the future's last one.
+    pub(crate) fn poll(&self, future: &mut Option<u64>, waker: &Waker) -> Poll<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) => Poll::Ready(outcome.clone()),
             State::Pending(waiting) | State::Issued(_, waiting) => {
-                let wakers = &mut waiting.get_or_insert_default().wakers;
-                if !wakers.iter().any(|known| known.will_wake(waker)) {
-                    wakers.push(waker.clone());
+                let waiting = waiting.get_or_insert_default();
+                let number = *future.get_or_insert_with(|| {
+                    waiting.futures += 1;
+                    waiting.futures
+                });
+                match waiting.wakers.iter_mut().find(|(known, _)| *known == number) {
+                    Some((_, last)) => last.clone_from(waker),
+                    None => waiting.wakers.push((number, waker.clone())),
                 }
                 Poll::Pending
             }
         }
     }
 
+    /// Forgets the waker of a future that is polled no more. `future` is its number here.
+    pub(crate) fn forget(&self, future: u64) {
+        if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) =
+            &mut self.inner().held.lock().state
+        {
+            waiting.wakers.retain(|(known, _)| *known != future);
+        }
+    }
+
     /// Returns the buffer, filled or not, or the failure. If there is neither, registers `waker`,
-    /// which is woken when the async buffer is issued, and again at its end.
-    pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
+    /// which is woken when the async buffer is issued, and again at its end. `future` is as in
+    /// [`AsyncBuffer::poll`].
+    pub(crate) fn poll_issued(&self, future: &mut Option<u64>, waker: &Waker) -> Poll<Outcome> {
         match self.peek_issued() {
             Some(outcome) => Poll::Ready(outcome),
-            None => match self.poll(waker) {
+            None => match self.poll(future, waker) {
                 // Issued in between: the waker may have come too late.
                 Poll::Pending => self.peek_issued().map_or(Poll::Pending, Poll::Ready),
                 ready => ready,
@@ -377,7 +395,7 @@ mod tests {
         resolver.keep(Ok(vec![1u8, 2, 3].into()));
         assert_eq!(thread.join().unwrap().unwrap().unwrap().len(), 3);
         assert_eq!(called.load(Ordering::Relaxed), 3);
-        assert!(slot.poll(Waker::noop()).is_ready());
+        assert!(slot.poll(&mut None, Waker::noop()).is_ready());
     }
 
     #[test]

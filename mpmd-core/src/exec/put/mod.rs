@@ -38,6 +38,8 @@ pub(crate) struct PutPlan {
     targets: Vec<Target>,
     /// Regions that move to, from or through this process, in the order in which they are started.
     transfers: Vec<Arc<Transfer>>,
+    /// Number of pieces that this process sends or forwards to peers.
+    sends: usize,
     /// Bytes of new memory that this process may need.
     bytes: u64,
     /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
@@ -188,6 +190,7 @@ impl PutPlan {
             what: what.clone(),
             runtime: runtime.clone(),
         };
+        let sends = transfers.iter().map(|transfer| transfer.peers.len()).sum();
         let transfers = transfers.into_iter().map(Arc::new).collect();
         let known_descriptors = Default::default();
         let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
@@ -207,6 +210,7 @@ impl PutPlan {
             fingerprint,
             targets,
             transfers,
+            sends,
             bytes: bytes as u64,
             known_descriptors,
             warm_ups,
@@ -223,9 +227,9 @@ impl PutPlan {
         self.bytes
     }
 
-    /// Starts this process's part of operation `op` and returns the shards that it will own. Does
-    /// not wait for the move. May block while there is no memory for the shards, or, the first
-    /// time, for a kernel's compilation.
+    /// Starts this process's part of operation `op`. Returns (the shards that it will own, an async
+    /// buffer that ends with its sends if it has any). Does not wait for the move. May block while
+    /// there is no memory for the shards, or, the first time, for a kernel's compilation.
     ///
     /// With `may_alias` a shard may share memory with the source: arrays never change.
     pub(crate) fn run(
@@ -235,7 +239,8 @@ impl PutPlan {
         guard: &OpGuard,
         source: &Source<'_>,
         may_alias: bool,
-    ) -> Vec<LocalShard> {
+    ) -> (Vec<LocalShard>, Option<AsyncBuffer>) {
+        let sent = (self.sends > 0).then(|| guard.expect_sends(self.sends));
         let mut start = Start { plan: self, runtime, op, guard, source, shards: Vec::new() };
         // Sends first, because peers wait for the pieces: opening the shards below may take a
         // while.
@@ -250,10 +255,8 @@ impl PutPlan {
             start.shards.push(shard);
             result.push(LocalShard { device: target.device, slot });
         }
-        for transfer in &self.transfers {
-            start.receive(transfer);
-        }
-        result
+        start.receive();
+        (result, sent)
     }
 
     /// Returns the device function that adds the partial sums of a shard, or `None` if the host

@@ -190,18 +190,41 @@ impl Start<'_> {
         }));
     }
 
-    /// Registers the copy of a region into the shards that contain it. A region from a peer is
-    /// received even if no shard needs it any more, so that its sender does not wait. It is then
+    /// Registers the copies of all regions into the shards that contain them. A region from a peer
+    /// is received even if no shard needs it any more, so that its sender does not wait. It is then
     /// forwarded to the transfer's peers. Waits for none of this; host values of up to
     /// [`COPY_INLINE`] bytes are copied now.
-    pub(super) fn receive(&self, transfer: &Arc<Transfer>) {
-        let shards = transfer.targets.iter().filter_map(|at| self.shards[*at].clone());
+    pub(super) fn receive(&self) {
+        let from_peer = |transfer: &Transfer| match transfer.origin {
+            Origin::Process(from) => Some(from),
+            Origin::Device(_) | Origin::Host => None,
+        };
+        let transfers = &self.plan.transfers;
+        if transfers.iter().any(|transfer| from_peer(transfer).is_some()) {
+            self.runtime.with_router(|router| {
+                for transfer in transfers {
+                    if let Some(from) = from_peer(transfer) {
+                        let shards = self.shards_of(transfer).collect();
+                        let forward = self.send_of(transfer);
+                        Receive { from, shards, forward }.begin(self.runtime, router);
+                    }
+                }
+            });
+        }
+        transfers.iter().for_each(|transfer| self.copy(transfer));
+    }
+
+    /// Returns the assemblies of the shards that contain a region.
+    fn shards_of(&self, transfer: &Transfer) -> impl Iterator<Item = Assembly> {
+        transfer.targets.iter().filter_map(|at| self.shards[*at].clone())
+    }
+
+    /// Registers the copy of a region of this process's own values.
+    fn copy(&self, transfer: &Arc<Transfer>) {
+        let shards = self.shards_of(transfer);
         let (runtime, guard) = (self.runtime, self.guard);
         match (transfer.origin, self.source) {
-            (Origin::Process(from), _) => {
-                let (shards, forward) = (shards.collect(), self.send_of(transfer));
-                Receive { from, shards, forward }.begin(runtime);
-            }
+            (Origin::Process(_), _) => {}
             (Origin::Host, Source::Host(host)) => {
                 for shard in shards {
                     let bytes = host.bytes().clone();

@@ -240,8 +240,9 @@ fn segment(rng: &mut Rng) -> u32 {
 }
 
 fn header(rng: &mut Rng, bytes: u64) -> Header {
-    use Kind::{Answer, Credit, Data, Eager, Grant, Probe, Records};
-    let kind = [Data, Data, Eager, Grant, Credit, Probe, Answer, Records][rng.usize(..8)];
+    use Kind::{Answer, AskTaken, Credit, Data, Eager, Grant, Probe, Records};
+    let kinds = [Data, Data, Eager, Grant, Credit, AskTaken, Probe, Answer, Records];
+    let kind = kinds[rng.usize(..kinds.len())];
     Header { bytes, op: rng.u64(..9), piece: number(rng), count: number(rng), ..Header::new(kind) }
 }
 
