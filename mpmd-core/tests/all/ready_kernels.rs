@@ -131,7 +131,7 @@ fn casts_follow_the_rules_of_as() {
     let x = host(&[1], &[u64::MAX]);
     assert_eq!(values::<f64>(&run_here(ready::cast(DType::F64), &x).unwrap()), [u64::MAX as f64]);
     let said = refused(ready::cast(DType::C64), &x);
-    assert!(said.contains("cast has no complex numbers: u64[1] to c64"), "{said}");
+    assert!(said.contains("cast has neither complex numbers nor objects: u64[1] to c64"), "{said}");
 }
 
 #[test]

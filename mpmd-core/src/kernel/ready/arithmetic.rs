@@ -111,9 +111,12 @@ impl HostWork for Cast {
     type Out = MpmdArray;
 
     fn infer(&self, x: &ShapedArray) -> Result<ShapedArray> {
-        if [x.dtype(), self.dtype].iter().any(|dtype| matches!(dtype, DType::C64 | DType::C128)) {
+        if [x.dtype(), self.dtype]
+            .iter()
+            .any(|dtype| matches!(dtype, DType::C64 | DType::C128 | DType::Object))
+        {
             return Err(Error::kernel(format!(
-                "cast has no complex numbers: {x} to {}",
+                "cast has neither complex numbers nor objects: {x} to {}",
                 self.dtype
             )));
         }
@@ -121,13 +124,13 @@ impl HostWork for Cast {
     }
 
     fn run(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let complex = || Err(Error::kernel("cast has no complex numbers"));
+        let complex = || Err(Error::kernel("cast has neither complex numbers nor objects"));
         with_real!(x.global().dtype(), From => cast_from::<From>(x, y), complex())
     }
 }
 
 fn cast_from<From: Real>(x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-    let complex = || Err(Error::kernel("cast has no complex numbers"));
+    let complex = || Err(Error::kernel("cast has neither complex numbers nor objects"));
     let convert = From::wide;
     with_real!(y.global().dtype(), To => each(x, y, |x| To::narrow(convert(x))), complex())
 }

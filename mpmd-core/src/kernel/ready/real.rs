@@ -139,7 +139,7 @@ macro_rules! with_real {
                 type $t = f64;
                 $call
             }
-            DType::C64 | DType::C128 => $other,
+            DType::C64 | DType::C128 | DType::Object => $other,
         }
     };
 }
