@@ -240,6 +240,17 @@ pub mod kernel {
     pub use mpmd_core::run_here;
 }
 
+pub mod kernels {
+    //! Ready kernels, such as [`matmul`] and [`sum`], for [`Program::jit`](crate::Program::jit).
+    //!
+    //! A dimension that a kernel needs whole may not be divided over devices: that is an error,
+    //! never a wrong value. On CUDA devices all but [`matmul`] compute on the host.
+
+    pub use mpmd_core::kernel::ready::{
+        add, cast, concatenate, matmul, one_hot, scale, slice, softmax_cross_entropy, sum,
+    };
+}
+
 pub mod cuda {
     //! Work for CUDA devices, from inside a kernel.
     //!
