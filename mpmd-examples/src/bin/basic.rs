@@ -1,5 +1,5 @@
-//! Moves arrays between two stages on two meshes: `cargo run --bin basic`, or on GPUs `cargo run
-//! --features cuda --bin basic -- --device cuda`. There its kernels still compute on the host.
+//! Moves arrays between two stages on two meshes: `cargo run --bin basic`. With `--device cuda` the
+//! arrays are on GPUs, but its closures still compute on the host.
 
 use std::process::ExitCode;
 
