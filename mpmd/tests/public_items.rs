@@ -25,8 +25,8 @@ fn names() -> BTreeSet<String> {
 }
 
 #[test]
-fn users_meet_at_most_100_names() {
+fn users_meet_at_most_110_names() {
     let names = names();
     assert!(names.contains("MpmdArray") && names.contains("Pipeline"), "{names:?}");
-    assert!((60..=100).contains(&names.len()), "{} names: {names:?}", names.len());
+    assert!((60..=110).contains(&names.len()), "{} names: {names:?}", names.len());
 }
