@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::Args;
 use mpmd_core::cuda::{Cuda, Grid, Source};
 use mpmd_core::prelude::{
-    Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s,
+    Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s, like_input,
 };
 use mpmd_core::{Simulation, kernel};
 use mpmd_layout::topology::{DeviceKind, Mesh};
@@ -108,6 +108,7 @@ pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut cases = local(options, device)?;
+    cases.extend(closure(options)?);
     let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
     // Process 0 takes no part in the calls.
     cases.extend(results.swap_remove(0)?);
@@ -140,6 +141,27 @@ fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
     cases.extend(issue_counts.cases("empty, 1 leaf"));
     cases.extend(leaves_counts.cases("64 leaves in, 64 out"));
     Ok(cases)
+}
+
+/// Measures the issue of one empty kernel as a struct and as a closure. Their batches alternate, so
+/// that both meet the same noise.
+fn closure(options: Options) -> Result<[Case; 2]> {
+    let mut p = Program::builder().alone()?;
+    let mesh = p.mesh(&[("x", 1)])?;
+    let x = scalar(&mut p, &mesh)?;
+    let filled = kernel::kernel(like_input, |_: View<f32>, mut y: ViewMut<f32>| y.fill(0.0));
+    let of_struct = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let of_closure = p.jit(filled).on(&mesh).outputs(mesh.replicated()).build()?;
+    let (mut structs, mut closures) = (Vec::new(), Vec::new());
+    for _ in 0..options.repeats {
+        structs.extend(issue_times(&mut p, 1, |p| of_struct.call(p, x.clone()))?);
+        closures.extend(issue_times(&mut p, 1, |p| of_closure.call(p, x.clone()))?);
+    }
+    p.finish()?;
+    let structs = Case::micros("jit issue", "empty, as a struct", structs);
+    let closures = Case::micros("jit issue", "empty, as a closure", closures);
+    let closures = closures.over("struct", &structs);
+    Ok([structs, closures])
 }
 
 fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {

@@ -50,6 +50,7 @@ pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
 pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use exec::host_array::HostArray;
+pub use exec::object::ObjectRef;
 pub use kernel::cuda;
 pub use mpmd_ids::ProcessId;
 pub use mpmd_launch as launch;

@@ -4,6 +4,7 @@
 //! devices. The programs' kernels call it, and tests compare it with definitions and finite
 //! differences.
 
+pub mod arrays;
 pub mod gpt;
 pub mod job;
 pub mod math;

@@ -241,6 +241,29 @@ pub mod kernel {
     pub use mpmd_core::run_here;
 }
 
+pub mod object {
+    //! Rust values that live on devices.
+    //!
+    //! [`Program::object`](crate::Program::object) makes an [`MpmdObject`], and
+    //! [`Program::method`](crate::Program::method) binds a [`method()`]. A value that implements
+    //! [`ObjectBytes`] reports its memory; one that implements [`Saved`] can be saved to arrays.
+
+    pub use mpmd_core::{
+        BoundMethod, Made, Method, MpmdObject, ObjectBytes, ObjectRef, Saved, method,
+    };
+}
+
+pub mod kernels {
+    //! Ready kernels, such as [`matmul`] and [`sum`], for [`Program::jit`](crate::Program::jit).
+    //!
+    //! A dimension that a kernel needs whole may not be divided over devices: that is an error,
+    //! never a wrong value. On CUDA devices all but [`matmul`] compute on the host.
+
+    pub use mpmd_core::kernel::ready::{
+        add, cast, concatenate, matmul, one_hot, scale, slice, softmax_cross_entropy, sum,
+    };
+}
+
 pub mod cuda {
     //! Work for CUDA devices, from inside a kernel.
     //!
@@ -327,6 +350,9 @@ pub mod guide {
 
     #[doc = include_str!("../../docs/guide/kernels.md")]
     pub mod kernels {}
+
+    #[doc = include_str!("../../docs/guide/objects.md")]
+    pub mod objects {}
 
     #[doc = include_str!("../../docs/guide/pipelines.md")]
     pub mod pipelines {}

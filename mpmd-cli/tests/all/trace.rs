@@ -7,25 +7,6 @@ use mpmd_core::prelude::*;
 use mpmd_core::{Label, Role, Simulation};
 use serde_json::Value;
 
-/// A kernel that adds one to each value.
-struct Next;
-
-impl Kernel for Next {
-    type In = MpmdArray;
-    type Out = MpmdArray;
-
-    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
-        Ok(Signature::new(x.clone()))
-    }
-
-    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
-        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
-            *y = x + 1.0;
-        }
-        Ok(())
-    }
-}
-
 const STEPS: u64 = 3;
 
 /// Runs `STEPS` traced steps of two stages in two processes. Returns the folder with the traces.
@@ -36,7 +17,8 @@ fn traced(name: &str) -> PathBuf {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
         let mut kernels = Vec::new();
         for stage in &stages {
-            kernels.push(p.jit(Next).on(stage).outputs(stage.replicated()).build()?);
+            let next = p.jit(elementwise(|x: f32| x + 1.0)).on(stage);
+            kernels.push(next.outputs(stage.replicated()).build()?);
         }
         for _ in 0..STEPS {
             let label = |stage, role| Some(Label { stage, microbatch: Some(0), role });

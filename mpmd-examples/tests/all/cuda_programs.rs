@@ -144,11 +144,7 @@ fn other_programs_run_on_gpus_or_report_an_error() {
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
     }
-    for program in [
-        env!("CARGO_BIN_EXE_overlap"),
-        env!("CARGO_BIN_EXE_pipeline"),
-        env!("CARGO_BIN_EXE_train_mlp"),
-    ] {
+    for program in [env!("CARGO_BIN_EXE_pipeline"), env!("CARGO_BIN_EXE_train_mlp")] {
         let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
         assert_eq!(code, Some(1), "{err}");
         assert_eq!(count(&err, "has kernels only for devices of kind cpu"), 1, "{err}");

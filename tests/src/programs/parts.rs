@@ -45,22 +45,16 @@ impl Kernel for Each {
     }
 }
 
-/// A kernel that sums all elements, modulo 2^24 so that the sum is exact. For whole, unsharded
-/// arrays.
-pub(super) struct Sum;
-
-impl Kernel for Sum {
-    type In = MpmdArray;
-    type Out = MpmdArray;
-
-    fn infer(&self, _: &ShapedArray) -> Result<Signature<ShapedArray>> {
-        Ok(Signature::new(f32s([])))
-    }
-
-    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
-        let sum: u64 = x.as_slice::<f32>()?.iter().map(|x| *x as u64).sum();
-        Ok(y.fill((sum % (1 << 24)) as f32)?)
-    }
+/// Returns a kernel that sums all elements, modulo 2^24 so that the sum is exact. For whole,
+/// unsharded arrays.
+pub(super) fn sum() -> impl Kernel<In = MpmdArray, Out = MpmdArray> {
+    kernel(
+        |_: &ShapedArray| f32s([]),
+        |x: View<f32>, mut y: ViewMut<f32>| {
+            let sum: u64 = x.iter().map(|x| *x as u64).sum();
+            y[0] = (sum % (1 << 24)) as f32;
+        },
+    )
 }
 
 /// Returns a function that fills an array with whole numbers. Each depends on the element's global

@@ -8,7 +8,7 @@ use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
 
 use super::Say;
-use super::parts::{Sum, numbered, say_shards};
+use super::parts::{numbered, say_shards, sum};
 
 /// Larger than every buffer of a socket: 32 MiB.
 const ELEMENTS: usize = 8 << 20;
@@ -59,7 +59,7 @@ pub(super) fn small_memory(builder: Builder) -> Builder {
 pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;
-    let sum = p.jit(Sum).on(&mesh).outputs(on(1)).build()?;
+    let sum = p.jit(sum()).on(&mesh).outputs(on(1)).build()?;
     let late = p.array_from_fn(f32s([ELEMENTS]), &on(0), slowly(1))?;
     let ready = p.array_from_fn(f32s([ELEMENTS]), &on(2), numbered(2))?;
     let mut sums = Vec::new();
