@@ -22,7 +22,7 @@ use mpmd_layout::topology::{DeviceKind, LinkClass};
 use mpmd_transport::ProcessId;
 use rustix::time::{ClockId, clock_gettime};
 
-use super::array::{FIRST, Pair};
+use super::array::{FIRST, Pair, arrive};
 use super::found::{Samples, Test};
 use super::memory::available;
 use super::pace::Pace;
@@ -156,7 +156,7 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
         }
         given.push(now());
         let y = p.device_put(&x, &pair.there)?;
-        y.block_until_ready()?;
+        arrive(&y)?;
         let ready = now();
         // In place: after a zero-copy transfer no copy is made here.
         if let Some(values) = y.to_host()? {
@@ -184,8 +184,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
 /// operation. Both must call this.
 fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
     let there = p.device_put(small, &pair.there)?;
-    there.block_until_ready()?;
-    p.device_put(&there, &pair.here)?.block_until_ready().map(drop)
+    arrive(&there)?;
+    arrive(&p.device_put(&there, &pair.here)?)
 }
 
 /// Returns the sum of all bytes. Each piece has sums that fit in 16 bits, so that compilers emit

@@ -156,7 +156,9 @@ impl Runtime {
                 transport.post(to, header, payload, ticket);
                 match handed_over {
                     HandedOver::Untaken => {}
-                    HandedOver::Awaited => self.with_router(|r| r.ask_taken(to, header.op)),
+                    HandedOver::Awaited => {
+                        self.with_router(|router| router.ask_taken(to, header.op));
+                    }
                     HandedOver::Taken(operation) => operation.sent(),
                 }
             }

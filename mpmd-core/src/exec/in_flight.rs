@@ -305,6 +305,34 @@ mod tests {
     }
 
     #[test]
+    fn sends_end_with_the_last_piece_or_the_first_failure() {
+        let in_flight = Arc::new(InFlight::default());
+        let begin = |pieces| {
+            let guard = in_flight.begin(3, 0, 0);
+            let slot = guard.expect_sends(pieces);
+            (guard, slot)
+        };
+        let (guard, slot) = begin(2);
+        guard.clone().sent();
+        drop(guard.clone());
+        assert!(!slot.has_ended(), "one piece is missing");
+        guard.sent();
+        assert!(slot.peek().is_some_and(|outcome| outcome.is_ok()));
+        let (guard, slot) = begin(2);
+        let failure =
+            Failure::new(mpmd_transport::FailureKind::Kernel, mpmd_ids::ProcessId(0), 3, "");
+        guard.fail_sends(&Arc::new(failure));
+        assert!(slot.peek().is_some_and(|outcome| outcome.is_err()));
+        guard.clone().sent();
+        guard.sent();
+        // An operation that ends without them was abandoned.
+        let (guard, slot) = begin(1);
+        drop(guard);
+        assert!(slot.peek().is_some_and(|outcome| outcome.is_err()));
+        assert_eq!(in_flight.counts().ops, 0);
+    }
+
+    #[test]
     fn first_open_is_right_for_any_order_of_ends() {
         let in_flight = Arc::new(InFlight::default());
         let mut guards: Vec<_> = (1..=4).map(|op| Some(in_flight.begin(op * 10, 0, op))).collect();

@@ -211,7 +211,9 @@ fn sleep(
         }
         drive(|| transport.park(parking, deadline.unwrap_or(now + NAP)));
     };
-    if let (None, Some(wait)) = (&outcome, wait) {
+    if let Some(wait) = wait
+        && !slot.has_ended()
+    {
         slot.forget(wait);
     }
     outcome

@@ -10,11 +10,14 @@ mod joining;
 mod lending;
 mod looping;
 mod parts;
+mod sending;
 mod soak;
 mod stuck;
 mod tight;
 mod traced;
 mod transfers;
+
+pub use sending::STOPPED;
 
 use mpmd_core::prelude::*;
 use mpmd_core::{Builder, Simulation};
@@ -64,6 +67,7 @@ const ALL: &[Named] = &[
     Named { name: "flooding", settings: flooding::short_lead, devices: 0, run: flooding::flood },
     Named { name: "holdings", settings: |b| b, devices: 3, run: holdings::three },
     Named { name: "traced", settings: |b| b, devices: 4, run: traced::steps },
+    Named { name: "sending", settings: |b| b, devices: 0, run: sending::send },
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },

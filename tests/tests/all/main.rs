@@ -19,6 +19,7 @@ mod lending;
 mod lost_rendezvous;
 mod near_and_far;
 mod resources;
+mod sending;
 mod soak;
 mod traces;
 mod train_gpt;

@@ -300,8 +300,8 @@ impl Placed {
         shards.chain(self.sends().map(|sends| &sends.left))
     }
 
-    /// Has the receivers of pieces that have not left tell as soon as they have taken them. Does
-    /// not block.
+    /// Asks the receivers of pieces that have not left to tell as soon as they have taken them.
+    /// Does not block.
     fn ask_taken(&self) {
         for sends in self.sends().filter(|sends| !sends.left.has_ended()) {
             self.made.runtime.ask_taken(sends.op);

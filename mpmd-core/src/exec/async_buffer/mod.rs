@@ -398,6 +398,38 @@ mod tests {
         assert!(slot.poll(&mut None, Waker::noop()).is_ready());
     }
 
+    /// Counts its wakes; its references show how often it is registered.
+    #[derive(Default)]
+    struct Count(AtomicUsize);
+
+    impl std::task::Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn each_future_keeps_only_its_last_waker() {
+        let (resolver, slot) = AsyncBuffer::new();
+        let counts: Vec<Arc<Count>> = (0..9).map(|_| Arc::default()).collect();
+        let mut futures = [None; 3];
+        for (i, count) in counts.iter().enumerate() {
+            // The first future is polled by task after task, the others by one each.
+            let future = &mut futures[i.saturating_sub(6)];
+            for _ in 0..3 {
+                assert!(slot.poll(future, &Waker::from(count.clone())).is_pending());
+            }
+        }
+        let registered = || counts.iter().map(|count| Arc::strong_count(count) - 1);
+        assert_eq!(registered().collect::<Vec<_>>(), [0, 0, 0, 0, 0, 0, 1, 1, 1]);
+        slot.forget(futures[1].expect("it was polled"));
+        assert_eq!(registered().collect::<Vec<_>>(), [0, 0, 0, 0, 0, 0, 1, 0, 1]);
+        resolver.keep(Ok(Vec::new().into()));
+        let woken: Vec<usize> =
+            counts.iter().map(|count| count.0.load(Ordering::Relaxed)).collect();
+        assert_eq!(woken, [0, 0, 0, 0, 0, 0, 1, 0, 1]);
+    }
+
     #[test]
     fn dropped_resolver_is_a_failure_not_a_hang() {
         let (resolver, slot) = AsyncBuffer::new();

@@ -205,6 +205,30 @@ fn credit_for_an_unissued_operation_loses_the_peer() {
 }
 
 #[test]
+fn question_about_pieces_that_are_not_lent_loses_the_peer() {
+    let mut job = Job::zero_copy(3, 1, 0, |_, _| false);
+    (0..3).for_each(|process| _ = job.issue(process, 7, "op"));
+    job.dead[1] = true;
+    job.say(1, 0, Header { op: 1, ..Header::new(Kind::AskTaken) }, &[]);
+    lost(job, "it asked which of its pieces were taken, and lends none");
+}
+
+#[test]
+fn questions_of_a_peer_take_no_memory_and_one_answer() {
+    let mut job = Job::zero_copy(2, 1, 0, |_, _| true);
+    (0..2).for_each(|process| _ = job.issue(process, 7, "op"));
+    job.expect(0, 1, (1, 0), 100);
+    job.offer(1, 0, (1, 0), 100);
+    for op in (0..1000).chain([u64::MAX]) {
+        job.say(1, 0, Header { op, ..Header::new(Kind::AskTaken) }, &[]);
+    }
+    assert_eq!((job.routers[0].peers[1].asked, job.routers[0].peers[1].kept), (u64::MAX, 0));
+    job.run(3);
+    let answers = job.flying.iter().filter(|message| message.header.kind == Kind::Credit);
+    assert!(answers.count() <= 1 && job.taken[&(1, 0)] == 1);
+}
+
+#[test]
 fn second_goodbye_is_ignored() {
     let mut job = job();
     job.say(1, 0, Header { count: 1, hash: 7, ..Header::new(Kind::Goodbye) }, &[]);

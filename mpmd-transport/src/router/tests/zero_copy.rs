@@ -90,6 +90,88 @@ fn sender_soon_hears_which_pieces_were_taken() {
     assert_eq!(taken(&job), Some(u64::MAX));
 }
 
+/// Has process 0 ask process 1 up to which operation it has taken.
+fn ask(job: &mut Job, op: u64) {
+    job.routers[0].ask_taken(ProcessId(1), op);
+    job.act(0);
+}
+
+#[test]
+fn sender_that_asks_is_told_without_a_tick() {
+    let mut job = Job::zero_copy(3, 1, 0, |a, b| a + b == 1);
+    for process in 0..2 {
+        (1..=3).for_each(|op| _ = job.issue(process, op, "op"));
+    }
+    let taken = |job: &Job| job.taken.get(&(0, 1)).copied();
+    let now = job.now;
+    // Asked before the piece has arrived, and while a lower one is missing.
+    job.expect(1, 0, (1, 0), 100);
+    job.expect(1, 0, (2, 0), 100);
+    ask(&mut job, 2);
+    job.offer(0, 1, (2, 0), 100);
+    job.run(3);
+    assert_eq!(taken(&job), None, "operation 1 is missing");
+    job.offer(0, 1, (1, 0), 100);
+    job.run(3);
+    assert_eq!(taken(&job), Some(2));
+    // Nobody waits for operation 3 until it is asked for, after it was taken.
+    job.offer(0, 1, (3, 0), 100);
+    job.run(3);
+    job.expect(1, 0, (3, 0), 100);
+    job.run(3);
+    assert_eq!(taken(&job), Some(2));
+    ask(&mut job, 3);
+    job.run(3);
+    assert_eq!(taken(&job), Some(3));
+    // A question that was answered before is not answered again.
+    ask(&mut job, 3);
+    job.run(3);
+    assert_eq!(flying(&job, Kind::Credit), 0);
+    assert!(job.now < now + 50, "no router was ticked");
+    // To a process without zero-copy transfer there is no question.
+    job.routers[0].ask_taken(ProcessId(2), 3);
+    assert!(!job.routers[0].has_actions());
+}
+
+#[test]
+fn operation_is_taken_only_with_all_its_pieces() {
+    let mut job = Job::zero_copy(2, 1, 0, |_, _| true);
+    (0..2).for_each(|process| _ = job.issue(process, 5, "op"));
+    ask(&mut job, 1);
+    job.offer(0, 1, (1, 0), 100);
+    job.run(3);
+    // The first piece is here, the second is not. Both are expected within one call.
+    let (hash, now) = (job.hash(1, 1), at(job.now));
+    for piece in 0..2 {
+        job.routers[1].expect(ProcessId(0), (1, piece), hash, 100, (1, piece), now);
+    }
+    job.act(1);
+    job.run(3);
+    assert!(job.outcomes.contains_key(&(1, (1, 0))) && job.taken.is_empty());
+    job.offer(0, 1, (1, 1), 100);
+    job.run(3);
+    assert_eq!(job.taken[&(0, 1)], 1);
+}
+
+#[test]
+fn poison_of_a_lower_piece_lets_the_sender_hear() {
+    let mut job = Job::zero_copy(2, 1, 0, |_, _| true);
+    for process in 0..2 {
+        (1..=2).for_each(|op| _ = job.issue(process, op, "op"));
+    }
+    job.expect(1, 0, (1, 0), 100);
+    job.expect(1, 0, (2, 0), 100);
+    job.offer(0, 1, (2, 0), 100);
+    ask(&mut job, 2);
+    job.run(3);
+    assert!(job.taken.is_empty());
+    let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");
+    job.routers[0].poison(ProcessId(1), (1, 0), &failure);
+    job.act(0);
+    job.run(3);
+    assert_eq!(job.taken[&(0, 1)], 2);
+}
+
 #[test]
 fn zero_copy_piece_of_another_program_is_not_delivered() {
     for seed in 0..20 {

@@ -1,0 +1,44 @@
+//! A send whose receiver is stopped before it can take it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
+use mpmd_core::{Error, ProcessId};
+
+use super::Say;
+
+/// Bytes of the array.
+const BYTES: usize = 1 << 20;
+
+/// The file in the working folder for which both processes wait before the move.
+pub const STOPPED: &str = "stopped";
+
+/// Process 0 sends an array to process 1, which the test has stopped by then. Process 0 says
+/// `pending` if the handle does not complete within half a second. Then it waits without a time
+/// limit, and says `taken` or the error.
+pub(super) fn send(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let on = |device: u32| Sharding::single_device(DeviceId(device));
+    let x = p.array_from_fn(u8s([BYTES]), &on(0), |_, mut view| Ok(view.fill(7u8)?))?;
+    x.block_until_ready()?;
+    say("ready".to_owned());
+    while !Path::new(STOPPED).exists() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let y = p.device_put(&x, on(1))?;
+    if p.process() == ProcessId(0) {
+        match y.wait_timeout(Duration::from_millis(500)) {
+            Err(Error::TimedOut { .. }) => say("pending".to_owned()),
+            Err(error) => return Err(error),
+            Ok(_) => say("complete TOO EARLY".to_owned()),
+        }
+    }
+    let waited = y.block_until_ready();
+    match &waited {
+        Ok(_) => say("taken".to_owned()),
+        Err(error) => say(format!("failed: {error}")),
+    }
+    waited.map(drop)
+}
