@@ -15,6 +15,7 @@ fn main() -> Result<()> {
     Program::run(|p| {
         for round in 1..=rounds {
             println!("round {round}: {:?}", moved(p)?);
+            p.step_end()?;
         }
         Ok(())
     })

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, FaultOutcome, Job, Processes};
+use mpmd_tests::{Carrier, FaultOutcome, Job};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, FaultOutcome, Job, ProcessEnd, Processes};
+use mpmd_tests::{Carrier, FaultOutcome, Job, ProcessEnd};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death or a wrong setting.
