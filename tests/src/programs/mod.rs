@@ -1,6 +1,7 @@
 //! The programs that the tests run. Each is a function of a [`Program`], so that the same code runs
 //! as processes over tcp and as threads over `inproc`.
 
+mod counters;
 mod diverging;
 mod examples;
 mod flooding;
@@ -69,6 +70,7 @@ const ALL: &[Named] = &[
     Named { name: "traced", settings: |b| b, devices: 4, run: traced::steps },
     Named { name: "sending", settings: |b| b, devices: 0, run: sending::send },
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
+    Named { name: "counters", settings: |b| b, devices: 0, run: counters::count_calls },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
     Named { name: "handing", settings: |b| b, devices: 0, run: handing::hand },
