@@ -66,8 +66,8 @@ pub enum Kind {
     Records = 12,
     /// The job has failed; the payload gives the reason.
     Failure = 13,
-    /// With zero-copy transfers: a program waits until everything lent up to operation `op` has been
-    /// taken. Answered by [`Kind::Credit`] as soon as it has.
+    /// With zero-copy transfers: a program waits until everything lent up to operation `op` has
+    /// been taken. Answered by [`Kind::Credit`] as soon as it has.
     AskTaken = 14,
 }
 

@@ -83,9 +83,9 @@ impl UnderWay {
         Ok((Ticket(number), state))
     }
 
-    /// Notes that the program waits for the sends of operation `op`. Returns the peers to ask: those
-    /// that have not taken a payload of it. Empty if the wait was noted before. Forgets operations
-    /// before `first_open`, which have ended.
+    /// Notes that the program waits for the sends of operation `op`. Returns the peers to ask:
+    /// those that have not taken a payload of it. Empty if the wait was noted before. Forgets
+    /// operations before `first_open`, which have ended.
     fn wait_for(&mut self, op: u64, first_open: u64) -> Vec<ProcessId> {
         if !self.awaited.insert(op) {
             return Vec::new();
@@ -172,9 +172,9 @@ impl Runtime {
         );
     }
 
-    /// Notes that a thread of the program waits for the sends of operation `op`. Asks the peers that
-    /// have its zero-copy payloads to tell as soon as they have taken them. Does not block. Sends
-    /// nothing if the same wait was noted before.
+    /// Notes that a thread of the program waits for the sends of operation `op`. Asks the peers
+    /// that have its zero-copy payloads to tell as soon as they have taken them. Does not block.
+    /// Sends nothing if the same wait was noted before.
     pub(super) fn ask_taken(self: &Arc<Self>, op: u64) {
         let first_open = self.in_flight.first_open().unwrap_or(op);
         let peers = self.under_way.lock().wait_for(op, first_open);

@@ -40,11 +40,11 @@
 //! pool: a program that fits over TCP also fits here.
 //!
 //! The sending operation stays in flight until the receiver has *taken* the payload. The receiver
-//! reports this at once after every 16 payloads, otherwise with its next tick. The operation does
-//! not wait for the return of the memory, since a receiver may keep it for ever. So a process
-//! without memory waits for returns only as long as the peer timeout. Lent memory counts with its
-//! owner. A piece that is not contiguous is not packed: the whole shard is lent, and the receiver
-//! copies or adds the piece from there.
+//! reports this at once after every 16 payloads or if the sender's program waits for it, otherwise
+//! with its next tick. The operation does not wait for the return of the memory, since a receiver
+//! may keep it for ever. So a process without memory waits for returns only as long as the peer
+//! timeout. Lent memory counts with its owner. A piece that is not contiguous is not packed: the
+//! whole shard is lent, and the receiver copies or adds the piece from there.
 //!
 //! A thread that waits for a message polls the rings itself (`Transport::parking`). Only if no
 //! thread polls does the peer ring the doorbell, which costs a system call. `meeting.rs` and

@@ -256,8 +256,8 @@ impl Placed {
         self.shards.iter().map(slot).collect()
     }
 
-    /// Polls for a part of the array for a short time, then blocks until it ends. Returns its buffer
-    /// or failure, or `None` after `deadline`.
+    /// Polls for a part of the array for a short time, then blocks until it ends. Returns its
+    /// buffer or failure, or `None` after `deadline`.
     fn wait_look(
         &self,
         slot: &AsyncBuffer,
