@@ -67,8 +67,8 @@ pub fn equal(x: &MpmdArray, expected: f32) -> Result<String> {
 }
 
 /// Waits for an array that is replicated on its mesh, and prints its type, its devices on this
-/// process, and the root mean square of its values. Process 0 also prints the speed of `steps` steps
-/// since `start`.
+/// process, and the root mean square of its values. Process 0 also prints the speed of `steps`
+/// steps since `start`.
 ///
 /// If the array is on other processes, prints only its type.
 ///

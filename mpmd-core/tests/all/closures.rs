@@ -139,7 +139,7 @@ fn captured_values_without_with_are_refused() {
             array(&[1.0f32]),
         ),
     ] {
-        let line = "tests/all/closures.rs:";
+        let line = concat!(file!(), ":");
         assert!(said.contains("captures values: declare each by `.with(value)`"), "{said}");
         assert_eq!(said.matches(line).count(), 3, "the call, the name, the closure: {said}");
     }
@@ -179,7 +179,7 @@ fn declared_values_that_differ_diverge_with_the_line() {
             let error = result.expect_err("the processes differ");
             assert!(error.is_divergence(), "{error}");
             let said = error.to_string();
-            assert!(said.contains("elementwise at mpmd-core/tests/all/closures.rs:"), "{said}");
+            assert!(said.contains(concat!("elementwise at ", file!(), ":")), "{said}");
             assert_eq!(said.contains("([0])") && said.contains("([1])"), !large, "{said}");
         }
     }

@@ -39,8 +39,8 @@ fn check_whole(kernel: &str, what: &str, x: &View<'_>, dim: usize) -> Result<()>
         return Ok(());
     }
     Err(Error::kernel(format!(
-        "dimension {dim} of {what}, {}, is divided: this device has {found:?} of it; {kernel} needs \
-         it whole on each device",
+        "dimension {dim} of {what}, {}, is divided: this device has {found:?} of it; {kernel} \
+         needs it whole on each device",
         x.global()
     )))
 }
