@@ -53,8 +53,10 @@ impl HostWork for OneHot {
 }
 
 /// Returns a kernel that computes the softmax cross-entropy of logits `[n, c]`, `f32` or `f64`,
-/// with `i32` labels `[n]`. Outputs: the sum of the losses `[]`, and the gradient of that sum by the
-/// logits `[n, c]`, both in the logits' dtype.
+/// with `i32` labels `[n]`.
+///
+/// It has two outputs in the logits' dtype: the sum of the losses `[]`, and the gradient of that
+/// sum by the logits `[n, c]`.
 ///
 /// With the largest logit `max = max_j z_j` of a row and its label `t`:
 ///
