@@ -77,7 +77,7 @@ struct Place<C: Method, D: Method> {
 }
 
 /// `counters CALLS SEED [PANIC]`: random calls on random devices. After call PANIC, one object
-/// fails: its errors are compared, and it is replaced. Prints `calls N` every now and then, and at
+/// fails, its errors are compared, and the calls end. Prints `calls N` every now and then, and at
 /// the end the number of values that are left, and the resident bytes before and after.
 pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
@@ -129,9 +129,9 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
         place.last = place.count.call(p, &place.object, input)?;
         place.calls += 1;
         if i == panic_at {
+            // The job ends with this failure.
             say(fail(p, place)?);
-            (place.object, place.calls) = (new(p, &place.mesh)?, 0);
-            place.last = MpmdArray::scalar(0.0f32);
+            break;
         }
         if (i + 1) % PERIOD == 0 {
             for place in &places {
