@@ -13,7 +13,7 @@ const LITTLE: u64 = 16 << 20;
 /// Returns the number of calls.
 fn calls() -> usize {
     let asked = std::env::var("MPMD_TESTS_CALLS").ok();
-    asked.map_or(20_000, |calls| calls.parse().expect("MPMD_TESTS_CALLS is a number"))
+    asked.map_or(100_000, |calls| calls.parse().expect("MPMD_TESTS_CALLS is a number"))
 }
 
 fn start(args: &[&str]) -> Job {
