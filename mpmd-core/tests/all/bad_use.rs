@@ -306,8 +306,8 @@ fn contradictory_signatures_are_refused() {
     let expected = [
         "shape, dtype and sharding must be the same",
         "shape, dtype and sharding must be the same",
-        "aliases input \"1\"; there are 0",
-        "aliases output \"weights\"; there are 0",
+        "names input \"1\"; there are 0",
+        "names output \"weights\"; there are 0",
         "is aliased twice",
         "there is no axis `y`",
         "shape, dtype and sharding must be the same",

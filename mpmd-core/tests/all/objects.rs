@@ -100,7 +100,8 @@ fn failed_call_fails_later_ones_with_its_line() {
                 let y = append.call(p, &cache, MpmdArray::scalar(x))?;
                 let moved = p.device_put(&y, stages[1].replicated())?;
                 let array = if p.process().0 == 0 { y } else { moved };
-                results.lock().unwrap().push(array.to_host().unwrap_err().to_string());
+                let error = array.to_host().unwrap_err().to_string();
+                results.lock().unwrap().push(error);
             }
             Ok(())
         });
