@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use mpmd_core::kernel::{Views, ViewsMut};
+use mpmd_core::kernel::{Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{
-    Declared, Loss, Microbatch, MicrobatchShapes, Pipeline, PlacedShape, Schedule, Stage,
-    StageSignature,
+    Loss, Microbatch, MicrobatchShapes, Passes, Pipeline, PlacedShape, Schedule, SideInput,
+    SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
@@ -26,10 +26,12 @@ struct Pass;
 /// The last stage: passes as those of `Pass`, with the loss as output.
 struct Last;
 
-fn declare<O>(out: O) -> StageSignature<O, Vec<PlacedShape>, Vec<PlacedShape>> {
-    let some = |count| (0..count).map(|_| PlacedShape::replicated(f32s([ACTIVATION]))).collect();
+fn declare<O>(out: O) -> StageSignature<O> {
+    let one = |_| PlacedShape::replicated(f32s([ACTIVATION]));
+    let some = |count: usize| (0..count).map(one).collect::<Vec<_>>();
     // The first two stay; the others are released, and two are added.
-    StageSignature::new(out, some(RESIDUALS), some(4)).keep("0", "0").keep("1", "1")
+    let signature = StageSignature::new(out).residual(some(RESIDUALS)).weight_residual(some(4));
+    signature.keep("0", "0").keep("1", "1")
 }
 
 fn write(out: &mut ViewMut<'_>) -> Result<()> {
@@ -45,52 +47,54 @@ macro_rules! passes {
         impl Stage for $stage {
             type Params = MpmdArray;
             type In = MpmdArray;
-            type Side = $side;
             type Out = $out;
-            type Residual = Vec<MpmdArray>;
-            type WeightResidual = Vec<MpmdArray>;
 
             fn infer(
                 &self,
                 _: &ShapedArray,
                 _: &ShapedArray,
-                _: &mpmd_core::kernel::Shapes<$side>,
-            ) -> Result<Declared<Self>> {
+                _: &SideShapes,
+            ) -> Result<StageSignature<Shapes<$out>>> {
                 Ok(declare($shape))
+            }
+
+            fn side(&self) -> SideInput {
+                SideInput::of::<$side>()
             }
 
             fn forward(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 _: View<'_>,
                 _: View<'_>,
-                _: Views<'_, $side>,
                 y: ViewsMut<'_, $out>,
-                mut residual: Vec<ViewMut<'_>>,
             ) -> Result<()> {
                 take(1);
+                let mut residual: Vec<ViewMut<'_>> = cx.residual_mut()?;
                 residual.iter_mut().try_for_each(write)?;
                 y.into_leaves().iter_mut().try_for_each(write)
             }
 
+            fn passes(&self) -> Passes {
+                Passes::Split
+            }
+
             fn backward_input(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 _: View<'_>,
-                _: Vec<View<'_>>,
                 _: Views<'_, $out>,
                 mut dx: Option<ViewMut<'_>>,
-                mut weight_residual: Vec<ViewMut<'_>>,
             ) -> Result<()> {
                 take(1);
                 dx.iter_mut().try_for_each(write)?;
+                let mut weight_residual: Vec<ViewMut<'_>> = cx.weight_residual_mut()?;
                 weight_residual[2..].iter_mut().try_for_each(write)
             }
 
             fn backward_weight(
                 &self,
-                _: &mut Context<'_>,
-                _: Vec<View<'_>>,
+                _: &mut StageContext<'_, '_>,
                 mut gradient: ViewMut<'_>,
             ) -> Result<()> {
                 take(1);
