@@ -79,12 +79,12 @@
 //!     }
 //! }
 //! let results = mpmd::testing::simulate(2, 2, 7, |p| {
-//!     let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
-//!     let mut put = |x: f32| p.device_put(&MpmdArray::scalar(x), stages[0].replicated());
+//!     let mesh = p.mesh(&[("stage", 2)])?.split("stage")?;
+//!     let mut put = |x: f32| p.device_put(&MpmdArray::scalar(x), mesh[0].replicated());
 //!     let (w, batch) = (put(3.0)?, vec![Microbatch::new(put(1.0)?), Microbatch::new(put(2.0)?)]);
-//!     let mut pipe = Pipeline::first(Scale, &stages[0], w)?.then(Square, &stages[1], Empty::new())?;
+//!     let mut pipe = Pipeline::first(Scale, &mesh[0], w)?.then(Square, &mesh[1], Empty::new())?;
 //!     let output = pipe.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
-//!     Ok(output.gradients[0][0].1.to_host()?.map(|gradient| gradient.to_vec::<f32>()).transpose()?)
+//!     Ok(output.gradients[0][0].1.to_host()?.map(|dw| dw.to_vec::<f32>()).transpose()?)
 //! });
 //! assert_eq!(results[0].as_ref().unwrap(), &Some(vec![30.0])); // 2 * 3 * 1 + 2 * 6 * 2
 //! ```

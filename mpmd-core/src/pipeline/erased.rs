@@ -147,13 +147,22 @@ struct Kernels<S: Stage> {
     avals: Vec<ShapedArray>,
     keeps_inputs: bool,
     forward: Jit<Forward<S>>,
-    /// The kernel of the input gradient, if the stage splits its gradients.
-    input: Option<Jit<Backward<S>>>,
-    /// The kernels of the weight gradient: for the first microbatch, and for later ones.
-    weight: [Jit<BackwardWeight<S>>; 2],
+    /// The kernels of the separate gradients, if the stage splits them.
+    split: Option<Split<S>>,
     /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
     /// later ones.
     fused: Option<[Jit<Backward<S>>; 2]>,
+}
+
+struct Split<S: Stage> {
+    input: Jit<Backward<S>>,
+    /// The kernels of the weight gradient: for the first microbatch, and for later ones.
+    weight: [Jit<BackwardWeight<S>>; 2],
+}
+
+/// Returns the error for a pass that the schedule has and the stage has no kernel for.
+fn no_kernel() -> Error {
+    Error::kernel("there is no kernel for this backward pass")
 }
 
 impl<S: Stage> ErasedStage<S> {
@@ -213,13 +222,26 @@ impl<S: Stage> ErasedStage<S> {
             let given = format!("parameters ({params}), input ({x}), side input ({side})");
             Error::kernel(format!("its `infer` refuses {given}: {why}"))
         })?;
-        match signature.keeps.first() {
-            Some((residual, _)) if signature.residual.is_none() => Err(Error::kernel(format!(
-                "its `infer` keeps residual {residual:?}, and declares no residuals: call \
-                 `.residual(…)`"
-            ))),
-            _ => Ok(signature),
+        let Some(residual) = &signature.residual else {
+            return match signature.keeps.first() {
+                None => Ok(signature),
+                Some((kept, _)) => Err(Error::kernel(format!(
+                    "its `infer` keeps residual {kept:?}, and declares no residuals: call \
+                     `.residual(…)`"
+                ))),
+            };
+        };
+        let kept = |path: &str| {
+            let leaves = residual.leaves_with_paths();
+            leaves.iter().any(|(leaf, placed)| leaf == path && placed.aval.is_object())
+        };
+        if let Some((path, _)) = signature.keeps.iter().find(|(path, _)| kept(path)) {
+            return Err(Error::kernel(format!(
+                "its `infer` keeps the object {path:?}: take it from the residual, and put it into \
+                 the weight residual"
+            )));
         }
+        Ok(signature)
     }
 
     /// Returns the stored sharding of each parameter, including those that other stages store.
@@ -279,13 +301,13 @@ impl<S: Stage> ErasedStage<S> {
                 .on(mesh)
                 .outputs(forward_outputs)
                 .build()?,
-            input: match stage.passes() {
+            split: match stage.passes() {
                 Passes::Fused => None,
-                Passes::Split | Passes::Both => {
-                    Some(backward(false, backward_outputs(weight_residual)).build()?)
-                }
+                Passes::Split | Passes::Both => Some(Split {
+                    input: backward(false, backward_outputs(weight_residual)).build()?,
+                    weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
+                }),
             },
-            weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
             fused: match self.fuses() {
                 false => None,
                 true => Some([fused().build()?, fused().donate("3").partial_sums("3").build()?]),
@@ -554,16 +576,15 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         let params: S::Params = self.for_kernels()?;
         let kernels = self.bound(kernels)?;
         let jit = match &fused {
-            None => kernels.input.as_ref(),
+            None => kernels.split.as_ref().map(|split| &split.input),
             Some(so_far) => {
                 kernels.fused.as_ref().map(|fused| &fused[usize::from(so_far.is_some())])
             }
         };
-        let none = || Error::kernel("there is no kernel for this backward pass");
         let so_far = fused.flatten().map(|so_far| so_far.into_tree("gradient")).transpose()?;
         let dy = dy.into_tree("output gradient")?;
         let inputs = (params, residual, dy, so_far, self.state.clone());
-        let y = jit.ok_or_else(none)?.call(program, inputs);
+        let y = jit.ok_or_else(no_kernel)?.call(program, inputs);
         let (dx, weight_residual, gradient) =
             y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
         let (dx, gradient) = (dx.map(Bundle::of), gradient.map(Bundle::of));
@@ -577,7 +598,8 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         weight_residual: Bundle,
         so_far: SoFar,
     ) -> Result<Bundle> {
-        let jit = &self.bound(kernels)?.weight[usize::from(so_far.is_some())];
+        let split = self.bound(kernels)?.split.as_ref().ok_or_else(no_kernel)?;
+        let jit = &split.weight[usize::from(so_far.is_some())];
         let so_far = so_far.map(|so_far| so_far.into_tree("gradient")).transpose()?;
         let gradient = jit.call(program, (weight_residual, so_far, self.state.clone()));
         let inputs = ["weight residual", "gradient so far", "state"];

@@ -164,21 +164,27 @@ impl<S: Stage> Kernel for Backward<S> {
         (dx, weight_residual, gradient): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         let mut given = Given { state, ..Given::default() };
+        let mut objects = Vec::new();
         if self.inferred.keeps_inputs {
             (given.input, given.side) = residual.into_pair().unzip();
         } else {
+            objects.clone_from(&residual.leaves);
             given.residual = Some(residual);
         }
         let stage = self.stage.name();
         let Some(gradient) = gradient else {
             given.weight_residual_mut = Some(weight_residual);
             let mut cx = StageContext { context: cx, stage, given };
-            return self.stage.backward_input(&mut cx, params, dy, dx);
+            self.stage.backward_input(&mut cx, params, dy, dx)?;
+            objects.iter().for_each(View::discard_object);
+            return Ok(());
         };
         let leaves = gradient.into_leaves();
         let gradient = gradient_of(cx, &self.inferred.params, leaves, so_far.is_none())?;
         let mut cx = StageContext { context: cx, stage, given };
-        self.stage.backward(&mut cx, params, dy, dx, gradient)
+        self.stage.backward(&mut cx, params, dy, dx, gradient)?;
+        objects.iter().for_each(View::discard_object);
+        Ok(())
     }
 
     fn name(&self) -> &str {
@@ -213,9 +219,12 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
     ) -> Result<()> {
         let leaves = gradient.into_leaves();
         let gradient = gradient_of(cx, &self.1.params, leaves, so_far.is_none())?;
+        let objects = weight_residual.leaves.clone();
         let given = Given { weight_residual: Some(weight_residual), state, ..Given::default() };
         let mut cx = StageContext { context: cx, stage: self.0.name(), given };
-        self.0.backward_weight(&mut cx, gradient)
+        self.0.backward_weight(&mut cx, gradient)?;
+        objects.iter().for_each(View::discard_object);
+        Ok(())
     }
 
     fn name(&self) -> &str {
