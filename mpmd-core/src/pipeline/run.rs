@@ -184,6 +184,8 @@ pub(super) fn compare(
     if known.as_ref() == Some(schedule) || program.recording.is_some() {
         return Ok(());
     }
+    // Before anything is issued.
+    effective(graph, schedule)?;
     let together = schedule.ranks().div_ceil(COMPARED);
     for (index, rows) in schedule.rows().chunks(together).enumerate() {
         let mut text = format!("of schedule {}:", schedule.name());

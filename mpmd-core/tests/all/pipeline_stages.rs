@@ -17,6 +17,8 @@ const RANKS: usize = 3;
 const ROWS: [usize; 4] = [2; 4];
 /// The declared bytes of an object.
 const BYTES: u64 = 8 << 10;
+/// Tolerance in bytes for the losses, which are added up one by one.
+const SMALL: u64 = 4 << 10;
 
 /// The values of a stage that exist now, and the most that have existed at once.
 #[derive(Default)]
@@ -284,21 +286,23 @@ fn declared_object_bytes_count_in_the_plan_of_memory() {
     let results = Simulation::new(1, 2).run(|p| {
         let shape = f32s([ROWS[0], WIDTH]);
         let shapes = MicrobatchShapes::new(shape.clone()).side(1, &shape);
-        let mut found = Vec::new();
+        let (mut found, mut most) = (Vec::new(), 0);
         for objects in [false, true] {
             let pipeline = small(p, &schedule, of(objects))?;
             let plan = pipeline.memory(p, &schedule, &shapes, &[])?;
             found.push(plan.of(&p.topology().device_ids()[..1]).expected);
+            most = plan.of(&p.topology().device_ids()).at_most;
         }
         let mut pipeline = small(p, &schedule, of(true))?;
         p.forget_memory_peak();
         step(p, &mut pipeline, &schedule, &ROWS)?;
-        Ok((found[0], found[1], p.memory().recent_peak))
+        assert!(p.memory().recent_peak <= most + SMALL, "{} of {most}", p.memory().recent_peak);
+        Ok((found[0], found[1]))
     });
-    let (kept, objects, _) = results.into_iter().next().unwrap().unwrap();
+    let (kept, objects) = results.into_iter().next().unwrap().unwrap();
     // GPipe holds the residuals of all microbatches.
     let all = BYTES * ROWS.len() as u64;
-    assert!(objects + 4 * 1024 >= kept + all && objects <= kept + 2 * all, "{kept}, {objects}");
+    assert!(objects + SMALL >= kept + all && objects <= kept + 2 * all, "{kept}, {objects}");
 }
 
 #[test]
