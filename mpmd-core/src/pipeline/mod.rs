@@ -206,10 +206,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 
     /// Turns recomputation of a stage on or off; off by default.
     ///
-    /// With recomputation the stage keeps its input instead of the residuals that it declares. A
-    /// stage that declares none keeps its input anyway, and nothing is recomputed. The stage runs the forward pass again right before the input gradient. Results are the same to the
+    /// With recomputation the stage keeps its input instead of the residuals that it declares. It
+    /// runs the forward pass again right before the input gradient. Results are the same to the
     /// bit. Each microbatch then holds only the input between its passes; residuals are held for
-    /// one microbatch at a time.
+    /// one microbatch at a time. A stage that declares no residuals keeps its input anyway, and
+    /// recomputes nothing.
     ///
     /// # Panics
     ///

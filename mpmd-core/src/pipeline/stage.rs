@@ -18,8 +18,8 @@ use mpmd_layout::tree::{Leaf, Structure, Tree, TreeError};
 /// [`backward`](Stage::backward). All else is optional: side inputs, residuals, state, and backward
 /// [`passes`](Stage::passes) that are split. These values are read from the [`StageContext`].
 ///
-/// Like a [`Kernel`](crate::kernel::Kernel), a stage sees the regions of one device. It may call the
-/// collectives that it declares.
+/// Like a [`Kernel`](crate::kernel::Kernel), a stage sees the regions of one device. It may call
+/// the collectives that it declares.
 pub trait Stage: Send + Sync + 'static {
     /// The parameters.
     type Params: Tree<Leaf = MpmdArray>;
