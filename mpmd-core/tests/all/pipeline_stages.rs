@@ -291,7 +291,7 @@ fn declared_object_bytes_count_in_the_plan_of_memory() {
             let pipeline = small(p, &schedule, of(objects))?;
             let plan = pipeline.memory(p, &schedule, &shapes, &[])?;
             found.push(plan.of(&p.topology().device_ids()[..1]).expected);
-            most = plan.of(&p.topology().device_ids()).at_most;
+            most = plan.of(p.topology().device_ids()).at_most;
         }
         let mut pipeline = small(p, &schedule, of(true))?;
         p.forget_memory_peak();
