@@ -45,6 +45,8 @@ pub struct StageBytes {
     /// True if the forward pass keeps no residuals and is computed again for the backward pass. Its
     /// inputs stay until then.
     pub recomputes: bool,
+    /// True if the inputs stay until the input gradient, which reads them in place of residuals.
+    pub keeps_inputs: bool,
     /// True if one kernel computes both gradients of a combined backward action, which then has no
     /// weight residuals.
     pub fuses: bool,
@@ -118,7 +120,9 @@ impl OnDevice {
     /// Raises each size in bytes to that of `other` if it is larger. Both must be of the same
     /// stage.
     pub fn widen(&mut self, other: &Self) {
-        let StageBytes { recomputes, fuses, lends_output, lends_input_gradient, .. } = self.bytes;
+        let StageBytes {
+            recomputes, keeps_inputs, fuses, lends_output, lends_input_gradient, ..
+        } = self.bytes;
         let (a, b) = (self.bytes, other.bytes);
         self.bytes = StageBytes {
             kept: a.kept.max(b.kept),
@@ -136,6 +140,7 @@ impl OnDevice {
             lends_output,
             lends_input_gradient,
             recomputes,
+            keeps_inputs,
             fuses,
         };
         for (mine, other) in self.inputs.iter_mut().zip(&other.inputs) {
@@ -238,8 +243,7 @@ pub(super) fn holds(
         let mine = |kind| of(stage, kind);
         let trains = pace.has(mine(InputPass));
         let again = pace.has(mine(Again));
-        // The last pass that reads the input of the forward pass.
-        let read = mine(if again { Again } else { Forward });
+        let read = pace.last_reader(stage, microbatch);
         hold(bytes.brought, From::Start, vec![Until::End(read)]);
         for input in inputs {
             hold(input.bytes, From::Come(of(input.from, Forward)), vec![Until::End(read)]);
@@ -257,8 +261,7 @@ pub(super) fn holds(
         }
         for output in outputs {
             let gone = output.takers.iter().map(|(taker, lends)| {
-                let again = of(*taker, Again);
-                let reads = if pace.has(again) { again } else { of(*taker, Forward) };
+                let reads = pace.last_reader(*taker, microbatch);
                 match lends {
                     false => Until::Sent(mine(Forward), of(*taker, Forward)),
                     true if pace.lane(*taker) == pace.lane(stage) => Until::End(reads),

@@ -10,6 +10,7 @@ mod ascending;
 pub mod check;
 mod costs;
 pub mod flow;
+mod fused;
 #[doc(hidden)]
 pub mod holds;
 mod lower;
@@ -26,6 +27,8 @@ pub mod timeline;
 #[doc(hidden)]
 pub use ascending::ascending;
 pub use costs::{Costs, StageCosts};
+#[doc(hidden)]
+pub use fused::fused;
 pub use holds::StageBytes;
 pub use lower::{LowerError, Lowered, lower};
 pub use memory::{StepDeviceMemory, StepMemory};

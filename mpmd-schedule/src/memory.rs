@@ -99,6 +99,7 @@ impl StepMemory {
         let of = |stage: usize| StagePace {
             lane: lanes[stage],
             recomputes: any(stage, |bytes| bytes.recomputes),
+            keeps_inputs: any(stage, |bytes| bytes.keeps_inputs),
             fuses: any(stage, |bytes| bytes.fuses),
         };
         let paces: Vec<StagePace> = (0..stages.len()).map(of).collect();

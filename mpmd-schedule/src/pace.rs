@@ -31,6 +31,7 @@ pub(super) struct StagePace {
     /// The number of the stage's lane. Passes of one lane run one at a time.
     pub(super) lane: usize,
     pub(super) recomputes: bool,
+    pub(super) keeps_inputs: bool,
     pub(super) fuses: bool,
 }
 
@@ -38,6 +39,8 @@ pub(super) struct StagePace {
 pub(super) struct Pace {
     microbatches: usize,
     lanes: Vec<usize>,
+    /// For each stage, true if its inputs stay until the input gradient.
+    keeps_inputs: Vec<bool>,
     actions: Vec<Ran>,
     /// Indices of the actions of each lane, in order.
     rows: Vec<Vec<usize>>,
@@ -69,6 +72,7 @@ impl Pace {
         let mut pace = Self {
             microbatches: count,
             lanes: stages.iter().map(|stage| stage.lane).collect(),
+            keeps_inputs: stages.iter().map(|stage| stage.keeps_inputs).collect(),
             actions: Vec::with_capacity(order.len()),
             rows: vec![Vec::new(); lanes],
             passes: vec![None; 4 * count * stages.len()],
@@ -157,6 +161,17 @@ impl Pace {
     /// Returns true if the schedule has the pass.
     pub(super) fn has(&self, pass: Pass) -> bool {
         self.timed(pass).is_some()
+    }
+
+    /// Returns the last pass that reads the input of a stage's forward pass.
+    pub(super) fn last_reader(&self, stage: usize, microbatch: usize) -> Pass {
+        let of = |kind| Pass { stage, kind, microbatch };
+        let input = of(PassKind::Input);
+        if self.keeps_inputs[stage] && self.has(input) {
+            return input;
+        }
+        let again = of(PassKind::Again);
+        if self.has(again) { again } else { of(PassKind::Forward) }
     }
 
     /// Returns the expected (start, end) of the pass, in the unit of `PASS`; (0, 0) if the schedule

@@ -32,92 +32,61 @@
 //!
 //! # A pipeline of two stages
 //!
-//! A [`Stage`](pipeline::Stage) has a forward pass, and a backward pass in two parts. A
+//! A [`Stage`](pipeline::Stage) has a forward and a backward pass. A
 //! [`Schedule`](pipeline::Schedule) says in which order each rank runs them. This program trains
-//! `loss = (x * w0 * w1 - label)²`, each weight on a process of its own. [`testing::simulate`] runs
-//! both processes in one:
+//! `loss = (x * w)²`, each stage on a process of its own. [`testing::simulate`] runs both processes
+//! in one:
 //!
 //! ```
 //! use mpmd::{aval::ShapedArray as Shape, pipeline::*, prelude::*, tree::Empty};
-//!
 //! struct Scale; // y = x * w
 //! impl Stage for Scale {
-//!     type Params = MpmdArray;
-//!     type In = MpmdArray;
-//!     type Side = Empty<MpmdArray>;
-//!     type Out = MpmdArray;
-//!     type Residual = MpmdArray; // x, for the gradient of w
-//!     type WeightResidual = MpmdArray; // the gradient of w
-//!     fn infer(&self, _: &Shape, x: &Shape, _: &Empty<Shape>) -> Result<Declared<Self>> {
-//!         let like_x = PlacedShape::replicated(x.clone());
-//!         Ok(StageSignature::new(x.clone(), like_x.clone(), like_x))
+//!     type Params = MpmdArray; type In = MpmdArray; type Out = MpmdArray;
+//!     fn infer(&self, _: &Shape, x: &Shape, _: &SideShapes) -> Result<StageSignature<Shape>> {
+//!         Ok(StageSignature::new(x.clone()))
 //!     }
-//!     fn forward(
-//!         &self, _: &mut Context, w: View, x: View, _: Empty<View>, mut y: ViewMut, mut r: ViewMut
+//!     fn forward(&self, _: &mut StageContext, w: View, x: View, mut y: ViewMut) -> Result<()> {
+//!         Ok(y.fill(x.scalar::<f32>()? * w.scalar::<f32>()?)?)
+//!     }
+//!     fn backward(
+//!         &self, cx: &mut StageContext, w: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut
 //!     ) -> Result<()> {
-//!         y.fill(x.scalar::<f32>()? * w.scalar::<f32>()?)?;
-//!         Ok(r.fill(x.scalar::<f32>()?)?)
-//!     }
-//!     fn backward_input(
-//!         &self, _: &mut Context, w: View, x: View, dy: View, dx: Option<ViewMut>, mut dw: ViewMut
-//!     ) -> Result<()> {
-//!         dw.fill(dy.scalar::<f32>()? * x.scalar::<f32>()?)?;
-//!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(dy.scalar::<f32>()? * w.scalar::<f32>()?)?))
-//!     }
-//!     fn backward_weight(&self, _: &mut Context, dw: View, mut gradient: ViewMut) -> Result<()> {
-//!         Ok(gradient.fill(gradient.as_slice::<f32>()?[0] + dw.scalar::<f32>()?)?)
+//!         let (x, dy): (View, f32) = (cx.input()?, dy.scalar()?);
+//!         dw.as_mut_slice::<f32>()?[0] += x.scalar::<f32>()? * dy;
+//!         dx.map_or(Ok(()), |mut dx| Ok(dx.fill(w.scalar::<f32>()? * dy)?))
 //!     }
 //! }
-//!
-//! struct Square; // loss = (x * w - label)²
+//! struct Square; // loss = y²
 //! impl Stage for Square {
-//!     type Params = MpmdArray;
-//!     type In = MpmdArray;
-//!     type Side = MpmdArray; // the label
-//!     type Out = Loss<MpmdArray>;
-//!     type Residual = (MpmdArray, MpmdArray); // x and dy, the gradient of y = x * w
-//!     type WeightResidual = MpmdArray;
-//!     fn infer(&self, _: &Shape, x: &Shape, _: &Shape) -> Result<Declared<Self>> {
-//!         let like_x = PlacedShape::replicated(x.clone());
-//!         let loss = Loss { sum: f32s([]), weight: f32s([]) };
-//!         Ok(StageSignature::new(loss, (like_x.clone(), like_x.clone()), like_x))
+//!     type Params = Empty<MpmdArray>; type In = MpmdArray; type Out = Loss<MpmdArray>;
+//!     fn infer(
+//!         &self, _: &Empty<Shape>, _: &Shape, _: &SideShapes
+//!     ) -> Result<StageSignature<Loss<Shape>>> {
+//!         Ok(StageSignature::new(Loss { sum: f32s([]), weight: f32s([]) }))
 //!     }
 //!     fn forward(
-//!         &self, _: &mut Context, w: View, x: View, label: View, mut loss: Loss<ViewMut>,
-//!         (mut rx, mut dy): (ViewMut, ViewMut)
+//!         &self, _: &mut StageContext, _: Empty<View>, y: View, mut loss: Loss<ViewMut>
 //!     ) -> Result<()> {
-//!         let error = x.scalar::<f32>()? * w.scalar::<f32>()? - label.scalar::<f32>()?;
-//!         loss.sum.fill(error * error)?;
 //!         loss.weight.fill(1.0f32)?;
-//!         rx.fill(x.scalar::<f32>()?)?;
-//!         Ok(dy.fill(2.0 * error)?)
+//!         Ok(loss.sum.fill(y.scalar::<f32>()?.powi(2))?)
 //!     }
-//!     fn backward_input(
-//!         &self, cx: &mut Context, w: View, (x, dy): (View, View), _: Loss<View>,
-//!         dx: Option<ViewMut>, dw: ViewMut
+//!     fn backward(
+//!         &self, cx: &mut StageContext, _: Empty<View>, dloss: Loss<View>, dy: Option<ViewMut>,
+//!         _: Empty<ViewMut>
 //!     ) -> Result<()> {
-//!         Scale.backward_input(cx, w, x, dy, dx, dw)
-//!     }
-//!     fn backward_weight(&self, cx: &mut Context, dw: View, gradient: ViewMut) -> Result<()> {
-//!         Scale.backward_weight(cx, dw, gradient)
+//!         let dy_dloss = 2.0 * cx.input::<View>()?.scalar::<f32>()? * dloss.sum.scalar::<f32>()?;
+//!         dy.map_or(Ok(()), |mut dy| Ok(dy.fill(dy_dloss)?))
 //!     }
 //! }
-//!
 //! let results = mpmd::testing::simulate(2, 2, 7, |p| {
-//!     let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
-//!     let mut put = |value: f32, stage: usize| {
-//!         p.device_put(&MpmdArray::from_slice(&[1], &[value])?, stages[stage].replicated())
-//!     };
-//!     let (w0, w1) = (put(2.0, 0)?, put(3.0, 1)?);
-//!     let first = Microbatch::new(put(1.0, 0)?).side(1, put(5.0, 1)?);
-//!     let second = Microbatch::new(put(2.0, 0)?).side(1, put(11.0, 1)?);
-//!     let mut pipeline = Pipeline::first(Scale, &stages[0], w0)?.then(Square, &stages[1], w1)?;
-//!     let output = pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, vec![first, second])?;
-//!     let gradient = output.gradients[p.process().index()][0].1.to_host()?;
-//!     Ok(gradient.expect("each process owns one stage").to_vec::<f32>()?)
+//!     let mesh = p.mesh(&[("stage", 2)])?.split("stage")?;
+//!     let mut put = |x: f32| p.device_put(&MpmdArray::scalar(x), mesh[0].replicated());
+//!     let (w, batch) = (put(3.0)?, vec![Microbatch::new(put(1.0)?), Microbatch::new(put(2.0)?)]);
+//!     let mut pipe = Pipeline::first(Scale, &mesh[0], w)?.then(Square, &mesh[1], Empty::new())?;
+//!     let output = pipe.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
+//!     Ok(output.gradients[0][0].1.to_host()?.map(|dw| dw.to_vec::<f32>()).transpose()?)
 //! });
-//! assert_eq!(results[0].as_ref().unwrap(), &[18.0]); // 2 * 1 * 3 * 1 + 2 * 1 * 3 * 2
-//! assert_eq!(results[1].as_ref().unwrap(), &[12.0]); // 2 * 1 * 2 + 2 * 1 * 4
+//! assert_eq!(results[0].as_ref().unwrap(), &Some(vec![30.0])); // 2 * 3 * 1 + 2 * 6 * 2
 //! ```
 //!
 //! # Errors
@@ -283,8 +252,8 @@ pub mod pipeline {
     //! need.
 
     pub use mpmd_core::pipeline::{
-        Declared, Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Stage,
-        StageSignature, StepOutput,
+        Loss, Microbatch, MicrobatchShapes, ParamSharding, Passes, Pipeline, PlacedShape,
+        SideInput, SideShapes, Stage, StageContext, StageSignature, StepOutput,
     };
     pub use mpmd_schedule::{
         Action, ActionKind, Builtin, Schedule, StepDeviceMemory, StepMemory, Text,

@@ -2,9 +2,10 @@
 
 use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Views, ViewsMut};
-use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
+use mpmd_core::pipeline::{
+    Loss, Passes, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageSignature,
+};
 use mpmd_core::prelude::*;
-use mpmd_layout::tree::Empty;
 
 use super::gpu;
 use super::mlp::{self, Shape, Weights};
@@ -45,7 +46,7 @@ fn declare<O>(
     layers: &[Layer<ShapedArray>],
     x: &ShapedArray,
     out: O,
-) -> Result<StageSignature<O, Kept<PlacedShape>, Gradients<PlacedShape>>> {
+) -> Result<StageSignature<O>> {
     let Shape { dim, rows, .. } = *shape;
     let fits = |layer: &Layer<ShapedArray>| layer.w == f32s([dim, dim]) && layer.b == f32s([dim]);
     if *x != f32s([rows, dim])
@@ -60,7 +61,8 @@ fn declare<O>(
     let placed = || PlacedShape::replicated(x.clone());
     let each = || layers.iter().map(|_| placed()).collect::<Vec<_>>();
     let last = layers.len() - 1;
-    let signature = StageSignature::new(out, (each(), placed()), (each(), each()));
+    let signature =
+        StageSignature::new(out).residual((each(), placed())).weight_residual((each(), each()));
     let signature = (0..=last)
         .fold(signature, |signature, at| signature.keep(format!("0/{at}"), format!("0/{at}")));
     Ok(signature.keep("1", format!("1/{last}")))
@@ -125,29 +127,25 @@ fn statics(shape: &Shape) -> Vec<u64> {
 impl Stage for Middle {
     type Params = Layers<MpmdArray>;
     type In = MpmdArray;
-    type Side = Empty<MpmdArray>;
     type Out = MpmdArray;
-    type Residual = Kept<MpmdArray>;
-    type WeightResidual = Gradients<MpmdArray>;
 
     fn infer(
         &self,
         layers: &Layers<ShapedArray>,
         x: &ShapedArray,
-        _: &Empty<ShapedArray>,
-    ) -> Result<Declared<Self>> {
+        _: &SideShapes,
+    ) -> Result<StageSignature<ShapedArray>> {
         declare(&self.0, layers, x, x.clone())
     }
 
     fn forward(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         layers: Layers<View<'_>>,
         x: View<'_>,
-        _: Empty<View<'_>>,
         mut y: ViewMut<'_>,
-        (mut inputs, mut output): Kept<ViewMut<'_>>,
     ) -> Result<()> {
+        let (mut inputs, mut output): Kept<ViewMut<'_>> = cx.residual_mut()?;
         if let Some(cuda) = cx.cuda() {
             gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
             return cuda.copy(&output, &mut y);
@@ -166,13 +164,12 @@ impl Stage for Middle {
 
     fn backward_input(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         layers: Layers<View<'_>>,
-        _: Kept<View<'_>>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
-        mut kept: Gradients<ViewMut<'_>>,
     ) -> Result<()> {
+        let mut kept: Gradients<ViewMut<'_>> = cx.weight_residual_mut()?;
         if let Some(output) = kept.1.last_mut() {
             match cx.cuda() {
                 Some(cuda) => gpu::through_relu(cuda, &self.0, output, &dy)?,
@@ -184,11 +181,14 @@ impl Stage for Middle {
 
     fn backward_weight(
         &self,
-        cx: &mut Context<'_>,
-        kept: Gradients<View<'_>>,
+        cx: &mut StageContext<'_, '_>,
         gradient: Layers<ViewMut<'_>>,
     ) -> Result<()> {
-        backward_weight(cx, &self.0, kept, gradient)
+        backward_weight(cx, &self.0, cx.weight_residual()?, gradient)
+    }
+
+    fn passes(&self) -> Passes {
+        Passes::Split
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -203,18 +203,16 @@ impl Stage for Middle {
 impl Stage for Last {
     type Params = Layers<MpmdArray>;
     type In = MpmdArray;
-    type Side = MpmdArray;
     type Out = Loss<MpmdArray>;
-    type Residual = Kept<MpmdArray>;
-    type WeightResidual = Gradients<MpmdArray>;
 
     fn infer(
         &self,
         layers: &Layers<ShapedArray>,
         x: &ShapedArray,
-        labels: &ShapedArray,
-    ) -> Result<Declared<Self>> {
-        if labels != x {
+        side: &SideShapes,
+    ) -> Result<StageSignature<Loss<ShapedArray>>> {
+        let labels: ShapedArray = side.tree()?;
+        if labels != *x {
             return Err(Error::kernel(format!("labels {labels} of {x}")));
         }
         declare(&self.0, layers, x, Loss { sum: f32s([]), weight: f32s([]) })
@@ -222,13 +220,13 @@ impl Stage for Last {
 
     fn forward(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         layers: Layers<View<'_>>,
         x: View<'_>,
-        labels: View<'_>,
         mut loss: Loss<ViewMut<'_>>,
-        (mut inputs, mut output): Kept<ViewMut<'_>>,
     ) -> Result<()> {
+        let labels: View<'_> = cx.side()?;
+        let (mut inputs, mut output): Kept<ViewMut<'_>> = cx.residual_mut()?;
         if let Some(cuda) = cx.cuda() {
             gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
             return gpu::loss(cuda, &self.0, &mut output, &labels, &mut loss.sum, &mut loss.weight);
@@ -248,13 +246,12 @@ impl Stage for Last {
 
     fn backward_input(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         layers: Layers<View<'_>>,
-        _: Kept<View<'_>>,
         loss: Views<'_, Loss<MpmdArray>>,
         dx: Option<ViewMut<'_>>,
-        mut kept: Gradients<ViewMut<'_>>,
     ) -> Result<()> {
+        let mut kept: Gradients<ViewMut<'_>> = cx.weight_residual_mut()?;
         if let Some(output) = kept.1.last_mut() {
             match cx.cuda() {
                 Some(cuda) => gpu::scale(cuda, &self.0, &loss.sum, output)?,
@@ -269,11 +266,18 @@ impl Stage for Last {
 
     fn backward_weight(
         &self,
-        cx: &mut Context<'_>,
-        kept: Gradients<View<'_>>,
+        cx: &mut StageContext<'_, '_>,
         gradient: Layers<ViewMut<'_>>,
     ) -> Result<()> {
-        backward_weight(cx, &self.0, kept, gradient)
+        backward_weight(cx, &self.0, cx.weight_residual()?, gradient)
+    }
+
+    fn passes(&self) -> Passes {
+        Passes::Split
+    }
+
+    fn side(&self) -> SideInput {
+        SideInput::of::<MpmdArray>()
     }
 
     fn statics(&self) -> Vec<u64> {

@@ -4,9 +4,8 @@
 use std::time::{Duration, Instant};
 
 use mpmd_core::kernel::{Views, ViewsMut};
-use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
-use mpmd_core::prelude::*;
-use mpmd_layout::tree::Empty;
+use mpmd_core::pipeline::{Loss, PlacedShape, SideShapes, Stage, StageContext, StageSignature};
+use mpmd_core::{pipeline, prelude::*};
 use mpmd_schedule::StageCosts;
 
 /// The lengths of a stage's passes in seconds.
@@ -15,6 +14,13 @@ pub(super) struct Passes {
     pub(super) costs: StageCosts,
     /// True if a schedule's combined backward pass runs as one pass that yields both gradients.
     pub(super) fused: bool,
+}
+
+impl Passes {
+    /// Returns the backward passes that a stage implements.
+    fn passes(&self) -> pipeline::Passes {
+        if self.fused { pipeline::Passes::Both } else { pipeline::Passes::Split }
+    }
 }
 
 /// A stage other than the last, with passes that only wait.
@@ -42,9 +48,9 @@ fn wait(seconds: f64) {
 
 /// Returns the signature of a stage with the output `out`. The stage keeps its input `x` for both
 /// gradients.
-fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O, PlacedShape, PlacedShape> {
+fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O> {
     let kept = || PlacedShape::replicated(x.clone());
-    StageSignature::new(out, kept(), kept()).keep("", "")
+    StageSignature::new(out).residual(kept()).weight_residual(kept()).keep("", "")
 }
 
 fn words(Passes { costs, fused }: &Passes) -> Vec<u64> {
@@ -75,65 +81,57 @@ fn backward_weight(costs: &StageCosts, kept: &View<'_>, mut sum: ViewMut<'_>) ->
 impl Stage for Waits {
     type Params = MpmdArray;
     type In = MpmdArray;
-    type Side = Empty<MpmdArray>;
     type Out = MpmdArray;
-    type Residual = MpmdArray;
-    type WeightResidual = MpmdArray;
 
     fn infer(
         &self,
         _: &ShapedArray,
         x: &ShapedArray,
-        _: &Empty<ShapedArray>,
-    ) -> Result<Declared<Self>> {
+        _: &SideShapes,
+    ) -> Result<StageSignature<ShapedArray>> {
         Ok(declared(x, x.clone()))
     }
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         _: View<'_>,
         x: View<'_>,
-        _: Empty<View<'_>>,
         mut y: ViewMut<'_>,
-        mut kept: ViewMut<'_>,
     ) -> Result<()> {
-        forward(&self.0.costs, &x, &mut kept)?;
+        forward(&self.0.costs, &x, &mut cx.residual_mut()?)?;
         y.as_mut_slice::<f32>()?.copy_from_slice(x.as_slice()?);
         Ok(())
     }
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
-        _: View<'_>,
+        _: &mut StageContext<'_, '_>,
         _: View<'_>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
-        _: ViewMut<'_>,
     ) -> Result<()> {
         backward_input(&self.0.costs, dy.as_slice::<f32>()?[0], dx)
     }
 
-    fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
-        backward_weight(&self.0.costs, &kept, sum)
+    fn backward_weight(&self, cx: &mut StageContext<'_, '_>, sum: ViewMut<'_>) -> Result<()> {
+        backward_weight(&self.0.costs, &cx.weight_residual()?, sum)
     }
 
-    fn fuses_backward(&self) -> bool {
-        self.0.fused
+    fn passes(&self) -> pipeline::Passes {
+        self.0.passes()
     }
 
     fn backward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         _: View<'_>,
-        kept: View<'_>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
         sum: ViewMut<'_>,
     ) -> Result<()> {
         backward_input(&self.0.costs, dy.as_slice::<f32>()?[0], dx)?;
-        backward_weight(&self.0.costs, &kept, sum)
+        backward_weight(&self.0.costs, &cx.residual()?, sum)
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -144,30 +142,25 @@ impl Stage for Waits {
 impl Stage for WaitsLast {
     type Params = MpmdArray;
     type In = MpmdArray;
-    type Side = Empty<MpmdArray>;
     type Out = Loss<MpmdArray>;
-    type Residual = MpmdArray;
-    type WeightResidual = MpmdArray;
 
     fn infer(
         &self,
         _: &ShapedArray,
         x: &ShapedArray,
-        _: &Empty<ShapedArray>,
-    ) -> Result<Declared<Self>> {
+        _: &SideShapes,
+    ) -> Result<StageSignature<Loss<ShapedArray>>> {
         Ok(declared(x, Loss { sum: f32s([]), weight: f32s([]) }))
     }
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         _: View<'_>,
         x: View<'_>,
-        _: Empty<View<'_>>,
         mut loss: ViewsMut<'_, Loss<MpmdArray>>,
-        mut kept: ViewMut<'_>,
     ) -> Result<()> {
-        forward(&self.0.costs, &x, &mut kept)?;
+        forward(&self.0.costs, &x, &mut cx.residual_mut()?)?;
         loss.sum.fill(x.as_slice::<f32>()?[0])?;
         loss.weight.fill(1.0f32)?;
         Ok(())
@@ -175,35 +168,32 @@ impl Stage for WaitsLast {
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
-        _: View<'_>,
+        _: &mut StageContext<'_, '_>,
         _: View<'_>,
         loss: Views<'_, Loss<MpmdArray>>,
         dx: Option<ViewMut<'_>>,
-        _: ViewMut<'_>,
     ) -> Result<()> {
         backward_input(&self.0.costs, loss.sum.scalar::<f32>()?, dx)
     }
 
-    fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
-        backward_weight(&self.0.costs, &kept, sum)
+    fn backward_weight(&self, cx: &mut StageContext<'_, '_>, sum: ViewMut<'_>) -> Result<()> {
+        backward_weight(&self.0.costs, &cx.weight_residual()?, sum)
     }
 
-    fn fuses_backward(&self) -> bool {
-        self.0.fused
+    fn passes(&self) -> pipeline::Passes {
+        self.0.passes()
     }
 
     fn backward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         _: View<'_>,
-        kept: View<'_>,
         dy: Views<'_, Loss<MpmdArray>>,
         dx: Option<ViewMut<'_>>,
         sum: ViewMut<'_>,
     ) -> Result<()> {
         backward_input(&self.0.costs, dy.sum.scalar::<f32>()?, dx)?;
-        backward_weight(&self.0.costs, &kept, sum)
+        backward_weight(&self.0.costs, &cx.residual()?, sum)
     }
 
     fn statics(&self) -> Vec<u64> {

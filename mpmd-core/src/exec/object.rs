@@ -160,6 +160,15 @@ impl ObjectCell {
         }
     }
 
+    /// Drops the value, unless it was taken out or is in use.
+    pub(crate) fn discard(&self) {
+        let Some(mut content) = self.content.try_lock() else { return };
+        let (value, memory) = (content.value.take(), std::mem::take(&mut content.memory));
+        drop(content);
+        drop(value);
+        drop(memory);
+    }
+
     fn wrong_type<T>(&self) -> ViewError {
         ViewError::ObjectType { asked: std::any::type_name::<T>(), found: self.type_name }
     }

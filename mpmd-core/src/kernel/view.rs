@@ -171,6 +171,13 @@ impl<'a> View<'a> {
         self.object.ok_or(ViewError::NoObject)?.take()
     }
 
+    /// Drops the object of this input, if it has one that nobody uses.
+    pub(crate) fn discard_object(&self) {
+        if let Some(cell) = self.object {
+            cell.discard();
+        }
+    }
+
     /// Returns the values, row-major with shape [`View::shape`].
     ///
     /// # Errors

@@ -3,18 +3,16 @@
 
 use std::sync::Arc;
 
-use super::kernels::{
-    AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, FusedBackward,
-    Inferred,
-};
+use super::bundle::Bundle;
+use super::kernels::{Backward, BackwardWeight, Forward, Inferred};
 use super::param_sharding::{ParamSharding, put_each};
-use super::shapes::{ShapeBundle, StageShapes};
-use super::stage::{Declared, PlacedShape, Stage};
-use crate::api::jit::Jit;
+use super::shapes::StageShapes;
+use super::stage::{Passes, PlacedShape, SideShapes, Stage, StageSignature};
+use crate::api::jit::{Jit, JitBuilder};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::kernel::Shapes;
+use crate::kernel::{Kernel, Shapes};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
@@ -25,36 +23,29 @@ use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 const LISTED: usize = 4;
 
 /// Names for the elements of the input tuple of the input gradient's pass.
-const BACKWARD_INPUTS: [&str; 3] = ["parameter", "residual", "output gradient"];
+const BACKWARD_INPUTS: [&str; 5] =
+    ["parameter", "residual", "output gradient", "gradient so far", "state"];
 
-/// A tree of arrays without its type. Only the stage knows the type.
-#[derive(Clone)]
-pub(super) struct Bundle {
-    pub(super) structure: Structure,
-    pub(super) leaves: Vec<MpmdArray>,
+/// Names for the elements of its output tuple.
+const BACKWARD_OUTPUTS: [&str; 3] = ["input gradient", "weight residual", "gradient"];
+
+/// The results of a forward pass.
+pub(super) struct Forwarded {
+    pub(super) y: Bundle,
+    /// The declared residuals; `None` if the stage keeps its inputs and side inputs instead.
+    pub(super) residual: Option<Bundle>,
+    /// Index of the kernel set for these shapes.
+    pub(super) kernels: usize,
 }
 
-impl Bundle {
-    pub(super) fn of<T: Tree<Leaf = MpmdArray>>(tree: T) -> Self {
-        Self { structure: tree.structure(), leaves: tree.into_leaves() }
-    }
-
-    /// Returns the arrays as a tree of type `T`. An error calls the tree by the given name.
-    pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, value: &str) -> Result<T> {
-        let wrong =
-            |why| Error::kernel(format!("its {value} is not the tree that its type takes: {why}"));
-        T::from_leaves(&self.structure, self.leaves).map_err(wrong)
-    }
-
-    /// Transfers all arrays to the sharding `to`. Arrays that have it already cost nothing.
-    pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
-        let to = vec![to.clone(); self.leaves.len()];
-        Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
-    }
+/// The results of a pass that computes the input gradient.
+pub(super) struct BackwardOutput {
+    /// The gradient of the input; `None` on the first stage.
+    pub(super) dx: Option<Bundle>,
+    pub(super) weight_residual: Bundle,
+    /// The gradients of the parameters, if the pass is fused.
+    pub(super) gradient: Option<Bundle>,
 }
-
-/// Gradients of a stage: (of its input, `None` on the first stage; of its parameters).
-pub(super) type Both = (Option<Bundle>, Bundle);
 
 /// A stage with its type erased, as the runner sees it.
 pub(super) trait AnyStage: Send {
@@ -85,7 +76,10 @@ pub(super) trait AnyStage: Send {
     fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError>;
     /// Returns the shapes of all arrays of the stage for inputs `x` and side inputs `side` of these
     /// shapes.
-    fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
+    fn shapes(&self, x: &Bundle<ShapedArray>, side: &Bundle<ShapedArray>) -> Result<StageShapes>;
+    /// Sets the object that every pass of the stage has. It must be on the stage's mesh.
+    fn set_state(&mut self, state: &MpmdArray) -> Result<()>;
+    fn passes(&self) -> Passes;
     /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as
     /// they are.
     fn store(&mut self, storage: ParamSharding) -> Result<()>;
@@ -95,45 +89,31 @@ pub(super) trait AnyStage: Send {
     /// `release`. `tied` are (leaf index, array) of the parameters that other stages store.
     fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()>;
     fn release(&mut self);
-    /// Runs the forward pass. Returns (outputs, residuals, index of the kernel set for these
-    /// shapes).
-    fn forward(
-        &mut self,
-        program: &mut Program,
-        x: Bundle,
-        side: Bundle,
-    ) -> Result<(Bundle, Bundle, usize)>;
-    /// Runs the input gradient. Returns (input gradients, weight residuals); the first is `None` on
-    /// the first stage.
-    fn backward_input(
+    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<Forwarded>;
+    /// Runs the input gradient. With `fused`, the same kernel computes the gradients of the
+    /// parameters, and adds them to those so far. `kernels` is the index that the forward pass
+    /// returned.
+    fn backward(
         &mut self,
         program: &mut Program,
         kernels: usize,
-        residual: Bundle,
-        dy: Bundle,
-    ) -> Result<(Option<Bundle>, Bundle)>;
-    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch. `kernels`
-    /// is the index that the forward pass returned.
+        residual_and_dy: (Bundle, Bundle),
+        fused: Option<SoFar>,
+    ) -> Result<BackwardOutput>;
+    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
     fn backward_weight(
         &mut self,
         program: &mut Program,
         kernels: usize,
         weight_residual: Bundle,
-        so_far: Option<Bundle>,
+        so_far: SoFar,
     ) -> Result<Bundle>;
     /// Returns true if one kernel computes both gradients of a combined backward action.
     fn fuses(&self) -> bool;
-    /// Runs the kernel that computes both gradients. The gradients of the parameters are added to
-    /// `so_far`.
-    fn backward(
-        &mut self,
-        program: &mut Program,
-        kernels: usize,
-        residual: Bundle,
-        dy: Bundle,
-        so_far: Option<Bundle>,
-    ) -> Result<Both>;
 }
+
+/// Gradients of a stage's parameters so far; `None` before the first microbatch.
+pub(super) type SoFar = Option<Bundle>;
 
 /// Shape and sharding of a parameter.
 pub(super) struct ParamPlace {
@@ -156,8 +136,8 @@ pub(super) struct ErasedStage<S: Stage> {
     /// Parameters in the shardings that kernels compute with, from `gather` to `release`.
     gathered: Option<Vec<MpmdArray>>,
     first: bool,
-    /// The error for a missing side input; `None` if the stage needs none.
-    needs_side: Option<TreeError>,
+    /// The object that every pass of the stage has.
+    state: Option<MpmdArray>,
     /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
     /// comes. Shapes of residuals are known only then.
     kernels: Vec<Kernels<S>>,
@@ -165,17 +145,24 @@ pub(super) struct ErasedStage<S: Stage> {
 
 struct Kernels<S: Stage> {
     avals: Vec<ShapedArray>,
+    keeps_inputs: bool,
     forward: Jit<Forward<S>>,
-    backward: Backward<S>,
-    weight: Jit<BackwardWeight<S>>,
-    add_weight: Jit<AddBackwardWeight<S>>,
-    /// (for the first microbatch, for later ones), if the stage fuses its backward passes.
-    fused: Option<[Jit<FusedBackward<S>>; 2]>,
+    /// The kernels of the separate gradients, if the stage splits them.
+    split: Option<Split<S>>,
+    /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
+    /// later ones.
+    fused: Option<[Jit<Backward<S>>; 2]>,
 }
 
-enum Backward<S: Stage> {
-    First(Jit<BackwardFirst<S>>),
-    Later(Jit<BackwardInput<S>>),
+struct Split<S: Stage> {
+    input: Jit<Backward<S>>,
+    /// The kernels of the weight gradient: for the first microbatch, and for later ones.
+    weight: [Jit<BackwardWeight<S>>; 2],
+}
+
+/// Returns the error for a pass that the schedule has and the stage has no kernel for.
+fn no_kernel() -> Error {
+    Error::kernel("there is no kernel for this backward pass")
 }
 
 impl<S: Stage> ErasedStage<S> {
@@ -183,7 +170,7 @@ impl<S: Stage> ErasedStage<S> {
         let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
             let here = param.sharding().filter(|sharding| is_on(sharding, mesh));
-            let Some(sharding) = here else { return Err(not_here(&path, param, mesh)) };
+            let Some(sharding) = here else { return Err(param_not_here(&path, param, mesh)) };
             places.push(ParamPlace { aval: param.aval().clone(), sharding: sharding.clone() });
         }
         Ok(Self {
@@ -197,14 +184,14 @@ impl<S: Stage> ErasedStage<S> {
             storage: None,
             gathered: None,
             first,
-            needs_side: fits::<S::Side>(&Structure::sequence([])).err(),
+            state: None,
             kernels: Vec::new(),
         })
     }
 
     /// Returns the index of the kernel set for microbatches of these shapes, and builds it if it is
     /// new.
-    fn kernels(&mut self, program: &Program, x: &S::In, side: &S::Side) -> Result<usize> {
+    fn kernels(&mut self, program: &Program, x: &S::In, side: &Bundle) -> Result<usize> {
         let leaves = || x.leaves().into_iter().chain(side.leaves());
         let known = |kernels: &Kernels<S>| leaves().map(MpmdArray::aval).eq(&kernels.avals);
         if let Some(known) = self.kernels.iter().position(known) {
@@ -227,13 +214,34 @@ impl<S: Stage> ErasedStage<S> {
         &self,
         params: &Shapes<S::Params>,
         x: &Shapes<S::In>,
-        side: &Shapes<S::Side>,
-    ) -> Result<Declared<S>> {
-        self.stage.infer(params, x, side).map_err(|why| {
-            let (params, x, side) = (listed(params), listed(x), listed(side));
+        side: Bundle<ShapedArray>,
+    ) -> Result<StageSignature<Shapes<S::Out>>> {
+        let side = SideShapes(side);
+        let signature = self.stage.infer(params, x, &side).map_err(|why| {
+            let (params, x, side) = (listed(params), listed(x), listed(&side.0));
             let given = format!("parameters ({params}), input ({x}), side input ({side})");
             Error::kernel(format!("its `infer` refuses {given}: {why}"))
-        })
+        })?;
+        let Some(residual) = &signature.residual else {
+            return match signature.keeps.first() {
+                None => Ok(signature),
+                Some((kept, _)) => Err(Error::kernel(format!(
+                    "its `infer` keeps residual {kept:?}, and declares no residuals: call \
+                     `.residual(…)`"
+                ))),
+            };
+        };
+        let kept = |path: &str| {
+            let leaves = residual.leaves_with_paths();
+            leaves.iter().any(|(leaf, placed)| leaf == path && placed.aval.is_object())
+        };
+        if let Some((path, _)) = signature.keeps.iter().find(|(path, _)| kept(path)) {
+            return Err(Error::kernel(format!(
+                "its `infer` keeps the object {path:?}: take it from the residual, and put it into \
+                 the weight residual"
+            )));
+        }
+        Ok(signature)
     }
 
     /// Returns the stored sharding of each parameter, including those that other stages store.
@@ -245,83 +253,69 @@ impl<S: Stage> ErasedStage<S> {
         &self,
         program: &Program,
         x: &S::In,
-        side: &S::Side,
+        side: &Bundle,
         avals: Vec<ShapedArray>,
     ) -> Result<Kernels<S>> {
         let params = self.param_shapes()?;
         let x: Shapes<S::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
-        let side: Shapes<S::Side> = side.map_ref(&mut |leaf| leaf.aval().clone());
-        let signature = self.infer(&params, &x, &side)?;
-        let residual = self.shardings(&signature.residual);
-        let weight_residual = self.shardings(&signature.weight_residual);
+        let signature = self.infer(&params, &x, side.map_ref(&mut |leaf| leaf.aval().clone()))?;
+        let keeps_inputs = signature.residual.is_none();
+        let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let places: Vec<Sharding> = match &self.storage {
             Some(storage) => storage.gradients().to_vec(),
             None => self.stored(),
         };
-        let partial = places.iter().any(|place| !place.unreduced_axes().is_empty());
-        let places = <S::Params as Tree>::With::<Sharding>::from_leaves(&self.structure, places)?;
-        let gradient = PrefixTree::of(&places);
-        // Each pass is the last reader of the residuals of the pass before, so it takes them as
-        // donations.
-        let residuals = donated(&signature.residual, "1");
-        let weights = donated(&signature.weight_residual, "");
+        let gradient =
+            PrefixTree::of(&Bundle { structure: self.structure.clone(), leaves: places });
+        let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
+        let weight_residual = self.shardings(&signature.weight_residual);
+        let forward_outputs = PrefixTree::from((output, self.shardings(&residual)));
+        let backward_outputs = |weight| PrefixTree::from((input.clone(), weight, gradient.clone()));
         let inferred = Arc::new(Inferred {
-            params: Flat::of(&params),
-            x: Flat::of(&x),
-            weight_residual: Flat::of_placed(&signature.weight_residual),
+            params: Bundle::of(params),
+            x: Bundle::of(x),
+            keeps_inputs,
+            weight_residual: signature.weight_residual,
             keeps: signature.keeps,
             backward_input: signature.backward_input,
         });
-        let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
-        let pair = |first: &PrefixTree<Sharding>, second: &PrefixTree<Sharding>| {
-            PrefixTree::Node(vec![
-                ("0".to_owned(), first.clone()),
-                ("1".to_owned(), second.clone()),
-            ])
-        };
         let (stage, mesh) = (&self.stage, &self.mesh);
-        let forward = program
-            .jit(Forward(stage.clone()))
-            .on(mesh)
-            .outputs(pair(&output, &residual))
-            .build()?;
-        let backward = if self.first {
-            let jit = program.jit(BackwardFirst(stage.clone(), inferred.clone()));
-            let jit = jit.on(mesh).outputs(weight_residual.clone());
-            Backward::First(residuals.iter().fold(jit, |jit, path| jit.donate(*path)).build()?)
-        } else {
-            let jit = program.jit(BackwardInput(stage.clone(), inferred.clone()));
-            let jit = jit.on(mesh).outputs(pair(&input, &weight_residual));
-            Backward::Later(residuals.iter().fold(jit, |jit, path| jit.donate(*path)).build()?)
+        // Each pass is the last reader of the residuals of the pass before, so it takes them as
+        // donations. Inputs that are kept may have other readers.
+        let backward = |fused, outputs| {
+            let (stage, inferred) = (stage.clone(), inferred.clone());
+            let kernel = Backward { stage, inferred, first: self.first, fused };
+            donate(program.jit(kernel).on(mesh).outputs(outputs), 1, &residual)
         };
-        let fused = if self.fuses() {
-            let fused = || {
-                let kernel = FusedBackward {
-                    stage: stage.clone(),
-                    inferred: inferred.clone(),
-                    first: self.first,
-                };
-                let jit = program.jit(kernel).on(mesh).outputs(pair(&input, &gradient));
-                residuals.iter().fold(jit, |jit, path| jit.donate(*path))
-            };
-            Some([fused().build()?, fused().donate("3").build()?])
-        } else {
-            None
+        let fused = || backward(true, backward_outputs(PrefixTree::Node(Vec::new())));
+        let weight = || {
+            let kernel = BackwardWeight(stage.clone(), inferred.clone());
+            let jit = program.jit(kernel).on(mesh).outputs(gradient.clone());
+            donate(jit, 0, &inferred.weight_residual)
         };
-        let weight =
-            program.jit(BackwardWeight(stage.clone(), inferred)).on(mesh).outputs(gradient.clone());
-        let weight = weights.iter().fold(weight, |jit, path| jit.donate(*path)).build()?;
-        let mut add_weight = program.jit(AddBackwardWeight(stage.clone())).on(mesh).donate("");
-        if partial {
-            // The accumulator holds partial sums. A kernel accepts these only if its inputs are
-            // declared so.
-            add_weight = add_weight.inputs(pair(&weight_residual, &gradient));
-        }
-        let add_weight = add_weight.outputs(gradient).build()?;
-        Ok(Kernels { avals, forward, backward, weight, add_weight, fused })
+        Ok(Kernels {
+            avals,
+            keeps_inputs,
+            forward: program
+                .jit(Forward(stage.clone()))
+                .on(mesh)
+                .outputs(forward_outputs)
+                .build()?,
+            split: match stage.passes() {
+                Passes::Fused => None,
+                Passes::Split | Passes::Both => Some(Split {
+                    input: backward(false, backward_outputs(weight_residual)).build()?,
+                    weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
+                }),
+            },
+            fused: match self.fuses() {
+                false => None,
+                true => Some([fused().build()?, fused().donate("3").partial_sums("3").build()?]),
+            },
+        })
     }
 
-    fn shardings(&self, placed: &impl Tree<Leaf = PlacedShape>) -> PrefixTree<Sharding> {
+    fn shardings(&self, placed: &Bundle<PlacedShape>) -> PrefixTree<Sharding> {
         PrefixTree::of(&placed.map_ref(&mut |leaf| leaf.sharding(&self.mesh)))
     }
 
@@ -342,24 +336,23 @@ impl<S: Stage> ErasedStage<S> {
 }
 
 /// Returns the error for a parameter that is not on all devices of its stage's mesh.
-fn not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
-    let found = param.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
-    let param =
+fn param_not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
+    let value =
         if path.is_empty() { "its parameter".to_owned() } else { format!("parameter {path:?}") };
-    Error::kernel(format!(
-        "{param} is {found}, and not on its mesh {mesh}: put it there with `device_put`"
-    ))
+    not_here(&value, param, mesh)
+}
+
+/// Returns the error for an array, called `value`, that is not on all devices of the mesh.
+fn not_here(value: &str, array: &MpmdArray, mesh: &Mesh) -> Error {
+    let found = array.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
+    let put =
+        if array.aval().is_object() { "make it there" } else { "put it there with `device_put`" };
+    Error::kernel(format!("{value} is {found}, and not on its mesh {mesh}: {put}"))
 }
 
 /// Returns true if the sharding includes every device of the mesh.
 fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
     mesh.devices().iter().all(|device| sharding.devices().contains(device))
-}
-
-/// Returns an error if no tree of type `T` has the structure.
-fn fits<T: Tree>(structure: &Structure) -> Result<(), TreeError> {
-    let leaves = std::iter::repeat_n(false, structure.leaves());
-    T::With::<bool>::from_leaves(structure, leaves).map(drop)
 }
 
 /// Lists the first leaves of a tree of shapes in words, with their paths.
@@ -390,9 +383,13 @@ fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     error
 }
 
-/// Returns the path, to be donated, if there is a leaf below it; else `None`.
-fn donated(placed: &impl Tree<Leaf = PlacedShape>, path: &'static str) -> Option<&'static str> {
-    (!placed.leaves().is_empty()).then_some(path)
+/// Donates residuals, which are the input `input` of the kernel, if there are any.
+fn donate<K: Kernel>(
+    jit: JitBuilder<K>,
+    input: usize,
+    residual: &Bundle<PlacedShape>,
+) -> JitBuilder<K> {
+    if residual.leaves.is_empty() { jit } else { jit.donate(input.to_string()) }
 }
 
 impl<S: Stage> AnyStage for ErasedStage<S> {
@@ -446,7 +443,7 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
             param.sharding().is_some_and(|sharding| !is_on(sharding, &self.mesh))
         };
         if let Some(index) = params.iter().position(elsewhere) {
-            return Err(not_here(&self.paths()[own[index]], &params[index], &self.mesh));
+            return Err(param_not_here(&self.paths()[own[index]], &params[index], &self.mesh));
         }
         for (place, param) in own.into_iter().zip(params) {
             let known = &mut self.places[place];
@@ -475,15 +472,26 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
     }
 
     fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError> {
-        match side {
-            Some(structure) => fits::<S::Side>(structure),
-            None => self.needs_side.clone().map_or(Ok(()), Err),
-        }
+        self.stage.side().check(side.unwrap_or(&Structure::sequence([])))
     }
 
-    fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes> {
+    fn set_state(&mut self, state: &MpmdArray) -> Result<()> {
+        if !state.sharding().is_some_and(|sharding| is_on(sharding, &self.mesh)) {
+            return Err(not_here("its state", state, &self.mesh));
+        }
+        self.state = Some(state.clone());
+        Ok(())
+    }
+
+    fn passes(&self) -> Passes {
+        self.stage.passes()
+    }
+
+    fn shapes(&self, x: &Bundle<ShapedArray>, side: &Bundle<ShapedArray>) -> Result<StageShapes> {
         let params = self.param_shapes()?;
-        let signature = self.infer(&params, &x.tree::<S::In>()?, &side.tree::<S::Side>()?)?;
+        let signature = self.infer(&params, &x.clone().into_tree("input")?, side.clone())?;
+        let keeps_inputs = signature.residual.is_none();
+        let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let stored = self.stored();
         let (compute, gradients) = match &self.storage {
             Some(storage) => (storage.compute(), storage.gradients()),
@@ -491,8 +499,8 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         };
         let params: Vec<_> = params.leaves().into_iter().cloned().collect();
         let all = |to: &[Sharding]| params.iter().cloned().zip(to.iter().cloned()).collect();
-        let placed = |leaf: &PlacedShape| (leaf.aval.clone(), leaf.sharding(&self.mesh));
-        let kept = signature.residual.leaves_with_paths().into_iter();
+        let placed = |leaf: &PlacedShape| leaf.counted(&self.mesh);
+        let kept = residual.leaves_with_paths().into_iter();
         let kept =
             kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
         Ok(StageShapes {
@@ -502,17 +510,18 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
             compute: all(compute),
             gradients: all(gradients),
             fuses: self.fuses(),
-            input: x.avals().map(|aval| (aval, self.input.clone())).collect(),
+            keeps_inputs,
+            input: x.leaves.iter().map(|aval| (aval.clone(), self.input.clone())).collect(),
             output: signature
                 .out
                 .leaves()
                 .into_iter()
                 .map(|aval| (aval.clone(), self.output.clone()))
                 .collect(),
-            out: ShapeBundle::of(&signature.out),
             kept_residual: kept.map(|(_, leaf)| placed(leaf)).collect(),
-            residual: signature.residual.leaves().into_iter().map(placed).collect(),
-            weight_residual: signature.weight_residual.leaves().into_iter().map(placed).collect(),
+            residual: residual.leaves.iter().map(placed).collect(),
+            weight_residual: signature.weight_residual.leaves.iter().map(placed).collect(),
+            out: Bundle::of(signature.out),
         })
     }
 
@@ -544,42 +553,42 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         self.gathered = None;
     }
 
-    fn forward(
-        &mut self,
-        program: &mut Program,
-        x: Bundle,
-        side: Bundle,
-    ) -> Result<(Bundle, Bundle, usize)> {
-        let (x, side): (S::In, S::Side) = (x.into_tree("input")?, side.into_tree("side input")?);
+    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<Forwarded> {
+        let x: S::In = x.into_tree("input")?;
         let params: S::Params = self.for_kernels()?;
-        let kernels = self.kernels(program, &x, &side)?;
-        let y = self.bound(kernels)?.forward.call(program, (params, x, side));
+        let index = self.kernels(program, &x, &side)?;
+        let kernels = self.bound(index)?;
+        let y = kernels.forward.call(program, (params, x, side, self.state.clone()));
         let (y, residual) = y.map_err(|error| {
-            in_words(error, &["parameter", "input", "side input"], &["output", "residual"])
+            in_words(error, &["parameter", "input", "side input", "state"], &["output", "residual"])
         })?;
-        Ok((Bundle::of(y), Bundle::of(residual), kernels))
+        let residual = (!kernels.keeps_inputs).then_some(residual);
+        Ok(Forwarded { y: Bundle::of(y), residual, kernels: index })
     }
 
-    fn backward_input(
+    fn backward(
         &mut self,
         program: &mut Program,
         kernels: usize,
-        residual: Bundle,
-        dy: Bundle,
-    ) -> Result<(Option<Bundle>, Bundle)> {
+        (residual, dy): (Bundle, Bundle),
+        fused: Option<SoFar>,
+    ) -> Result<BackwardOutput> {
         let params: S::Params = self.for_kernels()?;
-        let inputs = (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?);
-        let wrong =
-            |error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "weight residual"]);
-        match &self.bound(kernels)?.backward {
-            Backward::First(jit) => {
-                Ok((None, Bundle::of(jit.call(program, inputs).map_err(wrong)?)))
+        let kernels = self.bound(kernels)?;
+        let jit = match &fused {
+            None => kernels.split.as_ref().map(|split| &split.input),
+            Some(so_far) => {
+                kernels.fused.as_ref().map(|fused| &fused[usize::from(so_far.is_some())])
             }
-            Backward::Later(jit) => {
-                let (dx, weight_residual) = jit.call(program, inputs).map_err(wrong)?;
-                Ok((Some(Bundle::of(dx)), Bundle::of(weight_residual)))
-            }
-        }
+        };
+        let so_far = fused.flatten().map(|so_far| so_far.into_tree("gradient")).transpose()?;
+        let dy = dy.into_tree("output gradient")?;
+        let inputs = (params, residual, dy, so_far, self.state.clone());
+        let y = jit.ok_or_else(no_kernel)?.call(program, inputs);
+        let (dx, weight_residual, gradient) =
+            y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
+        let (dx, gradient) = (dx.map(Bundle::of), gradient.map(Bundle::of));
+        Ok(BackwardOutput { dx, weight_residual, gradient })
     }
 
     fn backward_weight(
@@ -587,44 +596,24 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         program: &mut Program,
         kernels: usize,
         weight_residual: Bundle,
-        so_far: Option<Bundle>,
+        so_far: SoFar,
     ) -> Result<Bundle> {
-        let weight_residual: S::WeightResidual = weight_residual.into_tree("weight residual")?;
-        let kernels = self.bound(kernels)?;
-        let gradient = match so_far {
-            None => kernels.weight.call(program, weight_residual)?,
-            Some(so_far) => kernels
-                .add_weight
-                .call(program, (weight_residual, so_far.into_tree("gradient")?))?,
-        };
-        Ok(Bundle::of(gradient))
+        let split = self.bound(kernels)?.split.as_ref().ok_or_else(no_kernel)?;
+        let jit = &split.weight[usize::from(so_far.is_some())];
+        let so_far = so_far.map(|so_far| so_far.into_tree("gradient")).transpose()?;
+        let gradient = jit.call(program, (weight_residual, so_far, self.state.clone()));
+        let inputs = ["weight residual", "gradient so far", "state"];
+        Ok(Bundle::of(gradient.map_err(|error| in_words(error, &inputs, &[]))?))
     }
 
     fn fuses(&self) -> bool {
         let partial = |storage: &ParamSharding| {
             storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
         };
-        self.stage.fuses_backward() && !self.storage.as_ref().is_some_and(partial)
-    }
-
-    fn backward(
-        &mut self,
-        program: &mut Program,
-        kernels: usize,
-        residual: Bundle,
-        dy: Bundle,
-        so_far: Option<Bundle>,
-    ) -> Result<Both> {
-        let params: S::Params = self.for_kernels()?;
-        let none = || Error::kernel("there is no kernel for both gradients");
-        let jit =
-            &self.bound(kernels)?.fused.as_ref().ok_or_else(none)?[usize::from(so_far.is_some())];
-        let so_far = so_far.map(|so_far| so_far.into_tree::<S::Params>("gradient")).transpose()?;
-        let inputs =
-            (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?, so_far);
-        let y = jit.call(program, inputs);
-        let (dx, gradient) =
-            y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "gradient"]))?;
-        Ok((dx.map(Bundle::of), Bundle::of(gradient)))
+        match self.stage.passes() {
+            Passes::Fused => true,
+            Passes::Split => false,
+            Passes::Both => !self.storage.as_ref().is_some_and(partial),
+        }
     }
 }

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 
-use super::stage::{PlacedShape, Stage};
+use super::bundle::Bundle;
+use super::context::{Given, StageContext};
+use super::stage::{PlacedShape, SideShapes, Stage};
 use crate::device::cuda::kernels::ADD;
 use crate::device::cuda::{source::Source, work::Grid};
 use crate::error::{Error, Result};
@@ -14,65 +16,46 @@ use crate::{
     kernel::{Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below},
 };
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::tree::{Structure, Tree, TreeError};
+use mpmd_layout::tree::Tree;
 
-/// The kernel of the forward pass: (parameters, inputs, side inputs) -> (outputs, residuals).
+/// The kernel of the forward pass: (parameters, inputs, side inputs, state) -> (outputs,
+/// residuals).
 pub(super) struct Forward<S: Stage>(pub(super) Arc<S>);
 
-/// The kernel of the input gradient: (parameters, residuals, output gradients) -> (input gradients,
-/// weight residuals).
-pub(super) struct BackwardInput<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
-
-/// Like [`BackwardInput`], without input gradients: for the first stage.
-pub(super) struct BackwardFirst<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
-
-/// The kernel of the weight gradient of the first microbatch: weight residuals -> gradients.
-pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
-
-/// The kernel of the weight gradient of later microbatches: (weight residuals, gradients so far) ->
-/// gradients, in place.
-pub(super) struct AddBackwardWeight<S: Stage>(pub(super) Arc<S>);
-
-/// The kernel of both gradients: (parameters, residuals, output gradients, gradients so far) ->
-/// (input gradients, gradients). The first microbatch has no gradients so far, and the first stage
-/// no input gradients.
-pub(super) struct FusedBackward<S: Stage> {
+/// The kernel of the input gradient: (parameters, residuals, output gradients, gradients so far,
+/// state) -> (input gradients, weight residuals, gradients).
+///
+/// The first stage has no input gradients. If the kernel is fused, it computes both gradients, and
+/// has no weight residuals. Only then are there gradients, and after the first microbatch also
+/// gradients so far.
+pub(super) struct Backward<S: Stage> {
     pub(super) stage: Arc<S>,
     pub(super) inferred: Arc<Inferred>,
     pub(super) first: bool,
+    pub(super) fused: bool,
 }
+
+/// The kernel of the weight gradient: (weight residuals, gradients so far, state) -> gradients. The
+/// first microbatch has no gradients so far.
+pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
 /// The kernel that adds the second of two arrays to the first, in place.
 pub(super) struct AddArrays;
 
 /// The stage's declaration for given shapes.
 pub(super) struct Inferred {
-    pub(super) params: Flat,
-    pub(super) x: Flat,
-    pub(super) weight_residual: Flat,
+    pub(super) params: Bundle<ShapedArray>,
+    pub(super) x: Bundle<ShapedArray>,
+    /// True if the residuals are the inputs and the side inputs.
+    pub(super) keeps_inputs: bool,
+    pub(super) weight_residual: Bundle<PlacedShape>,
     pub(super) keeps: Vec<(String, String)>,
     pub(super) backward_input: Vec<(String, ShapedArray)>,
 }
 
-/// A tree of shapes without its type.
-pub(super) struct Flat {
-    structure: Structure,
-    avals: Vec<ShapedArray>,
-}
-
-impl Flat {
-    pub(super) fn of(tree: &impl Tree<Leaf = ShapedArray>) -> Self {
-        Self { structure: tree.structure(), avals: tree.leaves().into_iter().cloned().collect() }
-    }
-
-    pub(super) fn of_placed(tree: &impl Tree<Leaf = PlacedShape>) -> Self {
-        let avals = tree.leaves().into_iter().map(|leaf| leaf.aval.clone()).collect();
-        Self { structure: tree.structure(), avals }
-    }
-
-    fn tree<T: Tree>(&self) -> Result<Shapes<T>, TreeError> {
-        Shapes::<T>::from_leaves(&self.structure, self.avals.iter().cloned())
-    }
+/// Returns the shapes of residuals.
+fn avals(placed: &Bundle<PlacedShape>) -> Bundle<ShapedArray> {
+    placed.map_ref(&mut |leaf| leaf.aval.clone())
 }
 
 fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) -> Signature<O> {
@@ -81,24 +64,56 @@ fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) ->
         .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
 }
 
-impl<S: Stage> Kernel for Forward<S> {
-    type In = (S::Params, S::In, S::Side);
-    type Out = (S::Out, S::Residual);
+/// Declares the bytes of the objects among residuals, which are the output `output` of the kernel.
+fn declare_objects<O>(
+    signature: Signature<O>,
+    output: usize,
+    placed: &Bundle<PlacedShape>,
+) -> Signature<O> {
+    let all = placed.leaves_with_paths().into_iter().filter(|(_, leaf)| leaf.object_bytes > 0);
+    all.fold(signature, |signature, (path, leaf)| {
+        signature.object_bytes(below(output, &path), leaf.object_bytes)
+    })
+}
 
-    fn infer(&self, (params, x, side): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = self.0.infer(params, x, side)?;
-        let residual = Flat::of_placed(&signature.residual).tree::<S::Residual>()?;
-        let collectives = signature.forward;
-        Ok(declare(Signature::new((signature.out, residual)), &collectives))
+/// Returns the gradient of parameters as the tree `T`, to be added to. Sets it to zero if there is
+/// none so far.
+fn gradient_of<'v, T: Tree<Leaf = ViewMut<'v>>>(
+    cx: &Context<'_>,
+    params: &Bundle<ShapedArray>,
+    mut leaves: Vec<ViewMut<'v>>,
+    starts: bool,
+) -> Result<T> {
+    if starts {
+        leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
+    }
+    Bundle { structure: params.structure.clone(), leaves }.into_tree("gradient")
+}
+
+impl<S: Stage> Kernel for Forward<S> {
+    type In = (S::Params, S::In, Bundle, Option<MpmdArray>);
+    type Out = (S::Out, Bundle);
+
+    fn infer(
+        &self,
+        (params, x, side, _): &Shapes<Self::In>,
+    ) -> Result<Signature<Shapes<Self::Out>>> {
+        let signature = self.0.infer(params, x, &SideShapes(side.clone()))?;
+        let residual = signature.residual.unwrap_or_else(Bundle::empty);
+        let kernel = Signature::new((signature.out, avals(&residual)));
+        Ok(declare_objects(declare(kernel, &signature.forward), 1, &residual))
     }
 
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (params, x, side): Views<'_, Self::In>,
+        (params, x, side, state): Views<'_, Self::In>,
         (y, residual): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        self.0.forward(cx, params, x, side, y, residual)
+        let given =
+            Given { side: Some(side), residual_mut: Some(residual), state, ..Given::default() };
+        let mut cx = StageContext { context: cx, stage: self.0.name(), given };
+        self.0.forward(&mut cx, params, x, y)
     }
 
     fn name(&self) -> &str {
@@ -114,97 +129,102 @@ impl<S: Stage> Kernel for Forward<S> {
     }
 }
 
-impl Inferred {
-    /// Returns the signature of the input gradient's kernel. `outputs` is the index of the weight
-    /// residuals in the tuple of outputs; `None` if they are the only output.
-    fn backward_input<O>(&self, out: O, outputs: Option<usize>) -> Signature<O> {
-        let signature = declare(Signature::new(out), &self.backward_input);
-        self.keeps.iter().fold(signature, |signature, (residual, weight)| {
-            let output = outputs.map_or_else(|| weight.clone(), |index| below(index, weight));
-            signature.alias(below(1, residual), output)
-        })
-    }
-}
+impl<S: Stage> Kernel for Backward<S> {
+    type In = (S::Params, Bundle, S::Out, Option<S::Params>, Option<MpmdArray>);
+    type Out = (Option<S::In>, Bundle, Option<S::Params>);
 
-impl<S: Stage> Kernel for BackwardInput<S> {
-    type In = (S::Params, S::Residual, S::Out);
-    type Out = (S::In, S::WeightResidual);
-
-    fn infer(&self, _: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let weight = self.1.weight_residual.tree::<S::WeightResidual>()?;
-        Ok(self.1.backward_input((self.1.x.tree::<S::In>()?, weight), Some(1)))
+    fn infer(
+        &self,
+        (_, _, _, so_far, _): &Shapes<Self::In>,
+    ) -> Result<Signature<Shapes<Self::Out>>> {
+        let inferred = &self.inferred;
+        let dx = (!self.first).then(|| inferred.x.clone().into_tree("input")).transpose()?;
+        if self.fused {
+            let gradient = Some(inferred.params.clone().into_tree("gradient")?);
+            let signature = Signature::new((dx, Bundle::empty(), gradient));
+            let signature = declare(signature, &inferred.backward_input);
+            let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
+            return Ok(paths.fold(signature, |signature, path| {
+                signature.alias(below(3, &path), below(2, &path))
+            }));
+        }
+        let signature = Signature::new((dx, avals(&inferred.weight_residual), None));
+        let signature = declare(signature, &inferred.backward_input);
+        let keeps = inferred.keeps.iter();
+        let signature = keeps.fold(signature, |signature, (residual, weight)| {
+            signature.alias(below(1, residual), below(1, weight))
+        });
+        Ok(declare_objects(signature, 1, &inferred.weight_residual))
     }
 
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (params, residual, dy): Views<'_, Self::In>,
-        (dx, weight_residual): ViewsMut<'_, Self::Out>,
+        (params, residual, dy, so_far, state): Views<'_, Self::In>,
+        (dx, weight_residual, gradient): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        self.0.backward_input(cx, params, residual, dy, Some(dx), weight_residual)
+        let mut given = Given { state, ..Given::default() };
+        let mut objects = Vec::new();
+        if self.inferred.keeps_inputs {
+            (given.input, given.side) = residual.into_pair().unzip();
+        } else {
+            objects.clone_from(&residual.leaves);
+            given.residual = Some(residual);
+        }
+        let stage = self.stage.name();
+        let Some(gradient) = gradient else {
+            given.weight_residual_mut = Some(weight_residual);
+            let mut cx = StageContext { context: cx, stage, given };
+            self.stage.backward_input(&mut cx, params, dy, dx)?;
+            objects.iter().for_each(View::discard_object);
+            return Ok(());
+        };
+        let leaves = gradient.into_leaves();
+        let gradient = gradient_of(cx, &self.inferred.params, leaves, so_far.is_none())?;
+        let mut cx = StageContext { context: cx, stage, given };
+        self.stage.backward(&mut cx, params, dy, dx, gradient)?;
+        objects.iter().for_each(View::discard_object);
+        Ok(())
     }
 
     fn name(&self) -> &str {
-        self.0.name()
+        self.stage.name()
     }
 
     fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'I')], self.0.statics()].concat()
+        let kind = if self.fused { b'B' } else { b'I' };
+        [vec![u64::from(kind), u64::from(self.first)], self.stage.statics()].concat()
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
-        self.0.cuda()
-    }
-}
-
-impl<S: Stage> Kernel for BackwardFirst<S> {
-    type In = (S::Params, S::Residual, S::Out);
-    type Out = S::WeightResidual;
-
-    fn infer(&self, _: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        Ok(self.1.backward_input(self.1.weight_residual.tree::<S::WeightResidual>()?, None))
-    }
-
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        (params, residual, dy): Views<'_, Self::In>,
-        weight_residual: ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        self.0.backward_input(cx, params, residual, dy, None, weight_residual)
-    }
-
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'i')], self.0.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.0.cuda()
+        self.stage.cuda()
     }
 }
 
 impl<S: Stage> Kernel for BackwardWeight<S> {
-    type In = S::WeightResidual;
+    type In = (Bundle, Option<S::Params>, Option<MpmdArray>);
     type Out = S::Params;
 
-    fn infer(&self, _: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        Ok(Signature::new(self.1.params.tree::<S::Params>()?))
+    fn infer(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        let signature = Signature::new(self.1.params.clone().into_tree("gradient")?);
+        let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
+        Ok(paths.fold(signature, |signature, path| signature.alias(below(1, &path), path)))
     }
 
     fn run(
         &self,
         cx: &mut Context<'_>,
-        weight_residual: Views<'_, Self::In>,
+        (weight_residual, so_far, state): Views<'_, Self::In>,
         gradient: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let mut leaves = gradient.into_leaves();
-        leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
-        let gradient = ViewsMut::<'_, S::Params>::from_leaves(&self.1.params.structure, leaves)?;
-        self.0.backward_weight(cx, weight_residual, gradient)
+        let leaves = gradient.into_leaves();
+        let gradient = gradient_of(cx, &self.1.params, leaves, so_far.is_none())?;
+        let objects = weight_residual.leaves.clone();
+        let given = Given { weight_residual: Some(weight_residual), state, ..Given::default() };
+        let mut cx = StageContext { context: cx, stage: self.0.name(), given };
+        self.0.backward_weight(&mut cx, gradient)?;
+        objects.iter().for_each(View::discard_object);
+        Ok(())
     }
 
     fn name(&self) -> &str {
@@ -217,83 +237,6 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
 
     fn cuda(&self) -> Vec<&'static Source> {
         self.0.cuda()
-    }
-}
-
-impl<S: Stage> Kernel for AddBackwardWeight<S> {
-    type In = (S::WeightResidual, S::Params);
-    type Out = S::Params;
-
-    fn infer(&self, (_, gradient): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let paths = gradient.structure().paths();
-        let signature = Signature::new(Flat::of(gradient).tree::<S::Params>()?);
-        Ok(paths.iter().fold(signature, |signature, path| signature.alias(below(1, path), path)))
-    }
-
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        (weight_residual, _): Views<'_, Self::In>,
-        gradient: ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        self.0.backward_weight(cx, weight_residual, gradient)
-    }
-
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'w')], self.0.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.0.cuda()
-    }
-}
-
-/// Input of [`FusedBackward`].
-type FusedIn<S> =
-    (<S as Stage>::Params, <S as Stage>::Residual, <S as Stage>::Out, Option<<S as Stage>::Params>);
-
-impl<S: Stage> Kernel for FusedBackward<S> {
-    type In = FusedIn<S>;
-    type Out = (Option<S::In>, S::Params);
-
-    fn infer(&self, (_, _, _, so_far): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let dx = (!self.first).then(|| self.inferred.x.tree::<S::In>()).transpose()?;
-        let signature = Signature::new((dx, self.inferred.params.tree::<S::Params>()?));
-        let signature = declare(signature, &self.inferred.backward_input);
-        let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
-        Ok(paths
-            .fold(signature, |signature, path| signature.alias(below(3, &path), below(1, &path))))
-    }
-
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        (params, residual, dy, so_far): Views<'_, Self::In>,
-        (dx, gradient): ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        let mut leaves = gradient.into_leaves();
-        if so_far.is_none() {
-            leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
-        }
-        let gradient =
-            ViewsMut::<'_, S::Params>::from_leaves(&self.inferred.params.structure, leaves)?;
-        self.stage.backward(cx, params, residual, dy, dx, gradient)
-    }
-
-    fn name(&self) -> &str {
-        self.stage.name()
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'B'), u64::from(self.first)], self.stage.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.stage.cuda()
     }
 }
 

@@ -3,10 +3,10 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::erased::Bundle;
+use super::bundle::Bundle;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use mpmd_layout::tree::{Structure, Tree};
+use mpmd_layout::tree::{Leaf, Structure, Tree};
 
 /// The outputs of a stage, as input of a later stage: see
 /// [`Pipeline::then_from`](super::Pipeline::then_from). Created by
@@ -163,7 +163,7 @@ impl Part {
     }
 
     /// Returns this part of a stage's outputs. An unknown path is an error.
-    pub(super) fn of(&self, outputs: &Bundle) -> Result<Bundle> {
+    pub(super) fn of<L: Leaf + Clone>(&self, outputs: &Bundle<L>) -> Result<Bundle<L>> {
         let places = self.places(&outputs.structure)?;
         Ok(Bundle {
             structure: self.structure(&outputs.structure),

@@ -7,6 +7,8 @@
 //! one global order that keeps each rank's order. No second description of a run exists. The runner
 //! drops each buffer after the last action that needs it.
 
+mod bundle;
+mod context;
 mod erased;
 mod graph;
 mod kernels;
@@ -21,6 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
 
+pub use context::StageContext;
 use erased::ErasedStage;
 use graph::StageGraph;
 pub use links::{Output, Outputs};
@@ -29,8 +32,9 @@ pub use param_sharding::ParamSharding;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use shapes::MicrobatchShapes;
-pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
+pub use stage::{Loss, Passes, PlacedShape, SideInput, SideShapes, Stage, StageSignature};
 
+use crate::api::object::MpmdObject;
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
@@ -184,12 +188,29 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.graph.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
+    /// Gives a stage an object as state: every pass of the stage has it by [`StageContext::state`].
+    ///
+    /// The object stays on its devices, and is not copied. A device runs the passes one at a time,
+    /// in the order in which they are issued.
+    ///
+    /// # Errors
+    ///
+    /// If the stage does not exist, or the object is not on all devices of the stage's mesh.
+    #[track_caller]
+    pub fn state<T>(&mut self, stage: usize, state: &MpmdObject<T>) -> Result<()> {
+        let at = Location::caller();
+        self.kept = None;
+        let set = self.graph.change(stage, |stage| stage.set_state(state.array()));
+        set.map_err(|why| refused(why, at, "Pipeline::state", None))
+    }
+
     /// Turns recomputation of a stage on or off; off by default.
     ///
-    /// With recomputation the stage keeps its input instead of the residuals of its forward pass.
-    /// It runs the forward pass again right before the input gradient. Results are the same to the
+    /// With recomputation the stage keeps its input instead of the residuals that it declares. It
+    /// runs the forward pass again right before the input gradient. Results are the same to the
     /// bit. Each microbatch then holds only the input between its passes; residuals are held for
-    /// one microbatch at a time.
+    /// one microbatch at a time. A stage that declares no residuals keeps its input anyway, and
+    /// recomputes nothing.
     ///
     /// # Panics
     ///

@@ -1,6 +1,6 @@
 //! Records a training step once and replays it: [`Pipeline::replay`](super::Pipeline::replay).
 
-use super::erased::Bundle;
+use super::bundle::Bundle;
 use super::graph::StageGraph;
 use super::run::{self, Parts, StepOutput};
 use super::stage::Loss;

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use super::erased::{AnyStage, Bundle};
+use super::bundle::Bundle;
+use super::erased::{AnyStage, Forwarded};
 use super::graph::{StageGraph, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
 use super::param_sharding::put_each;
-use super::stage::Loss;
+use super::stage::{Loss, Passes};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::device::cuda::kernels::ADD;
@@ -18,7 +19,7 @@ use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::tree::{Empty, Structure, Tree};
+use mpmd_layout::tree::{Structure, Tree};
 use mpmd_record::trace::Role;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
@@ -143,10 +144,28 @@ struct RunningStep<'a> {
     losses: Vec<Option<Loss<MpmdArray>>>,
 }
 
-/// Returns the schedule that is run: `schedule`, or its copy with ascending weight gradients if the
-/// pipeline asks for that.
+/// Returns the schedule that is run. In `schedule`'s copy, stages that fuse their gradients have
+/// them as one action. If the pipeline asks for that, weight gradients are ascending.
 pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Schedule> {
-    Ok(if graph.ascending { mpmd_schedule::ascending(schedule)? } else { schedule.clone() })
+    let fused = |stage: usize| graph.stages[stage].passes() == Passes::Fused;
+    let schedule = mpmd_schedule::fused(schedule, fused)?;
+    if !graph.ascending {
+        return Ok(schedule);
+    }
+    let ascending = mpmd_schedule::ascending(&schedule)?;
+    let split = |action: &&Action| action.kind == ActionKind::BackwardInput && fused(action.stage);
+    match ascending.rows().iter().flatten().find(split) {
+        None => Ok(ascending),
+        Some(Action { stage, microbatch, .. }) => Err(graph.at(
+            *stage,
+            &Error::kernel(format!(
+                "schedule {} does not compute its gradients in ascending order: those of \
+                 microbatch {microbatch} come too early. With `buffer_gradients`, the stage needs \
+                 `Passes::Split` or `Passes::Both`",
+                schedule.name()
+            )),
+        )),
+    }
 }
 
 /// Limit of the number of operations that compare a schedule; ranks are grouped to stay below it.
@@ -165,6 +184,8 @@ pub(super) fn compare(
     if known.as_ref() == Some(schedule) || program.recording.is_some() {
         return Ok(());
     }
+    // Before anything is issued.
+    effective(graph, schedule)?;
     let together = schedule.ranks().div_ceil(COMPARED);
     for (index, rows) in schedule.rows().chunks(together).enumerate() {
         let mut text = format!("of schedule {}:", schedule.name());
@@ -364,14 +385,14 @@ impl<'a> RunningStep<'a> {
                         self.send_outputs(key, &y)?;
                     }
                 }
-                ActionKind::BackwardInput => self.input_pass(key)?,
+                ActionKind::BackwardInput => self.input_pass(key, false)?,
                 ActionKind::BackwardWeight => self.weight_pass(key)?,
-                ActionKind::Backward if self.graph.stages[action.stage].fuses() => {
-                    self.both_passes(key)?
-                }
                 ActionKind::Backward => {
-                    self.input_pass(key)?;
-                    self.weight_pass(key)?;
+                    let fuses = self.graph.stages[action.stage].fuses();
+                    self.input_pass(key, fuses)?;
+                    if !fuses {
+                        self.weight_pass(key)?;
+                    }
                 }
             }
             let (params, weights) = counted(action.kind);
@@ -424,26 +445,28 @@ impl<'a> RunningStep<'a> {
 
     /// Runs the forward pass of `key`, (stage, microbatch), and returns the stage's outputs.
     fn forward_pass(&mut self, key: (usize, usize)) -> Result<Bundle> {
-        let recomputes = self.graph.recomputes[key.0];
         let held = self.held(key);
         let parts: Option<Vec<Bundle>> = std::mem::take(&mut held.parts).into_iter().collect();
-        let side = held.side.take().unwrap_or_else(nothing);
+        let side = held.side.take().unwrap_or_else(Bundle::empty);
         let parts = there(parts.filter(|parts| !parts.is_empty()), key, "input")?;
         held.leaves = parts.iter().map(|part| part.leaves.len()).collect();
         let structure = parts.iter().map(|part| part.structure.clone()).collect();
         let structure = self.graph.feeds[key.0].structure(structure);
         let x =
             Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
-        if recomputes {
-            let held = self.held(key);
-            (held.x, held.side) = (Some(x.clone()), Some(side.clone()));
-        }
         self.label(key, Role::Forward);
-        let (y, residual, kernels) = self.graph.stages[key.0].forward(self.program, x, side)?;
+        let stage = &mut self.graph.stages[key.0];
+        let Forwarded { y, residual, kernels } =
+            stage.forward(self.program, x.clone(), side.clone())?;
+        let recomputes = self.graph.recomputes[key.0];
         let held = self.held(key);
         held.kernels = kernels;
         held.outputs = Some(y.structure.clone());
-        held.residual = (!recomputes).then_some(residual);
+        match residual {
+            None => held.residual = Some(Bundle::pair(x, side)),
+            Some(_) if recomputes => (held.x, held.side) = (Some(x), Some(side)),
+            Some(residual) => held.residual = Some(residual),
+        }
         Ok(y)
     }
 
@@ -481,21 +504,17 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Returns (residuals, output gradient) for a backward pass. Residuals that were not kept are
-    /// recomputed.
-    fn backward_inputs(&mut self, key: (usize, usize)) -> Result<(Bundle, Bundle)> {
-        let residual = if self.graph.recomputes[key.0] {
-            let held = self.held(key);
-            let (x, side) =
-                (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
-            self.label(key, Role::Recompute);
-            self.graph.stages[key.0].forward(self.program, x, side)?.1
-        } else {
-            there(self.held(key).residual.take(), key, "residual")?
-        };
-        let dy = self.output_gradient(key)?;
-        self.label(key, Role::BackwardInput);
-        Ok((residual, dy))
+    /// Returns the residuals for a backward pass. Residuals that were not kept are recomputed.
+    fn residual(&mut self, key: (usize, usize)) -> Result<Bundle> {
+        let held = self.held(key);
+        if let Some(residual) = held.residual.take() {
+            return Ok(residual);
+        }
+        let (x, side) =
+            (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
+        self.label(key, Role::Recompute);
+        let again = self.graph.stages[key.0].forward(self.program, x, side)?;
+        there(again.residual, key, "residual")
     }
 
     /// Returns the gradient of a stage's outputs: the sum of the readers' gradients, in the order
@@ -525,13 +544,23 @@ impl<'a> RunningStep<'a> {
         Ok(Bundle { structure, leaves })
     }
 
-    fn input_pass(&mut self, key: (usize, usize)) -> Result<()> {
-        let (residual, dy) = self.backward_inputs(key)?;
+    /// Computes the input gradient of a microbatch at a stage, and sends it. With `fused`, the same
+    /// kernel computes the weight gradient.
+    fn input_pass(&mut self, key: (usize, usize), fused: bool) -> Result<()> {
+        let residual = self.residual(key)?;
+        let dy = self.output_gradient(key)?;
+        self.label(key, Role::BackwardInput);
         let kernels = self.held(key).kernels;
-        let (dx, weight) =
-            self.graph.stages[key.0].backward_input(self.program, kernels, residual, dy)?;
-        self.held(key).weight_residual = Some(weight);
-        self.send_gradients(key, dx)
+        // Without parameters there is no gradient to add to.
+        let so_far = || self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
+        let fused = fused.then(so_far);
+        let stage = &mut self.graph.stages[key.0];
+        let output = stage.backward(self.program, kernels, (residual, dy), fused)?;
+        match output.gradient {
+            Some(gradient) => self.gradients[key.0] = Some(gradient),
+            None => self.held(key).weight_residual = Some(output.weight_residual),
+        }
+        self.send_gradients(key, output.dx)
     }
 
     fn weight_pass(&mut self, key: (usize, usize)) -> Result<()> {
@@ -547,19 +576,6 @@ impl<'a> RunningStep<'a> {
         self.gradients[key.0] =
             Some(stage.backward_weight(self.program, kernels, weight_residual, so_far)?);
         Ok(())
-    }
-
-    /// Computes both gradients of a microbatch at a stage with one kernel, and sends the input
-    /// gradient.
-    fn both_passes(&mut self, key: (usize, usize)) -> Result<()> {
-        let (residual, dy) = self.backward_inputs(key)?;
-        let kernels = self.held(key).kernels;
-        // Without parameters there is no gradient to add to.
-        let so_far = self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
-        let (dx, gradients) =
-            self.graph.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
-        self.gradients[key.0] = Some(gradients);
-        self.send_gradients(key, dx)
     }
 
     /// Sends the gradient of a stage's input to the stages that produced the input. Does nothing if
@@ -643,8 +659,4 @@ fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), value: &str) 
             format!("the {value} of stage {stage}, microbatch {microbatch}, is not there");
         Error::kernel(problem)
     })
-}
-
-fn nothing() -> Bundle {
-    Bundle::of(Empty::<MpmdArray>::new())
 }

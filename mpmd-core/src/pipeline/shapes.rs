@@ -1,10 +1,12 @@
 //! Computes, from shapes and shardings, the bytes that each device of a stage holds.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::marker::PhantomData;
 
 use mpmd_ids::ProcessId;
 use mpmd_transport::Pool;
 
+use super::bundle::Bundle;
 use super::graph::StageGraph;
 use crate::api::program::Program;
 use crate::device::copy::contiguous_bytes;
@@ -15,23 +17,17 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::{DeviceId, Mesh};
-use mpmd_layout::tree::{Empty, Structure, Tree, TreeError};
+use mpmd_layout::tree::Tree;
 use mpmd_schedule::Schedule;
 use mpmd_schedule::StageBytes;
 use mpmd_schedule::holds::{Input, OnDevice, Output};
 
 /// The shapes of one microbatch, for [`Pipeline::memory`](super::Pipeline::memory).
 pub struct MicrobatchShapes<In: Tree<Leaf = MpmdArray>> {
-    x: Shapes<In>,
-    side: BTreeMap<usize, ShapeBundle>,
+    x: Bundle<ShapedArray>,
+    side: BTreeMap<usize, Bundle<ShapedArray>>,
     stays: bool,
-}
-
-/// A tree of shapes with its type erased.
-#[derive(Clone)]
-pub(super) struct ShapeBundle {
-    structure: Structure,
-    avals: Vec<ShapedArray>,
+    input: PhantomData<fn(In)>,
 }
 
 /// Shapes of arrays, each with its sharding.
@@ -48,10 +44,12 @@ pub(super) struct StageShapes {
     pub(super) compute: Places,
     pub(super) gradients: Places,
     pub(super) fuses: bool,
+    /// True if the stage keeps its inputs and side inputs until the backward pass.
+    pub(super) keeps_inputs: bool,
     pub(super) input: Places,
     pub(super) output: Places,
     /// The shapes of the outputs, for later stages.
-    pub(super) out: ShapeBundle,
+    pub(super) out: Bundle<ShapedArray>,
     pub(super) residual: Places,
     /// Residuals that become weight residuals without a copy.
     pub(super) kept_residual: Places,
@@ -61,13 +59,14 @@ pub(super) struct StageShapes {
 impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
     /// Describes a microbatch with these global shapes of the pipeline input.
     pub fn new(x: Shapes<In>) -> Self {
-        Self { x, side: BTreeMap::new(), stays: false }
+        Self { x: Bundle::of(x), side: BTreeMap::new(), stays: false, input: PhantomData }
     }
 
     /// Sets the global shapes of a stage's side inputs.
     #[must_use]
     pub fn side(mut self, stage: usize, side: &impl Tree<Leaf = ShapedArray>) -> Self {
-        self.side.insert(stage, ShapeBundle::of(side));
+        let leaves = side.leaves().into_iter().cloned().collect();
+        self.side.insert(stage, Bundle { structure: side.structure(), leaves });
         self
     }
 
@@ -77,20 +76,6 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
     pub fn kept(mut self) -> Self {
         self.stays = true;
         self
-    }
-}
-
-impl ShapeBundle {
-    pub(super) fn of(tree: &impl Tree<Leaf = ShapedArray>) -> Self {
-        Self { structure: tree.structure(), avals: tree.leaves().into_iter().cloned().collect() }
-    }
-
-    pub(super) fn tree<T: Tree>(&self) -> Result<Shapes<T>, TreeError> {
-        Shapes::<T>::from_leaves(&self.structure, self.avals.iter().cloned())
-    }
-
-    pub(super) fn avals(&self) -> impl Iterator<Item = ShapedArray> + '_ {
-        self.avals.iter().cloned()
     }
 }
 
@@ -129,20 +114,20 @@ fn shapes_of<In: Tree<Leaf = MpmdArray>>(
 ) -> Result<Vec<StageShapes>> {
     let sides = microbatch.side.iter().map(|(stage, side)| (*stage, &side.structure));
     graph.check_sides(sides).map_err(Error::kernel)?;
-    let nothing = ShapeBundle::of(&Empty::<ShapedArray>::new());
+    let nothing = Bundle::empty();
     let mut shapes: Vec<StageShapes> = Vec::with_capacity(graph.stages.len());
     for (index, stage) in graph.stages.iter().enumerate() {
         let feed = &graph.feeds[index];
         let x = if index == 0 {
-            ShapeBundle::of(&microbatch.x)
+            microbatch.x.clone()
         } else {
-            let (mut structures, mut avals) = (Vec::new(), Vec::new());
+            let (mut structures, mut leaves) = (Vec::new(), Vec::new());
             for part in &feed.parts {
-                let out = &shapes[part.stage].out;
-                avals.extend_from_slice(&out.avals[part.places(&out.structure)?]);
-                structures.push(part.structure(&out.structure));
+                let part = part.of(&shapes[part.stage].out)?;
+                leaves.extend(part.leaves);
+                structures.push(part.structure);
             }
-            ShapeBundle { structure: feed.structure(structures), avals }
+            Bundle { structure: feed.structure(structures), leaves }
         };
         let of_stage = stage.shapes(&x, microbatch.side.get(&index).unwrap_or(&nothing));
         shapes.push(of_stage.map_err(|why| graph.at(index, &why))?);
@@ -182,7 +167,8 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                 residual: on(device, counts, &stage.residual)?,
                 kept_residual: on(device, counts, &stage.kept_residual)?,
                 weight_residual: on(device, counts, &stage.weight_residual)?,
-                recomputes: graph.recomputes[index],
+                recomputes: graph.recomputes[index] && !stage.keeps_inputs,
+                keeps_inputs: stage.keeps_inputs,
                 fuses: stage.fuses,
                 ..StageBytes::default()
             };
@@ -200,7 +186,11 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                     let fits = sharding.clone().filter(|input| input.layout(aval.shape()).is_ok());
                     (aval, fits.unwrap_or_else(|| stage.mesh.replicated()))
                 };
-                bytes.brought += on(device, counts, &side.avals().map(place).collect::<Vec<_>>())?;
+                bytes.brought += on(
+                    device,
+                    counts,
+                    &side.leaves.iter().cloned().map(place).collect::<Vec<_>>(),
+                )?;
             }
             if microbatch.stays {
                 bytes.kept += bytes.brought * count as u64;

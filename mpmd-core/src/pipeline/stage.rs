@@ -1,38 +1,35 @@
 //! The [`Stage`] trait, which users implement for each stage of a pipeline, and the shapes that it
 //! declares.
 
+use super::bundle::Bundle;
+use super::context::StageContext;
 use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::kernel::{Context, Shapes, Views, ViewsMut, plain_name};
-use mpmd_layout::aval::ShapedArray;
+use crate::kernel::{Shapes, Views, ViewsMut, plain_name};
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
-use mpmd_layout::tree::{Leaf, Tree};
+use mpmd_layout::tree::{Leaf, Structure, Tree, TreeError};
 
-/// A stage of a pipeline: types of parameters, inputs and outputs, and the three passes.
+/// A stage of a pipeline: types of parameters, inputs and outputs, and the passes.
 ///
-/// The backward pass is split in two for schedules without bubbles. The stage before waits for the
-/// input gradient, but not for the weight gradient. Each pass leaves data for later passes in
-/// *residuals*: arrays of declared shape on the stage's own devices. They never move and are freed
-/// after the last pass that reads them. Like a [`Kernel`](crate::kernel::Kernel), a stage sees the
-/// regions of one device. It may call the collectives that it declares.
+/// A small stage has [`infer`](Stage::infer), [`forward`](Stage::forward) and
+/// [`backward`](Stage::backward). All else is optional: side inputs, residuals, state, and backward
+/// [`passes`](Stage::passes) that are split. These values are read from the [`StageContext`].
+///
+/// Like a [`Kernel`](crate::kernel::Kernel), a stage sees the regions of one device. It may call
+/// the collectives that it declares.
 pub trait Stage: Send + Sync + 'static {
     /// The parameters.
     type Params: Tree<Leaf = MpmdArray>;
     /// The input tree: outputs of earlier stages, or the input of the pipeline.
     type In: Tree<Leaf = MpmdArray>;
-    /// Arrays that come with each microbatch and have no gradient, such as labels and masks. Use
-    /// [`Empty`](mpmd_layout::tree::Empty) for none.
-    type Side: Tree<Leaf = MpmdArray>;
     /// The output tree, which later stages read; [`Loss`] on the last stage.
     type Out: Tree<Leaf = MpmdArray>;
-    /// Residuals of the forward pass, read by the input gradient.
-    type Residual: Tree<Leaf = MpmdArray>;
-    /// Residuals of the input gradient, read by the weight gradient.
-    type WeightResidual: Tree<Leaf = MpmdArray>;
 
-    /// Declares outputs, residuals and collectives for inputs of these global shapes.
+    /// Declares outputs, residuals and collectives for inputs of these global shapes. `side` has
+    /// the shapes of the microbatch's side inputs.
     ///
     /// # Errors
     ///
@@ -41,10 +38,10 @@ pub trait Stage: Send + Sync + 'static {
         &self,
         params: &Shapes<Self::Params>,
         x: &Shapes<Self::In>,
-        side: &Shapes<Self::Side>,
-    ) -> Result<Declared<Self>>;
+        side: &SideShapes,
+    ) -> Result<StageSignature<Shapes<Self::Out>>>;
 
-    /// Computes the outputs `y`, and the residuals for the input gradient, on one device. The
+    /// Computes the outputs `y`, and the residuals that the stage declares, on one device. The
     /// arguments are the regions of the arrays on this device.
     ///
     /// # Errors
@@ -52,76 +49,74 @@ pub trait Stage: Send + Sync + 'static {
     /// As for [`Kernel::run`](crate::kernel::Kernel::run).
     fn forward(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         params: Views<'_, Self::Params>,
         x: Views<'_, Self::In>,
-        side: Views<'_, Self::Side>,
         y: ViewsMut<'_, Self::Out>,
-        residual: ViewsMut<'_, Self::Residual>,
     ) -> Result<()>;
 
-    /// Computes the input gradient `dx` from the output gradient `dy`, and the residuals for the
-    /// weight gradient. `dx` is `None` on the first stage: the data need no gradient.
+    /// Computes the input gradient `dx` from the output gradient `dy`, and adds the gradient of the
+    /// parameters to `gradient`. `dx` is `None` on the first stage: the data need no gradient.
     ///
-    /// A residual that the signature [keeps](StageSignature::keep) is already in `weight_residual`,
-    /// and its view in `residual` is empty.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Stage::forward`].
-    fn backward_input(
-        &self,
-        cx: &mut Context<'_>,
-        params: Views<'_, Self::Params>,
-        residual: Views<'_, Self::Residual>,
-        dy: Views<'_, Self::Out>,
-        dx: Option<ViewsMut<'_, Self::In>>,
-        weight_residual: ViewsMut<'_, Self::WeightResidual>,
-    ) -> Result<()>;
-
-    /// Adds the gradient of the parameters for one microbatch to `gradient`.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Stage::forward`].
-    fn backward_weight(
-        &self,
-        cx: &mut Context<'_>,
-        weight_residual: Views<'_, Self::WeightResidual>,
-        gradient: ViewsMut<'_, Self::Params>,
-    ) -> Result<()>;
-
-    /// Returns true if [`Stage::backward`] computes both gradients in one pass. The runner then
-    /// calls `backward` where a schedule has both gradients as one action, unless the gradients are
-    /// partial sums. Default: false.
-    fn fuses_backward(&self) -> bool {
-        false
-    }
-
-    /// Computes the input gradient like [`Stage::backward_input`], and adds the gradient of the
-    /// parameters to `gradient` like [`Stage::backward_weight`].
-    ///
-    /// There are no weight residuals, and no residual is kept. The pass may call the collectives
-    /// that are declared for the input gradient. If it computes the same bits as the two separate
-    /// passes, the bits of a step do not depend on the schedule. Default: an error.
+    /// There are no weight residuals, and no residual is kept for later. The pass may call the
+    /// collectives that are declared for the input gradient. Default: an error.
     ///
     /// # Errors
     ///
     /// As for [`Stage::forward`].
     fn backward(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         params: Views<'_, Self::Params>,
-        residual: Views<'_, Self::Residual>,
         dy: Views<'_, Self::Out>,
         dx: Option<ViewsMut<'_, Self::In>>,
         gradient: ViewsMut<'_, Self::Params>,
     ) -> Result<()> {
-        let _ = (cx, params, residual, dy, dx, gradient);
-        Err(Error::kernel(format!(
-            "stage {} says that it fuses its backward passes, and does not",
-            self.name()
-        )))
+        let _ = (cx, params, dy, dx, gradient);
+        Err(lacks(self, "backward"))
+    }
+
+    /// Returns the backward passes that the stage implements. Default: [`Passes::Fused`].
+    fn passes(&self) -> Passes {
+        Passes::Fused
+    }
+
+    /// Computes the input gradient `dx` from the output gradient `dy`, and the weight residuals.
+    /// `dx` is `None` on the first stage. Needed for [`Passes::Split`] and [`Passes::Both`].
+    /// Default: an error.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stage::forward`].
+    fn backward_input(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        params: Views<'_, Self::Params>,
+        dy: Views<'_, Self::Out>,
+        dx: Option<ViewsMut<'_, Self::In>>,
+    ) -> Result<()> {
+        let _ = (cx, params, dy, dx);
+        Err(lacks(self, "backward_input"))
+    }
+
+    /// Adds the gradient of the parameters for one microbatch to `gradient`, from the weight
+    /// residuals. Needed for [`Passes::Split`] and [`Passes::Both`]. Default: an error.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stage::forward`].
+    fn backward_weight(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        gradient: ViewsMut<'_, Self::Params>,
+    ) -> Result<()> {
+        let _ = (cx, gradient);
+        Err(lacks(self, "backward_weight"))
+    }
+
+    /// Returns the type of the side inputs. Default: none.
+    fn side(&self) -> SideInput {
+        SideInput::none()
     }
 
     /// Returns the sharding of the inputs and of their gradient over the stage's mesh: one spec for
@@ -154,23 +149,80 @@ pub trait Stage: Send + Sync + 'static {
     }
 }
 
-/// The signature that [`Stage::infer`] of a stage returns.
-pub type Declared<S> = StageSignature<
-    Shapes<<S as Stage>::Out>,
-    Placed<<S as Stage>::Residual>,
-    Placed<<S as Stage>::WeightResidual>,
->;
+/// Returns the error for a pass that a stage does not implement.
+fn lacks<S: Stage + ?Sized>(stage: &S, pass: &str) -> Error {
+    let (name, passes) = (stage.name(), stage.passes());
+    Error::kernel(format!(
+        "stage {name} has `Passes::{passes:?}`, and no `{pass}`: implement it, or return other \
+         `passes`"
+    ))
+}
 
-/// The tree `T` with a [`PlacedShape`] at each leaf.
-pub type Placed<T> = <T as Tree>::With<PlacedShape>;
+/// The backward passes that a stage implements.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Passes {
+    /// [`Stage::backward`] alone. Where a schedule splits the gradients, both are computed with the
+    /// input gradient, and the weight gradient has nothing to do. The gradients are then added in
+    /// the order of the input gradients.
+    Fused,
+    /// [`Stage::backward_input`] and [`Stage::backward_weight`]. The stage before waits for the
+    /// input gradient, but not for the weight gradient: schedules without bubbles need that.
+    Split,
+    /// All three. `backward` is called where a schedule has both gradients as one action, unless
+    /// they are partial sums. It must compute the same bits as the two others.
+    Both,
+}
 
-/// The global shape of a residual, and its sharding over the stage's mesh.
+/// The type of a stage's side inputs: arrays that come with each microbatch and have no gradient,
+/// such as labels and masks.
+#[derive(Clone, Copy, Debug)]
+pub struct SideInput {
+    fits: fn(&Structure) -> Result<(), TreeError>,
+}
+
+impl SideInput {
+    /// Declares side inputs of type `T`.
+    pub fn of<T: Tree<Leaf = MpmdArray>>() -> Self {
+        Self {
+            fits: |structure| {
+                let leaves = std::iter::repeat_n(false, structure.leaves());
+                T::With::<bool>::from_leaves(structure, leaves).map(drop)
+            },
+        }
+    }
+
+    pub(super) fn none() -> Self {
+        Self::of::<mpmd_layout::tree::Empty<MpmdArray>>()
+    }
+
+    /// Returns an error if side inputs of this structure are not of the type.
+    pub(super) fn check(&self, structure: &Structure) -> Result<(), TreeError> {
+        (self.fits)(structure)
+    }
+}
+
+/// The global shapes of a microbatch's side inputs.
+#[derive(Debug)]
+pub struct SideShapes(pub(super) Bundle<ShapedArray>);
+
+impl SideShapes {
+    /// Returns the shapes as a tree: `let labels: ShapedArray = side.tree()?`.
+    ///
+    /// # Errors
+    ///
+    /// If they are no tree of type `T`.
+    pub fn tree<T: Tree<Leaf = ShapedArray>>(&self) -> Result<T> {
+        self.0.clone().into_tree("side input")
+    }
+}
+
+/// The global shape of a residual, and its sharding over the stage's mesh; or an object.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct PlacedShape {
-    /// The global shape.
-    pub aval: ShapedArray,
-    /// The sharding over the stage's mesh.
-    pub spec: Spec,
+    pub(super) aval: ShapedArray,
+    spec: Spec,
+    /// The declared bytes of an object on each device.
+    pub(super) object_bytes: u64,
 }
 
 impl Leaf for PlacedShape {}
@@ -178,42 +230,86 @@ impl Leaf for PlacedShape {}
 impl PlacedShape {
     /// Creates a residual of the global shape `aval`, sharded by `spec`.
     pub fn new(aval: ShapedArray, spec: Spec) -> Self {
-        Self { aval, spec }
+        Self { aval, spec, object_bytes: 0 }
     }
 
     /// Creates a residual that every device of the stage holds whole.
     pub fn replicated(aval: ShapedArray) -> Self {
-        Self { aval, spec: Spec::default() }
+        Self::new(aval, Spec::default())
+    }
+
+    /// Creates a residual that is a Rust value on each device. The forward pass makes it by
+    /// [`ViewMut::put_object`](crate::kernel::ViewMut::put_object), and the backward pass gets it
+    /// by [`View::object`](crate::kernel::View::object) or
+    /// [`View::take_object`](crate::kernel::View::take_object).
+    ///
+    /// It is dropped after the last pass that reads it.
+    pub fn object() -> Self {
+        Self::object_of_bytes(0)
+    }
+
+    /// Creates a residual like [`PlacedShape::object`] of `bytes` bytes on each device. They count
+    /// against the device's memory limit, and in memory plans.
+    pub fn object_of_bytes(bytes: u64) -> Self {
+        Self { object_bytes: bytes, ..Self::replicated(ShapedArray::object()) }
     }
 
     pub(super) fn sharding(&self, mesh: &Mesh) -> Sharding {
         mesh.sharding(self.spec.clone())
     }
+
+    /// Returns an array that takes as many bytes as the residual, with its sharding.
+    pub(super) fn counted(&self, mesh: &Mesh) -> (ShapedArray, Sharding) {
+        if self.aval.is_object() {
+            let bytes = self.object_bytes.min(isize::MAX as u64) as usize;
+            return (ShapedArray::new(&[bytes], DType::U8), mesh.replicated());
+        }
+        (self.aval.clone(), self.sharding(mesh))
+    }
 }
 
 /// The declaration of a stage: outputs, residuals and collectives, known before it runs.
 #[derive(Clone, Debug)]
-pub struct StageSignature<O, R, W> {
+pub struct StageSignature<O> {
     pub(super) out: O,
-    pub(super) residual: R,
-    pub(super) weight_residual: W,
+    /// `None` if the stage keeps its inputs and side inputs instead.
+    pub(super) residual: Option<Bundle<PlacedShape>>,
+    pub(super) weight_residual: Bundle<PlacedShape>,
     pub(super) keeps: Vec<(String, String)>,
     pub(super) forward: Vec<(String, ShapedArray)>,
     pub(super) backward_input: Vec<(String, ShapedArray)>,
 }
 
-impl<O, R, W> StageSignature<O, R, W> {
-    /// Declares a stage with output `out` and these residuals, without kept residuals and without
-    /// collectives.
-    pub fn new(out: O, residual: R, weight_residual: W) -> Self {
+impl<O> StageSignature<O> {
+    /// Declares a stage with output `out`. It keeps its inputs and side inputs, without a copy,
+    /// until its backward pass has read them by [`StageContext::input`] and [`StageContext::side`].
+    pub fn new(out: O) -> Self {
         Self {
             out,
-            residual,
-            weight_residual,
+            residual: None,
+            weight_residual: Bundle::empty(),
             keeps: Vec::new(),
             forward: Vec::new(),
             backward_input: Vec::new(),
         }
+    }
+
+    /// Declares residuals: arrays on the stage's own devices that the forward pass writes for the
+    /// backward pass. They never move, and are freed after the last pass that reads them.
+    ///
+    /// The stage then does not keep its inputs. With
+    /// [`Empty`](mpmd_layout::tree::Empty) it keeps nothing.
+    #[must_use]
+    pub fn residual(mut self, residual: impl Tree<Leaf = PlacedShape>) -> Self {
+        self.residual = Some(Bundle::of(residual));
+        self
+    }
+
+    /// Declares residuals that [`Stage::backward_input`] writes for [`Stage::backward_weight`].
+    #[must_use]
+    pub fn weight_residual(mut self, residual: impl Tree<Leaf = PlacedShape>) -> Self {
+        self.weight_residual = Bundle::of(residual);
+        self
     }
 
     /// Declares that the residual at path `residual` is also the weight residual at path
@@ -232,7 +328,7 @@ impl<O, R, W> StageSignature<O, R, W> {
         self
     }
 
-    /// Declares the next collective of [`Stage::backward_input`], like
+    /// Declares the next collective of [`Stage::backward_input`] and [`Stage::backward`], like
     /// [`StageSignature::forward_all_reduce`].
     #[must_use]
     pub fn backward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {

@@ -28,6 +28,7 @@ mod pipeline_buffers;
 mod pipeline_errors;
 mod pipeline_memory;
 mod pipeline_schedules;
+mod pipeline_stages;
 mod pipeline_wiring;
 mod plan;
 mod program;

@@ -2,7 +2,7 @@
 
 use crate::stages::{Rows, Scale, Square};
 use mpmd_core::Simulation;
-use mpmd_core::pipeline::{Microbatch, ParamSharding, Pipeline, Schedule};
+use mpmd_core::pipeline::{Microbatch, ParamSharding, Passes, Pipeline, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 
@@ -137,7 +137,7 @@ type Stored = (Option<[Vec<f32>; 4]>, u64);
 
 /// Runs one training step and one forward pass of two stages on two devices each. Either each
 /// device has all rows, or rows and stored weights are divided in halves over a stage's devices.
-fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Stored> {
+fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows, passes: Passes) -> Result<Stored> {
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
     let mut params = Vec::new();
     for (stage, mesh) in meshes.iter().enumerate() {
@@ -147,8 +147,8 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
         );
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
-    let mut pipeline =
-        Pipeline::first(Scale::of(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
+    let front = Pipeline::first(Scale { rows, passes }, &meshes[0], w0)?;
+    let mut pipeline = front.then(Square(rows), &meshes[1], w1)?;
     if rows == Rows::Part {
         for (stage, mesh) in meshes.iter().enumerate() {
             let storage = ParamSharding::new(vec![mesh.replicated()]).partial_over(&["data"])?;
@@ -204,7 +204,8 @@ fn stored_weights_are_gathered_once_and_gradients_reduced() {
             let run = |processes: usize, rows: Rows| -> Stored {
                 let simulation =
                     Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
-                let mut results = simulation.run(|p| stored_step(p, &schedule, rows)).into_iter();
+                let mut results =
+                    simulation.run(|p| stored_step(p, &schedule, rows, Passes::Split)).into_iter();
                 let first = results.next().unwrap().unwrap();
                 assert!(
                     results.all(|result| result.unwrap() == (None, first.1)),
@@ -338,5 +339,22 @@ fn param_sharding_that_does_not_fit_the_stage_is_refused() {
         for (found, expected) in result.unwrap().iter().zip(expected) {
             assert!(found.contains(expected), "{found}");
         }
+    }
+}
+
+#[test]
+fn fused_stage_adds_partial_sums_like_a_split_one() {
+    for schedule in [Schedule::one_f_one_b(2, 3), Schedule::named("zb-h1", 2, 3, None)] {
+        let schedule = schedule.unwrap();
+        let run = |passes: Passes| {
+            let mut results = Simulation::new(1, 4)
+                .run(|p| Ok(stored_step(p, &schedule, Rows::Part, passes)?.0))
+                .into_iter();
+            results.next().unwrap().unwrap()
+        };
+        let split = run(Passes::Split);
+        assert!(split.is_some());
+        assert_eq!(run(Passes::Fused), split);
+        assert_eq!(run(Passes::Both), split);
     }
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use mpmd_core::Simulation;
 use mpmd_core::kernel::{Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{
-    Action, ActionKind, Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage,
-    StageSignature,
+    Action, ActionKind, Loss, Microbatch, Passes, Pipeline, PlacedShape, Schedule, SideInput,
+    SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
@@ -59,10 +59,10 @@ fn unit() -> ShapedArray {
     f32s([ELEMENTS])
 }
 
-fn declare<O>(out: O) -> StageSignature<O, [PlacedShape; 2], [PlacedShape; 2]> {
+fn declare<O>(out: O) -> StageSignature<O> {
     let two = || [PlacedShape::replicated(unit()), PlacedShape::replicated(unit())];
     // One residual stays, one is released, and one is added.
-    StageSignature::new(out, two(), two()).keep("0", "0")
+    StageSignature::new(out).residual(two()).weight_residual(two()).keep("0", "0")
 }
 
 macro_rules! passes {
@@ -70,57 +70,55 @@ macro_rules! passes {
         impl Stage for $stage {
             type Params = MpmdArray;
             type In = MpmdArray;
-            type Side = $side;
             type Out = $out;
-            type Residual = [MpmdArray; 2];
-            type WeightResidual = [MpmdArray; 2];
 
             fn infer(
                 &self,
                 _: &ShapedArray,
                 _: &ShapedArray,
-                _: &Shapes<$side>,
-            ) -> Result<Declared<Self>> {
+                _: &SideShapes,
+            ) -> Result<StageSignature<Shapes<$out>>> {
                 Ok(declare($shape))
+            }
+
+            fn side(&self) -> SideInput {
+                SideInput::of::<$side>()
             }
 
             fn forward(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 _: View<'_>,
                 _: View<'_>,
-                _: Views<'_, $side>,
                 y: ViewsMut<'_, $out>,
-                residual: [ViewMut<'_>; 2],
             ) -> Result<()> {
                 let gated: fn(&Self) -> &Gated = $gated;
                 gated(self).gate.pass(gated(self).stage)?;
+                let residual: [ViewMut<'_>; 2] = cx.residual_mut()?;
                 y.into_leaves().into_iter().chain(residual).for_each(|mut view| view.zero());
                 Ok(())
             }
 
+            fn passes(&self) -> Passes {
+                Passes::Split
+            }
+
             fn backward_input(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 _: View<'_>,
-                _: [View<'_>; 2],
                 _: Views<'_, $out>,
                 dx: Option<ViewMut<'_>>,
-                [_, mut weight_residual]: [ViewMut<'_>; 2],
             ) -> Result<()> {
                 let gated: fn(&Self) -> &Gated = $gated;
                 gated(self).gate.pass(gated(self).stage)?;
+                let [_, mut weight_residual]: [ViewMut<'_>; 2] = cx.weight_residual_mut()?;
                 weight_residual.zero();
                 dx.into_iter().for_each(|mut dx| dx.zero());
                 Ok(())
             }
 
-            fn backward_weight(
-                &self,
-                _: &mut Context<'_>,
-                _: [View<'_>; 2],
-                _: ViewMut<'_>,
-            ) -> Result<()> {
+            fn backward_weight(&self, _: &mut StageContext<'_, '_>, _: ViewMut<'_>) -> Result<()> {
                 let gated: fn(&Self) -> &Gated = $gated;
                 gated(self).gate.pass(gated(self).stage)
             }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use mpmd_core::kernel::{Views, ViewsMut};
+use mpmd_core::kernel::{Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{
-    Declared, Loss, Microbatch, MicrobatchShapes, Pipeline, PlacedShape, Schedule, Stage,
-    StageSignature,
+    Loss, Microbatch, MicrobatchShapes, Passes, Pipeline, PlacedShape, Schedule, SideInput,
+    SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
@@ -20,16 +20,26 @@ const STEPS: usize = 16;
 /// Tolerance in bytes for the losses, which are added up one by one.
 const SMALL: u64 = 4 << 10;
 
-/// A stage of which each pass sleeps for some time and only writes its outputs.
-struct Pass;
+/// A stage of which each pass sleeps for some time and only writes its outputs. It has residuals
+/// and split gradients, or it `keeps` its inputs and has one backward pass.
+struct Pass {
+    keeps: bool,
+}
 
 /// The last stage: passes as those of `Pass`, with the loss as output.
-struct Last;
+struct Last {
+    keeps: bool,
+}
 
-fn declare<O>(out: O) -> StageSignature<O, Vec<PlacedShape>, Vec<PlacedShape>> {
-    let some = |count| (0..count).map(|_| PlacedShape::replicated(f32s([ACTIVATION]))).collect();
+fn declare<O>(out: O, keeps: bool) -> StageSignature<O> {
+    if keeps {
+        return StageSignature::new(out);
+    }
+    let one = |_| PlacedShape::replicated(f32s([ACTIVATION]));
+    let some = |count: usize| (0..count).map(one).collect::<Vec<_>>();
     // The first two stay; the others are released, and two are added.
-    StageSignature::new(out, some(RESIDUALS), some(4)).keep("0", "0").keep("1", "1")
+    let signature = StageSignature::new(out).residual(some(RESIDUALS)).weight_residual(some(4));
+    signature.keep("0", "0").keep("1", "1")
 }
 
 fn write(out: &mut ViewMut<'_>) -> Result<()> {
@@ -45,52 +55,70 @@ macro_rules! passes {
         impl Stage for $stage {
             type Params = MpmdArray;
             type In = MpmdArray;
-            type Side = $side;
             type Out = $out;
-            type Residual = Vec<MpmdArray>;
-            type WeightResidual = Vec<MpmdArray>;
 
             fn infer(
                 &self,
                 _: &ShapedArray,
                 _: &ShapedArray,
-                _: &mpmd_core::kernel::Shapes<$side>,
-            ) -> Result<Declared<Self>> {
-                Ok(declare($shape))
+                _: &SideShapes,
+            ) -> Result<StageSignature<Shapes<$out>>> {
+                Ok(declare($shape, self.keeps))
+            }
+
+            fn side(&self) -> SideInput {
+                SideInput::of::<$side>()
             }
 
             fn forward(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 _: View<'_>,
                 _: View<'_>,
-                _: Views<'_, $side>,
                 y: ViewsMut<'_, $out>,
-                mut residual: Vec<ViewMut<'_>>,
             ) -> Result<()> {
                 take(1);
-                residual.iter_mut().try_for_each(write)?;
+                if !self.keeps {
+                    let mut residual: Vec<ViewMut<'_>> = cx.residual_mut()?;
+                    residual.iter_mut().try_for_each(write)?;
+                }
                 y.into_leaves().iter_mut().try_for_each(write)
+            }
+
+            fn passes(&self) -> Passes {
+                if self.keeps { Passes::Fused } else { Passes::Split }
+            }
+
+            fn backward(
+                &self,
+                cx: &mut StageContext<'_, '_>,
+                _: View<'_>,
+                _: Views<'_, $out>,
+                mut dx: Option<ViewMut<'_>>,
+                mut gradient: ViewMut<'_>,
+            ) -> Result<()> {
+                take(2);
+                cx.input::<View<'_>>()?;
+                dx.iter_mut().try_for_each(write)?;
+                write(&mut gradient)
             }
 
             fn backward_input(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 _: View<'_>,
-                _: Vec<View<'_>>,
                 _: Views<'_, $out>,
                 mut dx: Option<ViewMut<'_>>,
-                mut weight_residual: Vec<ViewMut<'_>>,
             ) -> Result<()> {
                 take(1);
                 dx.iter_mut().try_for_each(write)?;
+                let mut weight_residual: Vec<ViewMut<'_>> = cx.weight_residual_mut()?;
                 weight_residual[2..].iter_mut().try_for_each(write)
             }
 
             fn backward_weight(
                 &self,
-                _: &mut Context<'_>,
-                _: Vec<View<'_>>,
+                _: &mut StageContext<'_, '_>,
                 mut gradient: ViewMut<'_>,
             ) -> Result<()> {
                 take(1);
@@ -153,15 +181,16 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
         })
         .collect::<Result<Vec<_>>>()?;
     let (last, mut params) = (count - 1, params.into_iter());
+    let keeps = how == Options::KeepsInputs;
     let mut next = || params.next().expect("one for each stage");
     let mut pipeline = if last == 0 {
-        Pipeline::first(Last, &meshes[0], next())?
+        Pipeline::first(Last { keeps }, &meshes[0], next())?
     } else {
-        let mut front = Pipeline::first(Pass, &meshes[0], next())?;
+        let mut front = Pipeline::first(Pass { keeps }, &meshes[0], next())?;
         for mesh in &meshes[1..last] {
-            front = front.then(Pass, mesh, next())?;
+            front = front.then(Pass { keeps }, mesh, next())?;
         }
-        front.then(Last, &meshes[last], next())?
+        front.then(Last { keeps }, &meshes[last], next())?
     };
     (0..count).for_each(|stage| pipeline.recompute(stage, how == Options::Again));
     pipeline.buffer_gradients(how == Options::InOrder);
@@ -211,7 +240,7 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
     Ok(found)
 }
 
-/// The pipeline's options: none, or one of two that change its memory.
+/// The pipeline's options: none, or one that changes its memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Options {
     Plain,
@@ -219,6 +248,8 @@ enum Options {
     Again,
     /// Gradients are buffered, and weight gradients are added in ascending order of microbatches.
     InOrder,
+    /// Stages keep their inputs, and have one backward pass.
+    KeepsInputs,
 }
 
 /// Returns a line for each process with a measured peak more than 10 % from the expected one or
@@ -282,6 +313,25 @@ fn step_memory_matches_its_plan_with_several_stages_per_rank() {
         }
         let what = format!("{name}, {how:?}, {ranks} ranks, {processes} processes");
         all.extend(off(&simulation, &schedule, how, &what));
+    }
+    assert!(all.is_empty(), "{}", all.join("\n"));
+}
+
+#[test]
+fn kept_inputs_are_part_of_the_planned_memory() {
+    let mut all = Vec::new();
+    for (name, ranks, processes) in
+        [("gpipe", 2, 1), ("1f1b", 4, 4), ("1f1b", 2, 2), ("zb-h1", 2, 2), ("interleaved", 2, 2)]
+    {
+        let schedule = Schedule::named(name, ranks, 8, None).unwrap();
+        for zero_copy in [false, true] {
+            let mut simulation = Simulation::new(processes, ranks);
+            if zero_copy {
+                simulation = simulation.zero_copy(&vec![0; processes]);
+            }
+            let what = format!("{name}, {ranks} ranks, {processes} processes, {zero_copy}");
+            all.extend(off(&simulation, &schedule, Options::KeepsInputs, &what));
+        }
     }
     assert!(all.is_empty(), "{}", all.join("\n"));
 }

@@ -2,12 +2,12 @@
 
 use mpmd_core::kernel;
 use mpmd_core::pipeline::{
-    Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+    Loss, Microbatch, Passes, Pipeline, PlacedShape, Schedule, SideInput, SideShapes, Stage,
+    StageContext, StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Spec;
 use mpmd_core::topology::Mesh;
-use mpmd_core::tree::Empty;
 
 pub(crate) const WIDTH: usize = 3;
 
@@ -28,17 +28,16 @@ impl Rows {
     }
 }
 
-/// A stage with y = x * w, element by element, with one w for all rows. With `fuses`, one backward
-/// pass computes both gradients.
+/// A stage with y = x * w, element by element, with one w for all rows.
 pub(crate) struct Scale {
     pub(crate) rows: Rows,
-    pub(crate) fuses: bool,
+    pub(crate) passes: Passes,
 }
 
 impl Scale {
     /// Creates a stage with separate backward passes for the gradients of inputs and weights.
     pub(crate) fn of(rows: Rows) -> Self {
-        Self { rows, fuses: false }
+        Self { rows, passes: Passes::Split }
     }
 }
 
@@ -53,25 +52,32 @@ fn floats<'a>(view: &'a View<'_>) -> Result<&'a [f32]> {
     Ok(view.as_slice::<f32>()?)
 }
 
+/// Adds the products of the inputs and the output gradients, which is the gradient of the weights.
+fn add_products((x, dy): (View<'_>, View<'_>), mut gradient: ViewMut<'_>) -> Result<()> {
+    let (x, dy) = (floats(&x)?, floats(&dy)?);
+    let gradient = gradient.as_mut_slice::<f32>()?;
+    let width = gradient.len();
+    (0..x.len()).for_each(|i| gradient[i % width] += x[i] * dy[i]);
+    Ok(())
+}
+
 impl Stage for Scale {
     type Params = MpmdArray;
     type In = MpmdArray;
-    type Side = Empty<MpmdArray>;
     type Out = MpmdArray;
-    type Residual = MpmdArray;
-    type WeightResidual = (MpmdArray, MpmdArray);
 
     fn infer(
         &self,
         w: &ShapedArray,
         x: &ShapedArray,
-        _: &Empty<ShapedArray>,
-    ) -> Result<Declared<Self>> {
+        _: &SideShapes,
+    ) -> Result<StageSignature<ShapedArray>> {
         if x.shape()[1] != w.shape()[0] {
             return Err(Error::kernel(format!("{x} * {w}")));
         }
         let kept = PlacedShape::new(x.clone(), self.rows.spec());
-        Ok(StageSignature::new(x.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+        let signature = StageSignature::new(x.clone()).residual(kept.clone());
+        Ok(signature.weight_residual((kept.clone(), kept)).keep("", "0"))
     }
 
     fn input_spec(&self) -> Spec {
@@ -84,13 +90,12 @@ impl Stage for Scale {
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
         x: View<'_>,
-        _: Empty<View<'_>>,
         mut y: ViewMut<'_>,
-        mut residual: ViewMut<'_>,
     ) -> Result<()> {
+        let mut residual: ViewMut<'_> = cx.residual_mut()?;
         let (w, x) = (floats(&w)?, floats(&x)?);
         residual.as_mut_slice()?.copy_from_slice(x);
         let y = y.as_mut_slice::<f32>()?;
@@ -100,13 +105,12 @@ impl Stage for Scale {
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
-        _: View<'_>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
-        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
     ) -> Result<()> {
+        let (_, mut out): (ViewMut<'_>, ViewMut<'_>) = cx.weight_residual_mut()?;
         let (w, dy) = (floats(&w)?, floats(&dy)?);
         out.as_mut_slice()?.copy_from_slice(dy);
         if let Some(mut dx) = dx {
@@ -116,28 +120,18 @@ impl Stage for Scale {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        _: &mut Context<'_>,
-        (x, dy): (View<'_>, View<'_>),
-        mut gradient: ViewMut<'_>,
-    ) -> Result<()> {
-        let (x, dy) = (floats(&x)?, floats(&dy)?);
-        let gradient = gradient.as_mut_slice::<f32>()?;
-        let width = gradient.len();
-        (0..x.len()).for_each(|i| gradient[i % width] += x[i] * dy[i]);
-        Ok(())
+    fn backward_weight(&self, cx: &mut StageContext<'_, '_>, gradient: ViewMut<'_>) -> Result<()> {
+        add_products(cx.weight_residual()?, gradient)
     }
 
-    fn fuses_backward(&self) -> bool {
-        self.fuses
+    fn passes(&self) -> Passes {
+        self.passes
     }
 
     fn backward(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
-        x: View<'_>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
         gradient: ViewMut<'_>,
@@ -147,40 +141,37 @@ impl Stage for Scale {
             let dx = dx.as_mut_slice::<f32>()?;
             (0..dys.len()).for_each(|i| dx[i] = dys[i] * weights[i % weights.len()]);
         }
-        self.backward_weight(cx, (x, dy), gradient)
+        add_products((cx.residual()?, dy), gradient)
     }
 }
 
 impl Stage for Join {
     type Params = MpmdArray;
     type In = (MpmdArray, MpmdArray);
-    type Side = Empty<MpmdArray>;
     type Out = MpmdArray;
-    type Residual = MpmdArray;
-    type WeightResidual = (MpmdArray, MpmdArray);
 
     fn infer(
         &self,
         _: &ShapedArray,
         (a, b): &(ShapedArray, ShapedArray),
-        _: &Empty<ShapedArray>,
-    ) -> Result<Declared<Self>> {
+        _: &SideShapes,
+    ) -> Result<StageSignature<ShapedArray>> {
         if a != b {
             return Err(Error::kernel(format!("{a} + {b}")));
         }
         let kept = PlacedShape::replicated(a.clone());
-        Ok(StageSignature::new(a.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+        let signature = StageSignature::new(a.clone()).residual(kept.clone());
+        Ok(signature.weight_residual((kept.clone(), kept)).keep("", "0"))
     }
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
         (a, b): (View<'_>, View<'_>),
-        _: Empty<View<'_>>,
         mut y: ViewMut<'_>,
-        mut residual: ViewMut<'_>,
     ) -> Result<()> {
+        let mut residual: ViewMut<'_> = cx.residual_mut()?;
         let (w, a, b) = (floats(&w)?, floats(&a)?, floats(&b)?);
         residual.as_mut_slice()?.copy_from_slice(a);
         let y = y.as_mut_slice::<f32>()?;
@@ -190,13 +181,12 @@ impl Stage for Join {
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
-        _: View<'_>,
         dy: View<'_>,
         dx: Option<(ViewMut<'_>, ViewMut<'_>)>,
-        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
     ) -> Result<()> {
+        let (_, mut out): (ViewMut<'_>, ViewMut<'_>) = cx.weight_residual_mut()?;
         let (w, dy) = (floats(&w)?, floats(&dy)?);
         out.as_mut_slice()?.copy_from_slice(dy);
         if let Some((mut da, mut db)) = dx {
@@ -207,28 +197,30 @@ impl Stage for Join {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut Context<'_>,
-        kept: (View<'_>, View<'_>),
-        gradient: ViewMut<'_>,
-    ) -> Result<()> {
-        Scale::of(Rows::All).backward_weight(cx, kept, gradient)
+    fn backward_weight(&self, cx: &mut StageContext<'_, '_>, gradient: ViewMut<'_>) -> Result<()> {
+        add_products(cx.weight_residual()?, gradient)
+    }
+
+    fn passes(&self) -> Passes {
+        Passes::Split
     }
 }
 
 impl Stage for Square {
     type Params = MpmdArray;
     type In = MpmdArray;
-    type Side = MpmdArray;
     type Out = Loss<MpmdArray>;
-    type Residual = (MpmdArray, MpmdArray);
-    type WeightResidual = (MpmdArray, MpmdArray);
 
-    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        x: &ShapedArray,
+        _: &SideShapes,
+    ) -> Result<StageSignature<Loss<ShapedArray>>> {
         let kept = || PlacedShape::new(x.clone(), self.0.spec());
         let loss = Loss { sum: f32s([]), weight: f32s([]) };
-        let signature = StageSignature::new(loss, (kept(), kept()), (kept(), kept()));
+        let signature =
+            StageSignature::new(loss).residual((kept(), kept())).weight_residual((kept(), kept()));
         let signature = signature.keep("0", "0").keep("1", "1");
         Ok(if self.0 == Rows::Part {
             signature.forward_all_reduce("data", f32s([2]))
@@ -237,19 +229,23 @@ impl Stage for Square {
         })
     }
 
+    fn side(&self) -> SideInput {
+        SideInput::of::<MpmdArray>()
+    }
+
     fn input_spec(&self) -> Spec {
         self.0.spec()
     }
 
     fn forward(
         &self,
-        cx: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
         x: View<'_>,
-        labels: View<'_>,
         mut y: Loss<ViewMut<'_>>,
-        (mut kept, mut error): (ViewMut<'_>, ViewMut<'_>),
     ) -> Result<()> {
+        let labels: View<'_> = cx.side()?;
+        let (mut kept, mut error): (ViewMut<'_>, ViewMut<'_>) = cx.residual_mut()?;
         let (w, x, labels) = (floats(&w)?, floats(&x)?, floats(&labels)?);
         kept.as_mut_slice()?.copy_from_slice(x);
         let error = error.as_mut_slice::<f32>()?;
@@ -265,13 +261,12 @@ impl Stage for Square {
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut StageContext<'_, '_>,
         w: View<'_>,
-        _: (View<'_>, View<'_>),
         dy: kernel::Views<'_, Loss<MpmdArray>>,
         dx: Option<ViewMut<'_>>,
-        (_, mut error): (ViewMut<'_>, ViewMut<'_>),
     ) -> Result<()> {
+        let (_, mut error): (ViewMut<'_>, ViewMut<'_>) = cx.weight_residual_mut()?;
         let (w, scale) = (floats(&w)?, dy.sum.scalar::<f32>()?);
         let error = error.as_mut_slice::<f32>()?;
         error.iter_mut().for_each(|e| *e *= 2.0 * scale);
@@ -282,13 +277,12 @@ impl Stage for Square {
         Ok(())
     }
 
-    fn backward_weight(
-        &self,
-        cx: &mut Context<'_>,
-        kept: (View<'_>, View<'_>),
-        gradient: ViewMut<'_>,
-    ) -> Result<()> {
-        Scale::of(self.0).backward_weight(cx, kept, gradient)
+    fn backward_weight(&self, cx: &mut StageContext<'_, '_>, gradient: ViewMut<'_>) -> Result<()> {
+        add_products(cx.weight_residual()?, gradient)
+    }
+
+    fn passes(&self) -> Passes {
+        Passes::Split
     }
 }
 
@@ -337,13 +331,22 @@ pub(crate) fn chain(
     schedule: &Schedule,
     fuses: bool,
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+    chain_of(p, schedule, if fuses { Passes::Both } else { Passes::Split })
+}
+
+/// Creates a pipeline as [`chain`] does, of [`Scale`] stages with these backward passes.
+pub(crate) fn chain_of(
+    p: &mut Program,
+    schedule: &Schedule,
+    passes: Passes,
+) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let (meshes, last) = (meshes(p, schedule.ranks())?, schedule.stages() - 1);
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
     let mut front =
-        Pipeline::first(Scale { rows: Rows::All, fuses }, mesh(0), params(p, 0, mesh(0))?)?;
+        Pipeline::first(Scale { rows: Rows::All, passes }, mesh(0), params(p, 0, mesh(0))?)?;
     for stage in 1..last {
         front = front.then(
-            Scale { rows: Rows::All, fuses },
+            Scale { rows: Rows::All, passes },
             mesh(stage),
             params(p, stage, mesh(stage))?,
         )?;

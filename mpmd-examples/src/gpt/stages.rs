@@ -17,7 +17,9 @@ use std::sync::Arc;
 use mpmd::aval::{DType, f64s};
 use mpmd::cuda::{CUBLAS, Math, Source};
 use mpmd::kernel::{Reducible, Shapes, Views, ViewsMut};
-use mpmd::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
+use mpmd::pipeline::{
+    Loss, Passes, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageSignature,
+};
 use mpmd::prelude::*;
 use mpmd::sharding::Spec;
 use mpmd::tree::Empty;
@@ -205,8 +207,7 @@ impl<T: Float> Core<T> {
         out: O,
         x: &ShapedArray,
         targets: Option<&ShapedArray>,
-    ) -> Result<StageSignature<O, StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>>>
-    {
+    ) -> Result<StageSignature<O>> {
         let local = self.shape(x)?;
         // Declared shapes are global.
         let shape = self.whole_shape(x)?;
@@ -216,7 +217,7 @@ impl<T: Float> Core<T> {
             return Err(Error::kernel(format!("targets {targets} for an input {x}")));
         }
         let (residual, weight) = self.residuals(shape, targets.is_some());
-        let mut signature = StageSignature::new(out, residual, weight);
+        let mut signature = StageSignature::new(out).residual(residual).weight_residual(weight);
         if self.part.entrance {
             signature = signature.keep("tokens", "embed/tokens");
         }
@@ -546,53 +547,58 @@ macro_rules! stage {
         impl<T: Float> Stage for $name<T> {
             type Params = StageParams<MpmdArray>;
             type In = $in<MpmdArray>;
-            type Side = $side;
             type Out = $out;
-            type Residual = StageResidual<MpmdArray>;
-            type WeightResidual = StageWeightResidual<MpmdArray>;
 
             fn infer(
                 &self,
                 _: &Shapes<Self::Params>,
                 x: &Shapes<Self::In>,
-                side: &Shapes<Self::Side>,
-            ) -> Result<Declared<Self>> {
-                let ($core, $shape, $targets) = (&self.0, &x.$x, side);
+                side: &SideShapes,
+            ) -> Result<StageSignature<Shapes<Self::Out>>> {
+                let side: Shapes<$side> = side.tree()?;
+                let ($core, $shape, $targets) = (&self.0, &x.$x, &side);
                 $infer
+            }
+
+            fn side(&self) -> SideInput {
+                SideInput::of::<$side>()
             }
 
             fn forward(
                 &self,
-                cx: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 params: Views<'_, Self::Params>,
                 x: Views<'_, Self::In>,
-                side: Views<'_, Self::Side>,
                 y: ViewsMut<'_, Self::Out>,
-                residual: ViewsMut<'_, Self::Residual>,
             ) -> Result<()> {
+                let side: Views<'_, $side> = cx.side()?;
+                let residual = cx.residual_mut()?;
                 let ($y, $side_view) = (y, side);
                 self.0.forward(cx, &params, x.$x, $exit, residual)
             }
 
+            fn passes(&self) -> Passes {
+                Passes::Split
+            }
+
             fn backward_input(
                 &self,
-                cx: &mut Context<'_>,
+                cx: &mut StageContext<'_, '_>,
                 params: Views<'_, Self::Params>,
-                residual: Views<'_, Self::Residual>,
                 dy: Views<'_, Self::Out>,
                 dx: Option<ViewsMut<'_, Self::In>>,
-                weight_residual: ViewsMut<'_, Self::WeightResidual>,
             ) -> Result<()> {
                 let ($dy, dx) = (dy, dx.map(|dx| dx.$x));
+                let (residual, weight_residual) = (cx.residual()?, cx.weight_residual_mut()?);
                 self.0.backward_input(cx, &params, &residual, &$seed, dx, weight_residual)
             }
 
             fn backward_weight(
                 &self,
-                cx: &mut Context<'_>,
-                weight_residual: Views<'_, Self::WeightResidual>,
+                cx: &mut StageContext<'_, '_>,
                 gradient: ViewsMut<'_, Self::Params>,
             ) -> Result<()> {
+                let weight_residual = cx.weight_residual()?;
                 self.0.backward_weight(cx, &weight_residual, gradient)
             }
 

@@ -60,7 +60,15 @@ impl Program {
     /// `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
     pub fn jit<K: Kernel>(&self, kernel: K) -> JitBuilder<K> {
         let program = Arc::downgrade(&self.runtime);
-        JitBuilder { kernel, program, mesh: None, inputs: None, outputs: None, donate: Vec::new() }
+        JitBuilder {
+            kernel,
+            program,
+            mesh: None,
+            inputs: None,
+            partial_sums: None,
+            outputs: None,
+            donate: Vec::new(),
+        }
     }
 }
 
@@ -71,6 +79,7 @@ pub struct JitBuilder<K> {
     program: Weak<Runtime>,
     mesh: Option<Mesh>,
     inputs: Option<PrefixTree<Sharding>>,
+    partial_sums: Option<&'static str>,
     outputs: Option<PrefixTree<Sharding>>,
     donate: Vec<String>,
 }
@@ -87,6 +96,13 @@ impl<K: Kernel> JitBuilder<K> {
     /// arrays in host memory must always be declared here.
     pub fn inputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.inputs = Some(shardings.into());
+        self
+    }
+
+    /// Accepts partial sums at this path, and below it, without a declaration by
+    /// [`inputs`](Self::inputs).
+    pub(crate) fn partial_sums(mut self, path: &'static str) -> Self {
+        self.partial_sums = Some(path);
         self
     }
 
@@ -130,6 +146,7 @@ impl<K: Kernel> JitBuilder<K> {
             program: self.program,
             mesh,
             inputs: self.inputs,
+            partial_sums: self.partial_sums,
             outputs,
             donate: self.donate,
             kept: Mutex::new(Kept { plans: Vec::new(), lists: Lists::default() }),
@@ -145,6 +162,8 @@ pub struct Jit<K: Kernel> {
     program: Weak<Runtime>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
+    /// The path of inputs that may be partial sums without being declared in `inputs`.
+    partial_sums: Option<&'static str>,
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
     warm: Arc<Warm>,

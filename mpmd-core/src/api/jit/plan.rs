@@ -248,7 +248,7 @@ impl CallPlan {
             .replicated()
             .check_devices(&runtime.topology)
             .map_err(|why| IssueProblem::Sharding { path: String::new(), why })?;
-        check_inputs(&jit.mesh, jit.inputs.as_ref(), &input_structure, &paths, &leaves)?;
+        check_inputs(jit, &input_structure, &paths, &leaves)?;
 
         let shapes: Shapes<K::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
         let signature =
@@ -436,14 +436,16 @@ pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Probl
     }
 }
 
-fn check_inputs(
-    mesh: &Mesh,
-    declared: Option<&PrefixTree<Sharding>>,
+fn check_inputs<K: Kernel>(
+    jit: &Jit<K>,
     structure: &Structure,
     paths: &[String],
     leaves: &[&MpmdArray],
 ) -> Problem<()> {
-    let declared = declared
+    let mesh = &jit.mesh;
+    let declared = jit
+        .inputs
+        .as_ref()
         .map(|prefix| prefix.broadcast(structure))
         .transpose()
         .map_err(IssueProblem::Tree)?;
@@ -477,7 +479,9 @@ fn check_inputs(
                 }
             }
             None => {
-                if let Some(what) = unusual {
+                let accepted = !placed.made.sharding.unreduced_axes().is_empty()
+                    && jit.partial_sums.is_some_and(|prefix| is_below(&path, prefix));
+                if let Some(what) = unusual.filter(|_| !accepted) {
                     let found = placed.made.sharding.to_string();
                     return Err(IssueProblem::InputUndeclared { path, found, property: what });
                 }

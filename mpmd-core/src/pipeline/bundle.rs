@@ -1,0 +1,122 @@
+//! Trees without their types: only the stage knows the type.
+
+use super::param_sharding::put_each;
+use crate::api::program::Program;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::{Leaf, Path, Structure, Tree, TreeError};
+
+/// A tree of any structure, known only at run time.
+#[derive(Clone, Debug)]
+pub(super) struct Bundle<L = MpmdArray> {
+    pub(super) structure: Structure,
+    pub(super) leaves: Vec<L>,
+}
+
+impl<L: Leaf> Bundle<L> {
+    pub(super) fn of<T: Tree<Leaf = L>>(tree: T) -> Self {
+        Self { structure: tree.structure(), leaves: tree.into_leaves() }
+    }
+
+    pub(super) fn empty() -> Self {
+        Self { structure: Structure::sequence([]), leaves: Vec::new() }
+    }
+
+    /// Returns the bundle of two others, with the branches 0 and 1.
+    pub(super) fn pair(first: Self, second: Self) -> Self {
+        let structure = Structure::sequence([first.structure, second.structure]);
+        Self { structure, leaves: first.leaves.into_iter().chain(second.leaves).collect() }
+    }
+
+    /// Takes apart what [`Bundle::pair`] has made. `None` if it is no such bundle.
+    pub(super) fn into_pair(self) -> Option<(Self, Self)> {
+        let Structure::Node(branches) = self.structure else { return None };
+        let [(_, first), (_, second)] = <[_; 2]>::try_from(branches).ok()?;
+        let mut leaves = self.leaves.into_iter();
+        let taken = leaves.by_ref().take(first.leaves()).collect();
+        Some((
+            Self { structure: first, leaves: taken },
+            Self { structure: second, leaves: leaves.collect() },
+        ))
+    }
+
+    /// Returns the leaves as a tree of type `T`. An error calls the tree by the name `value`.
+    pub(super) fn into_tree<T: Tree<Leaf = L>>(self, value: &str) -> Result<T> {
+        let wrong =
+            |why| Error::kernel(format!("its {value} is not the tree that is asked for: {why}"));
+        T::from_leaves(&self.structure, self.leaves).map_err(wrong)
+    }
+}
+
+impl Bundle {
+    /// Transfers all arrays to the sharding `to`. Arrays that have it already cost nothing.
+    pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
+        let to = vec![to.clone(); self.leaves.len()];
+        Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
+    }
+}
+
+impl<L: Leaf> Tree for Bundle<L> {
+    type Leaf = L;
+    type With<M: Leaf> = Bundle<M>;
+
+    fn structure(&self) -> Structure {
+        self.structure.clone()
+    }
+
+    fn has_structure(&self, structure: &Structure) -> bool {
+        self.structure == *structure
+    }
+
+    fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a L)) {
+        visit(&self.structure, &mut self.leaves.iter(), path, f);
+    }
+
+    fn try_map<M: Leaf, E>(
+        self,
+        f: &mut dyn FnMut(L) -> std::result::Result<M, E>,
+    ) -> std::result::Result<Bundle<M>, E> {
+        let leaves = self.leaves.into_iter().map(f).collect::<std::result::Result<_, E>>()?;
+        Ok(Bundle { structure: self.structure, leaves })
+    }
+
+    fn try_map_ref<M: Leaf, E>(
+        &self,
+        f: &mut dyn FnMut(&L) -> std::result::Result<M, E>,
+    ) -> std::result::Result<Bundle<M>, E> {
+        let leaves = self.leaves.iter().map(f).collect::<std::result::Result<_, E>>()?;
+        Ok(Bundle { structure: self.structure.clone(), leaves })
+    }
+
+    fn build(
+        structure: &Structure,
+        path: &mut Path,
+        leaves: &mut dyn Iterator<Item = L>,
+    ) -> std::result::Result<Self, TreeError> {
+        let leaves: Vec<L> = leaves.take(structure.leaves()).collect();
+        if leaves.len() < structure.leaves() {
+            return Err(TreeError::TooFewLeaves { path: path.to_string() });
+        }
+        Ok(Self { structure: structure.clone(), leaves })
+    }
+}
+
+fn visit<'a, L>(
+    structure: &Structure,
+    leaves: &mut std::slice::Iter<'a, L>,
+    path: &mut Path,
+    f: &mut dyn FnMut(&Path, &'a L),
+) {
+    match structure {
+        Structure::Leaf => leaves.next().into_iter().for_each(|leaf| f(path, leaf)),
+        Structure::Absent => {}
+        Structure::Node(branches) => {
+            for (name, branch) in branches {
+                path.push(name.clone());
+                visit(branch, leaves, path, f);
+                path.pop();
+            }
+        }
+    }
+}

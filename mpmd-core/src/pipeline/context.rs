@@ -1,0 +1,152 @@
+//! The context of a stage's pass: that of its kernel, and the optional values of the pass.
+
+use std::ops::{Deref, DerefMut};
+
+use super::bundle::Bundle;
+use crate::error::{Error, Result};
+use crate::exec::object::ObjectRef;
+use crate::kernel::{Context, View, ViewMut};
+use mpmd_layout::tree::Tree;
+
+/// The surroundings of a running pass of a stage. Derefs to the [`Context`] of a kernel, and reads
+/// the optional values of the pass: side inputs, residuals and state.
+///
+/// Each value is read as a tree of views, and has the structure that the stage declared or the
+/// microbatch brought: `let (x, mask): (View, View) = cx.side()?`.
+pub struct StageContext<'v, 'c> {
+    pub(super) context: &'v mut Context<'c>,
+    pub(super) stage: &'v str,
+    pub(super) given: Given<'v>,
+}
+
+/// The optional values of a pass; `None` for those that the pass does not have.
+#[derive(Default)]
+pub(super) struct Given<'v> {
+    pub(super) input: Option<Bundle<View<'v>>>,
+    pub(super) side: Option<Bundle<View<'v>>>,
+    pub(super) residual: Option<Bundle<View<'v>>>,
+    pub(super) weight_residual: Option<Bundle<View<'v>>>,
+    pub(super) residual_mut: Option<Bundle<ViewMut<'v>>>,
+    pub(super) weight_residual_mut: Option<Bundle<ViewMut<'v>>>,
+    pub(super) state: Option<View<'v>>,
+}
+
+impl<'v, 'c> StageContext<'v, 'c> {
+    /// Returns the side inputs of the microbatch: in the forward pass, and in the backward pass of
+    /// a stage that declares no residuals.
+    ///
+    /// # Errors
+    ///
+    /// If the pass has no side inputs, or they are no tree of type `T`.
+    pub fn side<T: Tree<Leaf = View<'v>>>(&self) -> Result<T> {
+        self.read(&self.given.side, "side input", KEPT)
+    }
+
+    /// Returns the stage's input again, in the backward pass of a stage that declares no residuals.
+    ///
+    /// # Errors
+    ///
+    /// If this is another pass, or the stage declares residuals. If the input is no tree of type
+    /// `T`.
+    pub fn input<T: Tree<Leaf = View<'v>>>(&self) -> Result<T> {
+        self.read(&self.given.input, "input", KEPT)
+    }
+
+    /// Returns the residuals, to be written by the forward pass. They start with arbitrary values.
+    ///
+    /// # Errors
+    ///
+    /// If this is another pass, the stage declares no residuals, or they were returned before. If
+    /// they are no tree of type `T`.
+    pub fn residual_mut<T: Tree<Leaf = ViewMut<'v>>>(&mut self) -> Result<T> {
+        let residual = self.given.residual_mut.take();
+        self.write(residual, "residual", "The forward pass writes them once, if they are declared.")
+    }
+
+    /// Returns the residuals of the forward pass, in the backward pass.
+    ///
+    /// The view of a residual that the signature [keeps](super::StageSignature::keep) is empty in
+    /// [`Stage::backward_input`](super::Stage::backward_input): its values are in the weight
+    /// residual.
+    ///
+    /// # Errors
+    ///
+    /// If this is another pass, or the stage declares no residuals. If they are no tree of type
+    /// `T`.
+    pub fn residual<T: Tree<Leaf = View<'v>>>(&self) -> Result<T> {
+        let help = "The passes `backward` and `backward_input` have them, if they are declared.";
+        self.read(&self.given.residual, "residual", help)
+    }
+
+    /// Returns the weight residuals, to be written by
+    /// [`Stage::backward_input`](super::Stage::backward_input). Those that the signature
+    /// [keeps](super::StageSignature::keep) are written already.
+    ///
+    /// # Errors
+    ///
+    /// If this is another pass, or they were returned before. If they are no tree of type `T`.
+    pub fn weight_residual_mut<T: Tree<Leaf = ViewMut<'v>>>(&mut self) -> Result<T> {
+        let residual = self.given.weight_residual_mut.take();
+        self.write(residual, "weight residual", "The pass `backward_input` writes them once.")
+    }
+
+    /// Returns the weight residuals, in [`Stage::backward_weight`](super::Stage::backward_weight).
+    ///
+    /// # Errors
+    ///
+    /// If this is another pass. If they are no tree of type `T`.
+    pub fn weight_residual<T: Tree<Leaf = View<'v>>>(&self) -> Result<T> {
+        let help = "The pass `backward_weight` has them.";
+        self.read(&self.given.weight_residual, "weight residual", help)
+    }
+
+    /// Gives exclusive access to the stage's [state](super::Pipeline::state) on this device, until
+    /// the result is dropped. Every pass has it.
+    ///
+    /// # Errors
+    ///
+    /// If the stage has no state, or one of another type. If the pass has access to it already.
+    pub fn state<T: 'static>(&self) -> Result<ObjectRef<'v, T>> {
+        let none = || self.missing("state", "Give it with `Pipeline::state`.");
+        Ok(self.given.state.as_ref().ok_or_else(none)?.object()?)
+    }
+
+    fn read<T: Tree<Leaf = View<'v>>>(
+        &self,
+        found: &Option<Bundle<View<'v>>>,
+        value: &str,
+        help: &str,
+    ) -> Result<T> {
+        found.clone().ok_or_else(|| self.missing(value, help))?.into_tree(value)
+    }
+
+    fn write<T: Tree<Leaf = ViewMut<'v>>>(
+        &self,
+        found: Option<Bundle<ViewMut<'v>>>,
+        value: &str,
+        help: &str,
+    ) -> Result<T> {
+        found.ok_or_else(|| self.missing(value, help))?.into_tree(value)
+    }
+
+    fn missing(&self, value: &str, help: &str) -> Error {
+        Error::kernel(format!("this pass of stage {} has no {value}. {help}", self.stage))
+    }
+}
+
+const KEPT: &str = "The pass `backward` has it only if the stage declares no residuals; else write \
+                    what it needs to a residual.";
+
+impl<'c> Deref for StageContext<'_, 'c> {
+    type Target = Context<'c>;
+
+    fn deref(&self) -> &Context<'c> {
+        self.context
+    }
+}
+
+impl DerefMut for StageContext<'_, '_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        self.context
+    }
+}

@@ -1,0 +1,47 @@
+//! Joins the two gradients of stages that compute them together.
+
+use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
+
+/// Returns the schedule with both gradients of some stages as one action, at the place of the input
+/// gradient. `fuses` says for each stage, from 0, if its gradients are joined.
+///
+/// If any action changes, the result has no overlapped pairs.
+///
+/// # Errors
+///
+/// As for [`Schedule::new`].
+pub fn fused(
+    schedule: &Schedule,
+    fuses: impl Fn(usize) -> bool,
+) -> Result<Schedule, ScheduleError> {
+    let changes = |action: &Action| action.kind == ActionKind::BackwardInput && fuses(action.stage);
+    if !schedule.rows().iter().flatten().any(changes) {
+        return Ok(schedule.clone());
+    }
+    let join = |action: &Action| match action.kind {
+        ActionKind::BackwardInput if fuses(action.stage) => {
+            Some(Action { kind: ActionKind::Backward, ..*action })
+        }
+        ActionKind::BackwardWeight if fuses(action.stage) => None,
+        _ => Some(*action),
+    };
+    let rows = schedule.rows().iter().map(|row| row.iter().filter_map(join).collect());
+    Schedule::new(schedule.name(), rows.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gradients_of_the_chosen_stages_are_joined() {
+        let zb = Schedule::named("zb-h1", 2, 3, None).unwrap();
+        let found = fused(&zb, |stage| stage == 1).unwrap();
+        let kinds = |row: &[Action], kind| row.iter().filter(|a| a.kind == kind).count();
+        assert_eq!(found.rows()[0], zb.rows()[0]);
+        assert_eq!(kinds(&found.rows()[1], ActionKind::Backward), 3);
+        assert_eq!(kinds(&found.rows()[1], ActionKind::BackwardWeight), 0);
+        let plain = Schedule::one_f_one_b(3, 5).unwrap();
+        assert_eq!(fused(&plain, |_| true).unwrap(), plain);
+    }
+}
