@@ -120,7 +120,7 @@ fn latency(
     Ok(found)
 }
 
-/// Blocks until this process's shards of `x` are there. Does not wait for what it sends.
+/// Blocks until this process's shards of `x` are there. Does not wait for its sends.
 pub(super) fn arrive(x: &MpmdArray) -> Result<()> {
     if x.is_fully_remote() { Ok(()) } else { x.block_until_ready().map(drop) }
 }

@@ -29,7 +29,7 @@ pub(super) struct UnderWay {
     taken: BTreeMap<ProcessId, u64>,
     /// Peers that take no more zero-copy payloads.
     gone: BTreeSet<ProcessId>,
-    /// Operations for whose sends the program waits, and some that have ended.
+    /// Operations that the program waits for because of their sends, and some that have ended.
     awaited: BTreeSet<u64>,
     /// (peer, callback) of incoming bytes that are being read, by ticket number.
     receiving: HashMap<u64, (ProcessId, FetchDone)>,

@@ -1,4 +1,4 @@
-//! Kernels whose work runs in host memory, on any kind of device.
+//! Kernels that work in host memory, on any kind of device.
 
 use std::fmt;
 use std::panic::Location;
@@ -49,7 +49,7 @@ pub trait HostWork: Send + Sync + 'static {
     fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()>;
 }
 
-/// A kernel whose work runs in host memory. Made by [`kernel`](super::kernel()),
+/// A kernel that works in host memory. Made by [`kernel`](super::kernel()),
 /// [`elementwise`](super::elementwise) and the functions of [`ready`](super::ready).
 ///
 /// On a CUDA device each call copies its inputs to the host, waits for them, computes on the
@@ -61,7 +61,7 @@ pub struct HostKernel<W> {
     declared: Vec<String>,
     /// The source line of the closure; `None` for a kernel of this crate.
     at: Option<&'static Location<'static>>,
-    /// True if the work has a size, so that processes must compare what it captured.
+    /// True if the work has a size, so that processes must compare its captured values.
     captures: bool,
 }
 
@@ -160,13 +160,18 @@ impl<W> fmt::Debug for HostKernel<W> {
     }
 }
 
-/// Returns an error that names both regions if they differ. `what` and `of` are the two arrays.
-pub(super) fn check_region(what: &str, region: &Region, of: &str, other: &Region) -> Result<()> {
+/// Returns an error that names both regions if they differ. `first` and `second` are the two arrays.
+pub(super) fn check_region(
+    first: &str,
+    region: &Region,
+    second: &str,
+    other: &Region,
+) -> Result<()> {
     if region == other {
         return Ok(());
     }
     Err(Error::kernel(format!(
-        "this device has the region {region} of {what}, but {other} of {of}: shard them alike"
+        "this device has the region {region} of {first}, but {other} of {second}: shard them alike"
     )))
 }
 

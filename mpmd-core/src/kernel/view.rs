@@ -30,7 +30,7 @@ impl ShardInfo {
     }
 }
 
-/// The element type of a view whose elements may have any dtype.
+/// The element type of a view of any dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Untyped;
 

@@ -29,7 +29,7 @@ impl<L: Leaf> Bundle<L> {
         Self { structure, leaves: first.leaves.into_iter().chain(second.leaves).collect() }
     }
 
-    /// Takes apart what [`Bundle::pair`] has made. `None` if it is no such bundle.
+    /// Splits the result of [`Bundle::pair`]. `None` if it is no such bundle.
     pub(super) fn into_pair(self) -> Option<(Self, Self)> {
         let Structure::Node(branches) = self.structure else { return None };
         let [(_, first), (_, second)] = <[_; 2]>::try_from(branches).ok()?;

@@ -336,7 +336,7 @@ fn plans_have_the_declared_bytes_until_the_drop() {
     let peaks: Vec<u64> = memory.devices.iter().map(|device| device.in_time.bytes).collect();
     assert_eq!(peaks, [0, 256]);
     assert!(memory.devices.iter().all(|device| device.left == 0));
-    assert_eq!(plan.drops.len(), 3, "the object and what it grew by");
+    assert_eq!(plan.drops.len(), 3, "the object and its growth");
 }
 
 /// Values that can be saved.
@@ -386,7 +386,7 @@ impl Drop for Noisy {
 }
 
 #[test]
-fn values_are_dropped_on_their_device_threads_after_the_last_call() {
+fn values_are_dropped_on_device_threads_after_the_last_call() {
     let _limit = watchdog(60);
     let (noted, calls) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicUsize::new(0)));
     let mut p = Program::builder().devices(2).alone().unwrap();

@@ -306,7 +306,7 @@ fn declared_object_bytes_count_in_the_plan_of_memory() {
 }
 
 #[test]
-fn state_stays_with_its_stage_in_steps_replays_and_recomputation() {
+fn state_stays_with_its_stage_in_replays_and_recomputation() {
     let schedule = Schedule::one_f_one_b(2, ROWS.len()).unwrap();
     for (replays, objects) in [(false, false), (true, false), (false, true)] {
         let alive: Option<Arc<Alive>> = objects.then(Arc::default);

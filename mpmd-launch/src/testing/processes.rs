@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::RunningProcesses;
 use crate::{Launch, LaunchError};
 
-/// Settings of a job whose real processes a test starts.
+/// Settings of a job of real processes that a test starts.
 ///
 /// ```no_run
 /// use std::time::Duration;

@@ -407,7 +407,7 @@ impl Reservation {
     }
 
     /// Moves one of the buffers that this was made for, of `bytes` bytes, to a reservation of its
-    /// own. Moves what is left if that is less.
+    /// own. Moves the rest if that is less.
     #[must_use]
     pub fn split_off(&mut self, bytes: usize) -> Self {
         let class = size_class(bytes).map_or(self.counted, |class| self.counted.min(class as u64));

@@ -1,4 +1,4 @@
-//! A send whose receiver is stopped before it can take it.
+//! A send to a process that is stopped before it can take the data.
 
 use std::path::Path;
 use std::time::Duration;

@@ -297,8 +297,8 @@ impl<'a, K: Kernel> Call<'a, K> {
         self.check_objects(inputs, made, held).map_err(|why| self.failure(&why))
     }
 
-    /// Gives objects that grow their memory from `held`. Returns an error if the kernel has left out
-    /// an object, or if an object reports more bytes than declared.
+    /// Gives objects that grow their memory from `held`. Returns an error if the kernel has left
+    /// out an object, or if an object reports more bytes than declared.
     fn check_objects(
         &self,
         inputs: &[Option<SharedBuffer>],
@@ -406,10 +406,10 @@ pub(super) fn poison_objects(objects: &[AsyncBuffer], failure: &Arc<Failure>) {
     }
 }
 
-/// Moves the memory of objects to `held`. Allocates the outputs and passes each to `give`, in order, with its initial contents. An output
-/// that updates a donated input takes over the input's memory if no one else uses it. An output
-/// that updates another input is new memory, to be filled from the input. Removes those inputs from
-/// `inputs`. Fails if there is no memory.
+/// Moves the memory of objects to `held`. Allocates the outputs and passes each to `give`, in
+/// order, with its initial contents. An output that updates a donated input takes over the input's
+/// memory if no one else uses it. An output that updates another input is new memory, to be filled
+/// from the input. Removes those inputs from `inputs`. Fails if there is no memory.
 pub(super) fn prepare_outputs<K: Kernel>(
     call: &Call<'_, K>,
     inputs: &mut [Option<SharedBuffer>],

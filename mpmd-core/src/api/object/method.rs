@@ -44,7 +44,7 @@ impl<T: Send + 'static> Made<T> {
         Self { value, measure: None }
     }
 
-    /// Returns `value` as a new object whose reported bytes are compared with the declared ones.
+    /// Returns `value` as a new object. Its reported bytes are compared with the declared ones.
     pub fn measured(value: T) -> Self
     where
         T: ObjectBytes,

@@ -2,8 +2,8 @@
 //!
 //! An object is made by a kernel without inputs, and its methods are kernels that take it as one
 //! more input. So objects need no operations of their own: calls are numbered, hashed, traced,
-//! planned and replayed as `jit` calls are. Only the values differ: the buffer of an object leads to
-//! a cell ([`exec/object.rs`](crate::exec::object)).
+//! planned and replayed as `jit` calls are. Only the values differ: the buffer of an object leads
+//! to a cell ([`exec/object.rs`](crate::exec::object)).
 
 mod closure;
 mod method;
@@ -28,7 +28,7 @@ pub use saved::Saved;
 /// A handle to Rust values of type `T` on the devices of a mesh: one value for each device.
 ///
 /// A process that owns some of the devices has their values. On every other process the handle is a
-/// placeholder. Values stay on their devices: what another device needs, a method writes to arrays.
+/// placeholder. Values stay on their devices: a method writes data for another device to arrays.
 /// Typical objects are caches, tokenizers, data loaders, and sessions of other engines.
 ///
 /// [`Program::object`] makes an object, and methods bound by [`Program::method`] use it. Calls run
@@ -72,7 +72,7 @@ impl Program {
         self.object_at(mesh, make, (0, None), Location::caller())
     }
 
-    /// Makes an object as [`Program::object`] does, whose value takes `bytes` bytes on each device.
+    /// Makes an object as [`Program::object`] does. Its value takes `bytes` bytes on each device.
     ///
     /// The bytes count against the memory limit of the device, and in memory plans, until the
     /// object is dropped. A call fails if the value then [reports](ObjectBytes) more bytes than

@@ -25,7 +25,7 @@ pub trait Saved: Sized + Send + 'static {
     /// An error fails the arrays and the object.
     fn save(&self, y: ViewsMut<'_, Self::Arrays>) -> Result<()>;
 
-    /// Makes a value from what [`save`](Self::save) has written.
+    /// Makes a value from arrays that [`save`](Self::save) has written.
     ///
     /// # Errors
     ///

@@ -31,8 +31,8 @@ impl Program {
         if array.aval().is_object() {
             let leaf = crate::error::leaf(path);
             return Err(IssueProblem::Signature(format!(
-                "{leaf}it is an object, which does not leave its devices: move arrays that a method \
-                 makes of it"
+                "{leaf}it is an object, which does not leave its devices: move arrays that a \
+                 method makes of it"
             )));
         }
         // This direct plan reports all mistakes, also if the array moves in two steps.

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use mpmd_layout::tree::Tree;
 
 /// The future of an array. It completes with the array once this process's part of it is done: its
-/// shards are there, and its receivers have taken what it sends or forwards, or the bytes were
+/// shards are there, and its receivers have taken its sends and forwards, or the bytes were
 /// copied out. It completes with an error if one of them has failed.
 ///
 /// It keeps only the waker of its last poll.

@@ -30,7 +30,7 @@ pub struct Shard {
 
 impl MpmdArray {
     /// Blocks until this process's part of the array is done, and returns the array itself: its
-    /// shards are there, and its receivers have taken what it sends or forwards, or the bytes were
+    /// shards are there, and its receivers have taken its sends and forwards, or the bytes were
     /// copied out. Returns at once on a process without a part.
     ///
     /// Waits as long as it takes. Reports the awaited operation each time the program's peer

@@ -84,7 +84,7 @@ where
     HostKernel::closure("kernel", Location::caller(), size_of::<F>() != 0, work)
 }
 
-/// The shapes of a [`kernel`] each of whose outputs has the shape and dtype of its first input.
+/// The shapes of a [`kernel`] with outputs like its first input: the same shape and dtype.
 #[expect(non_camel_case_types, reason = "used as a value, in the place of a closure")]
 #[derive(Clone, Copy, Debug)]
 pub struct like_input;
