@@ -374,6 +374,13 @@ impl IssueProblem {
     }
 }
 
+/// Returns the message of a panic.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+}
+
 #[cfg(test)]
 mod tests {
     use mpmd_ids::ProcessId;

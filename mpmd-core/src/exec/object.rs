@@ -18,7 +18,7 @@ use mpmd_transport::{Failure, SharedBuffer};
 
 use super::Runtime;
 use super::in_flight::{OnLoan, Reading};
-use crate::error::ViewError;
+use crate::error::{ViewError, panic_text};
 use crate::warning::warn_user;
 
 /// Returns the bytes that a value reports.
@@ -243,7 +243,7 @@ impl Drop for ObjectEnd {
     fn drop(&mut self) {
         let value = self.value.take();
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
-            let why = crate::api::put::panic_text(&*panic);
+            let why = panic_text(&*panic);
             warn_user(&format!("the drop of an object {} {why}", self.type_name));
         }
         self.memory.clear();

@@ -160,7 +160,7 @@ impl<W> fmt::Debug for HostKernel<W> {
     }
 }
 
-/// Returns an error that names both regions if they differ. `first` and `second` are the two arrays.
+/// Returns an error that names both regions if they differ. `first` and `second` name the arrays.
 pub(super) fn check_region(
     first: &str,
     region: &Region,

@@ -11,9 +11,8 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{Bound, CallPlan, DeviceBinding, ObjectPlace};
 use crate::api::program::Program;
-use crate::api::put::panic_text;
 use crate::device::copy::copy_region;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_text};
 use crate::exec::array::{Handle, MpmdArray};
 use crate::exec::host_array::HostArray;
 use crate::exec::object::{NewObject, ObjectCell};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
-use crate::error::{IssueProblem, Result};
+use crate::error::{IssueProblem, Result, panic_text};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
 use crate::exec::{AsyncBuffer, Rolling};
 use crate::kernel::{ShardInfo, ViewMut};
@@ -153,11 +153,4 @@ impl fmt::Display for MakeWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "array_from_fn {} as {}", self.aval, self.sharding)
     }
-}
-
-/// Returns the message of a panic.
-pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-    format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
 }

@@ -14,7 +14,6 @@ use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Origin, Placed, Repr, Sends};
 use crate::exec::{PutPlan, Source};
-pub(crate) use array_from_fn::panic_text;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 pub use options::MoveOptions;
