@@ -270,7 +270,7 @@ impl<S: Stage> ErasedStage<S> {
         let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
         let weight_residual = self.shardings(&signature.weight_residual);
         let forward_outputs = PrefixTree::from((output, self.shardings(&residual)));
-        let backward_outputs = |weight| PrefixTree::from((input.clone(), weight, gradient.clone()));
+        let nothing = || PrefixTree::Node(Vec::new());
         let inferred = Arc::new(Inferred {
             params: Bundle::of(params),
             x: Bundle::of(x),
@@ -287,7 +287,14 @@ impl<S: Stage> ErasedStage<S> {
             let kernel = Backward { stage, inferred, first: self.first, fused };
             donate(program.jit(kernel).on(mesh).outputs(outputs), 1, &residual)
         };
-        let fused = || backward(true, backward_outputs(PrefixTree::Node(Vec::new())));
+        let split = || {
+            let outputs = PrefixTree::from((input.clone(), weight_residual.clone(), nothing()));
+            backward(false, outputs)
+        };
+        let fused = || {
+            let outputs = PrefixTree::from((input.clone(), nothing(), gradient.clone()));
+            backward(true, outputs)
+        };
         let weight = || {
             let kernel = BackwardWeight(stage.clone(), inferred.clone());
             let jit = program.jit(kernel).on(mesh).outputs(gradient.clone());
@@ -304,7 +311,7 @@ impl<S: Stage> ErasedStage<S> {
             split: match stage.passes() {
                 Passes::Fused => None,
                 Passes::Split | Passes::Both => Some(Split {
-                    input: backward(false, backward_outputs(weight_residual)).build()?,
+                    input: split().build()?,
                     weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
                 }),
             },

@@ -76,7 +76,7 @@ fn calls_run_in_order_on_the_owner_alone() {
             moved.push(p.device_put(&y, stages[1].replicated())?);
         }
         cache.block_until_ready()?;
-        Ok(moved.iter().map(|y| value(y)).collect::<Vec<_>>())
+        Ok(moved.iter().map(value).collect::<Vec<_>>())
     });
     let [first, second] = results.try_into().unwrap();
     assert!(first.unwrap().iter().all(Option::is_none));
