@@ -363,7 +363,7 @@ fn saved_objects_are_restored_on_other_devices() {
         let values = p.object(&meshes[0], |_| Ok(Values(vec![1.0, 2.0, 3.0])))?;
         let double = method((), |x: &mut Values| x.0.iter_mut().for_each(|x| *x *= 2.0));
         bind(p, double, &meshes[0]).call(p, &values, Empty::new())?;
-        let saved = p.save_object(&values, &meshes[0], &f32s([3]), &meshes[0].replicated())?;
+        let saved = p.save_object(&values, &meshes[0], &f32s([3]), meshes[0].replicated())?;
         let moved = p.device_put(&saved, meshes[1].replicated())?;
         let restored: MpmdObject<Values> = p.restore_object(&meshes[1], &moved)?;
         let sum =
