@@ -40,6 +40,8 @@ pub(super) struct DeviceCall<K: Kernel> {
     /// inputs that were taken before they were filled.
     pub(super) fills: Vec<Fill>,
     pub(super) unfilled: Vec<Unfilled>,
+    /// The objects that the call takes. They fail with the call.
+    pub(super) objects: Vec<AsyncBuffer>,
     // Last: if the call never runs, its operation ends after its buffers are freed.
     issued: Option<Issued<K>>,
 }
@@ -54,8 +56,6 @@ pub(super) struct Issued<K: Kernel> {
     /// Memory for all outputs that do not take over an input's memory, reserved when the call was
     /// issued. If it could not be reserved, the failure.
     pub(super) memory: Fallible<Reservation>,
-    /// The objects that the call takes. They fail with the call.
-    pub(super) objects: Vec<AsyncBuffer>,
     pub(super) guard: OpGuard,
     /// Shared by this process's devices: the last one to end the call discards the collective
     /// messages that no device took. `None` without collectives.
@@ -94,8 +94,10 @@ impl<K: Kernel> DeviceCall<K> {
         mut self: Box<Self>,
         issued: Issued<K>,
         inputs: impl Iterator<Item = Input>,
+        objects: impl Iterator<Item = AsyncBuffer>,
     ) -> Job {
         self.inputs.extend(inputs);
+        self.objects.extend(objects);
         self.issued = Some(issued);
         self
     }
@@ -133,8 +135,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
     /// with values or the failure, and releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, mut resolvers, memory, objects, guard, leftovers } =
-            issued;
+        let Issued { bound, seat, op, at, mut resolvers, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, seat) = (call.runtime(), call.seat);
         let exchange = Exchange { runtime: runtime.clone(), guard };
@@ -147,17 +148,17 @@ impl<K: Kernel> DeviceCall<K> {
             Err(failure) => {
                 // Freed first: threads that wait for memory check it when operations end.
                 self.clear();
-                poison_objects(&objects, &failure);
+                poison_objects(&self.objects, &failure);
                 runtime.remember(&failure);
                 // Devices that wait for this one in a collective must not wait forever.
                 context.abandon(&failure);
                 resolvers.fail(&failure);
             }
         }
+        // The last handle of an object may be here. It goes before the operation ends.
+        self.objects.clear();
         bound.keep(self);
         drop(leftovers);
-        // The last handle of an object may be here. It goes before the operation ends.
-        drop(objects);
         // This ends the operation.
         drop(context);
     }
@@ -220,6 +221,7 @@ impl<K: Kernel> Default for DeviceCall<K> {
             held: Vec::new(),
             fills: Vec::new(),
             unfilled: Vec::new(),
+            objects: Vec::new(),
             issued: None,
         }
     }

@@ -346,7 +346,7 @@ fn prepare<K: Kernel>(
         let objects = plan.objects.inputs.iter().filter_map(|index| {
             leaves[*index].shards().iter().find(|shard| shard.device == seat.place.device)
         });
-        let objects = objects.map(|shard| shard.slot.clone()).collect();
+        let objects = objects.map(|shard| shard.slot.clone());
         let Some(guard) = (if last { guard.take() } else { guard.clone() }) else { break };
         let issued = Issued {
             bound: bound.clone(),
@@ -355,11 +355,10 @@ fn prepare<K: Kernel>(
             at,
             resolvers,
             memory,
-            objects,
             guard,
             leftovers: leftovers.clone(),
         };
-        prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs)));
+        prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs, objects)));
     }
 }
 

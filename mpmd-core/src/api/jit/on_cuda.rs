@@ -23,7 +23,8 @@ impl<K: Kernel> DeviceCall<K> {
     /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
     /// calls on CPU devices do. A failure resolves the outputs with it.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, resolvers, memory, objects, guard, leftovers } = issued;
+        let Issued { bound, seat, op, at, resolvers, memory, guard, leftovers } = issued;
+        let objects = std::mem::take(&mut self.objects);
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, place) = (call.runtime(), &call.seat.place);
         let local_index = call.seat.local_index;
