@@ -160,13 +160,13 @@ impl ObjectCell {
         }
     }
 
-    /// Drops the value, unless it was taken out or is in use.
+    /// Drops the value on this thread, unless it was taken out or is in use. A panic of the drop is
+    /// caught and reported.
     pub(crate) fn discard(&self) {
         let Some(mut content) = self.content.try_lock() else { return };
         let (value, memory) = (content.value.take(), std::mem::take(&mut content.memory));
         drop(content);
-        drop(value);
-        drop(memory);
+        drop(ObjectEnd { value, type_name: self.type_name, memory, pending: None });
     }
 
     fn wrong_type<T>(&self) -> ViewError {

@@ -22,8 +22,8 @@ mod view;
 
 pub use crate::device::collective::{CollectiveKind, Reduce, Reducible};
 pub use crate::error::ViewError;
-pub(crate) use closure::check_dtypes;
 pub use closure::{Closures, Elementwise, InferShapes, elementwise, kernel, like_input};
+pub(crate) use closure::{arrays, check_dtypes, names};
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use collectives_nccl::nccl_has;

@@ -7,8 +7,8 @@ use super::method::{Made, Makes, Method};
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
 use crate::kernel::{
-    HostKernel, HostWork, InferShapes, Shapes, Signature, View, ViewMut, Views, ViewsMut,
-    check_dtypes,
+    HostKernel, HostWork, InferShapes, Shapes, Signature, View, ViewMut, Views, ViewsMut, arrays,
+    check_dtypes, names,
 };
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::tree::{Empty, Tree};
@@ -172,7 +172,8 @@ pub trait RunMethod<A>: Send + Sync + 'static {
     ) -> Result<Self::Made>;
 }
 
-/// The values that a method's closure may return.
+/// The values that a method's closure may return. Kernels have a trait of their own, so that the type
+/// of a bare `Err(…)` is known there.
 pub trait MethodResult {
     /// The objects that the call makes.
     type Made: Makes;
@@ -217,32 +218,6 @@ impl<T: Send + 'static> MethodResult for Result<Made<T>> {
     }
 }
 
-/// Expands to the tree of as many arrays as there are names.
-macro_rules! arrays {
-    () => {
-        Empty<MpmdArray>
-    };
-    ($name:ident) => {
-        MpmdArray
-    };
-    ($($name:ident)+) => {
-        ($(arrays!($name)),+)
-    };
-}
-
-/// Expands to a pattern that binds each array's view to its name.
-macro_rules! pattern {
-    () => {
-        _
-    };
-    ($name:ident) => {
-        $name
-    };
-    ($($name:ident)+) => {
-        ($($name),+)
-    };
-}
-
 /// Implements `RunMethod` for closures with these inputs and outputs.
 macro_rules! run_method {
     ([$($x:ident: $X:ident)*] [$($y:ident: $Y:ident)*]) => {
@@ -268,8 +243,8 @@ macro_rules! run_method {
                 x: Views<'_, Self::In>,
                 y: ViewsMut<'_, Self::Out>,
             ) -> Result<R::Made> {
-                let pattern!($($x)*) = x;
-                let pattern!($($y)*) = y;
+                let names!($($x)*) = x;
+                let names!($($y)*) = y;
                 self(object, $($x.typed()?,)* $($y.typed()?),*).made()
             }
         }

@@ -76,9 +76,10 @@ impl<I: Tree<Leaf = MpmdArray>, O: Outputs> InferShapes<(), I, O> for like_input
 /// Implements `Outputs` for this many arrays.
 macro_rules! outputs {
     ($($y:ident)+) => {
-        impl Outputs for ($(array!($y)),+) {
+        impl Outputs for arrays!($($y)+) {
             fn all(aval: &ShapedArray) -> Shapes<Self> {
-                ($({ let $y = aval; $y.clone() }),+)
+                $(let $y = aval.clone();)+
+                names!($($y)+)
             }
         }
     };
@@ -114,31 +115,38 @@ macro_rules! run {
             $($X: Element,)+
             $($Y: Element,)+
         {
-            type In = ($(array!($x)),+);
-            type Out = ($(array!($y)),+);
+            type In = arrays!($($x)+);
+            type Out = arrays!($($y)+);
             const INPUTS: &'static [DType] = &[$($X::DTYPE),+];
             const OUTPUTS: &'static [DType] = &[$($Y::DTYPE),+];
 
             fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()> {
-                let ($($x),+) = x;
-                let ($($y),+) = y;
+                let names!($($x)+) = x;
+                let names!($($y)+) = y;
                 self($($x.typed()?,)+ $($y.typed()?),+).outcome()
             }
         }
     };
 }
 
+/// Expands to the reference to a shape, for any name.
+macro_rules! shape {
+    ($name:ident) => {
+        &ShapedArray
+    };
+}
+
 /// Implements all traits for closures with these inputs, and 1 to 3 outputs.
 macro_rules! inputs {
     ($($x:ident: $X:ident)+) => {
-        impl<S, D, O> InferShapes<fn() -> D, ($(array!($x)),+), O> for S
+        impl<S, D, O> InferShapes<fn() -> D, arrays!($($x)+), O> for S
         where
-            S: Fn($(&array!(@shape $x)),+) -> D + Send + Sync + 'static,
+            S: Fn($(shape!($x)),+) -> D + Send + Sync + 'static,
             D: Declared<Shapes<O>>,
             O: Tree<Leaf = MpmdArray>,
         {
-            fn infer(&self, x: &Shapes<($(array!($x)),+)>) -> Result<Shapes<O>> {
-                let ($($x),+) = x;
+            fn infer(&self, x: &Shapes<arrays!($($x)+)>) -> Result<Shapes<O>> {
+                let names!($($x)+) = x;
                 self($($x),+).declared()
             }
         }

@@ -105,12 +105,12 @@ macro_rules! elementwise {
             R: Element,
             $($X: Element),+
         {
-            type In = ($(array!($x)),+);
+            type In = arrays!($($x)+);
             type Out = MpmdArray;
 
             fn infer(&self, x: &Shapes<Self::In>) -> Result<ShapedArray> {
                 check_dtypes("input", x, &[$($X::DTYPE),+])?;
-                let ($($x),+) = x;
+                let names!($($x)+) = x;
                 Ok(ShapedArray::try_new(common_shape(&[$($x),+])?, R::DTYPE)?)
             }
 
@@ -119,7 +119,7 @@ macro_rules! elementwise {
                 if y.is_empty() {
                     return Ok(());
                 }
-                let ($($x),+) = x;
+                let names!($($x)+) = x;
                 $(let $x = Argument::new($path, $x.typed::<$X>()?, &y)?;)+
                 for (chunk, y) in y.chunks_mut(CHUNK).enumerate() {
                     $(let $x = $x.chunk(chunk * CHUNK, y.len());)+

@@ -1,16 +1,32 @@
 //! Kernels made from closures.
 
-#![allow(unused_parens, reason = "the macros write one array as they write a tuple of arrays")]
-
-/// Expands to `MpmdArray` for any name, or to the type of its shape.
-macro_rules! array {
+/// Expands to the tree of as many arrays as there are names.
+macro_rules! arrays {
+    () => {
+        Empty<MpmdArray>
+    };
     ($name:ident) => {
         MpmdArray
     };
-    (@shape $name:ident) => {
-        ShapedArray
+    ($($name:ident)+) => {
+        ($(arrays!($name)),+)
     };
 }
+pub(crate) use arrays;
+
+/// Expands to one name, or to a tuple of several: a pattern or an expression.
+macro_rules! names {
+    () => {
+        _
+    };
+    ($name:ident) => {
+        $name
+    };
+    ($($name:ident)+) => {
+        ($($name),+)
+    };
+}
+pub(crate) use names;
 
 mod arity;
 mod elementwise;

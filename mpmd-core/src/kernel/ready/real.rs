@@ -82,63 +82,22 @@ impl Real for bool {
     }
 }
 
-/// Evaluates `$call` with `$t` as the type of elements of `$dtype`; for complex dtypes, `$other`
-/// instead.
+/// Evaluates `$call` with `$t` as the type of elements of `$dtype`; for complex dtypes and objects,
+/// `$other` instead.
 macro_rules! with_real {
     ($dtype:expr, $t:ident => $call:expr, $other:expr) => {
+        with_real! {
+            @ $dtype, $t => $call, $other;
+            Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32, U64 u64,
+            Bf16 half::bf16, F16 half::f16, F32 f32, F64 f64
+        }
+    };
+    (@ $dtype:expr, $t:ident => $call:expr, $other:expr; $($name:ident $element:ty),+) => {
         match $dtype {
-            DType::Bool => {
-                type $t = bool;
+            $(DType::$name => {
+                type $t = $element;
                 $call
-            }
-            DType::I8 => {
-                type $t = i8;
-                $call
-            }
-            DType::I16 => {
-                type $t = i16;
-                $call
-            }
-            DType::I32 => {
-                type $t = i32;
-                $call
-            }
-            DType::I64 => {
-                type $t = i64;
-                $call
-            }
-            DType::U8 => {
-                type $t = u8;
-                $call
-            }
-            DType::U16 => {
-                type $t = u16;
-                $call
-            }
-            DType::U32 => {
-                type $t = u32;
-                $call
-            }
-            DType::U64 => {
-                type $t = u64;
-                $call
-            }
-            DType::Bf16 => {
-                type $t = half::bf16;
-                $call
-            }
-            DType::F16 => {
-                type $t = half::f16;
-                $call
-            }
-            DType::F32 => {
-                type $t = f32;
-                $call
-            }
-            DType::F64 => {
-                type $t = f64;
-                $call
-            }
+            })+
             DType::C64 | DType::C128 | DType::Object => $other,
         }
     };
