@@ -172,8 +172,8 @@ pub trait RunMethod<A>: Send + Sync + 'static {
     ) -> Result<Self::Made>;
 }
 
-/// The values that a method's closure may return. Kernels have a trait of their own, so that the type
-/// of a bare `Err(…)` is known there.
+/// The values that a method's closure may return. Kernels have a trait of their own, so that the
+/// type of a bare `Err(…)` is known there.
 pub trait MethodResult {
     /// The objects that the call makes.
     type Made: Makes;
