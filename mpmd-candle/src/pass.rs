@@ -1,0 +1,128 @@
+//! The pass of a stage that runs on this thread. Layers reach it without an argument, since the
+//! signatures of candle's layers and custom operations have no place for one.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ptr::NonNull;
+
+use candle_core::{Device, Result, Tensor, TensorId, bail};
+use mpmd_layout::random::Key;
+
+/// The state of a running pass that layers use.
+pub(crate) struct Pass<'a> {
+    /// The random key of the microbatch at this stage.
+    pub(crate) key: Option<Key>,
+    /// The number of keys that layers have drawn so far.
+    pub(crate) draws: u64,
+    /// The gradient of each trainable parameter, by the id of its `Var`.
+    pub(crate) gradients: HashMap<TensorId, &'a mut [f32]>,
+    /// The weight gradients to compute later; `None` if they are computed at once.
+    pub(crate) deferred: Option<Vec<Deferred>>,
+    /// The bytes that custom operations keep for the backward pass, beside tensors of the graph.
+    pub(crate) kept_bytes: u64,
+}
+
+/// A weight gradient that is to be computed later.
+pub(crate) struct Deferred {
+    pub(crate) weight: TensorId,
+    pub(crate) add: AddGradient,
+}
+
+/// Adds the gradient of one use of a weight to its gradient, row-major.
+pub(crate) type AddGradient = Box<dyn FnOnce(&mut [f32]) -> Result<()> + Send>;
+
+thread_local! {
+    static PASS: Cell<Option<NonNull<Pass<'static>>>> = const { Cell::new(None) };
+}
+
+/// Runs `f` with `pass` as the pass of this thread.
+pub(crate) fn enter<R>(pass: &mut Pass<'_>, f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<NonNull<Pass<'static>>>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            PASS.set(self.0);
+        }
+    }
+    let _restore = Restore(PASS.replace(Some(NonNull::from(pass).cast())));
+    f()
+}
+
+/// Calls `f` with the pass of this thread; `None` outside of a pass.
+fn with<R>(f: impl FnOnce(Option<&mut Pass<'_>>) -> R) -> R {
+    /// Puts the pointer back when `f` has ended or panicked.
+    struct PutBack(Option<NonNull<Pass<'static>>>);
+    impl Drop for PutBack {
+        fn drop(&mut self) {
+            PASS.set(self.0);
+        }
+    }
+    let taken = PutBack(PASS.take());
+    // SAFETY: `enter` made the pointer from an exclusive reference that it holds until it has
+    // restored the cell, and this thread is still inside it. The cell is empty while `f` runs, so
+    // no second reference is made. `f` accepts any lifetime, so the reference does not escape.
+    f(taken.0.map(|mut pass| unsafe { pass.as_mut() }))
+}
+
+/// Adds the gradient of one use of `weight`, or defers that until the weight pass. Returns the
+/// gradient only if there is no pass that takes it. Returns `None` if `weight` needs no gradient.
+///
+/// `add` adds to the row-major gradient.
+///
+/// # Errors
+///
+/// As `add`.
+pub(crate) fn weight_gradient(
+    weight: &Tensor,
+    add: impl FnOnce(&mut [f32]) -> Result<()> + Send + 'static,
+) -> Result<Option<Tensor>> {
+    if !weight.track_op() {
+        return Ok(None);
+    }
+    let rest = with(|pass| {
+        let Some(pass) = pass else { return Some(Ok(add)) };
+        let id = weight.id();
+        if let Some(deferred) = &mut pass.deferred
+            && pass.gradients.contains_key(&id)
+        {
+            deferred.push(Deferred { weight: id, add: Box::new(add) });
+            return None;
+        }
+        match pass.gradients.get_mut(&id) {
+            None => Some(Ok(add)),
+            Some(gradient) => add(gradient).err().map(Err),
+        }
+    });
+    let Some(add) = rest.transpose()? else { return Ok(None) };
+    let mut gradient = vec![0.0f32; weight.elem_count()];
+    add(&mut gradient)?;
+    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu).map(Some)
+}
+
+/// Returns the random key of the next call of a layer. The calls of a pass are counted, so a second
+/// run of the same pass draws the same keys.
+///
+/// # Errors
+///
+/// Outside of a stage, and if the microbatch has no key.
+pub(crate) fn random_key() -> Result<Key> {
+    with(|pass| match pass {
+        None => bail!("random numbers need a key: call this layer inside a stage"),
+        Some(Pass { key: None, .. }) => {
+            bail!("the microbatch has no random key: set it with `Microbatch::key`")
+        }
+        Some(Pass { key: Some(key), draws, .. }) => {
+            *draws += 1;
+            Ok(key.fold_in(*draws))
+        }
+    })
+}
+
+/// Notes that a custom operation keeps `bytes` bytes for the backward pass, beside the tensors of
+/// the graph.
+pub(crate) fn keeps(bytes: u64) {
+    with(|pass| {
+        if let Some(pass) = pass {
+            pass.kept_bytes += bytes;
+        }
+    });
+}
