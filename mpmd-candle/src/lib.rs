@@ -1,7 +1,26 @@
 //! candle functions as kernels, and candle models as stages of a pipeline.
+//!
+//! [`stage`] makes a stage of a pipeline from a model's constructor and its forward function.
+//! [`function`] makes a kernel from a function of tensors. [`nn`] has the layers of `candle_nn`,
+//! all with gradients.
 
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+mod bridge;
+mod collectives;
+mod cx;
+mod form;
+mod function;
 pub mod nn;
+mod params;
 mod pass;
+mod stage;
+mod tensors;
+
+pub use candle_core::{self, D, DType, Device, IndexOp, Module, Result, Tensor, Var};
+pub use candle_nn::VarBuilder;
+pub use cx::Cx;
+pub use function::{Call, Function, function};
+pub use stage::{CandleStage, named, stage};
+pub use tensors::{Tensors, Value, Values};

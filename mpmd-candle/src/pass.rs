@@ -8,7 +8,10 @@ use std::ptr::NonNull;
 use candle_core::{Device, Result, Tensor, TensorId, bail};
 use mpmd_layout::random::Key;
 
+use crate::collectives::Exchange;
+
 /// The state of a running pass that layers use.
+#[derive(Default)]
 pub(crate) struct Pass<'a> {
     /// The random key of the microbatch at this stage.
     pub(crate) key: Option<Key>,
@@ -20,6 +23,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) deferred: Option<Vec<Deferred>>,
     /// The bytes that custom operations keep for the backward pass, beside tensors of the graph.
     pub(crate) kept_bytes: u64,
+    /// The collectives of the device.
+    pub(crate) exchange: Option<&'a mut dyn Exchange>,
 }
 
 /// A weight gradient that is to be computed later.
@@ -125,4 +130,12 @@ pub(crate) fn keeps(bytes: u64) {
             pass.kept_bytes += bytes;
         }
     });
+}
+
+/// Calls `f` with the collectives of the pass. Returns `None` outside of a pass.
+pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option<R> {
+    with(|pass| match pass {
+        Some(Pass { exchange: Some(exchange), .. }) => Some(f(&mut **exchange)),
+        _ => None,
+    })
 }

@@ -62,6 +62,27 @@ impl Region {
         self.ranges().map(|range| range.len()).product()
     }
 
+    /// Returns the row-major index of each element in the whole array of shape `dims`, in the
+    /// row-major order of the region.
+    ///
+    /// # Panics
+    ///
+    /// If the numbers of dimensions differ.
+    pub fn indices(&self, dims: &[usize]) -> impl Iterator<Item = u64> + use<> {
+        assert_eq!(dims.len(), self.ndim(), "dimensions of a region and of its array");
+        let (shape, dims) = (self.shape(), dims.to_vec());
+        let starts: Vec<usize> = self.ranges().map(|range| range.start).collect();
+        (0..self.elements()).map(move |mut element| {
+            let (mut place, mut stride) = (0, 1);
+            for dim in (0..dims.len()).rev() {
+                place += (starts[dim] + element % shape[dim]) * stride;
+                element /= shape[dim];
+                stride *= dims[dim];
+            }
+            place as u64
+        })
+    }
+
     /// True if the region has no element: the range of some dimension is empty.
     pub fn is_empty(&self) -> bool {
         self.ranges().any(|range| range.is_empty())
@@ -235,5 +256,13 @@ mod tests {
     #[should_panic(expected = "ends before it starts")]
     fn backward_range_panics() {
         let _ = region([(2, 1)]);
+    }
+
+    #[test]
+    fn elements_are_counted_over_the_whole_array() {
+        let region = Region::new(vec![1..3, 0..1, 2..4]);
+        assert_eq!(region.indices(&[3, 2, 4]).collect::<Vec<_>>(), [10, 11, 18, 19]);
+        let all: Vec<u64> = Region::full(&[3, 2, 4]).indices(&[3, 2, 4]).collect();
+        assert_eq!(all, (0..24).collect::<Vec<_>>());
     }
 }

@@ -67,7 +67,8 @@ pub struct HostKernel<W> {
 
 impl<W> HostKernel<W> {
     /// Changes the work.
-    pub(crate) fn map_work(self, change: impl FnOnce(W) -> W) -> Self {
+    #[must_use]
+    pub fn map_work(self, change: impl FnOnce(W) -> W) -> Self {
         Self { work: change(self.work), ..self }
     }
 }
@@ -78,14 +79,9 @@ impl<W: HostWork> HostKernel<W> {
         Self { work, name: name.into(), declared: Vec::new(), at: None, captures: false }
     }
 
-    /// Creates the kernel of a closure made at line `at`. `captures` is true if the closure has
-    /// captured values.
-    pub(crate) fn closure(
-        kind: &str,
-        at: &'static Location<'static>,
-        captures: bool,
-        work: W,
-    ) -> Self {
+    /// Creates the kernel of a closure made at line `at`. `kind` begins its name. `captures` is true
+    /// if the closure has captured values.
+    pub fn closure(kind: &str, at: &'static Location<'static>, captures: bool, work: W) -> Self {
         let name = format!("{kind} at {}:{}", at.file(), at.line());
         Self { work, name, declared: Vec::new(), at: Some(at), captures }
     }

@@ -198,25 +198,10 @@ fn make<T: Real + Element>(
             Initial::Constant(value) => values.fill(T::of(value)),
             Initial::Normal(deviation) => values
                 .iter_mut()
-                .zip(elements(&dims, region))
+                .zip(region.indices(&dims))
                 .for_each(|(value, element)| *value = T::of(deviation * normal_f64(key, element))),
         }
         Ok(())
-    })
-}
-
-/// Returns the row-major indices of a region's elements in the whole array of shape `dims`.
-fn elements(dims: &[usize], region: &Region) -> impl Iterator<Item = u64> + use<> {
-    let (shape, dims) = (region.shape(), dims.to_vec());
-    let starts: Vec<usize> = region.ranges().map(|range| range.start).collect();
-    (0..region.elements()).map(move |mut element| {
-        let (mut place, mut stride) = (0, 1);
-        for dim in (0..dims.len()).rev() {
-            place += (starts[dim] + element % shape[dim]) * stride;
-            element /= shape[dim];
-            stride *= dims[dim];
-        }
-        place as u64
     })
 }
 
@@ -254,14 +239,6 @@ mod tests {
         assert!(blocks(0).is_err());
         let odd = Model { heads: 3, ..MODEL };
         assert!(odd.parts(1).unwrap_err().to_string().contains("3 heads"));
-    }
-
-    #[test]
-    fn elements_are_counted_over_the_whole_array() {
-        let region = Region::new(vec![1..3, 0..1, 2..4]);
-        assert_eq!(elements(&[3, 2, 4], &region).collect::<Vec<_>>(), [10, 11, 18, 19]);
-        let all: Vec<u64> = elements(&[3, 2, 4], &Region::full(&[3, 2, 4])).collect();
-        assert_eq!(all, (0..24).collect::<Vec<_>>());
     }
 
     #[test]

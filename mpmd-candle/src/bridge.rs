@@ -1,0 +1,248 @@
+//! Copies values between the views of a kernel and candle's tensors in host memory.
+
+use candle_core::{
+    CpuStorage, DType as CandleType, Device, InplaceOp1, Layout, Storage, Tensor, Var, WithDType,
+};
+use half::{bf16, f16};
+use mpmd_core::kernel::{View, ViewMut};
+use mpmd_core::{Error, Result};
+use mpmd_layout::aval::{DType, Element, ShapedArray};
+
+/// Runs `$then` with `$type` as the element type of arrays of dtype `$dtype`. Returns an error for
+/// dtypes that candle lacks.
+macro_rules! with_type {
+    ($dtype:expr, $type:ident => $then:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $type = f32;
+                $then
+            }
+            DType::F64 => {
+                type $type = f64;
+                $then
+            }
+            DType::F16 => {
+                type $type = f16;
+                $then
+            }
+            DType::Bf16 => {
+                type $type = bf16;
+                $then
+            }
+            DType::U8 => {
+                type $type = u8;
+                $then
+            }
+            DType::U32 => {
+                type $type = u32;
+                $then
+            }
+            DType::I16 => {
+                type $type = i16;
+                $then
+            }
+            DType::I32 => {
+                type $type = i32;
+                $then
+            }
+            DType::I64 => {
+                type $type = i64;
+                $then
+            }
+            other => Err(no_tensor(other)),
+        }
+    };
+}
+
+fn no_tensor(dtype: DType) -> Error {
+    Error::kernel(format!("candle has no tensors of dtype {dtype}: cast the array before"))
+}
+
+/// Converts an error of candle.
+pub(crate) fn refused(error: candle_core::Error) -> Error {
+    Error::kernel(error.to_string())
+}
+
+/// Returns candle's dtype for arrays of dtype `dtype`.
+pub(crate) fn candle_type(dtype: DType) -> Result<CandleType> {
+    with_type!(dtype, T => Ok(<T as WithDType>::DTYPE))
+}
+
+/// Returns the dtype of arrays for tensors of dtype `dtype`.
+pub(crate) fn array_type(dtype: CandleType) -> Result<DType> {
+    Ok(match dtype {
+        CandleType::F32 => DType::F32,
+        CandleType::F64 => DType::F64,
+        CandleType::F16 => DType::F16,
+        CandleType::BF16 => DType::Bf16,
+        CandleType::U8 => DType::U8,
+        CandleType::U32 => DType::U32,
+        CandleType::I16 => DType::I16,
+        CandleType::I32 => DType::I32,
+        CandleType::I64 => DType::I64,
+        other => {
+            return Err(Error::kernel(format!(
+                "a tensor of dtype {} cannot become an array: cast it before",
+                other.as_str()
+            )));
+        }
+    })
+}
+
+/// Returns the shape and dtype of a tensor.
+pub(crate) fn aval_of(tensor: &Tensor) -> Result<ShapedArray> {
+    Ok(ShapedArray::try_new(tensor.dims(), array_type(tensor.dtype())?)?)
+}
+
+/// Returns a tensor with a copy of the view's values.
+pub(crate) fn tensor_of(view: &View<'_>) -> Result<Tensor> {
+    with_type!(view.global().dtype(), T => {
+        let values = view.as_slice::<T>()?;
+        Tensor::from_slice(values, view.shape(), &Device::Cpu).map_err(refused)
+    })
+}
+
+/// Returns a variable with a copy of the view's values.
+pub(crate) fn var_of(view: &View<'_>) -> Result<Var> {
+    with_type!(view.global().dtype(), T => {
+        let values = view.as_slice::<T>()?;
+        Var::from_slice(values, view.shape(), &Device::Cpu).map_err(refused)
+    })
+}
+
+/// Returns a variable of zeros, or a tensor if `trainable` is false.
+pub(crate) fn zeros(aval: &ShapedArray, trainable: bool) -> Result<Tensor> {
+    let dtype = candle_type(aval.dtype())?;
+    if trainable {
+        let var = Var::zeros(aval.shape(), dtype, &Device::Cpu).map_err(refused)?;
+        return Ok(var.into_inner());
+    }
+    Tensor::zeros(aval.shape(), dtype, &Device::Cpu).map_err(refused)
+}
+
+/// Copies the tensor's values to the view. They must have the same shape and dtype.
+pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+    let found = aval_of(tensor)?;
+    if found.shape() != view.shape() || found.dtype() != view.global().dtype() {
+        let expected = ShapedArray::try_new(view.shape(), view.global().dtype())?;
+        return Err(Error::kernel(format!(
+            "the model returned {found}, and {expected} was declared or found by its probe: its \
+             output shape may depend on its inputs' shapes only"
+        )));
+    }
+    with_type!(found.dtype(), T => {
+        read(tensor, |values: &[T]| {
+            view.as_mut_slice::<T>().map(|out| out.copy_from_slice(values))
+        })?.map_err(Error::from)
+    })
+}
+
+/// Adds the tensor's values to those of the view, which have the same shape and dtype.
+pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+    macro_rules! add {
+        ($type:ty, $sum:expr) => {
+            read(tensor, |values: &[$type]| {
+                let out = view.as_mut_slice::<$type>()?;
+                for (out, value) in out.iter_mut().zip(values) {
+                    *out = $sum(*out, *value);
+                }
+                Ok(())
+            })?
+        };
+    }
+    match view.global().dtype() {
+        DType::F32 => add!(f32, |a: f32, b: f32| a + b),
+        DType::F64 => add!(f64, |a: f64, b: f64| a + b),
+        DType::F16 => add!(f16, |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32())),
+        DType::Bf16 => add!(bf16, |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32())),
+        other => Err(Error::kernel(format!("parameters of dtype {other} have no gradient"))),
+    }
+}
+
+/// Calls `f` with the values of a tensor, row-major.
+fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
+    let tensor = tensor.contiguous().map_err(refused)?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(Error::kernel("the model returned a tensor that is not in host memory"));
+    };
+    let values = T::cpu_storage_as_slice(storage).map_err(refused)?;
+    let start = layout.start_offset();
+    let values = values.get(start..start + layout.shape().elem_count());
+    values.map(f).ok_or_else(|| Error::kernel("a tensor is larger than its memory"))
+}
+
+/// Overwrites the values of a tensor, which may be a variable, with those of the view.
+pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>) -> Result<()> {
+    with_type!(view.global().dtype(), T => {
+        let values = view.as_slice::<T>()?;
+        tensor.inplace_op1(&Overwrite(values)).map_err(refused)
+    })
+}
+
+/// The operation that overwrites a contiguous tensor in place.
+struct Overwrite<'a, T>(&'a [T]);
+
+/// Element types whose storage can be written.
+trait Stored: WithDType {
+    fn values(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! stored {
+    ($($type:ty: $variant:ident),+) => {
+        $(impl Stored for $type {
+            fn values(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+        })+
+    };
+}
+
+stored! { f32: F32, f64: F64, f16: F16, bf16: BF16, u8: U8, u32: U32, i16: I16, i32: I32, i64: I64 }
+
+impl<T: Stored> InplaceOp1 for Overwrite<'_, T> {
+    fn name(&self) -> &'static str {
+        "overwrite"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let place = layout.contiguous_offsets();
+        let values = T::values(storage).zip(place);
+        match values.and_then(|(values, (start, end))| values.get_mut(start..end)) {
+            Some(values) if values.len() == self.0.len() => {
+                values.copy_from_slice(self.0);
+                Ok(())
+            }
+            _ => candle_core::bail!("a parameter's memory does not fit its array"),
+        }
+    }
+}
+
+/// Returns the bytes of a tensor's memory, and an address that identifies the memory.
+pub(crate) fn memory_of(tensor: &Tensor) -> (usize, u64) {
+    let (storage, _) = tensor.storage_and_layout();
+    let address = std::ptr::from_ref::<Storage>(&storage).addr();
+    let bytes = match &*storage {
+        Storage::Cpu(storage) => bytes_of(storage),
+        _ => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+    };
+    (address, bytes as u64)
+}
+
+fn bytes_of(storage: &CpuStorage) -> usize {
+    match storage {
+        CpuStorage::U8(values) => size_of_val(&values[..]),
+        CpuStorage::U32(values) => size_of_val(&values[..]),
+        CpuStorage::I16(values) => size_of_val(&values[..]),
+        CpuStorage::I32(values) => size_of_val(&values[..]),
+        CpuStorage::I64(values) => size_of_val(&values[..]),
+        CpuStorage::BF16(values) => size_of_val(&values[..]),
+        CpuStorage::F16(values) => size_of_val(&values[..]),
+        CpuStorage::F32(values) => size_of_val(&values[..]),
+        CpuStorage::F64(values) => size_of_val(&values[..]),
+        _ => 0,
+    }
+}

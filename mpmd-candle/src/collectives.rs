@@ -1,0 +1,251 @@
+//! Collectives of a stage as operations of candle, with gradients.
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+use mpmd_core::Error;
+use mpmd_core::kernel::{Context, Signature};
+use mpmd_layout::aval::f32s;
+use mpmd_layout::topology::Mesh;
+use serde::{Deserialize, Serialize};
+
+use crate::pass;
+
+/// The collectives of the device on which a pass runs.
+pub(crate) trait Exchange {
+    /// Returns the number of devices along an axis.
+    fn size(&mut self, axis: &str) -> mpmd_core::Result<usize>;
+    /// Replaces `values` by the sum over the axis.
+    fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()>;
+    /// Fills `out` with the parts of all devices, in order.
+    fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()>;
+    /// Fills `out` with this device's part of the sum.
+    fn reduce_scatter(
+        &mut self,
+        axis: &str,
+        values: &[f32],
+        out: &mut [f32],
+    ) -> mpmd_core::Result<()>;
+}
+
+impl Exchange for Context<'_> {
+    fn size(&mut self, axis: &str) -> mpmd_core::Result<usize> {
+        self.axis_size(axis)
+    }
+
+    fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
+        Context::all_reduce(self, axis, values)
+    }
+
+    fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()> {
+        Context::all_gather(self, axis, part, out)
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        axis: &str,
+        values: &[f32],
+        out: &mut [f32],
+    ) -> mpmd_core::Result<()> {
+        Context::reduce_scatter(self, axis, values, out)
+    }
+}
+
+/// A collective that a probe has found, with the elements that each device contributes.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct Found {
+    kind: Kind,
+    axis: String,
+    elements: usize,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+enum Kind {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+}
+
+/// Returns the declaration of these collectives.
+pub(crate) fn declared(found: &[Found]) -> Signature<()> {
+    found.iter().fold(Signature::new(()), |signature, Found { kind, axis, elements }| {
+        let aval = f32s([*elements]);
+        match kind {
+            Kind::AllReduce => signature.all_reduce(axis, aval),
+            Kind::AllGather => signature.all_gather(axis, aval),
+            Kind::ReduceScatter => signature.reduce_scatter(axis, aval),
+        }
+    })
+}
+
+/// Collectives of a probe: they communicate nothing, and are recorded.
+pub(crate) struct Recorder<'a> {
+    pub(crate) mesh: &'a Mesh,
+    pub(crate) found: Vec<Found>,
+}
+
+impl Recorder<'_> {
+    fn note(&mut self, kind: Kind, axis: &str, elements: usize) {
+        self.found.push(Found { kind, axis: axis.to_owned(), elements });
+    }
+}
+
+impl Exchange for Recorder<'_> {
+    fn size(&mut self, axis: &str) -> mpmd_core::Result<usize> {
+        Ok(self.mesh.axis_size(axis)?)
+    }
+
+    fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
+        self.note(Kind::AllReduce, axis, values.len());
+        Ok(())
+    }
+
+    fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()> {
+        self.note(Kind::AllGather, axis, part.len());
+        out.fill(0.0);
+        Ok(())
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        axis: &str,
+        values: &[f32],
+        out: &mut [f32],
+    ) -> mpmd_core::Result<()> {
+        self.note(Kind::ReduceScatter, axis, values.len());
+        out.fill(0.0);
+        Ok(())
+    }
+}
+
+/// Adds up over the axis; the gradient passes unchanged.
+pub(crate) fn all_reduce(x: &Tensor, axis: &str) -> Result<Tensor> {
+    apply(x, axis, Step::Sum)
+}
+
+/// Passes values unchanged; adds up the gradients over the axis.
+pub(crate) fn replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
+    apply(x, axis, Step::Same)
+}
+
+/// Concatenates in dimension `dim`; the gradient is reduced and scattered.
+pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
+    // The collectives work on the first dimension.
+    let x = first(x, dim)?;
+    apply(&x, axis, Step::Gather)?.transpose(0, dim)?.contiguous()
+}
+
+/// Adds up, and divides dimension `dim`; the gradient is gathered.
+pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
+    let x = first(x, dim)?;
+    apply(&x, axis, Step::Scatter)?.transpose(0, dim)?.contiguous()
+}
+
+fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
+    if dim >= x.rank() {
+        bail!("there is no dimension {dim} in a tensor of shape {:?}", x.dims());
+    }
+    x.transpose(0, dim)
+}
+
+fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
+    if x.dtype() != DType::F32 {
+        bail!("collectives are for tensors of f32, not of {}: cast it before", x.dtype().as_str());
+    }
+    x.contiguous()?.apply_op1(Collective { axis: axis.to_owned(), step })
+}
+
+/// The forward pass of a collective.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Sum,
+    Same,
+    Gather,
+    Scatter,
+}
+
+struct Collective {
+    axis: String,
+    step: Step,
+}
+
+impl Step {
+    fn gradient(self) -> Self {
+        match self {
+            Self::Sum => Self::Same,
+            Self::Same => Self::Sum,
+            Self::Gather => Self::Scatter,
+            Self::Scatter => Self::Gather,
+        }
+    }
+}
+
+impl Collective {
+    /// Runs the collective over the first dimension.
+    fn run(
+        &self,
+        exchange: &mut dyn Exchange,
+        values: &[f32],
+        dims: &[usize],
+    ) -> mpmd_core::Result<(Vec<f32>, Shape)> {
+        let axis = &self.axis;
+        let mut dims = dims.to_vec();
+        let size = exchange.size(axis)?;
+        let out = match self.step {
+            Step::Same => values.to_vec(),
+            Step::Sum => {
+                let mut sum = values.to_vec();
+                exchange.all_reduce(axis, &mut sum)?;
+                sum
+            }
+            Step::Gather => {
+                dims[0] *= size;
+                let mut all = vec![0.0; values.len() * size];
+                exchange.all_gather(axis, values, &mut all)?;
+                all
+            }
+            Step::Scatter => {
+                if !dims[0].is_multiple_of(size) {
+                    return Err(Error::kernel(format!(
+                        "{size} devices along axis {axis:?} do not divide a dimension of {}",
+                        dims[0]
+                    )));
+                }
+                dims[0] /= size;
+                let mut part = vec![0.0; values.len() / size];
+                exchange.reduce_scatter(axis, values, &mut part)?;
+                part
+            }
+        };
+        Ok((out, Shape::from(dims)))
+    }
+}
+
+impl CustomOp1 for Collective {
+    fn name(&self) -> &'static str {
+        match self.step {
+            Step::Sum => "all_reduce",
+            Step::Same => "replicated",
+            Step::Gather => "all_gather",
+            Step::Scatter => "reduce_scatter",
+        }
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let values = f32::cpu_storage_as_slice(storage)?;
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("{} of a tensor that is not contiguous", self.name());
+        };
+        let (values, dims) = (&values[start..end], layout.dims());
+        let run = |exchange: &mut dyn Exchange| self.run(exchange, values, dims);
+        match pass::with_exchange(run) {
+            Some(done) => {
+                let (values, shape) = done.map_err(candle_core::Error::wrap)?;
+                Ok((CpuStorage::F32(values), shape))
+            }
+            None => bail!("{} outside of a stage", self.name()),
+        }
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        apply(gradient, &self.axis, self.step.gradient()).map(Some)
+    }
+}

@@ -1,0 +1,78 @@
+//! The structure and shapes of a tree of tensors, on their way from the process that has found them
+//! to all others.
+
+use candle_core::Tensor;
+use mpmd_core::{Error, Result};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::tree::{Name, Structure, Tree};
+use serde::{Deserialize, Serialize};
+
+use crate::bridge;
+
+/// A tree's structure, and the shape and dtype of each leaf.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Form {
+    branches: Branches,
+    leaves: Vec<(Vec<usize>, DType)>,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+enum Branches {
+    Leaf,
+    Absent,
+    Node(Vec<(String, Branches)>),
+}
+
+impl Form {
+    /// Returns the form of tensors, with each shape changed by `change`.
+    ///
+    /// # Errors
+    ///
+    /// If a dtype is none of arrays, or `change` fails.
+    pub(crate) fn of(
+        structure: &Structure,
+        tensors: &[Tensor],
+        change: impl Fn(ShapedArray) -> Result<ShapedArray>,
+    ) -> Result<Self> {
+        let leaves = tensors.iter().map(|tensor| {
+            let aval = change(bridge::aval_of(tensor)?)?;
+            Ok((aval.shape().to_vec(), aval.dtype()))
+        });
+        Ok(Self { branches: structure.into(), leaves: leaves.collect::<Result<_>>()? })
+    }
+
+    /// Returns the tree of shapes.
+    ///
+    /// # Errors
+    ///
+    /// If no tree of this type has the structure.
+    pub(crate) fn shapes<T: Tree<Leaf = ShapedArray>>(&self) -> Result<T> {
+        let avals = self.leaves.iter().map(|(dims, dtype)| ShapedArray::try_new(dims, *dtype));
+        let avals = avals.collect::<Result<Vec<_>, _>>()?;
+        T::from_leaves(&Structure::from(&self.branches), avals).map_err(Error::from)
+    }
+}
+
+impl From<&Structure> for Branches {
+    fn from(structure: &Structure) -> Self {
+        match structure {
+            Structure::Leaf => Self::Leaf,
+            Structure::Absent => Self::Absent,
+            Structure::Node(branches) => Self::Node(
+                branches.iter().map(|(name, branch)| (name.text().into(), branch.into())).collect(),
+            ),
+        }
+    }
+}
+
+impl From<&Branches> for Structure {
+    fn from(branches: &Branches) -> Self {
+        match branches {
+            Branches::Leaf => Self::Leaf,
+            Branches::Absent => Self::Absent,
+            Branches::Node(branches) => Self::node(
+                branches.iter().map(|(name, branch)| (Name::Key(name.clone()), branch.into())),
+            ),
+        }
+    }
+}

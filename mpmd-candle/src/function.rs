@@ -1,0 +1,249 @@
+//! Functions of tensors as kernels.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::panic::Location;
+
+use mpmd_core::kernel::{
+    Context, HostKernel, HostWork, Kernel, Shapes, Signature, Views, ViewsMut,
+};
+use mpmd_core::{Error, MpmdArray, Program, Result};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::topology::Mesh;
+use mpmd_layout::tree::{Structure, Tree};
+
+use crate::bridge;
+use crate::form::Form;
+use crate::tensors::{Tensors, Value, Values};
+
+/// A function of tensors, with 1 to 4 arguments. `A` is the type of a function with its arguments.
+pub trait Call<A>: Send + Sync + 'static {
+    /// The structure of the inputs: the argument, or a tuple of several.
+    type In: Tree<Leaf = MpmdArray>;
+    /// The structure of the outputs.
+    type Out: Tree<Leaf = MpmdArray>;
+
+    /// Calls the function.
+    ///
+    /// # Errors
+    ///
+    /// The function's own.
+    fn call(&self, x: Values<Self::In>) -> candle_core::Result<Values<Self::Out>>;
+}
+
+impl<F, X: Tensors, Y: Tensors> Call<fn(X) -> Y> for F
+where
+    F: Fn(X) -> candle_core::Result<Y> + Send + Sync + 'static,
+{
+    type In = X::Arrays;
+    type Out = Y::Arrays;
+
+    fn call(&self, x: Values<Self::In>) -> candle_core::Result<Values<Self::Out>> {
+        self(X::from_values(x)).map(Tensors::into_values)
+    }
+}
+
+/// Implements `Call` for functions with this many arguments.
+macro_rules! call {
+    ($($x:ident: $X:ident),+) => {
+        impl<F, Y: Tensors, $($X: Tensors),+> Call<fn($($X),+) -> Y> for F
+        where
+            F: Fn($($X),+) -> candle_core::Result<Y> + Send + Sync + 'static,
+        {
+            type In = ($($X::Arrays),+);
+            type Out = Y::Arrays;
+
+            fn call(&self, x: Values<Self::In>) -> candle_core::Result<Values<Self::Out>> {
+                let ($($x),+) = x;
+                self($($X::from_values($x)),+).map(Tensors::into_values)
+            }
+        }
+    };
+}
+
+call! { a: A, b: B }
+call! { a: A, b: B, c: C }
+call! { a: A, b: B, c: C, d: D }
+
+/// Creates a kernel from a function of tensors: `p.jit(function(f).like_input())`.
+///
+/// An argument is a [`Tensor`](candle_core::Tensor), or a tree of them: see [`Tensors`]. Values are copied once into
+/// tensors, and once out. The function sees the regions of one device.
+///
+/// The outputs' shapes are declared, by [`like_input`](Function::like_input) or
+/// [`outputs`](Function::outputs), or found by [`probe`](Function::probe). Values that the function
+/// captures must be declared by [`with`](Function::with), as for
+/// [`kernel`](mpmd_core::kernel::kernel()).
+#[track_caller]
+pub fn function<A: 'static, F: Call<A>>(f: F) -> Function<F, A> {
+    let captures = size_of::<F>() != 0;
+    let work = Work { f, shapes: OutputShapes::Unknown, arguments: PhantomData };
+    Function(HostKernel::closure("candle function", Location::caller(), captures, work))
+}
+
+/// A kernel that is a function of tensors. Made by [`function`].
+pub struct Function<F: Call<A>, A: 'static>(HostKernel<Work<F, A>>);
+
+/// The function, and the shapes of its outputs.
+struct Work<F: Call<A>, A> {
+    f: F,
+    shapes: OutputShapes<F::In, F::Out>,
+    arguments: PhantomData<fn() -> A>,
+}
+
+enum OutputShapes<I: Tree, O: Tree> {
+    Unknown,
+    LikeInput,
+    Declared(Box<Declared<I, O>>),
+    Probed(Vec<ShapedArray>, Form),
+}
+
+type Declared<I, O> = dyn Fn(&Shapes<I>) -> Result<Shapes<O>> + Send + Sync;
+
+impl<A: 'static, F: Call<A>> Function<F, A> {
+    /// Declares that the output has the shape and dtype of the first input.
+    #[must_use]
+    pub fn like_input(self) -> Self {
+        self.shaped(OutputShapes::LikeInput)
+    }
+
+    /// Declares the outputs' global shapes as a function of the inputs' global shapes.
+    #[must_use]
+    pub fn outputs(
+        self,
+        shapes: impl Fn(&Shapes<F::In>) -> Result<Shapes<F::Out>> + Send + Sync + 'static,
+    ) -> Self {
+        self.shaped(OutputShapes::Declared(Box::new(shapes)))
+    }
+
+    /// Finds the outputs' shapes for inputs of these global shapes: the owner of the mesh's first
+    /// device runs the function on zeros, and tells all processes. Every process must call it; it
+    /// blocks until the shapes have arrived.
+    ///
+    /// # Errors
+    ///
+    /// If the function fails, on every process. Also as for [`Program::broadcast_value`].
+    #[track_caller]
+    pub fn probe(self, p: &mut Program, mesh: &Mesh, x: &Shapes<F::In>) -> Result<Self> {
+        let mut failed = None;
+        let kernel = self.0.map_work(|work| match work.probe(p, mesh, x) {
+            Ok(shapes) => Work { shapes, ..work },
+            Err(why) => {
+                failed = Some(why);
+                work
+            }
+        });
+        failed.map_or(Ok(Self(kernel)), Err)
+    }
+
+    /// Declares a value that the function captures: see
+    /// [`HostKernel::with`](mpmd_core::kernel::HostKernel::with).
+    #[must_use]
+    pub fn with(self, value: impl fmt::Debug) -> Self {
+        Self(self.0.with(value))
+    }
+
+    fn shaped(self, shapes: OutputShapes<F::In, F::Out>) -> Self {
+        Self(self.0.map_work(|work| Work { shapes, ..work }))
+    }
+}
+
+impl<A: 'static, F: Call<A>> Work<F, A> {
+    /// Finds the outputs' shapes for inputs of these shapes.
+    fn probe(
+        &self,
+        p: &mut Program,
+        mesh: &Mesh,
+        x: &Shapes<F::In>,
+    ) -> Result<OutputShapes<F::In, F::Out>> {
+        let first = mesh.devices().first().and_then(|device| p.topology().process_of(*device));
+        let owner = first.ok_or_else(|| Error::kernel("a probe on a mesh without devices"))?;
+        let run =
+            || self.try_out(x).map_err(|why| format!("the function fails in its probe: {why}"));
+        // A dry run learns the shapes in the same way as the owner.
+        let planned = if p.is_dry_run() { run() } else { Err(String::new()) };
+        let outputs = p.broadcast_value(owner, planned, || Ok(run()))?.map_err(Error::kernel)?;
+        let inputs = x.leaves().into_iter().cloned().collect();
+        Ok(OutputShapes::Probed(inputs, outputs))
+    }
+
+    /// Runs the function on zeros of these shapes.
+    fn try_out(&self, x: &Shapes<F::In>) -> Result<Form> {
+        let zeros = x.leaves().into_iter().map(|aval| bridge::zeros(aval, false).map(Value));
+        let zeros = zeros.collect::<Result<Vec<_>>>()?;
+        let y = self.f.call(Tree::from_leaves(&x.structure(), zeros)?).map_err(bridge::refused)?;
+        let structure = y.structure();
+        let y: Vec<_> = y.into_leaves().into_iter().map(|value| value.0).collect();
+        Form::of(&structure, &y, Ok)
+    }
+}
+
+impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
+    type In = F::In;
+    type Out = F::Out;
+
+    fn infer(&self, x: &Shapes<F::In>) -> Result<Shapes<F::Out>> {
+        let leaves = x.leaves();
+        match &self.shapes {
+            OutputShapes::LikeInput => {
+                let first = leaves.first();
+                let first = first.ok_or_else(|| Error::kernel("`like_input` needs an input"))?;
+                let shapes = std::iter::once((*first).clone());
+                Ok(Tree::from_leaves(&Structure::Leaf, shapes)?)
+            }
+            OutputShapes::Declared(shapes) => shapes(x),
+            OutputShapes::Probed(inputs, outputs) if inputs.iter().eq(leaves) => outputs.shapes(),
+            OutputShapes::Probed(inputs, _) => {
+                let inputs: Vec<String> = inputs.iter().map(ToString::to_string).collect();
+                Err(Error::kernel(format!(
+                    "the function was probed for inputs {}: make and probe one for these, or                      declare its outputs with `outputs`",
+                    inputs.join(", ")
+                )))
+            }
+            OutputShapes::Unknown => Err(Error::kernel(
+                "the shapes of the function's outputs are unknown: call `like_input`, `outputs` \
+                 or `probe` before `jit`",
+            )),
+        }
+    }
+
+    fn run(&self, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
+        let structure = x.structure();
+        let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view).map(Value));
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
+        let out = self.f.call(Tree::from_leaves(&structure, tensors)?).map_err(bridge::refused)?;
+        if out.structure() != y.structure() {
+            return Err(Error::kernel("the function returned another structure than declared"));
+        }
+        let values = out.into_leaves().into_iter();
+        values
+            .zip(y.into_leaves())
+            .try_for_each(|(value, mut view)| bridge::write(&value.0, &mut view))
+    }
+}
+
+impl<A: 'static, F: Call<A>> Kernel for Function<F, A> {
+    type In = F::In;
+    type Out = F::Out;
+
+    fn infer(&self, x: &Shapes<F::In>) -> Result<Signature<Shapes<F::Out>>> {
+        self.0.infer(x)
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: Views<'_, F::In>,
+        y: ViewsMut<'_, F::Out>,
+    ) -> Result<()> {
+        self.0.run(cx, x, y)
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        self.0.statics()
+    }
+}

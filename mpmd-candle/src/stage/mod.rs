@@ -1,0 +1,342 @@
+//! candle models as stages of a pipeline.
+//!
+//! The data path of a stage: [`params`](crate::params) finds the parameters; `probe` finds the
+//! shapes of its outputs; `model` keeps the parameters of a device as candle's variables;
+//! `passes` runs the model, and its gradients.
+
+mod model;
+mod passes;
+mod probe;
+
+use std::any::Any;
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::Location;
+
+use candle_nn::VarBuilder;
+use fancy_regex::Regex;
+use mpmd_core::kernel::{Context, Shapes, View, ViewMut, Views, ViewsMut};
+use mpmd_core::pipeline::{
+    Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
+};
+use mpmd_core::{Error, MpmdArray, Program, Result};
+use mpmd_ids::block::Mutex;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::{Sharding, Spec};
+use mpmd_layout::topology::Mesh;
+
+use crate::collectives;
+use crate::cx::Cx;
+use crate::params::{self, Params};
+use crate::tensors::Tensors;
+use probe::Probed;
+
+/// A candle model as a stage of a pipeline. Made by [`stage`].
+///
+/// Its parameters are arrays by path: [`init`](CandleStage::init) makes them. The shapes of its
+/// outputs are found by [`Pipeline::probe`](mpmd_core::pipeline::Pipeline::probe).
+pub struct CandleStage<M, X: Tensors, Y: Tensors> {
+    name: String,
+    at: &'static Location<'static>,
+    new: Box<NewModel<M>>,
+    forward: Box<Forward<M, X, Y>>,
+    params: Params,
+    frozen: BTreeSet<String>,
+    passes: Passes,
+    specs: [Spec; 2],
+    outputs: Option<Box<OutputShapes<X, Y>>>,
+    probed: Mutex<Vec<Probed>>,
+}
+
+type NewModel<M> = dyn Fn(VarBuilder<'static>) -> candle_core::Result<M> + Send + Sync;
+type Forward<M, X, Y> = dyn Fn(&M, X, &mut Cx<'_>) -> candle_core::Result<Y> + Send + Sync;
+type OutputShapes<X, Y> =
+    dyn Fn(&Shapes<<X as Tensors>::Arrays>) -> Result<Shapes<<Y as Tensors>::Arrays>> + Send + Sync;
+
+/// Creates a stage from a model's constructor and its forward function.
+///
+/// `new` makes the model from a `VarBuilder`, as candle's layers do. It runs here once on every
+/// process, over zeros without memory, so that all know the parameters' names and shapes. On owners
+/// it runs again after each update, so it may compute from parameters, but must not keep state. If
+/// several stages have equal layers, push the layer's index in the whole model to the path.
+///
+/// `forward` computes the outputs from the inputs: one [`Tensor`](candle_core::Tensor) each, or
+/// other [`Tensors`]. The last stage returns a [`Loss`](mpmd_core::pipeline::Loss). Integers pass
+/// between stages without gradients.
+///
+/// The autograd graph of a microbatch stays on its device from the forward to the backward pass.
+///
+/// # Errors
+///
+/// If `new` fails, or asks for one parameter with two shapes.
+#[track_caller]
+pub fn stage<M, X, Y, N, F>(new: N, forward: F) -> Result<CandleStage<M, X, Y>>
+where
+    M: Send + 'static,
+    X: Tensors,
+    Y: Tensors,
+    N: Fn(VarBuilder<'static>) -> candle_core::Result<M> + Send + Sync + 'static,
+    F: Fn(&M, X, &mut Cx<'_>) -> candle_core::Result<Y> + Send + Sync + 'static,
+{
+    let at = Location::caller();
+    let name = format!("candle stage at {}:{}", at.file(), at.line());
+    let params = params::record(&new)
+        .map_err(|why| Error::kernel(format!("the constructor of the {name} fails: {why}")))?;
+    Ok(CandleStage {
+        name,
+        at,
+        new: Box::new(new),
+        forward: Box::new(forward),
+        params,
+        frozen: BTreeSet::new(),
+        passes: Passes::Fused,
+        specs: Default::default(),
+        outputs: None,
+        probed: Mutex::new(Vec::new()),
+    })
+}
+
+impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
+    /// Sets the name of the stage, for messages and drawings.
+    #[must_use]
+    pub fn named(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Trains only the parameters whose paths match the regular expression `pattern`. The others
+    /// are frozen: they have no gradient and no state of an optimiser, and there is no backward
+    /// pass below the first trainable layer.
+    ///
+    /// # Errors
+    ///
+    /// If the pattern is no regular expression, or matches no parameter.
+    pub fn trainable(mut self, pattern: &str) -> Result<Self> {
+        let regex = Regex::new(pattern)
+            .map_err(|why| Error::kernel(format!("{pattern:?} is no regular expression: {why}")))?;
+        let matches = |path: &String| regex.is_match(path).unwrap_or(false);
+        self.frozen = self.params.keys().filter(|path| !matches(path)).cloned().collect();
+        if self.frozen.len() == self.params.len() && !self.params.is_empty() {
+            let paths: Vec<&String> = self.params.keys().collect();
+            return Err(Error::kernel(format!(
+                "{pattern:?} matches no parameter of the {}, which are {paths:?}",
+                self.name
+            )));
+        }
+        Ok(self)
+    }
+
+    /// Freezes all parameters: see [`CandleStage::trainable`].
+    #[must_use]
+    pub fn frozen(mut self) -> Self {
+        self.frozen = self.params.keys().cloned().collect();
+        self
+    }
+
+    /// Computes the gradients of the weights apart from those of the inputs, where the schedule has
+    /// them as two actions. Schedules without bubbles need that.
+    ///
+    /// All layers with trainable parameters must defer their weight gradients, as those of
+    /// [`nn`](crate::nn) do. The probe refuses others by name.
+    #[must_use]
+    pub fn split_gradients(mut self) -> Self {
+        self.passes = Passes::Both;
+        self
+    }
+
+    /// Sets the sharding of the inputs over the stage's mesh. Default: replicated.
+    #[must_use]
+    pub fn input_spec(mut self, spec: Spec) -> Self {
+        self.specs[0] = spec;
+        self
+    }
+
+    /// Sets the sharding of the outputs over the stage's mesh. Default: replicated.
+    #[must_use]
+    pub fn output_spec(mut self, spec: Spec) -> Self {
+        self.specs[1] = spec;
+        self
+    }
+
+    /// Declares the outputs' global shapes as a function of the inputs' global shapes. Inputs of
+    /// other shapes than the probed ones then need no probe of their own.
+    #[must_use]
+    pub fn outputs(
+        mut self,
+        shapes: impl Fn(&Shapes<X::Arrays>) -> Result<Shapes<Y::Arrays>> + Send + Sync + 'static,
+    ) -> Self {
+        self.outputs = Some(Box::new(shapes));
+        self
+    }
+
+    /// Returns the global shape of each parameter by path, for example for sharding rules.
+    pub fn shapes(&self) -> BTreeMap<String, ShapedArray> {
+        self.params.iter().map(|(path, (aval, _))| (path.clone(), aval.clone())).collect()
+    }
+
+    /// Makes the parameters with their initial values, replicated over the mesh. The values depend
+    /// on the seed, the path and the element's index alone. Owners fill their own regions; nothing
+    /// moves.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::array_from_fn`].
+    #[track_caller]
+    pub fn init(
+        &self,
+        p: &mut Program,
+        mesh: &Mesh,
+        seed: u64,
+    ) -> Result<BTreeMap<String, MpmdArray>> {
+        let sharding = mesh.replicated();
+        self.init_as(p, seed, |_, _| sharding.clone())
+    }
+
+    /// Makes the parameters as [`CandleStage::init`] does, in the shardings that `sharding` returns
+    /// for each path and shape.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::array_from_fn`].
+    #[track_caller]
+    pub fn init_as(
+        &self,
+        p: &mut Program,
+        seed: u64,
+        sharding: impl Fn(&str, &ShapedArray) -> Sharding,
+    ) -> Result<BTreeMap<String, MpmdArray>> {
+        let mut arrays = BTreeMap::new();
+        for (path, (aval, initial)) in &self.params {
+            let (key, initial, shape) = (params::key_of(seed, path), *initial, aval.clone());
+            let array =
+                p.array_from_fn(aval.clone(), &sharding(path, aval), move |region, view| {
+                    initial.fill(key, &shape, region, view)
+                })?;
+            arrays.insert(path.clone(), array);
+        }
+        Ok(arrays)
+    }
+
+    /// Returns an error with the stage's line in front of its text.
+    fn failed(&self, why: impl std::fmt::Display) -> Error {
+        Error::kernel(format!("the model of {} ({}) fails: {why}", self.name, self.at))
+    }
+}
+
+/// Names the side inputs of a stage: `microbatch.side(1, named([("labels", labels)]))`.
+pub fn named<const N: usize>(arrays: [(&str, MpmdArray); N]) -> BTreeMap<String, MpmdArray> {
+    arrays.map(|(name, array)| (name.to_owned(), array)).into()
+}
+
+impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
+    type Params = BTreeMap<String, MpmdArray>;
+    type In = X::Arrays;
+    type Out = Y::Arrays;
+
+    fn infer(
+        &self,
+        _: &BTreeMap<String, ShapedArray>,
+        x: &Shapes<X::Arrays>,
+        side: &SideShapes,
+    ) -> Result<StageSignature<Shapes<Y::Arrays>>> {
+        let (out, found) = self.found(x, side)?;
+        let graph = PlacedShape::object_of_bytes(found.graph_bytes);
+        let signature = StageSignature::new(out)
+            .residual(graph.clone())
+            .forward_collectives(collectives::declared(&found.forward))
+            .backward_collectives(collectives::declared(&found.backward));
+        match self.passes {
+            Passes::Fused => Ok(signature),
+            _ => Ok(signature.weight_residual(graph)),
+        }
+    }
+
+    fn forward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        _: BTreeMap<String, View<'_>>,
+        x: Views<'_, X::Arrays>,
+        y: ViewsMut<'_, Y::Arrays>,
+    ) -> Result<()> {
+        self.run_forward(cx, x, y)
+    }
+
+    fn backward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        _: BTreeMap<String, View<'_>>,
+        dy: Views<'_, Y::Arrays>,
+        dx: Option<ViewsMut<'_, X::Arrays>>,
+        gradient: BTreeMap<String, ViewMut<'_>>,
+    ) -> Result<()> {
+        self.run_backward(cx, dy, dx, gradient.into_values().collect())
+    }
+
+    fn passes(&self) -> Passes {
+        self.passes
+    }
+
+    fn backward_input(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        _: BTreeMap<String, View<'_>>,
+        dy: Views<'_, Y::Arrays>,
+        dx: Option<ViewsMut<'_, X::Arrays>>,
+    ) -> Result<()> {
+        self.run_backward_input(cx, dy, dx)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        gradient: BTreeMap<String, ViewMut<'_>>,
+    ) -> Result<()> {
+        self.run_backward_weight(cx, gradient.into_values().collect())
+    }
+
+    fn probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+        self.run_probe(program, at)
+    }
+
+    fn prepared_bytes(&self, params: &BTreeMap<String, ShapedArray>) -> Option<u64> {
+        Some(params.values().map(|aval| aval.bytes() as u64).sum())
+    }
+
+    fn prepare(
+        &self,
+        _: &mut Context<'_>,
+        params: BTreeMap<String, View<'_>>,
+        prepared: &mut Option<Box<dyn Any + Send>>,
+    ) -> Result<()> {
+        self.run_prepare(&params, prepared)
+    }
+
+    fn is_frozen(&self, path: &str) -> bool {
+        self.frozen.contains(path)
+    }
+
+    fn draws_random(&self) -> bool {
+        self.probed.lock().iter().any(Probed::draws)
+    }
+
+    /// Named arrays.
+    fn side(&self) -> SideInput {
+        SideInput::of::<BTreeMap<String, MpmdArray>>()
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.specs[0].clone()
+    }
+
+    fn output_spec(&self) -> Spec {
+        self.specs[1].clone()
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        let line = [u64::from(self.at.line()), u64::from(self.at.column())];
+        line.into_iter().chain(self.at.file().bytes().map(u64::from)).collect()
+    }
+}

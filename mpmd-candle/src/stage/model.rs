@@ -1,0 +1,146 @@
+//! The parameters of a device as candle's variables, and the models over them.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use candle_core::{Tensor, TensorId};
+use mpmd_core::kernel::{View, ViewMut};
+use mpmd_core::pipeline::StageContext;
+use mpmd_core::{Error, Result};
+use mpmd_layout::aval::DType;
+
+use super::CandleStage;
+use crate::bridge;
+use crate::params;
+use crate::tensors::Tensors;
+
+/// The working form of a stage's parameters on one device.
+pub(super) struct Prepared<M> {
+    /// Taken out while a pass runs.
+    models: Option<Models<M>>,
+}
+
+/// The models over one device's parameters.
+pub(super) struct Models<M> {
+    pub(super) weights: Arc<Weights>,
+    /// The model over variables, which records graphs.
+    trained: M,
+    /// The model over the same memory without variables; made when it is first used.
+    plain: Option<M>,
+}
+
+/// The parameters as tensors, in the order of their paths. Trainable ones are variables.
+pub(super) struct Weights {
+    tensors: BTreeMap<String, Tensor>,
+    places: HashMap<TensorId, usize>,
+}
+
+impl Weights {
+    pub(super) fn new(tensors: BTreeMap<String, Tensor>) -> Self {
+        let places = tensors.values().enumerate();
+        let places = places.map(|(place, tensor)| (tensor.id(), place)).collect();
+        Self { tensors, places }
+    }
+
+    /// Returns (path, tensor) of the parameters.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        self.tensors.iter()
+    }
+
+    /// Returns the place of the parameter with this id.
+    pub(super) fn place(&self, id: TensorId) -> Option<usize> {
+        self.places.get(&id).copied()
+    }
+
+    /// Returns the gradients that layers add to, by the id of the parameter.
+    ///
+    /// # Errors
+    ///
+    /// If a gradient is not in host memory.
+    pub(super) fn gradients<'v>(
+        &self,
+        views: &'v mut [ViewMut<'_>],
+    ) -> Result<HashMap<TensorId, &'v mut [f32]>> {
+        let mut gradients = HashMap::with_capacity(views.len());
+        for (tensor, view) in self.tensors.values().zip(views) {
+            if tensor.is_variable() && view.global().dtype() == DType::F32 {
+                gradients.insert(tensor.id(), view.as_mut_slice::<f32>()?);
+            }
+        }
+        Ok(gradients)
+    }
+
+    /// Returns the same parameters without variables, in the same memory.
+    fn detached(&self) -> BTreeMap<String, Tensor> {
+        self.tensors.iter().map(|(path, tensor)| (path.clone(), tensor.detach())).collect()
+    }
+}
+
+impl<M> Models<M> {
+    /// Returns the model that records graphs.
+    pub(super) fn trained(&self) -> &M {
+        &self.trained
+    }
+}
+
+impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
+    /// Makes the variables of a device and the model over them, or updates them in place.
+    pub(super) fn run_prepare(
+        &self,
+        params: &BTreeMap<String, View<'_>>,
+        prepared: &mut Option<Box<dyn Any + Send>>,
+    ) -> Result<()> {
+        let before = prepared.take().and_then(|before| before.downcast::<Prepared<M>>().ok());
+        let weights = match before.and_then(|before| before.models) {
+            Some(Models { weights, .. }) => {
+                for ((_, tensor), view) in weights.iter().zip(params.values()) {
+                    bridge::refresh(tensor, view)?;
+                }
+                weights
+            }
+            None => {
+                let tensors = params.iter().map(|(path, view)| {
+                    let tensor = match self.frozen.contains(path) {
+                        true => bridge::tensor_of(view)?,
+                        false => bridge::var_of(view)?.into_inner(),
+                    };
+                    Ok((path.clone(), tensor))
+                });
+                Arc::new(Weights::new(tensors.collect::<Result<_>>()?))
+            }
+        };
+        let models = Some(self.models(weights)?);
+        *prepared = Some(Box::new(Prepared { models }));
+        Ok(())
+    }
+
+    /// Runs the constructor over the parameters of a device.
+    pub(super) fn models(&self, weights: Arc<Weights>) -> Result<Models<M>> {
+        let trained = (self.new)(params::builder(weights.tensors.clone()));
+        Ok(Models { trained: trained.map_err(|why| self.failed(why))?, weights, plain: None })
+    }
+
+    /// Returns the model that records no graphs.
+    pub(super) fn plain<'m>(&self, models: &'m mut Models<M>) -> Result<&'m M> {
+        let plain = match models.plain.take() {
+            Some(plain) => plain,
+            None => (self.new)(params::builder(models.weights.detached()))
+                .map_err(|why| self.failed(why))?,
+        };
+        Ok(models.plain.insert(plain))
+    }
+
+    /// Calls `f` with the models of this device.
+    pub(super) fn with_models<R>(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        f: impl FnOnce(&mut StageContext<'_, '_>, &mut Models<M>) -> Result<R>,
+    ) -> Result<R> {
+        let lost = || Error::kernel("an earlier pass on this device panicked");
+        let mut models = cx.prepared::<Prepared<M>>()?.models.take().ok_or_else(lost)?;
+        let result = f(cx, &mut models);
+        cx.prepared::<Prepared<M>>()?.models = Some(models);
+        result
+    }
+}

@@ -1,0 +1,270 @@
+//! The passes of a stage: they run the model, keep its graph, and compute gradients from it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use mpmd_core::kernel::{View, ViewMut, Views, ViewsMut};
+use mpmd_core::pipeline::StageContext;
+use mpmd_core::{Error, Result};
+use mpmd_layout::tree::Tree;
+
+use super::CandleStage;
+use super::model::{Models, Weights};
+use crate::bridge;
+use crate::cx::{Cx, Side};
+use crate::pass::{self, Deferred, Pass};
+use crate::tensors::{Tensors, Value, Values};
+
+/// The autograd graph of a microbatch, from the forward to the backward pass.
+pub(super) struct Graph {
+    /// The inputs. Those with a gradient are variables.
+    pub(super) x: Vec<Tensor>,
+    pub(super) y: Vec<Tensor>,
+    pub(super) weights: Arc<Weights>,
+}
+
+/// The weight gradients of a microbatch that are computed later.
+struct Postponed {
+    weights: Arc<Weights>,
+    work: Vec<Deferred>,
+}
+
+impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
+    /// Runs the model on one microbatch. Keeps the graph if there will be a backward pass.
+    pub(super) fn run_forward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        x: Views<'_, X::Arrays>,
+        y: ViewsMut<'_, Y::Arrays>,
+    ) -> Result<()> {
+        let training = cx.is_training();
+        let records = training && cx.keeps_residuals();
+        let key = if training && self.draws_random_keys() { Some(cx.key()?) } else { None };
+        let side = Side::Values(cx.side()?);
+        let with_gradient = records && self.needs_dx();
+        let structure = x.structure();
+        let x = x.into_leaves();
+        let x = x.iter().map(|view| input(view, with_gradient)).collect::<Result<Vec<_>>>()?;
+        let mut graph: Option<ViewMut<'_>> = cx.residual_mut().ok();
+        let tree = values::<X>(&structure, &x)?;
+        let (out, weights) = self.with_models(cx, |cx, models| {
+            let mut pass = Pass { key, exchange: Some(&mut **cx), ..Pass::default() };
+            let out = self.call(models, records, &mut pass, tree, Cx { training, side })?;
+            Ok((out, models.weights.clone()))
+        })?;
+        let (expected, found) = (y.structure(), out.structure());
+        if expected != found {
+            return Err(self.failed("its outputs have another structure than in its probe"));
+        }
+        let out: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
+        for (tensor, view) in out.iter().zip(&mut y.into_leaves()) {
+            bridge::write(tensor, view).map_err(|why| self.failed(why))?;
+        }
+        if let Some(graph) = &mut graph {
+            let (x, y) = if records { (x, out) } else { (Vec::new(), Vec::new()) };
+            graph.put_object(Graph { x, y, weights })?;
+        }
+        Ok(())
+    }
+
+    /// Calls the forward function. With `records`, over the model that records a graph.
+    pub(super) fn call(
+        &self,
+        models: &mut Models<M>,
+        records: bool,
+        pass: &mut Pass<'_>,
+        x: Values<X::Arrays>,
+        mut cx: Cx<'_>,
+    ) -> Result<Values<Y::Arrays>> {
+        let model = if records { models.trained() } else { self.plain(models)? };
+        let x = X::from_values(x);
+        let y = pass::enter(pass, || (self.forward)(model, x, &mut cx));
+        Ok(y.map_err(|why| self.failed(why))?.into_values())
+    }
+
+    /// Computes all gradients of a microbatch, and adds those of the parameters to `gradient`.
+    pub(super) fn run_backward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        dy: Views<'_, Y::Arrays>,
+        dx: Option<ViewsMut<'_, X::Arrays>>,
+        mut gradient: Vec<ViewMut<'_>>,
+    ) -> Result<()> {
+        let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
+        let gradients = graph.weights.gradients(&mut gradient)?;
+        let mut pass = Pass { gradients, exchange: Some(&mut **cx), ..Pass::default() };
+        let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
+        drop(pass);
+        for ((_, tensor), view) in graph.weights.iter().zip(&mut gradient) {
+            if let Some(more) = store.as_mut().and_then(|store| store.remove(tensor)) {
+                bridge::add(&more, view)?;
+            }
+        }
+        write_dx(&graph, &store, dx)
+    }
+
+    /// Computes the gradient of the inputs, and keeps the work for those of the parameters.
+    pub(super) fn run_backward_input(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        dy: Views<'_, Y::Arrays>,
+        dx: Option<ViewsMut<'_, X::Arrays>>,
+    ) -> Result<()> {
+        let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
+        let mut later: ViewMut<'_> = cx.weight_residual_mut()?;
+        let mut pass = Pass { exchange: Some(&mut **cx), ..deferring(&graph.weights) };
+        let store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
+        let work = pass.deferred.take().unwrap_or_default();
+        drop(pass);
+        self.check_all_deferred(&graph.weights, &store)?;
+        later.put_object(Postponed { weights: graph.weights.clone(), work })?;
+        write_dx(&graph, &store, dx)
+    }
+
+    /// Adds the gradients of the parameters of a microbatch to `gradient`.
+    pub(super) fn run_backward_weight(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        mut gradient: Vec<ViewMut<'_>>,
+    ) -> Result<()> {
+        let Postponed { weights, work } =
+            cx.weight_residual::<View<'_>>()?.take_object::<Postponed>()?;
+        for Deferred { weight, add } in work {
+            let view = weights.place(weight).and_then(|place| gradient.get_mut(place));
+            let view = view.ok_or_else(|| Error::kernel("a gradient of an unknown parameter"))?;
+            add(view.as_mut_slice::<f32>()?).map_err(|why| self.failed(why))?;
+        }
+        Ok(())
+    }
+
+    /// Runs candle's backward pass from the gradients `dy` of the outputs.
+    pub(super) fn backpropagate(
+        &self,
+        graph: &Graph,
+        dy: Vec<View<'_>>,
+        pass: &mut Pass<'_>,
+    ) -> Result<Option<GradStore>> {
+        let mut seeds = Vec::with_capacity(dy.len());
+        for (y, dy) in graph.y.iter().zip(&dy) {
+            seeds.push(if y.track_op() { Some(bridge::tensor_of(dy)?) } else { None });
+        }
+        self.backpropagate_from(&graph.y, seeds, pass)
+    }
+
+    /// Runs candle's backward pass from these gradients of the outputs; `None` for an output
+    /// without gradient. Returns `None` if no output has one.
+    pub(super) fn backpropagate_from(
+        &self,
+        y: &[Tensor],
+        seeds: Vec<Option<Tensor>>,
+        pass: &mut Pass<'_>,
+    ) -> Result<Option<GradStore>> {
+        let mut total: Option<Tensor> = None;
+        let add = |y: &Tensor, dy: Tensor, total: Option<Tensor>| {
+            let one = y.apply_op1(Seed(dy))?;
+            total.map_or(Ok(one.clone()), |total| total + one)
+        };
+        for (y, dy) in y.iter().zip(seeds) {
+            let Some(dy) = dy else { continue };
+            total = Some(add(y, dy, total).map_err(|why| self.failed(why))?);
+        }
+        let Some(total) = total else { return Ok(None) };
+        let store = pass::enter(pass, || total.backward());
+        store.map(Some).map_err(|why| self.failed(replacement(&why)))
+    }
+
+    /// Returns an error if the gradient of a parameter was computed with those of the inputs.
+    pub(super) fn check_all_deferred(
+        &self,
+        weights: &Weights,
+        store: &Option<GradStore>,
+    ) -> Result<()> {
+        let found =
+            |tensor: &Tensor| store.as_ref().is_some_and(|store| store.get(tensor).is_some());
+        let Some((path, _)) = weights.iter().find(|(_, tensor)| found(tensor)) else {
+            return Ok(());
+        };
+        Err(self.failed(format!(
+            "the layer with parameter {path:?} cannot defer its weight gradient, which \
+             `split_gradients` asks for: take the layer of the same name from `mpmd_candle::nn`, \
+             or leave `split_gradients` out"
+        )))
+    }
+}
+
+/// Returns a pass that postpones the gradients of all trainable parameters.
+pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
+    let trainable = weights.iter().filter(|(_, tensor)| tensor.is_variable());
+    let gradients: HashMap<_, &'static mut [f32]> =
+        trainable.map(|(_, tensor)| (tensor.id(), Default::default())).collect();
+    Pass { gradients, deferred: Some(Vec::new()), ..Pass::default() }
+}
+
+/// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
+fn input(view: &View<'_>, with_gradient: bool) -> Result<Tensor> {
+    let float = bridge::candle_type(view.global().dtype())?.is_float();
+    match with_gradient && float {
+        true => Ok(bridge::var_of(view)?.into_inner()),
+        false => bridge::tensor_of(view),
+    }
+}
+
+/// Builds the tree of tensors of this structure.
+pub(super) fn values<T: Tensors>(
+    structure: &mpmd_layout::tree::Structure,
+    tensors: &[Tensor],
+) -> Result<Values<T::Arrays>> {
+    Ok(Tree::from_leaves(structure, tensors.iter().cloned().map(Value))?)
+}
+
+/// Writes the gradients of the inputs; zeros where there are none.
+fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
+    graph: &Graph,
+    store: &Option<GradStore>,
+    dx: Option<T>,
+) -> Result<()> {
+    let Some(dx) = dx else { return Ok(()) };
+    for (x, mut view) in graph.x.iter().zip(dx.into_leaves()) {
+        match store.as_ref().and_then(|store| store.get(x)) {
+            Some(gradient) => bridge::write(gradient, &mut view)?,
+            None => view.zero(),
+        }
+    }
+    Ok(())
+}
+
+/// Describes an error of the backward pass, with what to use instead of an operation without one.
+fn replacement(why: &candle_core::Error) -> String {
+    let candle_core::Error::BackwardNotSupported { op } = why else { return why.to_string() };
+    let instead = match *op {
+        "softmax-last-dim" => "`mpmd_candle::nn::ops::softmax_last_dim`",
+        "rms-norm" => "`RmsNorm` or `ops::rms_norm` of `mpmd_candle::nn`",
+        "layer-norm" => "`LayerNorm` or `ops::layer_norm` of `mpmd_candle::nn`",
+        "rotary-emb" | "rotary-emb-int" | "rotary-emb-thd" => "`mpmd_candle::nn::rotary_emb`",
+        "sdpa" => "`mpmd_candle::nn::ops::sdpa`",
+        _ => "an operation that has a gradient, or `detach` its result",
+    };
+    format!("candle's operation {op:?} has no backward pass: use {instead}")
+}
+
+/// The operation that starts a backward pass: its gradient is the given one.
+struct Seed(Tensor);
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "output gradient"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+/// The shapes of named side inputs.
+pub(super) type Named<T> = BTreeMap<String, T>;

@@ -1,0 +1,219 @@
+//! The probe of a stage: its owner runs the model once on zeros, and tells all processes the shapes
+//! of the outputs, the bytes of the graph and the collectives.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use mpmd_core::kernel::Shapes;
+use mpmd_core::pipeline::{Passes, Probe, SideShapes};
+use mpmd_core::{Error, Program, Result};
+use mpmd_ids::DeviceId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::random::Key;
+use mpmd_layout::sharding::{Sharding, Spec};
+use mpmd_layout::topology::Mesh;
+use mpmd_layout::tree::Tree;
+use serde::{Deserialize, Serialize};
+
+use super::CandleStage;
+use super::model::Weights;
+use super::passes::{Graph, Named, deferring, values};
+use crate::bridge;
+use crate::collectives::{self, Recorder};
+use crate::cx::{Cx, Side};
+use crate::form::Form;
+use crate::pass::Pass;
+use crate::tensors::Tensors;
+
+/// The result of a probe, for inputs of these global shapes.
+pub(super) struct Probed {
+    x: Vec<ShapedArray>,
+    side: Named<ShapedArray>,
+    found: Found,
+}
+
+/// The facts that a probe finds.
+#[derive(Clone, Deserialize, Serialize)]
+pub(super) struct Found {
+    /// The outputs' global shapes.
+    out: Form,
+    /// The bytes of a microbatch's graph on a device.
+    pub(super) graph_bytes: u64,
+    pub(super) forward: Vec<collectives::Found>,
+    pub(super) backward: Vec<collectives::Found>,
+    draws: bool,
+    needs_dx: bool,
+}
+
+impl Probed {
+    /// Returns true if the model draws random keys.
+    pub(super) fn draws(&self) -> bool {
+        self.found.draws
+    }
+}
+
+impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
+    /// Returns true if the model draws random keys in training.
+    pub(super) fn draws_random_keys(&self) -> bool {
+        self.probed.lock().iter().any(Probed::draws)
+    }
+
+    /// Returns true if earlier stages need the gradient of the inputs. True before any probe.
+    pub(super) fn needs_dx(&self) -> bool {
+        let probed = self.probed.lock();
+        probed.is_empty() || probed.iter().any(|probed| probed.found.needs_dx)
+    }
+
+    /// Returns the outputs' shapes for inputs of these shapes, and the other facts.
+    ///
+    /// # Errors
+    ///
+    /// If these inputs were not probed, and the outputs are not declared.
+    pub(super) fn found(
+        &self,
+        x: &Shapes<X::Arrays>,
+        side: &SideShapes,
+    ) -> Result<(Shapes<Y::Arrays>, Found)> {
+        let side: Named<ShapedArray> = side.tree()?;
+        let probed = self.probed.lock();
+        let leaves = x.leaves();
+        let same =
+            |probed: &&Probed| probed.x.iter().eq(leaves.iter().copied()) && probed.side == side;
+        if let Some(Probed { found, .. }) = probed.iter().find(same) {
+            return Ok((found.out.shapes()?, found.clone()));
+        }
+        let Some((outputs, probed)) = self.outputs.as_ref().zip(probed.first()) else {
+            return Err(Error::kernel(format!(
+                "the output shapes of {} ({}) are unknown for these inputs: call \
+                 `Pipeline::probe` with a microbatch of these shapes before, or declare them with \
+                 `outputs`",
+                self.name, self.at
+            )));
+        };
+        let elements = |avals: &mut dyn Iterator<Item = usize>| avals.sum::<usize>().max(1) as u64;
+        let here = elements(&mut leaves.iter().map(|aval| aval.elements()));
+        let there = elements(&mut probed.x.iter().map(ShapedArray::elements));
+        // Activations grow with the inputs.
+        let graph_bytes = probed.found.graph_bytes.saturating_mul(here) / there;
+        Ok((outputs(x)?, Found { graph_bytes, ..probed.found.clone() }))
+    }
+
+    /// Probes the stage for inputs of these shapes, unless that was done before.
+    pub(super) fn run_probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+        let side: Named<ShapedArray> = at.side.tree()?;
+        let x: Vec<ShapedArray> = at.x.leaves().into_iter().cloned().collect();
+        let known = |probed: &Probed| {
+            probed.x == x && probed.side == side && probed.found.needs_dx == at.needs_dx
+        };
+        if self.probed.lock().iter().any(known) {
+            return Ok(());
+        }
+        let Some(device) = at.mesh.devices().first().copied() else { return Ok(()) };
+        let owner = program.topology().process_of(device);
+        let owner = owner.ok_or_else(|| Error::kernel(format!("device {device} has no owner")))?;
+        let run = || self.try_out(at, &side, device).map_err(|why| why.to_string());
+        // A dry run learns the shapes in the same way as the owner.
+        let planned = if program.is_dry_run() { run() } else { Err(String::new()) };
+        let found =
+            program.broadcast_value(owner, planned, || Ok(run()))?.map_err(Error::kernel)?;
+        let mut probed = self.probed.lock();
+        probed.retain(|probed| probed.x != x || probed.side != side);
+        probed.push(Probed { x, side, found });
+        Ok(())
+    }
+
+    /// Runs the forward and the backward pass of the model on zeros, as on `device`.
+    fn try_out(
+        &self,
+        at: &Probe<'_, Self>,
+        side: &Named<ShapedArray>,
+        device: DeviceId,
+    ) -> Result<Found> {
+        let input = at.mesh.sharding(self.specs[0].clone());
+        let mut weights = Named::new();
+        for ((path, aval), sharding) in at.params.iter().zip(at.shardings) {
+            let part = part_of(aval, sharding, device)?;
+            weights.insert(path.clone(), bridge::zeros(&part, !self.frozen.contains(path))?);
+        }
+        let mut models = self.models(Arc::new(Weights::new(weights)))?;
+        let mut x = Vec::new();
+        for aval in at.x.leaves() {
+            let float = bridge::candle_type(aval.dtype())?.is_float();
+            let part = part_of(aval, &input, device)?;
+            x.push(bridge::zeros(&part, at.needs_dx && float)?);
+        }
+        let mut parts = Named::new();
+        for (name, aval) in side {
+            // As the memory plan does: side inputs are divided like the inputs, where that fits.
+            let part = part_of(aval, &input, device).unwrap_or_else(|_| aval.clone());
+            parts.insert(name.clone(), part);
+        }
+        let mut recorder = Recorder { mesh: at.mesh, found: Vec::new() };
+        let tree = values::<X>(&at.x.structure(), &x)?;
+        let cx = Cx { training: true, side: Side::Shapes(parts) };
+        let mut pass = Pass { key: Some(Key(0)), exchange: Some(&mut recorder), ..Pass::default() };
+        let out = self.call(&mut models, true, &mut pass, tree, cx)?;
+        let (draws, kept_bytes) = (pass.draws > 0, pass.kept_bytes);
+        let forward = std::mem::take(&mut recorder.found);
+        let structure = out.structure();
+        let y: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
+        let graph = Graph { x, y, weights: models.weights.clone() };
+        let graph_bytes = bytes_of(&graph) + kept_bytes;
+        self.try_out_backward(&graph, &mut recorder)?;
+        let whole = |part| whole_of(&part, &self.specs[1], at.mesh);
+        Ok(Found {
+            out: Form::of(&structure, &graph.y, whole)?,
+            graph_bytes,
+            forward,
+            backward: recorder.found,
+            draws,
+            needs_dx: at.needs_dx,
+        })
+    }
+
+    fn try_out_backward(&self, graph: &Graph, recorder: &mut Recorder<'_>) -> Result<()> {
+        let seed = |y: &Tensor| -> Result<Option<Tensor>> {
+            match y.track_op() {
+                true => Ok(Some(y.zeros_like().map_err(bridge::refused)?.detach())),
+                false => Ok(None),
+            }
+        };
+        let seeds = graph.y.iter().map(seed).collect::<Result<Vec<_>>>()?;
+        let splits = self.passes != Passes::Fused;
+        let pass = if splits { deferring(&graph.weights) } else { Pass::default() };
+        let mut pass = Pass { exchange: Some(recorder), ..pass };
+        let store = self.backpropagate_from(&graph.y, seeds, &mut pass)?;
+        drop(pass);
+        if splits { self.check_all_deferred(&graph.weights, &store) } else { Ok(()) }
+    }
+}
+
+/// Returns the shape of a device's region.
+fn part_of(aval: &ShapedArray, sharding: &Sharding, device: DeviceId) -> Result<ShapedArray> {
+    let layout = sharding.layout(aval.shape())?;
+    let region = layout.region_of(device);
+    let region = region.ok_or_else(|| Error::kernel(format!("{aval} is not on {device}")))?;
+    Ok(ShapedArray::try_new(&region.shape(), aval.dtype())?)
+}
+
+/// Returns the shape of an array with these parts on the devices of a mesh.
+fn whole_of(part: &ShapedArray, spec: &Spec, mesh: &Mesh) -> Result<ShapedArray> {
+    let mut dims = part.shape().to_vec();
+    for (dim, entry) in dims.iter_mut().zip(spec.entries()) {
+        for axis in entry.axes() {
+            *dim *= mesh.axis_size(axis)?;
+        }
+    }
+    Ok(ShapedArray::try_new(&dims, part.dtype())?)
+}
+
+/// Returns the bytes that the graph holds, without the parameters.
+fn bytes_of(graph: &Graph) -> u64 {
+    let mut seen: BTreeSet<usize> =
+        graph.weights.iter().map(|(_, tensor)| bridge::memory_of(tensor).0).collect();
+    let nodes = graph.y.iter().flat_map(|y| y.sorted_nodes());
+    let held = graph.x.iter().chain(&graph.y).chain(nodes);
+    let new = held.map(bridge::memory_of).filter(|(address, _)| seen.insert(*address));
+    new.map(|(_, bytes)| bytes).sum()
+}

@@ -1,0 +1,101 @@
+//! Trees of tensors, and the trees of arrays that they correspond to.
+
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use mpmd_core::MpmdArray;
+use mpmd_core::pipeline::Loss;
+use mpmd_layout::tree::{Leaf, Tree};
+
+/// A tensor as a leaf of a tree.
+#[derive(Clone, Debug)]
+pub struct Value(pub Tensor);
+
+impl Leaf for Value {}
+
+/// The tree of tensors with the structure of the tree of arrays `T`.
+pub type Values<T> = <T as Tree>::With<Value>;
+
+/// Tensors that a function takes or returns: one [`Tensor`], a tuple of up to four, a `Vec`, a map
+/// by name, or a [`Loss`].
+pub trait Tensors: Sized + 'static {
+    /// The same structure with arrays as leaves.
+    type Arrays: Tree<Leaf = MpmdArray> + Send + 'static;
+
+    /// Takes the tensors out of a tree.
+    fn from_values(values: Values<Self::Arrays>) -> Self;
+
+    /// Returns the tensors as a tree.
+    fn into_values(self) -> Values<Self::Arrays>;
+}
+
+impl Tensors for Tensor {
+    type Arrays = MpmdArray;
+
+    fn from_values(value: Value) -> Self {
+        value.0
+    }
+
+    fn into_values(self) -> Value {
+        Value(self)
+    }
+}
+
+impl<T: Tensors> Tensors for Vec<T> {
+    type Arrays = Vec<T::Arrays>;
+
+    fn from_values(values: Values<Self::Arrays>) -> Self {
+        values.into_iter().map(T::from_values).collect()
+    }
+
+    fn into_values(self) -> Values<Self::Arrays> {
+        self.into_iter().map(T::into_values).collect()
+    }
+}
+
+impl<T: Tensors> Tensors for BTreeMap<String, T> {
+    type Arrays = BTreeMap<String, T::Arrays>;
+
+    fn from_values(values: Values<Self::Arrays>) -> Self {
+        values.into_iter().map(|(name, value)| (name, T::from_values(value))).collect()
+    }
+
+    fn into_values(self) -> Values<Self::Arrays> {
+        self.into_iter().map(|(name, tensor)| (name, tensor.into_values())).collect()
+    }
+}
+
+impl Tensors for Loss<Tensor> {
+    type Arrays = Loss<MpmdArray>;
+
+    fn from_values(values: Loss<Value>) -> Self {
+        Self { sum: values.sum.0, weight: values.weight.0 }
+    }
+
+    fn into_values(self) -> Loss<Value> {
+        Loss { sum: Value(self.sum), weight: Value(self.weight) }
+    }
+}
+
+/// Implements `Tensors` for tuples of this many elements.
+macro_rules! tuple {
+    ($($name:ident: $type:ident),+) => {
+        impl<$($type: Tensors),+> Tensors for ($($type,)+) {
+            type Arrays = ($($type::Arrays,)+);
+
+            fn from_values(values: Values<Self::Arrays>) -> Self {
+                let ($($name,)+) = values;
+                ($($type::from_values($name),)+)
+            }
+
+            fn into_values(self) -> Values<Self::Arrays> {
+                let ($($name,)+) = self;
+                ($($name.into_values(),)+)
+            }
+        }
+    };
+}
+
+tuple! { a: A, b: B }
+tuple! { a: A, b: B, c: C }
+tuple! { a: A, b: B, c: C, d: D }
