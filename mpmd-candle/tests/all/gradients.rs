@@ -1,0 +1,119 @@
+//! Initial parameters and gradients, against candle without a framework around it.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor, Var};
+use mpmd_core::pipeline::Schedule;
+use mpmd_core::prelude::*;
+use mpmd_core::{Result, Simulation};
+
+use crate::model::{LAYERS, ROWS, Settings, TOKENS, WIDTH, microbatches, pipeline, tokens};
+
+/// Values by parameter path.
+type Values = BTreeMap<String, Vec<f32>>;
+
+/// Returns the initial parameters and their gradients in a step of two microbatches.
+fn of_pipeline(stages: usize) -> (Values, Values) {
+    let mut results = Simulation::new(1, stages).run(|p| -> Result<(Values, Values)> {
+        let mut model = pipeline(p, Settings { stages, ..Settings::default() })?;
+        let ends = [model.mesh(0).clone(), model.mesh(stages - 1).clone()];
+        let values = |arrays: Vec<(String, MpmdArray)>| -> Result<Values> {
+            let value = |(path, array): (String, MpmdArray)| {
+                Ok((path, array.to_host()?.unwrap().to_vec::<f32>()?))
+            };
+            arrays.into_iter().map(value).collect()
+        };
+        let params = values((0..stages).flat_map(|stage| model.params(stage)).collect())?;
+        let batch = microbatches(p, [&ends[0], &ends[1]], stages, (5, 2))?;
+        let output = model.train_step(p, &Schedule::named("gpipe", stages, 2, None)?, batch)?;
+        let gradients = values(output.gradients.into_iter().flatten().collect())?;
+        Ok((params, gradients))
+    });
+    results.remove(0).unwrap()
+}
+
+#[test]
+fn initial_parameters_do_not_depend_on_the_stages() {
+    let (one, _) = of_pipeline(1);
+    assert_eq!(one.len(), 2 + 6 * LAYERS);
+    assert!(one["layers.3.up.weight"].iter().any(|value| *value != 0.0));
+    assert_ne!(one["layers.0.up.weight"], one["layers.1.up.weight"]);
+    for stages in [2, 4] {
+        assert_eq!(of_pipeline(stages).0, one, "{stages} stages");
+    }
+}
+
+/// Computes the gradients with candle's own operations alone.
+fn of_candle(params: &Values) -> candle_core::Result<Values> {
+    let shape = |path: &str| match path.rsplit_once("layers.").map_or(path, |(_, path)| &path[2..]) {
+        "embedding.weight" | "head.weight" => vec![TOKENS, WIDTH],
+        "up.weight" => vec![2 * WIDTH, WIDTH],
+        "up.bias" => vec![2 * WIDTH],
+        "down.weight" => vec![WIDTH, 2 * WIDTH],
+        _ => vec![WIDTH],
+    };
+    let mut vars = BTreeMap::new();
+    for (path, values) in params {
+        vars.insert(path.as_str(), Var::from_slice(values, shape(path), &Device::Cpu)?);
+    }
+    let var = |path: String| vars[path.as_str()].as_tensor().clone();
+    let linear = |x: &Tensor, path: &str| -> candle_core::Result<Tensor> {
+        let y = x.matmul(&var(format!("{path}.weight")).t()?)?;
+        match vars.get(format!("{path}.bias").as_str()) {
+            Some(bias) => y.broadcast_add(bias),
+            None => Ok(y),
+        }
+    };
+    let mut sums: BTreeMap<&str, Tensor> = BTreeMap::new();
+    for microbatch in 0..2 {
+        let [ids, labels] = [0, 1].map(|stream| {
+            Tensor::from_vec(tokens(5, microbatch, stream), ROWS[0] * ROWS[1], &Device::Cpu)
+        });
+        let mut x = var("embedding.weight".to_owned()).index_select(&ids?, 0)?;
+        for layer in 0..LAYERS {
+            let path = format!("layers.{layer}");
+            let mean = x.mean_keepdim(1)?;
+            let centred = x.broadcast_sub(&mean)?;
+            let variance = centred.sqr()?.mean_keepdim(1)?;
+            let normal = centred.broadcast_div(&(variance + 1e-5)?.sqrt()?)?;
+            let normal = normal
+                .broadcast_mul(&var(format!("{path}.norm.weight")))?
+                .broadcast_add(&var(format!("{path}.norm.bias")))?;
+            let hidden = linear(&normal, &format!("{path}.up"))?.gelu()?;
+            x = (x + linear(&hidden, &format!("{path}.down"))?)?;
+        }
+        let logits = linear(&x, "head")?;
+        let log = logits.broadcast_sub(&logits.exp()?.sum_keepdim(1)?.log()?)?;
+        let loss = log.gather(&labels?.unsqueeze(1)?, 1)?.sum_all()?.neg()?;
+        let store = loss.backward()?;
+        for (path, var) in &vars {
+            let Some(more) = store.get(var) else { continue };
+            let sum = match sums.remove(path) {
+                Some(sum) => (sum + more)?,
+                None => more.clone(),
+            };
+            sums.insert(path, sum);
+        }
+    }
+    let flat = |(path, sum): (&str, Tensor)| {
+        Ok((path.to_owned(), sum.flatten_all()?.to_vec1::<f32>()?))
+    };
+    sums.into_iter().map(flat).collect()
+}
+
+#[test]
+fn gradients_equal_those_of_plain_candle() {
+    let (params, _) = of_pipeline(1);
+    let expected = of_candle(&params).unwrap();
+    for stages in [1, 2, 4] {
+        let (_, found) = of_pipeline(stages);
+        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+        for (path, expected) in &expected {
+            let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+            for (found, expected) in found[path].iter().zip(expected) {
+                let error = (found - expected).abs() / largest.max(1e-3);
+                assert!(error < 1e-5, "{path} at {stages} stages: {found} and {expected}");
+            }
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! candle models as stages: values, gradients, and what users do wrong.
+
+mod collectives;
+mod errors;
+mod functions;
+mod gradients;
+mod model;
+mod pipelines;

@@ -1,0 +1,123 @@
+//! Losses have the same bits however the model is divided over processes, scheduled, recomputed or
+//! replayed.
+
+use mpmd_core::kernel::elementwise;
+use mpmd_core::pipeline::{Schedule, StepOutput};
+use mpmd_core::prelude::*;
+use mpmd_core::{Result, Simulation};
+
+use crate::model::{self, Settings, microbatches, pipeline};
+
+const MICROBATCHES: usize = 4;
+const STEPS: u64 = 3;
+
+/// The way in which a training runs.
+#[derive(Clone, Copy)]
+struct Run {
+    settings: Settings,
+    processes: usize,
+    schedule: &'static str,
+    recompute: bool,
+    replay: bool,
+}
+
+const PLAIN: Run = Run {
+    settings: Settings { stages: 2, dropout: 0.0, split: false },
+    processes: 1,
+    schedule: "gpipe",
+    recompute: false,
+    replay: false,
+};
+
+/// Updates the parameters of all stages by plain gradient descent.
+fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Result<()> {
+    for (stage, gradients) in output.gradients.into_iter().enumerate() {
+        let descend = p
+            .jit(elementwise(|w: f32, g: f32| w - 0.02 * g))
+            .on(model.mesh(stage))
+            .outputs(model.mesh(stage).replicated())
+            .build()?;
+        let mut params = Vec::new();
+        for ((_, param), (_, gradient)) in model.params(stage).into_iter().zip(gradients) {
+            params.push(descend.call(p, (param, gradient))?);
+        }
+        model.set_params(stage, params)?;
+    }
+    Ok(())
+}
+
+/// Returns the bits of the losses of some steps, with the losses of an evaluation at the end.
+fn losses(run: Run) -> Vec<u32> {
+    let Run { settings, processes, schedule, recompute, replay } = run;
+    let stages = settings.stages;
+    let results = Simulation::new(processes, stages.max(processes)).run(|p| {
+        let mut model = pipeline(p, settings)?;
+        (0..stages).for_each(|stage| model.recompute(stage, recompute));
+        model.replay(replay);
+        let schedule = Schedule::named(schedule, stages, MICROBATCHES, None)?;
+        let ends = [model.mesh(0).clone(), model.mesh(stages - 1).clone()];
+        let ends = [&ends[0], &ends[1]];
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let batch = microbatches(p, ends, stages, (step, MICROBATCHES))?;
+            let output = model.train_step(p, &schedule, batch)?;
+            losses.push(output.loss.sum.clone());
+            update(p, &mut model, output)?;
+            p.step_end()?;
+        }
+        let batch = microbatches(p, ends, stages, (STEPS, MICROBATCHES))?;
+        let outputs = model.forward_all(p, &schedule, batch)?;
+        losses.extend(outputs.into_iter().map(|loss| loss.sum));
+        let read = |loss: &MpmdArray| Ok(loss.to_host()?.map(|host| host.to_vec::<f32>()));
+        let found = losses.iter().map(read).collect::<Result<Vec<_>>>()?;
+        found.into_iter().flatten().collect::<std::result::Result<Vec<_>, _>>().map_err(Error::from)
+    });
+    let results: Vec<Vec<Vec<f32>>> = results.into_iter().map(|result| result.unwrap()).collect();
+    let found: Vec<f32> = results.into_iter().flatten().flatten().collect();
+    assert_eq!(found.len(), STEPS as usize + MICROBATCHES, "{found:?}");
+    assert!(found.iter().all(|loss| loss.is_finite()));
+    found.into_iter().map(f32::to_bits).collect()
+}
+
+#[test]
+fn losses_are_equal_at_every_process_count() {
+    let dropout = Settings { stages: 4, dropout: 0.3, split: false };
+    let one = losses(Run { settings: dropout, ..PLAIN });
+    for processes in [2, 4] {
+        assert_eq!(losses(Run { settings: dropout, processes, ..PLAIN }), one, "{processes}");
+    }
+}
+
+#[test]
+fn losses_are_equal_under_every_schedule() {
+    for split in [false, true] {
+        let settings = Settings { dropout: 0.3, split, ..Settings::default() };
+        let plain = losses(Run { settings, ..PLAIN });
+        for schedule in ["1f1b", "zb-h1"] {
+            let run = Run { settings, schedule, processes: 2, ..PLAIN };
+            assert_eq!(losses(run), plain, "{schedule}, split {split}");
+        }
+    }
+}
+
+#[test]
+fn split_gradients_give_the_same_bits() {
+    let settings = Settings { split: true, ..Settings::default() };
+    let schedule = "zb-h1";
+    assert_eq!(losses(Run { settings, schedule, ..PLAIN }), losses(PLAIN));
+}
+
+#[test]
+fn recomputation_draws_the_same_dropout_masks() {
+    let settings = Settings { dropout: 0.3, ..Settings::default() };
+    let plain = losses(Run { settings, ..PLAIN });
+    assert_eq!(losses(Run { settings, recompute: true, processes: 2, ..PLAIN }), plain);
+    assert_ne!(plain, losses(PLAIN), "dropout does nothing");
+}
+
+#[test]
+fn replayed_steps_draw_new_dropout_masks() {
+    let settings = Settings { dropout: 0.3, ..Settings::default() };
+    let plain = losses(Run { settings, ..PLAIN });
+    assert_eq!(losses(Run { settings, replay: true, processes: 2, ..PLAIN }), plain);
+}
