@@ -104,12 +104,16 @@
 //! `mpmd check -n 4 -- ./program` proves, without running kernels, that the program cannot hang,
 //! and shows its memory and its traffic.
 
+#[cfg(feature = "candle")]
+pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Error, Failure, FailureKind, HostArray, IssueError, Jit, MemoryUse,
     MoveOptions, MpmdArray, Program, Recorded, Result, Sections, SplitOptions,
 };
 pub use mpmd_ids::{DeviceId, ProcessId};
 pub use mpmd_layout::spec;
+#[cfg(feature = "train")]
+pub use mpmd_train as train;
 
 pub mod prelude {
     //! Names that nearly every program uses: `use mpmd::prelude::*;`.
