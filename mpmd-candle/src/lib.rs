@@ -3,5 +3,6 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+mod matmul;
 pub mod nn;
 mod pass;
