@@ -12,6 +12,7 @@ mod collectives;
 mod cx;
 mod form;
 mod function;
+mod matmul;
 pub mod nn;
 mod params;
 mod pass;

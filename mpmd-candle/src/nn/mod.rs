@@ -1,4 +1,45 @@
 //! The layers of `candle_nn` under the same names, all with gradients.
 //!
 //! Layers of this module defer the gradients of their weights, which schedules without bubbles
-//! need, and compute with kernels that are made for training.
+//! need. They compute f32 tensors on the CPU with kernels that are made for training. For other
+//! types and devices they are compositions of candle's operations, whose gradients are not
+//! deferred. Results have the same bits with any number of threads (`RAYON_NUM_THREADS`).
+//!
+//! Everything else is that of `candle_nn`:
+//!
+//! | | gradient | defers the weights' gradients |
+//! |---|---|---|
+//! | `Linear`, `Embedding`, `LayerNorm`, `RmsNorm` | yes | yes |
+//! | `Activation`, `Dropout`, attention, softmax, rotary embeddings, losses | yes | no weights |
+//! | `Conv1d`, `Conv2d`, `GroupNorm`, `PReLU`, `LSTM`, `GRU` | by candle | no |
+//! | `ConvTranspose2d` | by candle, without groups | no |
+//! | `ConvTranspose1d` | none: an error | |
+//! | `BatchNorm` | by candle; a forward pass writes the running statistics | no |
+//! | `moe`, `kv_cache`, quantized layers, `attention::flash_attn` | none: for inference | |
+//!
+//! A layer whose gradients are not deferred computes them with its input's gradient. That is
+//! correct under every schedule, but a schedule without bubbles gains nothing from it.
+
+pub use candle_nn::*;
+
+pub mod activation;
+pub mod attention;
+mod dropout;
+pub mod embedding;
+mod lanes;
+pub mod layer_norm;
+pub mod linear;
+pub mod loss;
+pub mod ops;
+pub mod rotary_emb;
+mod softmax;
+mod values;
+
+pub use activation::Activation;
+pub use attention::{Mask, attention};
+pub use dropout::Dropout;
+pub use embedding::{Embedding, embedding};
+pub use layer_norm::{
+    LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
+};
+pub use linear::{Linear, linear, linear_b, linear_no_bias};

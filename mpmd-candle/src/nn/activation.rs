@@ -1,0 +1,310 @@
+//! Activation functions, with kernels for GELU and SiLU.
+//!
+//! The kernels keep nothing: the backward pass computes the slope from the input.
+
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
+use candle_nn::Module;
+pub use candle_nn::activation::{PReLU, prelu};
+
+use super::lanes::exp;
+use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
+
+/// An activation function by its name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activation {
+    /// GELU by the error function.
+    #[default]
+    #[serde(alias = "gelu")]
+    Gelu,
+    /// GELU by the hyperbolic tangent.
+    #[serde(alias = "gelu_new")]
+    NewGelu,
+    /// The positive part.
+    Relu,
+    /// The square of the positive part.
+    Relu2,
+    /// The positive part, at most 6.
+    Relu6,
+    /// `x sigmoid(x)`.
+    Silu,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
+    /// The sigmoid in three straight pieces.
+    HardSigmoid,
+    /// The product of the SiLU of the first half of each row and of the second half.
+    Swiglu,
+    /// The same as `Silu`.
+    Swish,
+    /// `x tanh(ln(1 + exp(x)))`.
+    Mish,
+    /// `x hard_sigmoid(x)`.
+    HardSwish,
+    /// `x`, or this factor times `exp(x) - 1` for negative `x`.
+    Elu(f64),
+    /// `x`, or this factor times `x` for negative `x`.
+    LeakyRelu(f64),
+    /// The same as `NewGelu`.
+    #[serde(alias = "gelu_pytorch_tanh")]
+    GeluPytorchTanh,
+}
+
+impl Module for Activation {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match *self {
+            Self::Gelu => gelu_erf(xs),
+            Self::NewGelu | Self::GeluPytorchTanh => gelu(xs),
+            Self::Silu | Self::Swish => silu(xs),
+            Self::Swiglu => swiglu(xs),
+            Self::Relu => xs.relu(),
+            Self::Relu2 => xs.relu()?.sqr(),
+            Self::Relu6 => xs.clamp(0f32, 6f32),
+            Self::Sigmoid => candle_nn::ops::sigmoid(xs),
+            Self::HardSigmoid => candle_nn::ops::hard_sigmoid(xs),
+            Self::HardSwish => xs * candle_nn::ops::hard_sigmoid(xs)?,
+            Self::Mish => candle_nn::ops::mish(xs),
+            Self::Elu(alpha) => xs.elu(alpha),
+            Self::LeakyRelu(slope) => candle_nn::ops::leaky_relu(xs, slope),
+        }
+    }
+}
+
+/// Computes GELU in the form with the hyperbolic tangent.
+///
+/// # Errors
+///
+/// If candle fails.
+pub fn gelu(xs: &Tensor) -> Result<Tensor> {
+    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Curve::Gelu) } else { xs.gelu() }
+}
+
+/// Computes GELU in the form with the error function.
+///
+/// # Errors
+///
+/// If candle fails.
+pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
+    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Curve::GeluErf) } else { xs.gelu_erf() }
+}
+
+/// Computes `x sigmoid(x)`.
+///
+/// # Errors
+///
+/// If candle fails.
+pub fn silu(xs: &Tensor) -> Result<Tensor> {
+    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Curve::Silu) } else { xs.silu() }
+}
+
+/// Computes `silu(a) b` for each row `[a, b]` of two halves.
+///
+/// # Errors
+///
+/// If the length of a row is odd.
+pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
+    let width = xs.dim(D::Minus1)?;
+    if !width.is_multiple_of(2) {
+        bail!("swiglu: the input is {:?}: expected rows of two halves", xs.dims());
+    }
+    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Swiglu) } else { candle_nn::ops::swiglu(xs) }
+}
+
+/// A function of one number with a kernel.
+#[derive(Clone, Copy)]
+enum Curve {
+    Gelu,
+    GeluErf,
+    Silu,
+}
+
+impl Curve {
+    fn forward(self, x: &[f32]) -> Vec<f32> {
+        match self {
+            Self::Gelu => map(x, |x| x * gelu_weight(x).0),
+            Self::GeluErf => map(x, |x| x * normal(x).0),
+            Self::Silu => map(x, |x| x * sigmoid(x)),
+        }
+    }
+
+    fn backward(self, x: &[f32], d: &[f32]) -> Vec<f32> {
+        match self {
+            Self::Gelu => map_both(x, d, |x, d| {
+                let (weight, slope) = gelu_weight(x);
+                d * (weight + x * weight * (1.0 - weight) * slope)
+            }),
+            Self::GeluErf => map_both(x, d, |x, d| {
+                let (share, density) = normal(x);
+                d * (share + x * density)
+            }),
+            Self::Silu => map_both(x, d, |x, d| d * silu_slope(x)),
+        }
+    }
+}
+
+impl CustomOp1 for Curve {
+    fn name(&self) -> &'static str {
+        "activation"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        result(self.forward(slice(x, layout)?), layout.shape())
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.contiguous()?;
+        let d_x = self.backward(&values(x)?, &values(&gradient)?);
+        tensor_like(d_x, x).map(Some)
+    }
+}
+
+/// The operation of [`swiglu`].
+struct Swiglu;
+
+impl CustomOp1 for Swiglu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let x = slice(x, layout)?;
+        let mut dims = layout.dims().to_vec();
+        let width = dims.last().unwrap_or(&0) / 2;
+        if let Some(last) = dims.last_mut() {
+            *last = width;
+        }
+        let mut out = vec![0.0; x.len() / 2];
+        for_rows(&mut out, width, |first, out| {
+            let rows = x[first * 2 * width..].chunks_exact(2 * width);
+            for (out, row) in out.chunks_exact_mut(width).zip(rows) {
+                let (a, b) = row.split_at(width);
+                for (out, (a, b)) in out.iter_mut().zip(a.iter().zip(b)) {
+                    *out = *a * sigmoid(*a) * *b;
+                }
+            }
+        });
+        result(out, dims)
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.contiguous()?;
+        let width = x.dim(D::Minus1)? / 2;
+        let mut d_x = vec![0.0; x.elem_count()];
+        {
+            let (x, gradient) = (values(x)?, values(&gradient)?);
+            for_rows(&mut d_x, 2 * width, |first, d_x| {
+                let rows = x[first * 2 * width..].chunks_exact(2 * width);
+                let rows = rows.zip(gradient[first * width..].chunks_exact(width));
+                for (d_x, (x, d)) in d_x.chunks_exact_mut(2 * width).zip(rows) {
+                    let ((a, b), (d_a, d_b)) = (x.split_at(width), d_x.split_at_mut(width));
+                    for ((d_a, a), (b, d)) in d_a.iter_mut().zip(a).zip(b.iter().zip(d)) {
+                        *d_a = *d * *b * silu_slope(*a);
+                    }
+                    for ((d_b, a), d) in d_b.iter_mut().zip(a).zip(d) {
+                        *d_b = *d * *a * sigmoid(*a);
+                    }
+                }
+            });
+        }
+        tensor_like(d_x, x).map(Some)
+    }
+}
+
+#[inline(always)]
+fn map(x: &[f32], f: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for_rows(&mut out, 1, |first, out| {
+        out.iter_mut().zip(&x[first..]).for_each(|(out, x)| *out = f(*x));
+    });
+    out
+}
+
+#[inline(always)]
+fn map_both(x: &[f32], d: &[f32], f: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for_rows(&mut out, 1, |first, out| {
+        let terms = x[first..].iter().zip(&d[first..]);
+        out.iter_mut().zip(terms).for_each(|(out, (x, d))| *out = f(*x, *d));
+    });
+    out
+}
+
+#[inline(always)]
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+#[inline(always)]
+fn silu_slope(x: f32) -> f32 {
+    let share = sigmoid(x);
+    share + x * share * (1.0 - share)
+}
+
+/// Returns the factor of `x` in GELU's form with the hyperbolic tangent, `(1 + tanh u) / 2` with
+/// `u = sqrt(2/pi) (x + 0.044715 x^3)`, and the derivative of `2u`.
+///
+/// The factor is equal to `1 / (1 + e^(-2u))`, which needs one exponential and one division.
+#[inline(always)]
+fn gelu_weight(x: f32) -> (f32, f32) {
+    const TWICE: f32 = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::SQRT_2;
+    const TWICE_CUBE: f32 = TWICE * 0.044_715;
+    let square = x * x;
+    let weight = 1.0 / (1.0 + exp(-(x * (TWICE + TWICE_CUBE * square))));
+    (weight, TWICE + 3.0 * TWICE_CUBE * square)
+}
+
+/// Returns the distribution function of the normal distribution and its density.
+///
+/// The error of the distribution function is below 1e-7: formula 7.1.26 of Abramowitz and Stegun,
+/// "Handbook of Mathematical Functions", which needs the exponential of the density.
+#[inline(always)]
+fn normal(x: f32) -> (f32, f32) {
+    const DENSITY: f32 = std::f32::consts::FRAC_1_SQRT_2 * std::f32::consts::FRAC_2_SQRT_PI / 2.0;
+    let power = exp(-0.5 * x * x);
+    let t = 1.0 / (1.0 + 0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2 * x.abs());
+    let mut series = 1.061_405_4;
+    for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
+        series = series * t + coefficient;
+    }
+    let tail = 0.5 * series * t * power;
+    (if x > 0.0 { 1.0 - tail } else { tail }, power * DENSITY)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn curves_and_slopes_match_the_definitions() {
+        let points: Vec<f32> = (-4000..=4000).map(|i| i as f32 * 0.005).collect();
+        let tanh = |x: f64| {
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            0.5 * x * (1.0 + u.tanh())
+        };
+        // The error function by its series, and its tail as zero.
+        let erf = |x: f64| {
+            let z = x / std::f64::consts::SQRT_2;
+            let (mut term, mut sum) = (z, z);
+            for n in 1..200 {
+                term *= -z * z / f64::from(n);
+                sum += term / f64::from(2 * n + 1);
+            }
+            let erf = sum * 2.0 / std::f64::consts::PI.sqrt();
+            if z.abs() > 4.5 { x.max(0.0) } else { 0.5 * x * (1.0 + erf) }
+        };
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        let curves: [(Curve, &dyn Fn(f64) -> f64); 3] =
+            [(Curve::Gelu, &tanh), (Curve::GeluErf, &erf), (Curve::Silu, &silu)];
+        for (at, (curve, exact)) in curves.into_iter().enumerate() {
+            let y = curve.forward(&points);
+            let slopes = curve.backward(&points, &vec![1.0; points.len()]);
+            for ((x, y), slope) in points.iter().zip(y).zip(slopes) {
+                let x = f64::from(*x);
+                let error = (f64::from(y) - exact(x)).abs();
+                assert!(error < 1e-6 * (1.0 + x.abs()), "curve {at} at {x}: {y}");
+                let expected = (exact(x + 1e-5) - exact(x - 1e-5)) / 2e-5;
+                let error = (f64::from(slope) - expected).abs();
+                assert!(error < 3e-6, "slope {at} at {x}: {slope}, not {expected}");
+            }
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! Attention whose memory does not grow with the square of the sequence's length.
+//!
+//! The kernel computes the scores of a block of queries at a time and drops them. It keeps one
+//! number for each query, the logarithm of the sum of exponentials, from which the backward pass
+//! computes the probabilities again. With a causal mask a block ignores later keys.
+
+use std::sync::OnceLock;
+
+use candle_core::{CpuStorage, CustomOp3, D, Layout, Result, Shape, Tensor, bail};
+pub use candle_nn::attention::*;
+use rayon::prelude::*;
+
+use super::lanes;
+use super::softmax::softmax;
+use super::values::{Values, are_fast, result, slice, tensor_like, values};
+use crate::matmul::{Matrix, multiply_here};
+use crate::pass::keeps;
+
+/// The number of queries whose scores are computed at a time.
+const BLOCK: usize = 64;
+
+/// The keys that each query sees.
+#[derive(Clone, Debug, Default)]
+pub enum Mask {
+    /// All keys.
+    #[default]
+    None,
+    /// The keys up to the query's own position. With fewer queries than keys, the last query is at
+    /// the last key.
+    Causal,
+    /// Numbers that are added to the scaled scores, for instance minus infinity for a hidden key.
+    /// The shape is, or broadcasts to, `[batch, heads, queries, keys]`.
+    Additive(Tensor),
+}
+
+/// Computes `softmax(scale q kᵀ + mask) v` for each head.
+///
+/// The shapes are `[batch, heads, queries, dim]` for `q`, `[batch, groups, keys, dim]` for `k`, and
+/// `[batch, groups, keys, out_dim]` for `v`. The result is `[batch, heads, queries, out_dim]`. Each
+/// group of keys and values serves `heads / groups` consecutive heads.
+///
+/// A query that sees no key gives NaN.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other. The message names them.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
+    attend(q, k, v, mask, scale, 1.0)
+}
+
+/// Does the same as [`attention`], with scores `cap tanh(score / cap)` unless `cap` is 1.
+pub(super) fn attend(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Mask,
+    scale: f64,
+    cap: f64,
+) -> Result<Tensor> {
+    let sizes = Sizes::of(q, k, v)?;
+    let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
+    let mask = match mask {
+        Mask::Causal if sizes.queries > sizes.keys => {
+            bail!("causal attention of {} queries to {} keys", sizes.queries, sizes.keys)
+        }
+        Mask::Additive(mask) => Mask::Additive(mask.broadcast_as(scores)?),
+        mask => mask,
+    };
+    let is_plain = match &mask {
+        Mask::Additive(mask) => are_fast(&[mask]) && !mask.track_op(),
+        _ => true,
+    };
+    if !is_plain || cap != 1.0 || !are_fast(&[q, k, v]) {
+        return compose(q, k, v, &mask, scale, cap, sizes);
+    }
+    // Only the last dimension must be dense: a mask without heads is not copied for each head.
+    let mask = match mask {
+        Mask::Additive(mask) if mask.stride()[3] != 1 => Mask::Additive(mask.contiguous()?),
+        mask => mask,
+    };
+    if q.track_op() || k.track_op() || v.track_op() {
+        keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<f32>()) as u64);
+    }
+    let operation = Attention { sizes, mask, scale: scale as f32, log_sums: OnceLock::new() };
+    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
+}
+
+/// Computes the same as [`attention`] with operations of candle.
+fn compose(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: &Mask,
+    scale: f64,
+    cap: f64,
+    sizes: Sizes,
+) -> Result<Tensor> {
+    let Sizes { batch, heads, groups, queries, keys, .. } = sizes;
+    // Gives each head its own keys or values.
+    let spread = |x: &Tensor| {
+        let (_, _, keys, dim) = x.dims4()?;
+        x.unsqueeze(2)?
+            .broadcast_as((batch, groups, heads / groups, keys, dim))?
+            .contiguous()?
+            .reshape((batch, heads, keys, dim))
+    };
+    let mut scores = (q.contiguous()?.matmul(&spread(k)?.t()?)? * scale)?;
+    if cap != 1.0 {
+        scores = ((scores / cap)?.tanh()? * cap)?;
+    }
+    let scores = match mask {
+        Mask::None => scores,
+        Mask::Additive(mask) => (scores + mask.to_dtype(q.dtype())?)?,
+        Mask::Causal => {
+            let hidden = (0..queries * keys).map(|at| {
+                let sees = at % keys <= at / keys + keys - queries;
+                if sees { 0.0 } else { f32::NEG_INFINITY }
+            });
+            let hidden = Tensor::from_vec(hidden.collect(), (queries, keys), q.device())?;
+            scores.broadcast_add(&hidden.to_dtype(q.dtype())?)?
+        }
+    };
+    softmax(&scores, D::Minus1)?.matmul(&spread(v)?)
+}
+
+/// The sizes of the arguments.
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    heads: usize,
+    groups: usize,
+    queries: usize,
+    keys: usize,
+    dim: usize,
+    out_dim: usize,
+}
+
+impl Sizes {
+    fn of(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
+        if let (
+            &[batch, heads, queries, dim],
+            &[k_batch, groups, keys, k_dim],
+            &[v_batch, v_groups, v_keys, out_dim],
+        ) = (q.dims(), k.dims(), v.dims())
+            && (batch, dim) == (k_batch, k_dim)
+            && (batch, groups, keys) == (v_batch, v_groups, v_keys)
+            && groups > 0
+            && heads.is_multiple_of(groups)
+        {
+            return Ok(Self { batch, heads, groups, queries, keys, dim, out_dim });
+        }
+        bail!(
+            "attention of q {:?}, k {:?} and v {:?}: expected [batch, heads, queries, dim], \
+             [batch, groups, keys, dim] and [batch, groups, keys, out_dim], where groups divides \
+             heads",
+            q.dims(),
+            k.dims(),
+            v.dims()
+        )
+    }
+}
+
+/// The operation of [`attention`].
+struct Attention {
+    sizes: Sizes,
+    mask: Mask,
+    scale: f32,
+    /// The logarithm of the sum of the exponentials of each query's scores, for the backward pass:
+    /// `[batch, heads, queries]`.
+    log_sums: OnceLock<Vec<f32>>,
+}
+
+/// A block of queries of one head.
+#[derive(Clone, Copy)]
+struct Block {
+    /// `sequence * heads + head`.
+    head: usize,
+    /// The position of the first query.
+    first: usize,
+    rows: usize,
+    /// The number of keys that at least one query sees.
+    keys: usize,
+}
+
+impl Attention {
+    fn block(&self, head: usize, first: usize, rows: usize) -> Block {
+        let Sizes { queries, keys, .. } = self.sizes;
+        let keys = match self.mask {
+            Mask::Causal => keys - queries + first + rows,
+            _ => keys,
+        };
+        Block { head, first, rows, keys }
+    }
+
+    /// Returns the index of the group of keys and values that a head uses.
+    fn group(&self, head: usize) -> usize {
+        head / (self.sizes.heads / self.sizes.groups)
+    }
+
+    /// Replaces the products `scores` `[rows, keys]` of a block by the scaled and masked scores.
+    fn finish_scores(&self, block: Block, scores: &mut [f32], mask: Option<&MaskValues<'_>>) {
+        for (i, row) in scores.chunks_exact_mut(block.keys).enumerate() {
+            match mask {
+                Some(mask) => {
+                    let terms = mask.row(self.sizes, block.head, block.first + i);
+                    row.iter_mut().zip(terms).for_each(|(x, term)| *x = *x * self.scale + *term);
+                }
+                None => row.iter_mut().for_each(|x| *x *= self.scale),
+            }
+        }
+    }
+
+    /// Returns the number of keys that a block's query sees. The others of its row follow.
+    fn seen(&self, block: Block, row: usize) -> usize {
+        match self.mask {
+            Mask::Causal => block.keys - (block.rows - 1 - row),
+            _ => block.keys,
+        }
+    }
+
+    fn mask(&self) -> Result<Option<MaskValues<'_>>> {
+        match &self.mask {
+            Mask::Additive(mask) => MaskValues::of(mask).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let Sizes { batch, heads, queries, keys, dim, out_dim, .. } = self.sizes;
+        let mask = self.mask()?;
+        let mask = mask.as_ref();
+        let mut out = vec![0.0; batch * heads * queries * out_dim];
+        let mut log_sums = vec![0.0; batch * heads * queries];
+        if out.is_empty() || keys == 0 {
+            return Ok((out, log_sums));
+        }
+        let all = out.par_chunks_mut(queries * out_dim).zip(log_sums.par_chunks_mut(queries));
+        all.enumerate().for_each(|(head, (out, log_sums))| {
+            let group = self.group(head);
+            let (k, v) = (&k[group * keys * dim..], &v[group * keys * out_dim..]);
+            let blocks = out.par_chunks_mut(BLOCK * out_dim).zip(log_sums.par_chunks_mut(BLOCK));
+            blocks.enumerate().for_each_init(Vec::new, |scores: &mut Vec<f32>, (at, place)| {
+                let (out, log_sums) = place;
+                let block = self.block(head, at * BLOCK, log_sums.len());
+                let (rows, keys) = (block.rows, block.keys);
+                scores.resize(rows * keys, 0.0);
+                let q = &q[(head * queries + block.first) * dim..][..rows * dim];
+                let k = Matrix::new(&k[..keys * dim], keys, dim);
+                multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
+                self.finish_scores(block, scores, mask);
+                for (i, (row, log_sum)) in
+                    scores.chunks_exact_mut(keys).zip(&mut *log_sums).enumerate()
+                {
+                    let (seen, hidden) = row.split_at_mut(self.seen(block, i));
+                    let largest = lanes::max(seen);
+                    seen.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
+                    let total = lanes::sum(seen);
+                    *log_sum = largest + total.ln();
+                    let share = 1.0 / total;
+                    seen.iter_mut().for_each(|x| *x *= share);
+                    hidden.fill(0.0);
+                }
+                let v = Matrix::new(&v[..keys * out_dim], keys, out_dim);
+                multiply_here(out, Matrix::new(scores, rows, keys), v, false);
+            });
+        });
+        Ok((out, log_sums))
+    }
+
+    /// Returns the gradients of queries, keys and values.
+    fn backward(&self, from: &Given<'_>) -> Result<[Vec<f32>; 3]> {
+        let Sizes { batch, heads, groups, queries, keys, dim, out_dim } = self.sizes;
+        let mask = self.mask()?;
+        let mut d_q = vec![0.0; batch * heads * queries * dim];
+        let mut d_k = vec![0.0; batch * groups * keys * dim];
+        let mut d_v = vec![0.0; batch * groups * keys * out_dim];
+        if d_q.is_empty() || d_v.is_empty() {
+            return Ok([d_q, d_k, d_v]);
+        }
+        // A group's gradients are sums over its heads, so one thread computes them.
+        let shared = heads / groups;
+        let parts = d_q
+            .par_chunks_mut(shared * queries * dim)
+            .zip(d_k.par_chunks_mut(keys * dim).zip(d_v.par_chunks_mut(keys * out_dim)));
+        parts.enumerate().for_each_init(
+            || (Vec::new(), Vec::new()),
+            |scratch, (group, (d_q, (d_k, d_v)))| {
+                for (at, d_q) in d_q.chunks_mut(queries * dim).enumerate() {
+                    let head = group * shared + at;
+                    for (at, d_q) in d_q.chunks_mut(BLOCK * dim).enumerate() {
+                        let block = self.block(head, at * BLOCK, d_q.len() / dim);
+                        self.backward_block(block, from, mask.as_ref(), (d_q, d_k, d_v), scratch);
+                    }
+                }
+            },
+        );
+        Ok([d_q, d_k, d_v])
+    }
+
+    /// Computes the gradient of a block's queries, and adds to those of its group's keys and
+    /// values. `scratch` may have any content.
+    fn backward_block(
+        &self,
+        block: Block,
+        from: &Given<'_>,
+        mask: Option<&MaskValues<'_>>,
+        (d_q, d_k, d_v): (&mut [f32], &mut [f32], &mut [f32]),
+        (scores, d_scores): &mut (Vec<f32>, Vec<f32>),
+    ) {
+        let Sizes { queries, keys: all_keys, dim, out_dim, .. } = self.sizes;
+        let Block { head, first, rows, keys } = block;
+        let (group, at) = (self.group(head), head * queries + first);
+        let k = Matrix::new(&from.k[group * all_keys * dim..][..keys * dim], keys, dim);
+        let v = &from.v[group * all_keys * out_dim..][..keys * out_dim];
+        let v = Matrix::new(v, keys, out_dim);
+        let q = Matrix::new(&from.q[at * dim..][..rows * dim], rows, dim);
+        let out = &from.out[at * out_dim..][..rows * out_dim];
+        let d_out = &from.d_out[at * out_dim..][..rows * out_dim];
+        scores.resize(rows * keys, 0.0);
+        d_scores.resize(rows * keys, 0.0);
+        let d_out_rows = Matrix::new(d_out, rows, out_dim);
+        multiply_here(scores, q, k.t(), false);
+        self.finish_scores(block, scores, mask);
+        multiply_here(d_scores, d_out_rows, v.t(), false);
+        let rows_of = scores.chunks_exact_mut(keys).zip(d_scores.chunks_exact_mut(keys));
+        for (i, (row, d_row)) in rows_of.enumerate() {
+            let columns = i * out_dim..(i + 1) * out_dim;
+            let mean = lanes::dot(&out[columns.clone()], &d_out[columns]);
+            let log_sum = from.log_sums[at + i];
+            let (seen, hidden) = row.split_at_mut(self.seen(block, i));
+            let (d_seen, d_hidden) = d_row.split_at_mut(seen.len());
+            for (x, d) in seen.iter_mut().zip(d_seen) {
+                *x = lanes::exp(*x - log_sum);
+                *d = self.scale * *x * (*d - mean);
+            }
+            hidden.fill(0.0);
+            d_hidden.fill(0.0);
+        }
+        let probabilities = Matrix::new(scores, rows, keys);
+        let d_scores = Matrix::new(d_scores, rows, keys);
+        multiply_here(&mut d_v[..keys * out_dim], probabilities.t(), d_out_rows, true);
+        multiply_here(&mut d_k[..keys * dim], d_scores.t(), q, true);
+        multiply_here(d_q, d_scores, k, false);
+    }
+}
+
+/// The arrays that the backward pass reads.
+struct Given<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    out: &'a [f32],
+    d_out: &'a [f32],
+    log_sums: &'a [f32],
+}
+
+/// The elements of a mask `[batch, heads, queries, keys]` with dense rows.
+struct MaskValues<'a> {
+    values: Values<'a>,
+    strides: [usize; 3],
+}
+
+impl<'a> MaskValues<'a> {
+    fn of(mask: &'a Tensor) -> Result<Self> {
+        let values = Values::strided(mask)?;
+        Ok(Self { values, strides: [0, 1, 2].map(|dim| mask.stride()[dim]) })
+    }
+
+    /// Returns the row of one query, where `head` is `sequence * heads + head`.
+    fn row(&self, sizes: Sizes, head: usize, query: usize) -> &[f32] {
+        let at = [head / sizes.heads, head % sizes.heads, query];
+        let start: usize = at.iter().zip(&self.strides).map(|(at, stride)| at * stride).sum();
+        &self.values[start..][..sizes.keys]
+    }
+}
+
+impl CustomOp3 for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let Sizes { batch, heads, queries, out_dim, .. } = self.sizes;
+        let (q, k, v) = (slice(q, q_layout)?, slice(k, k_layout)?, slice(v, v_layout)?);
+        let (out, log_sums) = self.forward(q, k, v)?;
+        self.log_sums.get_or_init(|| log_sums);
+        result(out, (batch, heads, queries, out_dim))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(log_sums) = self.log_sums.get() else {
+            bail!("attention's backward pass before its forward pass");
+        };
+        let gradient = gradient.contiguous()?;
+        let [d_q, d_k, d_v] = {
+            let [q, k, v, out, d_out] =
+                [values(q)?, values(k)?, values(v)?, values(out)?, values(&gradient)?];
+            self.backward(&Given { q: &q, k: &k, v: &v, out: &out, d_out: &d_out, log_sums })?
+        };
+        let needed = |gradient: Vec<f32>, like: &Tensor| {
+            like.track_op().then(|| tensor_like(gradient, like)).transpose()
+        };
+        Ok((needed(d_q, q)?, needed(d_k, k)?, needed(d_v, v)?))
+    }
+}

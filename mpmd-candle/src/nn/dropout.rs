@@ -1,0 +1,106 @@
+//! Dropout whose mask is computed again in the backward pass.
+
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, ModuleT, Result, Shape, Tensor, bail};
+use mpmd_layout::random::{Key, bits};
+
+use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
+use crate::pass::random_key;
+
+/// The elements that share one block of 64 random bits.
+const SHARED: usize = 4;
+
+/// A layer that sets a random share of the elements to zero and scales the others.
+#[derive(Clone, Debug)]
+pub struct Dropout {
+    drop_p: f32,
+}
+
+impl Dropout {
+    /// Creates a layer that drops the share `drop_p` of the elements, in `[0, 1)`.
+    pub fn new(drop_p: f32) -> Self {
+        Self { drop_p }
+    }
+
+    /// Returns [`dropout`] of `xs` if `train` is set, else `xs`.
+    ///
+    /// # Errors
+    ///
+    /// As [`dropout`].
+    pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
+    }
+}
+
+impl ModuleT for Dropout {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward(xs, train)
+    }
+}
+
+/// Sets each element to zero with the probability `drop_p`, a multiple of 2^-16, and multiplies the
+/// others by `1 / (1 - drop_p)`.
+///
+/// The mask depends only on the key of the stage's microbatch, the number of this call in the pass,
+/// and the index of the element.
+///
+/// # Errors
+///
+/// If `drop_p` is not in `[0, 1)`. If it is not zero: outside of a stage, and if the microbatch has
+/// no key.
+pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
+    if !(0.0..1.0).contains(&drop_p) {
+        bail!("dropout: the probability is {drop_p}: expected a number in [0, 1)");
+    }
+    if drop_p == 0.0 {
+        return Ok(xs.clone());
+    }
+    let drop = Drop { key: random_key()?, drop_p };
+    if are_fast(&[xs]) {
+        return xs.contiguous()?.apply_op1(drop);
+    }
+    let mask = Tensor::from_vec(drop.apply(&vec![1.0; xs.elem_count()]), xs.shape(), &Device::Cpu)?;
+    xs * mask.to_dtype(xs.dtype())?.to_device(xs.device())?
+}
+
+/// The operation of one call.
+struct Drop {
+    key: Key,
+    drop_p: f32,
+}
+
+impl Drop {
+    /// Returns `x` with dropped and scaled elements.
+    fn apply(&self, x: &[f32]) -> Vec<f32> {
+        // An element is kept if its 16 bits are not below this number.
+        let limit = (f64::from(self.drop_p) * 65536.0).round() as u64;
+        let scale = 1.0 / (1.0 - self.drop_p);
+        let mut out = vec![0.0; x.len()];
+        for_rows(&mut out, SHARED, |first, out| {
+            let chunks = out.chunks_mut(SHARED).zip(x[first * SHARED..].chunks(SHARED));
+            for (at, (out, x)) in chunks.enumerate() {
+                let mut random = bits(self.key, (first + at) as u64);
+                for (out, x) in out.iter_mut().zip(x) {
+                    *out = if random & 0xffff < limit { 0.0 } else { *x * scale };
+                    random >>= 16;
+                }
+            }
+        });
+        out
+    }
+}
+
+impl CustomOp1 for Drop {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        result(self.apply(slice(x, layout)?), layout.shape())
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.contiguous()?;
+        let d_x = self.apply(&values(&gradient)?);
+        tensor_like(d_x, x).map(Some)
+    }
+}

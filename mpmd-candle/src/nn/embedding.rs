@@ -1,0 +1,121 @@
+//! The embedding: a table with a row for each index.
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_nn::{Init, Module, VarBuilder};
+
+use super::values::{are_fast, in_layer, name_of, result, slice, values};
+use crate::pass::{keeps, weight_gradient};
+
+/// A table with a row for each index.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    embeddings: Tensor,
+    hidden_size: usize,
+    name: Option<String>,
+}
+
+impl Embedding {
+    /// Creates a layer from its table `[indices, hidden_size]`.
+    pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
+        Self { embeddings, hidden_size, name: None }
+    }
+
+    /// Returns the table: `[indices, hidden_size]`.
+    pub fn embeddings(&self) -> &Tensor {
+        &self.embeddings
+    }
+
+    /// Returns the length of a row.
+    pub fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    fn compute(&self, indexes: &Tensor) -> Result<Tensor> {
+        let (rows, width) = self.embeddings.dims2()?;
+        if width != self.hidden_size {
+            bail!("the table is [{rows}, {width}]: expected [_, {}]", self.hidden_size);
+        }
+        let mut shape = indexes.dims().to_vec();
+        shape.push(width);
+        if !are_fast(&[&self.embeddings]) {
+            return self.embeddings.index_select(&indexes.flatten_all()?, 0)?.reshape(shape);
+        }
+        let indices = indices(indexes)?;
+        if let Some(index) = indices.iter().find(|index| **index as usize >= rows) {
+            bail!("index {index} is not in the table of {rows} rows");
+        }
+        if self.embeddings.track_op() {
+            keeps(size_of_val(&*indices) as u64);
+        }
+        self.embeddings.contiguous()?.apply_op1(Lookup { indices, shape })
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, indexes: &Tensor) -> Result<Tensor> {
+        in_layer(self.name.as_deref(), self.compute(indexes))
+    }
+}
+
+/// Creates an embedding with the variable `weight`.
+///
+/// # Errors
+///
+/// As [`VarBuilder::get_with_hints`].
+pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
+    let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+    let embeddings = vb.get_with_hints((in_size, out_size), "weight", init)?;
+    Ok(Embedding { embeddings, hidden_size: out_size, name: name_of(&vb) })
+}
+
+/// Returns the elements of a tensor of indices, row-major. A number beyond `u32` becomes
+/// `u32::MAX`.
+///
+/// # Errors
+///
+/// If the tensor is not of integers.
+pub(super) fn indices(tensor: &Tensor) -> Result<Vec<u32>> {
+    match tensor.dtype() {
+        DType::U8 | DType::U32 => tensor.flatten_all()?.to_dtype(DType::U32)?.to_vec1(),
+        DType::I64 => {
+            let indices = tensor.flatten_all()?.to_vec1::<i64>()?;
+            Ok(indices.into_iter().map(|index| u32::try_from(index).unwrap_or(u32::MAX)).collect())
+        }
+        dtype => bail!("the indices are {dtype:?}: expected u8, u32 or i64"),
+    }
+}
+
+/// The operation that copies rows of a table.
+struct Lookup {
+    indices: Vec<u32>,
+    /// The shape of the result. Its last dimension is the length of a row.
+    shape: Vec<usize>,
+}
+
+impl CustomOp1 for Lookup {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, table: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (table, width) = (slice(table, layout)?, layout.dims()[1]);
+        let mut out = Vec::with_capacity(self.indices.len() * width);
+        for index in &self.indices {
+            out.extend_from_slice(&table[*index as usize * width..][..width]);
+        }
+        result(out, self.shape.clone())
+    }
+
+    fn bwd(&self, table: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let (gradient, indices) = (gradient.contiguous()?, self.indices.clone());
+        let width = table.dim(1)?;
+        weight_gradient(table, move |into| {
+            let gradient = values(&gradient)?;
+            for (at, index) in indices.iter().enumerate() {
+                let sums = &mut into[*index as usize * width..][..width];
+                sums.iter_mut().zip(&gradient[at * width..]).for_each(|(sum, d)| *sum += *d);
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,211 @@
+//! The linear layer, `y = x wᵀ + b`.
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_nn::{Init, Module, VarBuilder};
+
+use super::values::{
+    are_fast, bias_gradient, in_layer, name_of, result, slice, tensor_like, values,
+};
+use crate::matmul::{Matrix, multiply};
+use crate::pass::weight_gradient;
+
+/// A linear layer: `y = x wᵀ + b`, with `x` `[..., inputs]` and `y` `[..., outputs]`.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    name: Option<String>,
+}
+
+impl Linear {
+    /// Creates a layer from its weight `[outputs, inputs]` and its bias `[outputs]`.
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias, name: None }
+    }
+
+    /// Returns the weight: `[outputs, inputs]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// Returns the bias: `[outputs]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    fn compute(&self, x: &Tensor) -> Result<Tensor> {
+        let (outputs, inputs) = self.weight.dims2()?;
+        let Some((&last, leading)) = x.dims().split_last() else {
+            bail!("the input has no dimension: expected [..., {inputs}]");
+        };
+        if last != inputs {
+            bail!("the input is {:?}: expected [..., {inputs}]", x.dims());
+        }
+        if let Some(bias) = &self.bias
+            && bias.dims() != [outputs]
+        {
+            bail!("the bias is {:?}: expected [{outputs}]", bias.dims());
+        }
+        let mut shape = leading.to_vec();
+        shape.push(outputs);
+        let x = x.contiguous()?;
+        let weight = self.weight.contiguous()?;
+        let bias = self.bias.as_ref().map(Tensor::contiguous).transpose()?;
+        if are_fast(&[&x, &weight]) && bias.as_ref().is_none_or(|bias| are_fast(&[bias])) {
+            return match &bias {
+                None => x.apply_op2(&weight, Product(shape)),
+                Some(bias) => x.apply_op3(&weight, bias, Product(shape)),
+            };
+        }
+        let rows = leading.iter().product::<usize>();
+        let y = x.reshape((rows, inputs))?.matmul(&weight.t()?)?.reshape(shape)?;
+        match bias {
+            None => Ok(y),
+            Some(bias) => y.broadcast_add(&bias),
+        }
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        in_layer(self.name.as_deref(), self.compute(x))
+    }
+}
+
+/// Creates a linear layer with the variables `weight` and `bias`.
+///
+/// # Errors
+///
+/// As [`VarBuilder::get_with_hints`].
+pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let layer = linear_no_bias(in_dim, out_dim, vb.clone())?;
+    let bound = 1.0 / (in_dim as f64).sqrt();
+    let bias = vb.get_with_hints(out_dim, "bias", Init::Uniform { lo: -bound, up: bound })?;
+    Ok(Linear { bias: Some(bias), ..layer })
+}
+
+/// Creates a linear layer with the variable `weight`.
+///
+/// # Errors
+///
+/// As [`VarBuilder::get_with_hints`].
+pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
+    let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
+    let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
+    Ok(Linear { weight, bias: None, name: name_of(&vb) })
+}
+
+/// Creates a linear layer, with a bias if `bias` is set.
+///
+/// # Errors
+///
+/// As [`VarBuilder::get_with_hints`].
+pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
+    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
+}
+
+/// The operation of a layer whose result has this shape.
+struct Product(Vec<usize>);
+
+impl Product {
+    fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+        let outputs = *self.0.last().unwrap_or(&0);
+        let rows = self.0.iter().rev().skip(1).product::<usize>();
+        let mut y = match bias {
+            Some(bias) => bias.repeat(rows),
+            None => vec![0.0; rows * outputs],
+        };
+        let inputs = if outputs == 0 { 0 } else { weight.len() / outputs };
+        if outputs > 0 {
+            let weight = Matrix::new(weight, outputs, inputs);
+            multiply(&mut y, Matrix::new(x, rows, inputs), weight.t(), bias.is_some());
+        }
+        y
+    }
+}
+
+/// Returns the gradients of the input and of the weight.
+fn backward(
+    x: &Tensor,
+    weight: &Tensor,
+    gradient: &Tensor,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let (outputs, inputs) = weight.dims2()?;
+    let rows = x.elem_count().checked_div(inputs).unwrap_or(0);
+    let d_x = if x.track_op() {
+        let mut d_x = vec![0.0; x.elem_count()];
+        let (gradient, weight) = (values(gradient)?, values(weight)?);
+        let weight = Matrix::new(&weight, outputs, inputs);
+        multiply(&mut d_x, Matrix::new(&gradient, rows, outputs), weight, false);
+        Some(tensor_like(d_x, x)?)
+    } else {
+        None
+    };
+    let (x, gradient) = (x.detach(), gradient.clone());
+    let d_weight = weight_gradient(weight, move |into| {
+        let (x, gradient) = (values(&x)?, values(&gradient)?);
+        let gradient = Matrix::new(&gradient, rows, outputs);
+        multiply(into, gradient.t(), Matrix::new(&x, rows, inputs), true);
+        Ok(())
+    })?;
+    Ok((d_x, d_weight))
+}
+
+impl CustomOp2 for Product {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
+        result(self.forward(x, weight, None), self.0.clone())
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        backward(x, weight, &gradient.contiguous()?)
+    }
+}
+
+impl CustomOp3 for Product {
+    fn name(&self) -> &'static str {
+        "linear with bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
+        result(self.forward(x, weight, Some(slice(bias, bias_layout)?)), self.0.clone())
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        let (d_x, d_weight) = backward(x, weight, &gradient)?;
+        Ok((d_x, d_weight, bias_gradient(bias, gradient)?))
+    }
+}

@@ -1,0 +1,55 @@
+//! Functions of `candle_nn::ops`, all with gradients.
+
+use candle_core::{Result, Tensor};
+pub use candle_nn::ops::*;
+
+use super::attention::{Mask, attend};
+use super::layer_norm::Norm;
+
+pub use super::activation::{gelu, gelu_erf, silu, swiglu};
+pub use super::dropout::{Dropout, dropout};
+pub use super::softmax::{log_softmax, softmax, softmax_last_dim};
+
+/// Scales each row of `xs` `[..., width]` to mean square 1, and each column by `alpha` `[width]`.
+/// `eps` is added to the mean square.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other.
+pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
+    Norm { remove_mean: false, eps: f64::from(eps) }.apply(xs, alpha, None)
+}
+
+/// Scales each row of `xs` `[..., width]` to mean 0 and variance 1. Then scales each column by
+/// `alpha` `[width]` and shifts it by `beta` `[width]`. `eps` is added to the variance.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other.
+pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
+    Norm { remove_mean: true, eps: f64::from(eps) }.apply(xs, alpha, Some(beta))
+}
+
+/// Computes attention; see [`attention`](super::attention()) for the shapes. A causal mask and
+/// `mask` may both be given. If `softcapping` is not 1, a score is `softcapping * tanh(score /
+/// softcapping)`, and the memory grows with the square of the sequence's length.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other. The message names them.
+pub fn sdpa(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Option<&Tensor>,
+    do_causal: bool,
+    scale: f32,
+    softcapping: f32,
+) -> Result<Tensor> {
+    let mask = match mask {
+        None if do_causal => Mask::Causal,
+        None => Mask::None,
+        Some(mask) => Mask::Additive(mask.clone()),
+    };
+    attend(q, k, v, mask, f64::from(scale), f64::from(softcapping))
+}

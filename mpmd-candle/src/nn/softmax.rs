@@ -1,0 +1,106 @@
+//! Softmax of rows, and its logarithm.
+
+use candle_core::shape::Dim;
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
+
+use super::lanes;
+use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
+
+/// Computes the softmax along dimension `dim`.
+///
+/// # Errors
+///
+/// If there is no such dimension.
+pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
+    let dim = dim.to_index(xs.shape(), "softmax")?;
+    match is_of_rows(xs, dim) {
+        true => xs.contiguous()?.apply_op1(Softmax { is_log: false }),
+        false => candle_nn::ops::softmax(xs, dim),
+    }
+}
+
+/// Computes the softmax of each row.
+///
+/// # Errors
+///
+/// If the input has no dimension.
+pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
+    softmax(xs, D::Minus1)
+}
+
+/// Computes the logarithm of the softmax along dimension `d`.
+///
+/// # Errors
+///
+/// If there is no such dimension.
+pub fn log_softmax<D: Dim>(xs: &Tensor, d: D) -> Result<Tensor> {
+    let dim = d.to_index(xs.shape(), "log-softmax")?;
+    match is_of_rows(xs, dim) {
+        true => xs.contiguous()?.apply_op1(Softmax { is_log: true }),
+        false => candle_nn::ops::log_softmax(xs, dim),
+    }
+}
+
+fn is_of_rows(xs: &Tensor, dim: usize) -> bool {
+    are_fast(&[xs]) && dim + 1 == xs.rank() && xs.elem_count() > 0
+}
+
+/// The operation of a softmax of rows, or of its logarithm. The backward pass needs its result
+/// alone.
+struct Softmax {
+    is_log: bool,
+}
+
+impl CustomOp1 for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let x = slice(x, layout)?;
+        let width = layout.dim(D::Minus1)?;
+        let mut out = vec![0.0; x.len()];
+        for_rows(&mut out, width, |first, out| {
+            let rows = x[first * width..].chunks_exact(width);
+            for (out, x) in out.chunks_exact_mut(width).zip(rows) {
+                let largest = lanes::max(x);
+                out.iter_mut().zip(x).for_each(|(out, x)| *out = lanes::exp(*x - largest));
+                let total = lanes::sum(out);
+                if self.is_log {
+                    let log = total.ln();
+                    out.iter_mut().zip(x).for_each(|(out, x)| *out = *x - largest - log);
+                } else {
+                    let share = 1.0 / total;
+                    out.iter_mut().for_each(|out| *out *= share);
+                }
+            }
+        });
+        result(out, layout.shape())
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.contiguous()?;
+        let width = x.dim(D::Minus1)?;
+        let mut d_x = vec![0.0; x.elem_count()];
+        {
+            let (y, gradient) = (values(y)?, values(&gradient)?);
+            for_rows(&mut d_x, width, |first, d_x| {
+                let rows = y[first * width..].chunks_exact(width);
+                let rows = rows.zip(gradient[first * width..].chunks_exact(width));
+                for (d_x, (y, d)) in d_x.chunks_exact_mut(width).zip(rows) {
+                    let terms = y.iter().zip(d);
+                    if self.is_log {
+                        let sum = lanes::sum(d);
+                        d_x.iter_mut()
+                            .zip(terms)
+                            .for_each(|(d_x, (y, d))| *d_x = *d - lanes::exp(*y) * sum);
+                    } else {
+                        let mean = lanes::dot(y, d);
+                        d_x.iter_mut().zip(terms).for_each(|(d_x, (y, d))| *d_x = *y * (*d - mean));
+                    }
+                }
+            });
+        }
+        tensor_like(d_x, x).map(Some)
+    }
+}

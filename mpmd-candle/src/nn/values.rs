@@ -1,0 +1,176 @@
+//! Access of custom operations to the elements of tensors, and their division among threads.
+
+use std::ops::Deref;
+
+use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
+use candle_nn::VarBuilder;
+use rayon::prelude::*;
+
+use crate::pass::weight_gradient;
+
+/// The elements that one thread should at least get: below that, waking it takes longer.
+const GRAIN: usize = 1 << 14;
+
+/// Returns true if the kernels of this module compute with these tensors: all are f32 on the CPU.
+pub(super) fn are_fast(tensors: &[&Tensor]) -> bool {
+    tensors.iter().all(|tensor| tensor.dtype() == DType::F32 && tensor.device().is_cpu())
+}
+
+/// Elements of an f32 tensor on the CPU.
+pub(super) struct Values<'a> {
+    storage: StorageRef<'a>,
+    from: usize,
+    to: usize,
+}
+
+/// Returns the elements of a contiguous `tensor`, row-major.
+///
+/// # Errors
+///
+/// If the tensor is not f32, not contiguous, or not on the CPU.
+pub(super) fn values(tensor: &Tensor) -> Result<Values<'_>> {
+    match tensor.layout().contiguous_offsets() {
+        Some((from, to)) => Values::between(tensor, from, Some(to)),
+        None => bail!("the tensor is not contiguous: {:?}", tensor.layout()),
+    }
+}
+
+impl<'a> Values<'a> {
+    /// Returns the elements of `tensor` from its first one to the end of its memory. The tensor's
+    /// strides count in them.
+    ///
+    /// # Errors
+    ///
+    /// If the tensor is not f32, or not on the CPU.
+    pub(super) fn strided(tensor: &'a Tensor) -> Result<Self> {
+        Self::between(tensor, tensor.layout().start_offset(), None)
+    }
+
+    fn between(tensor: &'a Tensor, from: usize, to: Option<usize>) -> Result<Self> {
+        let (storage, _) = tensor.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(all)) = &*storage else {
+            bail!(
+                "the tensor is {:?} on {:?}: expected f32 on the CPU",
+                tensor.dtype(),
+                tensor.device()
+            );
+        };
+        let to = to.unwrap_or(all.len());
+        Ok(Self { storage, from, to })
+    }
+}
+
+impl Deref for Values<'_> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match &*self.storage {
+            Storage::Cpu(CpuStorage::F32(all)) => &all[self.from..self.to],
+            _ => &[],
+        }
+    }
+}
+
+/// Returns the elements of an argument of a custom operation.
+///
+/// # Errors
+///
+/// If the argument is not f32, or not contiguous.
+pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    let all = storage.as_slice::<f32>()?;
+    match layout.contiguous_offsets() {
+        Some((from, to)) => Ok(&all[from..to]),
+        None => bail!("the tensor is not contiguous: {layout:?}"),
+    }
+}
+
+/// Returns the result of a custom operation.
+pub(super) fn result(values: Vec<f32>, shape: impl Into<Shape>) -> Result<(CpuStorage, Shape)> {
+    Ok((CpuStorage::F32(values), shape.into()))
+}
+
+/// Returns `values` as a tensor of the shape and on the device of `like`.
+///
+/// # Errors
+///
+/// If the number of elements differs.
+pub(super) fn tensor_like(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
+    Tensor::from_vec(values, like.shape(), like.device())
+}
+
+/// Calls `f` with (index of the first row, rows) for all of `out`, a row-major matrix with rows of
+/// `width` elements. Several threads do so, each with whole rows.
+pub(super) fn for_rows(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+    for_costly_rows(out, width, width, f);
+}
+
+/// Does the same as [`for_rows`], where a row costs as much as `cost` elements.
+pub(super) fn for_costly_rows(
+    out: &mut [f32],
+    width: usize,
+    cost: usize,
+    f: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    if out.is_empty() {
+        return;
+    }
+    let rows = (GRAIN / cost.max(1)).max(1);
+    if out.len() <= rows * width {
+        return f(0, out);
+    }
+    out.par_chunks_mut(rows * width).enumerate().for_each(|(at, out)| f(at * rows, out));
+}
+
+/// Adds to each element of `sums` the terms of its column, in the order of the rows. Several
+/// threads do so, each with whole columns.
+///
+/// `add` gets the index of a row and of the first column, and the sums to add to.
+pub(super) fn add_columns(
+    sums: &mut [f32],
+    rows: usize,
+    add: impl Fn(usize, usize, &mut [f32]) + Sync,
+) {
+    if sums.len() * rows <= GRAIN {
+        return (0..rows).for_each(|row| add(row, 0, sums));
+    }
+    // Whole cache lines, so that no two threads write to one.
+    let columns = (GRAIN / rows).max(1).next_multiple_of(64);
+    sums.par_chunks_mut(columns).enumerate().for_each(|(at, sums)| {
+        for row in 0..rows {
+            add(row, at * columns, sums);
+        }
+    });
+}
+
+/// Adds the contiguous gradient `[..., width]` of a layer's output to that of `bias` `[width]`, or
+/// defers that. Returns the same as [`weight_gradient`].
+///
+/// # Errors
+///
+/// As [`weight_gradient`].
+pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Tensor>> {
+    weight_gradient(bias, move |into| {
+        let (gradient, width) = (values(&gradient)?, into.len());
+        add_columns(into, gradient.len().checked_div(width).unwrap_or(0), |row, at, sums| {
+            let row = &gradient[row * width + at..][..sums.len()];
+            sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += *d);
+        });
+        Ok(())
+    })
+}
+
+/// Returns the name of a layer whose variables `vb` has; `None` at the root.
+pub(super) fn name_of(vb: &VarBuilder) -> Option<String> {
+    Some(vb.prefix()).filter(|name| !name.is_empty())
+}
+
+/// Puts `layer <name>:` in front of an error.
+pub(super) fn in_layer<T>(name: Option<&str>, result: Result<T>) -> Result<T> {
+    match name {
+        Some(name) if result.is_err() => {
+            let context = format!("layer {name}:");
+            result.map_err(|error| error.context(context))
+        }
+        _ => result,
+    }
+}
