@@ -13,7 +13,9 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::{
     device::collective::{Reduce, combine},
-    kernel::{Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below},
+    kernel::{
+        Collective, Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below,
+    },
 };
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
@@ -50,7 +52,7 @@ pub(super) struct Inferred {
     pub(super) keeps_inputs: bool,
     pub(super) weight_residual: Bundle<PlacedShape>,
     pub(super) keeps: Vec<(String, String)>,
-    pub(super) backward_input: Vec<(String, ShapedArray)>,
+    pub(super) backward_input: Vec<Collective>,
 }
 
 /// Returns the shapes of residuals.
@@ -58,10 +60,9 @@ fn avals(placed: &Bundle<PlacedShape>) -> Bundle<ShapedArray> {
     placed.map_ref(&mut |leaf| leaf.aval.clone())
 }
 
-fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) -> Signature<O> {
-    collectives
-        .iter()
-        .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
+fn declare<O>(mut signature: Signature<O>, collectives: &[Collective]) -> Signature<O> {
+    signature.collectives.extend_from_slice(collectives);
+    signature
 }
 
 /// Declares the bytes of the objects among residuals, which are the output `output` of the kernel.

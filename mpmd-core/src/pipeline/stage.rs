@@ -6,7 +6,7 @@ use super::context::StageContext;
 use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::kernel::{Shapes, Views, ViewsMut, plain_name};
+use crate::kernel::{Collective, Shapes, Signature, Views, ViewsMut, plain_name};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
@@ -276,8 +276,8 @@ pub struct StageSignature<O> {
     pub(super) residual: Option<Bundle<PlacedShape>>,
     pub(super) weight_residual: Bundle<PlacedShape>,
     pub(super) keeps: Vec<(String, String)>,
-    pub(super) forward: Vec<(String, ShapedArray)>,
-    pub(super) backward_input: Vec<(String, ShapedArray)>,
+    pub(super) forward: Vec<Collective>,
+    pub(super) backward_input: Vec<Collective>,
 }
 
 impl<O> StageSignature<O> {
@@ -320,19 +320,27 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares the next collective of [`Stage::forward`]: an all-reduce over mesh axis `axis`.
-    /// `aval` limits the number of elements that each device contributes.
+    /// Declares further collectives of [`Stage::forward`]: those of `declared`, in order. All else in
+    /// `declared` has no effect.
+    ///
+    /// ```
+    /// # use mpmd_core::pipeline::StageSignature;
+    /// # use mpmd_core::prelude::*;
+    /// let part = f32s([4, 8]);
+    /// let collectives = Signature::new(()).all_gather("model", part.clone());
+    /// let signature = StageSignature::new(part).forward_collectives(collectives);
+    /// ```
     #[must_use]
-    pub fn forward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
-        self.forward.push((axis.into(), aval));
+    pub fn forward_collectives(mut self, declared: Signature<()>) -> Self {
+        self.forward.extend(declared.collectives);
         self
     }
 
-    /// Declares the next collective of [`Stage::backward_input`] and [`Stage::backward`], like
-    /// [`StageSignature::forward_all_reduce`].
+    /// Declares further collectives of [`Stage::backward_input`] and [`Stage::backward`], like
+    /// [`StageSignature::forward_collectives`].
     #[must_use]
-    pub fn backward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
-        self.backward_input.push((axis.into(), aval));
+    pub fn backward_collectives(mut self, declared: Signature<()>) -> Self {
+        self.backward_input.extend(declared.collectives);
         self
     }
 }
