@@ -26,6 +26,9 @@ pub struct StageBytes {
     pub output: u64,
     /// Bytes of all residuals of the forward pass, `kept_residual` included.
     pub residual: u64,
+    /// Bytes of `residual` that a forward pass does not take if its residuals are dropped at once,
+    /// because it is computed again or has no backward pass.
+    pub unkept_residual: u64,
     /// Residuals that become weight residuals without a copy.
     pub kept_residual: u64,
     /// Bytes of all weight residuals, `kept_residual` included.
@@ -50,6 +53,9 @@ pub struct StageBytes {
     /// True if one kernel computes both gradients of a combined backward action, which then has no
     /// weight residuals.
     pub fuses: bool,
+    /// True if the stage runs no backward passes, whatever the schedule has: neither its parameters
+    /// nor those of the stages that it reads are trained.
+    pub forward_only: bool,
 }
 
 /// Memory that a device of a stage holds in a step.
@@ -121,7 +127,13 @@ impl OnDevice {
     /// stage.
     pub fn widen(&mut self, other: &Self) {
         let StageBytes {
-            recomputes, keeps_inputs, fuses, lends_output, lends_input_gradient, ..
+            recomputes,
+            keeps_inputs,
+            fuses,
+            forward_only,
+            lends_output,
+            lends_input_gradient,
+            ..
         } = self.bytes;
         let (a, b) = (self.bytes, other.bytes);
         self.bytes = StageBytes {
@@ -133,6 +145,7 @@ impl OnDevice {
             input: a.input.max(b.input),
             output: a.output.max(b.output),
             residual: a.residual.max(b.residual),
+            unkept_residual: a.unkept_residual.min(b.unkept_residual),
             kept_residual: a.kept_residual.max(b.kept_residual),
             weight_residual: a.weight_residual.max(b.weight_residual),
             input_gradient: a.input_gradient.max(b.input_gradient),
@@ -142,6 +155,7 @@ impl OnDevice {
             recomputes,
             keeps_inputs,
             fuses,
+            forward_only,
         };
         for (mine, other) in self.inputs.iter_mut().zip(&other.inputs) {
             (mine.bytes, mine.gradient) =
@@ -249,7 +263,9 @@ pub(super) fn holds(
             hold(input.bytes, From::Come(of(input.from, Forward)), vec![Until::End(read)]);
             if trains {
                 let taker = of(input.from, InputPass);
-                let gone = if !input.lends {
+                let gone = if !pace.has(taker) {
+                    Until::End(mine(InputPass))
+                } else if !input.lends {
                     Until::Sent(mine(InputPass), taker)
                 } else if pace.lane(input.from) == pace.lane(stage) {
                     Until::End(taker)
@@ -274,7 +290,7 @@ pub(super) fn holds(
             if again {
                 hold(output.bytes, From::Begin(mine(Again)), vec![Until::End(mine(Again))]);
             }
-            for (from, gradient) in &output.gradients {
+            for (from, gradient) in output.gradients.iter().filter(|_| trains) {
                 hold(
                     *gradient,
                     From::Come(of(*from, InputPass)),
@@ -284,7 +300,8 @@ pub(super) fn holds(
         }
         let together = fuses && pace.times(mine(InputPass)) == pace.times(mine(Weight));
         if again || !trains {
-            hold(bytes.residual, From::Begin(mine(Forward)), vec![Until::End(mine(Forward))]);
+            let residual = bytes.residual - bytes.unkept_residual;
+            hold(residual, From::Begin(mine(Forward)), vec![Until::End(mine(Forward))]);
         }
         if !trains {
             continue;

@@ -101,6 +101,7 @@ impl StepMemory {
             recomputes: any(stage, |bytes| bytes.recomputes),
             keeps_inputs: any(stage, |bytes| bytes.keeps_inputs),
             fuses: any(stage, |bytes| bytes.fuses),
+            forward_only: any(stage, |bytes| bytes.forward_only),
         };
         let paces: Vec<StagePace> = (0..stages.len()).map(of).collect();
         let pace = Pace::new(schedule, &paces)?;

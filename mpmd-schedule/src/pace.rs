@@ -33,6 +33,7 @@ pub(super) struct StagePace {
     pub(super) recomputes: bool,
     pub(super) keeps_inputs: bool,
     pub(super) fuses: bool,
+    pub(super) forward_only: bool,
 }
 
 /// Expected times and guaranteed bounds of all passes.
@@ -83,6 +84,9 @@ impl Pace {
         let mut free = vec![0; lanes];
         for action in order {
             let of = stages[action.stage];
+            if of.forward_only && action.kind != ActionKind::Forward {
+                continue;
+            }
             let lane = of.lane;
             let mut over = after[lane].clone();
             let mut start = free[lane];

@@ -3,20 +3,58 @@
 use std::ops::{Deref, DerefMut};
 
 use super::bundle::Bundle;
+use super::prepare::WorkingForm;
 use crate::error::{Error, Result};
 use crate::exec::object::ObjectRef;
 use crate::kernel::{Context, View, ViewMut};
+use mpmd_layout::random::Key;
 use mpmd_layout::tree::Tree;
 
 /// The surroundings of a running pass of a stage. Derefs to the [`Context`] of a kernel, and reads
-/// the optional values of the pass: side inputs, residuals and state.
+/// the optional values of the pass: side inputs, residuals, state, key and prepared parameters.
 ///
 /// Each value is read as a tree of views, and has the structure that the stage declared or the
 /// microbatch brought: `let (x, mask): (View, View) = cx.side()?`.
 pub struct StageContext<'v, 'c> {
-    pub(super) context: &'v mut Context<'c>,
-    pub(super) stage: &'v str,
-    pub(super) given: Given<'v>,
+    context: &'v mut Context<'c>,
+    stage: &'v str,
+    mode: Mode,
+    given: Given<'v>,
+    extras: Extras<View<'v>>,
+    /// Access to the prepared parameters, from the first use to the end of the pass.
+    prepared: Option<ObjectRef<'v, WorkingForm>>,
+}
+
+/// The mode of a pass. Each mode has its own compiled forward kernel.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Mode {
+    /// True in training, false in evaluation.
+    pub(super) trains: bool,
+    /// True if the residuals of the forward pass are kept for a backward pass.
+    pub(super) keeps: bool,
+}
+
+impl Mode {
+    pub(super) const EVALUATION: Self = Self { trains: false, keeps: false };
+    /// The mode of a forward pass that is computed again, or that has no backward pass.
+    pub(super) const UNKEPT: Self = Self { trains: true, keeps: false };
+    pub(super) const TRAINING: Self = Self { trains: true, keeps: true };
+
+    /// Returns the mode as a word for a kernel's statics.
+    pub(super) fn word(self) -> u64 {
+        u64::from(self.trains) | (u64::from(self.keeps) << 1)
+    }
+}
+
+/// Inputs of every kernel of a stage beside the data: `None` for those that the pass does not have.
+#[derive(Clone, Debug, Tree)]
+pub(super) struct Extras<L> {
+    /// The object that [`Pipeline::state`](super::Pipeline::state) has set.
+    pub(super) state: Option<L>,
+    /// The object that [`Stage::prepare`](super::Stage::prepare) has made.
+    pub(super) prepared: Option<L>,
+    /// The random key of the stage and the microbatch, a `u64`.
+    pub(super) key: Option<L>,
 }
 
 /// The optional values of a pass; `None` for those that the pass does not have.
@@ -28,10 +66,76 @@ pub(super) struct Given<'v> {
     pub(super) weight_residual: Option<Bundle<View<'v>>>,
     pub(super) residual_mut: Option<Bundle<ViewMut<'v>>>,
     pub(super) weight_residual_mut: Option<Bundle<ViewMut<'v>>>,
-    pub(super) state: Option<View<'v>>,
 }
 
 impl<'v, 'c> StageContext<'v, 'c> {
+    pub(super) fn new(
+        context: &'v mut Context<'c>,
+        stage: &'v str,
+        mode: Mode,
+        given: Given<'v>,
+        extras: Extras<View<'v>>,
+    ) -> Self {
+        Self { context, stage, mode, given, extras, prepared: None }
+    }
+
+    /// Returns true in a training step, and false in [`Pipeline::forward`](super::Pipeline::forward)
+    /// and [`Pipeline::forward_all`](super::Pipeline::forward_all).
+    pub fn is_training(&self) -> bool {
+        self.mode.trains
+    }
+
+    /// Returns true if a backward pass will read the residuals of this forward pass.
+    ///
+    /// False in evaluation, in the first forward pass of a stage that
+    /// [recomputes](super::Pipeline::recompute), and where nothing is trained at or before the
+    /// stage. Objects among the residuals then count as 0 bytes, but must be made; arrays are as
+    /// usual. True in backward passes.
+    pub fn keeps_residuals(&self) -> bool {
+        self.mode.keeps
+    }
+
+    /// Returns the random key of this stage and microbatch, in a training step of a stage that
+    /// [draws](super::Stage::draws_random). All passes of a microbatch have the same key, on each
+    /// device of the stage.
+    ///
+    /// # Errors
+    ///
+    /// In evaluation, and if the stage does not draw random numbers.
+    pub fn key(&self) -> Result<Key> {
+        let help = match self.mode.trains {
+            true => "Let `Stage::draws_random` return true.",
+            false => "Evaluation has no keys: draw only if `is_training` is true.",
+        };
+        let key = self.extras.key.as_ref().ok_or_else(|| self.missing("key", help))?;
+        Ok(Key(key.scalar::<u64>()?))
+    }
+
+    /// Returns the working form of the parameters that [`Stage::prepare`](super::Stage::prepare)
+    /// has made on this device. Every pass has it.
+    ///
+    /// # Errors
+    ///
+    /// If the stage prepares nothing, or a value of another type.
+    pub fn prepared<T: 'static>(&mut self) -> Result<&mut T> {
+        if self.prepared.is_none() {
+            let none = || {
+                self.missing("prepared parameters", "Let `Stage::prepared_bytes` return a number.")
+            };
+            let access = self.extras.prepared.as_ref().ok_or_else(none)?.object()?;
+            self.prepared = Some(access);
+        }
+        let stage = self.stage;
+        let found = self.prepared.as_mut().and_then(|form| form.0.as_mut()?.downcast_mut());
+        found.ok_or_else(|| {
+            let asked = std::any::type_name::<T>();
+            Error::kernel(format!(
+                "the prepared parameters of stage {stage} are no {asked}: ask for the type that \
+                 its `prepare` makes"
+            ))
+        })
+    }
+
     /// Returns the side inputs of the microbatch: in the forward pass, and in the backward pass of
     /// a stage that declares no residuals.
     ///
@@ -108,7 +212,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// If the stage has no state, or one of another type. If the pass has access to it already.
     pub fn state<T: 'static>(&self) -> Result<ObjectRef<'v, T>> {
         let none = || self.missing("state", "Give it with `Pipeline::state`.");
-        Ok(self.given.state.as_ref().ok_or_else(none)?.object()?)
+        Ok(self.extras.state.as_ref().ok_or_else(none)?.object()?)
     }
 
     fn read<T: Tree<Leaf = View<'v>>>(

@@ -1,22 +1,23 @@
-//! A stage bound to its mesh, with its type erased. The runner drives stages through the trait
-//! `AnyStage`.
+//! A stage bound to its mesh, with its type erased.
 
 use std::sync::Arc;
 
+use super::any_stage::{AnyStage, BackwardOutput, Forwarded, ParamPlace, PassOf, SoFar};
+use super::bound::KernelSet;
 use super::bundle::Bundle;
-use super::kernels::{Backward, BackwardWeight, Forward, Inferred};
+use super::context::{Extras, Mode};
 use super::param_sharding::{ParamSharding, put_each};
+use super::prepare::{Freshness, Prepared};
 use super::shapes::StageShapes;
-use super::stage::{Passes, PlacedShape, SideShapes, Stage, StageSignature};
-use crate::api::jit::{Jit, JitBuilder};
+use super::stage::{Passes, PlacedShape, Probe, SideShapes, Stage, StageSignature};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::kernel::{Kernel, Shapes};
+use crate::kernel::Shapes;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
-use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
+use mpmd_layout::tree::{Structure, Tree, TreeError};
 
 /// The number of leaves of a tree of shapes that an error lists. The error only counts further
 /// ones.
@@ -24,140 +25,35 @@ const LISTED: usize = 4;
 
 /// Names for the elements of the input tuple of the input gradient's pass.
 const BACKWARD_INPUTS: [&str; 5] =
-    ["parameter", "residual", "output gradient", "gradient so far", "state"];
+    ["parameter", "residual", "output gradient", "gradient so far", ""];
 
 /// Names for the elements of its output tuple.
 const BACKWARD_OUTPUTS: [&str; 3] = ["input gradient", "weight residual", "gradient"];
 
-/// The results of a forward pass.
-pub(super) struct Forwarded {
-    pub(super) y: Bundle,
-    /// The declared residuals; `None` if the stage keeps its inputs and side inputs instead.
-    pub(super) residual: Option<Bundle>,
-    /// Index of the kernel set for these shapes.
-    pub(super) kernels: usize,
-}
-
-/// The results of a pass that computes the input gradient.
-pub(super) struct BackwardOutput {
-    /// The gradient of the input; `None` on the first stage.
-    pub(super) dx: Option<Bundle>,
-    pub(super) weight_residual: Bundle,
-    /// The gradients of the parameters, if the pass is fused.
-    pub(super) gradient: Option<Bundle>,
-}
-
-/// A stage with its type erased, as the runner sees it.
-pub(super) trait AnyStage: Send {
-    fn name(&self) -> &str;
-    fn mesh(&self) -> &Mesh;
-    /// The sharding of the inputs on this stage's mesh.
-    fn input(&self) -> &Sharding;
-    /// The sharding of the outputs and of their gradients.
-    fn output(&self) -> &Sharding;
-    /// Returns the paths of all parameters, in leaf order, including those that other stages store.
-    fn paths(&self) -> Vec<String>;
-    fn has_params(&self) -> bool;
-    /// Returns the indices of the parameters that the stage stores itself.
-    fn own(&self) -> Vec<usize>;
-    /// Returns the parameter at leaf index `place` as it is stored, or `None` if another stage
-    /// stores it.
-    fn param(&self, place: usize) -> Option<&MpmdArray>;
-    /// Returns all parameters that the stage stores itself, in leaf order.
-    fn params(&self) -> Vec<MpmdArray>;
-    fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()>;
-    /// Returns the shape and sharding of the parameter at leaf index `place`. The sharding is the
-    /// stored one if this stage stores the parameter.
-    fn place(&self, place: usize) -> &ParamPlace;
-    /// Drops the parameter at leaf index `place`: another stage stores it from now on.
-    fn give_up(&mut self, place: usize);
-    /// Returns an error if the stage does not take a side input of this structure. `None` stands
-    /// for a microbatch without side input.
-    fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError>;
-    /// Returns the shapes of all arrays of the stage for inputs `x` and side inputs `side` of these
-    /// shapes.
-    fn shapes(&self, x: &Bundle<ShapedArray>, side: &Bundle<ShapedArray>) -> Result<StageShapes>;
-    /// Sets the object that every pass of the stage has. It must be on the stage's mesh.
-    fn set_state(&mut self, state: &MpmdArray) -> Result<()>;
-    fn passes(&self) -> Passes;
-    /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as
-    /// they are.
-    fn store(&mut self, storage: ParamSharding) -> Result<()>;
-    /// Returns true if the parameters are available in the shardings that kernels compute with.
-    fn is_gathered(&self) -> bool;
-    /// Transfers the parameters to the shardings that kernels compute with. The copies stay until
-    /// `release`. `tied` are (leaf index, array) of the parameters that other stages store.
-    fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()>;
-    fn release(&mut self);
-    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<Forwarded>;
-    /// Runs the input gradient. With `fused`, the same kernel computes the gradients of the
-    /// parameters, and adds them to those so far. `kernels` is the index that the forward pass
-    /// returned.
-    fn backward(
-        &mut self,
-        program: &mut Program,
-        kernels: usize,
-        residual_and_dy: (Bundle, Bundle),
-        fused: Option<SoFar>,
-    ) -> Result<BackwardOutput>;
-    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
-    fn backward_weight(
-        &mut self,
-        program: &mut Program,
-        kernels: usize,
-        weight_residual: Bundle,
-        so_far: SoFar,
-    ) -> Result<Bundle>;
-    /// Returns true if one kernel computes both gradients of a combined backward action.
-    fn fuses(&self) -> bool;
-}
-
-/// Gradients of a stage's parameters so far; `None` before the first microbatch.
-pub(super) type SoFar = Option<Bundle>;
-
-/// Shape and sharding of a parameter.
-pub(super) struct ParamPlace {
-    pub(super) aval: ShapedArray,
-    pub(super) sharding: Sharding,
-}
-
 /// A stage on a mesh.
 pub(super) struct ErasedStage<S: Stage> {
-    stage: Arc<S>,
-    mesh: Mesh,
-    input: Sharding,
-    output: Sharding,
-    structure: Structure,
+    pub(super) stage: Arc<S>,
+    pub(super) mesh: Mesh,
+    pub(super) input: Sharding,
+    pub(super) output: Sharding,
+    pub(super) structure: Structure,
     places: Vec<ParamPlace>,
     /// Parameters as stored, in leaf order; `None` if another stage stores the parameter.
     params: Vec<Option<MpmdArray>>,
+    /// For each parameter, true if it is not trained.
+    frozen: Vec<bool>,
     /// Shardings that kernels compute with; `None` if they equal the stored ones.
     storage: Option<ParamSharding>,
     /// Parameters in the shardings that kernels compute with, from `gather` to `release`.
     gathered: Option<Vec<MpmdArray>>,
-    first: bool,
+    /// True if the backward passes compute the gradient of the input.
+    pub(super) needs_dx: bool,
     /// The object that every pass of the stage has.
     state: Option<MpmdArray>,
+    prepared: Prepared<S>,
     /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
     /// comes. Shapes of residuals are known only then.
-    kernels: Vec<Kernels<S>>,
-}
-
-struct Kernels<S: Stage> {
-    avals: Vec<ShapedArray>,
-    keeps_inputs: bool,
-    forward: Jit<Forward<S>>,
-    /// The kernels of the separate gradients, if the stage splits them.
-    split: Option<Split<S>>,
-    /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
-    /// later ones.
-    fused: Option<[Jit<Backward<S>>; 2]>,
-}
-
-struct Split<S: Stage> {
-    input: Jit<Backward<S>>,
-    /// The kernels of the weight gradient: for the first microbatch, and for later ones.
-    weight: [Jit<BackwardWeight<S>>; 2],
+    pub(super) kernels: Vec<KernelSet<S>>,
 }
 
 /// Returns the error for a pass that the schedule has and the stage has no kernel for.
@@ -166,34 +62,59 @@ fn no_kernel() -> Error {
 }
 
 impl<S: Stage> ErasedStage<S> {
-    pub(super) fn new(stage: S, mesh: &Mesh, params: S::Params, first: bool) -> Result<Self> {
+    pub(super) fn new(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
         let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
             let here = param.sharding().filter(|sharding| is_on(sharding, mesh));
             let Some(sharding) = here else { return Err(param_not_here(&path, param, mesh)) };
             places.push(ParamPlace { aval: param.aval().clone(), sharding: sharding.clone() });
         }
-        Ok(Self {
+        let structure = params.structure();
+        let mut stage = Self {
             mesh: mesh.clone(),
             input: mesh.sharding(stage.input_spec()),
             output: mesh.sharding(stage.output_spec()),
+            frozen: structure.paths().iter().map(|path| stage.is_frozen(path)).collect(),
             stage: Arc::new(stage),
-            structure: params.structure(),
+            structure,
             places,
             params: params.into_leaves().into_iter().map(Some).collect(),
             storage: None,
             gathered: None,
-            first,
+            needs_dx: false,
             state: None,
+            prepared: Prepared::new(None),
             kernels: Vec::new(),
-        })
+        };
+        stage.forget_shapes()?;
+        Ok(stage)
+    }
+
+    /// Drops all that depends on the shapes and shardings of the parameters.
+    fn forget_shapes(&mut self) -> Result<()> {
+        self.gathered = None;
+        self.kernels.clear();
+        let compute = self.compute().into_iter();
+        let largest = self.places.iter().zip(compute).map(|(ParamPlace { aval, .. }, compute)| {
+            let wrong = |why| Error::kernel(format!("parameter {aval}: {why}"));
+            let layout = compute.layout(aval.shape()).map_err(wrong)?;
+            let here = layout.iter().filter(|(device, _)| self.mesh.devices().contains(device));
+            let largest = here.map(|(_, region)| region).max_by_key(|region| region.elements());
+            let shape =
+                largest.map_or_else(|| aval.shape().to_vec(), |region| region.shape().to_vec());
+            Ok(ShapedArray::new(&shape, aval.dtype()))
+        });
+        let largest = largest.collect::<Result<Vec<_>>>()?;
+        let largest = Shapes::<S::Params>::from_leaves(&self.structure, largest)?;
+        self.prepared = Prepared::new(self.stage.prepared_bytes(&largest));
+        Ok(())
     }
 
     /// Returns the index of the kernel set for microbatches of these shapes, and builds it if it is
     /// new.
     fn kernels(&mut self, program: &Program, x: &S::In, side: &Bundle) -> Result<usize> {
         let leaves = || x.leaves().into_iter().chain(side.leaves());
-        let known = |kernels: &Kernels<S>| leaves().map(MpmdArray::aval).eq(&kernels.avals);
+        let known = |kernels: &KernelSet<S>| leaves().map(MpmdArray::aval).eq(&kernels.avals);
         if let Some(known) = self.kernels.iter().position(known) {
             return Ok(known);
         }
@@ -203,14 +124,14 @@ impl<S: Stage> ErasedStage<S> {
         Ok(self.kernels.len() - 1)
     }
 
-    fn param_shapes(&self) -> Result<Shapes<S::Params>> {
+    pub(super) fn param_shapes(&self) -> Result<Shapes<S::Params>> {
         let avals = self.places.iter().map(|place| place.aval.clone());
         Ok(Shapes::<S::Params>::from_leaves(&self.structure, avals)?)
     }
 
     /// Returns the stage's declaration for these shapes. An error of the stage gets the shapes in
     /// its text.
-    fn infer(
+    pub(super) fn infer(
         &self,
         params: &Shapes<S::Params>,
         x: &Shapes<S::In>,
@@ -249,81 +170,40 @@ impl<S: Stage> ErasedStage<S> {
         self.places.iter().map(|place| place.sharding.clone()).collect()
     }
 
-    fn bind(
-        &self,
-        program: &Program,
-        x: &S::In,
-        side: &Bundle,
-        avals: Vec<ShapedArray>,
-    ) -> Result<Kernels<S>> {
-        let params = self.param_shapes()?;
-        let x: Shapes<S::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
-        let signature = self.infer(&params, &x, side.map_ref(&mut |leaf| leaf.aval().clone()))?;
-        let keeps_inputs = signature.residual.is_none();
-        let residual = signature.residual.unwrap_or_else(Bundle::empty);
-        let places: Vec<Sharding> = match &self.storage {
+    /// Returns the shardings that kernels compute with, in leaf order.
+    fn compute(&self) -> Vec<Sharding> {
+        self.storage.as_ref().map_or_else(|| self.stored(), |storage| storage.compute().to_vec())
+    }
+
+    /// Returns the shape and sharding of each parameter's gradient as the backward passes write it.
+    pub(super) fn gradients(&self) -> Vec<(ShapedArray, Sharding)> {
+        let shardings = match &self.storage {
             Some(storage) => storage.gradients().to_vec(),
             None => self.stored(),
         };
-        let gradient =
-            PrefixTree::of(&Bundle { structure: self.structure.clone(), leaves: places });
-        let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
-        let weight_residual = self.shardings(&signature.weight_residual);
-        let forward_outputs = PrefixTree::from((output, self.shardings(&residual)));
-        let nothing = || PrefixTree::Node(Vec::new());
-        let inferred = Arc::new(Inferred {
-            params: Bundle::of(params),
-            x: Bundle::of(x),
-            keeps_inputs,
-            weight_residual: signature.weight_residual,
-            keeps: signature.keeps,
-            backward_input: signature.backward_input,
-        });
-        let (stage, mesh) = (&self.stage, &self.mesh);
-        // Each pass is the last reader of the residuals of the pass before, so it takes them as
-        // donations. Inputs that are kept may have other readers.
-        let backward = |fused, outputs| {
-            let (stage, inferred) = (stage.clone(), inferred.clone());
-            let kernel = Backward { stage, inferred, first: self.first, fused };
-            donate(program.jit(kernel).on(mesh).outputs(outputs), 1, &residual)
-        };
-        let split = || {
-            let outputs = PrefixTree::from((input.clone(), weight_residual.clone(), nothing()));
-            backward(false, outputs)
-        };
-        let fused = || {
-            let outputs = PrefixTree::from((input.clone(), nothing(), gradient.clone()));
-            backward(true, outputs)
-        };
-        let weight = || {
-            let kernel = BackwardWeight(stage.clone(), inferred.clone());
-            let jit = program.jit(kernel).on(mesh).outputs(gradient.clone());
-            donate(jit, 0, &inferred.weight_residual)
-        };
-        Ok(Kernels {
-            avals,
-            keeps_inputs,
-            forward: program
-                .jit(Forward(stage.clone()))
-                .on(mesh)
-                .outputs(forward_outputs)
-                .build()?,
-            split: match stage.passes() {
-                Passes::Fused => None,
-                Passes::Split | Passes::Both => Some(Split {
-                    input: split().build()?,
-                    weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
-                }),
-            },
-            fused: match self.fuses() {
-                false => None,
-                true => Some([fused().build()?, fused().donate("3").partial_sums("3").build()?]),
-            },
+        let all = self.places.iter().zip(shardings).zip(&self.frozen);
+        all.map(|((ParamPlace { aval, .. }, sharding), frozen)| match frozen {
+            true => (ShapedArray::new(&[0], aval.dtype()), self.mesh.replicated()),
+            false => (aval.clone(), sharding),
         })
+        .collect()
     }
 
-    fn shardings(&self, placed: &Bundle<PlacedShape>) -> PrefixTree<Sharding> {
-        PrefixTree::of(&placed.map_ref(&mut |leaf| leaf.sharding(&self.mesh)))
+    /// Returns true if one kernel computes both gradients of a combined backward action.
+    pub(super) fn fuses_gradients(&self) -> bool {
+        let partial = |storage: &ParamSharding| {
+            storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
+        };
+        match self.stage.passes() {
+            Passes::Fused => true,
+            Passes::Split => false,
+            Passes::Both => !self.storage.as_ref().is_some_and(partial),
+        }
+    }
+
+    fn extras(&self, key: Option<MpmdArray>) -> Extras<MpmdArray> {
+        let prepared = self.prepared.object().cloned();
+        Extras { state: self.state.clone(), prepared, key }
     }
 
     /// Returns the parameters in the shardings that kernels compute with.
@@ -335,7 +215,7 @@ impl<S: Stage> ErasedStage<S> {
         Ok(S::Params::from_leaves(&self.structure, leaves)?)
     }
 
-    fn bound(&self, kernels: usize) -> Result<&Kernels<S>> {
+    fn bound(&self, kernels: usize) -> Result<&KernelSet<S>> {
         self.kernels
             .get(kernels)
             .ok_or_else(|| Error::kernel("a backward pass before any forward pass"))
@@ -385,18 +265,9 @@ fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
         path.strip_prefix("output ").map_or((inputs, path.as_str()), |place| (outputs, place));
     let (place, rest) = place.split_once('/').unwrap_or((place, ""));
     if let Some(name) = place.parse().ok().and_then(|place: usize| names.get(place)) {
-        *path = format!("{name} {rest}").trim_end().to_owned();
+        *path = format!("{name} {rest}").trim().to_owned();
     }
     error
-}
-
-/// Donates residuals, which are the input `input` of the kernel, if there are any.
-fn donate<K: Kernel>(
-    jit: JitBuilder<K>,
-    input: usize,
-    residual: &Bundle<PlacedShape>,
-) -> JitBuilder<K> {
-    if residual.leaves.is_empty() { jit } else { jit.donate(input.to_string()) }
 }
 
 impl<S: Stage> AnyStage for ErasedStage<S> {
@@ -418,10 +289,6 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
 
     fn paths(&self) -> Vec<String> {
         self.structure.paths()
-    }
-
-    fn has_params(&self) -> bool {
-        self.structure.leaves() > 0
     }
 
     fn own(&self) -> Vec<usize> {
@@ -452,30 +319,87 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         if let Some(index) = params.iter().position(elsewhere) {
             return Err(param_not_here(&self.paths()[own[index]], &params[index], &self.mesh));
         }
+        let mut differ = false;
         for (place, param) in own.into_iter().zip(params) {
             let known = &mut self.places[place];
             if known.aval != *param.aval() {
                 known.aval = param.aval().clone();
-                self.kernels.clear();
+                differ = true;
             }
             if let Some(sharding) = param.sharding()
                 && known.sharding != *sharding
             {
                 known.sharding = sharding.clone();
-                self.kernels.clear();
+                differ = true;
             }
             self.params[place] = Some(param);
         }
         self.gathered = None;
-        Ok(())
+        self.prepared.set_stale(true);
+        if differ { self.forget_shapes() } else { Ok(()) }
     }
 
     fn place(&self, place: usize) -> &ParamPlace {
         &self.places[place]
     }
 
-    fn give_up(&mut self, place: usize) {
+    fn give_up(&mut self, place: usize, frozen: bool) {
         (self.params[place], self.gathered) = (None, None);
+        self.prepared.set_stale(true);
+        self.frozen[place] |= frozen;
+        self.kernels.clear();
+    }
+
+    fn frozen(&self) -> &[bool] {
+        &self.frozen
+    }
+
+    fn needs_dx(&self) -> bool {
+        self.needs_dx
+    }
+
+    fn set_needs_dx(&mut self, yes: bool) {
+        if self.needs_dx != yes {
+            self.needs_dx = yes;
+            self.kernels.clear();
+        }
+    }
+
+    fn draws_random(&self) -> bool {
+        self.stage.draws_random()
+    }
+
+    fn freshness(&self) -> Freshness {
+        self.prepared.freshness()
+    }
+
+    fn set_stale(&mut self, stale: bool) {
+        self.prepared.set_stale(stale);
+    }
+
+    fn prepare(&mut self, program: &mut Program) -> Result<()> {
+        let params = self.for_kernels()?;
+        let updated = self.prepared.update(program, (&self.stage, &self.mesh), params);
+        updated.map_err(|error| in_words(error, &["parameter", "prepared"], &["prepared"]))
+    }
+
+    fn probe(
+        &self,
+        program: &mut Program,
+        index: usize,
+        x: &Bundle<ShapedArray>,
+        side: &Bundle<ShapedArray>,
+    ) -> Result<()> {
+        let probe = Probe {
+            mesh: &self.mesh,
+            params: &self.param_shapes()?,
+            shardings: &self.compute(),
+            x: &x.clone().into_tree("input")?,
+            side: &SideShapes(side.clone()),
+            needs_dx: self.needs_dx,
+            stage: index,
+        };
+        self.stage.probe(program, &probe)
     }
 
     fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError> {
@@ -499,14 +423,12 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         let signature = self.infer(&params, &x.clone().into_tree("input")?, side.clone())?;
         let keeps_inputs = signature.residual.is_none();
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
-        let stored = self.stored();
-        let (compute, gradients) = match &self.storage {
-            Some(storage) => (storage.compute(), storage.gradients()),
-            None => (&stored[..], &stored[..]),
-        };
+        let (stored, compute) = (self.stored(), self.compute());
         let params: Vec<_> = params.leaves().into_iter().cloned().collect();
         let all = |to: &[Sharding]| params.iter().cloned().zip(to.iter().cloned()).collect();
         let placed = |leaf: &PlacedShape| leaf.counted(&self.mesh);
+        let objects = residual.leaves.iter().filter(|leaf| leaf.aval.is_object());
+        let object = PlacedShape::object_of_bytes;
         let kept = residual.leaves_with_paths().into_iter();
         let kept =
             kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
@@ -514,8 +436,10 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
             mesh: self.mesh.clone(),
             params: all(&stored),
             own: self.own(),
-            compute: all(compute),
-            gradients: all(gradients),
+            compute: all(&compute),
+            gradients: self.gradients(),
+            frozen: self.frozen.clone(),
+            prepared: self.prepared.bytes().map(|bytes| object(bytes).counted(&self.mesh)),
             fuses: self.fuses(),
             keeps_inputs,
             input: x.leaves.iter().map(|aval| (aval.clone(), self.input.clone())).collect(),
@@ -527,6 +451,7 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
                 .collect(),
             kept_residual: kept.map(|(_, leaf)| placed(leaf)).collect(),
             residual: residual.leaves.iter().map(placed).collect(),
+            unkept_residual: objects.map(placed).collect(),
             weight_residual: signature.weight_residual.leaves.iter().map(placed).collect(),
             out: Bundle::of(signature.out),
         })
@@ -536,9 +461,8 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         let avals: Vec<(String, &ShapedArray)> =
             self.paths().into_iter().zip(self.places.iter().map(|place| &place.aval)).collect();
         storage.check(&avals, &self.mesh)?;
-        (self.storage, self.gathered) = (Some(storage), None);
-        self.kernels.clear();
-        Ok(())
+        self.storage = Some(storage);
+        self.forget_shapes()
     }
 
     fn is_gathered(&self) -> bool {
@@ -550,9 +474,7 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         let mut params = self.params.clone();
         tied.into_iter().for_each(|(place, param)| params[place] = Some(param));
         let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
-        let stored = self.stored();
-        let compute = self.storage.as_ref().map_or(&stored[..], ParamSharding::compute);
-        self.gathered = Some(put_each(program, params, compute)?);
+        self.gathered = Some(put_each(program, params, &self.compute())?);
         Ok(())
     }
 
@@ -560,28 +482,37 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         self.gathered = None;
     }
 
-    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<Forwarded> {
+    fn forward(
+        &mut self,
+        program: &mut Program,
+        x: Bundle,
+        side: Bundle,
+        (mut mode, key): (Mode, Option<MpmdArray>),
+    ) -> Result<Forwarded> {
         let x: S::In = x.into_tree("input")?;
         let params: S::Params = self.for_kernels()?;
         let index = self.kernels(program, &x, &side)?;
-        let kernels = self.bound(index)?;
-        let y = kernels.forward.call(program, (params, x, side, self.state.clone()));
+        let keeps_inputs = self.kernels[index].keeps_inputs;
+        // Without residuals nothing is computed again.
+        mode.keeps |= mode.trains && keeps_inputs;
+        let inputs = (params, x, side, self.extras(key));
+        let y = self.forward_kernel(program, index, mode)?.call(program, inputs);
         let (y, residual) = y.map_err(|error| {
-            in_words(error, &["parameter", "input", "side input", "state"], &["output", "residual"])
+            in_words(error, &["parameter", "input", "side input", ""], &["output", "residual"])
         })?;
-        let residual = (!kernels.keeps_inputs).then_some(residual);
+        let residual = (!keeps_inputs).then_some(residual);
         Ok(Forwarded { y: Bundle::of(y), residual, kernels: index })
     }
 
     fn backward(
         &mut self,
         program: &mut Program,
-        kernels: usize,
+        PassOf { kernels, key }: &PassOf,
         (residual, dy): (Bundle, Bundle),
         fused: Option<SoFar>,
     ) -> Result<BackwardOutput> {
         let params: S::Params = self.for_kernels()?;
-        let kernels = self.bound(kernels)?;
+        let kernels = self.bound(*kernels)?;
         let jit = match &fused {
             None => kernels.split.as_ref().map(|split| &split.input),
             Some(so_far) => {
@@ -590,7 +521,7 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         };
         let so_far = fused.flatten().map(|so_far| so_far.into_tree("gradient")).transpose()?;
         let dy = dy.into_tree("output gradient")?;
-        let inputs = (params, residual, dy, so_far, self.state.clone());
+        let inputs = (params, residual, dy, so_far, self.extras(key.clone()));
         let y = jit.ok_or_else(no_kernel)?.call(program, inputs);
         let (dx, weight_residual, gradient) =
             y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
@@ -601,26 +532,19 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
     fn backward_weight(
         &mut self,
         program: &mut Program,
-        kernels: usize,
+        PassOf { kernels, key }: &PassOf,
         weight_residual: Bundle,
         so_far: SoFar,
     ) -> Result<Bundle> {
-        let split = self.bound(kernels)?.split.as_ref().ok_or_else(no_kernel)?;
+        let split = self.bound(*kernels)?.split.as_ref().ok_or_else(no_kernel)?;
         let jit = &split.weight[usize::from(so_far.is_some())];
         let so_far = so_far.map(|so_far| so_far.into_tree("gradient")).transpose()?;
-        let gradient = jit.call(program, (weight_residual, so_far, self.state.clone()));
-        let inputs = ["weight residual", "gradient so far", "state"];
+        let gradient = jit.call(program, (weight_residual, so_far, self.extras(key.clone())));
+        let inputs = ["weight residual", "gradient so far", ""];
         Ok(Bundle::of(gradient.map_err(|error| in_words(error, &inputs, &[]))?))
     }
 
     fn fuses(&self) -> bool {
-        let partial = |storage: &ParamSharding| {
-            storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
-        };
-        match self.stage.passes() {
-            Passes::Fused => true,
-            Passes::Split => false,
-            Passes::Both => !self.storage.as_ref().is_some_and(partial),
-        }
+        self.fuses_gradients()
     }
 }

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::erased::AnyStage;
+use super::any_stage::AnyStage;
 use super::kernels::AddArrays;
 use super::links::Feed;
+use super::prepare::Freshness;
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -26,6 +27,9 @@ pub(super) struct StageGraph {
     /// True if weight gradients are computed in ascending order of microbatches, even if the
     /// schedule has another order.
     pub(super) ascending: bool,
+    /// For each stage, true if it runs backward passes: it has trained parameters, or reads a stage
+    /// that runs them.
+    pub(super) trains: Vec<bool>,
     /// The identity of this pipeline, which its `Output`s share.
     pub(super) identity: Arc<()>,
     /// For each stage, the kernel that adds up gradients of its outputs; built at first use.
@@ -58,16 +62,19 @@ pub(super) fn named(stage: usize, name: &str) -> String {
 
 impl StageGraph {
     pub(super) fn new(first: Box<dyn AnyStage>) -> Self {
-        Self {
+        let mut graph = Self {
             stages: vec![first],
             feeds: vec![Feed::of_pipeline()],
             readers: vec![Vec::new()],
             ties: Vec::new(),
             recomputes: vec![false],
             ascending: false,
+            trains: Vec::new(),
             identity: Arc::new(()),
             adders: vec![None],
-        }
+        };
+        graph.find_trained();
+        graph
     }
 
     /// Appends a stage that reads its input from `feed`.
@@ -81,6 +88,22 @@ impl StageGraph {
         self.readers.push(Vec::new());
         self.recomputes.push(false);
         self.adders.push(None);
+        self.find_trained();
+    }
+
+    /// Finds the stages that run backward passes.
+    fn find_trained(&mut self) {
+        self.trains.clear();
+        for (stage, feed) in self.stages.iter_mut().zip(&self.feeds) {
+            let needs_dx = feed.parts.iter().any(|part| self.trains[part.stage]);
+            stage.set_needs_dx(needs_dx);
+            self.trains.push(needs_dx || stage.frozen().contains(&false));
+        }
+    }
+
+    /// Returns true if stage `stage` has parameters that are trained.
+    pub(super) fn has_trained(&self, stage: usize) -> bool {
+        self.stages[stage].frozen().contains(&false)
     }
 
     /// Formats a stage's number and name for messages, even if the stage does not exist.
@@ -213,15 +236,35 @@ impl StageGraph {
                 self.named(user.0)
             )));
         }
-        self.stages[tie.user.0].give_up(tie.user.1);
+        let frozen = self.stages[tie.owner.0].frozen()[tie.owner.1];
+        self.stages[tie.user.0].give_up(tie.user.1, frozen);
+        self.find_trained();
         self.ties.push(tie);
         self.ties.sort_unstable();
         Ok(())
     }
 
+    /// Replaces the parameters that a stage stores.
+    pub(super) fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
+        self.change(stage, |stage| stage.set_params(params))?;
+        for tie in self.ties.iter().filter(|tie| tie.owner.0 == stage) {
+            self.stages[tie.user.0].set_stale(true);
+        }
+        Ok(())
+    }
+
     /// Gathers a stage's parameters for its kernels, unless they are gathered already. The copies
-    /// stay until they are released.
-    pub(super) fn gather(&mut self, program: &mut Program, stage: usize) -> Result<()> {
+    /// stay until they are released. Then brings the working form of the parameters up to date.
+    pub(super) fn make_ready(&mut self, program: &mut Program, stage: usize) -> Result<()> {
+        self.gather(program, stage)?;
+        if self.stages[stage].freshness() == Freshness::Fresh {
+            return Ok(());
+        }
+        label(program, (stage, None), Role::Prepare);
+        self.stages[stage].prepare(program)
+    }
+
+    fn gather(&mut self, program: &mut Program, stage: usize) -> Result<()> {
         if self.stages[stage].is_gathered() {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::bundle::Bundle;
-use super::context::{Given, StageContext};
+use super::context::{Extras, Given, Mode, StageContext};
 use super::stage::{PlacedShape, SideShapes, Stage};
 use crate::device::cuda::kernels::ADD;
 use crate::device::cuda::{source::Source, work::Grid};
@@ -13,30 +13,35 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::{
     device::collective::{Reduce, combine},
-    kernel::{Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below},
+    kernel::{
+        Collective, Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below,
+    },
 };
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 
-/// The kernel of the forward pass: (parameters, inputs, side inputs, state) -> (outputs,
+/// The kernel of the forward pass: (parameters, inputs, side inputs, extras) -> (outputs,
 /// residuals).
-pub(super) struct Forward<S: Stage>(pub(super) Arc<S>);
+pub(super) struct Forward<S: Stage> {
+    pub(super) stage: Arc<S>,
+    pub(super) mode: Mode,
+}
 
 /// The kernel of the input gradient: (parameters, residuals, output gradients, gradients so far,
-/// state) -> (input gradients, weight residuals, gradients).
+/// extras) -> (input gradients, weight residuals, gradients).
 ///
-/// The first stage has no input gradients. If the kernel is fused, it computes both gradients, and
-/// has no weight residuals. Only then are there gradients, and after the first microbatch also
-/// gradients so far.
+/// A stage that reads nothing trained has no input gradients. If the kernel is fused, it computes
+/// both gradients, and has no weight residuals. Only then are there gradients, and after the first
+/// microbatch also gradients so far.
 pub(super) struct Backward<S: Stage> {
     pub(super) stage: Arc<S>,
     pub(super) inferred: Arc<Inferred>,
-    pub(super) first: bool,
+    pub(super) needs_dx: bool,
     pub(super) fused: bool,
 }
 
-/// The kernel of the weight gradient: (weight residuals, gradients so far, state) -> gradients. The
-/// first microbatch has no gradients so far.
+/// The kernel of the weight gradient: (weight residuals, gradients so far, extras) -> gradients.
+/// The first microbatch has no gradients so far.
 pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
 
 /// The kernel that adds the second of two arrays to the first, in place.
@@ -44,13 +49,14 @@ pub(super) struct AddArrays;
 
 /// The stage's declaration for given shapes.
 pub(super) struct Inferred {
-    pub(super) params: Bundle<ShapedArray>,
+    /// The shapes of the gradients: those of the parameters, and `[0]` for frozen ones.
+    pub(super) gradients: Bundle<ShapedArray>,
     pub(super) x: Bundle<ShapedArray>,
     /// True if the residuals are the inputs and the side inputs.
     pub(super) keeps_inputs: bool,
     pub(super) weight_residual: Bundle<PlacedShape>,
     pub(super) keeps: Vec<(String, String)>,
-    pub(super) backward_input: Vec<(String, ShapedArray)>,
+    pub(super) backward_input: Vec<Collective>,
 }
 
 /// Returns the shapes of residuals.
@@ -58,10 +64,9 @@ fn avals(placed: &Bundle<PlacedShape>) -> Bundle<ShapedArray> {
     placed.map_ref(&mut |leaf| leaf.aval.clone())
 }
 
-fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) -> Signature<O> {
-    collectives
-        .iter()
-        .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
+fn declare<O>(mut signature: Signature<O>, collectives: &[Collective]) -> Signature<O> {
+    signature.collectives.extend_from_slice(collectives);
+    signature
 }
 
 /// Declares the bytes of the objects among residuals, which are the output `output` of the kernel.
@@ -80,57 +85,58 @@ fn declare_objects<O>(
 /// none so far.
 fn gradient_of<'v, T: Tree<Leaf = ViewMut<'v>>>(
     cx: &Context<'_>,
-    params: &Bundle<ShapedArray>,
+    gradients: &Bundle<ShapedArray>,
     mut leaves: Vec<ViewMut<'v>>,
     starts: bool,
 ) -> Result<T> {
     if starts {
-        leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
+        let mut trained = leaves.iter_mut().filter(|leaf| !leaf.region().is_empty());
+        trained.try_for_each(|leaf| cx.zero(leaf))?;
     }
-    Bundle { structure: params.structure.clone(), leaves }.into_tree("gradient")
+    Bundle { structure: gradients.structure.clone(), leaves }.into_tree("gradient")
 }
 
 impl<S: Stage> Kernel for Forward<S> {
-    type In = (S::Params, S::In, Bundle, Option<MpmdArray>);
+    type In = (S::Params, S::In, Bundle, Extras<MpmdArray>);
     type Out = (S::Out, Bundle);
 
     fn infer(
         &self,
         (params, x, side, _): &Shapes<Self::In>,
     ) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = self.0.infer(params, x, &SideShapes(side.clone()))?;
+        let signature = self.stage.infer(params, x, &SideShapes(side.clone()))?;
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let kernel = Signature::new((signature.out, avals(&residual)));
-        Ok(declare_objects(declare(kernel, &signature.forward), 1, &residual))
+        let kernel = declare(kernel, &signature.forward);
+        Ok(if self.mode.keeps { declare_objects(kernel, 1, &residual) } else { kernel })
     }
 
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (params, x, side, state): Views<'_, Self::In>,
+        (params, x, side, extras): Views<'_, Self::In>,
         (y, residual): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let given =
-            Given { side: Some(side), residual_mut: Some(residual), state, ..Given::default() };
-        let mut cx = StageContext { context: cx, stage: self.0.name(), given };
-        self.0.forward(&mut cx, params, x, y)
+        let given = Given { side: Some(side), residual_mut: Some(residual), ..Given::default() };
+        let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
+        self.stage.forward(&mut cx, params, x, y)
     }
 
     fn name(&self) -> &str {
-        self.0.name()
+        self.stage.name()
     }
 
     fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'F')], self.0.statics()].concat()
+        [vec![u64::from(b'F'), self.mode.word()], self.stage.statics()].concat()
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
-        self.0.cuda()
+        self.stage.cuda()
     }
 }
 
 impl<S: Stage> Kernel for Backward<S> {
-    type In = (S::Params, Bundle, S::Out, Option<S::Params>, Option<MpmdArray>);
+    type In = (S::Params, Bundle, S::Out, Option<S::Params>, Extras<MpmdArray>);
     type Out = (Option<S::In>, Bundle, Option<S::Params>);
 
     fn infer(
@@ -138,9 +144,9 @@ impl<S: Stage> Kernel for Backward<S> {
         (_, _, _, so_far, _): &Shapes<Self::In>,
     ) -> Result<Signature<Shapes<Self::Out>>> {
         let inferred = &self.inferred;
-        let dx = (!self.first).then(|| inferred.x.clone().into_tree("input")).transpose()?;
+        let dx = self.needs_dx.then(|| inferred.x.clone().into_tree("input")).transpose()?;
         if self.fused {
-            let gradient = Some(inferred.params.clone().into_tree("gradient")?);
+            let gradient = Some(inferred.gradients.clone().into_tree("gradient")?);
             let signature = Signature::new((dx, Bundle::empty(), gradient));
             let signature = declare(signature, &inferred.backward_input);
             let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
@@ -160,10 +166,10 @@ impl<S: Stage> Kernel for Backward<S> {
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (params, residual, dy, so_far, state): Views<'_, Self::In>,
+        (params, residual, dy, so_far, extras): Views<'_, Self::In>,
         (dx, weight_residual, gradient): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let mut given = Given { state, ..Given::default() };
+        let mut given = Given::default();
         let mut objects = Vec::new();
         if self.inferred.keeps_inputs {
             (given.input, given.side) = residual.into_pair().unzip();
@@ -174,14 +180,14 @@ impl<S: Stage> Kernel for Backward<S> {
         let stage = self.stage.name();
         let Some(gradient) = gradient else {
             given.weight_residual_mut = Some(weight_residual);
-            let mut cx = StageContext { context: cx, stage, given };
+            let mut cx = StageContext::new(cx, stage, Mode::TRAINING, given, extras);
             self.stage.backward_input(&mut cx, params, dy, dx)?;
             objects.iter().for_each(View::discard_object);
             return Ok(());
         };
         let leaves = gradient.into_leaves();
-        let gradient = gradient_of(cx, &self.inferred.params, leaves, so_far.is_none())?;
-        let mut cx = StageContext { context: cx, stage, given };
+        let gradient = gradient_of(cx, &self.inferred.gradients, leaves, so_far.is_none())?;
+        let mut cx = StageContext::new(cx, stage, Mode::TRAINING, given, extras);
         self.stage.backward(&mut cx, params, dy, dx, gradient)?;
         objects.iter().for_each(View::discard_object);
         Ok(())
@@ -193,7 +199,7 @@ impl<S: Stage> Kernel for Backward<S> {
 
     fn statics(&self) -> Vec<u64> {
         let kind = if self.fused { b'B' } else { b'I' };
-        [vec![u64::from(kind), u64::from(self.first)], self.stage.statics()].concat()
+        [vec![u64::from(kind), u64::from(self.needs_dx)], self.stage.statics()].concat()
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
@@ -202,11 +208,11 @@ impl<S: Stage> Kernel for Backward<S> {
 }
 
 impl<S: Stage> Kernel for BackwardWeight<S> {
-    type In = (Bundle, Option<S::Params>, Option<MpmdArray>);
+    type In = (Bundle, Option<S::Params>, Extras<MpmdArray>);
     type Out = S::Params;
 
     fn infer(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = Signature::new(self.1.params.clone().into_tree("gradient")?);
+        let signature = Signature::new(self.1.gradients.clone().into_tree("gradient")?);
         let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
         Ok(paths.fold(signature, |signature, path| signature.alias(below(1, &path), path)))
     }
@@ -214,14 +220,14 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (weight_residual, so_far, state): Views<'_, Self::In>,
+        (weight_residual, so_far, extras): Views<'_, Self::In>,
         gradient: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         let leaves = gradient.into_leaves();
-        let gradient = gradient_of(cx, &self.1.params, leaves, so_far.is_none())?;
+        let gradient = gradient_of(cx, &self.1.gradients, leaves, so_far.is_none())?;
         let objects = weight_residual.leaves.clone();
-        let given = Given { weight_residual: Some(weight_residual), state, ..Given::default() };
-        let mut cx = StageContext { context: cx, stage: self.0.name(), given };
+        let given = Given { weight_residual: Some(weight_residual), ..Given::default() };
+        let mut cx = StageContext::new(cx, self.0.name(), Mode::TRAINING, given, extras);
         self.0.backward_weight(&mut cx, gradient)?;
         objects.iter().for_each(View::discard_object);
         Ok(())

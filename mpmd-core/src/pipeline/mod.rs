@@ -7,6 +7,8 @@
 //! one global order that keeps each rank's order. No second description of a run exists. The runner
 //! drops each buffer after the last action that needs it.
 
+mod any_stage;
+mod bound;
 mod bundle;
 mod context;
 mod erased;
@@ -14,6 +16,7 @@ mod graph;
 mod kernels;
 mod links;
 mod param_sharding;
+mod prepare;
 mod replay;
 mod run;
 mod shapes;
@@ -23,6 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
 
+use bundle::Bundle;
 pub use context::StageContext;
 use erased::ErasedStage;
 use graph::StageGraph;
@@ -32,7 +36,7 @@ pub use param_sharding::ParamSharding;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use shapes::MicrobatchShapes;
-pub use stage::{Loss, Passes, PlacedShape, SideInput, SideShapes, Stage, StageSignature};
+pub use stage::{Loss, Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageSignature};
 
 use crate::api::object::MpmdObject;
 use crate::api::program::Program;
@@ -46,8 +50,8 @@ use mpmd_record::trace::Label;
 pub struct Pipeline<In, Out> {
     graph: StageGraph,
     replays: bool,
-    /// The last recorded step, if `replays` is on.
-    kept: Option<Kept>,
+    /// The recorded steps, if `replays` is on. The one used last is at the end.
+    kept: Vec<Kept>,
     /// The schedule that the processes compared last; `None` before the first comparison.
     compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
@@ -67,11 +71,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ) -> Result<Self> {
         let at = Location::caller();
         let named = graph::named(0, stage.name());
-        let stage = ErasedStage::new(stage, mesh, params, true);
+        let stage = ErasedStage::new(stage, mesh, params);
         let graph = StageGraph::new(Box::new(
             stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?,
         ));
-        Ok(Self { graph, replays: false, kept: None, compared: None, types: PhantomData })
+        Ok(Self { graph, replays: false, kept: Vec::new(), compared: None, types: PhantomData })
     }
 
     /// Appends a stage that takes the outputs of the last stage.
@@ -155,14 +159,14 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let at = Location::caller();
         let named = graph::named(self.stages(), stage.name());
         let feed = from.feed().checked(&self.graph.identity);
-        let wired = feed.and_then(|feed| Ok((ErasedStage::new(stage, mesh, params, false)?, feed)));
+        let wired = feed.and_then(|feed| Ok((ErasedStage::new(stage, mesh, params)?, feed)));
         let (stage, feed) =
             wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
         self.graph.push(Box::new(stage), feed);
         Ok(Pipeline {
             graph: self.graph,
             replays: self.replays,
-            kept: None,
+            kept: Vec::new(),
             compared: None,
             types: PhantomData,
         })
@@ -184,7 +188,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
-        self.kept = None;
+        self.kept.clear();
         self.graph.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
@@ -199,7 +203,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn state<T>(&mut self, stage: usize, state: &MpmdObject<T>) -> Result<()> {
         let at = Location::caller();
-        self.kept = None;
+        self.kept.clear();
         let set = self.graph.change(stage, |stage| stage.set_state(state.array()));
         set.map_err(|why| refused(why, at, "Pipeline::state", None))
     }
@@ -218,7 +222,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn recompute(&mut self, stage: usize, yes: bool) {
         self.graph.stage(stage);
-        (self.graph.recomputes[stage], self.kept) = (yes, None);
+        self.graph.recomputes[stage] = yes;
+        self.kept.clear();
     }
 
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
@@ -228,7 +233,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// microbatch before it. Gradients then equal, to the bit, those of schedules with ascending
     /// order. [`Pipeline::memory`] includes the cost.
     pub fn buffer_gradients(&mut self, yes: bool) {
-        (self.graph.ascending, self.kept) = (yes, None);
+        self.graph.ascending = yes;
+        self.kept.clear();
     }
 
     /// If `yes`, records training steps and replays them; off by default. A replaying process does
@@ -236,10 +242,14 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// The first step with a schedule, and with given shapes and shardings of parameters and
     /// microbatches, is [recorded](Program::record). Later ones are
-    /// [replayed](crate::Recorded::replay). All processes must pass the same value, or they
-    /// diverge.
+    /// [replayed](crate::Recorded::replay). Up to 16 recordings are kept, so forms of microbatches
+    /// may alternate; another one replaces that which was not used for longest. Steps in which a
+    /// stage [prepares](Stage::prepare) its parameters are another form than those without. A step
+    /// in which a stage prepares for the first time is not recorded. All processes must pass the
+    /// same value, or they diverge.
     pub fn replay(&mut self, yes: bool) {
-        (self.replays, self.kept) = (yes, None);
+        self.replays = yes;
+        self.kept.clear();
     }
 
     /// Returns the number of stages.
@@ -268,7 +278,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn store(&mut self, stage: usize, storage: ParamSharding) -> Result<()> {
         let at = Location::caller();
-        self.kept = None;
+        self.kept.clear();
         self.graph
             .change(stage, |stage| stage.store(storage))
             .map_err(|why| refused(why, at, "Pipeline::store", None))
@@ -288,6 +298,43 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         own.zip(stage.params()).collect()
     }
 
+    /// Returns, for each parameter in the order of [`Pipeline::params`], true if it is trained, and
+    /// false if it is [frozen](Stage::is_frozen).
+    ///
+    /// # Panics
+    ///
+    /// If the stage does not exist.
+    #[track_caller]
+    pub fn trainable(&self, stage: usize) -> Vec<bool> {
+        let stage = self.graph.stage(stage);
+        stage.own().into_iter().map(|place| !stage.frozen()[place]).collect()
+    }
+
+    /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes that
+    /// a microbatch of these `shapes` has there.
+    ///
+    /// All processes must call it. Call it before [`Pipeline::memory`] and before the first step
+    /// with microbatches of these shapes, if a stage finds its shapes by a trial run.
+    ///
+    /// # Errors
+    ///
+    /// If shapes or side inputs do not fit, or a stage refuses them.
+    #[track_caller]
+    pub fn probe(&mut self, program: &mut Program, shapes: &MicrobatchShapes<In>) -> Result<()> {
+        issue(
+            (&mut self.graph, program),
+            Location::caller(),
+            "Pipeline::probe",
+            |graph, program| {
+                let graph = &*graph;
+                let mut probe = |index: usize, x: &Bundle<_>, side: &Bundle<_>| {
+                    graph.stages[index].probe(program, index, x, side)
+                };
+                shapes::shapes_of(graph, shapes, &mut probe).map(drop)
+            },
+        )
+    }
+
     /// Replaces the parameters that a stage stores, for instance by those that an optimiser has
     /// computed. `params` are in leaf order.
     ///
@@ -298,7 +345,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
         let at = Location::caller();
-        let set = self.graph.change(stage, |stage| stage.set_params(params));
+        let set = self.graph.set_params(stage, params);
         set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
@@ -466,7 +513,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// # Errors
     ///
     /// If the number of stages or microbatches differs from the schedule's, or if side inputs do
-    /// not fit. Also the errors of the `jit` and `device_put` calls that it makes.
+    /// not fit. If a stage draws random numbers and a microbatch has no key. Also the errors of the
+    /// `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn train_step(
         &mut self,
@@ -474,7 +522,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         schedule: &Schedule,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
-        let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let mut parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
         let (kept, compared) = (&mut self.kept, &mut self.compared);
         // A step inside a larger recording is not recorded on its own.
         let replays = self.replays && program.recording.is_none();
@@ -484,6 +532,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
             "Pipeline::train_step",
             |graph, program| {
                 run::check_sides(graph, &parts)?;
+                run::fold_keys(graph, &mut parts)?;
                 run::compare(compared, (graph, parts.len()), program, schedule)?;
                 if replays {
                     return replay::train_step(kept, graph, program, schedule, parts);

@@ -1,7 +1,9 @@
 //! Records a training step once and replays it: [`Pipeline::replay`](super::Pipeline::replay).
 
+use super::any_stage::AnyStage;
 use super::bundle::Bundle;
 use super::graph::StageGraph;
+use super::prepare::Freshness;
 use super::run::{self, Parts, StepOutput};
 use super::stage::Loss;
 use crate::api::program::Program;
@@ -11,7 +13,11 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::Structure;
 use mpmd_schedule::Schedule;
 
-/// The last recorded step, with the schedule and the layout of inputs that it is valid for.
+/// The maximum number of recordings that a pipeline keeps. Another one replaces that which was not
+/// used for longest.
+const MOST_KEPT: usize = 16;
+
+/// A recorded step, with the schedule and the layout of inputs that it is valid for.
 pub(super) struct Kept {
     schedule: Schedule,
     form: StepShape,
@@ -19,13 +25,24 @@ pub(super) struct Kept {
     given: Given,
 }
 
-/// The layout of a step's inputs: the parameters that each stage stores, then the microbatches.
-/// `params` has the number of parameters of each stage.
+/// The layout of a step's inputs: the parameters that each stage stores, then the microbatches, each
+/// with its random keys.
 #[derive(Eq, PartialEq)]
 struct StepShape {
+    /// The number of parameters of each stage.
     params: Vec<usize>,
-    /// (structure of the input, side inputs as (stage, structure) in order of stages)
-    microbatches: Vec<(Structure, Vec<(usize, Structure)>)>,
+    /// For each stage, true if the step updates the working form of its parameters.
+    stale: Vec<bool>,
+    microbatches: Vec<MicrobatchShape>,
+}
+
+#[derive(Eq, PartialEq)]
+struct MicrobatchShape {
+    x: Structure,
+    /// (stage, structure) of the side inputs, in order of stages.
+    side: Vec<(usize, Structure)>,
+    /// The stages that have a random key.
+    keys: Vec<usize>,
 }
 
 /// The layout of a step's results: the total loss, the losses of the microbatches, then the
@@ -35,24 +52,33 @@ struct Given {
     paths: Vec<Vec<String>>,
 }
 
-/// Replays the kept step if it fits these arguments; otherwise records this step and keeps the
-/// recording.
+/// Replays a kept step that fits these arguments. If there is none, records this step and keeps the
+/// recording, unless the step makes an object that stays: a replay would make it again.
 pub(super) fn train_step(
-    kept: &mut Option<Kept>,
+    kept: &mut Vec<Kept>,
     graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
-    let (form, inputs) = StepShape::take_apart(graph, microbatches);
-    if let Some(Kept { schedule: known, form: of, recorded, given }) = kept
-        && *known == *schedule
-        && *of == form
-        && recorded.fits(program, &inputs)
-    {
-        return recorded.replay(program, inputs).map(|results| given.put_together(results));
+    if graph.stages.iter().any(|stage| stage.freshness() == Freshness::Missing) {
+        // Recordings may contain the object that the new one replaces.
+        kept.clear();
+        return run::train_step(graph, program, schedule, microbatches);
     }
-    *kept = None;
+    let (form, inputs) = StepShape::take_apart(graph, microbatches);
+    let fits = |kept: &Kept| {
+        kept.schedule == *schedule && kept.form == form && kept.recorded.fits(program, &inputs)
+    };
+    if let Some(index) = kept.iter().position(fits) {
+        let Kept { recorded, given, .. } = &kept[index];
+        let results = recorded.replay(program, inputs)?;
+        graph.stages.iter_mut().for_each(|stage| stage.set_stale(false));
+        let output = given.put_together(results);
+        // The step that was used last is at the end.
+        kept[index..].rotate_left(1);
+        return Ok(output);
+    }
     let mut given = Given { losses: 0, paths: Vec::new() };
     let (results, recorded) = program.record(inputs, |program, inputs| {
         let microbatches = form.put_together(graph, inputs)?;
@@ -62,7 +88,10 @@ pub(super) fn train_step(
         Ok(results)
     })?;
     let output = given.put_together(results);
-    *kept = Some(Kept { schedule: schedule.clone(), form, recorded, given });
+    if kept.len() == MOST_KEPT {
+        kept.remove(0);
+    }
+    kept.push(Kept { schedule: schedule.clone(), form, recorded, given });
     Ok(output)
 }
 
@@ -75,18 +104,23 @@ impl StepShape {
             params.push(own.len());
             all.extend(own);
         }
+        let stale = |stage: &Box<dyn AnyStage>| stage.freshness() == Freshness::Stale;
+        let stale = graph.stages.iter().map(stale).collect();
         let mut take = |Bundle { structure, leaves }: Bundle| {
             all.extend(leaves);
             structure
         };
-        let one = |Parts { x, side }: Parts| {
+        let one = |Parts { x, side, keys, .. }: Parts| {
             let x = take(x);
             let mut side: Vec<(usize, Bundle)> = side.into_iter().collect();
             side.sort_unstable_by_key(|(stage, _)| *stage);
-            (x, side.into_iter().map(|(stage, side)| (stage, take(side))).collect())
+            let side = side.into_iter().map(|(stage, side)| (stage, take(side))).collect();
+            let (stages, keys): (Vec<usize>, Vec<MpmdArray>) = keys.into_iter().unzip();
+            take(Bundle::of(keys));
+            MicrobatchShape { x, side, keys: stages }
         };
         let microbatches = microbatches.into_iter().map(one).collect();
-        (Self { params, microbatches }, all)
+        (Self { params, stale, microbatches }, all)
     }
 
     /// Sets the parameters of all stages to the first of the arrays. Returns the microbatches, made
@@ -96,15 +130,20 @@ impl StepShape {
         for (stage, own) in graph.stages.iter_mut().zip(&self.params) {
             stage.set_params(all.by_ref().take(*own).collect())?;
         }
-        let mut bundle = |structure: &Structure| {
-            let leaves = all.by_ref().take(structure.leaves()).collect();
-            Bundle { structure: structure.clone(), leaves }
+        // These are the same values as before.
+        for (stage, stale) in graph.stages.iter_mut().zip(&self.stale) {
+            stage.set_stale(*stale);
+        }
+        let mut one = |MicrobatchShape { x, side, keys }: &MicrobatchShape| {
+            let mut bundle = |structure: &Structure| {
+                let leaves = all.by_ref().take(structure.leaves()).collect();
+                Bundle { structure: structure.clone(), leaves }
+            };
+            let x = bundle(x);
+            let side = side.iter().map(|(stage, side)| (*stage, bundle(side))).collect();
+            Parts { x, side, key: None, keys: keys.iter().copied().zip(all.by_ref()).collect() }
         };
-        let one = |(x, side): &(Structure, Vec<(usize, Structure)>)| Parts {
-            x: bundle(x),
-            side: side.iter().map(|(stage, structure)| (*stage, bundle(structure))).collect(),
-        };
-        Ok(self.microbatches.iter().map(one).collect())
+        Ok(self.microbatches.iter().map(&mut one).collect())
     }
 }
 

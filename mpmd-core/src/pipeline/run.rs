@@ -1,14 +1,16 @@
 //! The runner: issues a schedule's actions as plain `jit` and `device_put` operations.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 
+use super::any_stage::{AnyStage, Forwarded, PassOf};
 use super::bundle::Bundle;
-use super::erased::{AnyStage, Forwarded};
+use super::context::Mode;
 use super::graph::{StageGraph, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
 use super::param_sharding::put_each;
+use super::shapes::MicrobatchShapes;
 use super::stage::{Loss, Passes};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
@@ -18,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::random::Key;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Structure, Tree};
 use mpmd_record::trace::Role;
@@ -27,18 +30,22 @@ use mpmd_schedule::{Action, ActionKind, Schedule};
 pub struct Microbatch<In> {
     x: In,
     side: HashMap<usize, Bundle>,
+    key: Option<Key>,
 }
 
 /// A microbatch with its type erased.
 pub(super) struct Parts {
     pub(super) x: Bundle,
     pub(super) side: HashMap<usize, Bundle>,
+    pub(super) key: Option<Key>,
+    /// The random key of each stage that draws, once `fold_keys` has computed them.
+    pub(super) keys: BTreeMap<usize, MpmdArray>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     /// Creates a microbatch with this input, which must be on the first stage's mesh.
     pub fn new(x: In) -> Self {
-        Self { x, side: HashMap::new() }
+        Self { x, side: HashMap::new(), key: None }
     }
 
     /// Sets the side inputs of stage `stage`, which must be on that stage's mesh. Replaces earlier
@@ -49,13 +56,32 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
         self
     }
 
+    /// Sets the random key of the microbatch. A training step needs it if a stage
+    /// [draws](super::Stage::draws_random) random numbers; evaluation does not use it.
+    ///
+    /// Each stage has a key of its own, folded from this one and the index of the stage. Give each
+    /// microbatch of each step another key: `key.fold_in(step).fold_in(microbatch)`.
+    #[must_use]
+    pub fn key(mut self, key: Key) -> Self {
+        self.key = Some(key);
+        self
+    }
+
+    /// Returns the shapes of the microbatch, for [`Pipeline::memory`](super::Pipeline::memory) and
+    /// [`Pipeline::probe`](super::Pipeline::probe).
+    pub fn shapes(&self) -> MicrobatchShapes<In> {
+        let shapes = MicrobatchShapes::new(self.x.map_ref(&mut |leaf| leaf.aval().clone()));
+        let shape = |side: &Bundle| side.map_ref(&mut |leaf| leaf.aval().clone());
+        self.side.iter().fold(shapes, |shapes, (stage, side)| shapes.side(*stage, &shape(side)))
+    }
+
     pub(super) fn into_parts(self) -> Parts {
-        Parts { x: Bundle::of(self.x), side: self.side }
+        Parts { x: Bundle::of(self.x), side: self.side, key: self.key, keys: BTreeMap::new() }
     }
 }
 
 /// (path, array) of a stage's gradients, summed over the microbatches, in the order of the
-/// parameters that the stage stores.
+/// parameters that the stage stores. [Frozen](super::Stage::is_frozen) ones are left out.
 pub type Gradients = Vec<(String, MpmdArray)>;
 
 /// The results of a training step.
@@ -116,8 +142,7 @@ struct Held {
     /// The stage's input, kept for recomputing the forward pass.
     x: Option<Bundle>,
     side: Option<Bundle>,
-    /// Index of the kernel set compiled for this microbatch's shapes.
-    kernels: usize,
+    of: PassOf,
     /// The number of leaves of each part of the stage's input.
     leaves: Vec<usize>,
     outputs: Option<Structure>,
@@ -140,6 +165,7 @@ struct RunningStep<'a> {
     /// Indexed by stage and microbatch.
     held: Vec<Held>,
     microbatches: usize,
+    trains: bool,
     gradients: Vec<Option<Bundle>>,
     losses: Vec<Option<Loss<MpmdArray>>>,
 }
@@ -210,8 +236,9 @@ pub(super) fn train_step(
     check_training(graph, schedule, microbatches.len())?;
     let schedule = effective(graph, schedule)?;
     program.runtime.trace.schedule(&schedule);
-    let order = schedule.global_order()?;
-    let output = RunningStep::new(graph, program, microbatches).train(&order);
+    let mut order = schedule.global_order()?;
+    order.retain(|action| action.kind == ActionKind::Forward || graph.trains[action.stage]);
+    let output = RunningStep::new(graph, program, microbatches, true).train(&order);
     if output.is_err() {
         graph.release();
     }
@@ -229,7 +256,7 @@ pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward);
     check_sides(graph, &microbatches)?;
-    let outputs = RunningStep::new(graph, program, microbatches).forward_all(&order);
+    let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
     if outputs.is_err() {
         graph.release();
     }
@@ -246,7 +273,7 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     let order: Vec<Action> = (0..graph.stages.len()).map(pass).collect();
     let microbatches = vec![microbatch];
     check_sides(graph, &microbatches)?;
-    let outputs = RunningStep::new(graph, program, microbatches).forward_all(&order);
+    let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
     if outputs.is_err() {
         graph.release();
     }
@@ -263,6 +290,24 @@ pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<
             .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
     };
     microbatches.iter().enumerate().try_for_each(check)
+}
+
+/// Folds the index of each stage that draws random numbers into the keys of the microbatches. A
+/// missing key is an error.
+pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Result<()> {
+    for (stage, _) in graph.stages.iter().enumerate().filter(|(_, stage)| stage.draws_random()) {
+        for (number, parts) in microbatches.iter_mut().enumerate() {
+            let key = parts.key.ok_or_else(|| {
+                let named = graph.named(stage);
+                Error::kernel(format!(
+                    "{named} draws random numbers, and microbatch {number} has no key: give it \
+                     one with `Microbatch::key`"
+                ))
+            })?;
+            parts.keys.insert(stage, MpmdArray::scalar(key.fold_in(stage as u64).0));
+        }
+    }
+    Ok(())
 }
 
 fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
@@ -334,7 +379,12 @@ fn counted(kind: ActionKind) -> (usize, usize) {
 }
 
 impl<'a> RunningStep<'a> {
-    fn new(graph: &'a mut StageGraph, program: &'a mut Program, microbatches: Vec<Parts>) -> Self {
+    fn new(
+        graph: &'a mut StageGraph,
+        program: &'a mut Program,
+        microbatches: Vec<Parts>,
+        trains: bool,
+    ) -> Self {
         let (stages, count) = (graph.stages.len(), microbatches.len());
         let mut held: Vec<Held> = (0..stages * count).map(|_| Held::default()).collect();
         for (microbatch, parts) in microbatches.into_iter().enumerate() {
@@ -344,6 +394,9 @@ impl<'a> RunningStep<'a> {
                     held[stage * count + microbatch].side = Some(side);
                 }
             }
+            for (stage, key) in parts.keys {
+                held[stage * count + microbatch].of.key = Some(key);
+            }
         }
         // A failed step may have left gathered parameters.
         graph.release();
@@ -351,6 +404,7 @@ impl<'a> RunningStep<'a> {
             program,
             held,
             microbatches: count,
+            trains,
             gradients: (0..stages).map(|_| None).collect(),
             losses: (0..count).map(|_| None).collect(),
             graph,
@@ -374,11 +428,14 @@ impl<'a> RunningStep<'a> {
             // Labels the position of the step for errors.
             self.label(key, role(action.kind));
             if action.kind != ActionKind::BackwardWeight {
-                self.graph.gather(self.program, action.stage)?;
+                self.graph.make_ready(self.program, action.stage)?;
             }
             match action.kind {
                 ActionKind::Forward => {
                     let y = self.forward_pass(key)?;
+                    if !self.graph.trains[action.stage] {
+                        *self.held(key) = Held::default();
+                    }
                     if action.stage == last {
                         self.take_loss(key, y)?;
                     } else {
@@ -413,8 +470,9 @@ impl<'a> RunningStep<'a> {
             let stage = &self.graph.stages[stage];
             let (paths, own) = (stage.paths(), stage.own());
             let leaves = gradients.map(|gradients| gradients.leaves).unwrap_or_default();
+            let trained = |place: &usize| own.contains(place) && !stage.frozen()[*place];
             let pairs = paths.into_iter().zip(leaves).enumerate();
-            pairs.filter(|(place, _)| own.contains(place)).map(|(_, pair)| pair).collect()
+            pairs.filter(|(place, _)| trained(place)).map(|(_, pair)| pair).collect()
         });
         Ok(StepOutput { loss, losses, gradients: gradients.collect() })
     }
@@ -426,7 +484,7 @@ impl<'a> RunningStep<'a> {
         for Action { stage, microbatch, .. } in order.iter().copied() {
             let key = (stage, microbatch);
             self.label(key, Role::Forward);
-            self.graph.gather(self.program, stage)?;
+            self.graph.make_ready(self.program, stage)?;
             let y = self.forward_pass(key)?;
             // No backward pass will read the residuals.
             *self.held(key) = Held::default();
@@ -455,12 +513,18 @@ impl<'a> RunningStep<'a> {
         let x =
             Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
         self.label(key, Role::Forward);
+        let recomputes = self.graph.recomputes[key.0];
+        let mode = match self.trains {
+            false => Mode::EVALUATION,
+            true if recomputes || !self.graph.trains[key.0] => Mode::UNKEPT,
+            true => Mode::TRAINING,
+        };
+        let random = self.held(key).of.key.clone();
         let stage = &mut self.graph.stages[key.0];
         let Forwarded { y, residual, kernels } =
-            stage.forward(self.program, x.clone(), side.clone())?;
-        let recomputes = self.graph.recomputes[key.0];
+            stage.forward(self.program, x.clone(), side.clone(), (mode, random))?;
         let held = self.held(key);
-        held.kernels = kernels;
+        held.of.kernels = kernels;
         held.outputs = Some(y.structure.clone());
         match residual {
             None => held.residual = Some(Bundle::pair(x, side)),
@@ -512,8 +576,9 @@ impl<'a> RunningStep<'a> {
         }
         let (x, side) =
             (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
+        let how = (Mode::TRAINING, held.of.key.clone());
         self.label(key, Role::Recompute);
-        let again = self.graph.stages[key.0].forward(self.program, x, side)?;
+        let again = self.graph.stages[key.0].forward(self.program, x, side, how)?;
         there(again.residual, key, "residual")
     }
 
@@ -550,12 +615,12 @@ impl<'a> RunningStep<'a> {
         let residual = self.residual(key)?;
         let dy = self.output_gradient(key)?;
         self.label(key, Role::BackwardInput);
-        let kernels = self.held(key).kernels;
+        let of = self.held(key).of.clone();
         // Without parameters there is no gradient to add to.
         let so_far = || self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
         let fused = fused.then(so_far);
         let stage = &mut self.graph.stages[key.0];
-        let output = stage.backward(self.program, kernels, (residual, dy), fused)?;
+        let output = stage.backward(self.program, &of, (residual, dy), fused)?;
         match output.gradient {
             Some(gradient) => self.gradients[key.0] = Some(gradient),
             None => self.held(key).weight_residual = Some(output.weight_residual),
@@ -565,21 +630,21 @@ impl<'a> RunningStep<'a> {
 
     fn weight_pass(&mut self, key: (usize, usize)) -> Result<()> {
         let held = self.held(key);
-        let kernels = held.kernels;
+        let of = held.of.clone();
         let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
-        if !self.graph.stages[key.0].has_params() {
+        if !self.graph.has_trained(key.0) {
             return Ok(());
         }
         self.label(key, Role::BackwardWeight);
         let so_far = self.gradients[key.0].take();
         let stage = &mut self.graph.stages[key.0];
         self.gradients[key.0] =
-            Some(stage.backward_weight(self.program, kernels, weight_residual, so_far)?);
+            Some(stage.backward_weight(self.program, &of, weight_residual, so_far)?);
         Ok(())
     }
 
-    /// Sends the gradient of a stage's input to the stages that produced the input. Does nothing if
-    /// `dx` is `None`.
+    /// Sends the gradient of a stage's input to the stages that produced the input, and that run
+    /// backward passes. Does nothing if `dx` is `None`.
     fn send_gradients(&mut self, key: (usize, usize), dx: Option<Bundle>) -> Result<()> {
         let (stage, microbatch) = key;
         let leaves = std::mem::take(&mut self.held(key).leaves);
@@ -588,6 +653,10 @@ impl<'a> RunningStep<'a> {
         let mut dx = dx.leaves.into_iter();
         for (part, leaves) in leaves.into_iter().enumerate() {
             let Some(from) = self.graph.feeds[stage].parts.get(part) else { break };
+            if !self.graph.trains[from.stage] {
+                dx.by_ref().take(leaves).for_each(drop);
+                continue;
+            }
             let held = &mut self.held[from.stage * self.microbatches + microbatch];
             let outputs = there(held.outputs.as_ref(), (from.stage, microbatch), "output")?;
             let (first, structure) = (from.places(outputs)?.start, from.structure(outputs));
@@ -602,12 +671,17 @@ impl<'a> RunningStep<'a> {
     fn reduce(&mut self, stage: usize) -> Result<()> {
         let Some(finished) = self.gradients[stage].take() else { return Ok(()) };
         label(self.program, (stage, None), Role::Reduce);
-        let mut to: Vec<Sharding> = (0..finished.leaves.len())
-            .map(|place| self.graph.stages[stage].place(place).sharding.clone())
-            .collect();
+        let trained = &self.graph.stages[stage];
+        let mut to: Vec<Sharding> =
+            (0..finished.leaves.len()).map(|place| trained.place(place).sharding.clone()).collect();
         for tie in self.graph.ties.iter().filter(|tie| tie.user.0 == stage) {
             let (owner, place) = tie.owner;
             to[tie.user.1] = self.graph.stages[owner].place(place).sharding.clone();
+        }
+        let frozen = to.iter_mut().zip(&finished.leaves).zip(trained.frozen());
+        for ((to, gradient), _) in frozen.filter(|(_, frozen)| **frozen) {
+            // It has no elements, and stays where it is.
+            gradient.sharding().into_iter().for_each(|sharding| to.clone_from(sharding));
         }
         let Bundle { structure, leaves } = finished;
         self.gradients[stage] =
@@ -623,6 +697,9 @@ impl<'a> RunningStep<'a> {
             let (Some(sums), Some(more)) = (&self.gradients[owner], &self.gradients[user]) else {
                 continue;
             };
+            if self.graph.stages[user].frozen()[from] {
+                continue;
+            }
             let pair = (sums.leaves[at].clone(), more.leaves[from].clone());
             label(self.program, (owner, None), Role::Reduce);
             let stage = &self.graph.stages[owner];

@@ -22,7 +22,8 @@ use mpmd_schedule::Schedule;
 use mpmd_schedule::StageBytes;
 use mpmd_schedule::holds::{Input, OnDevice, Output};
 
-/// The shapes of one microbatch, for [`Pipeline::memory`](super::Pipeline::memory).
+/// The shapes of one microbatch, for [`Pipeline::memory`](super::Pipeline::memory) and
+/// [`Pipeline::probe`](super::Pipeline::probe).
 pub struct MicrobatchShapes<In: Tree<Leaf = MpmdArray>> {
     x: Bundle<ShapedArray>,
     side: BTreeMap<usize, Bundle<ShapedArray>>,
@@ -42,7 +43,12 @@ pub(super) struct StageShapes {
     pub(super) own: Vec<usize>,
     /// Parameters in the shardings that kernels compute with.
     pub(super) compute: Places,
+    /// Gradients as the backward passes write them: `[0]` for frozen parameters.
     pub(super) gradients: Places,
+    /// For each parameter, true if it is not trained.
+    pub(super) frozen: Vec<bool>,
+    /// An array that takes as many bytes as the working form of the parameters.
+    pub(super) prepared: Option<(ShapedArray, Sharding)>,
     pub(super) fuses: bool,
     /// True if the stage keeps its inputs and side inputs until the backward pass.
     pub(super) keeps_inputs: bool,
@@ -51,6 +57,8 @@ pub(super) struct StageShapes {
     /// The shapes of the outputs, for later stages.
     pub(super) out: Bundle<ShapedArray>,
     pub(super) residual: Places,
+    /// Residuals that take no memory in a forward pass that does not keep them.
+    pub(super) unkept_residual: Places,
     /// Residuals that become weight residuals without a copy.
     pub(super) kept_residual: Places,
     pub(super) weight_residual: Places,
@@ -107,10 +115,12 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     all.ok_or_else(|| Error::kernel("the shapes of no microbatch"))
 }
 
-/// Returns the shapes of all stages for one microbatch.
-fn shapes_of<In: Tree<Leaf = MpmdArray>>(
+/// Returns the shapes of all stages for one microbatch. Calls `before` for each stage with its index
+/// and the shapes of its input and side inputs, before the stage infers its own shapes.
+pub(super) fn shapes_of<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,
+    before: &mut dyn FnMut(usize, &Bundle<ShapedArray>, &Bundle<ShapedArray>) -> Result<()>,
 ) -> Result<Vec<StageShapes>> {
     let sides = microbatch.side.iter().map(|(stage, side)| (*stage, &side.structure));
     graph.check_sides(sides).map_err(Error::kernel)?;
@@ -129,7 +139,8 @@ fn shapes_of<In: Tree<Leaf = MpmdArray>>(
             }
             Bundle { structure: feed.structure(structures), leaves }
         };
-        let of_stage = stage.shapes(&x, microbatch.side.get(&index).unwrap_or(&nothing));
+        let side = microbatch.side.get(&index).unwrap_or(&nothing);
+        let of_stage = before(index, &x, side).and_then(|()| stage.shapes(&x, side));
         shapes.push(of_stage.map_err(|why| graph.at(index, &why))?);
     }
     Ok(shapes)
@@ -143,7 +154,7 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
-    let shapes = shapes_of(graph, microbatch)?;
+    let shapes = shapes_of(graph, microbatch, &mut |_, _, _| Ok(()))?;
     let beside: Places = beside
         .iter()
         .filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone())))
@@ -165,11 +176,13 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                 gradients: on(device, counts, &stage.gradients)?,
                 reduced: on(device, counts, &params.reduced)?,
                 residual: on(device, counts, &stage.residual)?,
+                unkept_residual: on(device, counts, &stage.unkept_residual)?,
                 kept_residual: on(device, counts, &stage.kept_residual)?,
                 weight_residual: on(device, counts, &stage.weight_residual)?,
                 recomputes: graph.recomputes[index] && !stage.keeps_inputs,
                 keeps_inputs: stage.keeps_inputs,
                 fuses: stage.fuses,
+                forward_only: !graph.trains[index],
                 ..StageBytes::default()
             };
             if charged.insert(device) {
@@ -239,11 +252,13 @@ impl Params {
         let mut params =
             Self { kept: vec![], gathered: vec![], moved: vec![], reduced: vec![], tied: vec![] };
         for (place, (aval, stored)) in stage.params.iter().enumerate() {
-            let (compute, gradient) = (&stage.compute[place].1, &stage.gradients[place].1);
+            let compute = &stage.compute[place].1;
+            // The gradient of a frozen parameter has no elements to move.
+            let gradient = (!stage.frozen[place]).then_some(&stage.gradients[place].1);
             // Arrays that have the sharding already are not copied.
             let stored = if stage.own.contains(&place) {
                 params.kept.push((aval.clone(), stored.clone()));
-                if gradient != stored {
+                if gradient.is_some_and(|gradient| gradient != stored) {
                     params.reduced.push((aval.clone(), stored.clone()));
                 }
                 Some(stored)
@@ -253,13 +268,17 @@ impl Params {
             if stored.is_some_and(|stored| stored != compute) {
                 params.gathered.push((aval.clone(), compute.clone()));
             }
-            if stored.is_some_and(|stored| stored != gradient) {
+            if let (Some(stored), Some(gradient)) = (stored, gradient)
+                && stored != gradient
+            {
                 params.moved.push((aval.clone(), gradient.clone()));
             }
         }
+        params.kept.extend(stage.prepared.clone());
         for tie in graph.ties.iter().filter(|tie| tie.owner.0 == index) {
             let (aval, stored) = &stage.params[tie.owner.1];
-            if shapes[tie.user.0].gradients[tie.user.1].1 != *stored {
+            let user = &shapes[tie.user.0];
+            if !user.frozen[tie.user.1] && user.gradients[tie.user.1].1 != *stored {
                 params.tied.push((tie.user.0, (aval.clone(), stored.clone())));
             }
         }
@@ -286,7 +305,7 @@ fn inputs(
         found.push(Input {
             from: part.stage,
             bytes: taken(program, device, counts, here, given)?,
-            gradient: on(device, counts, here)?,
+            gradient: if graph.stages[index].needs_dx() { on(device, counts, here)? } else { 0 },
             lends: lends(program, device, given, here)?,
         });
     }

@@ -1,12 +1,15 @@
 //! The [`Stage`] trait, which users implement for each stage of a pipeline, and the shapes that it
 //! declares.
 
+use std::any::Any;
+
 use super::bundle::Bundle;
 use super::context::StageContext;
+use crate::api::program::Program;
 use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::kernel::{Shapes, Views, ViewsMut, plain_name};
+use crate::kernel::{Collective, Context, Shapes, Signature, Views, ViewsMut, plain_name};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
@@ -15,8 +18,9 @@ use mpmd_layout::tree::{Leaf, Structure, Tree, TreeError};
 /// A stage of a pipeline: types of parameters, inputs and outputs, and the passes.
 ///
 /// A small stage has [`infer`](Stage::infer), [`forward`](Stage::forward) and
-/// [`backward`](Stage::backward). All else is optional: side inputs, residuals, state, and backward
-/// [`passes`](Stage::passes) that are split. These values are read from the [`StageContext`].
+/// [`backward`](Stage::backward). All else is optional: side inputs, residuals, state, random keys,
+/// [prepared](Stage::prepare) parameters, and backward [`passes`](Stage::passes) that are split.
+/// These values are read from the [`StageContext`].
 ///
 /// Like a [`Kernel`](crate::kernel::Kernel), a stage sees the regions of one device. It may call
 /// the collectives that it declares.
@@ -56,7 +60,8 @@ pub trait Stage: Send + Sync + 'static {
     ) -> Result<()>;
 
     /// Computes the input gradient `dx` from the output gradient `dy`, and adds the gradient of the
-    /// parameters to `gradient`. `dx` is `None` on the first stage: the data need no gradient.
+    /// parameters to `gradient`. `dx` is `None` on the first stage, and if nothing that the stage
+    /// reads is trained.
     ///
     /// There are no weight residuals, and no residual is kept for later. The pass may call the
     /// collectives that are declared for the input gradient. Default: an error.
@@ -82,7 +87,7 @@ pub trait Stage: Send + Sync + 'static {
     }
 
     /// Computes the input gradient `dx` from the output gradient `dy`, and the weight residuals.
-    /// `dx` is `None` on the first stage. Needed for [`Passes::Split`] and [`Passes::Both`].
+    /// `dx` is as in [`Stage::backward`]. Needed for [`Passes::Split`] and [`Passes::Both`].
     /// Default: an error.
     ///
     /// # Errors
@@ -131,6 +136,69 @@ pub trait Stage: Send + Sync + 'static {
         Spec::default()
     }
 
+    /// Returns true if the passes draw random numbers in training. Each microbatch of a training
+    /// step then needs [`Microbatch::key`](super::Microbatch::key), and the passes have a key of
+    /// the stage and the microbatch: [`StageContext::key`]. Default: false.
+    fn draws_random(&self) -> bool {
+        false
+    }
+
+    /// Returns true if the parameter at path `path` is not trained. Its gradient has the shape
+    /// `[0]` in all backward passes, moves nowhere, and is not among the gradients of a step.
+    /// Default: false.
+    ///
+    /// If nothing is trained at or before a stage, the stage runs no backward pass, keeps no
+    /// residuals, and a stage that reads it has `dx = None`.
+    fn is_frozen(&self, path: &str) -> bool {
+        let _ = path;
+        false
+    }
+
+    /// Returns the bytes on each device of the object that [`Stage::prepare`] makes, or `None` if
+    /// the stage prepares nothing. `params` has the shape of the largest region of each parameter
+    /// on one device. Default: `None`.
+    fn prepared_bytes(&self, params: &Shapes<Self::Params>) -> Option<u64> {
+        let _ = params;
+        None
+    }
+
+    /// Makes the stage's working form of its parameters on one device, or updates it in place.
+    /// `prepared` is `None` at the first call on a device. All passes have it by
+    /// [`StageContext::prepared`].
+    ///
+    /// Called only if [`Stage::prepared_bytes`] returns a number: before the first pass, and before
+    /// the next pass after the values of the parameters have changed. If the shapes or shardings of
+    /// the parameters change, the working form is made anew. Default: an error.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stage::forward`]. The error fails all later passes of the stage.
+    fn prepare(
+        &self,
+        cx: &mut Context<'_>,
+        params: Views<'_, Self::Params>,
+        prepared: &mut Option<Box<dyn Any + Send>>,
+    ) -> Result<()> {
+        let _ = (cx, params, prepared);
+        let name = self.name();
+        Err(Error::kernel(format!(
+            "stage {name} has `prepared_bytes`, and no `prepare`: implement it, or return `None`"
+        )))
+    }
+
+    /// Finds out what [`Stage::infer`] has to declare, for instance by a trial run of a model.
+    /// [`Pipeline::probe`](super::Pipeline::probe) calls it before `infer`. Default: does nothing.
+    ///
+    /// All processes call it in the same order, and must issue the same operations.
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not fit together, or the trial fails.
+    fn probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+        let _ = (program, at);
+        Ok(())
+    }
+
     /// Returns the name of the stage for messages. Default: the name of the type.
     fn name(&self) -> &str {
         plain_name::<Self>()
@@ -147,6 +215,25 @@ pub trait Stage: Send + Sync + 'static {
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
+}
+
+/// The place and the shapes of a stage, for [`Stage::probe`].
+#[non_exhaustive]
+pub struct Probe<'a, S: Stage + ?Sized> {
+    /// The mesh of the stage.
+    pub mesh: &'a Mesh,
+    /// The global shapes of the parameters.
+    pub params: &'a Shapes<S::Params>,
+    /// The shardings of the parameters that kernels compute with, in leaf order.
+    pub shardings: &'a [Sharding],
+    /// The global shapes of the input.
+    pub x: &'a Shapes<S::In>,
+    /// The global shapes of the side inputs.
+    pub side: &'a SideShapes,
+    /// True if the backward passes compute the gradient of the input.
+    pub needs_dx: bool,
+    /// The index of the stage in the pipeline, from 0.
+    pub stage: usize,
 }
 
 /// Returns the error for a pass that a stage does not implement.
@@ -276,8 +363,8 @@ pub struct StageSignature<O> {
     pub(super) residual: Option<Bundle<PlacedShape>>,
     pub(super) weight_residual: Bundle<PlacedShape>,
     pub(super) keeps: Vec<(String, String)>,
-    pub(super) forward: Vec<(String, ShapedArray)>,
-    pub(super) backward_input: Vec<(String, ShapedArray)>,
+    pub(super) forward: Vec<Collective>,
+    pub(super) backward_input: Vec<Collective>,
 }
 
 impl<O> StageSignature<O> {
@@ -320,19 +407,27 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares the next collective of [`Stage::forward`]: an all-reduce over mesh axis `axis`.
-    /// `aval` limits the number of elements that each device contributes.
+    /// Declares further collectives of [`Stage::forward`]: those of `declared`, in order. All else in
+    /// `declared` has no effect.
+    ///
+    /// ```
+    /// # use mpmd_core::pipeline::StageSignature;
+    /// # use mpmd_core::prelude::*;
+    /// let part = f32s([4, 8]);
+    /// let collectives = Signature::new(()).all_gather("model", part.clone());
+    /// let signature = StageSignature::new(part).forward_collectives(collectives);
+    /// ```
     #[must_use]
-    pub fn forward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
-        self.forward.push((axis.into(), aval));
+    pub fn forward_collectives(mut self, declared: Signature<()>) -> Self {
+        self.forward.extend(declared.collectives);
         self
     }
 
-    /// Declares the next collective of [`Stage::backward_input`] and [`Stage::backward`], like
-    /// [`StageSignature::forward_all_reduce`].
+    /// Declares further collectives of [`Stage::backward_input`] and [`Stage::backward`], like
+    /// [`StageSignature::forward_collectives`].
     #[must_use]
-    pub fn backward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
-        self.backward_input.push((axis.into(), aval));
+    pub fn backward_collectives(mut self, declared: Signature<()>) -> Self {
+        self.backward_input.extend(declared.collectives);
         self
     }
 }

@@ -5,6 +5,7 @@
 
 #[macro_use]
 mod common;
+mod models;
 mod simulations;
 mod stages;
 
@@ -27,6 +28,8 @@ mod pipeline;
 mod pipeline_buffers;
 mod pipeline_errors;
 mod pipeline_memory;
+mod pipeline_models;
+mod pipeline_probes;
 mod pipeline_schedules;
 mod pipeline_stages;
 mod pipeline_wiring;

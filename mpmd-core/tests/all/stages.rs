@@ -223,7 +223,7 @@ impl Stage for Square {
             StageSignature::new(loss).residual((kept(), kept())).weight_residual((kept(), kept()));
         let signature = signature.keep("0", "0").keep("1", "1");
         Ok(if self.0 == Rows::Part {
-            signature.forward_all_reduce("data", f32s([2]))
+            signature.forward_collectives(Signature::new(()).all_reduce("data", f32s([2])))
         } else {
             signature
         })

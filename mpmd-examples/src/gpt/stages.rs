@@ -235,13 +235,15 @@ impl<T: Float> Core<T> {
         }
         if self.grid.model > 1 {
             let rows = ShapedArray::new(&[local.batch, local.time, local.width], T::DTYPE);
-            for _ in 0..2 * self.part.blocks {
-                signature = signature.forward_all_reduce(MODEL_AXIS, rows.clone());
-                signature = signature.backward_all_reduce(MODEL_AXIS, rows.clone());
-            }
+            let reduces = (0..2 * self.part.blocks).fold(Signature::new(()), |declared, _| {
+                declared.all_reduce(MODEL_AXIS, rows.clone())
+            });
+            signature =
+                signature.forward_collectives(reduces.clone()).backward_collectives(reduces);
         }
         if self.grid.data > 1 && targets.is_some() {
-            signature = signature.forward_all_reduce(DATA_AXIS, f64s([2]));
+            let reduce = Signature::new(()).all_reduce(DATA_AXIS, f64s([2]));
+            signature = signature.forward_collectives(reduce);
         }
         Ok(signature)
     }

@@ -45,10 +45,12 @@ pub enum Role {
     Update,
     /// Repeats a forward pass to recover the residuals that the first pass did not keep.
     Recompute,
+    /// Makes or updates a stage's working form of its parameters.
+    Prepare,
 }
 
 impl Role {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Forward,
         Self::BackwardInput,
         Self::BackwardWeight,
@@ -60,6 +62,7 @@ impl Role {
         Self::Loss,
         Self::Update,
         Self::Recompute,
+        Self::Prepare,
     ];
 
     /// Returns the role in words for messages, such as `input gradient`.
@@ -76,6 +79,7 @@ impl Role {
             Self::Loss => "loss",
             Self::Update => "update",
             Self::Recompute => "forward again",
+            Self::Prepare => "parameters prepared",
         }
     }
 }

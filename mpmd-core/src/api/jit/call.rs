@@ -23,6 +23,7 @@ use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, Vi
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Tree;
+use mpmd_record::trace::Label;
 
 /// One device's part of a call, queued on the device. Later calls of the same [`Bound`] reuse the
 /// box and the capacity of its lists.
@@ -51,7 +52,9 @@ pub(super) struct Issued<K: Kernel> {
     pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
     pub(super) op: u64,
+    /// The line that issued the call, and the label that the program had then.
     pub(super) at: &'static Location<'static>,
+    pub(super) label: Option<Label>,
     pub(super) resolvers: Resolvers,
     /// Memory for all outputs that do not take over an input's memory, reserved when the call was
     /// issued. If it could not be reserved, the failure.
@@ -135,8 +138,8 @@ impl<K: Kernel> DeviceCall<K> {
     /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
     /// with values or the failure, and releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, mut resolvers, memory, guard, leftovers } = issued;
-        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+        let Issued { bound, seat, op, at, label, mut resolvers, memory, guard, leftovers } = issued;
+        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
         let (runtime, seat) = (call.runtime(), call.seat);
         let exchange = Exchange { runtime: runtime.clone(), guard };
         let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
@@ -246,12 +249,13 @@ pub(super) enum Fill {
 
 pub(super) type Memory = Fallible<Reservation>;
 
-/// One call on one device: its kernel and plan, device, operation number and source line.
+/// One call on one device: its kernel and plan, device, operation number, source line and label.
 pub(super) struct Call<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
     pub(super) seat: &'a DeviceBinding,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
+    pub(super) label: Option<Label>,
 }
 
 impl<'a, K: Kernel> Call<'a, K> {
@@ -347,12 +351,14 @@ impl<'a, K: Kernel> Call<'a, K> {
     }
 
     /// Creates the failure of this kernel for the reason `why`. The message has kernel, operation,
-    /// line and device.
+    /// label, line and device.
     pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
-        let Self { bound, seat, op, at } = self;
+        let Self { bound, seat, op, at, label } = self;
         let (kernel, device) = (bound.kernel.name(), seat.place.device);
-        let message =
-            format!("kernel {kernel} of operation {op} at {at} failed on device {device}: {why}");
+        let part = label.map_or_else(String::new, |label| format!(" ({label})"));
+        let message = format!(
+            "kernel {kernel} of operation {op}{part} at {at} failed on device {device}: {why}"
+        );
         Arc::new(Failure::new(FailureKind::Kernel, self.runtime().me, *op, message))
     }
 }

@@ -353,6 +353,7 @@ fn prepare<K: Kernel>(
             seat: seat_index,
             op,
             at,
+            label: program.label(),
             resolvers,
             memory,
             guard,

@@ -23,9 +23,9 @@ impl<K: Kernel> DeviceCall<K> {
     /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
     /// calls on CPU devices do. A failure resolves the outputs with it.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, resolvers, memory, guard, leftovers } = issued;
+        let Issued { bound, seat, op, at, label, resolvers, memory, guard, leftovers } = issued;
         let objects = std::mem::take(&mut self.objects);
-        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
         let (runtime, place) = (call.runtime(), &call.seat.place);
         let local_index = call.seat.local_index;
         let call_memory = CallMemory::new(&runtime.devices[local_index].pool, &runtime.staging);
@@ -78,7 +78,7 @@ impl<K: Kernel> DeviceCall<K> {
         call_memory.end(gpu.spare(), &ending.fence());
         let bound = bound.clone();
         ending.then(Box::new(move |Ended { result, times }| {
-            let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+            let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
             let runtime = call.runtime().clone();
             if let Some(times) = times {
                 let times = [times.before.max(since), times.begin, times.end];

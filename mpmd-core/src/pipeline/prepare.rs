@@ -1,0 +1,146 @@
+//! The working form of a stage's parameters: an object that
+//! [`Stage::prepare`](super::Stage::prepare) makes, and updates when the parameters have changed.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use super::stage::Stage;
+use crate::api::jit::Jit;
+use crate::api::program::Program;
+use crate::device::cuda::source::Source;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use crate::kernel::{Context, Kernel, Shapes, Signature, Views, ViewsMut};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::topology::Mesh;
+
+/// The working form of a stage's parameters on one device. `None` until `Stage::prepare` has made
+/// it.
+pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
+
+/// The kernel that makes the working form, or updates it in place: (parameters, working form) ->
+/// working form. There is an output only if there is no input.
+struct Prepare<S: Stage> {
+    stage: Arc<S>,
+    bytes: u64,
+}
+
+/// The state of a stage's working form.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Freshness {
+    /// The next pass has to make it.
+    Missing,
+    /// The parameters have changed since it was made or updated.
+    Stale,
+    /// It is up to date, or the stage has none.
+    Fresh,
+}
+
+/// The working form of a stage's parameters, as the runner keeps it.
+pub(super) struct Prepared<S: Stage> {
+    /// The declared bytes on each device; `None` if the stage has no working form.
+    bytes: Option<u64>,
+    jit: Option<Jit<Prepare<S>>>,
+    object: Option<MpmdArray>,
+    stale: bool,
+}
+
+impl<S: Stage> Kernel for Prepare<S> {
+    type In = (S::Params, Option<MpmdArray>);
+    type Out = Option<MpmdArray>;
+
+    fn infer(&self, (_, form): &Shapes<Self::In>) -> Result<Signature<Option<ShapedArray>>> {
+        Ok(match form {
+            Some(_) => Signature::new(None),
+            None => Signature::new(Some(ShapedArray::object())).object_bytes("", self.bytes),
+        })
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (params, form): Views<'_, Self::In>,
+        made: ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        let mut new = WorkingForm(None);
+        let mut known = form.map(|form| form.object::<WorkingForm>()).transpose()?;
+        let form = known.as_deref_mut().unwrap_or(&mut new);
+        self.stage.prepare(cx, params, &mut form.0)?;
+        if form.0.is_none() {
+            let stage = self.stage.name();
+            return Err(Error::kernel(format!(
+                "`prepare` of stage {stage} has made nothing: set `prepared`, or return `None` \
+                 from `prepared_bytes`"
+            )));
+        }
+        if let Some(mut made) = made {
+            made.put_object(new)?;
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        self.stage.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'P'), self.bytes], self.stage.statics()].concat()
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.stage.cuda()
+    }
+}
+
+impl<S: Stage> Prepared<S> {
+    /// Creates the state of a stage whose working form takes `bytes` bytes on each device.
+    pub(super) fn new(bytes: Option<u64>) -> Self {
+        Self { bytes, jit: None, object: None, stale: true }
+    }
+
+    pub(super) fn bytes(&self) -> Option<u64> {
+        self.bytes
+    }
+
+    pub(super) fn object(&self) -> Option<&MpmdArray> {
+        self.object.as_ref()
+    }
+
+    pub(super) fn freshness(&self) -> Freshness {
+        match (self.bytes, &self.object) {
+            (None, _) => Freshness::Fresh,
+            (_, None) => Freshness::Missing,
+            (_, Some(_)) if self.stale => Freshness::Stale,
+            (_, Some(_)) => Freshness::Fresh,
+        }
+    }
+
+    /// Notes whether the parameters have changed since the last call of [`Prepared::update`].
+    pub(super) fn set_stale(&mut self, stale: bool) {
+        self.stale = stale;
+    }
+
+    /// Issues the operation that makes or updates the working form. `params` are in the shardings
+    /// that kernels compute with. Does nothing if the stage has none.
+    pub(super) fn update(
+        &mut self,
+        program: &mut Program,
+        (stage, mesh): (&Arc<S>, &Mesh),
+        params: S::Params,
+    ) -> Result<()> {
+        let Some(bytes) = self.bytes else { return Ok(()) };
+        let jit = match &self.jit {
+            Some(jit) => jit,
+            None => {
+                let kernel = Prepare { stage: stage.clone(), bytes };
+                let jit = program.jit(kernel).on(mesh).outputs(mesh.replicated()).build()?;
+                self.jit.insert(jit)
+            }
+        };
+        if let Some(made) = jit.call(program, (params, self.object.clone()))? {
+            self.object = Some(made);
+        }
+        self.stale = false;
+        Ok(())
+    }
+}
