@@ -184,10 +184,34 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let pass = if splits { deferring(&graph.weights) } else { Pass::default() };
         let mut pass = Pass { exchange: Some(recorder), ..pass };
         let store = self.backpropagate_from(&graph.y, seeds, &mut pass)?;
+        let deferred = pass.deferred.take().unwrap_or_default();
         drop(pass);
-        if splits { self.check_all_deferred(&graph.weights, &store) } else { Ok(()) }
+        if splits {
+            self.check_all_deferred(&graph.weights, &store)?;
+        }
+        let has = |tensor: &Tensor| {
+            store.as_ref().is_some_and(|store| store.get(tensor).is_some())
+                || deferred.iter().any(|deferred| deferred.weight == tensor.id())
+        };
+        let lost = |tensor: &Tensor| tensor.is_variable() && !has(tensor);
+        if let Some((path, _)) = graph.weights.iter().find(|(_, tensor)| lost(tensor)) {
+            return Err(self.failed(format!(
+                "parameter {path:?} gets no gradient. {WITHOUT_GRADIENT} If the model does not use \
+                 it, freeze it with `trainable`"
+            )));
+        }
+        let mut inputs = graph.x.iter().filter(|x| x.is_variable()).peekable();
+        if inputs.peek().is_some() && inputs.all(lost) {
+            return Err(self.failed(format!("its input gets no gradient. {WITHOUT_GRADIENT}")));
+        }
+        Ok(())
     }
 }
+
+/// The help for a gradient that is lost on its way.
+const WITHOUT_GRADIENT: &str = "An operation after it may have none, as `layer_norm`, `rms_norm`, \
+                                `softmax_last_dim`, `rope` and `sdpa` of candle_nn: take them from \
+                                `mpmd_candle::nn`.";
 
 /// Returns the shape of a device's region.
 fn part_of(aval: &ShapedArray, sharding: &Sharding, device: DeviceId) -> Result<ShapedArray> {

@@ -45,7 +45,8 @@ fn initial_parameters_do_not_depend_on_the_stages() {
 
 /// Computes the gradients with candle's own operations alone.
 fn of_candle(params: &Values) -> candle_core::Result<Values> {
-    let shape = |path: &str| match path.rsplit_once("layers.").map_or(path, |(_, path)| &path[2..]) {
+    let shape = |path: &str| match path.rsplit_once("layers.").map_or(path, |(_, path)| &path[2..])
+    {
         "embedding.weight" | "head.weight" => vec![TOKENS, WIDTH],
         "up.weight" => vec![2 * WIDTH, WIDTH],
         "up.bias" => vec![2 * WIDTH],
@@ -95,9 +96,8 @@ fn of_candle(params: &Values) -> candle_core::Result<Values> {
             sums.insert(path, sum);
         }
     }
-    let flat = |(path, sum): (&str, Tensor)| {
-        Ok((path.to_owned(), sum.flatten_all()?.to_vec1::<f32>()?))
-    };
+    let flat =
+        |(path, sum): (&str, Tensor)| Ok((path.to_owned(), sum.flatten_all()?.to_vec1::<f32>()?));
     sums.into_iter().map(flat).collect()
 }
 

@@ -11,18 +11,18 @@ use mpmd_layout::random::{Key, bits};
 use mpmd_layout::topology::Mesh;
 
 /// The number of different tokens.
-pub const TOKENS: usize = 11;
+pub(crate) const TOKENS: usize = 11;
 /// The width of the layers.
-pub const WIDTH: usize = 8;
+pub(crate) const WIDTH: usize = 8;
 /// Rows of a microbatch, and tokens of a row.
-pub const ROWS: [usize; 2] = [3, 4];
+pub(crate) const ROWS: [usize; 2] = [3, 4];
 /// The layers of the model.
-pub const LAYERS: usize = 4;
+pub(crate) const LAYERS: usize = 4;
 /// Seed of the initial parameters.
-pub const SEED: u64 = 7;
+pub(crate) const SEED: u64 = 7;
 
 /// A residual block.
-pub struct Block {
+pub(crate) struct Block {
     norm: LayerNorm,
     up: Linear,
     down: Linear,
@@ -47,7 +47,7 @@ impl Block {
 }
 
 /// The layers of one stage.
-pub struct Part {
+pub(crate) struct Part {
     embedding: Option<nn::Embedding>,
     blocks: Vec<Block>,
     head: Option<Linear>,
@@ -82,7 +82,7 @@ impl Part {
 }
 
 /// Returns the summed cross-entropy of logits, and the number of labels.
-pub fn loss(logits: &Tensor, labels: &Tensor) -> Result<Loss<Tensor>> {
+pub(crate) fn loss(logits: &Tensor, labels: &Tensor) -> Result<Loss<Tensor>> {
     let logits = logits.flatten_to(1)?;
     let count = labels.elem_count() as f64;
     let log = ops::log_softmax(&logits, 1)?;
@@ -93,13 +93,13 @@ pub fn loss(logits: &Tensor, labels: &Tensor) -> Result<Loss<Tensor>> {
 }
 
 /// A stage before the last.
-pub type Middle = CandleStage<Part, Tensor, Tensor>;
+pub(crate) type Middle = CandleStage<Part, Tensor, Tensor>;
 /// The last stage.
-pub type Last = CandleStage<Part, Tensor, Loss<Tensor>>;
+pub(crate) type Last = CandleStage<Part, Tensor, Loss<Tensor>>;
 
 /// Settings of a test's model.
 #[derive(Clone, Copy)]
-pub struct Settings {
+pub(crate) struct Settings {
     pub stages: usize,
     pub dropout: f32,
     pub split: bool,
@@ -112,7 +112,7 @@ impl Default for Settings {
 }
 
 /// Returns stage `at`, which is not the last.
-pub fn middle(at: usize, settings: Settings) -> Middle {
+pub(crate) fn middle(at: usize, settings: Settings) -> Middle {
     let Settings { stages, dropout, split } = settings;
     let stage = stage(
         move |vb: VarBuilder<'static>| Part::new(&vb, (at, stages), dropout),
@@ -123,7 +123,7 @@ pub fn middle(at: usize, settings: Settings) -> Middle {
 }
 
 /// Returns the last stage.
-pub fn last(settings: Settings) -> Last {
+pub(crate) fn last(settings: Settings) -> Last {
     let Settings { stages, dropout, split } = settings;
     let stage = stage(
         move |vb: VarBuilder<'static>| Part::new(&vb, (stages - 1, stages), dropout),
@@ -136,10 +136,10 @@ pub fn last(settings: Settings) -> Last {
 }
 
 /// A pipeline of the model.
-pub type Model = Pipeline<MpmdArray, Loss<MpmdArray>>;
+pub(crate) type Model = Pipeline<MpmdArray, Loss<MpmdArray>>;
 
 /// Makes the pipeline, with one device for each stage, and probes it.
-pub fn pipeline(p: &mut Program, settings: Settings) -> mpmd_core::Result<Model> {
+pub(crate) fn pipeline(p: &mut Program, settings: Settings) -> mpmd_core::Result<Model> {
     let stages = settings.stages;
     let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
     let end = last(settings);
@@ -164,20 +164,20 @@ pub fn pipeline(p: &mut Program, settings: Settings) -> mpmd_core::Result<Model>
 }
 
 /// Returns the shapes of a microbatch.
-pub fn shapes(stages: usize) -> MicrobatchShapes<MpmdArray> {
+pub(crate) fn shapes(stages: usize) -> MicrobatchShapes<MpmdArray> {
     let tokens = ShapedArray::new(&ROWS, DType::U32);
     let labels = BTreeMap::from([("labels".to_owned(), tokens.clone())]);
     MicrobatchShapes::new(tokens).side(stages - 1, &labels)
 }
 
 /// Returns the tokens (or labels, with an odd `stream`) of a microbatch.
-pub fn tokens(step: u64, microbatch: u64, stream: u64) -> Vec<u32> {
+pub(crate) fn tokens(step: u64, microbatch: u64, stream: u64) -> Vec<u32> {
     let key = Key(step).fold_in(microbatch).fold_in(stream);
     (0..(ROWS[0] * ROWS[1]) as u64).map(|i| (bits(key, i) % TOKENS as u64) as u32).collect()
 }
 
 /// Makes the microbatches of a step.
-pub fn microbatches(
+pub(crate) fn microbatches(
     p: &mut Program,
     meshes: [&Mesh; 2],
     stages: usize,
