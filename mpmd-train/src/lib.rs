@@ -3,3 +3,9 @@
 
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
+
+pub mod optimizer;
+mod rate;
+pub mod stop;
+
+pub use rate::Rate;

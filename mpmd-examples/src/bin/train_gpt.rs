@@ -36,10 +36,10 @@ use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::placement::{Placement, Rule};
 use mpmd_examples::gpt::progress::{Evaluation, Progress};
 use mpmd_examples::gpt::sample::{next_byte, printable};
-use mpmd_examples::gpt::stop::{StopFlag, exit_code};
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::text::Text;
+use mpmd_train::stop::{StopFlag, exit_code};
 use signal_hook::low_level::signal_name;
 
 /// Train a byte-level transformer on text, as a pipeline
