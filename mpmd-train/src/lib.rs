@@ -4,6 +4,7 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+pub mod data;
 pub mod optimizer;
 mod rate;
 pub mod stop;

@@ -185,7 +185,7 @@ fn main() -> anyhow::Result<ExitCode> {
     let text = Arc::new(if args.paths.is_empty() {
         Text::of_this_repository()
     } else {
-        Text::read(&args.paths)
+        Text::of(&args.paths)
     }?);
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
