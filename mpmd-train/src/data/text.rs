@@ -13,6 +13,8 @@ use std::{fs, io};
 use mpmd_core::{Error, Program, Result};
 use mpmd_layout::random::Key;
 
+use super::rows::below;
+
 /// The byte after each file. No text contains it: a file with this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
 /// Length of a block, in bytes. A text is divided block by block into training and held-out text.
@@ -115,17 +117,19 @@ impl Text {
     /// Returns (`time` consecutive training bytes, the byte that follows each), chosen by `random`,
     /// 64 random bits. `None` if no run of training blocks has more than `time` bytes.
     pub fn sequence(&self, random: u64, time: usize) -> Option<(&[u8], &[u8])> {
-        // All runs but the last have the same length.
-        let each = (BLOCK * (HELD_OUT_EVERY - 1)).saturating_sub(time);
+        Some(self.shifted(self.sequence_start(random, time)?, time))
+    }
+
+    /// Returns the index of the first byte of [`Text::sequence`].
+    pub(super) fn sequence_start(&self, random: u64, time: usize) -> Option<usize> {
         let starts = self.sequences(time);
         if starts == 0 {
             return None;
         }
-        // The high half of the product maps the bits onto the sequences, with negligible bias.
-        let index = ((u128::from(random) * starts as u128) >> 64) as usize;
-        // If whole runs are too short, the last run is, too.
-        let run = index / each.max(1);
-        Some(self.shifted(run * BLOCK * HELD_OUT_EVERY + index % each.max(1), time))
+        let index = below(random, starts);
+        // All runs but the last have the same length. If they are too short, the last one is, too.
+        let each = BLOCK * (HELD_OUT_EVERY - 1) - time.min(BLOCK * (HELD_OUT_EVERY - 1) - 1);
+        Some(index / each * BLOCK * HELD_OUT_EVERY + index % each)
     }
 
     /// Cuts the held-out blocks into pieces of `time` bytes. Returns (piece, the byte that follows
@@ -136,10 +140,15 @@ impl Text {
     ///
     /// If `time` is zero and something is held out.
     pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
-        let cut = |block: Range<usize>| {
+        self.held_out_starts(time).map(|start| self.shifted(start, time)).collect()
+    }
+
+    /// Returns the index of the first byte of each of [`Text::held_out_sequences`].
+    pub(super) fn held_out_starts(&self, time: usize) -> impl Iterator<Item = usize> + use<> {
+        let cut = move |block: Range<usize>| {
             (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
         };
-        self.held_out_blocks().flat_map(cut).map(|start| self.shifted(start, time)).collect()
+        self.held_out_blocks().flat_map(cut)
     }
 
     /// Returns the runs of training bytes, as ranges of indices in all bytes of the text. None of
