@@ -3,6 +3,7 @@
 //! Each process makes only the regions that its devices hold, with
 //! [`Program::array_from_fn`]. So the data do not depend on the number of processes.
 
+mod buckets;
 mod rows;
 mod text;
 mod windows;
@@ -12,6 +13,7 @@ use mpmd_core::{Error, Program, Result};
 use mpmd_layout::random::Key;
 use mpmd_layout::topology::Mesh;
 
+pub use buckets::Buckets;
 pub use text::{BLOCK, HELD_OUT_EVERY, LARGEST_FILE, SEPARATOR, Text};
 pub use windows::Windows;
 
