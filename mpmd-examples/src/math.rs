@@ -7,10 +7,12 @@ use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
 use mpmd_core::device::cpu::matmul::Scalar;
 pub use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd_train::optimizer::Float;
 
 /// A floating-point type of the examples: `f32` or `f64`.
 pub trait Real:
     Scalar
+    + Float
     + Add<Output = Self>
     + AddAssign
     + Debug

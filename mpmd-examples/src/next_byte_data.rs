@@ -11,7 +11,7 @@ use mpmd::topology::Mesh;
 
 use crate::math::random_unit;
 use crate::next_byte::CONTEXT;
-use crate::text::Text;
+use crate::text::{ByteWindows as _, Text};
 
 /// A context and the byte that follows it.
 pub(crate) struct Window {

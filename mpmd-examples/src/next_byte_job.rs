@@ -22,7 +22,7 @@ use crate::next_byte_stages::{
     Backward, BackwardIn, Forward, ForwardIn, Layer, Loss, LossGradient, LossIn, StageState,
     Update, UpdateIn,
 };
-use crate::text::Text;
+use crate::text::{ByteWindows as _, Text};
 
 /// Number of stages: embedding and first hidden layer, two hidden layers, the layer of the logits.
 pub const STAGES: usize = 4;
@@ -121,6 +121,10 @@ pub fn train(
     mut on_loss: impl FnMut(usize, f32),
 ) -> Result<Outcome> {
     agree_on_text(p, text)?;
+    if text.training_windows() == 0 {
+        let bytes = text.bytes().len();
+        return Err(Error::Environment(format!("{bytes} bytes of text have no training window")));
+    }
     let mut pipeline = Pipeline::new(p, config)?;
     let mut outcome = Outcome::default();
     let mut pending = VecDeque::new();

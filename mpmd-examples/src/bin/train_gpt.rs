@@ -36,10 +36,10 @@ use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::placement::{Placement, Rule};
 use mpmd_examples::gpt::progress::{Evaluation, Progress};
 use mpmd_examples::gpt::sample::{next_byte, printable};
-use mpmd_examples::gpt::stop::{StopFlag, exit_code};
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::text::Text;
+use mpmd_train::stop::{StopFlag, exit_code};
 use signal_hook::low_level::signal_name;
 
 /// Train a byte-level transformer on text, as a pipeline
@@ -185,7 +185,7 @@ fn main() -> anyhow::Result<ExitCode> {
     let text = Arc::new(if args.paths.is_empty() {
         Text::of_this_repository()
     } else {
-        Text::read(&args.paths)
+        Text::of(&args.paths)
     }?);
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.

@@ -21,7 +21,7 @@ use mpmd::{ProcessId, Program};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::next_byte_data::HeldOut;
 use mpmd_examples::next_byte_job::{Config, Outcome, STAGES, train};
-use mpmd_examples::text::Text;
+use mpmd_examples::text::{ByteWindows as _, Text};
 
 /// Train a next-byte model on text, as a pipeline of four stages
 #[derive(Parser)]
@@ -69,7 +69,7 @@ fn main() -> anyhow::Result<ExitCode> {
     let text = Arc::new(if args.paths.is_empty() {
         Text::of_this_repository()
     } else {
-        Text::read(&args.paths)
+        Text::of(&args.paths)
     }?);
     job::run(&args.job, STAGES, STAGES, |p| run(p, &args, &text))
 }

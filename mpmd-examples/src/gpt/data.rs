@@ -7,6 +7,7 @@ use mpmd::prelude::*;
 use mpmd::topology::Mesh;
 
 use super::placement::DATA_AXIS;
+use crate::math::random_bits;
 use crate::text::Text;
 
 /// A text cut into sequences of one length. Clones share the text.
@@ -28,7 +29,7 @@ impl Sequences {
     ///
     /// If no run of training blocks is as long as `time` tokens need, or if `time` is zero.
     pub fn new(text: &Arc<Text>, time: usize, most_held_out: usize) -> Result<Self> {
-        if time == 0 || text.sequence(0, 0, 0, time).is_none() {
+        if time == 0 || text.sequence(0, time).is_none() {
             let problem =
                 format!("{} bytes of text have no training sequence of {time}", text.bytes().len());
             return Err(Error::Environment(problem));
@@ -73,7 +74,8 @@ impl Sequences {
         let devices = first.axis_size(DATA_AXIS)?;
         self.make(p, (first, last), rows, move |place, side, out| {
             let row = row_at(place, rows, devices, microbatches) as u64;
-            let Some(sequence) = this.text.sequence(seed, step, row, this.time) else {
+            let random = random_bits(random_bits(seed, step), row);
+            let Some(sequence) = this.text.sequence(random, this.time) else {
                 return;
             };
             out.copy_from_slice(match side {
@@ -171,7 +173,9 @@ mod tests {
             Ok([host(&training.0)?, host(&training.1)?, host(&held_out.0)?, host(&held_out.1)?])
         });
         let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
-        let rows: Vec<_> = (0..6).map(|row| text.sequence(3, 7, row, 8).unwrap()).collect();
+        let rows: Vec<_> = (0..6)
+            .map(|row| text.sequence(random_bits(random_bits(3, 7), row), 8).unwrap())
+            .collect();
         let held_out = &text.held_out_sequences(8)[1..3];
         let tokens =
             |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.0).copied().collect());

@@ -99,7 +99,6 @@ pub mod progress;
 pub mod sample;
 mod shape;
 pub mod stages;
-pub mod stop;
 #[cfg(test)]
 mod testing;
 pub mod train;

@@ -1,14 +1,14 @@
-//! Ends a program on Ctrl-C or SIGTERM after its current step.
+//! Ends a training on Ctrl-C or SIGTERM after its current step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use mpmd::{ProcessId, Program, Result};
+use mpmd_core::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 
-/// The number of the last signal by which the user asked to stop, or zero.
-#[derive(Clone, Debug)]
+/// The number of the last signal by which the user asked to stop, or zero. Clones are one flag.
+#[derive(Clone, Debug, Default)]
 pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
@@ -19,20 +19,42 @@ impl StopFlag {
     ///
     /// If the system rejects the handlers.
     pub fn install() -> std::io::Result<Self> {
-        let (again, first) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let flag = Self::default();
+        flag.watch()?;
+        Ok(flag)
+    }
+
+    /// Installs signal handlers that set this flag, as [`StopFlag::install`] does for a new one.
+    ///
+    /// # Errors
+    ///
+    /// If the system rejects the handlers.
+    pub fn watch(&self) -> std::io::Result<()> {
+        let again = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             // The order matters: the first signal finds `again` unset, and then sets it.
             register_conditional_shutdown(signal, i32::from(exit_code(signal)), again.clone())?;
             register(signal, again.clone())?;
-            register_usize(signal, first.clone(), signal.unsigned_abs() as usize)?;
+            register_usize(signal, self.0.clone(), signal.unsigned_abs() as usize)?;
         }
-        Ok(Self(first))
+        Ok(())
+    }
+
+    /// Sets the flag, as a signal of this number would.
+    pub fn set(&self, signal: i32) {
+        self.0.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
     }
 
     /// True if this process has received a signal. Other processes may not have, so a program must
-    /// [agree](Program::broadcast_value) on the flag.
+    /// [agree](Self::agree) on the flag.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed) != 0
+        self.signal().is_some()
+    }
+
+    /// Returns the signal that this process has received, or `None`.
+    pub fn signal(&self) -> Option<i32> {
+        let signal = i32::try_from(self.0.load(Ordering::Relaxed)).unwrap_or(SIGTERM);
+        (signal != 0).then_some(signal)
     }
 
     /// Returns the signal that process 0 has received, or `None`. The result is the same on every
@@ -42,10 +64,7 @@ impl StopFlag {
     ///
     /// As [`Program::broadcast_value`].
     pub fn agree(&self, p: &mut Program) -> Result<Option<i32>> {
-        p.broadcast_value(ProcessId(0), None, || {
-            let signal = i32::try_from(self.0.load(Ordering::Relaxed)).unwrap_or(SIGTERM);
-            Ok((signal != 0).then_some(signal))
-        })
+        p.broadcast_value(ProcessId(0), None, || Ok(self.signal()))
     }
 }
 

@@ -1,0 +1,354 @@
+//! Text to train on: given files and folders, or the files of this repository.
+//!
+//! All files form one sequence, with a [`SEPARATOR`] after each. The sequence is cut into blocks of
+//! [`BLOCK`] bytes. Every tenth block is *held out*: no training sequence overlaps it.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::{fs, io};
+
+use mpmd_core::{Error, Program, Result};
+use mpmd_layout::random::Key;
+
+use super::rows::below;
+
+/// The byte after each file. No text contains it: a file with this byte counts as binary.
+pub const SEPARATOR: u8 = 0;
+/// Length of a block, in bytes. A text is divided block by block into training and held-out text.
+pub const BLOCK: usize = 4 << 10;
+/// Number of blocks of which one is held out: the last.
+pub const HELD_OUT_EVERY: usize = 10;
+/// Size limit for files found in a folder, in bytes. Larger files are skipped.
+pub const LARGEST_FILE: u64 = 4 << 20;
+/// Names of folders that are skipped, because they hold no text to train on.
+const SKIPPED_FOLDERS: [&str; 2] = [".git", "target"];
+
+/// A text in memory, divided into training and held-out bytes. Clones share the bytes.
+#[derive(Clone, Debug)]
+pub struct Text {
+    bytes: Arc<[u8]>,
+    files: usize,
+}
+
+impl Text {
+    /// Reads files and folders, in the order given.
+    ///
+    /// A folder is read in sorted order. It skips `.git`, `target`, links, files that are not UTF-8
+    /// text and files above [`LARGEST_FILE`]. A file given by name may have any size.
+    ///
+    /// # Errors
+    ///
+    /// If a path cannot be read, or a file given by name is not text. If there is no text.
+    pub fn of(paths: &[impl AsRef<Path>]) -> Result<Self> {
+        let mut files = Vec::new();
+        for path in paths {
+            let path = path.as_ref();
+            let unreadable = |error| unreadable(path, error);
+            if fs::metadata(path).map_err(unreadable)?.is_dir() {
+                let mut found = Vec::new();
+                walk(path, &mut found).map_err(unreadable)?;
+                files.extend(read_texts(&found)?);
+            } else {
+                let text = read_text(path, u64::MAX).map_err(unreadable)?;
+                let binary = || Error::Environment(format!("{} is not UTF-8 text", path.display()));
+                files.push(text.ok_or_else(binary)?);
+            }
+        }
+        Self::of_files(&files)
+    }
+
+    /// Reads the text of the repository of this crate: the files that `git` tracks or, without git,
+    /// all files. Skips files that are not UTF-8 text, and files above [`LARGEST_FILE`].
+    ///
+    /// # Errors
+    ///
+    /// If the folder from which this crate was built is gone or cannot be read, or has no text.
+    pub fn of_this_repository() -> Result<Self> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+        let root =
+            root.ok_or_else(|| Error::Environment("the workspace has no folder".to_owned()))?;
+        let files = match tracked_files(root) {
+            Some(files) => files,
+            None => {
+                let mut found = Vec::new();
+                walk(root, &mut found).map_err(|error| unreadable(root, error))?;
+                found
+            }
+        };
+        Self::of_files(&read_texts(&files)?)
+    }
+
+    /// Joins files that are already in memory, with a [`SEPARATOR`] after each.
+    ///
+    /// # Errors
+    ///
+    /// If there are no files.
+    pub fn of_files(files: &[Vec<u8>]) -> Result<Self> {
+        if files.is_empty() {
+            return Err(Error::Environment("a text of no files".to_owned()));
+        }
+        let mut bytes = Vec::with_capacity(files.iter().map(|file| file.len() + 1).sum());
+        for file in files {
+            bytes.extend_from_slice(file);
+            bytes.push(SEPARATOR);
+        }
+        Ok(Self { bytes: bytes.into(), files: files.len() })
+    }
+
+    /// Returns all bytes, including the held-out ones.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Returns the number of files.
+    pub fn files(&self) -> usize {
+        self.files
+    }
+
+    /// Returns the number of training sequences of `time` bytes and the byte that follows each.
+    /// Sequences that start at different bytes are different ones.
+    pub fn sequences(&self, time: usize) -> usize {
+        self.training_runs().map(|run| run.len().saturating_sub(time)).sum()
+    }
+
+    /// Returns (`time` consecutive training bytes, the byte that follows each), chosen by `random`,
+    /// 64 random bits. `None` if no run of training blocks has more than `time` bytes.
+    pub fn sequence(&self, random: u64, time: usize) -> Option<(&[u8], &[u8])> {
+        Some(self.shifted(self.sequence_start(random, time)?, time))
+    }
+
+    /// Returns the index of the first byte of [`Text::sequence`].
+    pub(super) fn sequence_start(&self, random: u64, time: usize) -> Option<usize> {
+        let starts = self.sequences(time);
+        if starts == 0 {
+            return None;
+        }
+        let index = below(random, starts);
+        // All runs but the last have the same length. If they are too short, the last one is, too.
+        let each = BLOCK * (HELD_OUT_EVERY - 1) - time.min(BLOCK * (HELD_OUT_EVERY - 1) - 1);
+        Some(index / each * BLOCK * HELD_OUT_EVERY + index % each)
+    }
+
+    /// Cuts the held-out blocks into pieces of `time` bytes. Returns (piece, the byte that follows
+    /// each of its bytes), all within one block. The last bytes of a block that fill no piece are
+    /// skipped.
+    ///
+    /// # Panics
+    ///
+    /// If `time` is zero and something is held out.
+    pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
+        self.held_out_starts(time).map(|start| self.shifted(start, time)).collect()
+    }
+
+    /// Returns the index of the first byte of each of [`Text::held_out_sequences`].
+    pub(super) fn held_out_starts(&self, time: usize) -> impl Iterator<Item = usize> + use<> {
+        let cut = move |block: Range<usize>| {
+            (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
+        };
+        self.held_out_blocks().flat_map(cut)
+    }
+
+    /// Returns the runs of training bytes, as ranges of indices in all bytes of the text. None of
+    /// them overlaps a held-out block.
+    pub fn training_runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let len = self.bytes.len();
+        (0..len)
+            .step_by(BLOCK * HELD_OUT_EVERY)
+            .map(move |start| start..len.min(start + BLOCK * (HELD_OUT_EVERY - 1)))
+    }
+
+    /// Returns the held-out blocks, as ranges of indices in all bytes of the text.
+    pub fn held_out_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let len = self.bytes.len();
+        let blocks = (0..len).step_by(BLOCK).skip(HELD_OUT_EVERY - 1).step_by(HELD_OUT_EVERY);
+        blocks.map(move |start| start..len.min(start + BLOCK))
+    }
+
+    /// Returns a hash of the text, for a comparison between processes that read their own files.
+    pub fn fingerprint(&self) -> u64 {
+        let word = |key: Key, chunk: &[u8]| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            key.fold_in(u64::from_le_bytes(word))
+        };
+        self.bytes.chunks(8).fold(Key(self.bytes.len() as u64), word).0
+    }
+
+    /// Makes the processes compare their texts. Does not block; if they differ, the programs have
+    /// diverged, as for [`Program::assert_same`].
+    ///
+    /// # Errors
+    ///
+    /// If this call is within a recorded step.
+    pub fn compare(&self, p: &mut Program) -> Result<()> {
+        let (bytes, files, hash) = (self.bytes.len(), self.files, self.fingerprint());
+        p.assert_same(format!("a text of {bytes} bytes in {files} files, with hash {hash:016x}"))
+    }
+
+    fn shifted(&self, start: usize, time: usize) -> (&[u8], &[u8]) {
+        (&self.bytes[start..start + time], &self.bytes[start + 1..start + 1 + time])
+    }
+}
+
+/// Returns the error for a path that cannot be read.
+fn unreadable(path: &Path, error: io::Error) -> Error {
+    Error::Environment(format!("cannot read {}: {error}", path.display()))
+}
+
+/// Runs `git` to list the files that it tracks under `root`, and returns them sorted. `None`
+/// without git, without a repository, or if a name is not UTF-8.
+fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
+    let output = Command::new("git").arg("-C").arg(root).args(["ls-files", "-z"]).output().ok()?;
+    if !output.status.success() || output.stdout.is_empty() {
+        return None;
+    }
+    let names = String::from_utf8(output.stdout).ok()?;
+    // A set, because a file in conflict is listed several times.
+    let names: BTreeSet<_> = names.split('\0').filter(|name| !name.is_empty()).collect();
+    Some(names.into_iter().map(|name| root.join(name)).filter(|file| is_plain(file)).collect())
+}
+
+/// True if `file` is a regular file: tracked links, submodules and deleted files are not read.
+fn is_plain(file: &Path) -> bool {
+    fs::symlink_metadata(file).is_ok_and(|kind| kind.is_file())
+}
+
+fn walk(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
+    let mut entries = fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
+    entries.sort_by_key(|entry| entry.file_name());
+    for entry in entries {
+        // The type of the entry, not of a link's target: a link may lead back up.
+        let kind = entry.file_type()?;
+        let skipped = SKIPPED_FOLDERS.iter().any(|name| entry.file_name() == *name);
+        if kind.is_dir() && !skipped {
+            walk(&entry.path(), found)?;
+        } else if kind.is_file() {
+            found.push(entry.path());
+        }
+    }
+    Ok(())
+}
+
+fn read_texts(files: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
+    let mut texts = Vec::new();
+    for file in files {
+        texts.extend(read_text(file, LARGEST_FILE).map_err(|error| unreadable(file, error))?);
+    }
+    if texts.is_empty() {
+        let found = files.len();
+        return Err(Error::Environment(format!("none of the {found} files found is UTF-8 text")));
+    }
+    Ok(texts)
+}
+
+/// Returns a file's bytes. `None` if it is larger than `largest` bytes or is not text.
+fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
+    if fs::metadata(file)?.len() > largest {
+        return Ok(None);
+    }
+    let bytes = fs::read(file)?;
+    let is_text = !bytes.contains(&SEPARATOR) && std::str::from_utf8(&bytes).is_ok();
+    Ok(is_text.then_some(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_layout::random::bits;
+
+    use super::*;
+
+    #[test]
+    fn sequences_never_overlap_held_out_blocks() {
+        let bytes: Vec<u8> = (0..BLOCK * 21).map(|i| (i / BLOCK) as u8).collect();
+        let text = Text::of_files(&[bytes]).unwrap();
+        for row in 0..500 {
+            let (inputs, targets) = text.sequence(bits(Key(2), row), 100).unwrap();
+            assert_eq!(inputs[1..], targets[..99]);
+            assert!(inputs.iter().chain(targets).all(|block| *block % 10 != 9), "row {row}");
+        }
+        assert_eq!(text.sequence(7, 100), text.sequence(8, 100));
+        assert_ne!(text.sequence(7, 100), text.sequence(7 << 60, 100));
+        assert_eq!(text.sequence(7, BLOCK * 30), None);
+        let held_out = text.held_out_sequences(100);
+        assert_eq!(held_out.len(), 2 * 40);
+        assert!(held_out.iter().all(|(inputs, targets)| {
+            inputs.iter().chain(*targets).all(|block| *block % 10 == 9)
+        }));
+    }
+
+    #[test]
+    fn sequences_cover_exactly_the_training_text() {
+        // A run of nine blocks has a sequence for each byte but the last ones.
+        let run = 9 * BLOCK - 16;
+        let cases = [
+            (1, 1, BLOCK + 1 - 16),
+            (9, 0, run),
+            (10, 0, run),
+            (10, 5, run),
+            (10, 17, run + 1),
+            (25, 100, 2 * run + 5 * BLOCK + 100 - 16),
+            (30, 3000, 3 * run + 3000 - 16),
+        ];
+        for (blocks, rest, expected) in cases {
+            let bytes = vec![b't'; blocks * BLOCK + rest - 1];
+            let text = Text::of_files(&[bytes]).unwrap();
+            assert_eq!(text.sequences(16), expected, "{blocks} blocks, {rest}");
+            let starts: BTreeSet<_> = (0..expected as u128)
+                .map(|i| {
+                    let random = ((i << 64) / expected as u128 + 1) as u64;
+                    let (inputs, _) = text.sequence(random, 16).unwrap();
+                    let start = inputs.as_ptr() as usize - text.bytes().as_ptr() as usize;
+                    assert!(
+                        text.training_runs().any(|run| run.start <= start && start + 16 < run.end)
+                    );
+                    start
+                })
+                .collect();
+            assert_eq!(starts.len(), expected, "each sequence once");
+        }
+    }
+
+    #[test]
+    fn folders_are_walked_sorted_and_only_text_is_taken() {
+        let folder = std::env::temp_dir().join(format!("mpmd-text-{}", std::process::id()));
+        let write = |name: &str, content: &[u8]| {
+            let file = folder.join(name);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, content).unwrap();
+        };
+        write("b.txt", b"second file, after the folder");
+        write("a/z.txt", b"first file, of the folder");
+        write("a/latin1", &[b'g', 0xfc, b'n']);
+        write("a/nul", b"binary\0file");
+        write("target/x.txt", b"built");
+        write(".git/config", b"history");
+        write("large.txt", &vec![b'x'; LARGEST_FILE as usize + 1]);
+        let walked = Text::of(std::slice::from_ref(&folder));
+        let named = Text::of(&[folder.join("b.txt"), folder.join("a/z.txt")]);
+        let large = Text::of(&[folder.join("large.txt")]);
+        let errors = ["a/latin1", "a/nul", "absent"].map(|name| Text::of(&[folder.join(name)]));
+        fs::remove_dir_all(&folder).unwrap();
+
+        let walked = walked.unwrap();
+        assert_eq!(walked.bytes(), b"first file, of the folder\0second file, after the folder\0");
+        assert_eq!(walked.files(), 2);
+        let named = named.unwrap();
+        assert_eq!(named.bytes(), b"second file, after the folder\0first file, of the folder\0");
+        assert_ne!(walked.fingerprint(), named.fingerprint());
+        assert_eq!(large.unwrap().files(), 1);
+        for (error, name) in errors.into_iter().zip(["latin1", "nul", "absent"]) {
+            assert!(error.unwrap_err().to_string().contains(name));
+        }
+        assert!(Text::of_files(&[]).is_err());
+    }
+
+    #[test]
+    fn repository_text_has_held_out_blocks() {
+        let text = Text::of_this_repository().unwrap();
+        assert!(text.files() > 10 && text.held_out_blocks().count() > 0);
+        assert_eq!(text.fingerprint(), Text::of_this_repository().unwrap().fingerprint());
+    }
+}

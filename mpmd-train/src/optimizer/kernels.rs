@@ -1,0 +1,219 @@
+//! The kernels of an optimiser: sums of squares, the figures of a step, and the update.
+
+use mpmd_core::aval::{DType, ShapedArray, f64s};
+use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
+use mpmd_core::pipeline::Loss;
+use mpmd_core::tree::Tree;
+use mpmd_core::{Error, MpmdArray, Result};
+use mpmd_layout::topology::DeviceId;
+
+use super::adamw::AdamStep;
+use super::float::{Float, clip_factor, square_sum};
+use super::settings::UpdateRule;
+
+/// Returns the value of a scalar float as a double.
+pub(crate) fn double(view: &View<'_>) -> Result<f64> {
+    match view.global().dtype() {
+        DType::F32 => Ok(f64::from(view.scalar::<f32>()?)),
+        DType::F64 => Ok(view.scalar::<f64>()?),
+        other => Err(Error::kernel(format!("a loss of {other}: it must be f32 or f64"))),
+    }
+}
+
+/// Kernel that computes each device's share in the sums of the gradients' squares, `[leaves]`.
+///
+/// A region that several devices hold is counted by the first of them.
+pub(super) struct SquareSums {
+    /// For each gradient, the devices that count their region.
+    pub(super) counting: Vec<Vec<DeviceId>>,
+}
+
+impl Kernel for SquareSums {
+    type In = Vec<MpmdArray>;
+    type Out = MpmdArray;
+
+    fn infer(&self, gradients: &Vec<ShapedArray>) -> Result<Signature<ShapedArray>> {
+        let (found, expected) = (gradients.len(), self.counting.len());
+        if found != expected {
+            return Err(Error::kernel(format!("{found} gradients of {expected} parameters")));
+        }
+        Ok(Signature::new(f64s([found])))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        gradients: Vec<View<'_>>,
+        mut sums: ViewMut<'_>,
+    ) -> Result<()> {
+        let leaves = sums.as_mut_slice::<f64>()?.iter_mut().zip(&gradients).zip(&self.counting);
+        for ((sum, gradient), counting) in leaves {
+            *sum = match (counting.contains(&cx.device()), gradient.global().dtype()) {
+                (false, _) => 0.0,
+                (true, DType::F64) => square_sum(gradient.as_slice::<f64>()?),
+                (true, _) => square_sum(gradient.as_slice::<f32>()?),
+            };
+        }
+        Ok(())
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        let leaves = self.counting.iter().flat_map(|devices| {
+            let count = devices.len() as u64;
+            std::iter::once(count).chain(devices.iter().map(|device| u64::from(device.0)))
+        });
+        leaves.collect()
+    }
+}
+
+#[derive(Tree)]
+pub(super) struct FiguresIn<L> {
+    /// For each stage with trainable parameters, the sums of the gradients' squares.
+    pub(super) sums: Vec<L>,
+    pub(super) loss: Loss<L>,
+    /// Limit of the norm: an `f64`.
+    pub(super) limit: L,
+}
+
+#[derive(Tree)]
+pub(super) struct FiguresOut<L> {
+    /// Factor of the summed gradients: an `f64`. It averages and clips them.
+    pub(super) factor: L,
+    /// Mean loss, weight, and norm of the mean gradient before clipping: `f64`s, `[3]`.
+    pub(super) figures: L,
+}
+
+/// Kernel that computes the gradients' factor and the figures of a step.
+pub(super) struct Figures;
+
+impl Kernel for Figures {
+    type In = FiguresIn<MpmdArray>;
+    type Out = FiguresOut<MpmdArray>;
+
+    fn infer(&self, _: &FiguresIn<ShapedArray>) -> Result<Signature<FiguresOut<ShapedArray>>> {
+        Ok(Signature::new(FiguresOut { factor: f64s([]), figures: f64s([3]) }))
+    }
+
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        x: FiguresIn<View<'_>>,
+        mut y: FiguresOut<ViewMut<'_>>,
+    ) -> Result<()> {
+        let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
+        let mut sums = Vec::new();
+        for stage in &x.sums {
+            sums.extend_from_slice(stage.as_slice::<f64>()?);
+        }
+        // The sums are of gradients that are not yet divided by the weight.
+        let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * weight);
+        y.factor.fill(factor / weight)?;
+        y.figures.as_mut_slice()?.copy_from_slice(&[sum / weight, weight, norm / weight]);
+        Ok(())
+    }
+}
+
+/// The arrays that an update changes in place.
+#[derive(Tree)]
+pub(super) struct State<L> {
+    /// The trainable parameters of a stage.
+    pub(super) params: Vec<L>,
+    /// For each name of the rule's state, an array for each parameter.
+    pub(super) kept: Vec<Vec<L>>,
+}
+
+#[derive(Tree)]
+pub(super) struct UpdateIn<L> {
+    pub(super) state: State<L>,
+    pub(super) gradients: Vec<L>,
+    /// Factor of the gradients: an `f64`.
+    pub(super) factor: L,
+    /// Number of the update, counted from one: a `u64`.
+    pub(super) number: L,
+    /// The learning rate: an `f64`.
+    pub(super) rate: L,
+}
+
+/// Kernel that updates a stage's parameters, and the optimiser's state for them, in place.
+pub(super) struct Update {
+    pub(super) rule: UpdateRule,
+    /// For each parameter, true if it decays.
+    pub(super) decays: Vec<bool>,
+}
+
+impl Kernel for Update {
+    type In = UpdateIn<MpmdArray>;
+    type Out = State<MpmdArray>;
+
+    fn infer(&self, x: &UpdateIn<ShapedArray>) -> Result<Signature<State<ShapedArray>>> {
+        let UpdateIn { state: State { params, kept }, gradients, .. } = x;
+        if gradients != params
+            || kept.iter().any(|kept| kept != params)
+            || params.len() != self.decays.len()
+        {
+            return Err(Error::kernel("parameters, gradients and state differ in shape"));
+        }
+        let state = State { params: params.clone(), kept: kept.clone() };
+        let paths = state.structure().paths();
+        Ok(paths.into_iter().fold(Signature::new(state), |signature, path| {
+            signature.alias(format!("state/{path}"), path)
+        }))
+    }
+
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        x: UpdateIn<View<'_>>,
+        mut y: State<ViewMut<'_>>,
+    ) -> Result<()> {
+        let step = AdamStep {
+            number: x.number.scalar()?,
+            rate: x.rate.scalar()?,
+            gradient_factor: x.factor.scalar()?,
+        };
+        let mut kept: Vec<_> = y.kept.iter_mut().map(|kept| kept.iter_mut()).collect();
+        for ((w, gradient), decays) in y.params.iter_mut().zip(&x.gradients).zip(&self.decays) {
+            let rule = if *decays { self.rule } else { self.rule.without_decay() };
+            let mut state: Vec<&mut ViewMut<'_>> =
+                kept.iter_mut().flat_map(|kept| kept.next()).collect();
+            match gradient.global().dtype() {
+                DType::F64 => update::<f64>(rule, step, w, &mut state, gradient)?,
+                _ => update::<f32>(rule, step, w, &mut state, gradient)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        let mut words = self.rule.words();
+        words.extend(self.decays.iter().map(|decays| u64::from(*decays)));
+        words
+    }
+}
+
+/// Updates one parameter. `state` are the arrays that the rule keeps for it.
+fn update<T: Float>(
+    rule: UpdateRule,
+    step: AdamStep,
+    w: &mut ViewMut<'_>,
+    state: &mut [&mut ViewMut<'_>],
+    gradient: &View<'_>,
+) -> Result<()> {
+    let (w, gradient) = (w.as_mut_slice::<T>()?, gradient.as_slice::<T>()?);
+    match (rule, state) {
+        (UpdateRule::AdamW(adamw), [mean, square]) => {
+            adamw.update(step, w, mean.as_mut_slice()?, square.as_mut_slice()?, gradient);
+        }
+        (UpdateRule::Sgd(sgd), []) => {
+            sgd.update((step.rate, step.gradient_factor), w, None, gradient);
+        }
+        (UpdateRule::Sgd(sgd), [sum]) => {
+            let sum = Some(sum.as_mut_slice()?);
+            sgd.update((step.rate, step.gradient_factor), w, sum, gradient);
+        }
+        (rule, state) => {
+            return Err(Error::kernel(format!("{} arrays of state for {rule:?}", state.len())));
+        }
+    }
+    Ok(())
+}

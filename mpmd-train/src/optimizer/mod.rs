@@ -1,0 +1,328 @@
+//! Optimisers for the parameters of a pipeline, stored in any shardings.
+//!
+//! The norm of the gradients is reduced parameter by parameter. Each device of a stage adds up the
+//! squares of its regions. The sums move to the last stage, which adds them in the order of stages
+//! and parameters. The resulting factor moves back to each stage. So the bits do not depend on the
+//! number of stages or processes.
+//!
+//! Gradients and state have the shardings of the stored parameters: each device updates its own
+//! part. The kernels run on CPU devices only.
+
+mod adamw;
+mod float;
+mod kernels;
+mod settings;
+mod sgd;
+
+use std::collections::BTreeMap;
+
+use mpmd_core::aval::DType;
+use mpmd_core::pipeline::{Gradients, Loss, Pipeline, StepOutput};
+use mpmd_core::tree::{PrefixTree, Tree};
+use mpmd_core::{Error, Jit, MpmdArray, Program, Result};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::{DeviceId, DeviceKind, Mesh};
+
+pub use adamw::{AdamStep, AdamW};
+pub use float::{Float, clip_factor, square_sum};
+pub(crate) use kernels::double;
+use kernels::{Figures, FiguresIn, FiguresOut, SquareSums, State, Update, UpdateIn};
+pub use settings::{OptimizerSettings, UpdateRule};
+pub use sgd::Sgd;
+
+/// An optimiser for all stages of a pipeline: its state, and the kernels that update parameters in
+/// place.
+#[derive(Debug)]
+pub struct Optimizer {
+    rule: UpdateRule,
+    clip: Option<f64>,
+    updates: u64,
+    figures: Jit<Figures>,
+    last: Mesh,
+    /// `None` for stages without trainable parameters.
+    stages: Vec<Option<StageOptimizer>>,
+}
+
+#[derive(Debug)]
+struct StageOptimizer {
+    mesh: Mesh,
+    /// The paths of the trainable parameters, in leaf order.
+    paths: Vec<String>,
+    /// For each name of the rule's state, an array for each path.
+    kept: Vec<Vec<MpmdArray>>,
+    square_sums: Jit<SquareSums>,
+    update: Jit<Update>,
+}
+
+impl Optimizer {
+    /// Creates the optimiser of a pipeline's trainable parameters, with its state at zero. The
+    /// state has the shardings of the stored parameters.
+    ///
+    /// Call it after [`Pipeline::store`], [`Pipeline::tie`] and other changes of the parameters.
+    ///
+    /// # Errors
+    ///
+    /// If a parameter is neither `f32` nor `f64`, or has no sharding. If a device of the pipeline
+    /// is not a CPU.
+    pub fn new<In, Out>(
+        p: &mut Program,
+        pipeline: &Pipeline<In, Out>,
+        settings: impl Into<OptimizerSettings>,
+    ) -> Result<Self>
+    where
+        In: Tree<Leaf = MpmdArray>,
+        Out: Tree<Leaf = MpmdArray>,
+    {
+        let settings = settings.into();
+        let last = pipeline.mesh(pipeline.stages() - 1).clone();
+        let figures = p.jit(Figures).on(&last).outputs(last.replicated()).build()?;
+        let stages = (0..pipeline.stages()).map(|stage| {
+            let params = trainable(pipeline, stage);
+            let new = |params| StageOptimizer::new(p, pipeline.mesh(stage), params, &settings);
+            Some(params).filter(|params| !params.is_empty()).map(new).transpose()
+        });
+        let stages = stages.collect::<Result<Vec<_>>>()?;
+        let OptimizerSettings { rule, clip, .. } = settings;
+        Ok(Self { rule, clip, updates: 0, figures, last, stages })
+    }
+
+    /// Sets the limit of the norm of the mean gradient; `None` for no limit.
+    pub fn set_clip(&mut self, limit: Option<f64>) {
+        self.clip = limit;
+    }
+
+    /// Returns the number of updates so far.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// Sets the number of updates so far, as when a checkpoint is loaded.
+    pub fn set_updates(&mut self, updates: u64) {
+        self.updates = updates;
+    }
+
+    /// Issues one update of the pipeline's parameters, in place, with the gradients of a step.
+    /// Returns at once.
+    ///
+    /// The gradients are divided by the weight of the step's loss. `rate` is the learning rate.
+    /// Returns the figures of the step, `f64`s of shape `[3]` on the last stage's mesh: the mean
+    /// loss before the update, the weight, and the norm of the mean gradient before clipping.
+    ///
+    /// # Errors
+    ///
+    /// If the gradients are not those of the trainable parameters, or the job is known to have
+    /// failed.
+    pub fn step<In>(
+        &mut self,
+        p: &mut Program,
+        pipeline: &mut Pipeline<In, Loss<MpmdArray>>,
+        output: StepOutput,
+        rate: f64,
+    ) -> Result<MpmdArray>
+    where
+        In: Tree<Leaf = MpmdArray>,
+    {
+        let StepOutput { loss, gradients, .. } = output;
+        let mut sorted = Vec::with_capacity(self.stages.len());
+        let mut sums = Vec::with_capacity(self.stages.len());
+        for (index, (stage, gradients)) in self.stages.iter().zip(gradients).enumerate() {
+            let Some(stage) = stage else { continue };
+            let gradients = stage.in_order(index, gradients)?;
+            let sum = stage.square_sums.call(p, gradients.clone())?;
+            sums.push(p.device_put(&sum, self.last.replicated())?);
+            sorted.push((index, gradients));
+        }
+        let limit = MpmdArray::scalar(self.clip.unwrap_or(f64::INFINITY));
+        let FiguresOut { factor, figures } =
+            self.figures.call(p, FiguresIn { sums, loss, limit })?;
+        let number = self.updates + 1;
+        for (index, gradients) in sorted {
+            let Some(stage) = &mut self.stages[index] else { continue };
+            let mut all = pipeline.params(index);
+            let places = places(&all, &stage.paths)?;
+            let params = places.iter().map(|place| all[*place].1.clone()).collect();
+            let input = UpdateIn {
+                state: State { params, kept: stage.kept.clone() },
+                gradients,
+                factor: p.device_put(&factor, stage.mesh.replicated())?,
+                number: MpmdArray::scalar(number),
+                rate: MpmdArray::scalar(rate),
+            };
+            let State { params, kept } = stage.update.call(p, input)?;
+            stage.kept = kept;
+            places.into_iter().zip(params).for_each(|(place, param)| all[place].1 = param);
+            pipeline.set_params(index, all.into_iter().map(|(_, param)| param).collect())?;
+        }
+        self.updates = number;
+        Ok(figures)
+    }
+
+    /// Returns (name, array) of each array that the optimiser keeps for a stage: `mean/<path>` and
+    /// `square/<path>` for [`AdamW`], `momentum/<path>` for [`Sgd`]. `<path>` is a parameter's path
+    /// within the stage.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such stage.
+    pub fn state(&self, stage: usize) -> Vec<(String, MpmdArray)> {
+        let Some(stage) = &self.stages[stage] else { return Vec::new() };
+        let named = self.rule.state_names().iter().zip(&stage.kept);
+        let arrays = named.flat_map(|(name, arrays)| {
+            let named = stage.paths.iter().zip(arrays);
+            named.map(move |(path, array)| (format!("{name}/{path}"), array.clone()))
+        });
+        arrays.collect()
+    }
+
+    /// Replaces the arrays that the optimiser keeps for a stage, as when a checkpoint is loaded.
+    /// `state` has the names of [`Optimizer::state`], in any order.
+    ///
+    /// # Errors
+    ///
+    /// If the names differ, or an array has another shape, dtype or sharding than the one that it
+    /// replaces. Then nothing is replaced.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such stage.
+    pub fn set_state(&mut self, stage: usize, state: Vec<(String, MpmdArray)>) -> Result<()> {
+        let expected = self.state(stage);
+        let mut found: BTreeMap<String, MpmdArray> = state.into_iter().collect();
+        let mut arrays = Vec::with_capacity(expected.len());
+        for (name, old) in expected {
+            let new = found.remove(&name).ok_or_else(|| {
+                Error::kernel(format!("set_state of stage {stage}: there is no array {name:?}"))
+            })?;
+            if new.aval() != old.aval() || new.sharding() != old.sharding() {
+                let problem = format!(
+                    "set_state of stage {stage}: array {name:?} is {} with another sharding or \
+                     shape than the kept {}",
+                    new.aval(),
+                    old.aval()
+                );
+                return Err(Error::kernel(problem));
+            }
+            arrays.push(new);
+        }
+        if let Some(name) = found.keys().next() {
+            let problem = format!("set_state of stage {stage}: array {name:?} is of no parameter");
+            return Err(Error::kernel(problem));
+        }
+        if let Some(stage) = &mut self.stages[stage] {
+            let mut arrays = arrays.into_iter();
+            let count = stage.paths.len();
+            for kept in &mut stage.kept {
+                *kept = arrays.by_ref().take(count).collect();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl StageOptimizer {
+    fn new(
+        p: &mut Program,
+        mesh: &Mesh,
+        params: Vec<(String, MpmdArray)>,
+        settings: &OptimizerSettings,
+    ) -> Result<Self> {
+        if let Some(device) = mesh.devices().iter().find(|device| !is_cpu(p, **device)) {
+            return Err(Error::kernel(format!(
+                "device {device} is not a CPU: this optimiser has kernels only for CPUs"
+            )));
+        }
+        let shardings = params.iter().map(sharding).collect::<Result<Vec<_>>>()?;
+        let mut counting = Vec::with_capacity(params.len());
+        for ((_, param), sharding) in params.iter().zip(&shardings) {
+            counting.push(first_holders(param, sharding)?);
+        }
+        let partial: Vec<&str> = mesh.axis_names().iter().map(String::as_str).collect();
+        let sums = mesh.replicated().unreduced(&partial)?;
+        let square_sums = p.jit(SquareSums { counting }).on(mesh).outputs(sums).build()?;
+
+        let names = settings.rule.state_names();
+        let decays = params.iter().map(|(path, param)| (settings.decays)(path, param.shape()));
+        let update = Update { rule: settings.rule, decays: decays.collect() };
+        let outputs =
+            State { params: shardings.clone(), kept: vec![shardings.clone(); names.len()] };
+        let update = p.jit(update).on(mesh).outputs(PrefixTree::of(&outputs));
+        let update = update.donate("state").donate("gradients").build()?;
+
+        let mut kept = Vec::with_capacity(names.len());
+        for _ in names {
+            let zeros = params.iter().zip(&shardings).map(|((_, param), sharding)| {
+                p.array_from_fn(param.aval().clone(), sharding, |_, mut zeros| {
+                    zeros.zero();
+                    Ok(())
+                })
+            });
+            kept.push(zeros.collect::<Result<Vec<_>>>()?);
+        }
+        let paths = params.into_iter().map(|(path, _)| path).collect();
+        Ok(Self { mesh: mesh.clone(), paths, kept, square_sums, update })
+    }
+
+    /// Returns the gradients in the order of the trainable parameters.
+    fn in_order(&self, stage: usize, gradients: Gradients) -> Result<Vec<MpmdArray>> {
+        let (found, expected) = (gradients.len(), self.paths.len());
+        if found != expected {
+            let problem = format!(
+                "stage {stage} has {found} gradients, and {expected} trainable parameters when the \
+                 optimiser was created"
+            );
+            return Err(Error::kernel(problem));
+        }
+        let places = places(&gradients, &self.paths)?;
+        Ok(places.into_iter().map(|place| gradients[place].1.clone()).collect())
+    }
+}
+
+/// Returns (path, array) of each parameter of a stage that has a gradient.
+fn trainable<In, Out>(pipeline: &Pipeline<In, Out>, stage: usize) -> Vec<(String, MpmdArray)>
+where
+    In: Tree<Leaf = MpmdArray>,
+    Out: Tree<Leaf = MpmdArray>,
+{
+    pipeline.params(stage)
+}
+
+/// Returns the indices of the arrays with these paths.
+fn places(arrays: &[(String, MpmdArray)], paths: &[String]) -> Result<Vec<usize>> {
+    let place = |path: &String| {
+        let place = arrays.iter().position(|(name, _)| name == path);
+        place.ok_or_else(|| Error::kernel(format!("there is no array for parameter {path:?}")))
+    };
+    paths.iter().map(place).collect()
+}
+
+/// Returns the sharding of a stored parameter that an optimiser can update.
+fn sharding((path, param): &(String, MpmdArray)) -> Result<Sharding> {
+    if !matches!(param.dtype(), DType::F32 | DType::F64) {
+        let problem = format!(
+            "parameter {path:?} is {}: optimisers take f32 and f64. Freeze it, or store it as f32",
+            param.aval()
+        );
+        return Err(Error::kernel(problem));
+    }
+    let missing = || Error::kernel(format!("parameter {path:?} is not on the stage's devices"));
+    param.sharding().cloned().ok_or_else(missing)
+}
+
+/// Returns the devices that hold a region of the array as the first in the order of the sharding.
+fn first_holders(array: &MpmdArray, sharding: &Sharding) -> Result<Vec<DeviceId>> {
+    let layout = sharding.layout(array.shape())?;
+    let mut seen: Vec<&Region> = Vec::new();
+    let mut devices = Vec::new();
+    for (device, region) in layout.iter() {
+        if !seen.contains(&region) {
+            seen.push(region);
+            devices.push(device);
+        }
+    }
+    Ok(devices)
+}
+
+fn is_cpu(p: &Program, device: DeviceId) -> bool {
+    p.topology().kind_of(device) == Some(DeviceKind::Cpu)
+}

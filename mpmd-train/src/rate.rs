@@ -1,0 +1,103 @@
+//! Learning rates as functions of the step.
+
+use std::f64::consts::PI;
+
+/// A learning rate by step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rate {
+    /// The same rate in every step.
+    Constant(f64),
+    /// A rate that rises linearly, then falls along half a cosine.
+    WarmupCosine {
+        /// The highest rate, reached in step `warmup`.
+        peak: f64,
+        /// The lowest rate, from step `total` on.
+        floor: f64,
+        /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
+        warmup: u64,
+        /// Number of all steps.
+        total: u64,
+    },
+    /// A rate that rises linearly, then falls linearly.
+    WarmupLinear {
+        /// The highest rate, reached in step `warmup`.
+        peak: f64,
+        /// The lowest rate, from step `total` on.
+        floor: f64,
+        /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
+        warmup: u64,
+        /// Number of all steps.
+        total: u64,
+    },
+}
+
+impl Rate {
+    /// Returns the rate of a step, counted from 1.
+    pub fn at(&self, step: u64) -> f64 {
+        match *self {
+            Self::Constant(rate) => rate,
+            Self::WarmupCosine { peak, floor, warmup, total } => {
+                warmed_up(step, (peak, floor), (warmup, total), |done| {
+                    0.5 * (1.0 + (PI * done).cos())
+                })
+            }
+            Self::WarmupLinear { peak, floor, warmup, total } => {
+                warmed_up(step, (peak, floor), (warmup, total), |done| 1.0 - done)
+            }
+        }
+    }
+}
+
+/// Returns the rate of a step with a linear rise. `fall` maps the finished share of the fall to the
+/// height above the floor, from 1 down to 0.
+fn warmed_up(
+    step: u64,
+    (peak, floor): (f64, f64),
+    (warmup, total): (u64, u64),
+    fall: impl Fn(f64) -> f64,
+) -> f64 {
+    if step < warmup {
+        return peak * step as f64 / warmup as f64;
+    }
+    if step >= total {
+        return floor;
+    }
+    // `warmup <= step < total` here, so the divisor is not zero.
+    let done = (step - warmup) as f64 / (total - warmup) as f64;
+    floor + (peak - floor) * fall(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rate_rises_linearly_and_falls_along_a_cosine() {
+        let of = |warmup| Rate::WarmupCosine { peak: 1.0, floor: 0.2, warmup, total: 12 };
+        let expected = [
+            (1, 0.25),
+            (2, 0.5),
+            (4, 1.0),
+            (6, 0.6 + 0.4 * 0.5f64.sqrt()),
+            (8, 0.6),
+            (12, 0.2),
+            (13, 0.2),
+            (u64::MAX, 0.2),
+        ];
+        for (step, rate) in expected {
+            assert!((of(4).at(step) - rate).abs() < 1e-12, "{step}: {}", of(4).at(step));
+        }
+        assert!(of(0).at(1) > 0.98);
+        assert_eq!((of(12).at(6), of(12).at(12)), (0.5, 0.2));
+    }
+
+    #[test]
+    fn rate_rises_and_falls_linearly() {
+        let rate = Rate::WarmupLinear { peak: 1.0, floor: 0.2, warmup: 4, total: 12 };
+        let expected = [(1, 0.25), (4, 1.0), (6, 0.8), (8, 0.6), (12, 0.2), (u64::MAX, 0.2)];
+        for (step, expected) in expected {
+            assert!((rate.at(step) - expected).abs() < 1e-12, "{step}: {}", rate.at(step));
+        }
+        assert_eq!(Rate::Constant(0.5).at(9), 0.5);
+    }
+}

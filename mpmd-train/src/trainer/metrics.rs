@@ -1,0 +1,52 @@
+//! The metrics of a training, as lines of JSON in a file.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use mpmd_core::{Error, Result};
+use serde_json::json;
+
+use super::report::StepReport;
+
+/// A file with one line of JSON for each step and each evaluation.
+pub(super) struct Metrics {
+    file: File,
+    path: PathBuf,
+}
+
+impl Metrics {
+    /// Opens the file. With `append`, keeps the lines that it has.
+    pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
+        let mut options = OpenOptions::new();
+        options.create(true).write(true);
+        let options = if append { options.append(true) } else { options.truncate(true) };
+        let file = options.open(path).map_err(|error| unwritable(path, &error))?;
+        Ok(Self { file, path: path.to_owned() })
+    }
+
+    /// Writes the figures of a step. `seconds` is the time since the start of the run. `tokens` is
+    /// the step's weight.
+    pub(super) fn step(&mut self, report: &StepReport, seconds: f64) -> Result<()> {
+        let StepReport { step, loss, weight, norm, rate, .. } = report;
+        self.line(&json!({
+            "step": step, "loss": loss, "norm": norm, "rate": rate, "seconds": seconds,
+            "tokens": weight,
+        }))
+    }
+
+    /// Writes the mean loss of an evaluation after `step` updates.
+    pub(super) fn evaluation(&mut self, step: u64, loss: f64, seconds: f64) -> Result<()> {
+        self.line(&json!({ "step": step, "evaluation": loss, "seconds": seconds }))
+    }
+
+    /// Writes a line at once, so that a killed process leaves whole lines.
+    fn line(&mut self, value: &serde_json::Value) -> Result<()> {
+        let line = format!("{value}\n");
+        self.file.write_all(line.as_bytes()).map_err(|error| unwritable(&self.path, &error))
+    }
+}
+
+fn unwritable(path: &Path, error: &std::io::Error) -> Error {
+    Error::Environment(format!("cannot write the metrics to {}: {error}", path.display()))
+}

@@ -1,0 +1,207 @@
+//! The trainer: a pipeline with its optimiser, learning rate and random seed.
+
+mod metrics;
+mod progress;
+mod report;
+mod run;
+
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
+use mpmd_core::tree::Tree;
+use mpmd_core::{MpmdArray, Program, Result};
+use mpmd_layout::topology::Mesh;
+
+pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
+pub use run::{Outcome, Run};
+
+use crate::data::{At, Data};
+use crate::optimizer::{Optimizer, OptimizerSettings};
+use crate::rate::Rate;
+use crate::stop::StopFlag;
+use report::Reporter;
+
+/// A pipeline under training: parameters, optimiser, schedule and learning rate.
+///
+/// [`Trainer::run`] is the whole loop. [`Trainer::step`] and [`Trainer::evaluate`] are its parts,
+/// for loops of your own.
+pub struct Trainer<In> {
+    pipeline: Pipeline<In, Loss<MpmdArray>>,
+    schedule: Schedule,
+    optimizer: Optimizer,
+    reporter: Reporter,
+    rate: Rate,
+    seed: u64,
+    stop: StopFlag,
+    watches: bool,
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
+    /// Creates a trainer that runs `pipeline` by `schedule`. `settings` are those of the optimiser:
+    /// for instance `AdamW::default()`, or an [`OptimizerSettings`].
+    ///
+    /// The learning rate is 0.001 until [`Trainer::rate`] sets it, and the seed is 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Optimizer::new`], and if a process of the job has no device.
+    pub fn new(
+        p: &mut Program,
+        pipeline: Pipeline<In, Loss<MpmdArray>>,
+        schedule: Schedule,
+        settings: impl Into<OptimizerSettings>,
+    ) -> Result<Self> {
+        let optimizer = Optimizer::new(p, &pipeline, settings)?;
+        let reporter = Reporter::new(p, pipeline.mesh(pipeline.stages() - 1))?;
+        Ok(Self {
+            pipeline,
+            schedule,
+            optimizer,
+            reporter,
+            rate: Rate::Constant(1e-3),
+            seed: 0,
+            stop: StopFlag::default(),
+            watches: false,
+        })
+    }
+
+    /// Sets the learning rate.
+    #[must_use]
+    pub fn rate(mut self, rate: Rate) -> Self {
+        self.rate = rate;
+        self
+    }
+
+    /// Sets the limit of the norm of the mean gradient over all parameters. A larger gradient is
+    /// scaled down to it.
+    #[must_use]
+    pub fn clip(mut self, limit: f64) -> Self {
+        self.optimizer.set_clip(Some(limit));
+        self
+    }
+
+    /// Sets the seed of the random keys of all microbatches.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Turns the replay of steps on or off: see [`Pipeline::replay`]. Off by default.
+    #[must_use]
+    pub fn replay(mut self, yes: bool) -> Self {
+        self.pipeline.replay(yes);
+        self
+    }
+
+    /// Sets the flag that asks this process to stop, in place of one that [`Trainer::run`] makes
+    /// and sets by Ctrl-C and SIGTERM.
+    #[must_use]
+    pub fn stop_on(mut self, stop: &StopFlag) -> Self {
+        (self.stop, self.watches) = (stop.clone(), true);
+        self
+    }
+
+    /// Returns the number of updates so far.
+    pub fn steps(&self) -> u64 {
+        self.optimizer.updates()
+    }
+
+    /// Returns the pipeline, for instance to read its parameters.
+    pub fn pipeline(&self) -> &Pipeline<In, Loss<MpmdArray>> {
+        &self.pipeline
+    }
+
+    /// Returns the pipeline, for instance to replace its parameters.
+    pub fn pipeline_mut(&mut self) -> &mut Pipeline<In, Loss<MpmdArray>> {
+        &mut self.pipeline
+    }
+
+    /// Returns the optimiser, for instance to read its state.
+    pub fn optimizer(&self) -> &Optimizer {
+        &self.optimizer
+    }
+
+    /// Returns the optimiser, for instance to replace its state.
+    pub fn optimizer_mut(&mut self) -> &mut Optimizer {
+        &mut self.optimizer
+    }
+
+    /// Returns the schedule.
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// Returns the meshes of the stages, in order.
+    pub fn meshes(&self) -> Vec<Mesh> {
+        (0..self.pipeline.stages()).map(|stage| self.pipeline.mesh(stage).clone()).collect()
+    }
+
+    /// Issues one training step: the passes of all microbatches, the update, and the move of its
+    /// figures to every process. Ends the program's step. Returns without waiting.
+    ///
+    /// Gradients and losses are divided by the total weight of the microbatches, so they may have
+    /// unequal weights.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Pipeline::train_step`], [`Optimizer::step`] and [`Program::step_end`].
+    #[track_caller]
+    pub fn step(
+        &mut self,
+        p: &mut Program,
+        microbatches: Vec<Microbatch<In>>,
+    ) -> Result<StepHandle> {
+        let step = self.steps() + 1;
+        let rate = self.rate.at(step);
+        let output = self.pipeline.train_step(p, &self.schedule, microbatches)?;
+        let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
+        let figures = self.reporter.report(p, &figures, &self.stop)?;
+        p.step_end()?;
+        Ok(StepHandle { step, rate, figures })
+    }
+
+    /// Issues the forward passes of some microbatches, and the move of their summed loss to every
+    /// process. Returns without waiting.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Pipeline::forward`].
+    #[track_caller]
+    pub fn evaluate(
+        &mut self,
+        p: &mut Program,
+        microbatches: Vec<Microbatch<In>>,
+    ) -> Result<EvaluationHandle> {
+        let losses = microbatches.into_iter().map(|one| self.pipeline.forward(p, one));
+        let losses = losses.collect::<Result<Vec<_>>>()?;
+        let sums = self.reporter.sum(p, losses)?;
+        let figures = self.reporter.report(p, &sums, &self.stop)?;
+        Ok(EvaluationHandle { figures })
+    }
+
+    /// Estimates the peak memory in bytes of a training step on each device, with the optimiser's
+    /// state: see [`Pipeline::memory`]. Issues nothing.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Pipeline::memory`].
+    #[track_caller]
+    pub fn memory(&self, p: &Program, microbatch: &MicrobatchShapes<In>) -> Result<StepMemory> {
+        let state = (0..self.pipeline.stages()).flat_map(|stage| self.optimizer.state(stage));
+        let state: Vec<MpmdArray> = state.map(|(_, array)| array).collect();
+        self.pipeline.memory(p, &self.schedule, microbatch, &state)
+    }
+
+    /// Issues the making of the next step's microbatches.
+    fn training(
+        &self,
+        p: &mut Program,
+        data: &(impl Data<In> + ?Sized),
+    ) -> Result<Vec<Microbatch<In>>> {
+        let meshes = self.meshes();
+        let one = |microbatch| {
+            let at = At::new(self.seed, self.steps() + 1, microbatch);
+            data.training(p, &meshes, at)
+        };
+        (0..self.schedule.microbatches()).map(one).collect()
+    }
+}

@@ -1,0 +1,72 @@
+//! Progress of a training on stderr: a bar on a terminal, otherwise a line at intervals.
+
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::report::StepReport;
+
+/// The progress of a training and of its evaluations.
+pub(super) struct Progress {
+    bar: ProgressBar,
+    /// Number of updates in earlier runs, and number of all updates at the end.
+    steps: (u64, u64),
+    start: Instant,
+    /// Sum of the weights of the steps so far.
+    tokens: f64,
+    /// The last tenth for which a line was written.
+    tenth: Option<u64>,
+}
+
+impl Progress {
+    /// Creates the progress of a training that continues after `done` updates and ends after `end`.
+    pub(super) fn new(done: u64, end: u64, start: Instant) -> Self {
+        let bar = ProgressBar::new(end);
+        let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Self { bar, steps: (done, end), start, tokens: 0.0, tenth: None }
+    }
+
+    /// Shows a step's number and loss, and the rate so far in tokens per second. It must be called
+    /// once for each step of this run.
+    pub(super) fn step(&mut self, report: &StepReport) {
+        let StepReport { step, loss, weight, .. } = report;
+        let (done, end) = self.steps;
+        self.tokens += weight;
+        let elapsed = self.start.elapsed().as_secs_f64();
+        let rate = self.tokens / elapsed.max(1e-9);
+        let message = format!("step {step}/{end}  loss {loss:.3}  {rate:.0} tokens/s");
+        if !self.bar.is_hidden() {
+            self.bar.set_message(message);
+            self.bar.set_position(*step);
+            return;
+        }
+        let share = (step - done) as f64 / (end - done).max(1) as f64;
+        let tenth = Some((10.0 * share) as u64);
+        if tenth > self.tenth {
+            self.tenth = tenth;
+            eprintln!("{message}  {:.0} s left", elapsed * (1.0 / share - 1.0));
+        }
+    }
+
+    /// Shows that `done` of `all` held-out microbatches are evaluated. Only a bar shows it.
+    pub(super) fn evaluating(&self, done: usize, all: usize) {
+        self.bar.set_message(format!("evaluation: {done} of {all} microbatches"));
+    }
+
+    /// Shows the mean loss of an evaluation after `step` updates.
+    pub(super) fn evaluated(&self, step: u64, loss: f64) {
+        let message = format!("evaluation after step {step}: loss {loss:.4}");
+        match self.bar.is_hidden() {
+            true => eprintln!("{message}"),
+            false => self.bar.println(message),
+        }
+    }
+}
+
+impl Drop for Progress {
+    /// Ends the bar and leaves it visible.
+    fn drop(&mut self) {
+        self.bar.abandon();
+    }
+}

@@ -1,0 +1,301 @@
+//! The loop of a training: steps, evaluations, metrics, and an end at any time.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use mpmd_core::pipeline::Microbatch;
+use mpmd_core::tree::Tree;
+use mpmd_core::{Error, MpmdArray, ProcessId, Program, Result};
+
+use super::Trainer;
+use super::metrics::Metrics;
+use super::progress::Progress;
+use super::report::{EvaluationHandle, StepHandle, StepReport};
+use crate::data::Data;
+
+/// Number of steps, or groups of an evaluation, that are issued before the report of an earlier one
+/// is read. So reading it does not drain the pipeline.
+const PENDING: usize = 2;
+
+/// Number of steps in a dry run: enough to see that all steps are equal.
+const PLANNED_STEPS: u64 = 8;
+
+/// A function of a program and its trainer.
+type Hook<'a, In> = Box<dyn FnMut(&mut Program, &mut Trainer<In>) -> Result<()> + 'a>;
+
+/// Options of [`Trainer::run`].
+#[must_use = "options do nothing until `Trainer::run` takes them"]
+pub struct Run<'a, In> {
+    steps: u64,
+    evaluate_every: Option<u64>,
+    metrics: Option<PathBuf>,
+    progress: bool,
+    on_step: Box<dyn FnMut(&StepReport) + 'a>,
+    save: Option<Hook<'a, In>>,
+}
+
+impl<'a, In> Run<'a, In> {
+    /// Creates options for a training until the model has had `steps` updates, those of earlier
+    /// runs included. Shows the progress, and evaluates only at the end.
+    pub fn steps(steps: u64) -> Self {
+        Self {
+            steps,
+            evaluate_every: None,
+            metrics: None,
+            progress: true,
+            on_step: Box::new(|_| {}),
+            save: None,
+        }
+    }
+
+    /// Evaluates the held-out data each time this number of further updates is done. At the end
+    /// they are evaluated in any case.
+    pub fn evaluate_every(mut self, steps: u64) -> Self {
+        self.evaluate_every = Some(steps.max(1));
+        self
+    }
+
+    /// Makes process 0 write a line of JSON for each step and evaluation to this file. Overwrites
+    /// the file if the model is new, and appends to it otherwise.
+    ///
+    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` since the start of the run,
+    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`.
+    pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
+        self.metrics = Some(file.into());
+        self
+    }
+
+    /// Turns the progress on process 0's stderr on or off. On by default.
+    pub fn progress(mut self, yes: bool) -> Self {
+        self.progress = yes;
+        self
+    }
+
+    /// Calls `f` with the report of each step, in order, on every process. Not called in a dry run.
+    pub fn on_step(mut self, f: impl FnMut(&StepReport) + 'a) -> Self {
+        self.on_step = Box::new(f);
+        self
+    }
+
+    /// Calls `f` after the last step, also after a stop, on every process. It may issue operations,
+    /// the same on every process, to save the model.
+    pub fn save(
+        mut self,
+        f: impl FnMut(&mut Program, &mut Trainer<In>) -> Result<()> + 'a,
+    ) -> Self {
+        self.save = Some(Box::new(f));
+        self
+    }
+}
+
+impl<In> fmt::Debug for Run<'_, In> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Run")
+            .field("steps", &self.steps)
+            .field("evaluate_every", &self.evaluate_every)
+            .field("metrics", &self.metrics)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The result of [`Trainer::run`]. It is the same on every process.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Outcome {
+    /// Number of updates of the model, those of earlier runs included.
+    pub steps: u64,
+    /// The report of the last step; `None` if there was no step.
+    pub last: Option<StepReport>,
+    /// The signal that ended the run, if any.
+    pub stopped: Option<i32>,
+    /// Mean loss of the last complete evaluation of held-out data, if any.
+    pub evaluation: Option<f64>,
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
+    /// Trains, evaluates and saves as `run` says. Blocks until the last report is read.
+    ///
+    /// Two further steps are issued before the report of a step is read. If any process gets Ctrl-C
+    /// or SIGTERM, all processes stop after the same step, also during an evaluation. The second
+    /// signal ends its process at once.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite. If
+    /// the metrics cannot be written, or `save` fails.
+    #[track_caller]
+    pub fn run<D: Data<In> + ?Sized>(
+        &mut self,
+        p: &mut Program,
+        run: Run<'_, In>,
+        data: &D,
+    ) -> Result<Outcome> {
+        let Run { mut steps, evaluate_every, metrics, progress, on_step, save } = run;
+        data.compare(p)?;
+        if p.is_dry_run() {
+            steps = steps.min(self.steps() + PLANNED_STEPS);
+        } else if !self.watches {
+            let refused = |error| Error::Environment(format!("cannot watch for Ctrl-C: {error}"));
+            self.stop.watch().map_err(refused)?;
+            self.watches = true;
+        }
+        let start = Instant::now();
+        let first = p.process() == ProcessId(0) && !p.is_dry_run();
+        let open = |path: &PathBuf| Metrics::open(path, self.steps() > 0);
+        let mut observer = Observer {
+            is_dry_run: p.is_dry_run(),
+            start,
+            metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
+            progress: (first && progress).then(|| Progress::new(self.steps(), steps, start)),
+            on_step,
+            last: None,
+            stopped: None,
+            evaluation: None,
+        };
+        self.train(p, (steps, evaluate_every), data, &mut observer)?;
+        if let Some(mut save) = save {
+            save(p, self)?;
+        }
+        if observer.stopped.is_none() {
+            self.evaluate_held_out(p, data, &mut observer)?;
+        }
+        let Observer { last, stopped, evaluation, .. } = observer;
+        Ok(Outcome { steps: self.steps(), last, stopped, evaluation })
+    }
+
+    /// Trains until the model has had `steps` updates, or a process was asked to stop. Evaluates
+    /// held-out data between steps.
+    fn train<D: Data<In> + ?Sized>(
+        &mut self,
+        p: &mut Program,
+        (steps, evaluate_every): (u64, Option<u64>),
+        data: &D,
+        observer: &mut Observer<'_>,
+    ) -> Result<()> {
+        let mut pending: VecDeque<StepHandle> = VecDeque::new();
+        while self.steps() < steps && observer.stopped.is_none() {
+            let microbatches = self.training(p, data)?;
+            pending.push_back(self.step(p, microbatches)?);
+            if pending.len() > PENDING
+                && let Some(step) = pending.pop_front()
+            {
+                observer.step(step.read()?)?;
+            }
+            let now = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
+            if now && self.steps() < steps && observer.stopped.is_none() {
+                self.evaluate_held_out(p, data, observer)?;
+            }
+        }
+        pending.into_iter().try_for_each(|step| observer.step(step.read()?))
+    }
+
+    /// Evaluates all held-out data in groups of a step's microbatches, until a process was asked to
+    /// stop.
+    fn evaluate_held_out<D: Data<In> + ?Sized>(
+        &mut self,
+        p: &mut Program,
+        data: &D,
+        observer: &mut Observer<'_>,
+    ) -> Result<()> {
+        let group = self.schedule.microbatches();
+        // All groups of a dry run are equal.
+        let count = data.held_out_len().min(if p.is_dry_run() { group } else { usize::MAX });
+        if count == 0 {
+            return Ok(());
+        }
+        let meshes = self.meshes();
+        let mut total = Total::default();
+        let mut pending: VecDeque<EvaluationHandle> = VecDeque::new();
+        let mut next = 0;
+        while next < count && observer.stopped.is_none() {
+            let end = count.min(next + group);
+            let microbatches = (next..end).map(|index| data.held_out(p, &meshes, index));
+            let microbatches = microbatches.collect::<Result<Vec<Microbatch<In>>>>()?;
+            pending.push_back(self.evaluate(p, microbatches)?);
+            next = end;
+            if pending.len() > PENDING
+                && let Some(group) = pending.pop_front()
+            {
+                total.add(group, observer)?;
+                observer.evaluating(next, count);
+            }
+        }
+        for group in pending {
+            total.add(group, observer)?;
+        }
+        if next == count && !p.is_dry_run() {
+            observer.evaluated(self.steps(), total.sum / total.weight)?;
+        }
+        Ok(())
+    }
+}
+
+/// Sums over the groups of an evaluation.
+#[derive(Default)]
+struct Total {
+    sum: f64,
+    weight: f64,
+}
+
+impl Total {
+    fn add(&mut self, group: EvaluationHandle, observer: &mut Observer<'_>) -> Result<()> {
+        let report = group.read()?;
+        self.sum += report.sum;
+        self.weight += report.weight;
+        observer.stopped = observer.stopped.or(report.stop);
+        Ok(())
+    }
+}
+
+/// The reports so far, and where they go.
+struct Observer<'a> {
+    /// True in a dry run, in which all figures are NaN.
+    is_dry_run: bool,
+    start: Instant,
+    metrics: Option<Metrics>,
+    progress: Option<Progress>,
+    on_step: Box<dyn FnMut(&StepReport) + 'a>,
+    last: Option<StepReport>,
+    stopped: Option<i32>,
+    evaluation: Option<f64>,
+}
+
+impl Observer<'_> {
+    fn step(&mut self, report: StepReport) -> Result<()> {
+        let StepReport { step, loss, norm, stop, .. } = report;
+        self.stopped = self.stopped.or(stop);
+        self.last = Some(report);
+        if self.is_dry_run {
+            return Ok(());
+        }
+        if !loss.is_finite() || !norm.is_finite() {
+            let problem = format!(
+                "step {step} of the training has loss {loss} and gradients of norm {norm}: lower \
+                 the learning rate, or clip the gradients"
+            );
+            return Err(Error::kernel(problem));
+        }
+        if let Some(metrics) = &mut self.metrics {
+            metrics.step(&report, self.start.elapsed().as_secs_f64())?;
+        }
+        if let Some(progress) = &mut self.progress {
+            progress.step(&report);
+        }
+        (self.on_step)(&report);
+        Ok(())
+    }
+
+    fn evaluating(&self, done: usize, all: usize) {
+        self.progress.iter().for_each(|progress| progress.evaluating(done, all));
+    }
+
+    fn evaluated(&mut self, step: u64, loss: f64) -> Result<()> {
+        self.evaluation = Some(loss);
+        if let Some(metrics) = &mut self.metrics {
+            metrics.evaluation(step, loss, self.start.elapsed().as_secs_f64())?;
+        }
+        self.progress.iter().for_each(|progress| progress.evaluated(step, loss));
+        Ok(())
+    }
+}

@@ -1,0 +1,105 @@
+//! Padded buckets against unpadded rows.
+
+use mpmd_core::prelude::*;
+use mpmd_core::{Simulation, random};
+use mpmd_train::data::{At, Buckets, Data};
+use mpmd_train::optimizer::AdamW;
+use mpmd_train::stop::StopFlag;
+use mpmd_train::{Rate, Run, StepReport};
+
+use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer};
+
+/// Returns sequences of 2 to 13 tokens.
+fn sequences(count: u64) -> Vec<Vec<u32>> {
+    let one = |i: u64| {
+        let key = random::Key(i);
+        let tokens = 2 + random::bits(key, 0) % 12;
+        (1..=tokens).map(|at| (random::bits(key, at) % TOKENS as u64) as u32).collect()
+    };
+    (0..count).map(one).collect()
+}
+
+/// Returns (mean loss, weight) of all held-out sequences.
+fn evaluated(buckets: &Buckets) -> (f64, f64) {
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = trainer(p, false, AdamW::default())?;
+        let meshes = meshes(p)?;
+        let all = (0..buckets.held_out_len()).map(|index| buckets.held_out(p, &meshes, index));
+        let all = all.collect::<Result<Vec<_>>>()?;
+        let report = trainer.evaluate(p, all)?.read()?;
+        Ok((report.loss(), report.weight))
+    });
+    results.into_iter().next().unwrap().unwrap()
+}
+
+#[test]
+fn loss_of_padded_rows_equals_the_unpadded_one() {
+    let all = sequences(200);
+    let held_out = all.iter().skip(9).step_by(10);
+    let tokens: usize = held_out.map(|sequence| sequence.len() - 1).sum();
+    let every: Vec<usize> = (1..=12).collect();
+    let unpadded = evaluated(&Buckets::new(all.clone(), &every, 1).unwrap());
+    for (lengths, rows) in [(&[12][..], 3), (&[4, 8, 12], 4), (&[20], 1)] {
+        let padded = evaluated(&Buckets::new(all.clone(), lengths, rows).unwrap());
+        assert_eq!((padded.1, unpadded.1), (tokens as f64, tokens as f64));
+        let near = (padded.0 - unpadded.0).abs() < 1e-6 * unpadded.0;
+        assert!(near, "{lengths:?}: {padded:?} {unpadded:?}");
+    }
+}
+
+#[test]
+fn steps_of_several_forms_train_and_replay() {
+    let run = |processes: usize, replay: bool| {
+        let results = Simulation::new(processes, 4).run(|p| {
+            let buckets = Buckets::new(sequences(100), &[4, 8, 12], 2).unwrap();
+            let trainer = trainer(p, true, AdamW::default())?.rate(Rate::Constant(0.02));
+            let mut trainer = trainer.replay(replay).stop_on(&StopFlag::default());
+            let mut reports: Vec<StepReport> = Vec::new();
+            let options = Run::steps(12).progress(false).on_step(|report| reports.push(*report));
+            trainer.run(p, options, &buckets)?;
+            Ok(reports)
+        });
+        results.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let expected = run(1, false).remove(0);
+    let mut weights: Vec<u64> = expected.iter().map(|report| report.weight as u64).collect();
+    weights.sort_unstable();
+    weights.dedup();
+    assert!(weights.len() > 3, "unequal weights: {weights:?}");
+    for (processes, replay) in [(1, true), (2, false), (4, true)] {
+        for found in run(processes, replay) {
+            assert_eq!(found, expected, "{processes} processes, replay {replay}");
+        }
+    }
+}
+
+#[test]
+fn gradient_of_unequal_weights_is_that_of_one_batch() {
+    // One microbatch of four rows, or four microbatches of one row.
+    let norm = |rows: usize, count: usize| {
+        let results = Simulation::new(1, 4).run(|p| {
+            let pipeline = crate::stages::pipeline(p, false)?;
+            let schedule = mpmd_core::pipeline::Schedule::gpipe(2, count)?;
+            let mut trainer = mpmd_train::Trainer::new(p, pipeline, schedule, AdamW::default())?;
+            let buckets = Buckets::new(sequences(40), &[12], rows).unwrap();
+            let meshes = meshes(p)?;
+            let all = (0..count).map(|index| buckets.held_out(p, &meshes, index));
+            let all = all.collect::<Result<Vec<_>>>()?;
+            trainer.step(p, all)?.read()
+        });
+        results.into_iter().next().unwrap().unwrap()
+    };
+    let (whole, parts) = (norm(MICROBATCHES, 1), norm(1, MICROBATCHES));
+    assert_eq!(whole.weight, parts.weight);
+    assert!((whole.loss - parts.loss).abs() < 1e-6 * whole.loss, "{whole:?} {parts:?}");
+    assert!((whole.norm - parts.norm).abs() < 1e-5 * whole.norm, "{whole:?} {parts:?}");
+}
+
+#[test]
+fn keys_differ_by_seed_step_and_microbatch() {
+    let at = At::new(1, 2, 3);
+    assert_eq!(at, At::new(1, 2, 3));
+    for other in [At::new(2, 2, 3), At::new(1, 3, 3), At::new(1, 2, 4), At::new(1, 3, 2)] {
+        assert_ne!(at.key, other.key);
+    }
+}

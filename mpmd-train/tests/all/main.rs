@@ -1,0 +1,11 @@
+//! Training of tiny pipelines, by simulated and real processes.
+
+// `#[derive(Tree)]` names this crate from outside.
+extern crate mpmd_core as mpmd;
+
+mod data;
+mod optimizers;
+mod reports;
+mod runs;
+mod signals;
+mod stages;

@@ -1,0 +1,178 @@
+//! The loop of a training: metrics, evaluations, stops and hooks.
+
+use std::cell::RefCell;
+
+use mpmd_core::pipeline::Microbatch;
+use mpmd_core::prelude::*;
+use mpmd_core::topology::Mesh;
+use mpmd_core::{ProcessId, Simulation};
+use mpmd_train::data::{At, Data};
+use mpmd_train::optimizer::AdamW;
+use mpmd_train::stop::StopFlag;
+use mpmd_train::{Outcome, Rate, Run};
+use serde_json::Value;
+
+use crate::stages::{params, trainer, windows};
+
+const SIGTERM: i32 = 15;
+
+/// Held-out data that asks one process to stop when microbatch `at` is made.
+struct Stopping<D> {
+    data: D,
+    at: usize,
+    stop: Option<StopFlag>,
+}
+
+impl<D: Data<MpmdArray>> Data<MpmdArray> for Stopping<D> {
+    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+        self.data.training(p, meshes, at)
+    }
+
+    fn held_out_len(&self) -> usize {
+        self.data.held_out_len()
+    }
+
+    fn held_out(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        index: usize,
+    ) -> Result<Microbatch<MpmdArray>> {
+        if index == self.at {
+            self.stop.iter().for_each(|stop| stop.set(SIGTERM));
+        }
+        self.data.held_out(p, meshes, index)
+    }
+}
+
+/// Runs a training on every process. Returns outcome and parameters.
+fn run(
+    processes: usize,
+    replay: bool,
+    options: impl Fn() -> Run<'static, MpmdArray> + Sync,
+) -> Vec<(Outcome, Vec<Option<Vec<f32>>>)> {
+    let results = Simulation::new(processes, 4).run(|p| {
+        let trainer = trainer(p, true, AdamW::default())?;
+        let trainer = trainer.rate(Rate::Constant(0.02)).clip(1.0).seed(4).replay(replay);
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        let outcome = trainer.run(p, options().progress(false), &windows())?;
+        Ok((outcome, params(p, &trainer)?))
+    });
+    results.into_iter().map(Result::unwrap).collect()
+}
+
+#[test]
+fn outcome_is_the_same_on_any_number_of_processes() {
+    let options = || Run::steps(6).evaluate_every(2);
+    let (expected, values) = run(1, false, options).remove(0);
+    assert_eq!((expected.steps, expected.stopped), (6, None));
+    assert_eq!(expected.last.unwrap().step, 6);
+    assert!(expected.evaluation.unwrap() > 0.0);
+    for (processes, replay) in [(1, true), (2, false), (2, true), (4, false)] {
+        let all = run(processes, replay, options);
+        assert!(all.iter().all(|(outcome, _)| *outcome == expected), "{processes}, {replay}");
+        assert_eq!(all[0].1, values, "{processes} processes, replay {replay}");
+    }
+}
+
+#[test]
+fn metrics_are_lines_of_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("metrics.jsonl");
+    run(2, false, || Run::steps(4).evaluate_every(2).metrics(&file));
+    let text = std::fs::read_to_string(&file).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let steps: Vec<&Value> = lines.iter().filter(|line| line["loss"].is_f64()).collect();
+    let numbers: Vec<u64> = steps.iter().filter_map(|line| line["step"].as_u64()).collect();
+    assert_eq!(numbers, [1, 2, 3, 4]);
+    for line in &steps {
+        assert!(line["norm"].is_f64() && line["seconds"].is_f64(), "{line}");
+        assert_eq!((line["rate"].as_f64(), line["tokens"].as_f64()), (Some(0.02), Some(48.0)));
+    }
+    let evaluations: Vec<u64> = lines
+        .iter()
+        .filter(|line| line["evaluation"].is_f64())
+        .filter_map(|line| line["step"].as_u64())
+        .collect();
+    assert_eq!(evaluations, [2, 4]);
+}
+
+#[test]
+fn flag_of_one_process_stops_all_after_the_same_step() {
+    for (processes, stopped) in [(1, 0), (2, 1), (4, 2)] {
+        let results = Simulation::new(processes, 4).run(|p| {
+            let stop = StopFlag::default();
+            let mut trainer = trainer(p, false, AdamW::default())?.stop_on(&stop);
+            let me = p.process() == ProcessId(stopped);
+            let seen = RefCell::new(Vec::new());
+            let run = Run::steps(1000).progress(false).on_step(|report| {
+                seen.borrow_mut().push(report.step);
+                if me && report.step == 3 {
+                    stop.set(SIGTERM);
+                }
+            });
+            let saved = RefCell::new(0);
+            let run = run.save(|_, trainer| {
+                *saved.borrow_mut() = trainer.steps();
+                Ok(())
+            });
+            let outcome = trainer.run(p, run, &windows())?;
+            let seen = seen.borrow().clone();
+            assert_eq!(seen, (1..=outcome.steps).collect::<Vec<_>>());
+            assert_eq!(*saved.borrow(), outcome.steps);
+            Ok(outcome)
+        });
+        let outcomes: Vec<Outcome> = results.into_iter().map(Result::unwrap).collect();
+        assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+        assert_eq!((outcomes[0].stopped, outcomes[0].evaluation), (Some(SIGTERM), None));
+        // The report of a step is read after two further steps are issued.
+        assert!((6..20).contains(&outcomes[0].steps), "{outcomes:?}");
+    }
+}
+
+#[test]
+fn flag_set_in_an_evaluation_stops_all_after_the_same_step() {
+    let results = Simulation::new(4, 4).run(|p| {
+        let stop = StopFlag::default();
+        let here = p.process() == ProcessId(2);
+        let data = Stopping { data: windows(), at: 20, stop: here.then(|| stop.clone()) };
+        let mut trainer = trainer(p, false, AdamW::default())?.stop_on(&stop);
+        trainer.run(p, Run::steps(1000).evaluate_every(5).progress(false), &data)
+    });
+    for result in results {
+        let outcome = result.unwrap();
+        assert_eq!((outcome.steps, outcome.stopped), (5, Some(SIGTERM)));
+        assert_eq!((outcome.last.unwrap().step, outcome.evaluation), (5, None));
+    }
+}
+
+#[test]
+fn loss_that_is_not_finite_is_an_error_everywhere() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let trainer = trainer(p, false, AdamW::default())?.rate(Rate::Constant(1e30));
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        trainer.run(p, Run::steps(50).progress(false), &windows())
+    });
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("of the training has loss"), "{error}");
+    }
+}
+
+#[test]
+fn run_continues_after_earlier_updates() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("metrics.jsonl");
+    let results = Simulation::new(2, 4).run(|p| {
+        let trainer = trainer(p, false, AdamW::default())?;
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        let options = |steps| Run::steps(steps).progress(false).metrics(&file);
+        let first = trainer.run(p, options(3), &windows())?;
+        let second = trainer.run(p, options(5), &windows())?;
+        let none = trainer.run(p, Run::steps(5).progress(false), &windows())?;
+        Ok([first.steps, second.steps, none.steps])
+    });
+    assert!(results.into_iter().all(|result| result.unwrap() == [3, 5, 5]));
+    // Two evaluations follow the steps.
+    assert_eq!(std::fs::read_to_string(&file).unwrap().lines().count(), 5 + 2);
+}
