@@ -13,6 +13,7 @@ mod rate;
 pub mod stop;
 mod trainer;
 
+pub use optimizer::{AdamW, Sgd};
 pub use rate::Rate;
 pub use trainer::{
     EvaluationHandle, EvaluationReport, Outcome, Run, StepHandle, StepReport, Trainer,

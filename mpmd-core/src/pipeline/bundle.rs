@@ -8,7 +8,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Leaf, Path, Structure, Tree, TreeError};
 
 /// A tree of any structure, known only at run time.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Bundle<L = MpmdArray> {
     pub(super) structure: Structure,
     pub(super) leaves: Vec<L>,

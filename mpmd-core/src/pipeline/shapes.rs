@@ -24,11 +24,18 @@ use mpmd_schedule::holds::{Input, OnDevice, Output};
 
 /// The shapes of one microbatch, for [`Pipeline::memory`](super::Pipeline::memory) and
 /// [`Pipeline::probe`](super::Pipeline::probe).
-pub struct MicrobatchShapes<In: Tree<Leaf = MpmdArray>> {
+#[derive(Debug)]
+pub struct MicrobatchShapes<In> {
     x: Bundle<ShapedArray>,
     side: BTreeMap<usize, Bundle<ShapedArray>>,
     stays: bool,
     input: PhantomData<fn(In)>,
+}
+
+impl<In> PartialEq for MicrobatchShapes<In> {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.x, &self.side, self.stays) == (&other.x, &other.side, other.stays)
+    }
 }
 
 /// Shapes of arrays, each with its sharding.

@@ -1,51 +1,56 @@
-//! Trains a candle model of two stages on text, and evaluates it: `cargo run --release --bin
-//! quickstart`. Under `mpmd run -n 2` each stage is in a process of its own.
+//! Trains a model of two stages on text: `cargo run --release --bin quickstart`. Under `mpmd run
+//! -n 2` each stage is in a process of its own.
 
-use mpmd::candle::nn::{self, Module, loss};
-use mpmd::candle::{Tensor, stage};
+use mpmd::candle::nn::{self, Mask, Module, loss};
+use mpmd::candle::{D, Tensor, stage};
 use mpmd::pipeline::{Loss, Pipeline, Schedule};
 use mpmd::prelude::*;
-use mpmd::train::data::{Text, Windows};
-use mpmd::train::{AdamW, Rate, Run, Trainer};
+use mpmd::train::{AdamW, Rate, Run, Trainer, data};
 
-/// Bytes from which the model predicts the next one.
-const CONTEXT: usize = 16;
-const WIDTH: usize = 128;
+const WIDTH: usize = 64;
+const TIME: usize = 64;
 
 fn main() -> Result<()> {
     Program::builder().devices(2).run(|p| {
         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+
+        // Stage 0: bytes to vectors, then causal attention.
         let lower = stage(
             |vb| {
-                let embedding = nn::embedding(256, 16, vb.pp("embedding"))?;
-                Ok((embedding, nn::linear(CONTEXT * 16, WIDTH, vb.pp("lower"))?))
+                let places = vb.get_with_hints((TIME, WIDTH), "places", nn::init::ONE)?;
+                let qkv = nn::linear(WIDTH, 3 * WIDTH, vb.pp("qkv"))?;
+                Ok((nn::embedding(256, WIDTH, vb.pp("bytes"))?, places, qkv))
             },
-            |(embedding, linear), bytes: Tensor, _| {
-                linear.forward(&embedding.forward(&bytes)?.flatten_from(1)?)?.relu()
+            |(bytes, places, qkv), x: Tensor, _| {
+                let x = bytes.forward(&x)?.broadcast_add(places)?;
+                let qkv = qkv.forward(&x)?.unsqueeze(1)?.chunk(3, D::Minus1)?;
+                x + nn::attention(&qkv[0], &qkv[1], &qkv[2], Mask::Causal, 0.125)?.squeeze(1)?
             },
         )?;
+        // Stage 1: two linear layers, the head and the loss.
         let upper = stage(
             |vb| {
-                let linear = nn::linear(WIDTH, WIDTH, vb.pp("upper"))?;
-                Ok((linear, nn::linear(WIDTH, 256, vb.pp("head"))?))
+                let up = nn::linear(WIDTH, 4 * WIDTH, vb.pp("up"))?;
+                let down = nn::linear(4 * WIDTH, WIDTH, vb.pp("down"))?;
+                Ok((up, down, nn::linear(WIDTH, 256, vb.pp("head"))?))
             },
-            |(linear, head), x: Tensor, cx| {
-                let logits = head.forward(&linear.forward(&x)?.relu()?)?;
-                let (sum, weight) = loss::cross_entropy_sum(&logits, &cx.side("targets")?, None)?;
+            |(up, down, head), x: Tensor, cx| {
+                let x = (&x + down.forward(&up.forward(&x)?.gelu()?)?)?;
+                let targets = cx.side("targets")?;
+                let (sum, weight) = loss::cross_entropy_sum(&head.forward(&x)?, &targets, None)?;
                 Ok(Loss { sum, weight })
             },
         )?;
         let (a, b) = (lower.init(p, &meshes[0], 0)?, upper.init(p, &meshes[1], 0)?);
         let pipeline = Pipeline::first(lower, &meshes[0], a)?.then(upper, &meshes[1], b)?;
 
-        let text = Text::read(&["README.md", "docs/guide"])?;
-        let data = Windows::last_byte(&text, CONTEXT, 64)?;
+        let windows = data::Windows::new(&data::Text::of_this_repository()?, TIME, 8)?;
         let schedule = Schedule::one_f_one_b(2, 4)?;
-        let mut trainer =
-            Trainer::new(p, pipeline, schedule, AdamW::default())?.rate(Rate::Constant(3e-3));
-        let outcome = trainer.run(p, &Run::steps(300).evaluate_every(100), &data)?;
+        let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
+        let run = Run::steps(300).evaluate_every(100);
+        let outcome = trainer.rate(Rate::Constant(2e-3)).run(p, run, &windows)?;
         if p.process().index() == 0 {
-            println!("held-out loss: {:.4} nats per byte", outcome.evaluation.unwrap_or(f64::NAN));
+            println!("{:?} nats per held-out byte after {}", outcome.evaluation, outcome.steps);
         }
         Ok(())
     })

@@ -32,6 +32,8 @@ pub struct Trainer<In> {
     seed: u64,
     stop: StopFlag,
     watches: bool,
+    /// The shapes of microbatches for which the stages were probed.
+    probed: Vec<MicrobatchShapes<In>>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -60,6 +62,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             seed: 0,
             stop: StopFlag::default(),
             watches: false,
+            probed: Vec::new(),
         })
     }
 
@@ -152,6 +155,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<StepHandle> {
         let step = self.steps() + 1;
         let rate = self.rate.at(step);
+        self.probe(p, &microbatches)?;
         let output = self.pipeline.train_step(p, &self.schedule, microbatches)?;
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
         let figures = self.reporter.report(p, &figures, &self.stop)?;
@@ -171,6 +175,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         p: &mut Program,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<EvaluationHandle> {
+        self.probe(p, &microbatches)?;
         let losses = microbatches.into_iter().map(|one| self.pipeline.forward(p, one));
         let losses = losses.collect::<Result<Vec<_>>>()?;
         let sums = self.reporter.sum(p, losses)?;
@@ -191,6 +196,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.pipeline.memory(p, &self.schedule, microbatch, &state)
     }
 
+    /// Probes the stages for microbatches of shapes that are new.
+    fn probe(&mut self, p: &mut Program, microbatches: &[Microbatch<In>]) -> Result<()> {
+        for microbatch in microbatches {
+            let shapes = microbatch.shapes();
+            if !self.probed.contains(&shapes) {
+                self.pipeline.probe(p, &shapes)?;
+                self.probed.push(shapes);
+            }
+        }
+        Ok(())
+    }
+
     /// Issues the making of the next step's microbatches.
     fn training(
         &self,
@@ -200,7 +217,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let meshes = self.meshes();
         let one = |microbatch| {
             let at = At::new(self.seed, self.steps() + 1, microbatch);
-            data.training(p, &meshes, at)
+            Ok(data.training(p, &meshes, at)?.key(at.key))
         };
         (0..self.schedule.microbatches()).map(one).collect()
     }
