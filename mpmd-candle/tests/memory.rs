@@ -1,0 +1,108 @@
+//! The memory of a step against its plan: what the framework accounts, and what candle allocates.
+//! A test binary of its own, since it counts all memory of the process.
+
+use std::collections::BTreeMap;
+
+use mpmd_candle::nn::{self, Dropout, LayerNorm, Linear, Module};
+use mpmd_candle::{Cx, Tensor, VarBuilder, named, stage};
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
+use mpmd_core::prelude::*;
+use mpmd_layout::random::Key;
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+const WIDTH: usize = 128;
+const ROWS: usize = 256;
+
+/// The memory of a step in bytes.
+#[derive(Debug)]
+struct Memory {
+    planned: f64,
+    /// The peak of the device's memory, with declared bytes of graphs.
+    accounted: f64,
+    /// The peak of the process's own memory, which has the graphs, but no arrays.
+    allocated: f64,
+}
+
+/// Trains two steps of `microbatches` microbatches, all forward passes first.
+fn step(microbatches: usize, recompute: bool) -> Memory {
+    let mut p = Program::builder().alone().unwrap();
+    let mesh = p.mesh(&[("x", 1)]).unwrap();
+    let layer = |vb: &VarBuilder<'_>, name| nn::linear(WIDTH, WIDTH, vb.pp(name));
+    let stage = stage(
+        move |vb: VarBuilder<'static>| {
+            let layers = [layer(&vb, "a")?, layer(&vb, "b")?, layer(&vb, "c")?];
+            Ok((nn::layer_norm(WIDTH, 1e-5, vb.pp("norm"))?, layers, Dropout::new(0.1)))
+        },
+        |(norm, layers, dropout): &(LayerNorm, [Linear; 3], Dropout), x: Tensor, cx: &mut Cx| {
+            let mut x = norm.forward(&x)?;
+            for layer in layers {
+                x = dropout.forward(&layer.forward(&x)?.gelu()?, cx.is_training())?;
+            }
+            let sum = (x - cx.side("targets")?)?.sqr()?.sum_all()?;
+            Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+        },
+    );
+    let stage = stage.unwrap();
+    let params = stage.init(&mut p, &mesh, 0).unwrap();
+    let mut pipeline = Pipeline::first(stage, &mesh, params).unwrap();
+    pipeline.recompute(0, recompute);
+    let shape = f32s([ROWS, WIDTH]);
+    let side = BTreeMap::from([("targets".to_owned(), shape.clone())]);
+    let shapes = MicrobatchShapes::new(shape).side(0, &side).kept();
+    pipeline.probe(&mut p, &shapes).unwrap();
+    let schedule = Schedule::named("gpipe", 1, microbatches, None).unwrap();
+    let mut memory = Memory { planned: 0.0, accounted: 0.0, allocated: 0.0 };
+    for round in 0..2 {
+        let values = MpmdArray::from_slice(&[ROWS, WIDTH], &vec![0.5f32; ROWS * WIDTH]).unwrap();
+        let batch: Vec<_> = (0..microbatches as u64)
+            .map(|number| {
+                let mut put = || p.device_put(&values, mesh.replicated()).unwrap();
+                let (x, targets) = (put(), put());
+                Microbatch::new(x).side(0, named([("targets", targets)])).key(Key(number))
+            })
+            .collect();
+        let plan = pipeline.memory(&p, &schedule, &shapes, &[]).unwrap();
+        memory.planned = plan.of(mesh.devices()).at_most as f64;
+        p.step_end().unwrap();
+        p.forget_memory_peak();
+        ALLOCATOR.reset_peak_usage();
+        let before = ALLOCATOR.current_usage();
+        let output = pipeline.train_step(&mut p, &schedule, batch).unwrap();
+        output.loss.sum.block_until_ready().unwrap();
+        for (_, gradient) in &output.gradients[0] {
+            gradient.block_until_ready().unwrap();
+        }
+        // The first round allocates what later ones have already.
+        if round == 1 {
+            memory.accounted = p.memory().recent_peak as f64;
+            memory.allocated = (ALLOCATOR.peak_usage() - before) as f64;
+        }
+    }
+    p.finish().unwrap();
+    memory
+}
+
+#[test]
+fn graphs_take_the_planned_memory() {
+    let (few, many) = (step(2, false), step(8, false));
+    for memory in [&few, &many] {
+        let error = (memory.accounted / memory.planned - 1.0).abs();
+        assert!(error < 0.05, "{memory:?}");
+    }
+    // Gradients on their way are the same in both, so the difference is that of six graphs. The
+    // plan also has the inputs and targets of six microbatches.
+    let arrays = 6.0 * 2.0 * (ROWS * WIDTH * 4) as f64;
+    let planned = many.planned - few.planned - arrays;
+    let found = many.allocated - few.allocated;
+    assert!((found / planned - 1.0).abs() < 0.05, "graphs: planned {planned}, found {found}");
+    // With recomputation, only one graph exists at a time.
+    let again = step(8, true);
+    assert!(again.planned < 0.7 * many.planned, "{again:?} and {many:?}");
+    let more = again.allocated - few.allocated;
+    assert!(more < 0.1 * planned, "{more} bytes more with recomputation");
+    let error = (again.accounted / again.planned - 1.0).abs();
+    assert!(error < 0.05, "{again:?}");
+}
