@@ -369,3 +369,26 @@ fn unkept_objects_count_no_bytes_in_the_plan() {
     let (trained, frozen) = results.into_iter().next().unwrap().unwrap();
     assert!(frozen + BYTES * COUNT as u64 <= trained, "{frozen}, {trained}");
 }
+
+#[test]
+fn dry_run_has_the_operations_of_prepared_stages() {
+    let _limit = watchdog(60);
+    let schedule = Schedule::gpipe(2, COUNT).unwrap();
+    let issue = |p: &mut Program| {
+        let model = Model { prepares: true, draws: true, ..Model::default() };
+        let mut pipeline = pipeline(p, &[model])?;
+        pipeline.replay(true);
+        for step in 0..4 {
+            update(p, &mut pipeline, step)?;
+            let given = batch(p, &pipeline, (COUNT, ROWS), Some(Key(step as u64)))?;
+            pipeline.train_step(p, &schedule, given)?;
+        }
+        Ok(p.operations())
+    };
+    let mut dry = Program::builder().devices(2).dry_run(2).unwrap();
+    let planned = issue(&mut dry).unwrap();
+    dry.finish().unwrap();
+    for result in Simulation::new(2, 2).run(issue) {
+        assert_eq!(result.unwrap(), planned);
+    }
+}
