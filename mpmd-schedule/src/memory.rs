@@ -15,7 +15,8 @@
 //!   shardings.
 //!
 //! With recomputation, the results of the forward pass exist during its first run, and again from
-//! its second run on. Its inputs stay until then. If one kernel computes both gradients, the
+//! its second run on. Its inputs stay until then. Objects among the residuals take no memory in the
+//! first run. A stage in front of all that is trained has only forward passes. If one kernel computes both gradients, the
 //! residuals stay until it has ended, and there are no weight residuals.
 //!
 //! An array reaches another stage by copy or by zero-copy transfer. A stage on the same devices

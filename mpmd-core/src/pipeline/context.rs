@@ -27,23 +27,15 @@ pub struct StageContext<'v, 'c> {
 
 /// The mode of a pass. Each mode has its own compiled forward kernel.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Mode {
-    /// True in training, false in evaluation.
-    pub(super) trains: bool,
-    /// True if the residuals of the forward pass are kept for a backward pass.
-    pub(super) keeps: bool,
-}
-
-impl Mode {
-    pub(super) const EVALUATION: Self = Self { trains: false, keeps: false };
-    /// The mode of a forward pass that is computed again, or that has no backward pass.
-    pub(super) const UNKEPT: Self = Self { trains: true, keeps: false };
-    pub(super) const TRAINING: Self = Self { trains: true, keeps: true };
-
-    /// Returns the mode as a word for a kernel's statics.
-    pub(super) fn word(self) -> u64 {
-        u64::from(self.trains) | (u64::from(self.keeps) << 1)
-    }
+pub(super) enum Mode {
+    /// A forward pass outside of training.
+    Evaluation,
+    /// A forward pass in training that has no backward pass.
+    ForwardOnly,
+    /// A forward pass in training that is computed again for its backward pass.
+    Recomputed,
+    /// Any other pass in training.
+    Training,
 }
 
 /// Inputs of every kernel of a stage beside the data: `None` for those that the pass does not have.
@@ -82,7 +74,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// Returns true in a training step, and false in [`Pipeline::forward`](super::Pipeline::forward)
     /// and [`Pipeline::forward_all`](super::Pipeline::forward_all).
     pub fn is_training(&self) -> bool {
-        self.mode.trains
+        self.mode != Mode::Evaluation
     }
 
     /// Returns true if a backward pass will read the residuals of this forward pass.
@@ -92,7 +84,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// stage. Objects among the residuals then count as 0 bytes, but must be made; arrays are as
     /// usual. True in backward passes.
     pub fn keeps_residuals(&self) -> bool {
-        self.mode.keeps
+        self.mode == Mode::Training
     }
 
     /// Returns the random key of this stage and microbatch, in a training step of a stage that
@@ -103,7 +95,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
     ///
     /// In evaluation, and if the stage does not draw random numbers.
     pub fn key(&self) -> Result<Key> {
-        let help = match self.mode.trains {
+        let help = match self.is_training() {
             true => "Let `Stage::draws_random` return true.",
             false => "Evaluation has no keys: draw only if `is_training` is true.",
         };

@@ -493,8 +493,10 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         let params: S::Params = self.for_kernels()?;
         let index = self.kernels(program, &x, &side)?;
         let keeps_inputs = self.kernels[index].keeps_inputs;
-        // Without residuals nothing is computed again.
-        mode.keeps |= mode.trains && keeps_inputs;
+        if mode == Mode::Recomputed && keeps_inputs {
+            // Without residuals nothing is computed again.
+            mode = Mode::Training;
+        }
         let inputs = (params, x, side, self.extras(key));
         let y = self.forward_kernel(program, index, mode)?.call(program, inputs);
         let (y, residual) = y.map_err(|error| {

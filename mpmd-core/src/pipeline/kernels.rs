@@ -108,7 +108,7 @@ impl<S: Stage> Kernel for Forward<S> {
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let kernel = Signature::new((signature.out, avals(&residual)));
         let kernel = declare(kernel, &signature.forward);
-        Ok(if self.mode.keeps { declare_objects(kernel, 1, &residual) } else { kernel })
+        Ok(if self.mode == Mode::Training { declare_objects(kernel, 1, &residual) } else { kernel })
     }
 
     fn run(
@@ -127,7 +127,7 @@ impl<S: Stage> Kernel for Forward<S> {
     }
 
     fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'F'), self.mode.word()], self.stage.statics()].concat()
+        [vec![u64::from(b'F'), self.mode as u64], self.stage.statics()].concat()
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
@@ -180,14 +180,14 @@ impl<S: Stage> Kernel for Backward<S> {
         let stage = self.stage.name();
         let Some(gradient) = gradient else {
             given.weight_residual_mut = Some(weight_residual);
-            let mut cx = StageContext::new(cx, stage, Mode::TRAINING, given, extras);
+            let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
             self.stage.backward_input(&mut cx, params, dy, dx)?;
             objects.iter().for_each(View::discard_object);
             return Ok(());
         };
         let leaves = gradient.into_leaves();
         let gradient = gradient_of(cx, &self.inferred.gradients, leaves, so_far.is_none())?;
-        let mut cx = StageContext::new(cx, stage, Mode::TRAINING, given, extras);
+        let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
         self.stage.backward(&mut cx, params, dy, dx, gradient)?;
         objects.iter().for_each(View::discard_object);
         Ok(())
@@ -227,7 +227,7 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
         let gradient = gradient_of(cx, &self.1.gradients, leaves, so_far.is_none())?;
         let objects = weight_residual.leaves.clone();
         let given = Given { weight_residual: Some(weight_residual), ..Given::default() };
-        let mut cx = StageContext::new(cx, self.0.name(), Mode::TRAINING, given, extras);
+        let mut cx = StageContext::new(cx, self.0.name(), Mode::Training, given, extras);
         self.0.backward_weight(&mut cx, gradient)?;
         objects.iter().for_each(View::discard_object);
         Ok(())

@@ -15,6 +15,7 @@ mod erased;
 mod graph;
 mod kernels;
 mod links;
+mod microbatch;
 mod param_sharding;
 mod prepare;
 mod replay;
@@ -31,10 +32,11 @@ pub use context::StageContext;
 use erased::ErasedStage;
 use graph::StageGraph;
 pub use links::{Output, Outputs};
+pub use microbatch::Microbatch;
 pub use mpmd_schedule::*;
 pub use param_sharding::ParamSharding;
 use replay::Kept;
-pub use run::{Gradients, Microbatch, StepOutput};
+pub use run::{Gradients, StepOutput};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Loss, Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageSignature};
 
@@ -531,8 +533,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
             Location::caller(),
             "Pipeline::train_step",
             |graph, program| {
-                run::check_sides(graph, &parts)?;
-                run::fold_keys(graph, &mut parts)?;
+                microbatch::check_sides(graph, &parts)?;
+                microbatch::fold_keys(graph, &mut parts)?;
                 run::compare(compared, (graph, parts.len()), program, schedule)?;
                 if replays {
                     return replay::train_step(kept, graph, program, schedule, parts);

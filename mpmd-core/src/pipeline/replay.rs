@@ -1,10 +1,10 @@
 //! Records a training step once and replays it: [`Pipeline::replay`](super::Pipeline::replay).
 
-use super::any_stage::AnyStage;
 use super::bundle::Bundle;
 use super::graph::StageGraph;
+use super::microbatch::Parts;
 use super::prepare::Freshness;
-use super::run::{self, Parts, StepOutput};
+use super::run::{self, StepOutput};
 use super::stage::Loss;
 use crate::api::program::Program;
 use crate::api::replay::Recorded;
@@ -104,8 +104,8 @@ impl StepShape {
             params.push(own.len());
             all.extend(own);
         }
-        let stale = |stage: &Box<dyn AnyStage>| stage.freshness() == Freshness::Stale;
-        let stale = graph.stages.iter().map(stale).collect();
+        let stages = graph.stages.iter();
+        let stale = stages.map(|stage| stage.freshness() == Freshness::Stale).collect();
         let mut take = |Bundle { structure, leaves }: Bundle| {
             all.extend(leaves);
             structure

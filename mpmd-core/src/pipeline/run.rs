@@ -1,6 +1,5 @@
 //! The runner: issues a schedule's actions as plain `jit` and `device_put` operations.
 
-use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 
 use super::any_stage::{AnyStage, Forwarded, PassOf};
@@ -9,8 +8,8 @@ use super::context::Mode;
 use super::graph::{StageGraph, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
+use super::microbatch::{Parts, check_sides};
 use super::param_sharding::put_each;
-use super::shapes::MicrobatchShapes;
 use super::stage::{Loss, Passes};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
@@ -20,65 +19,10 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::random::Key;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Structure, Tree};
 use mpmd_record::trace::Role;
 use mpmd_schedule::{Action, ActionKind, Schedule};
-
-/// One microbatch: the input of the pipeline, and the side inputs of its stages.
-pub struct Microbatch<In> {
-    x: In,
-    side: HashMap<usize, Bundle>,
-    key: Option<Key>,
-}
-
-/// A microbatch with its type erased.
-pub(super) struct Parts {
-    pub(super) x: Bundle,
-    pub(super) side: HashMap<usize, Bundle>,
-    pub(super) key: Option<Key>,
-    /// The random key of each stage that draws, once `fold_keys` has computed them.
-    pub(super) keys: BTreeMap<usize, MpmdArray>,
-}
-
-impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
-    /// Creates a microbatch with this input, which must be on the first stage's mesh.
-    pub fn new(x: In) -> Self {
-        Self { x, side: HashMap::new(), key: None }
-    }
-
-    /// Sets the side inputs of stage `stage`, which must be on that stage's mesh. Replaces earlier
-    /// ones.
-    #[must_use]
-    pub fn side<T: Tree<Leaf = MpmdArray>>(mut self, stage: usize, side: T) -> Self {
-        self.side.insert(stage, Bundle::of(side));
-        self
-    }
-
-    /// Sets the random key of the microbatch. A training step needs it if a stage
-    /// [draws](super::Stage::draws_random) random numbers; evaluation does not use it.
-    ///
-    /// Each stage has a key of its own, folded from this one and the index of the stage. Give each
-    /// microbatch of each step another key: `key.fold_in(step).fold_in(microbatch)`.
-    #[must_use]
-    pub fn key(mut self, key: Key) -> Self {
-        self.key = Some(key);
-        self
-    }
-
-    /// Returns the shapes of the microbatch, for [`Pipeline::memory`](super::Pipeline::memory) and
-    /// [`Pipeline::probe`](super::Pipeline::probe).
-    pub fn shapes(&self) -> MicrobatchShapes<In> {
-        let shapes = MicrobatchShapes::new(self.x.map_ref(&mut |leaf| leaf.aval().clone()));
-        let shape = |side: &Bundle| side.map_ref(&mut |leaf| leaf.aval().clone());
-        self.side.iter().fold(shapes, |shapes, (stage, side)| shapes.side(*stage, &shape(side)))
-    }
-
-    pub(super) fn into_parts(self) -> Parts {
-        Parts { x: Bundle::of(self.x), side: self.side, key: self.key, keys: BTreeMap::new() }
-    }
-}
 
 /// (path, array) of a stage's gradients, summed over the microbatches, in the order of the
 /// parameters that the stage stores. [Frozen](super::Stage::is_frozen) ones are left out.
@@ -279,35 +223,6 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     }
     let outputs: Vec<Out> = outputs?;
     outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
-}
-
-/// Checks that the microbatches bring each stage the side input that it takes.
-pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<()> {
-    let check = |(number, parts): (usize, &Parts)| {
-        let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
-        graph
-            .check_sides(sides)
-            .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
-    };
-    microbatches.iter().enumerate().try_for_each(check)
-}
-
-/// Folds the index of each stage that draws random numbers into the keys of the microbatches. A
-/// missing key is an error.
-pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Result<()> {
-    for (stage, _) in graph.stages.iter().enumerate().filter(|(_, stage)| stage.draws_random()) {
-        for (number, parts) in microbatches.iter_mut().enumerate() {
-            let key = parts.key.ok_or_else(|| {
-                let named = graph.named(stage);
-                Error::kernel(format!(
-                    "{named} draws random numbers, and microbatch {number} has no key: give it \
-                     one with `Microbatch::key`"
-                ))
-            })?;
-            parts.keys.insert(stage, MpmdArray::scalar(key.fold_in(stage as u64).0));
-        }
-    }
-    Ok(())
 }
 
 fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
@@ -515,9 +430,10 @@ impl<'a> RunningStep<'a> {
         self.label(key, Role::Forward);
         let recomputes = self.graph.recomputes[key.0];
         let mode = match self.trains {
-            false => Mode::EVALUATION,
-            true if recomputes || !self.graph.trains[key.0] => Mode::UNKEPT,
-            true => Mode::TRAINING,
+            false => Mode::Evaluation,
+            true if !self.graph.trains[key.0] => Mode::ForwardOnly,
+            true if recomputes => Mode::Recomputed,
+            true => Mode::Training,
         };
         let random = self.held(key).of.key.clone();
         let stage = &mut self.graph.stages[key.0];
@@ -576,7 +492,7 @@ impl<'a> RunningStep<'a> {
         }
         let (x, side) =
             (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
-        let how = (Mode::TRAINING, held.of.key.clone());
+        let how = (Mode::Training, held.of.key.clone());
         self.label(key, Role::Recompute);
         let again = self.graph.stages[key.0].forward(self.program, x, side, how)?;
         there(again.residual, key, "residual")

@@ -24,11 +24,13 @@ const SMALL: u64 = 4 << 10;
 /// and split gradients, or it `keeps` its inputs and has one backward pass.
 struct Pass {
     keeps: bool,
+    frozen: bool,
 }
 
 /// The last stage: passes as those of `Pass`, with the loss as output.
 struct Last {
     keeps: bool,
+    frozen: bool,
 }
 
 fn declare<O>(out: O, keeps: bool) -> StageSignature<O> {
@@ -83,6 +85,10 @@ macro_rules! passes {
                     residual.iter_mut().try_for_each(write)?;
                 }
                 y.into_leaves().iter_mut().try_for_each(write)
+            }
+
+            fn is_frozen(&self, _: &str) -> bool {
+                self.frozen
             }
 
             fn passes(&self) -> Passes {
@@ -183,14 +189,16 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
     let (last, mut params) = (count - 1, params.into_iter());
     let keeps = how == Options::KeepsInputs;
     let mut next = || params.next().expect("one for each stage");
+    let pass = |stage: usize| Pass { keeps, frozen: how == Options::Frozen && 2 * stage < count };
+    let end = Last { keeps, frozen: false };
     let mut pipeline = if last == 0 {
-        Pipeline::first(Last { keeps }, &meshes[0], next())?
+        Pipeline::first(end, &meshes[0], next())?
     } else {
-        let mut front = Pipeline::first(Pass { keeps }, &meshes[0], next())?;
-        for mesh in &meshes[1..last] {
-            front = front.then(Pass { keeps }, mesh, next())?;
+        let mut front = Pipeline::first(pass(0), &meshes[0], next())?;
+        for (stage, mesh) in meshes.iter().enumerate().take(last).skip(1) {
+            front = front.then(pass(stage), mesh, next())?;
         }
-        front.then(Last { keeps }, &meshes[last], next())?
+        front.then(end, &meshes[last], next())?
     };
     (0..count).for_each(|stage| pipeline.recompute(stage, how == Options::Again));
     pipeline.buffer_gradients(how == Options::InOrder);
@@ -217,8 +225,8 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
             .collect::<Result<Vec<_>>>()?;
         let output = pipeline.train_step(p, schedule, batch)?;
         for (stage, (update, gradients)) in updates.iter().zip(output.gradients).enumerate() {
+            let Some((_, gradient)) = gradients.into_iter().next() else { continue };
             let params = pipeline.params(stage).remove(0).1;
-            let gradient = gradients.into_iter().next().expect("one parameter").1;
             pipeline.set_params(stage, vec![update.call(p, (params, gradient))?])?;
         }
         p.step_end()?;
@@ -250,6 +258,8 @@ enum Options {
     InOrder,
     /// Stages keep their inputs, and have one backward pass.
     KeepsInputs,
+    /// The parameters of the lower half of the stages are frozen.
+    Frozen,
 }
 
 /// Returns a line for each process with a measured peak more than 10 % from the expected one or
@@ -313,6 +323,25 @@ fn step_memory_matches_its_plan_with_several_stages_per_rank() {
         }
         let what = format!("{name}, {how:?}, {ranks} ranks, {processes} processes");
         all.extend(off(&simulation, &schedule, how, &what));
+    }
+    assert!(all.is_empty(), "{}", all.join("\n"));
+}
+
+#[test]
+fn step_memory_matches_its_plan_with_frozen_stages() {
+    let mut all = Vec::new();
+    for (name, ranks, processes) in
+        [("gpipe", 2, 1), ("1f1b", 4, 4), ("zb-h1", 4, 2), ("interleaved", 2, 2)]
+    {
+        let schedule = Schedule::named(name, ranks, 8, None).unwrap();
+        for zero_copy in [false, true] {
+            let mut simulation = Simulation::new(processes, ranks);
+            if zero_copy {
+                simulation = simulation.zero_copy(&vec![0; processes]);
+            }
+            let what = format!("{name}, {ranks} ranks, {processes} processes, {zero_copy}");
+            all.extend(off(&simulation, &schedule, Options::Frozen, &what));
+        }
     }
     assert!(all.is_empty(), "{}", all.join("\n"));
 }
