@@ -9,8 +9,7 @@ use mpmd_layout::sharding::Spec;
 use mpmd_layout::topology::Mesh;
 
 use super::rows::{Named, array_of_rows, below, ends};
-use super::text::HELD_OUT_EVERY;
-use super::{At, Data};
+use super::{At, Data, HELD_OUT_EVERY};
 
 /// Sequences of tokens of unequal lengths. Each microbatch has rows of one *bucket*: a length to
 /// which shorter sequences are padded.
@@ -21,8 +20,7 @@ use super::{At, Data};
 /// Tokens of padding are 0 and have weight 0, others weight 1.
 ///
 /// Every tenth sequence is held out. Training rows are drawn from all others, by the microbatch's
-/// key alone. With replay, a step whose microbatches have other buckets than the last is recorded
-/// anew.
+/// key alone.
 #[derive(Clone, Debug)]
 pub struct Buckets {
     sequences: Arc<[Vec<u32>]>,
@@ -121,16 +119,19 @@ impl Buckets {
         let inputs = array_of_rows::<u32>(p, &first, shape, move |row, columns, values| {
             let values = values.iter_mut().zip(columns);
             values.for_each(|(value, column)| *value = input(row, column).unwrap_or(0));
+            Ok(())
         })?;
         let targets = array_of_rows::<u32>(p, &last, shape, move |row, columns, values| {
             let values = values.iter_mut().zip(columns);
             values.for_each(|(value, column)| *value = target(row, column).unwrap_or(0));
+            Ok(())
         })?;
         let weights = array_of_rows::<f32>(p, &last, shape, move |row, columns, values| {
             let values = values.iter_mut().zip(columns);
             values.for_each(|(value, column)| {
                 *value = f32::from(u8::from(is_real(row, column).is_some()));
             });
+            Ok(())
         })?;
         let names = self.names.clone();
         let side = Named::from([(names.0, targets), (names.1, weights)]);

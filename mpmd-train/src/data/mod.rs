@@ -3,9 +3,11 @@
 //! Each process makes only the regions that its devices hold, with
 //! [`Program::array_from_fn`]. So the data do not depend on the number of processes.
 
+mod blocks;
 mod buckets;
 mod rows;
 mod text;
+mod tokens;
 mod windows;
 
 use mpmd_core::pipeline::Microbatch;
@@ -13,8 +15,10 @@ use mpmd_core::{Error, Program, Result};
 use mpmd_layout::random::Key;
 use mpmd_layout::topology::Mesh;
 
+pub use blocks::{BLOCK, HELD_OUT_EVERY};
 pub use buckets::Buckets;
-pub use text::{BLOCK, HELD_OUT_EVERY, LARGEST_FILE, SEPARATOR, Text};
+pub use text::{LARGEST_FILE, SEPARATOR, Text};
+pub use tokens::{TokenFile, TokenSource};
 pub use windows::Windows;
 
 /// The place of a training microbatch, and its random key.

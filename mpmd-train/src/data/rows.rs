@@ -13,14 +13,14 @@ pub(super) fn array_of_rows<T: Element>(
     p: &mut Program,
     sharding: &Sharding,
     shape: [usize; 2],
-    fill: impl Fn(usize, Range<usize>, &mut [T]) + Send + Sync + 'static,
+    fill: impl Fn(usize, Range<usize>, &mut [T]) -> Result<()> + Send + Sync + 'static,
 ) -> Result<MpmdArray> {
     let aval = ShapedArray::new(&shape, T::DTYPE);
     p.array_from_fn(aval, sharding, move |region, mut values| {
         let columns = region.range(1);
         let rows = values.as_mut_slice::<T>()?.chunks_exact_mut(columns.len().max(1));
-        region.range(0).zip(rows).for_each(|(row, values)| fill(row, columns.clone(), values));
-        Ok(())
+        let mut rows = region.range(0).zip(rows);
+        rows.try_for_each(|(row, values)| fill(row, columns.clone(), values))
     })
 }
 

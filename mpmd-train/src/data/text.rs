@@ -1,7 +1,7 @@
 //! Text to train on: given files and folders, or the files of this repository.
 //!
 //! All files form one sequence, with a [`SEPARATOR`] after each. The sequence is cut into blocks of
-//! [`BLOCK`] bytes. Every tenth block is *held out*: no training sequence overlaps it.
+//! [`BLOCK`](super::BLOCK) bytes. Every tenth block is *held out*: no training sequence overlaps it.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -13,14 +13,10 @@ use std::{fs, io};
 use mpmd_core::{Error, Program, Result};
 use mpmd_layout::random::Key;
 
-use super::rows::below;
+use super::blocks::Blocks;
 
 /// The byte after each file. No text contains it: a file with this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
-/// Length of a block, in bytes. A text is divided block by block into training and held-out text.
-pub const BLOCK: usize = 4 << 10;
-/// Number of blocks of which one is held out: the last.
-pub const HELD_OUT_EVERY: usize = 10;
 /// Size limit for files found in a folder, in bytes. Larger files are skipped.
 pub const LARGEST_FILE: u64 = 4 << 20;
 /// Names of folders that are skipped, because they hold no text to train on.
@@ -111,25 +107,13 @@ impl Text {
     /// Returns the number of training sequences of `time` bytes and the byte that follows each.
     /// Sequences that start at different bytes are different ones.
     pub fn sequences(&self, time: usize) -> usize {
-        self.training_runs().map(|run| run.len().saturating_sub(time)).sum()
+        self.blocks().sequences(time)
     }
 
     /// Returns (`time` consecutive training bytes, the byte that follows each), chosen by `random`,
     /// 64 random bits. `None` if no run of training blocks has more than `time` bytes.
     pub fn sequence(&self, random: u64, time: usize) -> Option<(&[u8], &[u8])> {
-        Some(self.shifted(self.sequence_start(random, time)?, time))
-    }
-
-    /// Returns the index of the first byte of [`Text::sequence`].
-    pub(super) fn sequence_start(&self, random: u64, time: usize) -> Option<usize> {
-        let starts = self.sequences(time);
-        if starts == 0 {
-            return None;
-        }
-        let index = below(random, starts);
-        // All runs but the last have the same length. If they are too short, the last one is, too.
-        let each = BLOCK * (HELD_OUT_EVERY - 1) - time.min(BLOCK * (HELD_OUT_EVERY - 1) - 1);
-        Some(index / each * BLOCK * HELD_OUT_EVERY + index % each)
+        Some(self.shifted(self.blocks().sequence_start(random, time)?, time))
     }
 
     /// Cuts the held-out blocks into pieces of `time` bytes. Returns (piece, the byte that follows
@@ -140,31 +124,18 @@ impl Text {
     ///
     /// If `time` is zero and something is held out.
     pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
-        self.held_out_starts(time).map(|start| self.shifted(start, time)).collect()
-    }
-
-    /// Returns the index of the first byte of each of [`Text::held_out_sequences`].
-    pub(super) fn held_out_starts(&self, time: usize) -> impl Iterator<Item = usize> + use<> {
-        let cut = move |block: Range<usize>| {
-            (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
-        };
-        self.held_out_blocks().flat_map(cut)
+        self.blocks().held_out_starts(time).map(|start| self.shifted(start, time)).collect()
     }
 
     /// Returns the runs of training bytes, as ranges of indices in all bytes of the text. None of
     /// them overlaps a held-out block.
     pub fn training_runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let len = self.bytes.len();
-        (0..len)
-            .step_by(BLOCK * HELD_OUT_EVERY)
-            .map(move |start| start..len.min(start + BLOCK * (HELD_OUT_EVERY - 1)))
+        self.blocks().training_runs()
     }
 
     /// Returns the held-out blocks, as ranges of indices in all bytes of the text.
     pub fn held_out_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let len = self.bytes.len();
-        let blocks = (0..len).step_by(BLOCK).skip(HELD_OUT_EVERY - 1).step_by(HELD_OUT_EVERY);
-        blocks.map(move |start| start..len.min(start + BLOCK))
+        self.blocks().held_out()
     }
 
     /// Returns a hash of the text, for a comparison between processes that read their own files.
@@ -186,6 +157,10 @@ impl Text {
     pub fn compare(&self, p: &mut Program) -> Result<()> {
         let (bytes, files, hash) = (self.bytes.len(), self.files, self.fingerprint());
         p.assert_same(format!("a text of {bytes} bytes in {files} files, with hash {hash:016x}"))
+    }
+
+    fn blocks(&self) -> Blocks {
+        Blocks { len: self.bytes.len() }
     }
 
     fn shifted(&self, start: usize, time: usize) -> (&[u8], &[u8]) {
@@ -258,6 +233,7 @@ fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
 mod tests {
     use mpmd_layout::random::bits;
 
+    use super::super::BLOCK;
     use super::*;
 
     #[test]
@@ -277,38 +253,6 @@ mod tests {
         assert!(held_out.iter().all(|(inputs, targets)| {
             inputs.iter().chain(*targets).all(|block| *block % 10 == 9)
         }));
-    }
-
-    #[test]
-    fn sequences_cover_exactly_the_training_text() {
-        // A run of nine blocks has a sequence for each byte but the last ones.
-        let run = 9 * BLOCK - 16;
-        let cases = [
-            (1, 1, BLOCK + 1 - 16),
-            (9, 0, run),
-            (10, 0, run),
-            (10, 5, run),
-            (10, 17, run + 1),
-            (25, 100, 2 * run + 5 * BLOCK + 100 - 16),
-            (30, 3000, 3 * run + 3000 - 16),
-        ];
-        for (blocks, rest, expected) in cases {
-            let bytes = vec![b't'; blocks * BLOCK + rest - 1];
-            let text = Text::of_files(&[bytes]).unwrap();
-            assert_eq!(text.sequences(16), expected, "{blocks} blocks, {rest}");
-            let starts: BTreeSet<_> = (0..expected as u128)
-                .map(|i| {
-                    let random = ((i << 64) / expected as u128 + 1) as u64;
-                    let (inputs, _) = text.sequence(random, 16).unwrap();
-                    let start = inputs.as_ptr() as usize - text.bytes().as_ptr() as usize;
-                    assert!(
-                        text.training_runs().any(|run| run.start <= start && start + 16 < run.end)
-                    );
-                    start
-                })
-                .collect();
-            assert_eq!(starts.len(), expected, "each sequence once");
-        }
     }
 
     #[test]

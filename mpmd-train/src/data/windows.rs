@@ -1,4 +1,4 @@
-//! Next-token windows over the bytes of a text.
+//! Next-token windows over a text or a file of tokens.
 
 use std::sync::Arc;
 
@@ -9,49 +9,55 @@ use mpmd_layout::random;
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 
+use super::blocks::Blocks;
 use super::rows::{Named, array_of_rows, ends};
-use super::{At, Data, Text};
+use super::{At, Data, TokenSource};
 
 /// Limit on the number of held-out microbatches. It bounds the time for texts of any size.
 const MOST_HELD_OUT: usize = 256;
 
-/// Windows of a text: `rows` sequences of `time` bytes, and the byte that follows each byte.
+/// Windows of a long sequence of tokens: `rows` sequences of `time` tokens, and the token that
+/// follows each.
 ///
 /// The first stage gets the sequences as its input, `[rows, time]`. The last stage gets the
-/// following bytes as the side input `targets`, of the same shape. Both are `u32`, one token for
-/// each byte. The bytes depend only on the text, the microbatch's key and the row.
+/// following tokens as the side input `targets`, of the same shape. Both are `u32`. The tokens
+/// depend only on their source, the microbatch's key and the row.
+///
+/// The source is cut into blocks of [`BLOCK`](super::BLOCK) tokens. Every tenth block is held out:
+/// no training window overlaps it.
 #[derive(Clone, Debug)]
 pub struct Windows {
-    text: Text,
+    source: Arc<dyn TokenSource>,
     time: usize,
     rows: usize,
     dtype: DType,
     spec: Spec,
     /// The name of the targets; `None` for a side input that is the array itself.
     targets: Option<String>,
-    /// Index of the first byte of each held-out window.
+    /// Index of the first token of each held-out window.
     held_out: Arc<[usize]>,
 }
 
 impl Windows {
-    /// Creates windows of `time` tokens, `rows` of them in each microbatch. Keeps up to 256
-    /// held-out microbatches, spread evenly over the text.
+    /// Creates windows of `time` tokens, `rows` of them in each microbatch, from a
+    /// [`Text`](super::Text) or a [`TokenFile`](super::TokenFile). Keeps up to 256 held-out
+    /// microbatches, spread evenly.
     ///
     /// # Errors
     ///
-    /// If a size is zero, or the text has no training sequence of `time` bytes.
-    pub fn new(text: &Text, time: usize, rows: usize) -> Result<Self> {
-        if time == 0 || rows == 0 || text.sequences(time) == 0 {
-            let bytes = text.bytes().len();
+    /// If a size is zero, or the source has no training sequence of `time` tokens.
+    pub fn new(source: &(impl TokenSource + Clone), time: usize, rows: usize) -> Result<Self> {
+        let blocks = Blocks { len: source.tokens() };
+        if time == 0 || rows == 0 || blocks.sequences(time) == 0 {
             return Err(Error::Environment(format!(
-                "{bytes} bytes of text have no {rows} training windows of {time} bytes"
+                "{} tokens have no {rows} training windows of {time} tokens",
+                blocks.len
             )));
         }
-        let starts: Vec<usize> = text.held_out_starts(time).collect();
-        let most = MOST_HELD_OUT * rows;
-        let every = starts.len().div_ceil(most).max(1);
+        let starts: Vec<usize> = blocks.held_out_starts(time).collect();
+        let every = starts.len().div_ceil(MOST_HELD_OUT * rows).max(1);
         Ok(Self {
-            text: text.clone(),
+            source: Arc::new(source.clone()),
             time,
             rows,
             dtype: DType::U32,
@@ -61,7 +67,7 @@ impl Windows {
         })
     }
 
-    /// Makes `u8` arrays in place of `u32` ones.
+    /// Makes `u8` arrays in place of `u32` ones. A token above 255 then fails its array.
     #[must_use]
     pub fn bytes(mut self) -> Self {
         self.dtype = DType::U8;
@@ -90,8 +96,8 @@ impl Windows {
         self
     }
 
-    /// Issues the making of a microbatch. `start` maps a row to the index of its first byte in the
-    /// text.
+    /// Issues the making of a microbatch. `start` maps a row to the index of its first token in the
+    /// source.
     fn microbatch(
         &self,
         p: &mut Program,
@@ -121,30 +127,39 @@ impl Windows {
         }
     }
 
-    fn array_of<T: Element + From<u8>>(
+    fn array_of<T: Element + TryFrom<u32>>(
         &self,
         p: &mut Program,
         sharding: &Sharding,
         start: impl Fn(usize) -> usize + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
-        let text = self.text.clone();
+        let source = self.source.clone();
         array_of_rows::<T>(p, sharding, [self.rows, self.time], move |row, columns, values| {
-            let bytes = &text.bytes()[start(row)..][columns];
-            values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = T::from(*byte));
+            let mut tokens = vec![0; values.len()];
+            source.read(start(row) + columns.start, &mut tokens)?;
+            for (value, token) in values.iter_mut().zip(tokens) {
+                let other = |_| Error::kernel(format!("token {token} does not fit {}", T::DTYPE));
+                *value = T::try_from(token).map_err(other)?;
+            }
+            Ok(())
         })
+    }
+
+    /// Returns a function from a row of a training microbatch to the index of its first token.
+    fn training_start(&self, at: At) -> impl Fn(usize) -> usize + Clone + Send + Sync + 'static {
+        let (blocks, time) = (Blocks { len: self.source.tokens() }, self.time);
+        // `new` has found a training window.
+        move |row| blocks.sequence_start(random::bits(at.key, row as u64), time).unwrap_or(0)
     }
 }
 
 impl Data<MpmdArray> for Windows {
     fn compare(&self, p: &mut Program) -> Result<()> {
-        self.text.compare(p)
+        self.source.compare(p)
     }
 
     fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
-        let (text, time) = (self.text.clone(), self.time);
-        self.microbatch(p, meshes, move |row| {
-            text.sequence_start(random::bits(at.key, row as u64), time).unwrap_or(0)
-        })
+        self.microbatch(p, meshes, self.training_start(at))
     }
 
     /// Returns the number of whole microbatches. The last held-out windows that fill none are
@@ -172,28 +187,23 @@ mod tests {
     use mpmd_core::Simulation;
     use mpmd_layout::spec;
 
-    use super::super::BLOCK;
+    use super::super::{BLOCK, Text};
     use super::*;
 
     fn text() -> Text {
         Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap()
     }
 
-    /// Returns (inputs, targets) of training microbatch 3 of step 2, and the numbers of held-out
-    /// microbatches.
+    /// Returns (inputs, targets) of training microbatch 3 of step 2.
     fn values(processes: usize, windows: &Windows) -> (Vec<u32>, Vec<u32>) {
         let results = Simulation::new(processes, 4).run(|p| {
             let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
-            let at = At::new(5, 2, 3);
-            let (text, time) = (windows.text.clone(), windows.time);
-            let start = move |row: usize| {
-                text.sequence_start(random::bits(at.key, row as u64), time).unwrap_or(0)
-            };
+            let start = windows.training_start(At::new(5, 2, 3));
             let following = start.clone();
             let (first, last) = ends(&meshes, &windows.spec);
             let inputs = windows.array(p, &first, start)?;
             let targets = windows.array(p, &last, move |row| following(row) + 1)?;
-            let to = mpmd_layout::sharding::Sharding::single_device(p.topology().device_ids()[0]);
+            let to = Sharding::single_device(p.topology().device_ids()[0]);
             let arrays = p.device_put(&(inputs, targets), to)?;
             let host = |array: &MpmdArray| -> Result<Vec<u32>> {
                 Ok(array.to_host()?.map_or(Ok(Vec::new()), |host| host.to_vec())?)

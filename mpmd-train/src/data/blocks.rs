@@ -1,0 +1,101 @@
+//! The division of a long sequence of tokens into training blocks and held-out blocks.
+
+use std::ops::Range;
+
+use super::rows::below;
+
+/// Length of a block, in tokens (bytes of a text). A sequence is divided block by block into
+/// training and held-out tokens.
+pub const BLOCK: usize = 4 << 10;
+/// Number of blocks of which one is held out: the last.
+pub const HELD_OUT_EVERY: usize = 10;
+
+/// Length of a run of training blocks, from one held-out block to the next.
+const RUN: usize = BLOCK * (HELD_OUT_EVERY - 1);
+
+/// The blocks of a sequence of `len` tokens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Blocks {
+    pub(super) len: usize,
+}
+
+impl Blocks {
+    /// Returns the runs of training tokens, as ranges of indices.
+    pub(super) fn training_runs(self) -> impl Iterator<Item = Range<usize>> {
+        let starts = (0..self.len).step_by(BLOCK * HELD_OUT_EVERY);
+        starts.map(move |start| start..self.len.min(start + RUN))
+    }
+
+    /// Returns the held-out blocks, as ranges of indices.
+    pub(super) fn held_out(self) -> impl Iterator<Item = Range<usize>> {
+        let starts = (0..self.len).step_by(BLOCK).skip(HELD_OUT_EVERY - 1).step_by(HELD_OUT_EVERY);
+        starts.map(move |start| start..self.len.min(start + BLOCK))
+    }
+
+    /// Returns the number of sequences of `time` training tokens and the token after each.
+    pub(super) fn sequences(self, time: usize) -> usize {
+        let (period, room) = (BLOCK * HELD_OUT_EVERY, |run: usize| run.saturating_sub(time));
+        self.len / period * room(RUN) + room((self.len % period).min(RUN))
+    }
+
+    /// Returns the index of the first token of the training sequence that `random`, 64 random bits,
+    /// chooses. `None` if no run has more than `time` tokens.
+    pub(super) fn sequence_start(self, random: u64, time: usize) -> Option<usize> {
+        let starts = self.sequences(time);
+        if starts == 0 {
+            return None;
+        }
+        let index = below(random, starts);
+        // All runs but the last have the same length, and the last is not longer.
+        let each = RUN - time;
+        Some(index / each * BLOCK * HELD_OUT_EVERY + index % each)
+    }
+
+    /// Cuts the held-out blocks into pieces of `time` tokens, each with a further token in its
+    /// block. Returns the index of each piece's first token.
+    pub(super) fn held_out_starts(self, time: usize) -> impl Iterator<Item = usize> {
+        let cut = move |block: Range<usize>| {
+            (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
+        };
+        self.held_out().flat_map(cut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn sequences_cover_exactly_the_training_runs() {
+        // A run of nine blocks has a sequence for each token but the last ones.
+        let run = 9 * BLOCK - 16;
+        let cases = [
+            (1, 1, BLOCK + 1 - 16),
+            (9, 0, run),
+            (10, 0, run),
+            (10, 5, run),
+            (10, 17, run + 1),
+            (25, 100, 2 * run + 5 * BLOCK + 100 - 16),
+            (30, 3000, 3 * run + 3000 - 16),
+        ];
+        for (count, rest, expected) in cases {
+            let blocks = Blocks { len: count * BLOCK + rest };
+            assert_eq!(blocks.sequences(16), expected, "{count} blocks, {rest}");
+            let starts: BTreeSet<usize> = (0..expected as u128)
+                .map(|i| {
+                    let random = ((i << 64) / expected as u128 + 1) as u64;
+                    blocks.sequence_start(random, 16).unwrap()
+                })
+                .collect();
+            assert_eq!(starts.len(), expected, "each sequence once");
+            let within = |start: &usize| {
+                blocks.training_runs().any(|run| run.start <= *start && start + 16 < run.end)
+            };
+            assert!(starts.iter().all(within));
+        }
+        assert_eq!(Blocks { len: 16 }.sequence_start(7, 16), None);
+        assert_eq!(Blocks { len: 100 * BLOCK }.sequence_start(7, RUN), None);
+    }
+}
