@@ -37,17 +37,18 @@ impl Embedding {
         }
         let mut shape = indexes.dims().to_vec();
         shape.push(width);
-        if !are_fast(&[&self.embeddings]) {
-            return self.embeddings.index_select(&indexes.flatten_all()?, 0)?.reshape(shape);
+        let table = self.embeddings.contiguous()?;
+        if !are_fast(&[&table]) {
+            return table.index_select(&indexes.flatten_all()?, 0)?.reshape(shape);
         }
         let indices = indices(indexes)?;
         if let Some(index) = indices.iter().find(|index| **index as usize >= rows) {
             bail!("index {index} is not in the table of {rows} rows");
         }
-        if self.embeddings.track_op() {
+        if table.track_op() {
             keeps(size_of_val(&*indices) as u64);
         }
-        self.embeddings.contiguous()?.apply_op1(Lookup { indices, shape })
+        table.apply_op1(Lookup { indices, shape })
     }
 }
 

@@ -11,7 +11,8 @@
 //! |---|---|---|
 //! | `Linear`, `Embedding`, `LayerNorm`, `RmsNorm` | yes | yes |
 //! | `Activation`, `Dropout`, attention, softmax, rotary embeddings, losses | yes | no weights |
-//! | `Conv1d`, `Conv2d`, `GroupNorm`, `PReLU`, `LSTM`, `GRU` | by candle | no |
+//! | `Conv1d`, `Conv2d` | yes | of the weight; not of the bias |
+//! | `GroupNorm`, `PReLU`, `LSTM`, `GRU` | by candle | no |
 //! | `ConvTranspose2d` | by candle, without groups | no |
 //! | `ConvTranspose1d` | none: an error | |
 //! | `BatchNorm` | by candle; a forward pass writes the running statistics | no |
@@ -24,6 +25,7 @@ pub use candle_nn::*;
 
 pub mod activation;
 pub mod attention;
+pub mod conv;
 mod dropout;
 pub mod embedding;
 mod lanes;
@@ -33,10 +35,13 @@ pub mod loss;
 pub mod ops;
 pub mod rotary_emb;
 mod softmax;
+#[cfg(test)]
+mod tests;
 mod values;
 
 pub use activation::Activation;
 pub use attention::{Mask, attention};
+pub use conv::{Conv1d, Conv2d, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias};
 pub use dropout::Dropout;
 pub use embedding::{Embedding, embedding};
 pub use layer_norm::{

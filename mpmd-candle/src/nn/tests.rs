@@ -1,0 +1,147 @@
+//! Layers inside a pass: deferred gradients, and dropout.
+
+use std::collections::HashMap;
+
+use candle_core::{Device, Result, Tensor, Var};
+use candle_nn::Module;
+use mpmd_layout::random::Key;
+
+use super::{Conv1d, Dropout, Embedding, LayerNorm, Linear, Mask, RmsNorm, attention};
+use crate::pass::{Pass, enter};
+
+fn pass(key: Option<Key>) -> Pass<'static> {
+    let gradients = HashMap::new();
+    Pass { key, draws: 0, gradients, deferred: None, kept_bytes: 0 }
+}
+
+/// Returns a variable of f32 in [-1, 1).
+fn variable(shape: &[usize], seed: u64) -> Tensor {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let values = (0..shape.iter().product()).map(|_| random.f32() * 2.0 - 1.0);
+    let values = Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu);
+    Var::from_tensor(&values.unwrap()).unwrap().as_tensor().clone()
+}
+
+fn elements(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Computes a model with a layer of each kind that has weights. `weights[0]` is used twice.
+fn loss(weights: &[Tensor]) -> Result<Tensor> {
+    let [table, gain, bias, square, kernel] = weights else { unreachable!() };
+    let tokens = Tensor::new(&[[1u32, 3, 1, 0], [2, 4, 4, 1]], &Device::Cpu)?;
+    let x = Embedding::new(table.clone(), 12).forward(&tokens)?;
+    let x = LayerNorm::new(gain.clone(), bias.clone(), 1e-5).forward(&x)?;
+    let x = Linear::new(square.clone(), Some(bias.clone())).forward(&x)?;
+    let heads = x.reshape((2, 4, 3, 4))?.transpose(1, 2)?;
+    let x = attention(&heads, &heads, &heads, Mask::Causal, 0.5)?;
+    let x = x.transpose(1, 2)?.reshape((2, 4, 12))?;
+    let x = RmsNorm::new(gain.clone(), 1e-5).forward(&x)?;
+    let x = Conv1d::new(kernel.clone(), None, Default::default()).forward(&x)?;
+    let x = Linear::new(table.clone(), None).forward(&x)?;
+    super::loss::cross_entropy(&x.reshape((8, 5))?, &tokens.flatten_all()?)
+}
+
+fn weights() -> Vec<Tensor> {
+    let shapes: [&[usize]; 5] = [&[5, 12], &[12], &[12], &[12, 12], &[4, 4, 1]];
+    shapes.iter().enumerate().map(|(at, shape)| variable(shape, at as u64)).collect()
+}
+
+#[test]
+fn deferred_gradients_have_the_bits_of_immediate_ones() {
+    let weights = weights();
+    // Outside of a pass, candle collects the gradients.
+    let by_candle = loss(&weights).unwrap().backward().unwrap();
+    let by_candle: Vec<Vec<f32>> =
+        weights.iter().map(|weight| elements(by_candle.get(weight).unwrap())).collect();
+
+    let run = |is_deferred: bool| {
+        let mut slices: Vec<Vec<f32>> =
+            weights.iter().map(|weight| vec![0.0; weight.elem_count()]).collect();
+        let ids = weights.iter().map(Tensor::id);
+        let mut pass = Pass {
+            gradients: ids.zip(slices.iter_mut().map(Vec::as_mut_slice)).collect(),
+            deferred: is_deferred.then(Vec::new),
+            ..pass(None)
+        };
+        let rest = enter(&mut pass, || loss(&weights)?.backward()).unwrap();
+        assert!(weights.iter().all(|weight| rest.get(weight).is_none()));
+        let Pass { gradients, deferred, kept_bytes, .. } = pass;
+        // Indices of 8 tokens, a number for each of 24 queries, three for each of 8 losses.
+        assert_eq!(kept_bytes, 4 * (8 + 24 + 3 * 8));
+        let mut gradients = gradients;
+        if let Some(deferred) = deferred {
+            assert!(gradients.values().all(|gradient| gradient.iter().all(|x| *x == 0.0)));
+            // Another thread computes them.
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for deferred in deferred {
+                        (deferred.add)(gradients.get_mut(&deferred.weight).unwrap()).unwrap();
+                    }
+                });
+            });
+        }
+        drop(gradients);
+        slices
+    };
+    let (immediate, deferred) = (run(false), run(true));
+    for (at, (immediate, deferred)) in immediate.iter().zip(&deferred).enumerate() {
+        let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(immediate), bits(deferred), "weight {at}");
+        for (found, expected) in immediate.iter().zip(&by_candle[at]) {
+            assert!((found - expected).abs() < 1e-5, "weight {at}: {found}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn dropout_draws_a_mask_of_the_key() {
+    let x = variable(&[300, 301], 1);
+    let drop = |key: u64| {
+        enter(&mut pass(Some(Key(key))), || {
+            let first = Dropout::new(0.3).forward(&x, true).unwrap();
+            (elements(&first), elements(&Dropout::new(0.3).forward(&x, true).unwrap()))
+        })
+    };
+    let (first, second) = drop(7);
+    assert_eq!((first.clone(), second.clone()), drop(7), "the same key");
+    assert_ne!(first, second, "two calls");
+    assert_ne!(first, drop(8).0, "two keys");
+    let zeros = first.iter().filter(|y| **y == 0.0).count() as f64;
+    assert!((zeros / first.len() as f64 - 0.3).abs() < 0.01, "{zeros} zeros");
+    for (x, y) in elements(&x).iter().zip(&first) {
+        assert!(*y == 0.0 || (y - x / 0.7).abs() < 1e-6);
+    }
+    // Columns that share random bits are dropped independently.
+    let both = first.chunks_exact(2).filter(|pair| pair[0] == 0.0 && pair[1] == 0.0).count();
+    assert!((both as f64 / (first.len() / 2) as f64 - 0.09).abs() < 0.01, "{both} pairs");
+}
+
+#[test]
+fn dropout_has_the_gradient_of_its_mask() {
+    let x = variable(&[50, 50], 1);
+    let (y, gradients) = enter(&mut pass(Some(Key(7))), || {
+        let y = super::ops::dropout(&x, 0.25).unwrap();
+        let gradients = y.sum_all().unwrap().backward().unwrap();
+        (y, gradients)
+    });
+    for (y, d) in elements(&y).iter().zip(elements(gradients.get(&x).unwrap())) {
+        assert_eq!(d, if *y == 0.0 { 0.0 } else { 1.0 / 0.75 });
+    }
+    // Doubles have the same mask.
+    let double = x.to_dtype(candle_core::DType::F64).unwrap();
+    let double = enter(&mut pass(Some(Key(7))), || super::ops::dropout(&double, 0.25)).unwrap();
+    let double = elements(&double.to_dtype(candle_core::DType::F32).unwrap());
+    assert!(elements(&y).iter().zip(&double).all(|(y, double)| (y - double).abs() < 1e-6));
+}
+
+#[test]
+fn dropout_without_training_needs_no_key() {
+    let x = variable(&[5], 1);
+    let same = |y: Result<Tensor>| assert_eq!(elements(&y.unwrap()), elements(&x));
+    same(Dropout::new(0.5).forward(&x, false));
+    same(Dropout::new(0.0).forward(&x, true));
+    assert!(Dropout::new(1.0).forward(&x, true).is_err());
+    let error = enter(&mut pass(None), || Dropout::new(0.5).forward(&x, true)).unwrap_err();
+    assert!(error.to_string().contains("Microbatch::key"), "{error}");
+}
