@@ -312,8 +312,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         stage.own().into_iter().map(|place| !stage.frozen()[place]).collect()
     }
 
-    /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes that
-    /// a microbatch of these `shapes` has there.
+    /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes
+    /// that a microbatch of these `shapes` has there.
     ///
     /// All processes must call it. Call it before [`Pipeline::memory`] and before the first step
     /// with microbatches of these shapes, if a stage finds its shapes by a trial run.
