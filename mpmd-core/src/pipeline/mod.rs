@@ -402,7 +402,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// `beside` are arrays that the caller keeps throughout, such as the state of an optimiser.
     /// Arrays of the microbatches are counted separately and do not belong there. For devices of
     /// other processes, the estimate ignores zero-copy transfers in which this process takes no
-    /// part.
+    /// part. A stage that runs forward passes alone may begin the next step early; the estimate is
+    /// for one step at a time.
     ///
     /// # Errors
     ///
