@@ -16,8 +16,9 @@
 //!
 //! With recomputation, the results of the forward pass exist during its first run, and again from
 //! its second run on. Its inputs stay until then. Objects among the residuals take no memory in the
-//! first run. A stage in front of all that is trained has only forward passes. If one kernel computes both gradients, the
-//! residuals stay until it has ended, and there are no weight residuals.
+//! first run. A stage in front of all that is trained has only forward passes. If one kernel
+//! computes both gradients, the residuals stay until it has ended, and there are no weight
+//! residuals.
 //!
 //! An array reaches another stage by copy or by zero-copy transfer. A stage on the same devices
 //! uses the same array, which counts like a zero-copy transfer. A copy takes memory at the receiver
@@ -271,6 +272,22 @@ mod tests {
         assert_eq!(plan(&schedule, &[bytes]), [(120, 121)]);
         let no_gathering = StageBytes { gathered: 0, ..bytes };
         assert_eq!(plan(&schedule, &[no_gathering]), [(111, 111)]);
+    }
+
+    #[test]
+    fn forward_only_stage_holds_residuals_for_one_pass() {
+        let bytes = StageBytes {
+            kept: 1000,
+            gradients: 100,
+            residual: 10,
+            unkept_residual: 4,
+            output_gradient: 1,
+            forward_only: true,
+            ..StageBytes::default()
+        };
+        let trained = StageBytes { residual: 1, ..StageBytes::default() };
+        let schedule = Schedule::gpipe(2, 4).unwrap();
+        assert_eq!(plan(&schedule, &[bytes, trained]), [(1006, 1006), (4, 4)]);
     }
 
     #[test]

@@ -125,10 +125,10 @@ pub(super) trait AnyStage: Send {
     fn fuses(&self) -> bool;
 }
 
-/// What the passes of a microbatch at a stage share.
+/// Data that the passes of a microbatch at a stage share.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PassOf {
-    /// Index of the kernel set compiled for the microbatch's shapes, which the forward pass returns.
+    /// Index of the kernel set compiled for the microbatch's shapes. The forward pass returns it.
     pub(super) kernels: usize,
     /// The random key, if the stage draws.
     pub(super) key: Option<MpmdArray>,

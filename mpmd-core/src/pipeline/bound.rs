@@ -37,8 +37,8 @@ pub(super) struct Split<S: Stage> {
 }
 
 impl<S: Stage> ErasedStage<S> {
-    /// Returns the kernel of the forward pass in this mode, and builds it if it is new. `kernels` is
-    /// the index of its set.
+    /// Returns the kernel of the forward pass in this mode, and builds it if it is new. `kernels`
+    /// is the index of its set.
     pub(super) fn forward_kernel(
         &mut self,
         program: &Program,
@@ -59,7 +59,8 @@ impl<S: Stage> ErasedStage<S> {
         Ok(&set.forward[index].1)
     }
 
-    /// Binds the kernels for microbatches of these shapes. `avals` are those of `x`, then of `side`.
+    /// Binds the kernels for microbatches of these shapes. `avals` has those of `x`, then those of
+    /// `side`.
     pub(super) fn bind(
         &self,
         program: &Program,

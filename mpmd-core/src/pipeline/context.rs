@@ -71,8 +71,9 @@ impl<'v, 'c> StageContext<'v, 'c> {
         Self { context, stage, mode, given, extras, prepared: None }
     }
 
-    /// Returns true in a training step, and false in [`Pipeline::forward`](super::Pipeline::forward)
-    /// and [`Pipeline::forward_all`](super::Pipeline::forward_all).
+    /// Returns true in a training step. Returns false in
+    /// [`Pipeline::forward`](super::Pipeline::forward) and
+    /// [`Pipeline::forward_all`](super::Pipeline::forward_all).
     pub fn is_training(&self) -> bool {
         self.mode != Mode::Evaluation
     }

@@ -312,8 +312,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         stage.own().into_iter().map(|place| !stage.frozen()[place]).collect()
     }
 
-    /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes that
-    /// a microbatch of these `shapes` has there.
+    /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes
+    /// that a microbatch of these `shapes` has there.
     ///
     /// All processes must call it. Call it before [`Pipeline::memory`] and before the first step
     /// with microbatches of these shapes, if a stage finds its shapes by a trial run.
@@ -402,7 +402,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// `beside` are arrays that the caller keeps throughout, such as the state of an optimiser.
     /// Arrays of the microbatches are counted separately and do not belong there. For devices of
     /// other processes, the estimate ignores zero-copy transfers in which this process takes no
-    /// part.
+    /// part. A stage that runs forward passes alone may begin the next step early; the estimate is
+    /// for one step at a time.
     ///
     /// # Errors
     ///

@@ -25,8 +25,8 @@ pub(super) struct Kept {
     given: Given,
 }
 
-/// The layout of a step's inputs: the parameters that each stage stores, then the microbatches, each
-/// with its random keys.
+/// The layout of a step's inputs: the parameters that each stage stores, then the microbatches,
+/// each with its random keys.
 #[derive(Eq, PartialEq)]
 struct StepShape {
     /// The number of parameters of each stage.

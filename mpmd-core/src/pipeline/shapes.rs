@@ -122,8 +122,8 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     all.ok_or_else(|| Error::kernel("the shapes of no microbatch"))
 }
 
-/// Returns the shapes of all stages for one microbatch. Calls `before` for each stage with its index
-/// and the shapes of its input and side inputs, before the stage infers its own shapes.
+/// Returns the shapes of all stages for one microbatch. Calls `before` for each stage with its
+/// index and the shapes of its input and side inputs, before the stage infers its own shapes.
 pub(super) fn shapes_of<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,

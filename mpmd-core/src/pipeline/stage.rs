@@ -407,8 +407,8 @@ impl<O> StageSignature<O> {
         self
     }
 
-    /// Declares further collectives of [`Stage::forward`]: those of `declared`, in order. All else in
-    /// `declared` has no effect.
+    /// Declares further collectives of [`Stage::forward`]: those of `declared`, in order. All else
+    /// in `declared` has no effect.
     ///
     /// ```
     /// # use mpmd_core::pipeline::StageSignature;

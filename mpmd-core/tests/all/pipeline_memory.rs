@@ -230,7 +230,9 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
             pipeline.set_params(stage, vec![update.call(p, (params, gradient))?])?;
         }
         p.step_end()?;
-        if step == 2 || step == 2 + STEPS {
+        // A frozen stage may begin the next step before the others have ended this one.
+        if step == 2 || step == 2 + STEPS || how == Options::Frozen {
+            output.loss.sum.block_until_ready()?;
             for stage in 0..count {
                 pipeline
                     .params(stage)
@@ -240,6 +242,8 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
             for process in 0..p.processes() as u32 {
                 p.broadcast_value(ProcessId(process), (), || Ok(()))?;
             }
+        }
+        if step == 2 || step == 2 + STEPS {
             found.mapped[usize::from(step > 2)] = p.memory().mapped;
             found.peak = p.memory().recent_peak + p.memory().staging_recent_peak;
             p.forget_memory_peak();
