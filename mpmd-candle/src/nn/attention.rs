@@ -99,6 +99,9 @@ fn compose(
     // Gives each head its own keys or values.
     let spread = |x: &Tensor| {
         let (_, _, keys, dim) = x.dims4()?;
+        if heads == groups {
+            return x.contiguous();
+        }
         x.unsqueeze(2)?
             .broadcast_as((batch, groups, heads / groups, keys, dim))?
             .contiguous()?

@@ -115,8 +115,7 @@ impl Product {
             Some(bias) => bias.repeat(rows),
             None => vec![0.0; rows * outputs],
         };
-        let inputs = if outputs == 0 { 0 } else { weight.len() / outputs };
-        if outputs > 0 {
+        if let Some(inputs) = weight.len().checked_div(outputs) {
             let weight = Matrix::new(weight, outputs, inputs);
             multiply(&mut y, Matrix::new(x, rows, inputs), weight.t(), bias.is_some());
         }
