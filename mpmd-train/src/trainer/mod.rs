@@ -152,6 +152,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<StepHandle> {
         let step = self.steps() + 1;
         let rate = self.rate.at(step);
+        self.probe(p, &microbatches)?;
         let output = self.pipeline.train_step(p, &self.schedule, microbatches)?;
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
         let figures = self.reporter.report(p, &figures, &self.stop)?;
@@ -171,6 +172,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         p: &mut Program,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<EvaluationHandle> {
+        self.probe(p, &microbatches)?;
         let losses = microbatches.into_iter().map(|one| self.pipeline.forward(p, one));
         let losses = losses.collect::<Result<Vec<_>>>()?;
         let sums = self.reporter.sum(p, losses)?;
@@ -191,6 +193,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.pipeline.memory(p, &self.schedule, microbatch, &state)
     }
 
+    /// Lets the stages find out what they declare for these microbatches: see [`Pipeline::probe`].
+    #[track_caller]
+    fn probe(&mut self, p: &mut Program, microbatches: &[Microbatch<In>]) -> Result<()> {
+        let mut shapes = microbatches.iter().map(Microbatch::shapes);
+        shapes.try_for_each(|shapes| self.pipeline.probe(p, &shapes))
+    }
+
     /// Issues the making of the next step's microbatches.
     fn training(
         &self,
@@ -200,7 +209,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let meshes = self.meshes();
         let one = |microbatch| {
             let at = At::new(self.seed, self.steps() + 1, microbatch);
-            data.training(p, &meshes, at)
+            Ok(data.training(p, &meshes, at)?.key(at.key))
         };
         (0..self.schedule.microbatches()).map(one).collect()
     }
