@@ -15,9 +15,9 @@ use super::{At, Data, HELD_OUT_EVERY};
 /// which shorter sequences are padded.
 ///
 /// A sequence goes to the bucket with the smallest sufficient length. Its input is all tokens but
-/// the last, its targets all but the first. The first stage gets the inputs, `u32` `[rows, length]`.
-/// The last stage gets the side inputs `targets` (`u32`) and `weights` (`f32`) of the same shape.
-/// Tokens of padding are 0 and have weight 0, others weight 1.
+/// the last, its targets all but the first. The first stage gets the inputs, `u32` of shape
+/// `[rows, length]`. The last stage gets the side inputs `targets` (`u32`) and `weights` (`f32`) of
+/// the same shape. Tokens of padding are 0 and have weight 0, others weight 1.
 ///
 /// Every tenth sequence is held out. Training rows are drawn from all others, by the microbatch's
 /// key alone.

@@ -1,7 +1,8 @@
 //! Text to train on: given files and folders, or the files of this repository.
 //!
 //! All files form one sequence, with a [`SEPARATOR`] after each. The sequence is cut into blocks of
-//! [`BLOCK`](super::BLOCK) bytes. Every tenth block is *held out*: no training sequence overlaps it.
+//! [`BLOCK`](super::BLOCK) bytes. Every tenth block is *held out*: no training sequence overlaps
+//! it.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

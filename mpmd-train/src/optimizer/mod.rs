@@ -284,7 +284,8 @@ where
     In: Tree<Leaf = MpmdArray>,
     Out: Tree<Leaf = MpmdArray>,
 {
-    pipeline.params(stage)
+    let params = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
+    params.filter_map(|(param, trained)| trained.then_some(param)).collect()
 }
 
 /// Returns the indices of the arrays with these paths.

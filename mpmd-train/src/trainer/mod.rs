@@ -139,7 +139,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Issues one training step: the passes of all microbatches, the update, and the move of its
-    /// figures to every process. Ends the program's step. Returns without waiting.
+    /// figures to every process. Ends the program's step. Returns without waiting. Microbatches of
+    /// new shapes are [probed](Pipeline::probe) before, which blocks.
     ///
     /// Gradients and losses are divided by the total weight of the microbatches, so they may have
     /// unequal weights.
@@ -164,7 +165,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Issues the forward passes of some microbatches, and the move of their summed loss to every
-    /// process. Returns without waiting.
+    /// process. Returns without waiting, unless the microbatches have new shapes: see
+    /// [`Trainer::step`].
     ///
     /// # Errors
     ///
@@ -197,6 +199,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Probes the stages for microbatches of shapes that are new.
+    #[track_caller]
     fn probe(&mut self, p: &mut Program, microbatches: &[Microbatch<In>]) -> Result<()> {
         for microbatch in microbatches {
             let shapes = microbatch.shapes();

@@ -3,13 +3,16 @@
 use mpmd_core::Simulation;
 use mpmd_core::pipeline::Schedule;
 use mpmd_core::prelude::*;
-use mpmd_train::Rate;
 use mpmd_train::data::{At, Data};
 use mpmd_train::optimizer::{
     AdamStep, AdamW, Optimizer, OptimizerSettings, Sgd, UpdateRule, clip_factor, square_sum,
 };
+use mpmd_train::stop::StopFlag;
+use mpmd_train::{Rate, Run, Trainer};
 
-use crate::stages::{MICROBATCHES, meshes, params, pipeline, read, trainer, windows};
+use crate::stages::{
+    Embed, MICROBATCHES, meshes, params, pipeline, pipeline_of, read, trainer, windows,
+};
 
 const SGD: Sgd = Sgd { momentum: 0.9, decay: 0.01, nesterov: true };
 
@@ -186,10 +189,47 @@ fn other_dtypes_are_refused() {
         let meshes = meshes(p)?;
         let table = MpmdArray::from_slice(&[2], &[1i32, 2])?;
         let table = p.device_put(&table, meshes[0].replicated())?;
-        let pipeline =
-            mpmd_core::pipeline::Pipeline::first(crate::stages::Embed, &meshes[0], table)?;
+        let pipeline = mpmd_core::pipeline::Pipeline::first(Embed::default(), &meshes[0], table)?;
         Ok(Optimizer::new(p, &pipeline, AdamW::default()).unwrap_err().to_string())
     });
     let error = results.into_iter().next().unwrap().unwrap();
     assert!(error.contains("i32[2]") && error.contains("f32 and f64"), "{error}");
+}
+
+#[test]
+fn frozen_parameters_have_no_state_and_stay() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let embed = Embed { frozen: true, draws: false };
+        let pipeline = pipeline_of(p, embed, true)?;
+        let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
+        let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
+        let before = params(p, &trainer)?;
+        let run = Run::steps(3).progress(false);
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        trainer.run(p, run, &windows())?;
+        let after = params(p, &trainer)?;
+        let names: Vec<usize> =
+            (0..2).map(|stage| trainer.optimizer().state(stage).len()).collect();
+        Ok((before, after, names))
+    });
+    let (before, after, names) = results.into_iter().next().unwrap().unwrap();
+    assert_eq!((&before[0], names), (&after[0], vec![0, 4]));
+    assert!(before[1] != after[1] && before[2] != after[2]);
+}
+
+#[test]
+fn stage_that_draws_gets_a_key_in_every_microbatch() {
+    let run = |processes: usize, replay: bool, seed: u64| {
+        let results = Simulation::new(processes, 4).run(|p| {
+            let pipeline = pipeline_of(p, Embed { frozen: false, draws: true }, false)?;
+            let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
+            let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
+            let mut trainer = trainer.seed(seed).replay(replay).stop_on(&StopFlag::default());
+            Ok(trainer.run(p, Run::steps(3).progress(false), &windows())?.last)
+        });
+        results.into_iter().next().unwrap().unwrap()
+    };
+    let expected = run(1, false, 1);
+    assert_eq!(run(2, true, 1), expected);
+    assert_ne!(run(1, false, 2), expected);
 }

@@ -19,7 +19,13 @@ pub(crate) const TOKENS: usize = 256;
 pub(crate) const MICROBATCHES: usize = 4;
 
 /// A stage that replaces each token by a vector of its table.
-pub(crate) struct Embed;
+#[derive(Default)]
+pub(crate) struct Embed {
+    /// True if the table is not trained.
+    pub(crate) frozen: bool,
+    /// True if the vectors are scaled by a random number in training.
+    pub(crate) draws: bool,
+}
 
 /// A last stage: the squared error of `x · w + b` against the target token divided by 256. Side
 /// inputs: `targets`, and `weights` if there are any.
@@ -48,17 +54,29 @@ impl Stage for Embed {
         Ok(StageSignature::new(f32s(shape)))
     }
 
+    fn is_frozen(&self, _: &str) -> bool {
+        self.frozen
+    }
+
+    fn draws_random(&self) -> bool {
+        self.draws
+    }
+
     fn forward(
         &self,
-        _: &mut StageContext<'_, '_>,
+        cx: &mut StageContext<'_, '_>,
         table: View<'_>,
         tokens: View<'_>,
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         let (table, tokens) = (table.as_slice::<f32>()?, tokens.as_slice::<u32>()?);
+        let draws = self.draws && cx.is_training();
+        let scale = if draws { 1.0 + uniform_f32(cx.key()?, 0) } else { 1.0 };
         let y = y.as_mut_slice::<f32>()?.chunks_mut(WIDTH);
-        y.zip(tokens)
-            .for_each(|(y, token)| y.copy_from_slice(&table[*token as usize * WIDTH..][..WIDTH]));
+        for (y, token) in y.zip(tokens) {
+            let row = &table[*token as usize * WIDTH..][..WIDTH];
+            y.iter_mut().zip(row).for_each(|(y, x)| *y = scale * x);
+        }
         Ok(())
     }
 
@@ -191,6 +209,15 @@ pub(crate) fn pipeline(
     p: &mut Program,
     sharded: bool,
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+    pipeline_of(p, Embed::default(), sharded)
+}
+
+/// Creates the pipeline of both stages, with this first one.
+pub(crate) fn pipeline_of(
+    p: &mut Program,
+    embed: Embed,
+    sharded: bool,
+) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let meshes = meshes(p)?;
     let places = |mesh: &Mesh| match sharded {
         true => [mesh.sharding(spec![None, "data"]), mesh.sharding(spec!["data"])],
@@ -200,7 +227,7 @@ pub(crate) fn pipeline(
     let w = random(p, &[WIDTH], &places(&meshes[1])[1], 2)?;
     let b = random(p, &[1], &meshes[1].replicated(), 3)?;
     let mut pipeline =
-        Pipeline::first(Embed, &meshes[0], table)?.then(Head, &meshes[1], HeadParams { w, b })?;
+        Pipeline::first(embed, &meshes[0], table)?.then(Head, &meshes[1], HeadParams { w, b })?;
     for (stage, mesh) in meshes.iter().enumerate() {
         pipeline.store(stage, ParamSharding::new(vec![mesh.replicated(); 1 + stage]))?;
     }
