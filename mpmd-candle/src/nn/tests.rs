@@ -1,7 +1,5 @@
 //! Layers inside a pass: deferred gradients, and dropout.
 
-use std::collections::HashMap;
-
 use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::Module;
 use mpmd_layout::random::Key;
@@ -10,8 +8,7 @@ use super::{Conv1d, Dropout, Embedding, LayerNorm, Linear, Mask, RmsNorm, attent
 use crate::pass::{Pass, enter};
 
 fn pass(key: Option<Key>) -> Pass<'static> {
-    let gradients = HashMap::new();
-    Pass { key, draws: 0, gradients, deferred: None, kept_bytes: 0 }
+    Pass { key, ..Pass::default() }
 }
 
 /// Returns a variable of f32 in [-1, 1).
@@ -62,7 +59,7 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
         let mut pass = Pass {
             gradients: ids.zip(slices.iter_mut().map(Vec::as_mut_slice)).collect(),
             deferred: is_deferred.then(Vec::new),
-            ..pass(None)
+            ..Pass::default()
         };
         let rest = enter(&mut pass, || loss(&weights)?.backward()).unwrap();
         assert!(weights.iter().all(|weight| rest.get(weight).is_none()));
