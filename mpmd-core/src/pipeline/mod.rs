@@ -329,10 +329,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             "Pipeline::probe",
             |graph, program| {
                 let graph = &*graph;
-                let mut probe = |index: usize, x: &Bundle<_>, side: &Bundle<_>| {
+                let probe = |index: usize, x: &Bundle<_>, side: &Bundle<_>| {
                     graph.stages[index].probe(program, index, x, side)
                 };
-                shapes::shapes_of(graph, shapes, &mut probe).map(drop)
+                shapes::shapes_of(graph, shapes, probe).map(drop)
             },
         )
     }

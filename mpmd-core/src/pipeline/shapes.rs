@@ -127,7 +127,7 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
 pub(super) fn shapes_of<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,
-    before: &mut dyn FnMut(usize, &Bundle<ShapedArray>, &Bundle<ShapedArray>) -> Result<()>,
+    mut before: impl FnMut(usize, &Bundle<ShapedArray>, &Bundle<ShapedArray>) -> Result<()>,
 ) -> Result<Vec<StageShapes>> {
     let sides = microbatch.side.iter().map(|(stage, side)| (*stage, &side.structure));
     graph.check_sides(sides).map_err(Error::kernel)?;
@@ -161,7 +161,7 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
-    let shapes = shapes_of(graph, microbatch, &mut |_, _, _| Ok(()))?;
+    let shapes = shapes_of(graph, microbatch, |_, _, _| Ok(()))?;
     let beside: Places = beside
         .iter()
         .filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone())))

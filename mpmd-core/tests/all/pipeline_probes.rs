@@ -93,7 +93,10 @@ impl Stage for SumRows {
         let all = Self::sums(w, dy).repeat(dy.len() / w.len() * cx.axis_size("data")?);
         let mut own = vec![0.0f32; dy.len()];
         cx.reduce_scatter("data", &all, &mut own)?;
-        dx.map_or(Ok(()), |mut dx| Ok(dx.as_mut_slice()?.copy_from_slice(&own)))
+        if let Some(mut dx) = dx {
+            dx.as_mut_slice()?.copy_from_slice(&own);
+        }
+        Ok(())
     }
 
     fn is_frozen(&self, _: &str) -> bool {
