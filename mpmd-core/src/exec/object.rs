@@ -81,7 +81,8 @@ impl NewObject {
         local_index: usize,
     ) -> SharedBuffer {
         let Self { value, type_name, measure } = self;
-        let content = Content { value: Some(value), memory: memory.into_iter().collect(), measure };
+        let memory = memory.into_iter().map(Reservation::hold).collect();
+        let content = Content { value: Some(value), memory, measure };
         SharedBuffer::lent(Box::new(ObjectCell {
             content: Mutex::new(content),
             failure: OnceLock::new(),
@@ -115,7 +116,7 @@ impl ObjectCell {
 
     /// Adds declared memory, which counts against the device's limit until the value is dropped.
     pub(crate) fn grow(&self, memory: Reservation) {
-        self.content.lock().memory.push(memory);
+        self.content.lock().memory.push(memory.hold());
     }
 
     /// Returns an error if the value reports more bytes than were declared for it.

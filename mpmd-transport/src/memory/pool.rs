@@ -53,7 +53,7 @@ struct State {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Bytes in buffers in use.
+    /// Bytes in buffers in use, and of values that are [held](Reservation::hold).
     pub live: u64,
     /// Bytes in reservations that have no buffer yet.
     pub reserved: u64,
@@ -179,7 +179,7 @@ impl Pool {
         };
         stats.reserved += class;
         stats.peak = stats.peak.max(stats.live + stats.reserved);
-        Ok(Reservation { pool: self.clone(), bytes, counted: class })
+        Ok(Reservation { pool: self.clone(), bytes, counted: class, held: false })
     }
 
     /// The pool's present statistics.
@@ -340,8 +340,10 @@ impl State {
 pub struct Reservation {
     pool: Pool,
     bytes: usize,
-    /// Number of bytes that the pool still counts as reserved for this.
+    /// Number of bytes that the pool still counts for this.
     counted: u64,
+    /// True if they count as live, not as reserved.
+    held: bool,
 }
 
 impl Reservation {
@@ -413,7 +415,17 @@ impl Reservation {
         let class = size_class(bytes).map_or(self.counted, |class| self.counted.min(class as u64));
         self.counted -= class;
         self.bytes = self.bytes.saturating_sub(bytes);
-        Self { pool: self.pool.clone(), bytes, counted: class }
+        Self { pool: self.pool.clone(), bytes, counted: class, held: self.held }
+    }
+
+    /// Counts the reserved bytes as live from now on, for a value whose memory is elsewhere.
+    #[must_use]
+    pub fn hold(mut self) -> Self {
+        if !self.held {
+            self.pool.inner.settled(self.counted).stats.make_live(self.counted as usize);
+            self.held = true;
+        }
+        self
     }
 
     /// The number of bytes requested, before rounding to size classes.
@@ -425,7 +437,8 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         if self.counted > 0 {
-            self.pool.inner.state.lock().stats.reserved -= self.counted;
+            let stats = &mut self.pool.inner.state.lock().stats;
+            *(if self.held { &mut stats.live } else { &mut stats.reserved }) -= self.counted;
         }
     }
 }
