@@ -56,11 +56,15 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
     let schedule = Schedule::named("gpipe", 1, microbatches, None).unwrap();
     let mut memory = Memory { planned: 0.0, accounted: 0.0, allocated: 0.0 };
     for round in 0..2 {
-        let values = MpmdArray::from_slice(&[ROWS, WIDTH], &vec![0.5f32; ROWS * WIDTH]).unwrap();
+        let mut kept = Vec::new();
         let batch: Vec<_> = (0..microbatches as u64)
             .map(|number| {
-                let mut put = || p.device_put(&values, mesh.replicated()).unwrap();
-                let (x, targets) = (put(), put());
+                let mut make = || {
+                    let fill = |_: &Region, mut view: ViewMut<'_>| Ok(view.fill(0.5f32)?);
+                    p.array_from_fn(f32s([ROWS, WIDTH]), &mesh.replicated(), fill).unwrap()
+                };
+                let (x, targets) = (make(), make());
+                kept.extend([x.clone(), targets.clone()]);
                 Microbatch::new(x).side(0, named([("targets", targets)])).key(Key(number))
             })
             .collect();
@@ -77,6 +81,7 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
         }
         // The first round allocates what later ones have already.
         if round == 1 {
+            drop(kept);
             memory.accounted = p.memory().recent_peak as f64;
             memory.allocated = (ALLOCATOR.peak_usage() - before) as f64;
         }
