@@ -12,7 +12,7 @@ use mpmd_ids::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
 use mpmd_layout::sharding::{Sharding, Spec};
-use mpmd_layout::topology::Mesh;
+use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 use serde::{Deserialize, Serialize};
 
@@ -108,6 +108,15 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         };
         if self.probed.lock().iter().any(known) {
             return Ok(());
+        }
+        let is_cuda =
+            |device: &&DeviceId| program.topology().kind_of(**device) == Some(DeviceKind::Cuda);
+        if let Some(device) = at.mesh.devices().iter().find(is_cuda) {
+            return Err(Error::kernel(format!(
+                "{} ({}) is on the CUDA device {device}, and candle stages compute on CPUs: give \
+                 it devices of kind cpu",
+                self.name, self.at
+            )));
         }
         let Some(device) = at.mesh.devices().first().copied() else { return Ok(()) };
         let owner = program.topology().process_of(device);
