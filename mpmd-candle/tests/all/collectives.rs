@@ -1,8 +1,8 @@
-//! Collectives inside a stage: a tensor-parallel layer gives the values and gradients of the whole
-//! one.
+//! Several devices in a stage: layers that are divided by columns or by rows of the batch, and
+//! parameters that are stored in parts, give the values and gradients of the whole.
 
 use mpmd_candle::{Cx, Tensor, VarBuilder, named, stage};
-use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule};
+use mpmd_core::pipeline::{Loss, Microbatch, ParamSharding, Pipeline, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 use mpmd_layout::sharding::Spec;
@@ -15,6 +15,10 @@ enum Form {
     Reduced,
     /// The same with the rows of the input divided between the layers.
     Scattered,
+    /// Rows divided over the devices.
+    Rows,
+    /// The same with parameters that are stored in parts, and gathered for a step.
+    Stored,
 }
 
 /// Returns the loss and the gradients of both matrices, of the first stage's bias, and of the input
@@ -35,7 +39,7 @@ fn run(form: Form) -> Vec<Vec<f32>> {
             },
             move |(up, down): &(Tensor, Tensor), x: Tensor, cx: &mut Cx<'_>| {
                 let y = match form {
-                    Form::Whole => x.matmul(up)?.sqr()?.matmul(down)?,
+                    Form::Whole | Form::Rows | Form::Stored => x.matmul(up)?.sqr()?.matmul(down)?,
                     Form::Reduced => {
                         let x = cx.replicated(&x, "model")?;
                         cx.all_reduce(&x.matmul(up)?.sqr()?.matmul(down)?, "model")?
@@ -47,30 +51,34 @@ fn run(form: Form) -> Vec<Vec<f32>> {
                 };
                 let loss = (y * cx.side("factors")?)?.sum_all()?;
                 let sum = match form {
-                    Form::Scattered => cx.all_reduce(&loss, "model")?,
-                    _ => loss,
+                    Form::Whole | Form::Reduced => loss,
+                    _ => cx.all_reduce(&loss, "model")?,
                 };
                 let weight = sum.ones_like()?.detach();
                 Ok(Loss { sum, weight })
             },
         )?;
         let rows = match form {
-            Form::Scattered => spec!["model"],
-            _ => Spec::default(),
+            Form::Whole | Form::Reduced => Spec::default(),
+            _ => spec!["model"],
         };
         let layer = layer.input_spec(rows.clone());
         let params = [shift.init(p, &meshes[0], 3)?, {
             let mesh = &meshes[1];
             layer.init_as(p, 3, |path, _| {
                 mesh.sharding(match (form, path) {
-                    (Form::Whole, _) => Spec::default(),
-                    (_, "up") => spec![None, "model"],
+                    (Form::Whole | Form::Rows, _) => Spec::default(),
+                    (Form::Reduced | Form::Scattered, "up") => spec![None, "model"],
                     _ => spec!["model"],
                 })
             })?
         }];
         let [a, b] = params;
         let mut pipeline = Pipeline::first(shift, &meshes[0], a)?.then(layer, &meshes[1], b)?;
+        if matches!(form, Form::Rows | Form::Stored) {
+            let whole = ParamSharding::new(vec![meshes[1].replicated(); 2]);
+            pipeline.store(1, whole.partial_over(&["model"])?)?;
+        }
         let values: Vec<f32> = (0..16).map(|i| (i as f32 * 0.37).sin()).collect();
         let host = MpmdArray::from_slice(&[4, 4], &values)?;
         let x = p.device_put(&host, meshes[0].replicated())?;
@@ -94,10 +102,10 @@ fn run(form: Form) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn parallel_layer_has_values_and_gradients_of_the_whole() {
+fn divided_layers_have_values_and_gradients_of_the_whole() {
     let whole = run(Form::Whole);
     assert_eq!(whole.len(), 4);
-    for form in [Form::Reduced, Form::Scattered] {
+    for form in [Form::Reduced, Form::Scattered, Form::Rows, Form::Stored] {
         for (found, expected) in run(form).iter().zip(&whole) {
             let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
             for (found, expected) in found.iter().zip(expected) {

@@ -2,7 +2,7 @@
 //! replayed.
 
 use mpmd_core::kernel::elementwise;
-use mpmd_core::pipeline::{Schedule, StepOutput};
+use mpmd_core::pipeline::{Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 
@@ -120,4 +120,46 @@ fn replayed_steps_draw_new_dropout_masks() {
     let settings = Settings { dropout: 0.3, ..Settings::default() };
     let plain = losses(Run { settings, ..PLAIN });
     assert_eq!(losses(Run { settings, replay: true, processes: 2, ..PLAIN }), plain);
+}
+
+/// Trains one step of two stages of the model, of which only parameters that match `trainable` are
+/// trained. Returns (path, values) of the gradients.
+fn gradients(trainable: [Option<&'static str>; 2]) -> Vec<(String, Vec<f32>)> {
+    let results = Simulation::new(1, 2).run(|p| {
+        let settings = Settings::default();
+        let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+        let (mut first, mut last) = (model::middle(0, settings), model::last(settings));
+        first = match trainable[0] {
+            Some(pattern) => first.trainable(pattern)?,
+            None => first.frozen(),
+        };
+        if let Some(pattern) = trainable[1] {
+            last = last.trainable(pattern)?;
+        }
+        let a = first.init(p, &meshes[0], model::SEED)?;
+        let b = last.init(p, &meshes[1], model::SEED)?;
+        let mut pipeline = Pipeline::first(first, &meshes[0], a)?.then(last, &meshes[1], b)?;
+        pipeline.probe(p, &model::shapes(2))?;
+        let batch = microbatches(p, [&meshes[0], &meshes[1]], 2, (0, MICROBATCHES))?;
+        let schedule = Schedule::named("1f1b", 2, MICROBATCHES, None)?;
+        let output = pipeline.train_step(p, &schedule, batch)?;
+        let read = |(path, gradient): (String, MpmdArray)| {
+            Ok((path, gradient.to_host()?.expect("one process").to_vec::<f32>()?))
+        };
+        output.gradients.into_iter().flatten().map(read).collect::<Result<Vec<_>>>()
+    });
+    results.into_iter().next().expect("one process").unwrap()
+}
+
+#[test]
+fn frozen_parameters_leave_the_other_gradients_unchanged() {
+    let all = gradients([Some(""), Some("")]);
+    let of = |pattern: &[&str]| -> Vec<(String, Vec<f32>)> {
+        let trained = |(path, _): &&(String, Vec<f32>)| pattern.iter().any(|p| path.contains(p));
+        all.iter().filter(trained).cloned().collect()
+    };
+    assert_eq!(all.len(), 2 + 24);
+    assert_eq!(gradients([Some("norm"), Some("up")]), of(&["0.norm", "1.norm", "2.up", "3.up"]));
+    // Nothing in the first stage is trained.
+    assert_eq!(gradients([None, Some("head")]), of(&["head"]));
 }
