@@ -1,0 +1,94 @@
+//! Microbatches: the data that each pass of a pipeline gets from the caller.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::bundle::Bundle;
+use super::graph::StageGraph;
+use super::shapes::MicrobatchShapes;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use mpmd_layout::random::Key;
+use mpmd_layout::tree::Tree;
+
+/// One microbatch: the input of the pipeline, and the side inputs of its stages.
+pub struct Microbatch<In> {
+    x: In,
+    side: HashMap<usize, Bundle>,
+    key: Option<Key>,
+}
+
+/// A microbatch with its type erased.
+pub(super) struct Parts {
+    pub(super) x: Bundle,
+    pub(super) side: HashMap<usize, Bundle>,
+    pub(super) key: Option<Key>,
+    /// The random key of each stage that draws, once `fold_keys` has computed them.
+    pub(super) keys: BTreeMap<usize, MpmdArray>,
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
+    /// Creates a microbatch with this input, which must be on the first stage's mesh.
+    pub fn new(x: In) -> Self {
+        Self { x, side: HashMap::new(), key: None }
+    }
+
+    /// Sets the side inputs of stage `stage`, which must be on that stage's mesh. Replaces earlier
+    /// ones.
+    #[must_use]
+    pub fn side<T: Tree<Leaf = MpmdArray>>(mut self, stage: usize, side: T) -> Self {
+        self.side.insert(stage, Bundle::of(side));
+        self
+    }
+
+    /// Sets the random key of the microbatch. A training step needs it if a stage
+    /// [draws](super::Stage::draws_random) random numbers; evaluation does not use it.
+    ///
+    /// Each stage has a key of its own, folded from this one and the index of the stage. Give each
+    /// microbatch of each step another key: `key.fold_in(step).fold_in(microbatch)`.
+    #[must_use]
+    pub fn key(mut self, key: Key) -> Self {
+        self.key = Some(key);
+        self
+    }
+
+    /// Returns the shapes of the microbatch, for [`Pipeline::memory`](super::Pipeline::memory) and
+    /// [`Pipeline::probe`](super::Pipeline::probe).
+    pub fn shapes(&self) -> MicrobatchShapes<In> {
+        let shapes = MicrobatchShapes::new(self.x.map_ref(&mut |leaf| leaf.aval().clone()));
+        let shape = |side: &Bundle| side.map_ref(&mut |leaf| leaf.aval().clone());
+        self.side.iter().fold(shapes, |shapes, (stage, side)| shapes.side(*stage, &shape(side)))
+    }
+
+    pub(super) fn into_parts(self) -> Parts {
+        Parts { x: Bundle::of(self.x), side: self.side, key: self.key, keys: BTreeMap::new() }
+    }
+}
+
+/// Checks that the microbatches bring each stage the side input that it takes.
+pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<()> {
+    let check = |(number, parts): (usize, &Parts)| {
+        let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
+        graph
+            .check_sides(sides)
+            .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
+    };
+    microbatches.iter().enumerate().try_for_each(check)
+}
+
+/// Folds the index of each stage that draws random numbers into the keys of the microbatches. A
+/// missing key is an error.
+pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Result<()> {
+    for (stage, _) in graph.stages.iter().enumerate().filter(|(_, stage)| stage.draws_random()) {
+        for (number, parts) in microbatches.iter_mut().enumerate() {
+            let key = parts.key.ok_or_else(|| {
+                let named = graph.named(stage);
+                Error::kernel(format!(
+                    "{named} draws random numbers, and microbatch {number} has no key: give it \
+                     one with `Microbatch::key`"
+                ))
+            })?;
+            parts.keys.insert(stage, MpmdArray::scalar(key.fold_in(stage as u64).0));
+        }
+    }
+    Ok(())
+}
