@@ -9,8 +9,9 @@ use std::time::Instant;
 use anyhow::Context as _;
 use clap::builder::RangedU64ValueParser;
 use mpmd::pipeline::{Builtin, Schedule};
+use mpmd::{MpmdArray, Program};
 use mpmd_train::data::Text;
-use mpmd_train::{Outcome, Rate, StepReport};
+use mpmd_train::{Outcome, Rate, StepReport, Trainer};
 
 /// Arguments of a training on text.
 #[derive(Clone, Debug, clap::Args)]
@@ -98,25 +99,40 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Prints the sizes of the text and of the training, and starts the clock. Creates the file of
-    /// losses.
+    /// Prints the sizes of the text, of the model and of the training, and starts the clock. Creates
+    /// the file of losses. `time` is the number of bytes of a window.
     ///
     /// # Errors
     ///
     /// If the file cannot be created.
-    pub fn start(args: &TrainingArgs, text: &Text, time: usize) -> anyhow::Result<Self> {
+    pub fn start(
+        p: &Program,
+        trainer: &Trainer<MpmdArray>,
+        args: &TrainingArgs,
+        text: &Text,
+        time: usize,
+    ) -> anyhow::Result<Self> {
+        let (pipeline, processes) = (trainer.pipeline(), p.processes());
+        let stages = pipeline.stages();
+        let arrays = (0..stages).flat_map(|stage| pipeline.params(stage));
+        let parameters: usize = arrays.map(|(_, array)| array.aval().elements()).sum();
         let (bytes, files) = (text.bytes().len(), text.files());
         println!("text: {bytes} bytes in {files} files, one block in ten held out");
+        let devices = trainer.schedule().ranks();
+        println!(
+            "model: {parameters} parameters in {stages} stages, on {devices} devices of {processes} \
+             {}",
+            if processes == 1 { "process" } else { "processes" }
+        );
         let TrainingArgs { steps, microbatches, rows, .. } = args;
         println!(
             "training: {steps} steps of {microbatches} microbatches of {rows} windows of {time} bytes"
         );
-        let create = |path: &PathBuf| {
+        let create = |path: &PathBuf| -> anyhow::Result<(File, PathBuf)> {
             let file = File::create(path);
             Ok((file.with_context(|| format!("cannot write {}", path.display()))?, path.clone()))
         };
-        let file = args.losses_out.as_ref().map(create).transpose();
-        let file = file.map_err(|error: anyhow::Error| error)?;
+        let file = args.losses_out.as_ref().map(create).transpose()?;
         Ok(Self { losses: Vec::new(), bytes: 0.0, start: Instant::now(), seconds: 0.0, file })
     }
 

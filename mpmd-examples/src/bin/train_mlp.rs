@@ -106,12 +106,14 @@ fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyho
     let params = head.init(p, mesh(last), seed)?;
     let pipeline = pipeline.then(head, mesh(last), params)?;
 
+    let mut trainer =
+        Trainer::new(p, pipeline, schedule, AdamW::default())?.rate(training.rate()).seed(seed);
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
-    let mut figures = first.then(|| Figures::start(training, text, TIME)).transpose()?;
+    let figures = first.then(|| Figures::start(p, &trainer, training, text, TIME));
+    let mut figures = figures.transpose()?;
     let run = Run::steps(training.steps)
         .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));
-    let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
     let windows = Windows::new(text, TIME, training.rows)?;
-    let outcome = trainer.rate(training.rate()).seed(seed).run(p, run, &windows)?;
+    let outcome = trainer.run(p, run, &windows)?;
     figures.map_or(Ok(()), |figures| figures.finish(text, &outcome))
 }
