@@ -5,7 +5,6 @@ use mpmd::testing::{ExitKind, Processes};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_outside-candle");
 
-
 #[test]
 fn model_learns_the_same_in_one_process_and_in_two() -> Result<(), LaunchError> {
     let run = |processes| Processes::new(processes, PROGRAM).start()?.wait();
