@@ -34,7 +34,7 @@ pub struct TrainingArgs {
     #[arg(long, default_value_t = 8, value_parser = at_least(1))]
     pub microbatches: usize,
     /// Windows of a microbatch
-    #[arg(long, default_value_t = 4, value_parser = at_least(1))]
+    #[arg(long, default_value_t = 2, value_parser = at_least(1))]
     pub rows: usize,
     /// Learning rate at the start; it falls linearly to a tenth
     #[arg(long, default_value_t = 3e-3)]
