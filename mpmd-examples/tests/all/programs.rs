@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use mpmd::testing::Processes;
 
 /// Time limit for one program: far more than any of these needs, even on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(240);
 
 struct Run {
     code: Option<i32>,
@@ -222,7 +222,7 @@ fn quickstart_learns_the_same_in_one_process_and_in_two() {
     let loss = out.split(['(', ')']).nth(1).and_then(|loss| loss.parse::<f64>().ok());
     // All bytes are equally likely at a loss of 5.5 nats.
     assert!(loss.is_some_and(|loss| loss < 4.0), "{out}");
-    let ends = Processes::new(2, QUICKSTART).start().unwrap().wait().unwrap();
+    let ends = Processes::new(2, QUICKSTART).deadline(DEADLINE).start().unwrap().wait().unwrap();
     assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
     assert_eq!([&ends[0].stdout, &ends[1].stdout], [&out, ""]);
 }

@@ -1,5 +1,7 @@
 //! The program as one process and as two.
 
+use std::time::Duration;
+
 use mpmd::launch::LaunchError;
 use mpmd::testing::{ExitKind, Processes};
 
@@ -7,7 +9,9 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_outside-candle");
 
 #[test]
 fn model_learns_the_same_in_one_process_and_in_two() -> Result<(), LaunchError> {
-    let run = |processes| Processes::new(processes, PROGRAM).start()?.wait();
+    // Far more than it needs, even on a busy machine.
+    let deadline = Duration::from_secs(240);
+    let run = |processes| Processes::new(processes, PROGRAM).deadline(deadline).start()?.wait();
     let (alone, two) = (run(1)?, run(2)?);
     assert!(alone.iter().chain(&two).all(|end| end.how == ExitKind::Exit(0)), "{alone:?} {two:?}");
     assert_eq!([&two[0].stdout, &two[1].stdout], [&alone[0].stdout, ""]);
