@@ -42,8 +42,6 @@ pub trait Real:
     fn exp_in_loop(self) -> Self;
     /// Returns the natural logarithm.
     fn ln(self) -> Self;
-    /// Returns the hyperbolic tangent.
-    fn tanh(self) -> Self;
     /// Returns the square root.
     fn sqrt(self) -> Self;
 }
@@ -66,9 +64,6 @@ macro_rules! real {
             }
             fn ln(self) -> Self {
                 $type::ln(self)
-            }
-            fn tanh(self) -> Self {
-                $type::tanh(self)
             }
             fn sqrt(self) -> Self {
                 $type::sqrt(self)

@@ -291,8 +291,8 @@ pub mod __private {
     pub use mpmd_layout::__private::*;
 }
 
-/// The README's program, compiled and run.
-#[cfg(doctest)]
+/// The README's program, compiled. Tests of `mpmd-examples` run it.
+#[cfg(all(doctest, feature = "candle"))]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
 

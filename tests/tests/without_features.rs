@@ -38,22 +38,40 @@ fn each_says(variable: &str, value: &str, is_said: impl Fn(&str) -> bool) {
     }
 }
 
-/// Runs the tests of a copy of `tests/outside`, a crate that has `mpmd` as its only dependency.
 #[test]
 fn outside_crate_passes_its_tests_with_mpmd_alone() {
+    let files = ["src/main.rs", "tests/processes.rs"];
+    outside("outside", &files.map(|file| (format!("tests/outside/{file}"), file)));
+}
+
+/// Its program is the example `quickstart`.
+#[test]
+fn outside_crate_trains_a_candle_model() {
+    let program = "mpmd-examples/src/bin/quickstart.rs".to_owned();
+    let test = "tests/processes.rs";
+    outside(
+        "outside-candle",
+        &[(program, "src/main.rs"), (format!("tests/outside-candle/{test}"), test)],
+    );
+}
+
+/// Runs the tests of a copy of `tests/NAME`, a crate that has `mpmd` as its only dependency.
+/// `files` are (file in the repository, file in the crate).
+fn outside(name: &str, files: &[(String, &str)]) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests have a workspace");
     let copy = tempfile::tempdir().expect("a folder");
-    let manifest =
-        std::fs::read_to_string(root.join("tests/outside/Cargo.toml")).expect("a manifest");
+    let manifest = root.join("tests").join(name).join("Cargo.toml");
+    let manifest = std::fs::read_to_string(manifest).expect("a manifest");
     let mpmd = root.join("mpmd");
     let manifest = manifest.replace("../../mpmd", mpmd.to_str().expect("a path in Unicode"));
     std::fs::write(copy.path().join("Cargo.toml"), manifest).expect("a manifest");
     // The same versions as the workspace's, which are here already.
     std::fs::copy(root.join("Cargo.lock"), copy.path().join("Cargo.lock")).expect("a lock file");
-    for (folder, file) in [("src", "main.rs"), ("tests", "processes.rs")] {
+    for folder in ["src", "tests"] {
         std::fs::create_dir(copy.path().join(folder)).expect("a folder");
-        let from = root.join("tests/outside").join(folder).join(file);
-        std::fs::copy(from, copy.path().join(folder).join(file)).expect("a source file");
+    }
+    for (from, to) in files {
+        std::fs::copy(root.join(from), copy.path().join(to)).expect("a source file");
     }
     let output = Command::new(env!("CARGO"))
         .current_dir(copy.path())

@@ -7,7 +7,7 @@ use mpmd::pipeline::{Loss, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::train::{AdamW, Rate, Run, Trainer, data};
 
-const WIDTH: usize = 64;
+const WIDTH: usize = 32;
 const TIME: usize = 64;
 
 fn main() -> Result<()> {
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
             |(bytes, places, qkv), x: Tensor, _| {
                 let x = bytes.forward(&x)?.broadcast_add(places)?;
                 let qkv = qkv.forward(&x)?.unsqueeze(1)?.chunk(3, D::Minus1)?;
-                x + nn::attention(&qkv[0], &qkv[1], &qkv[2], Mask::Causal, 0.125)?.squeeze(1)?
+                x + nn::attention(&qkv[0], &qkv[1], &qkv[2], Mask::Causal, 0.177)?.squeeze(1)?
             },
         )?;
         // Stage 1: two linear layers, the head and the loss.
@@ -44,11 +44,11 @@ fn main() -> Result<()> {
         let (a, b) = (lower.init(p, &meshes[0], 0)?, upper.init(p, &meshes[1], 0)?);
         let pipeline = Pipeline::first(lower, &meshes[0], a)?.then(upper, &meshes[1], b)?;
 
-        let windows = data::Windows::new(&data::Text::of_this_repository()?, TIME, 8)?;
+        let windows = data::Windows::new(&data::Text::of_this_repository()?, TIME, 4)?;
         let schedule = Schedule::one_f_one_b(2, 4)?;
         let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
-        let run = Run::steps(300).evaluate_every(100);
-        let outcome = trainer.rate(Rate::Constant(2e-3)).run(p, run, &windows)?;
+        let run = Run::steps(200).evaluate_every(100);
+        let outcome = trainer.rate(Rate::Constant(5e-3)).run(p, run, &windows)?;
         if p.process().index() == 0 {
             println!("{:?} nats per held-out byte after {}", outcome.evaluation, outcome.steps);
         }

@@ -38,7 +38,7 @@ use mpmd_examples::gpt::progress::{Evaluation, Progress};
 use mpmd_examples::gpt::sample::{next_byte, printable};
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
 use mpmd_examples::job::{self, JobArgs};
-use mpmd_examples::text::Text;
+use mpmd_train::data::Text;
 use mpmd_train::stop::{StopFlag, exit_code};
 use signal_hook::low_level::signal_name;
 

@@ -1,223 +1,119 @@
-//! Trains a small model to predict the next byte of a text from the last 16. It is a pipeline of
-//! four stages, each on its own device, by default in four processes.
-//!
-//! ```sh
-//! cargo run --release --bin train_mlp                       # on the text of this repository
-//! cargo run --release --bin train_mlp -- --processes 2 ~/notes README.md
-//! ```
+//! Trains a model to predict the next byte of a text from the last 16, as a pipeline of any number
+//! of stages: `cargo run --release --bin train_mlp -- --processes 2 ~/notes README.md`.
 
-use std::fs::File;
-use std::io::{BufWriter, Write as _};
-use std::path::{Path, PathBuf};
+use std::ops::Range;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
 use clap::Parser;
-use clap::builder::RangedU64ValueParser;
-use indicatif::{ProgressBar, ProgressStyle};
+use mpmd::candle::nn::{self, Embedding, Linear, Module, VarBuilder, loss};
+use mpmd::candle::{D, Result, Tensor, stage};
+use mpmd::pipeline::{Loss, Pipeline, Schedule};
+use mpmd::train::data::{Text, Windows};
+use mpmd::train::{AdamW, Run, Trainer};
 use mpmd::{ProcessId, Program};
 use mpmd_examples::job::{self, JobArgs};
-use mpmd_examples::next_byte_data::HeldOut;
-use mpmd_examples::next_byte_job::{Config, Outcome, STAGES, train};
-use mpmd_examples::text::{ByteWindows as _, Text};
+use mpmd_examples::training::{Figures, TrainingArgs, at_least};
 
-/// Train a next-byte model on text, as a pipeline of four stages
+/// Number of bytes from which the model predicts the next one.
+const CONTEXT: usize = 16;
+/// Number of bytes of a window.
+const TIME: usize = 64;
+
+/// Train a next-byte model on text, as a pipeline
 #[derive(Parser)]
 struct Args {
-    /// Files and folders to train on; default: the text of this repository
-    paths: Vec<PathBuf>,
-    /// Number of updates
-    #[arg(long, default_value_t = Config::default().steps, value_parser = at_least(1))]
-    steps: usize,
-    /// Seed of the initial weights and of the windows of each step
-    #[arg(long, default_value_t = Config::default().seed)]
-    seed: u64,
+    #[command(flatten)]
+    training: TrainingArgs,
     /// Width of a byte's embedding
-    #[arg(long, default_value_t = Config::default().width, value_parser = at_least(1))]
+    #[arg(long, default_value_t = 16, value_parser = at_least(1))]
     width: usize,
     /// Width of the hidden layers
-    #[arg(long, default_value_t = Config::default().hidden, value_parser = at_least(1))]
+    #[arg(long, default_value_t = 256, value_parser = at_least(1))]
     hidden: usize,
-    /// Microbatches of a step
-    #[arg(long, default_value_t = Config::default().microbatches, value_parser = at_least(1))]
-    microbatches: usize,
-    /// Windows of a microbatch
-    #[arg(long, default_value_t = Config::default().rows, value_parser = at_least(1))]
-    rows: usize,
-    /// Step size of the first update; it falls linearly to a tenth by the end
-    #[arg(long = "lr", default_value_t = Config::default().learning_rate)]
-    learning_rate: f64,
-    /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
-    #[arg(long, value_name = "FILE")]
-    losses_out: Option<PathBuf>,
+    /// Number of hidden layers, which are divided over the stages
+    #[arg(long, default_value_t = 4, value_parser = at_least(1))]
+    layers: usize,
     #[command(flatten)]
     job: JobArgs,
 }
 
-fn at_least(least: u64) -> RangedU64ValueParser<usize> {
-    // Larger sizes would not fit into memory. The bound prevents overflow in products of sizes.
-    RangedU64ValueParser::new().range(least..=1 << 30)
+/// Some layers of the model: those of one stage.
+struct Part(Option<Embedding>, Vec<Linear>);
+
+impl Part {
+    /// Creates the hidden layers `layers`, and the embedding below layer 0.
+    fn new(vb: &VarBuilder, layers: Range<usize>, width: usize, hidden: usize) -> Result<Self> {
+        let embedding = (layers.start == 0).then(|| nn::embedding(256, width, vb.pp("bytes")));
+        let linear = |i| {
+            let inputs = if i == 0 { CONTEXT * width } else { hidden };
+            nn::linear(inputs, hidden, vb.pp(format!("layers.{i}")))
+        };
+        Ok(Self(embedding.transpose()?, layers.map(linear).collect::<Result<_>>()?))
+    }
+
+    fn forward(&self, mut x: Tensor) -> Result<Tensor> {
+        if let Some(embedding) = &self.0 {
+            // The vectors of a byte and of those before it, side by side.
+            let bytes = embedding.forward(&x)?.pad_with_zeros(1, CONTEXT - 1, 0)?;
+            let shifted = (0..CONTEXT).map(|by| bytes.narrow(1, by, TIME));
+            x = Tensor::cat(&shifted.collect::<Result<Vec<_>>>()?, D::Minus1)?;
+        }
+        self.1.iter().try_fold(x, |x, layer| layer.forward(&x)?.relu())
+    }
 }
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     args.job.only_on_cpus("train_mlp")?;
-    // Read before any process is started, so that a wrong path gives one message. Each process
-    // reads it again.
-    let text = Arc::new(if args.paths.is_empty() {
-        Text::of_this_repository()
-    } else {
-        Text::of(&args.paths)
-    }?);
-    job::run(&args.job, STAGES, STAGES, |p| run(p, &args, &text))
+    let (layers, stages) = (args.layers, args.training.stages);
+    anyhow::ensure!(layers >= stages, "--layers {layers} are too few for --stages {stages}");
+    // Before any process is started, so that a wrong argument gives one message.
+    let (schedule, text) = (args.training.schedule()?, args.training.text()?);
+    let ranks = schedule.ranks();
+    job::run(&args.job, ranks, ranks, |p| train(p, &args, schedule.clone(), &text))
 }
 
-fn run(p: &mut Program, args: &Args, text: &Arc<Text>) -> anyhow::Result<()> {
-    let config = args.config();
-    // The losses are read on the first stage, which process 0 owns.
-    if p.process() != ProcessId(0) || p.is_dry_run() {
-        train(p, text, &config, |_, _| {})?;
-        return Ok(());
+fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyhow::Result<()> {
+    let Args { training, width, hidden, layers, .. } = args;
+    let (width, hidden, last, seed) = (*width, *hidden, schedule.stages() - 1, training.seed);
+    let ranks = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
+    let mesh = |stage: usize| &ranks[schedule.rank_of(stage)];
+    let share = |stage: usize| layers * stage / (last + 1)..layers * (stage + 1) / (last + 1);
+    let body = |i: usize| {
+        let layers = share(i);
+        let new = move |vb| Part::new(&vb, layers.clone(), width, hidden);
+        Ok::<_, mpmd::Error>(stage(new, |part, x, _| part.forward(x))?.split_gradients())
+    };
+    let (first, top) = (body(0)?, share(last));
+    let head = stage(
+        move |vb| {
+            let head = nn::linear(hidden, 256, vb.pp("head"))?;
+            Ok((Part::new(&vb, top.clone(), width, hidden)?, head))
+        },
+        |(part, head), x, cx| {
+            let (logits, targets) = (head.forward(&part.forward(x)?)?, cx.side("targets")?);
+            let (sum, weight) = loss::cross_entropy_sum(&logits, &targets, None)?;
+            Ok(Loss { sum, weight })
+        },
+    )?;
+    let (head, params) = (head.split_gradients(), first.init(p, mesh(0), seed)?);
+    let mut pipeline = Pipeline::first(first, mesh(0), params)?;
+    for i in 1..last {
+        let part = body(i)?;
+        let params = part.init(p, mesh(i), seed)?;
+        pipeline = pipeline.then(part, mesh(i), params)?;
     }
-    let losses_out = args.losses_out.as_deref().map(create).transpose()?;
-    announce(p, text, &config);
-    let mut progress = Progress::new(&config);
-    let outcome = train(p, text, &config, |step, loss| progress.show(step, loss))?;
-    let took = progress.finish();
-    if let Some((file, path)) = losses_out {
-        write_losses(file, &outcome.losses)
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    conclude(text, &config, &outcome, took);
-    Ok(())
-}
+    let params = head.init(p, mesh(last), seed)?;
+    let pipeline = pipeline.then(head, mesh(last), params)?;
 
-impl Args {
-    fn config(&self) -> Config {
-        let Self { steps, seed, width, hidden, microbatches, rows, learning_rate, .. } = *self;
-        Config {
-            steps,
-            seed,
-            width,
-            hidden,
-            microbatches,
-            rows,
-            learning_rate,
-            ..Config::default()
-        }
-    }
-}
-
-fn announce(p: &Program, text: &Text, config: &Config) {
-    println!(
-        "text: {} bytes in {} files, one block in ten held out",
-        text.bytes().len(),
-        text.files()
-    );
-    println!(
-        "model: {} parameters in {STAGES} stages, on {STAGES} devices of {} {}",
-        config.parameters(),
-        p.processes(),
-        if p.processes() == 1 { "process" } else { "processes" }
-    );
-    println!(
-        "training: {} steps of {} microbatches of {} windows",
-        config.steps, config.microbatches, config.rows
-    );
-}
-
-/// Shows the progress of a training on stderr: a bar on a terminal, otherwise a line for about each
-/// tenth of the steps.
-struct Progress {
-    bar: ProgressBar,
-    steps: usize,
-    windows: usize,
-    start: Instant,
-    /// Time from the creation of this value to the last loss shown.
-    took: Duration,
-}
-
-impl Progress {
-    fn new(config: &Config) -> Self {
-        let bar = ProgressBar::new(config.steps as u64);
-        let template = "{bar:30} step {pos}/{len}  {msg}  {eta} left";
-        bar.set_style(
-            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
-        );
-        Self {
-            bar,
-            steps: config.steps,
-            windows: config.windows(),
-            start: Instant::now(),
-            took: Duration::ZERO,
-        }
-    }
-
-    fn show(&mut self, step: usize, loss: f32) {
-        let done = step + 1;
-        self.took = self.start.elapsed();
-        let rate = (done * self.windows) as f64 / self.took.as_secs_f64();
-        let message = format!("loss {loss:.3}  {rate:.0} bytes/s");
-        if !self.bar.is_hidden() {
-            self.bar.set_message(message);
-            self.bar.set_position(done as u64);
-        } else if done == 1 || done == self.steps || done.is_multiple_of(self.steps.div_ceil(10)) {
-            eprintln!("step {done}/{}  {message}", self.steps);
-        }
-    }
-
-    /// Ends the bar. Returns the time from the bar's creation to the last loss shown.
-    fn finish(self) -> Duration {
-        self.bar.finish();
-        if !self.bar.is_hidden() {
-            // The bar leaves the cursor at its end.
-            eprintln!();
-        }
-        self.took
-    }
-}
-
-fn conclude(text: &Text, config: &Config, outcome: &Outcome, took: Duration) {
-    let last = &outcome.losses[outcome.losses.len().saturating_sub(50)..];
-    let training = last.iter().map(|loss| f64::from(*loss)).sum::<f64>() / last.len() as f64;
-    let rows = [
-        (format!("training loss, last {} steps", last.len()), Some(training)),
-        (
-            format!(
-                "held-out loss, {} windows",
-                HeldOut::new(text, config.held_out_windows).windows()
-            ),
-            outcome.held_out_loss,
-        ),
-        ("held-out loss of byte frequencies".to_owned(), text.byte_frequency_loss()),
-    ];
-    println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
-    for (name, nats) in rows {
-        match nats {
-            Some(nats) => println!("{name:40}{nats:>10.4}{:>10.4}", nats / std::f64::consts::LN_2),
-            None => println!("{name:40}{:>10}{:>10}", "-", "-"),
-        }
-    }
-    let seconds = took.as_secs_f64();
-    println!(
-        "{} steps in {seconds:.1} s: {:.1} steps/s, {:.0} bytes/s",
-        config.steps,
-        config.steps as f64 / seconds,
-        (config.steps * config.windows()) as f64 / seconds
-    );
-}
-
-fn create(path: &Path) -> anyhow::Result<(File, &Path)> {
-    let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
-    Ok((file, path))
-}
-
-fn write_losses(file: File, losses: &[f32]) -> std::io::Result<()> {
-    let mut file = BufWriter::new(file);
-    for (step, loss) in losses.iter().enumerate() {
-        writeln!(file, "{step} {loss} {:08x}", loss.to_bits())?;
-    }
-    file.flush()
+    let mut trainer =
+        Trainer::new(p, pipeline, schedule, AdamW::default())?.rate(training.rate()).seed(seed);
+    let first = p.process() == ProcessId(0) && !p.is_dry_run();
+    let figures = first.then(|| Figures::start(p, &trainer, training, text, TIME));
+    let mut figures = figures.transpose()?;
+    let run = Run::steps(training.steps)
+        .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));
+    let windows = Windows::new(text, TIME, training.rows)?;
+    let outcome = trainer.run(p, run, &windows)?;
+    figures.map_or(Ok(()), |figures| figures.finish(text, &outcome))
 }

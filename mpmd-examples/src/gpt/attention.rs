@@ -5,8 +5,8 @@
 //! are zero.
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
-use crate::next_byte::{Activation, LinearShape, linear_forward};
 
+use super::linear::{LinearShape, linear_forward};
 use super::{BlockShape, lanes};
 
 /// Arrays that [`attention_forward`] writes for the backward pass.
@@ -56,7 +56,7 @@ pub fn attention_forward<T: Real>(
     assert_eq!(context.len(), rows * local, "context");
     let (projected, scratch) = scratch.split_at_mut(3 * rows * local);
     let layer = LinearShape { rows, inputs: shape.width, outputs: 3 * local };
-    linear_forward(layer, Activation::Identity, projected, x, w_qkv, b_qkv);
+    linear_forward(layer, projected, x, w_qkv, b_qkv);
     let (q, kv) = qkv.split_at_mut(rows * local);
     let (k, v) = kv.split_at_mut(rows * local);
     for (which, heads) in [&mut *q, &mut *k, &mut *v].into_iter().enumerate() {
@@ -211,8 +211,8 @@ fn causal_softmax_backward<T: Real>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gpt::linear::linear_backward_weights;
     use crate::gpt::testing::{assert_gradient, random};
-    use crate::next_byte::linear_backward_weights;
 
     const SHAPE: BlockShape =
         BlockShape { batch: 2, time: 3, width: 4, heads_total: 2, heads: 2, hidden: 5 };

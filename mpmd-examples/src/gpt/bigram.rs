@@ -1,7 +1,8 @@
 //! A baseline for models: a table of the frequencies of byte pairs.
 
+use mpmd_train::data::Text;
+
 use super::BYTES;
-use crate::text::Text;
 
 /// Weight of the second byte's own frequency in the estimate of a pair. It gives every pair a
 /// probability above 0.
@@ -53,7 +54,7 @@ pub fn bigram_loss<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::BLOCK;
+    use mpmd_train::data::BLOCK;
 
     fn loss_of_held_out(bytes: Vec<u8>) -> Option<f64> {
         let text = Text::of_files(&[bytes]).unwrap();

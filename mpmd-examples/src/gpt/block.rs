@@ -5,12 +5,12 @@
 //! (see the [module](super)).
 
 use crate::math::Real;
-use crate::next_byte::{LinearShape, linear_backward_weights};
 
 use super::BlockShape;
 use super::attention::{
     AttentionOutputs, attention_backward_input, attention_forward, attention_scratch,
 };
+use super::linear::{LinearShape, linear_backward_weights};
 use super::mlp::{mlp_backward_input, mlp_forward};
 use super::norm::{NormOutputs, norm_backward_input, norm_backward_weight, norm_forward};
 

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use mpmd::prelude::*;
 use mpmd::topology::Mesh;
+use mpmd_train::data::Text;
 
 use super::placement::DATA_AXIS;
 use crate::math::random_bits;
-use crate::text::Text;
 
 /// A text cut into sequences of one length. Clones share the text.
 #[derive(Clone, Debug)]
@@ -154,7 +154,7 @@ mod tests {
     use mpmd::testing::Simulation;
 
     use super::*;
-    use crate::text::BLOCK;
+    use mpmd_train::data::BLOCK;
 
     #[test]
     fn tokens_and_targets_match_the_text_on_every_process() {

@@ -5,9 +5,9 @@
 //! and one division.
 
 use crate::math::{Real, matmul, matmul_nt};
-use crate::next_byte::{Activation, LinearShape, linear_forward};
 
 use super::BlockShape;
+use super::linear::{LinearShape, linear_forward};
 
 /// The factor of `x^3` in GELU's `u = sqrt(2/pi) (x + CUBE x^3)`.
 const CUBE: f64 = 0.044_715;
@@ -33,7 +33,7 @@ pub fn mlp_forward<T: Real>(
     let rows = shape.rows();
     let up = LinearShape { rows, inputs: width, outputs: hidden };
     // The sums before GELU are needed only here, so the slopes overwrite them.
-    linear_forward(up, Activation::Identity, slope, x, w_up, b_up);
+    linear_forward(up, slope, x, w_up, b_up);
     gelu(activated, slope);
     matmul(out, activated, w_down, rows, hidden, width, false);
 }
@@ -87,8 +87,8 @@ pub fn gelu<T: Real>(y: &mut [T], x: &mut [T]) {
 mod tests {
     use super::*;
     use crate::gpt::lanes::dot;
+    use crate::gpt::linear::linear_backward_weights;
     use crate::gpt::testing::{assert_gradient, random};
-    use crate::next_byte::linear_backward_weights;
 
     #[test]
     fn gelu_and_its_slope_match_the_definition() {

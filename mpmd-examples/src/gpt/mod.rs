@@ -88,6 +88,7 @@ pub mod data;
 pub mod embed;
 pub mod head;
 mod lanes;
+mod linear;
 pub mod loss;
 pub mod memory;
 pub mod mlp;
@@ -106,7 +107,7 @@ pub mod train;
 pub use shape::{BlockShape, Initial, LeafShape};
 
 /// Number of values of a byte, which is also the number of logits.
-pub const BYTES: usize = crate::next_byte::BYTES;
+pub const BYTES: usize = 256;
 
 /// Declares a structure of arrays that is a [`Tree`](mpmd::tree::Tree), with the maps that
 /// slices need (a slice itself can be no tree's leaf).

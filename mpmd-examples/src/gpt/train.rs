@@ -13,6 +13,7 @@ use mpmd::pipeline::{
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
+use mpmd_train::data::Text;
 
 use super::BYTES;
 use super::adamw::{AdamW, WarmupCosine};
@@ -24,8 +25,6 @@ use super::placement::{DATA_AXIS, Grid, Placement, Rule};
 use super::stages::{
     First, Float, Last, LastLogits, Logits, Middle, Rows, Targets, Tokens, Whole, WholeLogits,
 };
-use crate::next_byte_job::agree_on_text;
-use crate::text::Text;
 
 /// Number of steps that are issued before a loss is read, so that reading it does not drain the
 /// pipeline.
@@ -227,15 +226,15 @@ pub struct Trainer<T: Float> {
 
 impl<T: Float> Trainer<T> {
     /// Creates a model with its initial weights, over all devices of the job. Every process must
-    /// call it. Blocks until the processes have compared their texts.
+    /// call it. The processes compare their texts.
     ///
     /// # Errors
     ///
-    /// If sizes do not fit each other, if the job does not have [`Config::devices`] devices, or if
-    /// the processes have read different texts.
+    /// If sizes do not fit each other, if the job does not have [`Config::devices`] devices, or
+    /// as for [`Text::compare`].
     pub fn new(p: &mut Program, text: &Arc<Text>, config: &Config) -> Result<Self> {
         config.check()?;
-        agree_on_text(p, text)?;
+        text.compare(p)?;
         let sequences = Sequences::new(text, config.model.time, MOST_EVALUATED * config.batch)?;
         let parts = config.model.parts(config.stages)?;
         let grid = config.grid();
@@ -461,7 +460,7 @@ impl<T: Float> Trainer<T> {
         let mut bytes = prompt.to_vec();
         if bytes.is_empty() {
             // The byte after the end of a file.
-            bytes.push(crate::text::SEPARATOR);
+            bytes.push(mpmd_train::data::SEPARATOR);
         }
         let start = bytes.len();
         for number in 0..length as u64 {

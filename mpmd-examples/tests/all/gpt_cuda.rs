@@ -10,7 +10,7 @@ use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::train::{Config, Trainer, train};
 use mpmd_examples::math::random_bits;
-use mpmd_examples::text::Text;
+use mpmd_train::data::Text;
 
 /// Largest allowed difference between losses of the same steps, relative to values above one. CUDA
 /// devices add in another order.

@@ -1,10 +1,13 @@
 //! The programs as a user starts them: as processes and as threads.
 
+use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use mpmd::testing::Processes;
+
 /// Time limit for one program: far more than any of these needs, even on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(240);
 
 struct Run {
     code: Option<i32>,
@@ -25,6 +28,11 @@ impl Drop for Running {
 }
 
 fn run(program: &str, args: &str) -> Run {
+    run_with_threads(program, args, None)
+}
+
+/// Runs a program, of which each process computes candle models with `threads` threads.
+fn run_with_threads(program: &str, args: &str, threads: Option<&str>) -> Run {
     let mut command = Command::new(program);
     command
         .args(args.split_whitespace())
@@ -36,6 +44,9 @@ fn run(program: &str, args: &str) -> Run {
         if name.to_string_lossy().starts_with("MPMD_") {
             command.env_remove(name);
         }
+    }
+    if let Some(threads) = threads {
+        command.env("RAYON_NUM_THREADS", threads);
     }
     let mut child = Running(command.spawn().unwrap());
     let (out, err) = (child.0.stdout.take().unwrap(), child.0.stderr.take().unwrap());
@@ -67,6 +78,8 @@ const PIPELINE: &str = env!("CARGO_BIN_EXE_pipeline");
 const BASIC: &str = env!("CARGO_BIN_EXE_basic");
 const OVERLAP: &str = env!("CARGO_BIN_EXE_overlap");
 const RESHARD: &str = env!("CARGO_BIN_EXE_reshard");
+const QUICKSTART: &str = env!("CARGO_BIN_EXE_quickstart");
+const TRAIN_MLP: &str = env!("CARGO_BIN_EXE_train_mlp");
 
 #[test]
 fn check_passes_as_processes_and_as_threads() {
@@ -200,4 +213,60 @@ fn reshard_prints_the_plan_and_checks_every_value() {
         assert_eq!(proved(" values proved on the second"), 2 * leaves + 4, "{out}");
         assert_eq!(proved(" back on the first"), leaves + 6, "{out}");
     }
+}
+
+#[test]
+fn quickstart_learns_the_same_in_one_process_and_in_two() {
+    let Run { code, out, err } = run(QUICKSTART, "");
+    assert_eq!(code, Some(0), "{err}");
+    let loss = out.split(['(', ')']).nth(1).and_then(|loss| loss.parse::<f64>().ok());
+    // All bytes are equally likely at a loss of 5.5 nats.
+    assert!(loss.is_some_and(|loss| loss < 4.0), "{out}");
+    let ends = Processes::new(2, QUICKSTART).deadline(DEADLINE).start().unwrap().wait().unwrap();
+    assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+    assert_eq!([&ends[0].stdout, &ends[1].stdout], [&out, ""]);
+}
+
+#[test]
+fn readme_shows_the_quickstart() {
+    let source = include_str!("../../src/bin/quickstart.rs");
+    let (_, program) = source.split_once("\n\n").unwrap();
+    assert!(include_str!("../../../README.md").contains(program), "the README has another program");
+}
+
+#[test]
+fn training_losses_do_not_depend_on_threads_or_schedule() {
+    let folder = tempfile::tempdir().unwrap();
+    let [text, file] =
+        ["text", "losses"].map(|name| folder.path().join(name).display().to_string());
+    let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
+    fs::write(&text, (0..4000).map(line).collect::<String>()).unwrap();
+    let losses = |threads: &str, args: &str| {
+        let sizes = "--steps 4 --layers 6 --width 8 --hidden 32 --rows 2";
+        let args = format!("{sizes} {args} --losses-out {file} {text}");
+        let Run { code, out, err } = run_with_threads(TRAIN_MLP, &args, Some(threads));
+        assert_eq!(code, Some(0), "{args}: {err}");
+        assert_eq!((count(&out, "held-out loss"), count(&out, " -")), (2, 0), "{out}");
+        fs::read_to_string(&file).unwrap()
+    };
+    let alone = losses("1", "--processes 1");
+    assert_eq!(alone.lines().count(), 4, "{alone}");
+    for (threads, args) in [
+        ("2", "--processes 1"),
+        ("4", "--processes 2"),
+        ("1", "--processes 4 --schedule gpipe"),
+        ("2", "--processes 2 --schedule zb-h1"),
+        ("4", "--processes 2 --schedule interleaved"),
+        ("2", "--processes 3 --stages 3 --transport inproc"),
+    ] {
+        assert_eq!(losses(threads, args), alone, "{threads} threads, {args}");
+    }
+}
+
+#[test]
+fn training_with_too_few_layers_is_refused_once() {
+    let Run { code, err, .. } = run(TRAIN_MLP, "--layers 2 --stages 3");
+    assert_eq!((code, count(&err, "--layers 2 are too few for --stages 3")), (Some(1), 1), "{err}");
+    let Run { code, err, .. } = run(TRAIN_MLP, "--layers 5 --stages 5 --schedule interleaved");
+    assert_eq!((code, count(&err, "--stages 5 is no multiple")), (Some(1), 1), "{err}");
 }

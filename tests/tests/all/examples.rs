@@ -105,7 +105,7 @@ fn losses_over(carrier: Carrier, launched: Option<usize>, args: &[&str]) -> Stri
     let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
     std::fs::write(&text, (0..4000).map(line).collect::<String>()).expect("the test's own folder");
     let (file_name, text_name) = (file.display().to_string(), text.display().to_string());
-    let fixed = ["--steps", "6", "--width", "8", "--hidden", "32", "--rows", "16", "--losses-out"];
+    let fixed = ["--steps", "6", "--width", "8", "--hidden", "32", "--rows", "2", "--losses-out"];
     let args = [&fixed[..], &[&file_name, &text_name], args].concat();
     let end = run_over(carrier, &site, launched, "train_mlp", &args);
     assert_eq!(end.code(), 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);

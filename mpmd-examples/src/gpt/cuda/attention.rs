@@ -9,7 +9,7 @@ use mpmd::prelude::*;
 use super::device::{Device, Product, size};
 use super::sums::add_column_sums;
 use crate::gpt::BlockShape;
-use crate::next_byte::LinearShape;
+use crate::gpt::linear::LinearShape;
 
 /// Arrays that [`attention_forward`] writes for the backward pass, as on the host.
 #[derive(Clone, Copy, Debug)]

@@ -16,7 +16,7 @@ use super::norm::{
 };
 use crate::gpt::BlockShape;
 use crate::gpt::block::{BlockGradients, BlockInputs, BlockInterior, BlockParameters};
-use crate::next_byte::LinearShape;
+use crate::gpt::linear::LinearShape;
 
 fn rows(shape: BlockShape) -> Rows {
     Rows { rows: shape.rows(), width: shape.width }
