@@ -306,6 +306,10 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/benchmarks.md")]
     pub mod benchmarks {}
 
+    #[cfg(feature = "candle")]
+    #[doc = include_str!("../../docs/guide/candle-models.md")]
+    pub mod candle_models {}
+
     #[doc = include_str!("../../docs/guide/cuda.md")]
     pub mod cuda {}
 
@@ -342,6 +346,10 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/sharding-rules.md")]
     pub mod sharding_rules {}
 
+    #[cfg(feature = "train")]
+    #[doc = include_str!("../../docs/guide/stage-by-hand.md")]
+    pub mod stage_by_hand {}
+
     #[doc = include_str!("../../docs/guide/testing.md")]
     pub mod testing {}
 
@@ -353,4 +361,7 @@ pub mod guide {
 
     #[doc = include_str!("../../docs/guide/transports.md")]
     pub mod transports {}
+
+    #[doc = include_str!("../../docs/guide/which-schedule.md")]
+    pub mod which_schedule {}
 }
