@@ -19,8 +19,8 @@ pub struct TrainingArgs {
     /// Files and folders to train on; default: the text of this repository
     pub paths: Vec<PathBuf>,
     /// Number of updates
-    #[arg(long, default_value_t = 1000, value_parser = RangedU64ValueParser::<u64>::new().range(1..))]
-    pub steps: u64,
+    #[arg(long, default_value_t = 1000, value_parser = at_least(1))]
+    pub steps: usize,
     /// Seed of the initial weights and of the windows of each step
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -83,7 +83,8 @@ impl TrainingArgs {
 
     /// Returns the learning rate, which falls linearly to a tenth.
     pub fn rate(&self) -> Rate {
-        Rate::WarmupLinear { peak: self.lr, floor: self.lr / 10.0, warmup: 0, total: self.steps }
+        let (peak, total) = (self.lr, self.steps as u64);
+        Rate::WarmupLinear { peak, floor: peak / 10.0, warmup: 0, total }
     }
 }
 
@@ -99,8 +100,8 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Prints the sizes of the text, of the model and of the training, and starts the clock. Creates
-    /// the file of losses. `time` is the number of bytes of a window.
+    /// Prints the sizes of the text, of the model and of the training. Starts the clock, and
+    /// creates the file of losses. `time` is the number of bytes of a window.
     ///
     /// # Errors
     ///
@@ -119,14 +120,15 @@ impl Figures {
         let (bytes, files) = (text.bytes().len(), text.files());
         println!("text: {bytes} bytes in {files} files, one block in ten held out");
         let devices = trainer.schedule().ranks();
+        let plural = if processes == 1 { "process" } else { "processes" };
         println!(
-            "model: {parameters} parameters in {stages} stages, on {devices} devices of {processes} \
-             {}",
-            if processes == 1 { "process" } else { "processes" }
+            "model: {parameters} parameters in {stages} stages, on {devices} devices of \
+             {processes} {plural}"
         );
         let TrainingArgs { steps, microbatches, rows, .. } = args;
         println!(
-            "training: {steps} steps of {microbatches} microbatches of {rows} windows of {time} bytes"
+            "training: {steps} steps of {microbatches} microbatches of {rows} windows of {time} \
+             bytes"
         );
         let create = |path: &PathBuf| -> anyhow::Result<(File, PathBuf)> {
             let file = File::create(path);
@@ -158,10 +160,10 @@ impl Figures {
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
         let last = &losses[losses.len().saturating_sub(50)..];
-        let training = last.iter().sum::<f64>() / last.len() as f64;
+        let training = (!last.is_empty()).then(|| last.iter().sum::<f64>() / last.len() as f64);
         println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
         for (name, nats) in [
-            (format!("training loss, last {} steps", last.len()), Some(training)),
+            (format!("training loss, last {} steps", last.len()), training),
             ("held-out loss".to_owned(), outcome.evaluation),
             ("held-out loss of byte frequencies".to_owned(), byte_frequency_loss(text)),
         ] {

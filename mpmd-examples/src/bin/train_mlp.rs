@@ -111,7 +111,7 @@ fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyho
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
     let figures = first.then(|| Figures::start(p, &trainer, training, text, TIME));
     let mut figures = figures.transpose()?;
-    let run = Run::steps(training.steps)
+    let run = Run::steps(training.steps as u64)
         .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));
     let windows = Windows::new(text, TIME, training.rows)?;
     let outcome = trainer.run(p, run, &windows)?;
