@@ -2,52 +2,13 @@
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
 use mpmd_core::Error;
-use mpmd_core::kernel::{Context, Signature};
+use mpmd_core::kernel::Signature;
 use mpmd_layout::aval::f32s;
 use mpmd_layout::topology::Mesh;
 use serde::{Deserialize, Serialize};
 
+use crate::exchange::Exchange;
 use crate::pass;
-
-/// The collectives of the device on which a pass runs.
-pub(crate) trait Exchange {
-    /// Returns the number of devices along an axis.
-    fn size(&mut self, axis: &str) -> mpmd_core::Result<usize>;
-    /// Replaces `values` by the sum over the axis.
-    fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()>;
-    /// Fills `out` with the parts of all devices, in order.
-    fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()>;
-    /// Fills `out` with this device's part of the sum.
-    fn reduce_scatter(
-        &mut self,
-        axis: &str,
-        values: &[f32],
-        out: &mut [f32],
-    ) -> mpmd_core::Result<()>;
-}
-
-impl Exchange for Context<'_> {
-    fn size(&mut self, axis: &str) -> mpmd_core::Result<usize> {
-        self.axis_size(axis)
-    }
-
-    fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
-        Context::all_reduce(self, axis, values)
-    }
-
-    fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()> {
-        Context::all_gather(self, axis, part, out)
-    }
-
-    fn reduce_scatter(
-        &mut self,
-        axis: &str,
-        values: &[f32],
-        out: &mut [f32],
-    ) -> mpmd_core::Result<()> {
-        Context::reduce_scatter(self, axis, values, out)
-    }
-}
 
 /// A collective that a probe has found, with the elements that each device contributes.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -62,6 +23,13 @@ enum Kind {
     AllReduce,
     AllGather,
     ReduceScatter,
+}
+
+impl Found {
+    /// Returns true if it is an all-gather over this axis.
+    pub(crate) fn gathers(&self, axis: &str) -> bool {
+        self.kind == Kind::AllGather && self.axis == axis
+    }
 }
 
 /// Returns the declaration of these collectives.

@@ -15,6 +15,7 @@ use mpmd_layout::tree::{Structure, Tree};
 use crate::bridge;
 use crate::form::Form;
 use crate::tensors::{Tensors, Value, Values};
+use crate::threads;
 
 /// A function of tensors, with 1 to 4 arguments. `A` is the type of a function with its arguments.
 pub trait Call<A>: Send + Sync + 'static {
@@ -67,8 +68,8 @@ call! { a: A, b: B, c: C, d: D }
 
 /// Creates a kernel from a function of tensors: `p.jit(function(f).like_input())`.
 ///
-/// An argument is a [`Tensor`](candle_core::Tensor), or a tree of them: see [`Tensors`]. Values are copied once into
-/// tensors, and once out. The function sees the regions of one device.
+/// An argument is a [`Tensor`](candle_core::Tensor), or a tree of them: see [`Tensors`]. Values are
+/// copied once into tensors, and once out. The function sees the regions of one device.
 ///
 /// The outputs' shapes are declared, by [`like_input`](Function::like_input) or
 /// [`outputs`](Function::outputs), or found by [`probe`](Function::probe). Values that the function
@@ -196,7 +197,8 @@ impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
             OutputShapes::Probed(inputs, _) => {
                 let inputs: Vec<String> = inputs.iter().map(ToString::to_string).collect();
                 Err(Error::kernel(format!(
-                    "the function was probed for inputs {}: make and probe one for these, or                      declare its outputs with `outputs`",
+                    "the function was probed for inputs {}: make and probe one for these, or \
+                     declare its outputs with `outputs`",
                     inputs.join(", ")
                 )))
             }
@@ -208,6 +210,7 @@ impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
     }
 
     fn run(&self, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
+        threads::enter_pool();
         let structure = x.structure();
         let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view).map(Value));
         let tensors = tensors.collect::<Result<Vec<_>>>()?;

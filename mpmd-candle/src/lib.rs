@@ -10,6 +10,7 @@ extern crate mpmd_core as mpmd;
 mod bridge;
 mod collectives;
 mod cx;
+mod exchange;
 mod form;
 mod function;
 mod matmul;
@@ -18,6 +19,7 @@ mod params;
 mod pass;
 mod stage;
 mod tensors;
+mod threads;
 
 pub use candle_core::{self, D, DType, Device, IndexOp, Module, Result, Tensor, Var};
 pub use candle_nn::VarBuilder;

@@ -3,7 +3,6 @@
 //! An element of a product is summed by one thread, in an order that depends only on the shapes. So
 //! the result has the same bits with any number of threads.
 
-use candle_core::utils::get_num_threads;
 use gemm::Parallelism;
 
 /// A dense read-only matrix, perhaps transposed.
@@ -45,7 +44,7 @@ impl<'a> Matrix<'a> {
 ///
 /// If the shapes do not fit each other.
 pub(crate) fn multiply(c: &mut [f32], a: Matrix<'_>, b: Matrix<'_>, add: bool) {
-    let threads = match get_num_threads() {
+    let threads = match rayon::current_num_threads() {
         0 | 1 => Parallelism::None,
         threads => Parallelism::Rayon(threads),
     };

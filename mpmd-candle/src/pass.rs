@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use candle_core::{Device, Result, Tensor, TensorId, bail};
 use mpmd_layout::random::Key;
 
-use crate::collectives::Exchange;
+use crate::exchange::Exchange;
 
 /// The state of a running pass that layers use.
 #[derive(Default)]

@@ -14,6 +14,7 @@ use super::CandleStage;
 use crate::bridge;
 use crate::params;
 use crate::tensors::Tensors;
+use crate::threads;
 
 /// The working form of a stage's parameters on one device.
 pub(super) struct Prepared<M> {
@@ -137,6 +138,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         cx: &mut StageContext<'_, '_>,
         f: impl FnOnce(&mut StageContext<'_, '_>, &mut Models<M>) -> Result<R>,
     ) -> Result<R> {
+        threads::enter_pool();
         let lost = || Error::kernel("an earlier pass on this device panicked");
         let mut models = cx.prepared::<Prepared<M>>()?.models.take().ok_or_else(lost)?;
         let result = f(cx, &mut models);

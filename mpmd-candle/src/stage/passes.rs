@@ -16,6 +16,7 @@ use crate::bridge;
 use crate::cx::{Cx, Side};
 use crate::pass::{self, Deferred, Pass};
 use crate::tensors::{Tensors, Value, Values};
+use crate::threads;
 
 /// The autograd graph of a microbatch, from the forward to the backward pass.
 pub(super) struct Graph {
@@ -131,6 +132,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<()> {
         let Postponed { weights, work } =
             cx.weight_residual::<View<'_>>()?.take_object::<Postponed>()?;
+        threads::enter_pool();
         for Deferred { weight, add } in work {
             let view = weights.place(weight).and_then(|place| gradient.get_mut(place));
             let view = view.ok_or_else(|| Error::kernel("a gradient of an unknown parameter"))?;

@@ -11,7 +11,7 @@ use mpmd_core::{Error, Program, Result};
 use mpmd_ids::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
-use mpmd_layout::sharding::{Sharding, Spec};
+use mpmd_layout::sharding::{Sharding, Spec, SpecEntry};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,7 @@ use crate::cx::{Cx, Side};
 use crate::form::Form;
 use crate::pass::Pass;
 use crate::tensors::Tensors;
+use crate::threads;
 
 /// The result of a probe, for inputs of these global shapes.
 pub(super) struct Probed {
@@ -101,6 +102,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Probes the stage for inputs of these shapes, unless that was done before.
     pub(super) fn run_probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+        self.check_devices(program, at)?;
+        threads::share_cores(program);
         let side: Named<ShapedArray> = at.side.tree()?;
         let x: Vec<ShapedArray> = at.x.leaves().into_iter().cloned().collect();
         let known = |probed: &Probed| {
@@ -108,15 +111,6 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         };
         if self.probed.lock().iter().any(known) {
             return Ok(());
-        }
-        let is_cuda =
-            |device: &&DeviceId| program.topology().kind_of(**device) == Some(DeviceKind::Cuda);
-        if let Some(device) = at.mesh.devices().iter().find(is_cuda) {
-            return Err(Error::kernel(format!(
-                "{} ({}) is on the CUDA device {device}, and candle stages compute on CPUs: give \
-                 it devices of kind cpu",
-                self.name, self.at
-            )));
         }
         let Some(device) = at.mesh.devices().first().copied() else { return Ok(()) };
         let owner = program.topology().process_of(device);
@@ -126,9 +120,52 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let planned = if program.is_dry_run() { run() } else { Err(String::new()) };
         let found =
             program.broadcast_value(owner, planned, || Ok(run()))?.map_err(Error::kernel)?;
+        self.check_gradients(at, &found)?;
         let mut probed = self.probed.lock();
         probed.retain(|probed| probed.x != x || probed.side != side);
         probed.push(Probed { x, side, found });
+        Ok(())
+    }
+
+    /// Returns an error if the stage has a CUDA device.
+    fn check_devices(&self, program: &Program, at: &Probe<'_, Self>) -> Result<()> {
+        let is_cuda =
+            |device: &&DeviceId| program.topology().kind_of(**device) == Some(DeviceKind::Cuda);
+        if let Some(device) = at.mesh.devices().iter().find(is_cuda) {
+            return Err(Error::kernel(format!(
+                "{} ({}) is on the CUDA device {device}, and candle stages compute on CPUs: give \
+                 it devices of kind cpu",
+                self.name, self.at
+            )));
+        }
+        Ok(())
+    }
+
+    /// Returns an error if a gradient is declared whole of which each device has only the sum over
+    /// its own part of the batch.
+    fn check_gradients(&self, at: &Probe<'_, Self>, found: &Found) -> Result<()> {
+        for axis in self.specs[0].entries().iter().flat_map(SpecEntry::axes) {
+            // After a gather, all devices may compute the same.
+            let gathers = found.forward.iter().any(|collective| collective.gathers(axis));
+            if gathers || at.mesh.axis_size(axis)? == 1 {
+                continue;
+            }
+            let params = at.params.keys().zip(at.shardings).zip(at.gradients);
+            for ((path, sharding), gradient) in params {
+                let divides = |spec: &Spec| spec.entries().iter().any(|e| e.axes().contains(axis));
+                let divided = sharding.spec().is_some_and(divides);
+                let partial = gradient.unreduced_axes().contains(axis);
+                if !divided && !partial && !self.frozen.contains(path) {
+                    return Err(Error::kernel(format!(
+                        "the input of {} ({}) is divided over axis {axis:?}, so each device has \
+                         only its own part of the gradient of {path:?}: store the parameters by \
+                         `Pipeline::store(stage, \
+                         ParamSharding::new(shardings).partial_over(&[{axis:?}])?)`",
+                        self.name, self.at
+                    )));
+                }
+            }
+        }
         Ok(())
     }
 

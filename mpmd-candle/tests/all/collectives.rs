@@ -2,7 +2,7 @@
 //! parameters that are stored in parts, give the values and gradients of the whole.
 
 use mpmd_candle::{Cx, Tensor, VarBuilder, named, stage};
-use mpmd_core::pipeline::{Loss, Microbatch, ParamSharding, Pipeline, Schedule};
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 use mpmd_layout::sharding::Spec;
@@ -114,4 +114,28 @@ fn divided_layers_have_values_and_gradients_of_the_whole() {
             }
         }
     }
+}
+
+#[test]
+fn divided_batch_with_whole_gradients_is_refused() {
+    let results = Simulation::new(2, 2).run(|p| -> Result<()> {
+        let mesh = p.mesh(&[("data", 2)])?;
+        let stage = stage(
+            |vb: VarBuilder<'static>| vb.get(4, "w"),
+            |w: &Tensor, x: Tensor, cx: &mut Cx<'_>| {
+                let sum = cx.all_reduce(&x.broadcast_mul(w)?.sum_all()?, "data")?;
+                Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+            },
+        )?;
+        let stage = stage.input_spec(spec!["data"]);
+        let params = stage.init(p, &mesh, 0)?;
+        let mut pipeline = Pipeline::first(stage, &mesh, params)?;
+        let shapes = MicrobatchShapes::new(f32s([2, 4]));
+        let refused = pipeline.probe(p, &shapes).unwrap_err().to_string();
+        assert!(refused.contains("\"w\"") && refused.contains("partial_over"), "{refused}");
+        let whole = ParamSharding::new(vec![mesh.replicated()]);
+        pipeline.store(0, whole.partial_over(&["data"])?)?;
+        pipeline.probe(p, &shapes)
+    });
+    results.into_iter().for_each(|result| result.unwrap());
 }

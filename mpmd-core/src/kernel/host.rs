@@ -79,8 +79,8 @@ impl<W: HostWork> HostKernel<W> {
         Self { work, name: name.into(), declared: Vec::new(), at: None, captures: false }
     }
 
-    /// Creates the kernel of a closure made at line `at`. `kind` begins its name. `captures` is true
-    /// if the closure has captured values.
+    /// Creates the kernel of a closure made at line `at`. `kind` begins its name. `captures` is
+    /// true if the closure has captured values.
     pub fn closure(kind: &str, at: &'static Location<'static>, captures: bool, work: W) -> Self {
         let name = format!("{kind} at {}:{}", at.file(), at.line());
         Self { work, name, declared: Vec::new(), at: Some(at), captures }

@@ -390,10 +390,13 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         x: &Bundle<ShapedArray>,
         side: &Bundle<ShapedArray>,
     ) -> Result<()> {
+        let gradients: Vec<Sharding> =
+            self.gradients().into_iter().map(|(_, sharding)| sharding).collect();
         let probe = Probe {
             mesh: &self.mesh,
             params: &self.param_shapes()?,
             shardings: &self.compute(),
+            gradients: &gradients,
             x: &x.clone().into_tree("input")?,
             side: &SideShapes(side.clone()),
             needs_dx: self.needs_dx,

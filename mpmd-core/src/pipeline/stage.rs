@@ -226,6 +226,8 @@ pub struct Probe<'a, S: Stage + ?Sized> {
     pub params: &'a Shapes<S::Params>,
     /// The shardings of the parameters that kernels compute with, in leaf order.
     pub shardings: &'a [Sharding],
+    /// The shardings of the gradients that the passes write, in leaf order.
+    pub gradients: &'a [Sharding],
     /// The global shapes of the input.
     pub x: &'a Shapes<S::In>,
     /// The global shapes of the side inputs.

@@ -17,7 +17,8 @@ fn main() -> Result<()> {
         // Stage 0: bytes to vectors, then causal attention.
         let lower = stage(
             |vb| {
-                let places = vb.get_with_hints((TIME, WIDTH), "places", nn::init::ONE)?;
+                let start = nn::Init::Randn { mean: 0.0, stdev: 0.1 };
+                let places = vb.get_with_hints((TIME, WIDTH), "places", start)?;
                 let qkv = nn::linear(WIDTH, 3 * WIDTH, vb.pp("qkv"))?;
                 Ok((nn::embedding(256, WIDTH, vb.pp("bytes"))?, places, qkv))
             },

@@ -178,8 +178,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<EvaluationHandle> {
         self.probe(p, &microbatches)?;
-        let losses = microbatches.into_iter().map(|one| self.pipeline.forward(p, one));
-        let losses = losses.collect::<Result<Vec<_>>>()?;
+        let mut losses = Vec::with_capacity(microbatches.len());
+        for microbatch in microbatches {
+            losses.push(self.pipeline.forward(p, microbatch)?);
+        }
         let sums = self.reporter.sum(p, losses)?;
         let figures = self.reporter.report(p, &sums, &self.stop)?;
         Ok(EvaluationHandle { figures })

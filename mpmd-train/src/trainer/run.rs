@@ -166,6 +166,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Trains until the model has had `steps` updates, or a process was asked to stop. Evaluates
     /// held-out data between steps.
+    #[track_caller]
     fn train<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,
@@ -192,6 +193,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Evaluates all held-out data in groups of a step's microbatches, until a process was asked to
     /// stop.
+    #[track_caller]
     fn evaluate_held_out<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,

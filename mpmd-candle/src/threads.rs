@@ -1,0 +1,49 @@
+//! The threads with which candle computes: each device has a pool of its own.
+//!
+//! The device's thread is one of the pool. So the passes of two devices never wait for each other,
+//! and with one thread nothing is handed over to another. The results do not depend on the number.
+
+use std::cell::OnceCell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::available_parallelism;
+
+use mpmd_core::Program;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+/// The variable by which users set the number, as for candle and rayon.
+const VARIABLE: &str = "RAYON_NUM_THREADS";
+
+/// The number of devices that share this host's cores, or zero if it is unknown.
+static DEVICES: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static POOL: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
+}
+
+/// Notes the number of devices on this process's host.
+pub(crate) fn share_cores(program: &Program) {
+    let topology = program.topology();
+    let host = topology.host_of(program.process());
+    let devices = topology.devices().iter();
+    let here = devices.filter(|device| topology.host_of(device.process) == host).count();
+    DEVICES.store(here, Ordering::Relaxed);
+}
+
+/// Makes this thread, which is a device's, the first of a pool. Later calls do nothing.
+pub(crate) fn enter_pool() {
+    POOL.with(|pool| {
+        // Without a pool of its own, the thread uses rayon's.
+        pool.get_or_init(|| {
+            ThreadPoolBuilder::new().num_threads(count()).use_current_thread().build().ok()
+        });
+    });
+}
+
+/// Returns the number of threads of a device: the user's, or its share of the cores.
+fn count() -> usize {
+    let set = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
+    set.filter(|count| *count > 0).unwrap_or_else(|| {
+        let cores = available_parallelism().map_or(1, usize::from);
+        (cores / DEVICES.load(Ordering::Relaxed).max(1)).max(1)
+    })
+}
