@@ -183,7 +183,7 @@ pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>) -> Result<()> {
 /// The operation that overwrites a contiguous tensor in place.
 struct Overwrite<'a, T>(&'a [T]);
 
-/// Element types whose storage can be written.
+/// Element types with storage that can be written.
 trait Stored: WithDType {
     fn values(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }

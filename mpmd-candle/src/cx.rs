@@ -112,7 +112,7 @@ impl Cx<'_> {
     /// Returns `x`, which is the same on all devices along mesh axis `axis`, for computations that
     /// differ between these devices. Its gradient is the sum of the devices' gradients.
     ///
-    /// It begins what [`Cx::all_reduce`] ends: a tensor-parallel part of a model.
+    /// A tensor-parallel part of a model begins with it, and ends with [`Cx::all_reduce`].
     ///
     /// # Errors
     ///

@@ -1,6 +1,6 @@
 //! The parameters of a model: their names, shapes and initial values.
 //!
-//! The model's constructor runs over a `VarBuilder` that records what it asks for, and later over
+//! The model's constructor runs over a `VarBuilder` that records the requests, and later over
 //! one that gives it the parameters of a device.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Attention whose memory does not grow with the square of the sequence's length.
+//! Attention in memory that does not grow with the square of the sequence's length.
 //!
 //! The kernel computes the scores of a block of queries at a time and drops them. It keeps one
 //! number for each query, the logarithm of the sum of exponentials, from which the backward pass
@@ -16,7 +16,7 @@ use super::values::{Values, are_fast, result, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::keeps;
 
-/// The number of queries whose scores are computed at a time.
+/// The number of queries in a block: their scores are computed together.
 const BLOCK: usize = 64;
 
 /// The keys that each query sees.

@@ -1,4 +1,4 @@
-//! Dropout whose mask is computed again in the backward pass.
+//! Dropout. The mask is computed again in the backward pass.
 
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, ModuleT, Result, Shape, Tensor, bail};
 use mpmd_layout::random::{Key, bits};

@@ -104,7 +104,7 @@ pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Re
     if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
 }
 
-/// The operation of a layer whose result has this shape.
+/// The operation of a layer with a result of this shape.
 struct Product(Vec<usize>);
 
 impl Product {

@@ -159,7 +159,7 @@ pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Te
     })
 }
 
-/// Returns the name of a layer whose variables `vb` has; `None` at the root.
+/// Returns the name of the layer with the variables of `vb`; `None` at the root.
 pub(super) fn name_of(vb: &VarBuilder) -> Option<String> {
     Some(vb.prefix()).filter(|name| !name.is_empty())
 }

@@ -103,9 +103,9 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         self
     }
 
-    /// Trains only the parameters whose paths match the regular expression `pattern`. The others
-    /// are frozen: they have no gradient and no state of an optimiser, and there is no backward
-    /// pass below the first trainable layer.
+    /// Trains only the parameters with paths that match the regular expression `pattern`. The
+    /// others are frozen: they have no gradient and no state of an optimiser, and there is no
+    /// backward pass below the first trainable layer.
     ///
     /// # Errors
     ///
@@ -216,9 +216,11 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(arrays)
     }
 
-    /// Returns an error with the stage's line in front of its text.
+    /// Returns an error of the model, with the line of the stage.
     fn failed(&self, why: impl std::fmt::Display) -> Error {
-        Error::kernel(format!("the model of {} ({}) fails: {why}", self.name, self.at))
+        // candle puts each part of a message on a line of its own.
+        let why = why.to_string().replace(":\n", ": ");
+        Error::kernel(format!("the model of the stage made at {} fails: {why}", self.at))
     }
 }
 

@@ -237,7 +237,7 @@ fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
     Ok(())
 }
 
-/// Describes an error of the backward pass, with what to use instead of an operation without one.
+/// Describes an error of the backward pass, with a replacement for an operation that has none.
 fn replacement(why: &candle_core::Error) -> String {
     let candle_core::Error::BackwardNotSupported { op } = why else { return why.to_string() };
     let instead = match *op {

@@ -86,10 +86,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         }
         let Some((outputs, probed)) = self.outputs.as_ref().zip(probed.first()) else {
             return Err(Error::kernel(format!(
-                "the output shapes of {} ({}) are unknown for these inputs: call \
+                "the output shapes of the stage made at {} are unknown for these inputs: call \
                  `Pipeline::probe` with a microbatch of these shapes before, or declare them with \
                  `outputs`",
-                self.name, self.at
+                self.at
             )));
         };
         let elements = |avals: &mut dyn Iterator<Item = usize>| avals.sum::<usize>().max(1) as u64;
@@ -133,9 +133,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             |device: &&DeviceId| program.topology().kind_of(**device) == Some(DeviceKind::Cuda);
         if let Some(device) = at.mesh.devices().iter().find(is_cuda) {
             return Err(Error::kernel(format!(
-                "{} ({}) is on the CUDA device {device}, and candle stages compute on CPUs: give \
-                 it devices of kind cpu",
-                self.name, self.at
+                "the stage made at {} is on the CUDA device {device}, and candle stages compute on \
+                 CPUs: give it devices of kind cpu",
+                self.at
             )));
         }
         Ok(())
@@ -157,11 +157,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
                 let partial = gradient.unreduced_axes().contains(axis);
                 if !divided && !partial && !self.frozen.contains(path) {
                     return Err(Error::kernel(format!(
-                        "the input of {} ({}) is divided over axis {axis:?}, so each device has \
-                         only its own part of the gradient of {path:?}: store the parameters by \
-                         `Pipeline::store(stage, \
+                        "the input of the stage made at {} is divided over axis {axis:?}, so each \
+                         device has only its own part of the gradient of {path:?}: store the \
+                         parameters by `Pipeline::store(stage, \
                          ParamSharding::new(shardings).partial_over(&[{axis:?}])?)`",
-                        self.name, self.at
+                        self.at
                     )));
                 }
             }

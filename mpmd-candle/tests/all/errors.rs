@@ -1,4 +1,4 @@
-//! What users do wrong: each message names the stage and its line, the layer, and what to do.
+//! Mistakes of users: each message names the stage and its line, the layer, and a cure.
 
 use mpmd_candle::nn::{self, Dropout, Embedding, Linear, Module};
 use mpmd_candle::{CandleStage, Cx, Tensor, VarBuilder, named, stage};

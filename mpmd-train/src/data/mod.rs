@@ -45,7 +45,8 @@ impl At {
 /// Every process calls the methods in the same order with the same arguments, and must issue the
 /// same operations. `meshes` are those of the stages, in order.
 pub trait Data<In> {
-    /// Makes the processes compare what they have read, such as a text. Default: does nothing.
+    /// Makes the processes compare the data that they have read, such as a text. Default: does
+    /// nothing.
     ///
     /// # Errors
     ///
