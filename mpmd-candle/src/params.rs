@@ -96,7 +96,7 @@ impl SimpleBackend for Given {
     }
 }
 
-/// Returns the random key of the parameter at `path`.
+/// Returns the random key of the parameter at `path`: a hash of both.
 pub(crate) fn key_of(seed: u64, path: &str) -> Key {
     let words = path.as_bytes().chunks(8).map(|bytes| {
         let mut word = [0; 8];

@@ -63,6 +63,8 @@ type OutputShapes<X, Y> =
 /// other [`Tensors`]. The last stage returns a [`Loss`](mpmd_core::pipeline::Loss). Integers pass
 /// between stages without gradients.
 ///
+/// Values that the closures capture must be the same on all processes.
+///
 /// The autograd graph of a microbatch stays on its device from the forward to the backward pass.
 ///
 /// # Errors
@@ -337,8 +339,13 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         &self.name
     }
 
+    /// The stage's line, and the paths and shapes of its parameters.
     fn statics(&self) -> Vec<u64> {
-        let line = [u64::from(self.at.line()), u64::from(self.at.column())];
-        line.into_iter().chain(self.at.file().bytes().map(u64::from)).collect()
+        let text = |text: &str| params::key_of(0, text).0;
+        let place = [text(self.at.file()), self.at.line().into(), self.at.column().into()];
+        let params = self.params.iter().flat_map(|(path, (aval, _))| {
+            std::iter::once(text(path)).chain(aval.shape().iter().map(|size| *size as u64))
+        });
+        place.into_iter().chain(params).collect()
     }
 }

@@ -1,17 +1,17 @@
 //! Measures candle stages: against candle alone, and ZB-H1 against 1F1B.
 //!
 //! ```sh
-//! RAYON_NUM_THREADS=1 cargo run --release -p mpmd-candle --example measure
+//! cargo run --release --bin candle_speed
 //! ```
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use mpmd_candle::nn::{self, Linear, Module};
-use mpmd_candle::{CandleStage, Device, Tensor, Var, VarBuilder, stage};
-use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
-use mpmd_core::prelude::*;
-use mpmd_core::topology::Mesh;
+use mpmd::candle::nn::{self, Linear, Module};
+use mpmd::candle::{self, CandleStage, DType, Device, Tensor, Var, VarBuilder, stage};
+use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
+use mpmd::prelude::*;
+use mpmd::topology::Mesh;
 
 /// Layers of a stage, their width, and the rows of a microbatch.
 const LAYERS: usize = 4;
@@ -20,20 +20,20 @@ const ROWS: usize = 64;
 /// Repetitions; medians are printed.
 const ROUNDS: usize = 41;
 
-fn layers(vb: &VarBuilder<'_>) -> mpmd_candle::Result<Vec<Linear>> {
+fn layers(vb: &VarBuilder<'_>) -> candle::Result<Vec<Linear>> {
     (0..LAYERS).map(|layer| nn::linear(WIDTH, WIDTH, vb.pp(layer))).collect()
 }
 
 /// Layers of candle_nn itself.
-fn plain_layers(vb: &VarBuilder<'_>) -> mpmd_candle::Result<Vec<candle_nn::Linear>> {
+fn plain_layers(vb: &VarBuilder<'_>) -> candle::Result<Vec<candle_nn::Linear>> {
     (0..LAYERS).map(|layer| candle_nn::linear(WIDTH, WIDTH, vb.pp(layer))).collect()
 }
 
-fn forward<L: Module>(layers: &[L], x: &Tensor) -> mpmd_candle::Result<Tensor> {
+fn forward<L: Module>(layers: &[L], x: &Tensor) -> candle::Result<Tensor> {
     layers.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())
 }
 
-fn loss(y: &Tensor) -> mpmd_candle::Result<Loss<Tensor>> {
+fn loss(y: &Tensor) -> candle::Result<Loss<Tensor>> {
     let sum = y.sqr()?.sum_all()?;
     Ok(Loss { weight: sum.ones_like()?.detach(), sum })
 }
@@ -45,9 +45,9 @@ fn median(mut times: Vec<Duration>) -> f64 {
 
 /// Returns a function that computes loss and gradients with candle alone, with layers of either
 /// kind.
-fn alone(ours: bool) -> mpmd_candle::Result<impl FnMut() -> mpmd_candle::Result<f32>> {
+fn alone(ours: bool) -> candle::Result<impl FnMut() -> candle::Result<f32>> {
     let vars = candle_nn::VarMap::new();
-    let vb = VarBuilder::from_varmap(&vars, mpmd_candle::DType::F32, &Device::Cpu);
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let (own, plain) = (layers(&vb)?, plain_layers(&vb)?);
     let values: Vec<f32> = (0..ROWS * WIDTH).map(|i| (i % 17) as f32 / 17.0).collect();
     Ok(move || {
@@ -63,7 +63,7 @@ fn alone(ours: bool) -> mpmd_candle::Result<impl FnMut() -> mpmd_candle::Result<
 
 /// Makes a last stage with layers of either kind.
 fn last<L: Module + Send + 'static>(
-    new: fn(&VarBuilder<'_>) -> mpmd_candle::Result<Vec<L>>,
+    new: fn(&VarBuilder<'_>) -> candle::Result<Vec<L>>,
 ) -> Result<CandleStage<Vec<L>, Tensor, Loss<Tensor>>> {
     stage(move |vb| new(&vb), |layers, x: Tensor, _| loss(&forward(layers, &x)?))
 }
@@ -105,7 +105,7 @@ fn shapes() -> MicrobatchShapes<MpmdArray> {
 fn one<L: Module + Send + 'static>(
     p: &mut Program,
     mesh: &Mesh,
-    new: fn(&VarBuilder<'_>) -> mpmd_candle::Result<Vec<L>>,
+    new: fn(&VarBuilder<'_>) -> candle::Result<Vec<L>>,
 ) -> Result<Model> {
     // A first stage that passes its input on, so that the measured one has an input gradient.
     let first = stage(
@@ -126,7 +126,7 @@ fn overhead() -> Result<()> {
     let mut p = Program::builder().alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let mut models = [one(&mut p, &mesh, plain_layers)?, one(&mut p, &mesh, layers)?];
-    let failed = |why: mpmd_candle::candle_core::Error| Error::kernel(why.to_string());
+    let failed = |why: candle::candle_core::Error| Error::kernel(why.to_string());
     let (mut plain, mut ours) = (alone(false).map_err(failed)?, alone(true).map_err(failed)?);
     let schedule = Schedule::named("1f1b", 2, MICROBATCHES, None)?;
     let mut times: BTreeMap<&str, Vec<Duration>> = BTreeMap::new();
@@ -136,12 +136,12 @@ fn overhead() -> Result<()> {
         times.entry("candle alone").or_default().push(start.elapsed());
         let start = Instant::now();
         (0..MICROBATCHES).try_for_each(|_| ours().map(drop)).map_err(failed)?;
-        times.entry("candle alone, layers of mpmd_candle::nn").or_default().push(start.elapsed());
+        times.entry("candle alone, layers of mpmd::candle::nn").or_default().push(start.elapsed());
         let [with_plain, with_ours] = &mut models;
         let took = step(&mut p, with_plain, &schedule)?;
         times.entry("stage").or_default().push(took);
         let took = step(&mut p, with_ours, &schedule)?;
-        times.entry("stage, layers of mpmd_candle::nn").or_default().push(took);
+        times.entry("stage, layers of mpmd::candle::nn").or_default().push(took);
     }
     println!("{LAYERS} layers of width {WIDTH}, {ROWS} rows, {MICROBATCHES} microbatches:");
     let base = median(times["candle alone"].clone());
