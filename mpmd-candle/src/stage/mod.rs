@@ -137,8 +137,8 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Computes the gradients of the weights apart from those of the inputs, where the schedule has
     /// them as two actions. Schedules without bubbles need that.
     ///
-    /// All layers with trainable parameters must defer their weight gradients, as those of
-    /// [`nn`](crate::nn) do. The probe refuses others by name.
+    /// All layers with trainable parameters must defer their weight gradients: see the table of
+    /// [`nn`](crate::nn). The probe refuses others by name.
     #[must_use]
     pub fn split_gradients(mut self) -> Self {
         self.passes = Passes::Both;

@@ -190,8 +190,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         };
         Err(self.failed(format!(
             "the layer with parameter {path:?} cannot defer its weight gradient, which \
-             `split_gradients` asks for: take the layer of the same name from `mpmd_candle::nn`, \
-             or leave `split_gradients` out"
+             `split_gradients` asks for: take Linear, Embedding, LayerNorm, RmsNorm, or a Conv1d \
+             or Conv2d without bias from `mpmd::candle::nn`, or leave `split_gradients` out"
         )))
     }
 }
@@ -241,11 +241,11 @@ fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
 fn replacement(why: &candle_core::Error) -> String {
     let candle_core::Error::BackwardNotSupported { op } = why else { return why.to_string() };
     let instead = match *op {
-        "softmax-last-dim" => "`mpmd_candle::nn::ops::softmax_last_dim`",
-        "rms-norm" => "`RmsNorm` or `ops::rms_norm` of `mpmd_candle::nn`",
-        "layer-norm" => "`LayerNorm` or `ops::layer_norm` of `mpmd_candle::nn`",
-        "rotary-emb" | "rotary-emb-int" | "rotary-emb-thd" => "`mpmd_candle::nn::rotary_emb`",
-        "sdpa" => "`mpmd_candle::nn::ops::sdpa`",
+        "softmax-last-dim" => "`mpmd::candle::nn::ops::softmax_last_dim`",
+        "rms-norm" => "`RmsNorm` or `ops::rms_norm` of `mpmd::candle::nn`",
+        "layer-norm" => "`LayerNorm` or `ops::layer_norm` of `mpmd::candle::nn`",
+        "rotary-emb" | "rotary-emb-int" | "rotary-emb-thd" => "`mpmd::candle::nn::rotary_emb`",
+        "sdpa" => "`mpmd::candle::nn::ops::sdpa`",
         _ => "an operation that has a gradient, or `detach` its result",
     };
     format!("candle's operation {op:?} has no backward pass: use {instead}")

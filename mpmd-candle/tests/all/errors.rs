@@ -90,7 +90,7 @@ fn layer_that_cannot_defer_is_named() {
     };
     check(
         &errors(first, floats, true),
-        &["stage 0", "layers.3.up", "mpmd_candle::nn", "errors.rs:"],
+        &["stage 0", "layers.3.up", "mpmd::candle::nn", "errors.rs:"],
     );
 }
 
@@ -102,7 +102,7 @@ fn layer_without_backward_pass_is_named() {
         stage(new, forward).unwrap()
     };
     let found = errors(first, floats, true);
-    check(&found, &["stage 0", "norm.weight", "no gradient", "mpmd_candle::nn", "errors.rs:"]);
+    check(&found, &["stage 0", "norm.weight", "no gradient", "mpmd::candle::nn", "errors.rs:"]);
 }
 
 #[test]
