@@ -255,9 +255,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 }
 
 /// The help for a gradient that is lost on its way.
-const WITHOUT_GRADIENT: &str = "An operation after it may have none, as `detach`, and `layer_norm`, `rms_norm`, \
-                                `softmax_last_dim`, `rope` and `sdpa` of candle_nn: take them from \
-                                `mpmd::candle::nn`.";
+const WITHOUT_GRADIENT: &str = "An operation after it may have none: `detach`, or `layer_norm`, \
+                                `rms_norm`, `softmax_last_dim`, `rope` and `sdpa` of candle_nn. \
+                                Take these from `mpmd::candle::nn`.";
 
 /// Returns the shape of a device's region.
 fn part_of(aval: &ShapedArray, sharding: &Sharding, device: DeviceId) -> Result<ShapedArray> {
