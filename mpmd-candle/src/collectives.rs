@@ -10,11 +10,12 @@ use serde::{Deserialize, Serialize};
 use crate::exchange::Exchange;
 use crate::pass;
 
-/// A collective that a probe has found, with the elements that each device contributes.
+/// A collective found by a probe.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct Found {
     kind: Kind,
     axis: String,
+    /// The number of elements that each device contributes.
     elements: usize,
 }
 

@@ -142,7 +142,7 @@ fn norms_equal_the_compositions() {
             |a: &[Tensor]| nn::LayerNorm::new(a[1].clone(), a[2].clone(), 1e-5).forward(&a[0]);
         check("layer norm", &arguments, &ours, &|a| plain(a, true));
     }
-    // Rows whose mean is far from zero keep their precision.
+    // Rows with a mean far from zero keep their precision.
     let x = ((random(&[4, 19], 1) * 0.5).unwrap() + 50.0).unwrap();
     let arguments =
         [x.to_dtype(DType::F32).unwrap().to_dtype(DType::F64).unwrap(), random(&[19], 2)];

@@ -16,7 +16,7 @@ fn variable(shape: &[usize], seed: u64) -> Tensor {
     Var::from_tensor(&values.unwrap()).unwrap().as_tensor().clone()
 }
 
-/// Computes the passes of a transformer block whose sizes are no multiples of the blocks of
+/// Computes the passes of a transformer block with sizes that are no multiples of the blocks of
 /// kernels. Returns a hash of the bits of the loss and of all gradients.
 fn hash_of_passes() -> Result<u64> {
     let (batch, time, heads, dim) = (5, 130, 4, 36);

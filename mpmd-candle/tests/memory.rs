@@ -1,5 +1,5 @@
-//! The memory of a step against its plan: what the framework accounts, and what candle allocates.
-//! A test binary of its own, since it counts all memory of the process.
+//! The memory of a step against its plan: the bytes that the framework accounts, and those that
+//! candle allocates. A test binary of its own, since it counts all memory of the process.
 
 use std::collections::BTreeMap;
 

@@ -239,8 +239,8 @@ fn silu_slope(x: f32) -> f32 {
     share + x * share * (1.0 - share)
 }
 
-/// Returns the factor of `x` in GELU's form with the hyperbolic tangent, `(1 + tanh u) / 2` with
-/// `u = sqrt(2/pi) (x + 0.044715 x^3)`, and the derivative of `2u`.
+/// Returns the factor of `x` in GELU, `(1 + tanh u) / 2`, and the derivative of `2u`. Here `u` is
+/// `sqrt(2/pi) (x + 0.044715 x^3)`.
 ///
 /// The factor is equal to `1 / (1 + e^(-2u))`, which needs one exponential and one division.
 #[inline(always)]

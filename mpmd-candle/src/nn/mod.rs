@@ -2,8 +2,8 @@
 //!
 //! Layers of this module defer the gradients of their weights, which schedules without bubbles
 //! need. They compute f32 tensors on the CPU with kernels that are made for training. For other
-//! types and devices they are compositions of candle's operations, whose gradients are not
-//! deferred. Results have the same bits with any number of threads (`RAYON_NUM_THREADS`).
+//! types and devices they are compositions of candle's operations, and defer nothing. Results have
+//! the same bits with any number of threads (`RAYON_NUM_THREADS`).
 //!
 //! Everything else is that of `candle_nn`:
 //!
@@ -18,8 +18,8 @@
 //! | `BatchNorm` | by candle; a forward pass writes the running statistics | no |
 //! | `moe`, `kv_cache`, quantized layers, `attention::flash_attn` | none: for inference | |
 //!
-//! A layer whose gradients are not deferred computes them with its input's gradient. That is
-//! correct under every schedule, but a schedule without bubbles gains nothing from it.
+//! A layer that does not defer computes the gradients of its weights with that of its input. That
+//! is correct under every schedule, but a schedule without bubbles gains nothing from it.
 
 pub use candle_nn::*;
 

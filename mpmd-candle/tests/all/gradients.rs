@@ -3,11 +3,15 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor, Var};
-use mpmd_core::pipeline::Schedule;
+use mpmd_candle::nn::Module;
+use mpmd_candle::{Cx, VarBuilder, stage};
+use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 
-use crate::model::{LAYERS, ROWS, Settings, TOKENS, WIDTH, microbatches, pipeline, tokens};
+use crate::model::{
+    LAYERS, ROWS, SEED, Settings, TOKENS, WIDTH, last, microbatches, middle, pipeline, tokens,
+};
 
 /// Values by parameter path.
 type Values = BTreeMap<String, Vec<f32>>;
@@ -116,4 +120,102 @@ fn gradients_equal_those_of_plain_candle() {
             }
         }
     }
+}
+
+#[test]
+fn gradients_of_candles_layers_have_the_same_bits() {
+    type Layers = [candle_nn::Linear; 2];
+    let new = |vb: &VarBuilder<'_>| -> candle_core::Result<Layers> {
+        Ok([candle_nn::linear(6, 5, vb.pp("a"))?, candle_nn::linear(5, 4, vb.pp("b"))?])
+    };
+    let loss = |[a, b]: &Layers, x: &Tensor| b.forward(&a.forward(x)?.relu()?)?.sqr()?.sum_all();
+    let values: Vec<f32> = (0..18).map(|i| (i as f32 * 0.7).cos()).collect();
+    let mut results = Simulation::new(1, 1).run(|p| -> Result<(Values, Values)> {
+        let mesh = p.mesh(&[("x", 1)])?;
+        let stage = stage(
+            move |vb: VarBuilder<'static>| new(&vb),
+            move |layers: &Layers, x: Tensor, _: &mut Cx<'_>| {
+                let sum = loss(layers, &x)?;
+                Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+            },
+        )?;
+        let params = stage.init(p, &mesh, 9)?;
+        let mut pipeline = Pipeline::first(stage, &mesh, params)?;
+        let x = p.device_put(&MpmdArray::from_slice(&[3, 6], &values)?, mesh.replicated())?;
+        let batch = Microbatch::new(x);
+        pipeline.probe(p, &batch.shapes())?;
+        let read = |arrays: Vec<(String, MpmdArray)>| -> Result<Values> {
+            let value = |(path, array): (String, MpmdArray)| {
+                Ok((path, array.to_host()?.unwrap().to_vec::<f32>()?))
+            };
+            arrays.into_iter().map(value).collect()
+        };
+        let params = read(pipeline.params(0))?;
+        let schedule = Schedule::named("gpipe", 1, 1, None)?;
+        let output = pipeline.train_step(p, &schedule, vec![batch])?;
+        Ok((params, read(output.gradients.into_iter().flatten().collect())?))
+    });
+    let (params, found) = results.remove(0).unwrap();
+    let shapes = BTreeMap::from([
+        ("a.bias", vec![5]),
+        ("a.weight", vec![5, 6]),
+        ("b.bias", vec![4]),
+        ("b.weight", vec![4, 5]),
+    ]);
+    let vars = candle_nn::VarMap::new();
+    for (path, shape) in shapes {
+        let var = Var::from_slice(&params[path], shape, &Device::Cpu).unwrap();
+        vars.data().lock().unwrap().insert(path.to_owned(), var);
+    }
+    let vb = VarBuilder::from_varmap(&vars, candle_core::DType::F32, &Device::Cpu);
+    let x = Tensor::from_slice(&values, (3, 6), &Device::Cpu).unwrap();
+    let store = loss(&new(&vb).unwrap(), &x).unwrap().backward().unwrap();
+    assert_eq!(found.len(), 4);
+    for (path, var) in vars.data().lock().unwrap().iter() {
+        let expected = store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&found[path]), bits(&expected), "{path}");
+    }
+}
+
+/// Returns the gradients of the embedding and of the head, where the head has the embedding's
+/// values: as a tied parameter, or as one of its own.
+fn of_equal_weights(is_tied: bool) -> Values {
+    let mut results = Simulation::new(2, 2).run(|p| -> Result<Values> {
+        let settings = Settings::default();
+        let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+        let (first, last) = (middle(0, settings), last(settings));
+        let a = first.init(p, &meshes[0], SEED)?;
+        let mut b = last.init(p, &meshes[1], SEED)?;
+        if !is_tied {
+            let here = p.device_put(&a["embedding.weight"], meshes[1].replicated())?;
+            b.insert("head.weight".to_owned(), here);
+        }
+        let mut pipeline = Pipeline::first(first, &meshes[0], a)?.then(last, &meshes[1], b)?;
+        if is_tied {
+            pipeline.tie((0, "embedding.weight"), (1, "head.weight"))?;
+        }
+        let batch = microbatches(p, [&meshes[0], &meshes[1]], 2, (5, 2))?;
+        pipeline.probe(p, &batch[0].shapes())?;
+        let output = pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
+        let all = p.mesh(&[("all", 2)])?.replicated();
+        let mut values = Values::new();
+        for (path, gradient) in output.gradients.into_iter().flatten() {
+            if ["embedding.weight", "head.weight"].contains(&path.as_str()) {
+                let gradient = p.device_put(&gradient, &all)?.to_host()?.expect("on all");
+                values.insert(path, gradient.to_vec::<f32>()?);
+            }
+        }
+        Ok(values)
+    });
+    results.remove(0).unwrap()
+}
+
+#[test]
+fn tied_weights_of_two_stages_add_their_gradients() {
+    let (tied, own) = (of_equal_weights(true), of_equal_weights(false));
+    assert_eq!((tied.len(), own.len()), (1, 2));
+    let sums = own["embedding.weight"].iter().zip(&own["head.weight"]).map(|(a, b)| a + b);
+    assert_eq!(tied["embedding.weight"], sums.collect::<Vec<f32>>());
+    assert_ne!(tied["embedding.weight"], own["embedding.weight"]);
 }

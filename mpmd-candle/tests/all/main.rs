@@ -1,4 +1,4 @@
-//! candle models as stages: values, gradients, and what users do wrong.
+//! candle models as stages: values, gradients, and mistakes of users.
 
 mod collectives;
 mod documented;

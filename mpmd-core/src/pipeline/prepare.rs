@@ -93,7 +93,7 @@ impl<S: Stage> Kernel for Prepare<S> {
 }
 
 impl<S: Stage> Prepared<S> {
-    /// Creates the state of a stage whose working form takes `bytes` bytes on each device.
+    /// Creates the state of a stage with a working form of `bytes` bytes on each device.
     pub(super) fn new(bytes: Option<u64>) -> Self {
         Self { bytes, jit: None, object: None, stale: true }
     }

@@ -186,7 +186,7 @@ pub trait Stage: Send + Sync + 'static {
         )))
     }
 
-    /// Finds out what [`Stage::infer`] has to declare, for instance by a trial run of a model.
+    /// Finds the facts that [`Stage::infer`] declares, for instance by a trial run of a model.
     /// [`Pipeline::probe`](super::Pipeline::probe) calls it before `infer`. Default: does nothing.
     ///
     /// All processes call it in the same order, and must issue the same operations.
