@@ -40,12 +40,15 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+pub mod checkpoint;
 pub mod data;
 pub mod optimizer;
 mod rate;
 pub mod stop;
+pub mod tensors;
 mod trainer;
 
+pub use checkpoint::Checkpoints;
 pub use optimizer::{AdamW, Sgd};
 pub use rate::Rate;
 pub use trainer::{

@@ -5,6 +5,8 @@ mod progress;
 mod report;
 mod run;
 
+use std::time::Instant;
+
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
 use mpmd_core::tree::Tree;
 use mpmd_core::{MpmdArray, Program, Result};
@@ -17,7 +19,7 @@ use crate::data::{At, Data};
 use crate::optimizer::{Optimizer, OptimizerSettings};
 use crate::rate::Rate;
 use crate::stop::StopFlag;
-use report::Reporter;
+use report::{Reporter, Status};
 
 /// A pipeline under training: parameters, optimiser, schedule and learning rate.
 ///
@@ -30,7 +32,7 @@ pub struct Trainer<In> {
     reporter: Reporter,
     rate: Rate,
     seed: u64,
-    stop: StopFlag,
+    status: Status,
     watches: bool,
     /// The shapes of microbatches for which the stages were probed.
     probed: Vec<MicrobatchShapes<In>>,
@@ -60,7 +62,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             reporter,
             rate: Rate::Constant(1e-3),
             seed: 0,
-            stop: StopFlag::default(),
+            status: Status { stop: StopFlag::default(), start: Instant::now() },
             watches: false,
             probed: Vec::new(),
         })
@@ -99,7 +101,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// and sets by Ctrl-C and SIGTERM.
     #[must_use]
     pub fn stop_on(mut self, stop: &StopFlag) -> Self {
-        (self.stop, self.watches) = (stop.clone(), true);
+        (self.status.stop, self.watches) = (stop.clone(), true);
         self
     }
 
@@ -159,7 +161,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.probe(p, &microbatches)?;
         let output = self.pipeline.train_step(p, &self.schedule, microbatches)?;
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
-        let figures = self.reporter.report(p, &figures, &self.stop)?;
+        let figures = self.reporter.report(p, &figures, &self.status)?;
         p.step_end()?;
         Ok(StepHandle { step, rate, figures })
     }
@@ -183,7 +185,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             losses.push(self.pipeline.forward(p, microbatch)?);
         }
         let sums = self.reporter.sum(p, losses)?;
-        let figures = self.reporter.report(p, &sums, &self.stop)?;
+        let figures = self.reporter.report(p, &sums, &self.status)?;
         Ok(EvaluationHandle { figures })
     }
 

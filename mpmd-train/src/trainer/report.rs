@@ -1,7 +1,9 @@
 //! The figures of steps and evaluations, which every process reads while later steps run.
 //!
-//! The figures move to one device of each process. Each process adds its stop flag: its element of
-//! an array that all processes get whole. So all processes read the same values, and decide alike.
+//! The figures move to one device of each process. Each process adds its status: its row of an
+//! array that all processes get whole. So all processes read the same values, and decide alike.
+
+use std::time::Instant;
 
 use mpmd_core::aval::{DType, ShapedArray, f64s};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
@@ -16,7 +18,7 @@ use crate::stop::StopFlag;
 /// The mesh axis over the processes.
 const PROCESS: &str = "process";
 
-/// Brings the figures of steps and evaluations to all processes, with their stop flags.
+/// Brings the figures of steps and evaluations to all processes, with their statuses.
 #[derive(Debug)]
 pub(super) struct Reporter {
     /// One device of each process.
@@ -37,6 +39,8 @@ pub struct StepReport {
     pub norm: f64,
     /// The learning rate.
     pub rate: f64,
+    /// Seconds since the trainer was created, by the clock of process 0, when the step ended.
+    pub seconds: f64,
     /// The signal that asked a process to stop before or in this step, if any.
     pub stop: Option<i32>,
 }
@@ -75,11 +79,35 @@ pub struct EvaluationHandle {
     pub(super) figures: Figures,
 }
 
-/// Figures and stop flags on one device of each process.
+/// Figures and statuses on one device of each process.
 #[derive(Debug)]
 pub(super) struct Figures {
     values: MpmdArray,
-    flags: MpmdArray,
+    /// `i64`s, `[processes, 2]`: for each process the words of its [`Status`].
+    statuses: MpmdArray,
+}
+
+/// What a process adds to every report.
+#[derive(Clone, Debug)]
+pub(super) struct Status {
+    pub(super) stop: StopFlag,
+    /// The time when the trainer was created.
+    pub(super) start: Instant,
+}
+
+impl Status {
+    /// Returns the signal that this process got, or zero, and the nanoseconds since the start.
+    fn words(&self) -> [i64; 2] {
+        let nanos = i64::try_from(self.start.elapsed().as_nanos()).unwrap_or(i64::MAX);
+        [self.stop.signal().unwrap_or(0).into(), nanos]
+    }
+}
+
+/// The statuses of all processes in a report.
+struct Statuses {
+    stop: Option<i32>,
+    /// Seconds since the start, by the clock of process 0.
+    seconds: f64,
 }
 
 impl StepHandle {
@@ -90,8 +118,8 @@ impl StepHandle {
     ///
     /// If an operation of the step failed.
     pub fn read(self) -> Result<StepReport> {
-        let ([loss, weight, norm], stop) = self.figures.read()?;
-        Ok(StepReport { step: self.step, loss, weight, norm, rate: self.rate, stop })
+        let ([loss, weight, norm], Statuses { stop, seconds }) = self.figures.read()?;
+        Ok(StepReport { step: self.step, loss, weight, norm, rate: self.rate, seconds, stop })
     }
 }
 
@@ -103,20 +131,24 @@ impl EvaluationHandle {
     ///
     /// If an operation of the evaluation failed.
     pub fn read(self) -> Result<EvaluationReport> {
-        let ([sum, weight], stop) = self.figures.read()?;
-        Ok(EvaluationReport { sum, weight, stop })
+        let ([sum, weight], statuses) = self.figures.read()?;
+        Ok(EvaluationReport { sum, weight, stop: statuses.stop })
     }
 }
 
 impl Figures {
-    fn read<const N: usize>(self) -> Result<([f64; N], Option<i32>)> {
-        let (Some(values), Some(flags)) = (self.values.to_host()?, self.flags.to_host()?) else {
-            return Ok(([f64::NAN; N], None));
+    fn read<const N: usize>(self) -> Result<([f64; N], Statuses)> {
+        let (Some(values), Some(statuses)) = (self.values.to_host()?, self.statuses.to_host()?)
+        else {
+            return Ok(([f64::NAN; N], Statuses { stop: None, seconds: f64::NAN }));
         };
         let values = values.as_slice::<f64>()?;
         let other = |_| Error::kernel(format!("{} figures in place of {N}", values.len()));
-        let signal = flags.as_slice::<i32>()?.iter().copied().max();
-        Ok((values.try_into().map_err(other)?, signal.filter(|signal| *signal != 0)))
+        let (statuses, _) = statuses.as_slice::<i64>()?.as_chunks::<2>();
+        let signal = statuses.iter().map(|[signal, _]| *signal as i32).max();
+        let seconds = statuses.first().map_or(f64::NAN, |[_, nanos]| *nanos as f64 * 1e-9);
+        let stop = signal.filter(|signal| *signal != 0);
+        Ok((values.try_into().map_err(other)?, Statuses { stop, seconds }))
     }
 }
 
@@ -135,22 +167,23 @@ impl Reporter {
         Ok(Self { everywhere, sum })
     }
 
-    /// Issues the moves of `figures` and of the processes' stop flags to every process.
+    /// Issues the moves of `figures` and of the processes' statuses to every process.
     pub(super) fn report(
         &self,
         p: &mut Program,
         figures: &MpmdArray,
-        stop: &StopFlag,
+        status: &Status,
     ) -> Result<Figures> {
         let values = p.device_put(figures, self.everywhere.replicated())?;
-        let stop = stop.clone();
-        let processes = ShapedArray::new(&[p.processes()], DType::I32);
+        let status = status.clone();
+        let processes = ShapedArray::new(&[p.processes(), 2], DType::I64);
         let own = self.everywhere.sharding(spec![PROCESS]);
-        let flags = p.array_from_fn(processes, &own, move |_, mut flag| {
-            Ok(flag.fill(stop.signal().unwrap_or(0))?)
+        let statuses = p.array_from_fn(processes, &own, move |_, mut words| {
+            words.as_mut_slice::<i64>()?.copy_from_slice(&status.words());
+            Ok(())
         })?;
-        let flags = p.device_put(&flags, self.everywhere.replicated())?;
-        Ok(Figures { values, flags })
+        let statuses = p.device_put(&statuses, self.everywhere.replicated())?;
+        Ok(Figures { values, statuses })
     }
 
     /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses and

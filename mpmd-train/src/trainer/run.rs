@@ -137,7 +137,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             steps = steps.min(self.steps() + PLANNED_STEPS);
         } else if !self.watches {
             let refused = |error| Error::Environment(format!("cannot watch for Ctrl-C: {error}"));
-            self.stop.watch().map_err(refused)?;
+            self.status.stop.watch().map_err(refused)?;
             self.watches = true;
         }
         let start = Instant::now();

@@ -1,0 +1,1 @@
+//! Llama-type models from the folders of model hubs, as stages of a pipeline.

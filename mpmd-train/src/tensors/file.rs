@@ -1,0 +1,249 @@
+//! A safetensors file: its header, and regions of its arrays.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use mpmd_core::{Error, Result};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+
+use super::runs::runs;
+
+/// Limit on the length of an accepted header, in bytes. It bounds the memory that a broken file can
+/// make us allocate.
+const LONGEST_HEADER: u64 = 100 << 20;
+
+/// An open safetensors file: its path and its header. Values are read later, by region. Clones are
+/// cheap.
+#[derive(Clone)]
+pub struct TensorFile {
+    path: Arc<Path>,
+    file: Arc<File>,
+    header: Arc<Metadata>,
+    /// Offset of the values in the file, in bytes.
+    start: u64,
+}
+
+impl TensorFile {
+    /// Reads the header of a file, but no values.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read, is no safetensors file, or is shorter than its header says.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let failed =
+            |why: &dyn fmt::Display| Error::Environment(format!("{}: {why}", path.display()));
+        let file = File::open(&path).map_err(|error| failed(&error))?;
+        let found = file.metadata().map_err(|error| failed(&error))?.len();
+        let (header, start) = read_header(&file, found).map_err(|why| failed(&why))?;
+        Ok(Self { path: path.into(), file: Arc::new(file), header: Arc::new(header), start })
+    }
+
+    /// Returns the path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the value of a metadata key. `None` if the file does not have the key.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.header.metadata().as_ref()?.get(key).map(String::as_str)
+    }
+
+    /// Returns the names of the arrays, in the order of their values in the file.
+    pub fn names(&self) -> Vec<String> {
+        self.header.offset_keys()
+    }
+
+    /// Returns the global shape and dtype of an array.
+    ///
+    /// # Errors
+    ///
+    /// If the file has no such array, or one of a dtype that this project lacks.
+    pub fn aval(&self, name: &str) -> Result<ShapedArray> {
+        let info = self.info(name)?;
+        let known = DType::ALL.into_iter().find(|known| dtype(*known) == Some(info.dtype));
+        let known = known
+            .ok_or_else(|| self.failed(name, &format!("dtype {:?} is unknown", info.dtype)))?;
+        Ok(ShapedArray::try_new(&info.shape, known)?)
+    }
+
+    /// Reads the elements of `region` of an array into `bytes`, in row-major order. Each contiguous
+    /// run is one read.
+    ///
+    /// # Errors
+    ///
+    /// If the file has no such array or cannot be read.
+    ///
+    /// # Panics
+    ///
+    /// If `bytes` does not have the region's size.
+    pub fn read(&self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
+        let (info, item) = (self.info(name)?, self.aval(name)?.dtype().size());
+        assert_eq!(bytes.len(), region.elements() * item, "{region:?} of {name:?}");
+        let start = self.start + info.data_offsets.0 as u64;
+        let mut done = 0;
+        for run in runs(&info.shape, region, item) {
+            let len = (run.end - run.start) as usize;
+            let read = self.file.read_exact_at(&mut bytes[done..done + len], start + run.start);
+            read.map_err(|error| self.failed(name, &format!("region {region:?}: {error}")))?;
+            done += len;
+        }
+        Ok(())
+    }
+
+    fn info(&self, name: &str) -> Result<&TensorInfo> {
+        self.header.info(name).ok_or_else(|| self.failed(name, &"there is no such array"))
+    }
+
+    fn failed(&self, name: &str, why: &dyn fmt::Display) -> Error {
+        Error::Environment(format!("{}: {name}: {why}", self.path.display()))
+    }
+}
+
+impl fmt::Debug for TensorFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TensorFile").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+/// Returns the start of a safetensors file with these arrays, and the offset of each array's values
+/// in the file, in bytes. The values follow in the same order, without gaps.
+///
+/// # Errors
+///
+/// If safetensors lacks the dtype of an array.
+pub fn header(
+    arrays: &[(String, ShapedArray)],
+    metadata: &BTreeMap<String, String>,
+) -> Result<(Vec<u8>, Vec<u64>)> {
+    let mut offset = 0;
+    let mut tensors = Vec::with_capacity(arrays.len());
+    for (name, aval) in arrays {
+        let start = offset;
+        offset += aval.bytes();
+        let dtype = dtype(aval.dtype()).ok_or_else(|| {
+            Error::kernel(format!("{name}: safetensors has no dtype {}", aval.dtype()))
+        })?;
+        let (shape, data_offsets) = (aval.shape().to_vec(), (start, offset));
+        tensors.push((name.clone(), TensorInfo { dtype, shape, data_offsets }));
+    }
+    let offsets: Vec<usize> = tensors.iter().map(|(_, info)| info.data_offsets.0).collect();
+    let metadata: HashMap<String, String> = metadata.clone().into_iter().collect();
+    let wrong = |error: String| Error::kernel(format!("the header of a safetensors file: {error}"));
+    let header =
+        Metadata::new(Some(metadata), tensors).map_err(|error| wrong(error.to_string()))?;
+    let mut text = serde_json::to_vec(&header).map_err(|error| wrong(error.to_string()))?;
+    // Aligns the values to a multiple of eight bytes.
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let start = [&(text.len() as u64).to_le_bytes()[..], &text].concat();
+    let offsets = offsets.into_iter().map(|offset| (start.len() + offset) as u64).collect();
+    Ok((start, offsets))
+}
+
+/// Reads the header of a file of `found` bytes. Returns the header and the offset of the values in
+/// the file, in bytes. The error says why the file is invalid.
+fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), String> {
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(|_| "no safetensors file: it has no header")?;
+    let length = u64::from_le_bytes(length);
+    if length > LONGEST_HEADER {
+        return Err(format!("no safetensors file: its header would have {length} bytes"));
+    }
+    let mut text = Vec::new();
+    let read = file.take(length).read_to_end(&mut text);
+    if read.ok() != Some(length as usize) {
+        return Err("cut off within its header".to_owned());
+    }
+    let header: Metadata = serde_json::from_slice(&text)
+        .map_err(|error| format!("no safetensors file: its header is invalid ({error})"))?;
+    let start = 8 + length;
+    let expected = start.saturating_add(header.data_len() as u64);
+    if found < expected {
+        return Err(format!("cut off: it has {found} bytes of {expected}"));
+    }
+    Ok((header, start))
+}
+
+/// Returns safetensors' name of a dtype, if it has one.
+fn dtype(dtype: DType) -> Option<Dtype> {
+    Some(match dtype {
+        DType::Bool => Dtype::BOOL,
+        DType::U8 => Dtype::U8,
+        DType::I8 => Dtype::I8,
+        DType::U16 => Dtype::U16,
+        DType::I16 => Dtype::I16,
+        DType::U32 => Dtype::U32,
+        DType::I32 => Dtype::I32,
+        DType::U64 => Dtype::U64,
+        DType::I64 => Dtype::I64,
+        DType::Bf16 => Dtype::BF16,
+        DType::F16 => Dtype::F16,
+        DType::F32 => Dtype::F32,
+        DType::F64 => Dtype::F64,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_layout::aval::{f32s, f64s};
+
+    use super::*;
+
+    /// Returns a file with a matrix `w` `[3, 2]` of f32 and a scalar `step` of f64.
+    fn sample() -> Vec<u8> {
+        let arrays = [("w".to_owned(), f32s([3, 2])), ("step".to_owned(), f64s([]))];
+        let metadata = BTreeMap::from([("kind".to_owned(), "test".to_owned())]);
+        let (mut file, offsets) = header(&arrays, &metadata).unwrap();
+        assert_eq!(offsets, [file.len() as u64, file.len() as u64 + 24]);
+        (0..6).for_each(|i| file.extend((i as f32).to_le_bytes()));
+        file.extend(7f64.to_le_bytes());
+        file
+    }
+
+    #[test]
+    fn regions_are_read_in_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        std::fs::write(&path, sample()).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        assert_eq!((file.metadata("kind"), file.names().len()), (Some("test"), 2));
+        assert_eq!(file.aval("w").unwrap(), f32s([3, 2]));
+        let mut bytes = [0; 8];
+        file.read("w", &Region::new(vec![1..3, 1..2]), &mut bytes).unwrap();
+        assert_eq!(bytes, [3f32.to_le_bytes(), 5f32.to_le_bytes()].concat()[..]);
+        let missing = file.aval("v").unwrap_err().to_string();
+        assert!(missing.contains("model.safetensors: v: there is no such array"), "{missing}");
+    }
+
+    #[test]
+    fn safetensors_crate_reads_the_same() {
+        let bytes = sample();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.tensor("w").unwrap().shape(), [3, 2]);
+        assert_eq!(file.tensor("step").unwrap().data(), 7f64.to_le_bytes());
+    }
+
+    #[test]
+    fn broken_headers_are_errors() {
+        let all = usize::MAX;
+        let text = format!(r#"{{"w":{{"dtype":"U8","shape":[{all}],"data_offsets":[0,{all}]}}}}"#);
+        let file = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), b"values"].concat();
+        let said = read_header(&file[..], file.len() as u64).unwrap_err();
+        assert!(
+            said.starts_with("no safetensors file") || said.starts_with("cut off: it has"),
+            "{said}"
+        );
+        let whole = sample();
+        for end in 0..whole.len() {
+            assert!(read_header(&whole[..end], end as u64).is_err(), "cut off at {end}");
+        }
+    }
+}
