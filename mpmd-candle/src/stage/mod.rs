@@ -318,6 +318,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         self.frozen.contains(path)
     }
 
+    fn computes_on_host(&self) -> bool {
+        true
+    }
+
     fn draws_random(&self) -> bool {
         self.probed.lock().iter().any(Probed::draws)
     }

@@ -12,7 +12,7 @@ use mpmd_ids::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
 use mpmd_layout::sharding::{Sharding, Spec, SpecEntry};
-use mpmd_layout::topology::{DeviceKind, Mesh};
+use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::Tree;
 use serde::{Deserialize, Serialize};
 
@@ -102,7 +102,6 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Probes the stage for inputs of these shapes, unless that was done before.
     pub(super) fn run_probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
-        self.check_devices(program, at)?;
         threads::share_cores(program);
         let side: Named<ShapedArray> = at.side.tree()?;
         let x: Vec<ShapedArray> = at.x.leaves().into_iter().cloned().collect();
@@ -124,20 +123,6 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut probed = self.probed.lock();
         probed.retain(|probed| probed.x != x || probed.side != side);
         probed.push(Probed { x, side, found });
-        Ok(())
-    }
-
-    /// Returns an error if the stage has a CUDA device.
-    fn check_devices(&self, program: &Program, at: &Probe<'_, Self>) -> Result<()> {
-        let is_cuda =
-            |device: &&DeviceId| program.topology().kind_of(**device) == Some(DeviceKind::Cuda);
-        if let Some(device) = at.mesh.devices().iter().find(is_cuda) {
-            return Err(Error::kernel(format!(
-                "the stage made at {} is on the CUDA device {device}, and candle stages compute on \
-                 CPUs: give it devices of kind cpu",
-                self.at
-            )));
-        }
         Ok(())
     }
 

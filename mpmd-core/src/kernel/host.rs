@@ -4,15 +4,14 @@ use std::fmt;
 use std::panic::Location;
 
 use super::context::{Context, OnCuda};
-use super::cuda::{Cuda, Part};
-use super::view::ViewMut;
+use super::cuda::Part;
+use super::view::View;
 use super::{Kernel, Shapes, Signature, Views, ViewsMut};
 use crate::error::{Error, Result};
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
-use mpmd_transport::OwnedBuffer;
 
 /// Maximum length in bytes of declared values that a kernel's name shows.
 const SHOWN_VALUES: usize = 40;
@@ -134,7 +133,7 @@ impl<W: HostWork> Kernel for HostKernel<W> {
         x: Views<'_, W::In>,
         y: ViewsMut<'_, W::Out>,
     ) -> Result<()> {
-        cx.on_host::<W::In, W::Out>(x, y, |x, y| self.work.run(x, y))
+        cx.on_host::<W::In, W::Out>(x, y, |_, x, y| self.work.run(x, y))
     }
 
     fn name(&self) -> &str {
@@ -172,39 +171,50 @@ pub(super) fn check_region(
 }
 
 impl Context<'_> {
-    /// Calls `run` with these values in host memory.
+    /// Calls `run` with these values in host memory, and with a context for them.
     ///
-    /// On a CUDA device, copies the inputs to the host and blocks until they are there. Then runs
-    /// `run` and issues copies of the outputs to the device. The outputs of `run` start with
-    /// arbitrary values.
+    /// On a CUDA device, copies the inputs to the host, and the outputs too if inputs are updated
+    /// in place. Blocks until they are there. Then runs `run` and issues copies of the outputs to
+    /// the device. Other outputs of `run` start with arbitrary values.
     ///
     /// # Errors
     ///
-    /// If `run` fails, an input is updated in place, memory is out, or work of the device failed.
-    pub(super) fn on_host<I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>(
+    /// If `run` fails, memory is out, or work of the device failed.
+    pub fn on_host<I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: Views<'_, I>,
         y: ViewsMut<'_, O>,
-        run: impl FnOnce(Views<'_, I>, ViewsMut<'_, O>) -> Result<()>,
+        run: impl FnOnce(&mut Self, Views<'_, I>, ViewsMut<'_, O>) -> Result<()>,
     ) -> Result<()> {
         if self.cuda().is_none() {
-            return run(x, y);
+            return run(self, x, y);
         }
         let (inputs, outputs) = (x.structure(), y.structure());
         let (x, mut y) = (x.into_leaves(), y.into_leaves());
-        self.apart_from_device(|_, OnCuda { cuda, turn }| {
-            let mut results = y.iter().map(|y| room(cuda, y)).collect::<Result<Vec<_>>>()?;
+        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+            let updates = x.iter().any(View::is_in_place);
+            let mut results = Vec::with_capacity(y.len());
             let mut given = Vec::with_capacity(x.len());
-            let fetched = x.iter().try_for_each(|x| {
-                given.push(match x.global().is_object() {
-                    true => Vec::new().into(),
-                    false => cuda.fetch(&Part::from(x))?,
-                });
+            let mut fetch_all = || -> Result<()> {
+                for y in &y {
+                    results.push(match (y.global().is_object(), updates) {
+                        (true, _) => Vec::new().into(),
+                        (false, true) => cuda.fetch(&Part::from(y))?,
+                        (false, false) => cuda.room(&Part::from(y))?,
+                    });
+                }
+                for x in &x {
+                    given.push(match x.global().is_object() || x.is_in_place() {
+                        true => Vec::new().into(),
+                        false => cuda.fetch(&Part::from(x))?,
+                    });
+                }
                 Ok(())
-            });
+            };
+            let fetched = fetch_all();
             if let Err(error) = fetched.and_then(|()| Ok(turn.wait()?)) {
                 // The device may still write to them.
-                given.into_iter().for_each(|staged| cuda.hold(staged));
+                results.into_iter().chain(given).for_each(|staged| cuda.hold(staged));
                 return Err(error);
             }
             turn.pause(|| {
@@ -212,7 +222,7 @@ impl Context<'_> {
                 let x = <Views<'_, I> as Tree>::from_leaves(&inputs, views)?;
                 let views = y.iter_mut().zip(&mut results).map(|(y, staged)| y.filled_in(staged));
                 let y = <ViewsMut<'_, O> as Tree>::from_leaves(&outputs, views)?;
-                run(x, y)
+                run(cx, x, y)
             })?;
             // Meanwhile this thread may have run work of another device; make this one current
             // again.
@@ -220,13 +230,5 @@ impl Context<'_> {
             let mut numbers = results.into_iter().zip(&y).filter(|(_, y)| !y.global().is_object());
             numbers.try_for_each(|(staged, y)| cuda.put(staged, &y.into()))
         })
-    }
-}
-
-/// Returns host memory for the values of an output; none for an object.
-fn room(cuda: &Cuda<'_>, y: &ViewMut<'_>) -> Result<OwnedBuffer> {
-    match y.global().is_object() {
-        true => Ok(Vec::new().into()),
-        false => cuda.room(&Part::from(y)),
     }
 }

@@ -225,12 +225,17 @@ impl<'a> View<'a> {
         })
     }
 
+    /// True if an output is this input updated in place: the output's view has the values.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.in_place
+    }
+
     /// Returns a view of the same region with its values in `bytes`, in host memory.
     pub(super) fn copied_to<'b>(&self, bytes: &'b [u8]) -> View<'b>
     where
         'a: 'b,
     {
-        View { object: self.object, ..View::new(bytes, self.info) }
+        View { object: self.object, in_place: self.in_place, ..View::new(bytes, self.info) }
     }
 }
 

@@ -96,6 +96,19 @@ fn gradient_of<'v, T: Tree<Leaf = ViewMut<'v>>>(
     Bundle { structure: gradients.structure.clone(), leaves }.into_tree("gradient")
 }
 
+impl<S: Stage> Forward<S> {
+    fn pass(
+        &self,
+        cx: &mut Context<'_>,
+        (params, x, side, extras): Views<'_, <Self as Kernel>::In>,
+        (y, residual): ViewsMut<'_, <Self as Kernel>::Out>,
+    ) -> Result<()> {
+        let given = Given { side: Some(side), residual_mut: Some(residual), ..Given::default() };
+        let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
+        self.stage.forward(&mut cx, params, x, y)
+    }
+}
+
 impl<S: Stage> Kernel for Forward<S> {
     type In = (S::Params, S::In, Bundle, Extras<MpmdArray>);
     type Out = (S::Out, Bundle);
@@ -114,12 +127,13 @@ impl<S: Stage> Kernel for Forward<S> {
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (params, x, side, extras): Views<'_, Self::In>,
-        (y, residual): ViewsMut<'_, Self::Out>,
+        x: Views<'_, Self::In>,
+        y: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let given = Given { side: Some(side), residual_mut: Some(residual), ..Given::default() };
-        let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
-        self.stage.forward(&mut cx, params, x, y)
+        match self.stage.computes_on_host() {
+            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
+            false => self.pass(cx, x, y),
+        }
     }
 
     fn name(&self) -> &str {
@@ -132,6 +146,38 @@ impl<S: Stage> Kernel for Forward<S> {
 
     fn cuda(&self) -> Vec<&'static Source> {
         self.stage.cuda()
+    }
+}
+
+impl<S: Stage> Backward<S> {
+    fn pass(
+        &self,
+        cx: &mut Context<'_>,
+        (params, residual, dy, so_far, extras): Views<'_, <Self as Kernel>::In>,
+        (dx, weight_residual, gradient): ViewsMut<'_, <Self as Kernel>::Out>,
+    ) -> Result<()> {
+        let mut given = Given::default();
+        let mut objects = Vec::new();
+        if self.inferred.keeps_inputs {
+            (given.input, given.side) = residual.into_pair().unzip();
+        } else {
+            objects.clone_from(&residual.leaves);
+            given.residual = Some(residual);
+        }
+        let stage = self.stage.name();
+        let Some(gradient) = gradient else {
+            given.weight_residual_mut = Some(weight_residual);
+            let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
+            self.stage.backward_input(&mut cx, params, dy, dx)?;
+            objects.iter().for_each(View::discard_object);
+            return Ok(());
+        };
+        let leaves = gradient.into_leaves();
+        let gradient = gradient_of(cx, &self.inferred.gradients, leaves, so_far.is_none())?;
+        let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
+        self.stage.backward(&mut cx, params, dy, dx, gradient)?;
+        objects.iter().for_each(View::discard_object);
+        Ok(())
     }
 }
 
@@ -166,31 +212,13 @@ impl<S: Stage> Kernel for Backward<S> {
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (params, residual, dy, so_far, extras): Views<'_, Self::In>,
-        (dx, weight_residual, gradient): ViewsMut<'_, Self::Out>,
+        x: Views<'_, Self::In>,
+        y: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let mut given = Given::default();
-        let mut objects = Vec::new();
-        if self.inferred.keeps_inputs {
-            (given.input, given.side) = residual.into_pair().unzip();
-        } else {
-            objects.clone_from(&residual.leaves);
-            given.residual = Some(residual);
+        match self.stage.computes_on_host() {
+            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
+            false => self.pass(cx, x, y),
         }
-        let stage = self.stage.name();
-        let Some(gradient) = gradient else {
-            given.weight_residual_mut = Some(weight_residual);
-            let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
-            self.stage.backward_input(&mut cx, params, dy, dx)?;
-            objects.iter().for_each(View::discard_object);
-            return Ok(());
-        };
-        let leaves = gradient.into_leaves();
-        let gradient = gradient_of(cx, &self.inferred.gradients, leaves, so_far.is_none())?;
-        let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
-        self.stage.backward(&mut cx, params, dy, dx, gradient)?;
-        objects.iter().for_each(View::discard_object);
-        Ok(())
     }
 
     fn name(&self) -> &str {
@@ -207,6 +235,24 @@ impl<S: Stage> Kernel for Backward<S> {
     }
 }
 
+impl<S: Stage> BackwardWeight<S> {
+    fn pass(
+        &self,
+        cx: &mut Context<'_>,
+        (weight_residual, so_far, extras): Views<'_, <Self as Kernel>::In>,
+        gradient: ViewsMut<'_, <Self as Kernel>::Out>,
+    ) -> Result<()> {
+        let leaves = gradient.into_leaves();
+        let gradient = gradient_of(cx, &self.1.gradients, leaves, so_far.is_none())?;
+        let objects = weight_residual.leaves.clone();
+        let given = Given { weight_residual: Some(weight_residual), ..Given::default() };
+        let mut cx = StageContext::new(cx, self.0.name(), Mode::Training, given, extras);
+        self.0.backward_weight(&mut cx, gradient)?;
+        objects.iter().for_each(View::discard_object);
+        Ok(())
+    }
+}
+
 impl<S: Stage> Kernel for BackwardWeight<S> {
     type In = (Bundle, Option<S::Params>, Extras<MpmdArray>);
     type Out = S::Params;
@@ -220,17 +266,13 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (weight_residual, so_far, extras): Views<'_, Self::In>,
-        gradient: ViewsMut<'_, Self::Out>,
+        x: Views<'_, Self::In>,
+        y: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let leaves = gradient.into_leaves();
-        let gradient = gradient_of(cx, &self.1.gradients, leaves, so_far.is_none())?;
-        let objects = weight_residual.leaves.clone();
-        let given = Given { weight_residual: Some(weight_residual), ..Given::default() };
-        let mut cx = StageContext::new(cx, self.0.name(), Mode::Training, given, extras);
-        self.0.backward_weight(&mut cx, gradient)?;
-        objects.iter().for_each(View::discard_object);
-        Ok(())
+        match self.0.computes_on_host() {
+            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
+            false => self.pass(cx, x, y),
+        }
     }
 
     fn name(&self) -> &str {

@@ -45,22 +45,12 @@ pub(super) struct Prepared<S: Stage> {
     stale: bool,
 }
 
-impl<S: Stage> Kernel for Prepare<S> {
-    type In = (S::Params, Option<MpmdArray>);
-    type Out = Option<MpmdArray>;
-
-    fn infer(&self, (_, form): &Shapes<Self::In>) -> Result<Signature<Option<ShapedArray>>> {
-        Ok(match form {
-            Some(_) => Signature::new(None),
-            None => Signature::new(Some(ShapedArray::object())).object_bytes("", self.bytes),
-        })
-    }
-
-    fn run(
+impl<S: Stage> Prepare<S> {
+    fn pass(
         &self,
         cx: &mut Context<'_>,
-        (params, form): Views<'_, Self::In>,
-        made: ViewsMut<'_, Self::Out>,
+        (params, form): Views<'_, <Self as Kernel>::In>,
+        made: ViewsMut<'_, <Self as Kernel>::Out>,
     ) -> Result<()> {
         let mut new = WorkingForm(None);
         let mut known = form.map(|form| form.object::<WorkingForm>()).transpose()?;
@@ -77,6 +67,30 @@ impl<S: Stage> Kernel for Prepare<S> {
             made.put_object(new)?;
         }
         Ok(())
+    }
+}
+
+impl<S: Stage> Kernel for Prepare<S> {
+    type In = (S::Params, Option<MpmdArray>);
+    type Out = Option<MpmdArray>;
+
+    fn infer(&self, (_, form): &Shapes<Self::In>) -> Result<Signature<Option<ShapedArray>>> {
+        Ok(match form {
+            Some(_) => Signature::new(None),
+            None => Signature::new(Some(ShapedArray::object())).object_bytes("", self.bytes),
+        })
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: Views<'_, Self::In>,
+        y: ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        match self.stage.computes_on_host() {
+            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
+            false => self.pass(cx, x, y),
+        }
     }
 
     fn name(&self) -> &str {

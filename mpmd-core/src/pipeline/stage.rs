@@ -210,6 +210,15 @@ pub trait Stage: Send + Sync + 'static {
         Vec::new()
     }
 
+    /// Returns true if the passes and [`Stage::prepare`] read and write values in host memory on
+    /// any device. Default: false.
+    ///
+    /// On a CUDA device, each pass then waits for its inputs, copies them to the host, computes on
+    /// the device's thread and copies the outputs back. That is slow.
+    fn computes_on_host(&self) -> bool {
+        false
+    }
+
     /// Returns the CUDA sources that the passes launch on CUDA devices, like
     /// [`Kernel::cuda`](crate::kernel::Kernel::cuda). Default: none.
     fn cuda(&self) -> Vec<&'static Source> {

@@ -64,7 +64,6 @@ impl Part {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    args.job.only_on_cpus("train_mlp")?;
     let (layers, stages) = (args.layers, args.training.stages);
     anyhow::ensure!(layers >= stages, "--layers {layers} are too few for --stages {stages}");
     // Before any process is started, so that a wrong argument gives one message.

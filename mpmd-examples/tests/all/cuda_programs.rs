@@ -144,13 +144,40 @@ fn other_programs_run_on_gpus_or_report_an_error() {
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
     }
-    for program in [env!("CARGO_BIN_EXE_pipeline"), env!("CARGO_BIN_EXE_train_mlp")] {
-        let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
-        assert_eq!(code, Some(1), "{err}");
-        assert_eq!(count(&err, "has kernels only for devices of kind cpu"), 1, "{err}");
-        let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cpu,gpu"]);
-        assert_eq!(code, Some(2), "{err}");
-        assert!(err.contains("cpu or cuda"), "{err}");
+    let program = env!("CARGO_BIN_EXE_pipeline");
+    let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
+    assert_eq!(code, Some(1), "{err}");
+    assert_eq!(count(&err, "has kernels only for devices of kind cpu"), 1, "{err}");
+    let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cpu,gpu"]);
+    assert_eq!(code, Some(2), "{err}");
+    assert!(err.contains("cpu or cuda"), "{err}");
+}
+
+/// candle stages and optimisers compute in host memory on any device.
+#[test]
+fn candle_model_trains_on_gpus_with_the_bits_of_cpus() {
+    if elsewhere!() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text");
+    std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
+    let file = folder.path().join("losses");
+    let losses = |args: &[&str]| {
+        let sizes = "--width 4 --hidden 8 --layers 4 --microbatches 4 --steps 3 --stages 4";
+        let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
+        let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
+        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_train_mlp"), &args);
+        assert_eq!(code, Some(0), "{args:?}:\n{out}\n{err}");
+        std::fs::read_to_string(&file).unwrap()
+    };
+    let expected = losses(&["--processes", "1"]);
+    assert_eq!(expected.lines().count(), 3, "{expected}");
+    for (processes, devices, schedule) in
+        [("1", "cuda", "1f1b"), ("2", "cuda", "zb-h1"), ("2", "cpu,cuda", "interleaved")]
+    {
+        let args = ["--processes", processes, "--device", devices, "--schedule", schedule];
+        assert_eq!(losses(&args), expected, "{args:?}");
     }
 }
 

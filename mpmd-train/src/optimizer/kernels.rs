@@ -40,21 +40,18 @@ impl Kernel for SquareSums {
         Ok(Signature::new(f64s([found])))
     }
 
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        gradients: Vec<View<'_>>,
-        mut sums: ViewMut<'_>,
-    ) -> Result<()> {
-        let leaves = sums.as_mut_slice::<f64>()?.iter_mut().zip(&gradients).zip(&self.counting);
-        for ((sum, gradient), counting) in leaves {
-            *sum = match (counting.contains(&cx.device()), gradient.global().dtype()) {
-                (false, _) => 0.0,
-                (true, DType::F64) => square_sum(gradient.as_slice::<f64>()?),
-                (true, _) => square_sum(gradient.as_slice::<f32>()?),
-            };
-        }
-        Ok(())
+    fn run(&self, cx: &mut Context<'_>, gradients: Vec<View<'_>>, sums: ViewMut<'_>) -> Result<()> {
+        cx.on_host::<Self::In, Self::Out>(gradients, sums, |cx, gradients, mut sums| {
+            let leaves = sums.as_mut_slice::<f64>()?.iter_mut().zip(&gradients).zip(&self.counting);
+            for ((sum, gradient), counting) in leaves {
+                *sum = match (counting.contains(&cx.device()), gradient.global().dtype()) {
+                    (false, _) => 0.0,
+                    (true, DType::F64) => square_sum(gradient.as_slice::<f64>()?),
+                    (true, _) => square_sum(gradient.as_slice::<f32>()?),
+                };
+            }
+            Ok(())
+        })
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -96,20 +93,22 @@ impl Kernel for Figures {
 
     fn run(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         x: FiguresIn<View<'_>>,
-        mut y: FiguresOut<ViewMut<'_>>,
+        y: FiguresOut<ViewMut<'_>>,
     ) -> Result<()> {
-        let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
-        let mut sums = Vec::new();
-        for stage in &x.sums {
-            sums.extend_from_slice(stage.as_slice::<f64>()?);
-        }
-        // The sums are of gradients that are not yet divided by the weight.
-        let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * weight);
-        y.factor.fill(factor / weight)?;
-        y.figures.as_mut_slice()?.copy_from_slice(&[sum / weight, weight, norm / weight]);
-        Ok(())
+        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
+            let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
+            let mut sums = Vec::new();
+            for stage in &x.sums {
+                sums.extend_from_slice(stage.as_slice::<f64>()?);
+            }
+            // The sums are of gradients that are not yet divided by the weight.
+            let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * weight);
+            y.factor.fill(factor / weight)?;
+            y.figures.as_mut_slice()?.copy_from_slice(&[sum / weight, weight, norm / weight]);
+            Ok(())
+        })
     }
 }
 
@@ -162,10 +161,22 @@ impl Kernel for Update {
 
     fn run(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         x: UpdateIn<View<'_>>,
-        mut y: State<ViewMut<'_>>,
+        y: State<ViewMut<'_>>,
     ) -> Result<()> {
+        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, y| self.update(x, y))
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        let mut words = self.rule.words();
+        words.extend(self.decays.iter().map(|decays| u64::from(*decays)));
+        words
+    }
+}
+
+impl Update {
+    fn update(&self, x: UpdateIn<View<'_>>, mut y: State<ViewMut<'_>>) -> Result<()> {
         let step = AdamStep {
             number: x.number.scalar()?,
             rate: x.rate.scalar()?,
@@ -182,12 +193,6 @@ impl Kernel for Update {
             }
         }
         Ok(())
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        let mut words = self.rule.words();
-        words.extend(self.decays.iter().map(|decays| u64::from(*decays)));
-        words
     }
 }
 

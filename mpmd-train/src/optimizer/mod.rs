@@ -6,7 +6,7 @@
 //! number of stages or processes.
 //!
 //! Gradients and state have the shardings of the stored parameters: each device updates its own
-//! part. The kernels run on CPU devices only.
+//! part. The kernels compute in host memory, to which the arrays of CUDA devices are copied.
 
 mod adamw;
 mod float;
@@ -22,7 +22,7 @@ use mpmd_core::tree::{PrefixTree, Tree};
 use mpmd_core::{Error, Jit, MpmdArray, Program, Result};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::topology::{DeviceId, DeviceKind, Mesh};
+use mpmd_layout::topology::{DeviceId, Mesh};
 
 pub use adamw::{AdamStep, AdamW};
 pub use float::{Float, clip_factor, square_sum};
@@ -63,8 +63,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// If a parameter is neither `f32` nor `f64`, or has no sharding. If a device of the pipeline
-    /// is not a CPU.
+    /// If a parameter is neither `f32` nor `f64`, or has no sharding.
     pub fn new<In, Out>(
         p: &mut Program,
         pipeline: &Pipeline<In, Out>,
@@ -227,11 +226,6 @@ impl StageOptimizer {
         params: Vec<(String, MpmdArray)>,
         settings: &OptimizerSettings,
     ) -> Result<Self> {
-        if let Some(device) = mesh.devices().iter().find(|device| !is_cpu(p, **device)) {
-            return Err(Error::kernel(format!(
-                "device {device} is not a CPU: this optimiser has kernels only for CPUs"
-            )));
-        }
         let shardings = params.iter().map(sharding).collect::<Result<Vec<_>>>()?;
         let mut counting = Vec::with_capacity(params.len());
         for ((_, param), sharding) in params.iter().zip(&shardings) {
@@ -322,8 +316,4 @@ fn first_holders(array: &MpmdArray, sharding: &Sharding) -> Result<Vec<DeviceId>
         }
     }
     Ok(devices)
-}
-
-fn is_cpu(p: &Program, device: DeviceId) -> bool {
-    p.topology().kind_of(device) == Some(DeviceKind::Cpu)
 }

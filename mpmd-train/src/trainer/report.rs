@@ -206,16 +206,18 @@ impl Kernel for SumLosses {
 
     fn run(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         losses: Vec<Loss<View<'_>>>,
-        mut sums: ViewMut<'_>,
+        sums: ViewMut<'_>,
     ) -> Result<()> {
-        let (mut sum, mut weight) = (0.0, 0.0);
-        for loss in &losses {
-            sum += double(&loss.sum)?;
-            weight += double(&loss.weight)?;
-        }
-        sums.as_mut_slice()?.copy_from_slice(&[sum, weight]);
-        Ok(())
+        cx.on_host::<Self::In, Self::Out>(losses, sums, |_, losses, mut sums| {
+            let (mut sum, mut weight) = (0.0, 0.0);
+            for loss in &losses {
+                sum += double(&loss.sum)?;
+                weight += double(&loss.weight)?;
+            }
+            sums.as_mut_slice()?.copy_from_slice(&[sum, weight]);
+            Ok(())
+        })
     }
 }
