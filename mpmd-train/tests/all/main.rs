@@ -4,6 +4,7 @@
 extern crate mpmd_core as mpmd;
 
 mod data;
+mod model_files;
 mod optimizers;
 mod reports;
 mod runs;
