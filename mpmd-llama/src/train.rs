@@ -11,7 +11,7 @@ use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::training::at_least;
-use serde_json::json;
+use serde::Serialize;
 
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
@@ -95,6 +95,17 @@ impl TrainArgs {
     }
 }
 
+/// The line that a training prints.
+#[derive(Serialize)]
+struct Trained {
+    /// Number of updates, those before a continued checkpoint included.
+    steps: u64,
+    /// Mean loss of the last step, in nats per token.
+    loss: Option<f64>,
+    /// Mean loss of the held-out tokens, in nats per token.
+    held_out_loss: Option<f64>,
+}
+
 /// Trains a model on texts, and saves it. Process 0 prints the outcome as a line of JSON to stdout.
 /// Checks all inputs before a process is started.
 ///
@@ -140,12 +151,10 @@ pub fn run(
             save(p, folder, &params, to)?;
         }
         if p.process() == ProcessId(0) && !p.is_dry_run() {
-            let loss = outcome.last.map(|report| report.loss);
-            let held_out = outcome.evaluation;
-            println!(
-                "{}",
-                json!({ "steps": outcome.steps, "loss": loss, "held_out_loss": held_out })
-            );
+            let (steps, held_out_loss) = (outcome.steps, outcome.evaluation);
+            let trained =
+                Trained { steps, loss: outcome.last.map(|last| last.loss), held_out_loss };
+            println!("{}", serde_json::to_string(&trained)?);
         }
         anyhow::Ok(())
     })
