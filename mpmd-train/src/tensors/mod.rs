@@ -9,4 +9,5 @@ mod save;
 pub(crate) use file::failed;
 pub use file::{TensorFile, header};
 pub use runs::runs;
+pub(crate) use save::host_owners;
 pub use save::save;

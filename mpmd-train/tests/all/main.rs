@@ -3,6 +3,8 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+mod chain;
+mod checkpoints;
 mod data;
 mod model_files;
 mod optimizers;
