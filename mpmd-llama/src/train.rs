@@ -20,6 +20,9 @@ use crate::stages::Llama;
 use crate::tokens::{Tokens, tokenizer};
 use crate::unexpected;
 
+/// Number of checkpoints that stay in their folder.
+const KEPT: usize = 2;
+
 /// Arguments of a training.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainArgs {
@@ -65,7 +68,7 @@ pub struct TrainArgs {
     /// Save the trained model in this folder, in the form of the folder that it comes from
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
-    /// Keep checkpoints in this folder, and continue from the newest one
+    /// Keep the two newest checkpoints in this folder, and continue from the newest one
     #[arg(long, value_name = "DIR")]
     pub checkpoints: Option<PathBuf>,
     /// Updates between checkpoints; there is one at the end in any case
@@ -144,6 +147,17 @@ pub fn run(
         let mut run = Run::steps(args.steps as u64);
         if let Some(file) = &args.metrics {
             run = run.metrics(file);
+        }
+        if let Some(folder) = &args.checkpoints {
+            let checkpoints = Checkpoints::new(folder).keep(KEPT);
+            let step = trainer.restore(p, &checkpoints)?;
+            if let Some(step) = step.filter(|_| p.process() == ProcessId(0)) {
+                eprintln!("continuing after step {step} of {}", folder.display());
+            }
+            run = run.checkpoints(checkpoints);
+        }
+        if let Some(steps) = args.save_every {
+            run = run.save_every(steps as u64);
         }
         let outcome = trainer.run(p, run, &windows)?;
         if let Some(to) = &args.save {

@@ -18,7 +18,7 @@ fn untrained_models_are_saved_with_equal_bits() {
             let params = merged(p, &pipeline, None)?;
             save(p, &folder, &params, to.path()).map(Some)
         });
-        assert_eq!(read_all(to.path()), read_all(&path(name)), "{name}");
+        assert!(read_all(to.path()) == read_all(&path(name)), "{name} differs");
         let saved = Folder::open(to.path()).unwrap();
         assert_eq!(saved.split().is_some(), folder.split().is_some(), "{name}: files");
         assert_eq!(saved.config(), folder.config());
@@ -30,12 +30,12 @@ fn untrained_models_are_saved_with_equal_bits() {
 /// it has saved.
 fn scores(name: &str, lora: &str) -> [f64; 2] {
     let (folder, to) = (open(name), tempfile::tempdir().unwrap());
-    let (args, given) = (args(&format!("--lr 1e-2 {lora}")), Given(expected(name).windows));
+    let (args, given) = (args(&format!("--lr 2e-2 {lora}")), Given(expected(name).windows));
     let trained = simulate(1, 2, |p, meshes| {
         let schedule = Schedule::named("1f1b", 2, 2, None)?;
         let model = Llama::new(&folder, 2, 16)?.lora(args.lora(), 0);
         let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
-        trainer.run(p, Run::steps(10).progress(false), &given)?;
+        trainer.run(p, Run::steps(20).progress(false), &given)?;
         let at = mpmd::train::data::At::new(0, 20, 0);
         let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
         let loss = trainer.evaluate(p, vec![microbatch])?.read()?.loss();
