@@ -50,7 +50,7 @@ impl Config {
     /// # Errors
     ///
     /// If the file cannot be read, or describes no Llama-type model. The message names the file,
-    /// the key, what is expected and what is found.
+    /// the key, the expected and the found value.
     pub fn read(file: &Path) -> Result<Self> {
         let expected = "the config of a Llama-type model";
         let text = fs::read_to_string(file).map_err(|why| unexpected(file, "", expected, why))?;

@@ -12,7 +12,7 @@ use mpmd::random::Key;
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
 use mpmd::train::tensors::TensorFile;
-use mpmd::{MpmdArray, Program, Result};
+use mpmd::{Error, MpmdArray, Program, Result};
 use serde::Deserialize;
 
 use crate::config::Config;
@@ -22,12 +22,23 @@ use crate::unexpected;
 
 /// Name of the weights' file, if there is one.
 const SINGLE: &str = "model.safetensors";
-/// Name of the file that says which file has a tensor, if there are several.
+/// Name of the file that maps tensors to files, if there are several.
 const INDEX: &str = "model.safetensors.index.json";
 /// End of the names of tables that old folders have and nothing needs.
 const IGNORED: &str = "rotary_emb.inv_freq";
+/// The dtypes of weights that are read, for messages.
+const DTYPES: &str = "f32, bf16 or f16";
 /// Number of elements that are read at once, if they are converted.
 const BLOCK: usize = 1 << 18;
+
+/// The tensors of a folder.
+struct Found {
+    /// The file that lists them.
+    list: PathBuf,
+    tensors: BTreeMap<String, Stored>,
+    /// The size of the largest file, in bytes. `None` if there is one file.
+    split: Option<u64>,
+}
 
 /// A model on disk. Its headers are read and checked; values are read later, by region.
 #[derive(Clone, Debug)]
@@ -55,21 +66,21 @@ struct Index {
 }
 
 impl Folder {
-    /// Reads the config and the headers of the weights, and checks that the folder has all tensors
-    /// of the model, with the shapes of the config and a float dtype. Reads no values.
+    /// Reads the config and the headers of the weights, but no values. Checks that the folder has
+    /// all tensors of the model, in the shapes of the config and a float dtype.
     ///
     /// # Errors
     ///
     /// If a file is missing or damaged, or a tensor is missing, of another shape or dtype, or
-    /// unknown. The message names the file, the tensor, what is expected and what is found.
+    /// unknown. The message names the file, the tensor, the expected and the found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let config = Config::read(&path.join("config.json"))?;
         let needed = shapes_of(&config)?;
-        let (list, mut found, split) = tensors(&path, &needed)?;
+        let Found { list, tensors, split } = tensors(&path, &needed)?;
         for (name, aval) in &needed {
-            let expected = format!("f32, bf16 or f16 {:?}", aval.shape());
-            let Some(stored) = found.get(name) else {
+            let expected = format!("{DTYPES} {:?}", aval.shape());
+            let Some(stored) = tensors.get(name) else {
                 return Err(unexpected(&list, name, expected, "no such tensor"));
             };
             let is_float = matches!(stored.aval.dtype(), DType::F32 | DType::Bf16 | DType::F16);
@@ -78,8 +89,7 @@ impl Folder {
                 return Err(unexpected(stored.file.path(), name, expected, found));
             }
         }
-        found.retain(|name, _| needed.contains_key(name));
-        Ok(Self { path, config, tensors: found, split, read: Arc::default() })
+        Ok(Self { path, config, tensors, split, read: Arc::default() })
     }
 
     /// Returns the path of the folder.
@@ -160,14 +170,14 @@ fn read_as(
     values: &mut [f32],
     convert: impl Fn(u16) -> f32,
 ) -> Result<()> {
-    let (rows, rest) = (region.range(0), region.ranges().skip(1).collect::<Vec<_>>());
-    let row = rest.iter().map(ExactSizeIterator::len).product::<usize>().max(1);
+    let rows = region.range(0);
+    let row = region.ranges().skip(1).map(|range| range.len()).product::<usize>().max(1);
     let step = (BLOCK / row).max(1);
     let mut bytes = Vec::new();
     for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * row)) {
         bytes.resize(2 * values.len(), 0);
-        let mut block = vec![start..rows.end.min(start + step)];
-        block.extend(rest.iter().cloned());
+        let mut block: Vec<_> = region.ranges().collect();
+        block[0] = start..rows.end.min(start + step);
         file.read(name, &Region::new(block), &mut bytes)?;
         let (pairs, _) = bytes.as_chunks::<2>();
         let bits = pairs.iter().map(|pair| u16::from_le_bytes(*pair));
@@ -176,32 +186,27 @@ fn read_as(
     Ok(())
 }
 
-/// Opens the files of weights. Returns the file that lists the tensors, the tensors, and the size
-/// of the largest file if there are several.
+/// Opens the files of weights and finds their tensors.
 ///
 /// # Errors
 ///
 /// If a file is missing or damaged, or has a tensor that is neither `needed` nor ignored.
-#[expect(clippy::type_complexity, reason = "a private result with three parts")]
-fn tensors(
-    folder: &Path,
-    needed: &BTreeMap<String, ShapedArray>,
-) -> Result<(PathBuf, BTreeMap<String, Stored>, Option<u64>)> {
+fn tensors(folder: &Path, needed: &BTreeMap<String, ShapedArray>) -> Result<Found> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
     if single.exists() {
         let file = TensorFile::open(&single)?;
-        let mut found = BTreeMap::new();
+        let mut tensors = BTreeMap::new();
         for name in file.names() {
-            add(&mut found, name, &file, needed)?;
+            add(&mut tensors, name, &file, needed)?;
         }
-        return Ok((single, found, None));
+        return Ok(Found { list: single, tensors, split: None });
     }
     let expected = format!("{SINGLE} or {INDEX}");
     let text = std::fs::read_to_string(&index);
     let text = text.map_err(|why| unexpected(folder, "", expected, why))?;
     let Index { weight_map } = serde_json::from_str(&text)
         .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
-    let (mut files, mut found) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
+    let (mut files, mut tensors) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
     let mut largest = 0;
     for (name, file) in &weight_map {
         if Path::new(file).file_name() != Some(file.as_ref()) {
@@ -212,14 +217,14 @@ fn tensors(
             largest = largest.max(std::fs::metadata(&path).map_or(0, |found| found.len()));
             files.insert(file, TensorFile::open(path)?);
         }
-        add(&mut found, name.clone(), &files[file.as_str()], needed)?;
+        add(&mut tensors, name.clone(), &files[file.as_str()], needed)?;
     }
-    Ok((index, found, Some(largest)))
+    Ok(Found { list: index, tensors, split: Some(largest) })
 }
 
 /// Adds a tensor of a file to those found.
 fn add(
-    found: &mut BTreeMap<String, Stored>,
+    tensors: &mut BTreeMap<String, Stored>,
     name: String,
     file: &TensorFile,
     needed: &BTreeMap<String, ShapedArray>,
@@ -228,11 +233,16 @@ fn add(
     if name.ends_with(IGNORED) || (name == OUTPUT && !needed.contains_key(OUTPUT)) {
         return Ok(());
     }
-    let aval = file.aval(&name)?;
-    if !needed.contains_key(&name) {
+    let aval = file.aval(&name);
+    let Some(expected) = needed.get(&name) else {
         let expected = "only parameters of the model in config.json";
-        return Err(unexpected(file.path(), &name, expected, aval));
-    }
-    found.insert(name, Stored { file: file.clone(), aval });
+        let found = aval.map_or_else(|why| why.to_string(), |aval| aval.to_string());
+        return Err(unexpected(file.path(), &name, expected, found));
+    };
+    // The file lacks the tensor, or its dtype is unknown. The message names both.
+    let shape = expected.shape();
+    let aval =
+        aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
+    tensors.insert(name, Stored { file: file.clone(), aval });
     Ok(())
 }

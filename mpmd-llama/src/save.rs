@@ -55,7 +55,9 @@ fn copy_settings(from: &Path, to: &Path) -> Result<()> {
             COPIED.iter().any(|end| name.ends_with(end)) && !name.ends_with(".index.json")
         });
         if is_copied && path.is_file() {
-            fs::copy(&path, to.join(name)).map_err(|why| failed(&path, why))?;
+            // A copy of the permissions might forbid to save there again.
+            let copy = fs::read(&path).and_then(|bytes| fs::write(to.join(name), bytes));
+            copy.map_err(|why| failed(&path, why))?;
         }
     }
     Ok(())

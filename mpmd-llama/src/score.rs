@@ -19,11 +19,14 @@ use crate::stages::Llama;
 use crate::tokens::{Tokens, tokenizer};
 use crate::unexpected;
 
+/// Arguments of a training that a scoring would ignore.
+const NOT_SCORED: [&str; 5] = ["paths", "lora", "save", "checkpoints", "metrics"];
+
 /// Arguments of a scoring.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ScoreArgs {
     /// Print the mean loss of this text's tokens as a line of JSON, in place of a training
-    #[arg(long, value_name = "FILE", requires = "tokens", conflicts_with = "paths")]
+    #[arg(long, value_name = "FILE", requires = "tokens", conflicts_with_all = NOT_SCORED)]
     pub score: Option<PathBuf>,
     /// Number of tokens from the start of the text that form the scored sequence
     #[arg(long, value_name = "N", requires = "score", value_parser = at_least(2))]

@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use anyhow::ensure;
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{Text, Windows};
+use mpmd::train::stop::exit_code;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_examples::job::{self, JobArgs};
@@ -127,6 +129,11 @@ pub fn run(
         let file = folder.path().join("config.json");
         return Err(unexpected(&file, "attention_dropout", 0, dropout).into());
     }
+    let schedule = args.schedule(stages)?;
+    let model = Llama::new(folder, stages, args.time)?.lora(args.lora(), args.seed);
+    let tokens = Tokens::of(&Text::of(&args.paths)?, &tokenizer(folder)?)?;
+    let windows = Windows::new(&tokens, args.time, args.rows)?;
+    let ranks = schedule.ranks();
     if let Some(to) = &args.save {
         // Found before hours of training.
         std::fs::create_dir_all(to)
@@ -134,12 +141,10 @@ pub fn run(
         let is_source = to.canonicalize().ok() == folder.path().canonicalize().ok();
         ensure!(!is_source, "--save: expected another folder than --model, found the same");
     }
-    let schedule = args.schedule(stages)?;
-    let model = Llama::new(folder, stages, args.time)?.lora(args.lora(), args.seed);
-    let tokens = Tokens::of(&Text::of(&args.paths)?, &tokenizer(folder)?)?;
-    let windows = Windows::new(&tokens, args.time, args.rows)?;
-    let ranks = schedule.ranks();
-    job::run(job, ranks, ranks, |p| {
+    // Set if this process is one of the job's. A launcher learns of the signal from their exit
+    // codes.
+    let stopped = OnceLock::new();
+    let code = job::run(job, ranks, ranks, |p| {
         let ranks = p.mesh(&[("rank", ranks)])?.split("rank")?;
         let mesh = |stage| ranks[schedule.rank_of(stage)].clone();
         let meshes: Vec<Mesh> = (0..stages).map(mesh).collect();
@@ -170,8 +175,13 @@ pub fn run(
                 Trained { steps, loss: outcome.last.map(|last| last.loss), held_out_loss };
             println!("{}", serde_json::to_string(&trained)?);
         }
+        outcome.stopped.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
-    })
+    })?;
+    Ok(stopped
+        .get()
+        .filter(|_| code == ExitCode::SUCCESS)
+        .map_or(code, |code| ExitCode::from(*code)))
 }
 
 /// Creates a trainer of the model. It updates as `torch.optim.AdamW` does by default, except that

@@ -26,6 +26,8 @@ SCORED = [2, 200, 700]
 # Shape of the training: steps, microbatches, rows, tokens.
 STEPS, MICROBATCHES, ROWS, TIME = 20, 2, 2, 16
 RATE, DECAY = 3e-3, 0.1
+# Rank of LoRA's matrices, and the factor of their product.
+RANK, FACTOR = 2, 3.0
 
 COMMON = dict(
     vocab_size=VOCABULARY,
@@ -105,12 +107,41 @@ def nats_per_token(model, tokens):
     return torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).item()
 
 
-def train(folder, tokens):
+class LoraLinear(torch.nn.Module):
+    """A frozen linear layer beside the product of B and A."""
+
+    def __init__(self, base):
+        super().__init__()
+        outputs, inputs = base.weight.shape
+        self.base = base.requires_grad_(False)
+        # Any values, as long as the test has the same.
+        values = 0.5 * torch.cos(torch.arange(RANK * inputs, dtype=torch.float64))
+        self.a = torch.nn.Parameter(values.float().reshape(RANK, inputs))
+        self.b = torch.nn.Parameter(torch.zeros(outputs, RANK))
+
+    def forward(self, x):
+        return self.base(x) + FACTOR * (x @ self.a.T @ self.b.T)
+
+
+def add_lora(model):
+    """Freezes the model, and adds LoRA to all projections of its layers."""
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, module in list(part.named_children()):
+                if isinstance(module, torch.nn.Linear):
+                    setattr(part, name, LoraLinear(module))
+
+
+def train(folder, tokens, lora=False):
     """Trains in f32 on random windows of the tokens. Returns the windows and the losses."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if lora:
+        add_lora(model)
     generator = torch.Generator().manual_seed(1)
-    matrices = [w for w in model.parameters() if w.dim() >= 2]
-    vectors = [w for w in model.parameters() if w.dim() < 2]
+    trained = [w for w in model.parameters() if w.requires_grad]
+    matrices = [w for w in trained if w.dim() >= 2]
+    vectors = [w for w in trained if w.dim() < 2]
     groups = [dict(params=matrices, weight_decay=DECAY), dict(params=vectors, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
     windows, losses = [], []
@@ -152,6 +183,7 @@ def make_folder(name, settings):
     with torch.no_grad():
         logits = in_f32(torch.tensor([tokens[:SHORT]])).logits[0]
     windows, losses = train(folder, tokens)
+    _, lora_losses = train(folder, tokens, lora=True)
     expected = dict(
         versions=dict(transformers=transformers.__version__, torch=torch.__version__),
         tokens=tokens[:SHORT],
@@ -163,9 +195,10 @@ def make_folder(name, settings):
         decay=DECAY,
         windows=windows,
         losses=losses,
+        lora_losses=lora_losses,
     )
     (folder / "expected.json").write_text(json.dumps(expected) + "\n")
-    print(name, len(tokens), expected["nats"], expected["nats_in_f32"], losses[0], losses[-1])
+    print(name, len(tokens), expected["nats"], expected["nats_in_f32"], losses[0], losses[-1], lora_losses[-1])
 
 
 def compare(folders, tolerance):

@@ -1,5 +1,5 @@
-//! Trains or scores a Llama-type model from a folder: `cargo run --release --bin finetune -- --model
-//! DIR TEXT`.
+//! Trains or scores a Llama-type model from a folder:
+//! `cargo run --release --bin finetune -- --model DIR TEXT`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

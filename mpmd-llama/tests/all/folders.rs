@@ -32,6 +32,8 @@ pub(crate) struct Expected {
     /// Tokens of each step, microbatch and row. The last token of a row is only a target.
     pub(crate) windows: Vec<Vec<Vec<Vec<u32>>>>,
     pub(crate) losses: Vec<f64>,
+    /// The losses of a training with LoRA of rank 2 and factor 3, from `A[i] = 0.5 cos(i)`.
+    pub(crate) lora_losses: Vec<f64>,
 }
 
 pub(crate) fn path(name: &str) -> PathBuf {

@@ -1,4 +1,4 @@
-//! Bad folders: each gives one message with the file, the tensor or key, the expected and the found.
+//! Bad folders: each gives one message with the file, the tensor or key, and both values.
 
 use std::fs;
 use std::path::Path;
@@ -95,6 +95,15 @@ fn wrong_files_are_refused_by_name() {
         format!(
             "model.safetensors.index.json: {GATE}: expected f32, bf16 or f16 [64, 48], found no \
              such tensor"
+        )
+    );
+    let elsewhere = line.replace("model-00003", "model-00001");
+    fs::write(&index, text.replace(line, &elsewhere)).unwrap();
+    assert_eq!(
+        refused(folder.path()),
+        format!(
+            "model-00001-of-00007.safetensors: {GATE}: there is no such array: expected f32, bf16 \
+             or f16 [64, 48]"
         )
     );
     fs::write(&index, &text).unwrap();

@@ -3,7 +3,7 @@
 use clap::Parser as _;
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::named;
-use mpmd::pipeline::{Microbatch, Schedule};
+use mpmd::pipeline::{Loss, Microbatch, Pipeline, Schedule};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{At, Data};
 use mpmd::train::{Rate, Run};
@@ -11,7 +11,7 @@ use mpmd::{MpmdArray, Program, Result};
 use mpmd_llama::Llama;
 use mpmd_llama::train::{TrainArgs, trainer};
 
-use crate::folders::{ALL, expected, open, simulate};
+use crate::folders::{ALL, Expected, expected, open, simulate};
 
 /// The arguments of a training, without those of the program.
 #[derive(clap::Parser)]
@@ -54,17 +54,39 @@ impl Data<MpmdArray> for Given {
     }
 }
 
+/// Replaces LoRA's matrices A by `0.5 cos(i)`, where `i` is the index of the element.
+fn set_lora(p: &mut Program, pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>) -> Result<()> {
+    for stage in 0..pipeline.stages() {
+        let sharding = pipeline.mesh(stage).replicated();
+        let mut params = Vec::new();
+        for (name, array) in pipeline.params(stage) {
+            params.push(if name.ends_with("lora_A.weight") {
+                p.array_from_fn(array.aval().clone(), &sharding, |_, mut view| {
+                    let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                    values.for_each(|(i, value)| *value = (0.5 * (i as f64).cos()) as f32);
+                    Ok(())
+                })?
+            } else {
+                array
+            });
+        }
+        pipeline.set_params(stage, params)?;
+    }
+    Ok(())
+}
+
 /// Trains on the expected windows of a folder, and returns the losses.
-fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str) -> Vec<f64> {
+fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora: &str) -> Vec<f64> {
     let (folder, expected) = (open(name), expected(name));
     let decay = expected.decay;
-    let args = args(&format!("--weight-decay {decay}"));
+    let args = args(&format!("--weight-decay {decay} {lora}"));
     let given = Given(expected.windows);
     simulate(processes, stages, |p, meshes| {
         let schedule = Schedule::named(schedule, stages, given.0[0].len(), None)?;
-        let model = Llama::new(&folder, stages, given.0[0][0][0].len())?;
+        let model = Llama::new(&folder, stages, given.0[0][0][0].len())?.lora(args.lora(), 0);
         let mut trainer =
             trainer(p, &model, meshes, schedule, &args)?.rate(Rate::Constant(expected.rate));
+        set_lora(p, trainer.pipeline_mut())?;
         let mut losses = Vec::new();
         let run = Run::steps(given.0.len() as u64).progress(false);
         trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
@@ -72,20 +94,31 @@ fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str) -> Ve
     })
 }
 
-#[test]
-fn twenty_steps_of_adamw_equal_those_of_torch() {
+/// Checks that the losses of each folder are the expected ones up to 1e-3.
+fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
     for name in ALL {
-        let expected = expected(name).losses;
-        assert!(expected[0] - expected[19] > 0.3, "the model learns");
+        let all = expected(name);
+        let expected = expected_of(&all);
+        assert!(expected[0] - expected[19] > 0.05, "the model learns");
         for (job, schedule) in [((1, 1), "1f1b"), ((2, 2), "zb-h1"), ((3, 3), "1f1b")] {
-            let losses = losses(name, job, schedule);
+            let losses = losses(name, job, schedule, lora);
             assert_eq!(losses.len(), 20);
-            for (step, (found, expected)) in losses.iter().zip(&expected).enumerate() {
+            for (step, (found, expected)) in losses.iter().zip(expected).enumerate() {
                 let off = (found - expected).abs();
                 assert!(off < 1e-3, "{name} {job:?}, step {step}: {found}, not {expected}");
             }
         }
     }
+}
+
+#[test]
+fn twenty_steps_of_adamw_equal_those_of_torch() {
+    compare("", |expected| &expected.losses);
+}
+
+#[test]
+fn twenty_steps_of_lora_equal_those_of_torch() {
+    compare("--lora 2 --lora-alpha 6", |expected| &expected.lora_losses);
 }
 
 #[test]
