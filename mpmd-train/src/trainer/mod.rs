@@ -5,6 +5,8 @@ mod progress;
 mod report;
 mod run;
 mod saves;
+#[cfg(feature = "tensorboard")]
+mod tensorboard;
 
 use std::path::PathBuf;
 
