@@ -74,8 +74,8 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Makes process 0 write scalars for TensorBoard to a new file in this folder. Needs the feature
-    /// `tensorboard`.
+    /// Makes process 0 write scalars for TensorBoard to a new file in this folder. Needs the
+    /// feature `tensorboard`.
     ///
     /// The scalars of a step are `loss/training`, `norm`, `rate`, and from the run's second step on
     /// `tokens_per_second`. That of an evaluation is `loss/evaluation`.
@@ -97,8 +97,8 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues from
-    /// it.
+    /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues
+    /// from it.
     pub fn checkpoints(mut self, to: Checkpoints) -> Self {
         self.checkpoints = Some(to);
         self
