@@ -1,6 +1,6 @@
 //! Reading a checkpoint: its manifest, its arrays' shapes, and the pieces of a region.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::PathBuf;
@@ -13,17 +13,23 @@ use mpmd_ids::block::Mutex;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 
-use super::arrays::Contents;
 use super::manifest::{FileEntry, Manifest, hash, read_list};
-use super::{Checkpoints, folder};
+use super::{Checkpoints, Contents, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::owners::owners;
 use crate::tensors::{TensorFile, failed};
 
+/// The arrays of a checkpoint, in the order of the contents that were asked for, and its position.
+pub(crate) struct Loaded {
+    pub(crate) step: u64,
+    pub(crate) seed: u64,
+    pub(crate) arrays: Vec<MpmdArray>,
+}
+
 /// A complete checkpoint, whose values are not read yet.
-pub(super) struct Checkpoint {
+struct Checkpoint {
     path: PathBuf,
-    pub(super) manifest: Manifest,
+    manifest: Manifest,
     arrays: BTreeMap<String, SavedArray>,
     /// Number of bytes of values that were read.
     bytes_read: AtomicU64,
@@ -37,7 +43,7 @@ struct SavedArray {
 
 impl Checkpoint {
     /// Reads everything but the values, and compares the hashes of what it reads.
-    pub(super) fn open(from: &Checkpoints, step: u64) -> Result<Self> {
+    fn open(from: &Checkpoints, step: u64) -> Result<Self> {
         let path = folder::manifest(&from.folder, step);
         let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
         let manifest = Manifest::parse(&bytes).map_err(|why| failed(&path, &why))?;
@@ -60,7 +66,7 @@ impl Checkpoint {
     }
 
     /// Compares the arrays of the checkpoint with those of a training.
-    pub(super) fn check(&self, contents: &Contents) -> Result<()> {
+    fn check(&self, contents: &Contents) -> Result<()> {
         let Manifest { by_stage, stages, .. } = self.manifest;
         if by_stage && stages != contents.stages {
             let problem = format!(
@@ -81,8 +87,8 @@ impl Checkpoint {
                 return Err(failed(saved.file.path(), &problem));
             }
         }
-        let known = |name: &String| contents.arrays.iter().any(|(known, _)| known == name);
-        match self.arrays.iter().find(|(name, _)| !known(name)) {
+        let known: HashSet<&String> = contents.arrays.iter().map(|(name, _)| name).collect();
+        match self.arrays.iter().find(|(name, _)| !known.contains(name)) {
             Some((name, saved)) => {
                 let found = saved.file.aval(name)?;
                 let problem = format!("{name}: {found} found, which the training does not have");
@@ -99,8 +105,8 @@ impl Checkpoint {
         let SavedArray { file, pieces } = self.arrays.get(name).ok_or_else(missing)?;
         let damaged =
             |region, why: &str| failed(file.path(), &format!("{name}: region {region}: {why}"));
-        let item = file.aval(name)?.dtype().size();
-        let full = Region::full(file.aval(name)?.shape());
+        let aval = file.aval(name)?;
+        let (item, full) = (aval.dtype().size(), Region::full(aval.shape()));
         let (mut buffer, mut covered) = (Vec::new(), 0);
         for (piece, expected) in pieces {
             if piece.ndim() != region.ndim() || !full.contains(piece) {
@@ -147,12 +153,12 @@ fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
 }
 
 /// Loads the arrays of `contents`, with their shardings, from the newest checkpoint or the one that
-/// was asked for. Returns the manifest and the arrays, or `None` if there is no checkpoint.
-pub(super) fn load(
+/// was asked for. Returns `None` if there is no checkpoint.
+pub(crate) fn load(
     p: &mut Program,
     from: &Checkpoints,
     contents: &Contents,
-) -> Result<Option<(Manifest, Vec<MpmdArray>)>> {
+) -> Result<Option<Loaded>> {
     let steps = on_first(p, Vec::new(), || from.steps())?;
     if p.is_dry_run() {
         return Ok(None);
@@ -187,7 +193,8 @@ pub(super) fn load(
     agree(p, checked.as_ref().map(drop).map_err(Clone::clone)).map_err(advice)?;
     let checkpoint = Arc::new(checked?);
     let arrays = read_arrays(p, &checkpoint, &contents.arrays).map_err(advice)?;
-    Ok(Some((checkpoint.manifest.clone(), arrays)))
+    let Manifest { step, seed, .. } = checkpoint.manifest;
+    Ok(Some(Loaded { step, seed, arrays }))
 }
 
 /// Loads arrays with the shardings of `like`. Each region is read by its owner only, and moves from
@@ -225,4 +232,84 @@ fn read_arrays(
     let problem = problem.lock().take();
     agree(p, read.and(problem.map_or(Ok(()), |(_, _, error)| Err(error))))?;
     Ok(arrays)
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_core::Simulation;
+    use mpmd_core::kernel::ViewMut;
+    use mpmd_layout::aval::f32s;
+    use mpmd_layout::spec;
+    use mpmd_layout::topology::Mesh;
+
+    use super::*;
+    use crate::checkpoint::{SaveStatus, Saving};
+
+    const SHAPE: [usize; 2] = [1024, 1200];
+    const BYTES: u64 = 1024 * 1200 * 4;
+
+    /// Returns contents of one array with some sharding over four devices. Each element has the
+    /// value of its row-major index, times `factor`.
+    fn contents(
+        p: &mut Program,
+        sharding: impl Fn(&Mesh) -> Sharding,
+        factor: f32,
+    ) -> Result<Contents> {
+        let to = sharding(&p.mesh(&[("a", 2), ("b", 2)])?);
+        let fill = move |region: &Region, mut values: ViewMut<'_>| {
+            let values = values.as_mut_slice::<f32>()?.iter_mut().zip(region.indices(&SHAPE));
+            values.for_each(|(value, index)| *value = index as f32 * factor);
+            Ok(())
+        };
+        let w = p.array_from_fn(f32s(SHAPE), &to, fill)?;
+        let arrays = vec![("w".to_owned(), w)];
+        Ok(Contents { step: 1, seed: 2, stages: 1, by_stage: false, arrays })
+    }
+
+    /// Saves with one sharding on two processes, and loads with another on four. Returns the bytes
+    /// that each process has read.
+    fn bytes_read(
+        saved: impl Fn(&Mesh) -> Sharding + Sync,
+        loaded: impl Fn(&Mesh) -> Sharding + Sync,
+    ) -> Vec<u64> {
+        let folder = tempfile::tempdir().unwrap();
+        let to = Checkpoints::new(folder.path());
+        let results = Simulation::new(2, 4).run(|p| {
+            let contents = contents(p, &saved, 1.0)?;
+            Saving::begin(p, &to, contents, &SaveStatus::default())?.finish(p)
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+        let results = Simulation::new(4, 4).run(|p| {
+            let contents = contents(p, &loaded, 0.0)?;
+            let checkpoint = Arc::new(Checkpoint::open(&to, 1)?);
+            checkpoint.check(&contents)?;
+            for array in read_arrays(p, &checkpoint, &contents.arrays)? {
+                for shard in array.addressable_shards()? {
+                    let expected = shard.region.indices(&SHAPE).map(|index| index as f32);
+                    assert!(shard.data.as_slice::<f32>()?.iter().copied().eq(expected));
+                }
+            }
+            Ok(checkpoint.bytes_read.load(Ordering::Relaxed))
+        });
+        results.into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn equal_shardings_read_exactly_their_share() {
+        let quarters = |mesh: &Mesh| mesh.sharding(spec!["a", "b"]);
+        assert_eq!(bytes_read(quarters, quarters), [BYTES / 4; 4]);
+        let halves = |mesh: &Mesh| mesh.sharding(spec!["b"]);
+        assert_eq!(bytes_read(halves, halves), [BYTES / 2, BYTES / 2, 0, 0]);
+        assert_eq!(bytes_read(halves, Mesh::replicated), [BYTES, 0, 0, 0]);
+    }
+
+    #[test]
+    fn other_shardings_read_the_pieces_that_they_overlap() {
+        let rows = |mesh: &Mesh| mesh.sharding(spec!["a"]);
+        let columns = |mesh: &Mesh| mesh.sharding(spec![None, "a"]);
+        assert_eq!(bytes_read(columns, rows).iter().sum::<u64>() / BYTES, 1);
+        // Each process needs a half of each piece.
+        assert_eq!(bytes_read(rows, columns), [BYTES, 0, BYTES, 0]);
+        assert_eq!(bytes_read(columns, Mesh::replicated), [BYTES, 0, 0, 0]);
+    }
 }

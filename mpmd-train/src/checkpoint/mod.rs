@@ -17,22 +17,30 @@
 //! hosts need a file system that keeps such writes apart, as those of clusters do. If one does not,
 //! the hashes show it.
 
-mod arrays;
 mod folder;
 mod load;
 mod manifest;
 mod save;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use mpmd_core::tree::Tree;
 use mpmd_core::{MpmdArray, Program, Result};
 
-use crate::Trainer;
 use crate::agree::on_first;
 use crate::tensors::failed;
-use arrays::Contents;
+pub(crate) use load::{Loaded, load};
 pub(crate) use save::{Phase, SaveStatus, Saving};
+
+/// The arrays of a training, and its position.
+pub(crate) struct Contents {
+    pub(crate) step: u64,
+    pub(crate) seed: u64,
+    pub(crate) stages: usize,
+    /// True if the names begin with the stage.
+    pub(crate) by_stage: bool,
+    /// The parameters of all stages, then the optimiser's arrays of all stages.
+    pub(crate) arrays: Vec<(String, MpmdArray)>,
+}
 
 /// A folder of checkpoints, how to write them, and which one to restore.
 #[derive(Clone, Debug)]
@@ -51,7 +59,7 @@ impl Checkpoints {
     }
 
     /// Keeps only the newest `n` checkpoints, at least one. Each save then removes older ones, and
-    /// the rests of broken saves before it.
+    /// the rests of broken saves before it. If they cannot be removed, the save fails.
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
@@ -65,8 +73,8 @@ impl Checkpoints {
         self
     }
 
-    /// Makes [`Trainer::restore`] take the checkpoint of this step, in place of the newest one.
-    /// Saves do not depend on it.
+    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the checkpoint of this step, in
+    /// place of the newest one. Saves do not depend on it.
     #[must_use]
     pub fn at(mut self, step: u64) -> Self {
         self.at = Some(step);
@@ -83,6 +91,11 @@ impl Checkpoints {
         folder::steps(&self.folder)
     }
 
+    /// Returns the folder.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// Returns an error on every process if there is a checkpoint of a later step, which a training
     /// that continues after `step` would meet.
     pub(crate) fn refuse_later(&self, p: &mut Program, step: u64) -> Result<()> {
@@ -96,60 +109,5 @@ impl Checkpoints {
             );
             Err(failed(&folder::manifest(&self.folder, later), &problem))
         })
-    }
-}
-
-impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
-    /// Saves a checkpoint and blocks until it is complete. Every process must call it.
-    ///
-    /// Takes host memory for a copy of the process's regions. In a dry run it writes nothing.
-    /// [`Run::checkpoints`](crate::Run::checkpoints) saves while the training goes on.
-    ///
-    /// # Errors
-    ///
-    /// If there is a checkpoint of this step already; then nothing is written. If an array's
-    /// operation failed, or a file cannot be written. Every process gets the error.
-    pub fn save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<()> {
-        self.begin_save(p, to)?.finish(p)
-    }
-
-    /// Begins to save a checkpoint: see [`Saving::begin`].
-    pub(crate) fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
-        let saving = Saving::begin(p, to, Contents::of(self), &self.status.save)?;
-        self.saved = Some((to.folder.clone(), self.steps()));
-        Ok(saving)
-    }
-
-    /// True if the folder has the arrays of the last step, since a save of this trainer was begun
-    /// after it, or it was restored from there.
-    pub(crate) fn is_saved(&self, to: &Checkpoints) -> bool {
-        self.saved.as_ref().is_some_and(|saved| *saved == (to.folder.clone(), self.steps()))
-    }
-
-    /// Continues from the newest complete checkpoint of the folder, or from the one that
-    /// [`Checkpoints::at`] names, and returns its step. Returns `None`, and changes nothing, if
-    /// there is none. Every process must call it.
-    ///
-    /// Restores the parameters, the optimiser's state, the step and the seed; a seed set by
-    /// [`Trainer::seed`] is replaced. Processes, stages and shardings may be others than those that
-    /// saved. The schedule, the learning rate and the data are those of this program.
-    ///
-    /// Each piece is read once, by the first device that holds it, and compared with its hash. Old
-    /// and new arrays are in memory at once. In a dry run it returns `None` and reads nothing.
-    ///
-    /// # Errors
-    ///
-    /// If there is no checkpoint of the step that was asked for. If a file is damaged, or the
-    /// arrays are others than those of this trainer: by name, shape or dtype. Every process gets the
-    /// same error, and nothing is changed. A damaged checkpoint is not passed over: the error names
-    /// an older one, if there is one.
-    pub fn restore(&mut self, p: &mut Program, from: &Checkpoints) -> Result<Option<u64>> {
-        let contents = Contents::of(self);
-        let Some((manifest, arrays)) = load::load(p, from, &contents)? else { return Ok(None) };
-        Contents::set(self, arrays)?;
-        self.optimizer.set_updates(manifest.step);
-        self.seed = manifest.seed;
-        self.saved = Some((from.folder.clone(), manifest.step));
-        Ok(Some(manifest.step))
     }
 }

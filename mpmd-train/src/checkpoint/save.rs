@@ -14,9 +14,8 @@ use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result};
 use mpmd_ids::block::thread::{Builder, JoinHandle};
 use mpmd_ids::block::{Mutex, mpsc};
 
-use super::arrays::Contents;
 use super::manifest::{ArrayPieces, FORMAT, FileEntry, ListEntry, Manifest, hash};
-use super::{Checkpoints, folder};
+use super::{Checkpoints, Contents, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::failed;
 use crate::tensors::files::{Files, PlannedFile, sync_folder, write_synced};
@@ -69,7 +68,7 @@ pub(crate) struct Saving {
 impl Saving {
     /// Creates the files, issues the copies, and starts the thread. Blocks until process 0 has
     /// created the files.
-    pub(super) fn begin(
+    pub(crate) fn begin(
         p: &mut Program,
         to: &Checkpoints,
         contents: Contents,

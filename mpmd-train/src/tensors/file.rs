@@ -249,4 +249,16 @@ mod tests {
             assert!(read_header(&whole[..end], end as u64).is_err(), "cut off at {end}");
         }
     }
+    #[test]
+    fn fuzz_tensor_files() {
+        mpmd_fuzz::bytes("tensor-files", &[sample()], |bytes| {
+            let Ok((header, start)) = read_header(bytes, bytes.len() as u64) else { return };
+            for (name, info) in header.tensors() {
+                let (from, until) = info.data_offsets;
+                let values = &bytes[start as usize..][from..until];
+                let elements: usize = info.shape.iter().product();
+                assert_eq!(values.len() * 8, elements * info.dtype.bitsize(), "{name}");
+            }
+        });
+    }
 }

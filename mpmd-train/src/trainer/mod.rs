@@ -1,10 +1,13 @@
 //! The trainer: a pipeline with its optimiser, learning rate and random seed.
 
+mod contents;
 mod metrics;
 mod progress;
 mod report;
 mod run;
 mod saves;
+#[cfg(feature = "tensorboard")]
+mod tensorboard;
 
 use std::path::PathBuf;
 
@@ -27,18 +30,18 @@ use report::{Reporter, Status};
 /// [`Trainer::run`] is the whole loop. [`Trainer::step`] and [`Trainer::evaluate`] are its parts,
 /// for loops of your own.
 pub struct Trainer<In> {
-    pub(crate) pipeline: Pipeline<In, Loss<MpmdArray>>,
+    pipeline: Pipeline<In, Loss<MpmdArray>>,
     schedule: Schedule,
-    pub(crate) optimizer: Optimizer,
+    optimizer: Optimizer,
     reporter: Reporter,
     rate: Rate,
-    pub(crate) seed: u64,
-    pub(crate) status: Status,
+    seed: u64,
+    status: Status,
     watches: bool,
     /// The shapes of microbatches for which the stages were probed.
     probed: Vec<MicrobatchShapes<In>>,
     /// The folder and the step of the last checkpoint that was saved or restored.
-    pub(crate) saved: Option<(PathBuf, u64)>,
+    saved: Option<(PathBuf, u64)>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {

@@ -92,11 +92,11 @@ pub(super) struct Figures {
 
 /// What a process adds to every report.
 #[derive(Clone, Debug)]
-pub(crate) struct Status {
+pub(super) struct Status {
     pub(super) stop: StopFlag,
     /// The time when the trainer was created.
     pub(super) start: Instant,
-    pub(crate) save: SaveStatus,
+    pub(super) save: SaveStatus,
 }
 
 impl Default for Status {

@@ -14,6 +14,8 @@ use super::metrics::Metrics;
 use super::progress::Progress;
 use super::report::{EvaluationHandle, StepHandle, StepReport};
 use super::saves::Saves;
+#[cfg(feature = "tensorboard")]
+use super::tensorboard::Events;
 use crate::checkpoint::Checkpoints;
 use crate::data::Data;
 
@@ -34,6 +36,8 @@ pub struct Run<'a> {
     on_step: Box<dyn FnMut(&StepReport) + 'a>,
     checkpoints: Option<Checkpoints>,
     save_every: Option<u64>,
+    #[cfg(feature = "tensorboard")]
+    tensorboard: Option<PathBuf>,
 }
 
 impl<'a> Run<'a> {
@@ -48,6 +52,8 @@ impl<'a> Run<'a> {
             on_step: Box::new(|_| {}),
             checkpoints: None,
             save_every: None,
+            #[cfg(feature = "tensorboard")]
+            tensorboard: None,
         }
     }
 
@@ -68,6 +74,17 @@ impl<'a> Run<'a> {
         self
     }
 
+    /// Makes process 0 write scalars for TensorBoard to a new file in this folder. Needs the
+    /// feature `tensorboard`.
+    ///
+    /// The scalars of a step are `loss/training`, `norm`, `rate`, and from the run's second step on
+    /// `tokens_per_second`. That of an evaluation is `loss/evaluation`.
+    #[cfg(feature = "tensorboard")]
+    pub fn tensorboard(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.tensorboard = Some(folder.into());
+        self
+    }
+
     /// Turns the progress on process 0's stderr on or off. On by default.
     pub fn progress(mut self, yes: bool) -> Self {
         self.progress = yes;
@@ -80,8 +97,8 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues from
-    /// it.
+    /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues
+    /// from it.
     pub fn checkpoints(mut self, to: Checkpoints) -> Self {
         self.checkpoints = Some(to);
         self
@@ -142,10 +159,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         run: Run<'_>,
         data: &D,
     ) -> Result<Outcome> {
-        let Run { mut steps, evaluate_every, metrics, progress, on_step, checkpoints, save_every } =
-            run;
+        let Run { mut steps, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
-        let mut saves = Saves::new(p, checkpoints, save_every, self.steps())?;
+        let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + PLANNED_STEPS);
         } else if !self.watches {
@@ -160,6 +176,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             is_dry_run: p.is_dry_run(),
             start,
             metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
+            #[cfg(feature = "tensorboard")]
+            events: run
+                .tensorboard
+                .filter(|_| first)
+                .map(|path| Events::create(&path))
+                .transpose()?,
             progress: (first && progress).then(|| Progress::new(self.steps(), steps, start)),
             on_step,
             last: None,
@@ -281,6 +303,8 @@ struct Observer<'a> {
     is_dry_run: bool,
     start: Instant,
     metrics: Option<Metrics>,
+    #[cfg(feature = "tensorboard")]
+    events: Option<Events>,
     progress: Option<Progress>,
     on_step: Box<dyn FnMut(&StepReport) + 'a>,
     last: Option<StepReport>,
@@ -306,6 +330,10 @@ impl Observer<'_> {
         if let Some(metrics) = &mut self.metrics {
             metrics.step(&report, self.start.elapsed().as_secs_f64())?;
         }
+        #[cfg(feature = "tensorboard")]
+        if let Some(events) = &mut self.events {
+            events.step(&report)?;
+        }
         if let Some(progress) = &mut self.progress {
             progress.step(&report);
         }
@@ -321,6 +349,10 @@ impl Observer<'_> {
         self.evaluation = Some(loss);
         if let Some(metrics) = &mut self.metrics {
             metrics.evaluation(step, loss, self.start.elapsed().as_secs_f64())?;
+        }
+        #[cfg(feature = "tensorboard")]
+        if let Some(events) = &mut self.events {
+            events.evaluation(step, loss)?;
         }
         self.progress.iter().for_each(|progress| progress.evaluated(step, loss));
         Ok(())

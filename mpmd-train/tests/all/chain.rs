@@ -217,9 +217,9 @@ pub(crate) fn pipeline(
         return Pipeline::first(Last { first: true }, &meshes[0], params);
     }
     let mut pipeline = Pipeline::first(Part { first: true }, &meshes[0], params)?;
-    for stage in 1..stages - 1 {
+    for (stage, mesh) in meshes.iter().enumerate().take(stages - 1).skip(1) {
         let params = own(p, stage)?;
-        pipeline = pipeline.then(Part { first: false }, &meshes[stage], params)?;
+        pipeline = pipeline.then(Part { first: false }, mesh, params)?;
     }
     let params = own(p, stages - 1)?;
     pipeline.then(Last { first: false }, &meshes[stages - 1], params)

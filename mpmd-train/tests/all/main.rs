@@ -5,7 +5,9 @@ extern crate mpmd_core as mpmd;
 
 mod chain;
 mod checkpoints;
+mod damage;
 mod data;
+mod kills;
 mod model_files;
 mod optimizers;
 mod reports;
