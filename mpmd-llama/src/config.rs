@@ -12,6 +12,8 @@ use crate::unexpected;
 
 /// Limit on each size in a config, so that products of sizes do not overflow.
 const LARGEST: usize = (1 << 31) - 1;
+/// Limit on the number of layers, whose names are kept in memory.
+const MOST_LAYERS: usize = 10_000;
 
 /// The sizes and settings of a Llama-type model. The fields have the names of `config.json`.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,6 +94,8 @@ impl Config {
         fits("hidden_size", hidden_size.is_multiple_of(heads), multiple, hidden_size)?;
         let divisor = format!("a divisor of num_attention_heads, {heads}");
         fits("num_key_value_heads", heads.is_multiple_of(groups), divisor, groups)?;
+        let (layers, few) = (config.num_hidden_layers, format!("at most {MOST_LAYERS}"));
+        fits("num_hidden_layers", layers <= MOST_LAYERS, few, layers)?;
         let even = config.head_dim.is_multiple_of(2);
         fits("head_dim", even, "an even number".to_owned(), config.head_dim)?;
         Ok(config)
@@ -258,6 +262,10 @@ mod tests {
             (
                 r#""num_key_value_heads": 5"#,
                 "num_key_value_heads: expected a divisor of num_attention_heads, 32, found 5",
+            ),
+            (
+                r#""num_hidden_layers": 10001"#,
+                "num_hidden_layers: expected at most 10000, found 10001",
             ),
             (r#""head_dim": 3"#, "head_dim: expected an even number, found 3"),
             (

@@ -16,8 +16,7 @@ use mpmd::{Error, MpmdArray, Program, Result};
 use serde::Deserialize;
 
 use crate::config::Config;
-use crate::model::OUTPUT;
-use crate::stages::shapes_of;
+use crate::model::{OUTPUT, shapes_of};
 use crate::unexpected;
 
 /// Name of the weights' file, if there is one.

@@ -1,12 +1,16 @@
 //! A part of a Llama-type model, with the parameter names of model hubs.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::candle::candle_core::{Error as CandleError, bail};
 use mpmd::candle::nn::ops::silu;
 use mpmd::candle::nn::{
     self, Embedding, Linear, Mask, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, rms_norm,
 };
-use mpmd::candle::{Result, Tensor};
+use mpmd::candle::{Result, Tensor, stage};
+use mpmd::{Error, Result as CoreResult};
 
 use crate::config::Config;
 use crate::lora::{Lora, Projection};
@@ -84,10 +88,28 @@ impl Part {
     /// If this is not the last part.
     pub fn logits(&self, x: &Tensor) -> Result<Tensor> {
         let Some((norm, output)) = &self.head else {
-            mpmd::candle::candle_core::bail!("a part of the model without its output");
+            bail!("a part of the model without its output");
         };
         output.forward(&norm.forward(x)?)
     }
+}
+
+/// Returns the name and shape of each parameter of a model. The dtype is f32.
+///
+/// # Errors
+///
+/// If a shape has too many elements.
+pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedArray>> {
+    let failed = |why: CandleError| Error::kernel(why.to_string());
+    let angles = Angles::new(&config.rope, config.head_dim, 0).map_err(failed)?;
+    let (all, owned) = (0..config.num_hidden_layers, config.clone());
+    let whole = stage(
+        move |vb| Part::new(&owned, None, &angles, all.clone(), &vb),
+        |part, x: Tensor, _| part.forward(x),
+    )?;
+    let shapes = whole.shapes();
+    debug_assert!(shapes.values().all(|aval| aval.dtype() == DType::F32));
+    Ok(shapes)
 }
 
 /// A decoder layer: attention, then an MLP, each on the normed input and added to it.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use mpmd::aval::{DType, ShapedArray, f32s};
+use mpmd::aval::{ShapedArray, f32s};
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
 use mpmd::kernel::Shapes;
@@ -11,7 +11,6 @@ use mpmd::pipeline::{Loss, Pipeline};
 use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, Program, Result};
 
-use crate::config::Config;
 use crate::folder::Folder;
 use crate::lora::{self, Lora};
 use crate::model::{EMBEDDING, OUTPUT, Part};
@@ -73,6 +72,10 @@ impl Llama {
     /// # Errors
     ///
     /// As for [`Folder::load`] and [`Pipeline::then`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
     pub fn training(
         &self,
         p: &mut Program,
@@ -86,6 +89,10 @@ impl Llama {
     /// # Errors
     ///
     /// As for [`Llama::training`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
     pub fn losses(
         &self,
         p: &mut Program,
@@ -99,6 +106,10 @@ impl Llama {
     /// # Errors
     ///
     /// As for [`Llama::training`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
     pub fn logits(
         &self,
         p: &mut Program,
@@ -218,22 +229,4 @@ fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
 /// Returns the shape of vectors of this width for each token of `x` `[batch, time, …]`.
 fn sequences(x: &ShapedArray, width: usize) -> ShapedArray {
     f32s([x.shape()[0], x.shape()[1], width])
-}
-
-/// Returns the name and shape of each parameter of a model. The dtype is f32.
-///
-/// # Errors
-///
-/// If a shape has too many elements.
-pub(crate) fn shapes_of(config: &Config) -> Result<BTreeMap<String, ShapedArray>> {
-    let failed = |why: mpmd::candle::candle_core::Error| Error::kernel(why.to_string());
-    let angles = Angles::new(&config.rope, config.head_dim, 0).map_err(failed)?;
-    let (all, owned) = (0..config.num_hidden_layers, config.clone());
-    let whole = stage(
-        move |vb| Part::new(&owned, None, &angles, all.clone(), &vb),
-        |part, x: Tensor, _| part.forward(x),
-    )?;
-    let shapes = whole.shapes();
-    debug_assert!(shapes.values().all(|aval| aval.dtype() == DType::F32));
-    Ok(shapes)
 }
