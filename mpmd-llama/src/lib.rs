@@ -4,6 +4,25 @@
 //! anything is computed. [`Llama`] divides the layers over stages and loads the weights, so that
 //! each process reads only its own regions. [`train`] and [`score`] are the two jobs of the
 //! program `finetune`.
+//!
+//! ```no_run
+//! use mpmd::prelude::*;
+//! use mpmd::train::data::Text;
+//! use mpmd_llama::{Folder, Llama, Tokens, score, tokenizer};
+//!
+//! fn main() -> Result<()> {
+//!     let folder = Folder::open("model")?;
+//!     let tokens = Tokens::of(&Text::of(&["README.md"])?, &tokenizer(&folder)?)?;
+//!     let model = Llama::new(&folder, 2, tokens.ids().len())?;
+//!     Program::builder().devices(2).run(|p| {
+//!         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+//!         if let Some(nats) = score::nats_per_token(p, &model, &meshes, &tokens)? {
+//!             println!("{nats} nats per token");
+//!         }
+//!         Ok(())
+//!     })
+//! }
+//! ```
 
 mod config;
 mod folder;
