@@ -1,1 +1,63 @@
 //! Llama-type models from the folders of model hubs, as stages of a pipeline.
+//!
+//! A [`Folder`] is a model on disk: config, tokenizer and weights. It is checked as a whole before
+//! anything is computed. [`Llama`] divides the layers over stages and loads the weights, so that
+//! each process reads only its own regions. [`train`] and [`score`] are the two jobs of the
+//! program `finetune`.
+//!
+//! ```no_run
+//! use mpmd::prelude::*;
+//! use mpmd::train::data::Text;
+//! use mpmd_llama::{Folder, Llama, Tokens, score, tokenizer};
+//!
+//! fn main() -> Result<()> {
+//!     let folder = Folder::open("model")?;
+//!     let tokens = Tokens::of(&Text::of(&["README.md"])?, &tokenizer(&folder)?)?;
+//!     let model = Llama::new(&folder, 2, tokens.ids().len())?;
+//!     Program::builder().devices(2).run(|p| {
+//!         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+//!         if let Some(nats) = score::nats_per_token(p, &model, &meshes, &tokens)? {
+//!             println!("{nats} nats per token");
+//!         }
+//!         Ok(())
+//!     })
+//! }
+//! ```
+
+mod config;
+mod folder;
+mod lora;
+mod model;
+mod rope;
+mod save;
+pub mod score;
+mod stages;
+mod tokens;
+pub mod train;
+
+use std::fmt;
+use std::path::Path;
+
+use mpmd::Error;
+
+pub use config::Config;
+pub use folder::Folder;
+pub use lora::{Lora, merged};
+pub use model::Part;
+pub use rope::{Angles, Rope, Scaling};
+pub use save::save;
+pub use stages::Llama;
+pub use tokens::{Tokens, tokenizer};
+
+/// Returns the error for something in a file that is other than expected. `subject` is a tensor or
+/// a key; it may be empty if the file itself is meant.
+fn unexpected(
+    file: &Path,
+    subject: &str,
+    expected: impl fmt::Display,
+    found: impl fmt::Display,
+) -> Error {
+    let colon = if subject.is_empty() { "" } else { ": " };
+    let file = file.display();
+    Error::Environment(format!("{file}: {subject}{colon}expected {expected}, found {found}"))
+}

@@ -319,6 +319,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/errors-and-hangs.md")]
     pub mod errors_and_hangs {}
 
+    #[doc = include_str!("../../docs/guide/finetune.md")]
+    pub mod finetune {}
+
     #[doc = include_str!("../../docs/guide/first-program.md")]
     pub mod first_program {}
 

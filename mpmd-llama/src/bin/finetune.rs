@@ -1,4 +1,47 @@
-//! Trains or scores a Llama-type model from a folder: `cargo run --release --bin finetune -- --model
-//! DIR`.
+//! Trains or scores a Llama-type model from a folder:
+//! `cargo run --release --bin finetune -- --model DIR TEXT`.
 
-fn main() {}
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use mpmd_examples::job::JobArgs;
+use mpmd_examples::training::at_least;
+use mpmd_llama::Folder;
+use mpmd_llama::score::{self, ScoreArgs};
+use mpmd_llama::train::{self, TrainArgs};
+
+/// Train or score a Llama-type model from a folder of a model hub, as a pipeline
+#[derive(Parser)]
+struct Args {
+    /// Folder with config.json, tokenizer.json and the weights as safetensors
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Number of stages over which the layers are divided
+    #[arg(long, default_value_t = 1, value_parser = at_least(1))]
+    stages: usize,
+    #[command(flatten)]
+    training: TrainArgs,
+    #[command(flatten)]
+    scoring: ScoreArgs,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    run(&args).unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let Args { model, stages, training, scoring, job } = args;
+    job.only_on_cpus("finetune")?;
+    let folder = Folder::open(model)?;
+    match (&scoring.score, scoring.tokens) {
+        (Some(file), Some(tokens)) => score::run(&folder, (file, tokens), *stages, job),
+        _ => train::run(&folder, training, *stages, job),
+    }
+}

@@ -1,28 +1,65 @@
 //! Checkpoints of a training: parameters, optimiser state and position, in a folder.
+//!
+//! A checkpoint of step 100 is the folder `step-00000100` and the manifest `step-00000100.json`
+//! beside it. The folder has `model.safetensors`, or several files with an index as
+//! [`tensors::save`](crate::tensors::save) writes them, and for each process a list of the pieces
+//! that it wrote, with their hashes. The manifest is written last, and never replaced. A checkpoint
+//! exists exactly if its manifest does. A folder without a manifest is the rest of a broken save.
+//!
+//! Parameters have their path within the stage as name, and the optimiser's arrays
+//! `optimizer/<kind>/<path>`. If two stages have parameters of one path, all names begin with the
+//! stage, as in `stage.1.`. Such a checkpoint restores to the same number of stages only.
+//!
+//! The data and the random keys of a microbatch depend on the seed, the step and the microbatch
+//! only. So step and seed are the whole position of a training.
+//!
+//! All processes must see the same folder. Each writes its own regions of shared files, so several
+//! hosts need a file system that keeps such writes apart, as those of clusters do. If one does not,
+//! the hashes show it.
 
-use std::path::PathBuf;
+mod folder;
+mod load;
+mod manifest;
+mod save;
 
-use mpmd_core::tree::Tree;
-use mpmd_core::{Error, MpmdArray, Program, Result};
+use std::path::{Path, PathBuf};
 
-use crate::Trainer;
+use mpmd_core::{MpmdArray, Program, Result};
 
-/// A folder of checkpoints, and how to write them.
+use crate::agree::on_first;
+use crate::tensors::failed;
+pub(crate) use load::{Loaded, load};
+pub(crate) use save::{Phase, SaveStatus, Saving};
+
+/// The arrays of a training, and its position.
+pub(crate) struct Contents {
+    pub(crate) step: u64,
+    pub(crate) seed: u64,
+    pub(crate) stages: usize,
+    /// True if the names begin with the stage.
+    pub(crate) by_stage: bool,
+    /// The parameters of all stages, then the optimiser's arrays of all stages.
+    pub(crate) arrays: Vec<(String, MpmdArray)>,
+}
+
+/// A folder of checkpoints, how to write them, and which one to restore.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
     keep: Option<usize>,
     file_bytes: u64,
+    at: Option<u64>,
 }
 
 impl Checkpoints {
     /// Names a folder of checkpoints, which need not exist. Keeps all checkpoints, and begins a new
     /// file after 4 GiB.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), keep: None, file_bytes: 4 << 30 }
+        Self { folder: folder.into(), keep: None, file_bytes: 4 << 30, at: None }
     }
 
-    /// Keeps only the newest `n` checkpoints, at least one.
+    /// Keeps only the newest `n` checkpoints, at least one. Each save then removes older ones, and
+    /// the rests of broken saves before it. If they cannot be removed, the save fails.
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
@@ -36,6 +73,14 @@ impl Checkpoints {
         self
     }
 
+    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the checkpoint of this step, in
+    /// place of the newest one. Saves do not depend on it.
+    #[must_use]
+    pub fn at(mut self, step: u64) -> Self {
+        self.at = Some(step);
+        self
+    }
+
     /// Returns the steps of the complete checkpoints in the folder, in ascending order. None if the
     /// folder does not exist.
     ///
@@ -43,34 +88,26 @@ impl Checkpoints {
     ///
     /// If the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        Err(unfinished())
-    }
-}
-
-impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
-    /// Saves a checkpoint and blocks until it is complete. Every process must call it.
-    ///
-    /// # Errors
-    ///
-    /// If an array's operation failed, or a file cannot be written. Every process gets the error.
-    pub fn save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<()> {
-        let _ = (p, to, &to.keep, to.file_bytes, &to.folder);
-        Err(unfinished())
+        folder::steps(&self.folder)
     }
 
-    /// Continues from the newest complete checkpoint of the folder, and returns its step. Returns
-    /// `None`, and changes nothing, if there is none. Every process must call it.
-    ///
-    /// # Errors
-    ///
-    /// If a file is damaged, or the arrays are others than those of this trainer. Every process
-    /// gets the error.
-    pub fn restore(&mut self, p: &mut Program, from: &Checkpoints) -> Result<Option<u64>> {
-        let _ = (p, from);
-        Err(unfinished())
+    /// Returns the folder.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
     }
-}
 
-fn unfinished() -> Error {
-    Error::Environment("checkpoints are not built yet".to_owned())
+    /// Returns an error on every process if there is a checkpoint of a later step, which a training
+    /// that continues after `step` would meet.
+    pub(crate) fn refuse_later(&self, p: &mut Program, step: u64) -> Result<()> {
+        on_first(p, (), || {
+            let Some(later) = self.steps()?.into_iter().rfind(|later| *later > step) else {
+                return Ok(());
+            };
+            let problem = format!(
+                "there is a checkpoint of step {later}, and this training continues after step \
+                 {step}. Restore it, remove it with its folder, or save to another folder"
+            );
+            Err(failed(&folder::manifest(&self.folder, later), &problem))
+        })
+    }
 }

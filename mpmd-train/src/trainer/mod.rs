@@ -1,11 +1,15 @@
 //! The trainer: a pipeline with its optimiser, learning rate and random seed.
 
+mod contents;
 mod metrics;
 mod progress;
 mod report;
 mod run;
+mod saves;
+#[cfg(feature = "tensorboard")]
+mod tensorboard;
 
-use std::time::Instant;
+use std::path::PathBuf;
 
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
 use mpmd_core::tree::Tree;
@@ -36,6 +40,8 @@ pub struct Trainer<In> {
     watches: bool,
     /// The shapes of microbatches for which the stages were probed.
     probed: Vec<MicrobatchShapes<In>>,
+    /// The folder and the step of the last checkpoint that was saved or restored.
+    saved: Option<(PathBuf, u64)>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -62,9 +68,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             reporter,
             rate: Rate::Constant(1e-3),
             seed: 0,
-            status: Status { stop: StopFlag::default(), start: Instant::now() },
+            status: Status::default(),
             watches: false,
             probed: Vec::new(),
+            saved: None,
         })
     }
 

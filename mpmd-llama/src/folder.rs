@@ -1,0 +1,247 @@
+//! A model's folder as model hubs lay it out: its config, and its weights in one or several
+//! safetensors files.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use half::{bf16, f16};
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::random::Key;
+use mpmd::region::Region;
+use mpmd::sharding::Sharding;
+use mpmd::train::tensors::TensorFile;
+use mpmd::{Error, MpmdArray, Program, Result};
+use serde::Deserialize;
+
+use crate::config::Config;
+use crate::model::{OUTPUT, shapes_of};
+use crate::unexpected;
+
+/// Name of the weights' file, if there is one.
+const SINGLE: &str = "model.safetensors";
+/// Name of the file that maps tensors to files, if there are several.
+const INDEX: &str = "model.safetensors.index.json";
+/// End of the names of tables that old folders have and nothing needs.
+const IGNORED: &str = "rotary_emb.inv_freq";
+/// The dtypes of weights that are read, for messages.
+const DTYPES: &str = "f32, bf16 or f16";
+/// Number of elements that are read at once, if they are converted.
+const BLOCK: usize = 1 << 18;
+
+/// The tensors of a folder.
+struct Found {
+    /// The file that lists them.
+    list: PathBuf,
+    tensors: BTreeMap<String, Stored>,
+    /// The size of the largest file, in bytes. `None` if there is one file.
+    split: Option<u64>,
+}
+
+/// A model on disk. Its headers are read and checked; values are read later, by region.
+#[derive(Clone, Debug)]
+pub struct Folder {
+    path: PathBuf,
+    config: Config,
+    tensors: BTreeMap<String, Stored>,
+    /// The size of the largest file of weights, in bytes. `None` if there is one file.
+    split: Option<u64>,
+    read: Arc<AtomicU64>,
+}
+
+/// The place of a tensor.
+#[derive(Clone, Debug)]
+struct Stored {
+    file: TensorFile,
+    aval: ShapedArray,
+}
+
+/// The index of a folder with several files.
+#[derive(Deserialize)]
+struct Index {
+    /// The file of each tensor.
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Folder {
+    /// Reads the config and the headers of the weights, but no values. Checks that the folder has
+    /// all tensors of the model, in the shapes of the config and a float dtype.
+    ///
+    /// # Errors
+    ///
+    /// If a file is missing or damaged, or a tensor is missing, of another shape or dtype, or
+    /// unknown. The message names the file, the tensor, the expected and the found.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let config = Config::read(&path.join("config.json"))?;
+        let needed = shapes_of(&config)?;
+        let Found { list, tensors, split } = tensors(&path, &needed)?;
+        for (name, aval) in &needed {
+            let expected = format!("{DTYPES} {:?}", aval.shape());
+            let Some(stored) = tensors.get(name) else {
+                return Err(unexpected(&list, name, expected, "no such tensor"));
+            };
+            let is_float = matches!(stored.aval.dtype(), DType::F32 | DType::Bf16 | DType::F16);
+            if !is_float || stored.aval.shape() != aval.shape() {
+                let found = format!("{} {:?}", stored.aval.dtype(), stored.aval.shape());
+                return Err(unexpected(stored.file.path(), name, expected, found));
+            }
+        }
+        Ok(Self { path, config, tensors, split, read: Arc::default() })
+    }
+
+    /// Returns the path of the folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the model's config.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Returns the names of the model's tensors, with their shapes and the dtypes of the files.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
+        self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.aval))
+    }
+
+    /// Returns the size of the largest file of weights, in bytes. `None` if there is only one file.
+    pub fn split(&self) -> Option<u64> {
+        self.split
+    }
+
+    /// Returns the number of bytes of values that this process has read, through this folder and
+    /// its clones. Headers are not counted.
+    pub fn bytes_read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
+    }
+
+    /// Makes the processes compare the config, and the names, shapes and dtypes of the tensors.
+    /// Does not block.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::assert_same`].
+    pub fn compare(&self, p: &mut Program) -> Result<()> {
+        let text = |key: Key, text: String| text.bytes().map(u64::from).fold(key, Key::fold_in);
+        let key = text(Key(0), format!("{:?}", self.config));
+        let tensors = self.tensors.iter();
+        let key =
+            tensors.fold(key, |key, (name, stored)| text(key, format!("{name} {}", stored.aval)));
+        let count = self.tensors.len();
+        p.assert_same(format!("a model of {count} tensors, with hash {:016x}", key.0))
+    }
+
+    /// Issues the reading of a tensor as f32 on the devices of `sharding`. Each owner reads only
+    /// its own regions, and converts bf16 and f16.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::array_from_fn`], and if the model has no such tensor. If the file cannot
+    /// be read, the array fails instead.
+    pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
+        let Some(Stored { file, aval }) = self.tensors.get(name).cloned() else {
+            return Err(unexpected(&self.path, name, "a tensor of the model", "another name"));
+        };
+        let (name, read) = (name.to_owned(), self.read.clone());
+        let values = ShapedArray::try_new(aval.shape(), DType::F32)?;
+        p.array_from_fn(values, sharding, move |region, mut view| {
+            read.fetch_add((region.elements() * aval.dtype().size()) as u64, Ordering::Relaxed);
+            match aval.dtype() {
+                DType::Bf16 => read_as(&file, &name, region, view.as_mut_slice()?, |bits| {
+                    bf16::from_bits(bits).to_f32()
+                }),
+                DType::F16 => read_as(&file, &name, region, view.as_mut_slice()?, |bits| {
+                    f16::from_bits(bits).to_f32()
+                }),
+                _ => file.read(&name, region, view.as_bytes_mut()),
+            }
+        })
+    }
+}
+
+/// Reads a region of a tensor with elements of 16 bits, block by block, and converts each element.
+fn read_as(
+    file: &TensorFile,
+    name: &str,
+    region: &Region,
+    values: &mut [f32],
+    convert: impl Fn(u16) -> f32,
+) -> Result<()> {
+    let rows = region.range(0);
+    let row = region.ranges().skip(1).map(|range| range.len()).product::<usize>().max(1);
+    let step = (BLOCK / row).max(1);
+    let mut bytes = Vec::new();
+    for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * row)) {
+        bytes.resize(2 * values.len(), 0);
+        let mut block: Vec<_> = region.ranges().collect();
+        block[0] = start..rows.end.min(start + step);
+        file.read(name, &Region::new(block), &mut bytes)?;
+        let (pairs, _) = bytes.as_chunks::<2>();
+        let bits = pairs.iter().map(|pair| u16::from_le_bytes(*pair));
+        values.iter_mut().zip(bits).for_each(|(value, bits)| *value = convert(bits));
+    }
+    Ok(())
+}
+
+/// Opens the files of weights and finds their tensors.
+///
+/// # Errors
+///
+/// If a file is missing or damaged, or has a tensor that is neither `needed` nor ignored.
+fn tensors(folder: &Path, needed: &BTreeMap<String, ShapedArray>) -> Result<Found> {
+    let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+    if single.exists() {
+        let file = TensorFile::open(&single)?;
+        let mut tensors = BTreeMap::new();
+        for name in file.names() {
+            add(&mut tensors, name, &file, needed)?;
+        }
+        return Ok(Found { list: single, tensors, split: None });
+    }
+    let expected = format!("{SINGLE} or {INDEX}");
+    let text = std::fs::read_to_string(&index);
+    let text = text.map_err(|why| unexpected(folder, "", expected, why))?;
+    let Index { weight_map } = serde_json::from_str(&text)
+        .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
+    let (mut files, mut tensors) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
+    let mut largest = 0;
+    for (name, file) in &weight_map {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            return Err(unexpected(&index, name, "the name of a file", format!("{file:?}")));
+        }
+        if !files.contains_key(file.as_str()) {
+            let path = folder.join(file);
+            largest = largest.max(std::fs::metadata(&path).map_or(0, |found| found.len()));
+            files.insert(file, TensorFile::open(path)?);
+        }
+        add(&mut tensors, name.clone(), &files[file.as_str()], needed)?;
+    }
+    Ok(Found { list: index, tensors, split: Some(largest) })
+}
+
+/// Adds a tensor of a file to those found.
+fn add(
+    tensors: &mut BTreeMap<String, Stored>,
+    name: String,
+    file: &TensorFile,
+    needed: &BTreeMap<String, ShapedArray>,
+) -> Result<()> {
+    // A model with tied embeddings may have the same values twice.
+    if name.ends_with(IGNORED) || (name == OUTPUT && !needed.contains_key(OUTPUT)) {
+        return Ok(());
+    }
+    let aval = file.aval(&name);
+    let Some(expected) = needed.get(&name) else {
+        let expected = "only parameters of the model in config.json";
+        let found = aval.map_or_else(|why| why.to_string(), |aval| aval.to_string());
+        return Err(unexpected(file.path(), &name, expected, found));
+    };
+    // The file lacks the tensor, or its dtype is unknown. The message names both.
+    let shape = expected.shape();
+    let aval =
+        aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
+    tensors.insert(name, Stored { file: file.clone(), aval });
+    Ok(())
+}

@@ -1,0 +1,232 @@
+//! A model as stages of a pipeline.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use mpmd::aval::{ShapedArray, f32s};
+use mpmd::candle::nn::loss::cross_entropy_sum;
+use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
+use mpmd::kernel::Shapes;
+use mpmd::pipeline::{Loss, Pipeline};
+use mpmd::topology::Mesh;
+use mpmd::{Error, MpmdArray, Program, Result};
+
+use crate::folder::Folder;
+use crate::lora::{self, Lora};
+use crate::model::{EMBEDDING, OUTPUT, Part};
+use crate::rope::Angles;
+use crate::unexpected;
+
+/// Number of tokens for which logits are computed at once, where no gradients are needed.
+const LOGITS_AT_ONCE: usize = 512;
+
+/// A model that is divided over stages.
+#[derive(Clone, Debug)]
+pub struct Llama {
+    folder: Folder,
+    stages: usize,
+    angles: Angles,
+    lora: Option<Lora>,
+    seed: u64,
+}
+
+impl Llama {
+    /// Divides the layers of a model over `stages` stages. `positions` is the largest number of
+    /// tokens in a sequence.
+    ///
+    /// # Errors
+    ///
+    /// If the model has fewer layers than stages.
+    pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self> {
+        let config = folder.config();
+        if config.num_hidden_layers < stages {
+            let expected = format!("at least {stages}, the number of stages");
+            let file = folder.path().join("config.json");
+            return Err(unexpected(&file, "num_hidden_layers", expected, config.num_hidden_layers));
+        }
+        let angles = Angles::new(&config.rope, config.head_dim, positions)
+            .map_err(|why| Error::kernel(why.to_string()))?;
+        Ok(Self { folder: folder.clone(), stages: stages.max(1), angles, lora: None, seed: 0 })
+    }
+
+    /// Adds matrices of LoRA to all projections. Only they are trained. Their initial values depend
+    /// on the seed.
+    #[must_use]
+    pub fn lora(mut self, lora: Option<Lora>, seed: u64) -> Self {
+        (self.lora, self.seed) = (lora, seed);
+        self
+    }
+
+    /// Returns the layers of a stage.
+    pub fn layers(&self, stage: usize) -> Range<usize> {
+        let layers = self.folder.config().num_hidden_layers;
+        layers * stage / self.stages..layers * (stage + 1) / self.stages
+    }
+
+    /// Creates a pipeline for training, and issues the reading of the weights. `meshes` are those
+    /// of the stages, in order; a stage's parameters are replicated over its mesh.
+    ///
+    /// Its input are tokens `[batch, time]`. The last stage reads the following tokens as the side
+    /// input `targets`. The loss is the sum over all tokens, in nats.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Folder::load`] and [`Pipeline::then`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+        self.pipeline(p, meshes, true, loss(usize::MAX), loss_shapes)
+    }
+
+    /// Creates a pipeline that computes losses as [`Llama::training`] does, without gradients.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Llama::training`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn losses(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+        self.pipeline(p, meshes, false, loss(LOGITS_AT_ONCE), loss_shapes)
+    }
+
+    /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Llama::training`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn logits(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> Result<Pipeline<MpmdArray, MpmdArray>> {
+        let tokens = self.folder.config().vocab_size;
+        let logits = |part: &Part, x, _: &mut Cx<'_>| part.logits(&part.forward(x)?);
+        self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
+    }
+
+    fn pipeline<Y: Tensors>(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        trains: bool,
+        end: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
+    ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
+        self.folder.compare(p)?;
+        let (last, width) = (self.stages - 1, self.folder.config().hidden_size);
+        let middle = |i| {
+            let forward = |part: &Part, x, _: &mut Cx<'_>| part.forward(x);
+            self.stage(i, trains, forward, move |x| sequences(x, width))
+        };
+        let end = self.stage(last, trains, end, shapes)?;
+        if last == 0 {
+            let params = self.params(p, &end, &meshes[0])?;
+            return Pipeline::first(end, &meshes[0], params);
+        }
+        let first = middle(0)?;
+        let params = self.params(p, &first, &meshes[0])?;
+        let mut pipeline = Pipeline::first(first, &meshes[0], params)?;
+        for (i, mesh) in meshes.iter().enumerate().take(last).skip(1) {
+            let stage = middle(i)?;
+            let params = self.params(p, &stage, mesh)?;
+            pipeline = pipeline.then(stage, mesh, params)?;
+        }
+        let params = self.params(p, &end, &meshes[last])?;
+        let mut pipeline = pipeline.then(end, &meshes[last], params)?;
+        if self.folder.config().tie_word_embeddings {
+            pipeline.tie((0, EMBEDDING), (last, OUTPUT))?;
+        }
+        Ok(pipeline)
+    }
+
+    fn stage<Y: Tensors>(
+        &self,
+        index: usize,
+        trains: bool,
+        forward: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
+    ) -> Result<CandleStage<Part, Tensor, Y>> {
+        let (config, angles) = (self.folder.config().clone(), self.angles.clone());
+        let (lora, layers) = (self.lora, self.layers(index));
+        let name = format!("layers {} to {}", layers.start, layers.end - 1);
+        let new = move |vb| Part::new(&config, lora, &angles, layers.clone(), &vb);
+        let stage = stage(new, forward)?.named(name).outputs(move |x| Ok(shapes(x)));
+        match (trains, lora) {
+            (false, _) => Ok(stage.frozen()),
+            (true, None) => Ok(stage.split_gradients()),
+            (true, Some(_)) => Ok(stage.trainable(lora::TRAINED)?.split_gradients()),
+        }
+    }
+
+    /// Issues the reading of a stage's parameters, and the making of LoRA's.
+    fn params<Y: Tensors>(
+        &self,
+        p: &mut Program,
+        stage: &CandleStage<Part, Tensor, Y>,
+        mesh: &Mesh,
+    ) -> Result<BTreeMap<String, MpmdArray>> {
+        let sharding = mesh.replicated();
+        let mut params = BTreeMap::new();
+        for (name, aval) in stage.shapes() {
+            let array = match lora::initial(p, (&name, &aval), &sharding, self.seed) {
+                Some(array) => array?,
+                // Tied to the embedding of the first stage, whose values replace it.
+                None if name == OUTPUT && self.folder.config().tie_word_embeddings => p
+                    .array_from_fn(aval, &sharding, |_, mut view| {
+                        view.zero();
+                        Ok(())
+                    })?,
+                None => self.folder.load(p, &name, &sharding)?,
+            };
+            params.insert(name, array);
+        }
+        Ok(params)
+    }
+}
+
+/// Returns the function of the last stage that computes the loss. It computes the logits of
+/// `at_once` tokens of each sequence at a time.
+fn loss(
+    at_once: usize,
+) -> impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static {
+    move |part, x, cx| {
+        let (x, targets) = (part.forward(x)?, cx.side("targets")?);
+        let time = x.dim(1)?;
+        let of = |start: usize| {
+            let len = at_once.min(time - start);
+            let logits = part.logits(&x.narrow(1, start, len)?)?;
+            cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, None)
+        };
+        let (mut sum, mut weight) = of(0)?;
+        for start in (0..time).step_by(at_once).skip(1) {
+            let (more, tokens) = of(start)?;
+            (sum, weight) = ((sum + more)?, (weight + tokens)?);
+        }
+        Ok(Loss { sum, weight })
+    }
+}
+
+fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
+    Loss { sum: f32s([]), weight: f32s([]) }
+}
+
+/// Returns the shape of vectors of this width for each token of `x` `[batch, time, …]`.
+fn sequences(x: &ShapedArray, width: usize) -> ShapedArray {
+    f32s([x.shape()[0], x.shape()[1], width])
+}

@@ -1,0 +1,210 @@
+//! Training of a model on text.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::OnceLock;
+
+use anyhow::ensure;
+use mpmd::pipeline::{Builtin, Schedule};
+use mpmd::topology::Mesh;
+use mpmd::train::data::{Text, Windows};
+use mpmd::train::stop::exit_code;
+use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
+use mpmd::{MpmdArray, ProcessId, Program, Result};
+use mpmd_examples::job::{self, JobArgs};
+use mpmd_examples::training::at_least;
+use serde::Serialize;
+
+use crate::folder::Folder;
+use crate::lora::{Lora, merged};
+use crate::save::save;
+use crate::stages::Llama;
+use crate::tokens::{Tokens, tokenizer};
+use crate::unexpected;
+
+/// Number of checkpoints that stay in their folder.
+const KEPT: usize = 2;
+
+/// Arguments of a training.
+#[derive(Clone, Debug, clap::Args)]
+pub struct TrainArgs {
+    /// Texts to train on: files and folders
+    #[arg(value_name = "TEXT", required_unless_present = "score")]
+    pub paths: Vec<PathBuf>,
+    /// Number of updates, those before a continued checkpoint included
+    #[arg(long, default_value_t = 100, value_parser = at_least(1))]
+    pub steps: usize,
+    /// Highest learning rate; it falls linearly to a tenth
+    #[arg(long, default_value_t = 2e-5)]
+    pub lr: f64,
+    /// Updates in which the learning rate rises linearly from zero
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    pub warmup: u64,
+    /// Tokens of a window
+    #[arg(long, default_value_t = 256, value_parser = at_least(1))]
+    pub time: usize,
+    /// Windows of a microbatch
+    #[arg(long, default_value_t = 1, value_parser = at_least(1))]
+    pub rows: usize,
+    /// Microbatches of an update
+    #[arg(long, default_value_t = 8, value_parser = at_least(1))]
+    pub microbatches: usize,
+    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1
+    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    pub schedule: String,
+    /// Seed of the windows of each step, and of the first values of LoRA's matrices
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Largest norm of the mean gradient; larger gradients are scaled down to it
+    #[arg(long, value_name = "NORM")]
+    pub clip: Option<f64>,
+    /// Weight decay of the matrices
+    #[arg(long, value_name = "DECAY", default_value_t = 0.01)]
+    pub weight_decay: f64,
+    /// Train only matrices of LoRA with this rank, beside the weights of all projections
+    #[arg(long, value_name = "RANK", value_parser = at_least(1))]
+    pub lora: Option<usize>,
+    /// Factor of LoRA's products, before division by the rank; default: twice the rank
+    #[arg(long, value_name = "ALPHA", requires = "lora")]
+    pub lora_alpha: Option<f64>,
+    /// Save the trained model in this folder, in the form of the folder that it comes from
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
+    /// Keep the two newest checkpoints in this folder, and continue from the newest one
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+    /// Updates between checkpoints; there is one at the end in any case
+    #[arg(long, value_name = "STEPS", requires = "checkpoints", value_parser = at_least(1))]
+    pub save_every: Option<usize>,
+    /// Write a line of JSON for each update to this file
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+}
+
+impl TrainArgs {
+    /// Returns the settings of LoRA. `None` if all parameters are trained.
+    pub fn lora(&self) -> Option<Lora> {
+        let rank = self.lora?;
+        Some(Lora { rank, alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64) })
+    }
+
+    /// Returns the schedule for this number of stages.
+    fn schedule(&self, stages: usize) -> anyhow::Result<Schedule> {
+        let chunks = Builtin::named(&self.schedule).map_or(1, Builtin::default_chunks);
+        let (name, ranks) = (&self.schedule, stages / chunks);
+        ensure!(
+            ranks * chunks == stages,
+            "{name} has {chunks} stages a rank: --stages {stages} is no multiple of it"
+        );
+        Ok(Schedule::named(name, ranks, self.microbatches, Some(chunks))?)
+    }
+}
+
+/// The line that a training prints.
+#[derive(Serialize)]
+struct Trained {
+    /// Number of updates, those before a continued checkpoint included.
+    steps: u64,
+    /// Mean loss of the last step, in nats per token.
+    loss: Option<f64>,
+    /// Mean loss of the held-out tokens, in nats per token.
+    held_out_loss: Option<f64>,
+}
+
+/// Trains a model on texts, and saves it. Process 0 prints the outcome as a line of JSON to stdout.
+/// Checks all inputs before a process is started.
+///
+/// # Errors
+///
+/// If the folder, the tokenizer or a text is invalid, if the arguments do not fit the model or each
+/// other, or if the job could not be started.
+pub fn run(
+    folder: &Folder,
+    args: &TrainArgs,
+    stages: usize,
+    job: &JobArgs,
+) -> anyhow::Result<ExitCode> {
+    let dropout = folder.config().attention_dropout;
+    if dropout != 0.0 {
+        let file = folder.path().join("config.json");
+        return Err(unexpected(&file, "attention_dropout", 0, dropout).into());
+    }
+    let schedule = args.schedule(stages)?;
+    let model = Llama::new(folder, stages, args.time)?.lora(args.lora(), args.seed);
+    let tokens = Tokens::of(&Text::of(&args.paths)?, &tokenizer(folder)?)?;
+    let windows = Windows::new(&tokens, args.time, args.rows)?;
+    let ranks = schedule.ranks();
+    if let Some(to) = &args.save {
+        // Found before hours of training.
+        std::fs::create_dir_all(to)
+            .map_err(|why| unexpected(to, "", "a folder for the trained model", why))?;
+        let is_source = to.canonicalize().ok() == folder.path().canonicalize().ok();
+        ensure!(!is_source, "--save: expected another folder than --model, found the same");
+    }
+    // Set if this process is one of the job's. A launcher learns of the signal from their exit
+    // codes.
+    let stopped = OnceLock::new();
+    let code = job::run(job, ranks, ranks, |p| {
+        let ranks = p.mesh(&[("rank", ranks)])?.split("rank")?;
+        let mesh = |stage| ranks[schedule.rank_of(stage)].clone();
+        let meshes: Vec<Mesh> = (0..stages).map(mesh).collect();
+        let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
+        let mut run = Run::steps(args.steps as u64);
+        if let Some(file) = &args.metrics {
+            run = run.metrics(file);
+        }
+        if let Some(folder) = &args.checkpoints {
+            let checkpoints = Checkpoints::new(folder).keep(KEPT);
+            let step = trainer.restore(p, &checkpoints)?;
+            if let Some(step) = step.filter(|_| p.process() == ProcessId(0)) {
+                eprintln!("continuing after step {step} of {}", folder.display());
+            }
+            run = run.checkpoints(checkpoints);
+        }
+        if let Some(steps) = args.save_every {
+            run = run.save_every(steps as u64);
+        }
+        let outcome = trainer.run(p, run, &windows)?;
+        if let Some(to) = &args.save {
+            let params = merged(p, trainer.pipeline(), args.lora())?;
+            save(p, folder, &params, to)?;
+        }
+        if p.process() == ProcessId(0) && !p.is_dry_run() {
+            let (steps, held_out_loss) = (outcome.steps, outcome.evaluation);
+            let trained =
+                Trained { steps, loss: outcome.last.map(|last| last.loss), held_out_loss };
+            println!("{}", serde_json::to_string(&trained)?);
+        }
+        outcome.stopped.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
+        anyhow::Ok(())
+    })?;
+    Ok(stopped
+        .get()
+        .filter(|_| code == ExitCode::SUCCESS)
+        .map_or(code, |code| ExitCode::from(*code)))
+}
+
+/// Creates a trainer of the model. It updates as `torch.optim.AdamW` does by default, except that
+/// only matrices decay.
+///
+/// # Errors
+///
+/// As for [`Llama::training`] and [`Trainer::new`].
+pub fn trainer(
+    p: &mut Program,
+    model: &Llama,
+    meshes: &[Mesh],
+    schedule: Schedule,
+    args: &TrainArgs,
+) -> Result<Trainer<MpmdArray>> {
+    let pipeline = model.training(p, meshes)?;
+    let decay = args.weight_decay;
+    let adamw = AdamW { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, decay };
+    let (peak, warmup, total) = (args.lr, args.warmup, args.steps as u64);
+    let rate = Rate::WarmupLinear { peak, floor: peak / 10.0, warmup, total };
+    let trainer = Trainer::new(p, pipeline, schedule, adamw)?.rate(rate).seed(args.seed);
+    Ok(match args.clip {
+        Some(clip) => trainer.clip(clip),
+        None => trainer,
+    })
+}

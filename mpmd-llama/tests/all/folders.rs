@@ -1,0 +1,125 @@
+//! The folders, their expected results, and jobs that compute with them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::region::Region;
+use mpmd::testing::Simulation;
+use mpmd::topology::Mesh;
+use mpmd::train::data::Text;
+use mpmd::train::tensors::{TensorFile, header};
+use mpmd::{Program, Result};
+use mpmd_llama::{Folder, Tokens, tokenizer};
+use serde::Deserialize;
+
+pub(crate) const ALL: [&str; 4] = ["plain", "grouped", "llama3", "bf16"];
+
+/// The results of `transformers` and `torch` for a folder.
+#[derive(Deserialize)]
+pub(crate) struct Expected {
+    /// The first tokens of the text.
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) all_tokens: usize,
+    /// Logits of these tokens in f32, by position.
+    pub(crate) logits: BTreeMap<usize, Vec<f32>>,
+    /// Nats per token by number of tokens, in the dtype of the weights.
+    pub(crate) nats: BTreeMap<usize, f64>,
+    pub(crate) nats_in_f32: BTreeMap<usize, f64>,
+    pub(crate) rate: f64,
+    pub(crate) decay: f64,
+    /// Tokens of each step, microbatch and row. The last token of a row is only a target.
+    pub(crate) windows: Vec<Vec<Vec<Vec<u32>>>>,
+    pub(crate) losses: Vec<f64>,
+    /// The losses of a training with LoRA of rank 2 and factor 3, from `A[i] = 0.5 cos(i)`.
+    pub(crate) lora_losses: Vec<f64>,
+}
+
+pub(crate) fn path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/folders").join(name)
+}
+
+pub(crate) fn text() -> PathBuf {
+    path("text.txt")
+}
+
+pub(crate) fn expected(name: &str) -> Expected {
+    let text = fs::read_to_string(path(name).join("expected.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+pub(crate) fn open(name: &str) -> Folder {
+    Folder::open(path(name)).unwrap()
+}
+
+/// Returns the tokens of the text.
+pub(crate) fn tokens(folder: &Folder) -> Tokens {
+    Tokens::of(&Text::of(&[text()]).unwrap(), &tokenizer(folder).unwrap()).unwrap()
+}
+
+/// Runs a program as `processes` processes with one device for each stage. Returns the value of the
+/// process that has one.
+pub(crate) fn simulate<T: Send>(
+    processes: usize,
+    stages: usize,
+    program: impl Fn(&mut Program, &[Mesh]) -> Result<Option<T>> + Sync,
+) -> T {
+    let results = Simulation::new(processes, stages).run(|p| {
+        let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
+        program(p, &meshes)
+    });
+    let values = results.into_iter().filter_map(|result| result.unwrap());
+    values.last().expect("one process returns a value")
+}
+
+/// A tensor of a file: its name, its shape and dtype, and its bytes.
+pub(crate) type Tensor = (String, ShapedArray, Vec<u8>);
+
+/// Returns the tensors of a file.
+pub(crate) fn read(file: &Path) -> Vec<Tensor> {
+    let file = TensorFile::open(file).unwrap();
+    let one = |name: String| {
+        let aval = file.aval(&name).unwrap();
+        let mut bytes = vec![0; aval.bytes()];
+        file.read(&name, &Region::full(aval.shape()), &mut bytes).unwrap();
+        (name, aval, bytes)
+    };
+    file.names().into_iter().map(one).collect()
+}
+
+/// Returns the tensors of all files of a folder, by name.
+pub(crate) fn read_all(folder: &Path) -> BTreeMap<String, (ShapedArray, Vec<u8>)> {
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let files = files.filter(|file| file.extension().is_some_and(|end| end == "safetensors"));
+    files.flat_map(|file| read(&file)).map(|(name, aval, bytes)| (name, (aval, bytes))).collect()
+}
+
+/// Returns a copy of a folder.
+pub(crate) fn copy(name: &str) -> tempfile::TempDir {
+    let to = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(path(name)).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.path().join(entry.file_name())).unwrap();
+    }
+    to
+}
+
+/// Writes the tensors of the folder's only file again, changed by `change`.
+pub(crate) fn change(folder: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
+    let file = folder.join("model.safetensors");
+    let mut tensors = read(&file);
+    change(&mut tensors);
+    let avals: Vec<_> =
+        tensors.iter().map(|(name, aval, _)| (name.clone(), aval.clone())).collect();
+    let (mut bytes, _) = header(&avals, &BTreeMap::new()).unwrap();
+    tensors.iter().for_each(|(.., values)| bytes.extend(values));
+    fs::write(file, bytes).unwrap();
+}
+
+/// Returns a tensor of zeros.
+pub(crate) fn zeros(name: &str, shape: &[usize], dtype: DType) -> Tensor {
+    let aval = ShapedArray::new(shape, dtype);
+    let bytes = vec![0; aval.bytes()];
+    (name.to_owned(), aval, bytes)
+}

@@ -1,0 +1,146 @@
+//! Bad folders: each gives one message with the file, the tensor or key, and both values.
+
+use std::fs;
+use std::path::Path;
+
+use mpmd::aval::DType;
+use mpmd_llama::{Folder, Llama, tokenizer};
+
+use crate::folders::{change, copy, open, path, zeros};
+
+const GATE: &str = "model.layers.1.mlp.gate_proj.weight";
+
+/// Returns the error of a folder, without the path of the folder.
+fn refused(folder: &Path) -> String {
+    without(Folder::open(folder).unwrap_err(), folder)
+}
+
+fn without(error: mpmd::Error, folder: &Path) -> String {
+    error.to_string().replace(&format!("{}/", folder.display()), "")
+}
+
+/// Returns the error of a folder with changed tensors.
+fn refused_with(
+    name: &str,
+    change_tensors: impl FnOnce(&mut Vec<crate::folders::Tensor>),
+) -> String {
+    let folder = copy(name);
+    change(folder.path(), change_tensors);
+    refused(folder.path())
+}
+
+#[test]
+fn wrong_tensors_are_refused_by_name() {
+    let missing = refused_with("plain", |tensors| tensors.retain(|(name, ..)| name != GATE));
+    assert_eq!(
+        missing,
+        format!(
+            "model.safetensors: {GATE}: expected f32, bf16 or f16 [64, 32], found no such tensor"
+        )
+    );
+    let replaced = |with: crate::folders::Tensor| {
+        refused_with("plain", |tensors| {
+            tensors.retain(|(name, ..)| name != GATE);
+            tensors.push(with);
+        })
+    };
+    let expected = format!("model.safetensors: {GATE}: expected f32, bf16 or f16 [64, 32], found");
+    assert_eq!(replaced(zeros(GATE, &[64, 33], DType::F32)), format!("{expected} f32 [64, 33]"));
+    assert_eq!(replaced(zeros(GATE, &[64, 32], DType::F64)), format!("{expected} f64 [64, 32]"));
+    let unknown = refused_with("plain", |tensors| {
+        tensors.push(zeros("model.layers.4.mlp.gate_proj.weight", &[2], DType::F32));
+    });
+    assert_eq!(
+        unknown,
+        "model.safetensors: model.layers.4.mlp.gate_proj.weight: expected only parameters of the \
+         model in config.json, found f32[2]"
+    );
+    let folder = copy("plain");
+    change(folder.path(), |tensors| {
+        tensors.push(zeros("model.layers.0.self_attn.rotary_emb.inv_freq", &[4], DType::F32));
+    });
+    Folder::open(folder.path()).expect("an old table is ignored");
+}
+
+#[test]
+fn wrong_files_are_refused_by_name() {
+    let folder = copy("plain");
+    let file = folder.path().join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    fs::write(&file, &bytes[..bytes.len() - 5]).unwrap();
+    let (found, all) = (bytes.len() - 5, bytes.len());
+    assert_eq!(
+        refused(folder.path()),
+        format!("model.safetensors: cut off: it has {found} bytes of {all}")
+    );
+    fs::remove_file(&file).unwrap();
+    let none = refused(folder.path());
+    let expected = "expected model.safetensors or model.safetensors.index.json, found No such file";
+    assert!(none.contains(expected), "{none}");
+    fs::remove_file(folder.path().join("config.json")).unwrap();
+    let none = refused(folder.path());
+    let expected = "config.json: expected the config of a Llama-type model, found No such file";
+    assert!(none.starts_with(expected), "{none}");
+
+    let folder = copy("grouped");
+    let index = folder.path().join("model.safetensors.index.json");
+    let text = fs::read_to_string(&index).unwrap();
+    fs::write(&index, text.replace("model-00002", "../model-00002")).unwrap();
+    let outside = refused(folder.path());
+    assert!(outside.contains("expected the name of a file, found \"../model-00002"), "{outside}");
+    let line = text.lines().find(|line| line.contains(GATE)).unwrap();
+    fs::write(&index, text.replace(line, "")).unwrap();
+    assert_eq!(
+        refused(folder.path()),
+        format!(
+            "model.safetensors.index.json: {GATE}: expected f32, bf16 or f16 [64, 48], found no \
+             such tensor"
+        )
+    );
+    let elsewhere = line.replace("model-00003", "model-00001");
+    fs::write(&index, text.replace(line, &elsewhere)).unwrap();
+    assert_eq!(
+        refused(folder.path()),
+        format!(
+            "model-00001-of-00007.safetensors: {GATE}: there is no such array: expected f32, bf16 \
+             or f16 [64, 48]"
+        )
+    );
+    fs::write(&index, &text).unwrap();
+    fs::remove_file(folder.path().join("model-00003-of-00007.safetensors")).unwrap();
+    let missing = refused(folder.path());
+    assert!(missing.starts_with("model-00003-of-00007.safetensors: No such file"), "{missing}");
+}
+
+#[test]
+fn wrong_tokenizers_are_refused_with_both_numbers() {
+    let folder = copy("plain");
+    let error =
+        |folder: &Path| without(tokenizer(&Folder::open(folder).unwrap()).unwrap_err(), folder);
+    let file = folder.path().join("tokenizer.json");
+    let text = fs::read_to_string(&file).unwrap();
+    fs::write(&file, text.replace(": 319", ": 330")).unwrap();
+    assert_eq!(
+        error(folder.path()),
+        "tokenizer.json: vocabulary: expected at most 320 tokens, the vocab_size of config.json, \
+         found 331"
+    );
+    fs::write(&file, &text[..100]).unwrap();
+    let broken = error(folder.path());
+    assert!(broken.starts_with("tokenizer.json: expected a tokenizer, found EOF"), "{broken}");
+    fs::remove_file(&file).unwrap();
+    let missing = error(folder.path());
+    assert!(
+        missing.starts_with("tokenizer.json: expected a tokenizer, found No such"),
+        "{missing}"
+    );
+}
+
+#[test]
+fn more_stages_than_layers_are_refused() {
+    let error = Llama::new(&open("plain"), 5, 1).unwrap_err();
+    assert_eq!(
+        without(error, &path("plain")),
+        "config.json: num_hidden_layers: expected at least 5, the number of stages, found 4"
+    );
+}

@@ -1,0 +1,9 @@
+//! Models in folders that `transformers` has made, against its results. `make_folders.py` makes
+//! the folders again.
+
+mod folders;
+mod inputs;
+mod programs;
+mod saving;
+mod scores;
+mod training;

@@ -1,0 +1,137 @@
+//! The program `finetune` as real processes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use mpmd::testing::{ProcessEnd, Processes};
+
+use crate::folders::{copy, expected, path, read_all, text};
+
+const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
+
+/// Runs the program as `processes` processes until all have ended.
+fn run(processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
+    let job = Processes::new(processes, FINETUNE).args(args).deadline(Duration::from_secs(120));
+    job.start().unwrap().wait().unwrap()
+}
+
+/// Returns a command without the variables of a launcher that may have started the tests.
+fn bare(program: &str) -> Command {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("MPMD_") {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+#[test]
+fn score_is_one_line_of_json_from_process_0() {
+    let (model, text) = (path("llama3"), text());
+    let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
+    for (processes, stages) in [(1, "1"), (2, "2"), (3, "3")] {
+        let args = ["--model", model, "--score", text, "--tokens", "200", "--stages", stages];
+        let ends = run(processes, &args);
+        assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+        let lines: Vec<&str> = ends.iter().flat_map(|end| end.stdout.lines()).collect();
+        let [line] = lines[..] else { panic!("{lines:?}") };
+        assert_eq!(line, ends[0].stdout.trim_end());
+        let nats = line.strip_prefix("{\"tokens\":199,\"nats_per_token\":").expect(line);
+        let nats: f64 = nats.strip_suffix('}').expect(line).parse().unwrap();
+        assert!((nats - expected("llama3").nats[&200]).abs() < 1e-4, "{line}");
+    }
+}
+
+#[test]
+fn bad_folder_gives_every_process_the_same_message() {
+    let folder = copy("plain");
+    let config = folder.path().join("config.json");
+    let changed =
+        fs::read_to_string(&config).unwrap().replace("\"vocab_size\": 320", "\"vocab_size\": 300");
+    fs::write(&config, changed).unwrap();
+    let (model, text) = (folder.path().to_str().unwrap(), text());
+    let ends = run(2, &["--model", model, text.to_str().unwrap(), "--stages", "2"]);
+    for end in &ends {
+        assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
+        assert_eq!(
+            end.stderr.trim_end(),
+            format!(
+                "error: {model}/model.safetensors: lm_head.weight: expected f32, bf16 or f16 [300, \
+                 32], found f32 [320, 32]"
+            )
+        );
+    }
+}
+
+#[test]
+fn bad_folder_gives_one_message_before_processes_start() {
+    let mut command = bare(FINETUNE);
+    let missing = path("missing");
+    let output =
+        command.arg("--model").arg(&missing).arg(text()).args(["--stages", "4"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(error.lines().count(), 1, "{error}");
+    let file = missing.join("config.json");
+    assert!(error.contains(&format!("{}: expected the config", file.display())), "{error}");
+}
+
+/// Returns the loss by step of a file of metrics.
+fn losses(file: &Path) -> BTreeMap<u64, f64> {
+    let text = fs::read_to_string(file).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let steps = lines.filter_map(|line| Some((line["step"].as_u64()?, line["loss"].as_f64()?)));
+    steps.collect()
+}
+
+#[test]
+fn continued_training_has_the_losses_of_an_uninterrupted_one() {
+    for lora in ["", "--lora 2"] {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let (model, text) = (path("grouped"), text());
+        // The rate rises in all of these steps, so it does not depend on their number.
+        let train = |processes: usize, stages: &str, steps: &str, name: &str| {
+            let lora = lora.split_whitespace();
+            let metrics = at(&format!("{name}-{steps}.jsonl"));
+            let mut args = vec!["--model", model.to_str().unwrap(), text.to_str().unwrap()];
+            args.extend("--time 32 --microbatches 2 --lr 1e-2 --warmup 1000".split_whitespace());
+            args.extend(lora);
+            let (saved, checkpoints) = (at(&format!("{name}-model")), at(name));
+            args.extend(["--stages", stages, "--steps", steps, "--metrics", &metrics]);
+            args.extend(["--save", &saved, "--checkpoints", &checkpoints, "--save-every", "2"]);
+            let ends = run(processes, &args);
+            assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+            losses(Path::new(&metrics))
+        };
+        let whole = train(1, "2", "8", "whole");
+        assert_eq!(whole.len(), 8);
+        let mut parts = train(2, "2", "5", "parts");
+        parts.extend(train(3, "3", "8", "parts"));
+        assert_eq!(parts, whole, "{lora}");
+        let [a, b] = ["whole-model", "parts-model"].map(|name| read_all(Path::new(&at(name))));
+        assert!(a == b, "the models differ: {lora}");
+    }
+}
+
+#[test]
+fn full_disk_is_one_message_with_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, text, to) = (path("plain"), text(), folder.path().join("saved"));
+    let mut command = bare("bash");
+    // A file of the model has more than the 100 KiB that are allowed.
+    command.arg("-c").arg("ulimit -f 100; trap '' XFSZ; exec \"$0\" \"$@\"").arg(FINETUNE);
+    command.arg("--model").arg(&model).arg(text).arg("--save").arg(&to);
+    command.args(["--steps", "1", "--time", "8", "--stages", "2", "--processes", "1"]);
+    let output = command.output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    let file = format!("error: {}", to.join("model.safetensors").display());
+    let lines: Vec<&str> = error.lines().filter(|line| line.contains("error")).collect();
+    let [line] = lines[..] else { panic!("{error}") };
+    assert!(line.contains(&file) && line.contains("File too large"), "{line}");
+}

@@ -1,0 +1,76 @@
+//! Saved models have the form and the bits of those that they come from.
+
+use mpmd::pipeline::Schedule;
+use mpmd::train::Run;
+use mpmd_llama::score::nats_per_token;
+use mpmd_llama::train::trainer;
+use mpmd_llama::{Folder, Llama, merged, save};
+
+use crate::folders::{ALL, expected, open, path, read_all, simulate, tokens};
+use crate::training::{Given, args};
+
+#[test]
+fn untrained_models_are_saved_with_equal_bits() {
+    for name in ALL {
+        let (folder, to) = (open(name), tempfile::tempdir().unwrap());
+        simulate(2, 2, |p, meshes| {
+            let pipeline = Llama::new(&folder, 2, 1)?.training(p, meshes)?;
+            let params = merged(p, &pipeline, None)?;
+            save(p, &folder, &params, to.path()).map(Some)
+        });
+        assert!(read_all(to.path()) == read_all(&path(name)), "{name} differs");
+        let saved = Folder::open(to.path()).unwrap();
+        assert_eq!(saved.split().is_some(), folder.split().is_some(), "{name}: files");
+        assert_eq!(saved.config(), folder.config());
+        assert!(to.path().join("tokenizer.json").exists());
+    }
+}
+
+/// Trains a folder for some steps. Returns the score of the trained pipeline, and of the model that
+/// it has saved.
+fn scores(name: &str, lora: &str) -> [f64; 2] {
+    let (folder, to) = (open(name), tempfile::tempdir().unwrap());
+    let (args, given) = (args(&format!("--lr 2e-2 {lora}")), Given(expected(name).windows));
+    let trained = simulate(1, 2, |p, meshes| {
+        let schedule = Schedule::named("1f1b", 2, 2, None)?;
+        let model = Llama::new(&folder, 2, 16)?.lora(args.lora(), 0);
+        let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+        trainer.run(p, Run::steps(20).progress(false), &given)?;
+        let at = mpmd::train::data::At::new(0, 20, 0);
+        let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
+        let loss = trainer.evaluate(p, vec![microbatch])?.read()?.loss();
+        let params = merged(p, trainer.pipeline(), args.lora())?;
+        save(p, &folder, &params, to.path())?;
+        Ok(Some(loss))
+    });
+    let saved = Folder::open(to.path()).unwrap();
+    let reloaded = simulate(1, 1, |p, meshes| {
+        let schedule = Schedule::named("1f1b", 1, 2, None)?;
+        let model = Llama::new(&saved, 1, 16)?;
+        let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+        let at = mpmd::train::data::At::new(0, 20, 0);
+        let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
+        Ok(Some(trainer.evaluate(p, vec![microbatch])?.read()?.loss()))
+    });
+    let untrained = simulate(1, 1, |p, meshes| {
+        nats_per_token(p, &Llama::new(&folder, 1, 50)?, meshes, &tokens(&folder).first(50))
+    });
+    let scored = simulate(1, 1, |p, meshes| {
+        nats_per_token(p, &Llama::new(&saved, 1, 50)?, meshes, &tokens(&saved).first(50))
+    });
+    assert!(untrained - scored > 0.02, "{name} has learned: {untrained}, then {scored}");
+    [trained, reloaded]
+}
+
+#[test]
+fn saved_models_compute_what_the_trained_ones_do() {
+    for name in ["grouped", "llama3"] {
+        let [trained, reloaded] = scores(name, "");
+        assert_eq!(trained, reloaded, "{name}: all parameters, to the bit");
+        let [trained, reloaded] = scores(name, "--lora 3 --lora-alpha 5");
+        assert!((trained - reloaded).abs() < 1e-5, "{name}: {trained}, merged {reloaded}");
+    }
+    // The weights are rounded to bf16.
+    let [trained, reloaded] = scores("bf16", "--lora 3");
+    assert!((trained - reloaded).abs() < 2e-2, "{trained}, merged {reloaded}");
+}

@@ -1,0 +1,114 @@
+//! Logits and scores equal those of `transformers` at every number of stages and processes, and
+//! each process reads only the weights of its stages.
+
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::pipeline::Microbatch;
+use mpmd::sharding::Sharding;
+use mpmd_llama::score::nats_per_token;
+use mpmd_llama::{Folder, Llama};
+
+use crate::folders::{ALL, expected, open, simulate, tokens};
+
+#[test]
+fn logits_equal_those_of_transformers() {
+    for name in ALL {
+        let (folder, expected) = (open(name), expected(name));
+        for stages in 1..=3 {
+            let ids = expected.tokens.clone();
+            let logits = simulate(1, stages, |p, meshes| {
+                let model = Llama::new(&folder, stages, ids.len())?;
+                let mut pipeline = model.logits(p, meshes)?;
+                let (aval, ids) = (ShapedArray::new(&[1, ids.len()], DType::U32), ids.clone());
+                let x = p.array_from_fn(aval, &meshes[0].replicated(), move |_, mut view| {
+                    view.as_mut_slice::<u32>()?.copy_from_slice(&ids);
+                    Ok(())
+                })?;
+                let microbatch = Microbatch::new(x);
+                pipeline.probe(p, &microbatch.shapes())?;
+                let logits = pipeline.forward(p, microbatch)?;
+                Ok(logits.to_host()?.map(|logits| logits.to_vec::<f32>()).transpose()?)
+            });
+            let vocabulary = folder.config().vocab_size;
+            assert_eq!(logits.len(), expected.tokens.len() * vocabulary);
+            for (position, expected) in &expected.logits {
+                let found = &logits[position * vocabulary..][..vocabulary];
+                let off = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+                let off = off.fold(0.0, f32::max);
+                assert!(off < 1e-4, "{name}, {stages} stages, position {position}: {off}");
+            }
+        }
+    }
+}
+
+#[test]
+fn scores_equal_those_of_transformers() {
+    for name in ALL {
+        let (folder, expected) = (open(name), expected(name));
+        let tokens = tokens(&folder);
+        assert_eq!(tokens.ids().len(), expected.all_tokens);
+        assert_eq!(tokens.ids()[..expected.tokens.len()], expected.tokens);
+        for (count, nats) in &expected.nats_in_f32 {
+            let score = |processes, stages| {
+                simulate(processes, stages, |p, meshes| {
+                    let model = Llama::new(&folder, stages, *count)?;
+                    nats_per_token(p, &model, meshes, &tokens.first(*count))
+                })
+            };
+            let one = score(1, 1);
+            let off = (one - nats).abs();
+            assert!(off < 1e-5, "{name}, {count} tokens: {one}, not {nats}");
+            // The mean of one loss in bf16 is as coarse as its logits.
+            let (nats, few) = (expected.nats[count], *count < 100);
+            assert!(few || (one - nats).abs() < 2e-3, "{name}, {count} tokens: {one}, not {nats}");
+            for (processes, stages) in [(1, 2), (2, 2), (1, 3), (3, 3)] {
+                assert_eq!(score(processes, stages), one, "{name} on {processes} of {stages}");
+            }
+        }
+    }
+}
+
+/// Returns the bytes of the tensors of each stage, as they are in the files.
+fn shares(folder: &Folder, model: &Llama, stages: usize) -> Vec<u64> {
+    let mut shares = vec![0; stages];
+    for (name, aval) in folder.tensors() {
+        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+        let stage = match layer {
+            Some(layer) => {
+                let layer = layer.parse().unwrap();
+                (0..stages).find(|stage| model.layers(*stage).contains(&layer)).unwrap()
+            }
+            None if name == "model.embed_tokens.weight" => 0,
+            None => stages - 1,
+        };
+        shares[stage] += aval.bytes() as u64;
+    }
+    shares
+}
+
+#[test]
+fn each_process_reads_only_its_share() {
+    for name in ALL {
+        for stages in 1..=3 {
+            let results = mpmd::testing::Simulation::new(stages, stages).run(|p| {
+                // A folder of its own for each process, as in real ones.
+                let folder = open(name);
+                let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
+                let model = Llama::new(&folder, stages, 1)?;
+                let pipeline = model.training(p, &meshes)?;
+                // Waits until all is read.
+                let first = Sharding::single_device(p.topology().device_ids()[0]);
+                for stage in 0..stages {
+                    for (_, array) in pipeline.params(stage) {
+                        p.device_put(&array, first.clone())?.to_host()?;
+                    }
+                }
+                p.broadcast_value(mpmd::ProcessId(0), (), || Ok(()))?;
+                Ok(folder)
+            });
+            let folders: Vec<Folder> = results.into_iter().map(|result| result.unwrap()).collect();
+            let read: Vec<u64> = folders.iter().map(Folder::bytes_read).collect();
+            let model = Llama::new(&folders[0], stages, 1).unwrap();
+            assert_eq!(read, shares(&folders[0], &model, stages), "{name}, {stages} stages");
+        }
+    }
+}

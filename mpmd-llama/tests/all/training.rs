@@ -1,0 +1,151 @@
+//! Training equals torch's, and LoRA trains only its matrices.
+
+use clap::Parser as _;
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::candle::named;
+use mpmd::pipeline::{Loss, Microbatch, Pipeline, Schedule};
+use mpmd::topology::Mesh;
+use mpmd::train::data::{At, Data};
+use mpmd::train::{Rate, Run};
+use mpmd::{MpmdArray, Program, Result};
+use mpmd_llama::Llama;
+use mpmd_llama::train::{TrainArgs, trainer};
+
+use crate::folders::{ALL, Expected, expected, open, simulate};
+
+/// The arguments of a training, without those of the program.
+#[derive(clap::Parser)]
+#[command(no_binary_name = true)]
+struct Args {
+    /// Always false; a text is not needed if it is set.
+    #[arg(long)]
+    score: bool,
+    #[command(flatten)]
+    training: TrainArgs,
+}
+
+pub(crate) fn args(text: &str) -> TrainArgs {
+    Args::parse_from(format!("--score {text}").split_whitespace()).training
+}
+
+/// Given windows: for each step and microbatch the rows.
+pub(crate) struct Given(pub(crate) Vec<Vec<Vec<Vec<u32>>>>);
+
+impl Given {
+    fn array(&self, p: &mut Program, mesh: &Mesh, at: At, skip: usize) -> Result<MpmdArray> {
+        let rows = &self.0[at.step as usize - 1][at.microbatch];
+        let time = rows[0].len() - 1;
+        let aval = ShapedArray::new(&[rows.len(), time], DType::U32);
+        let tokens: Vec<u32> =
+            rows.iter().flat_map(|row| &row[skip..skip + time]).copied().collect();
+        p.array_from_fn(aval, &mesh.replicated(), move |_, mut view| {
+            view.as_mut_slice::<u32>()?.copy_from_slice(&tokens);
+            Ok(())
+        })
+    }
+}
+
+impl Data<MpmdArray> for Given {
+    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+        let last = meshes.len() - 1;
+        let (x, targets) =
+            (self.array(p, &meshes[0], at, 0)?, self.array(p, &meshes[last], at, 1)?);
+        Ok(Microbatch::new(x).side(last, named([("targets", targets)])))
+    }
+}
+
+/// Replaces LoRA's matrices A by `0.5 cos(i)`, where `i` is the index of the element.
+fn set_lora(p: &mut Program, pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>) -> Result<()> {
+    for stage in 0..pipeline.stages() {
+        let sharding = pipeline.mesh(stage).replicated();
+        let mut params = Vec::new();
+        for (name, array) in pipeline.params(stage) {
+            params.push(if name.ends_with("lora_A.weight") {
+                p.array_from_fn(array.aval().clone(), &sharding, |_, mut view| {
+                    let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                    values.for_each(|(i, value)| *value = (0.5 * (i as f64).cos()) as f32);
+                    Ok(())
+                })?
+            } else {
+                array
+            });
+        }
+        pipeline.set_params(stage, params)?;
+    }
+    Ok(())
+}
+
+/// Trains on the expected windows of a folder, and returns the losses.
+fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora: &str) -> Vec<f64> {
+    let (folder, expected) = (open(name), expected(name));
+    let decay = expected.decay;
+    let args = args(&format!("--weight-decay {decay} {lora}"));
+    let given = Given(expected.windows);
+    simulate(processes, stages, |p, meshes| {
+        let schedule = Schedule::named(schedule, stages, given.0[0].len(), None)?;
+        let model = Llama::new(&folder, stages, given.0[0][0][0].len())?.lora(args.lora(), 0);
+        let mut trainer =
+            trainer(p, &model, meshes, schedule, &args)?.rate(Rate::Constant(expected.rate));
+        set_lora(p, trainer.pipeline_mut())?;
+        let mut losses = Vec::new();
+        let run = Run::steps(given.0.len() as u64).progress(false);
+        trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
+        Ok(Some(losses))
+    })
+}
+
+/// Checks that the losses of each folder are the expected ones up to 1e-3.
+fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
+    for name in ALL {
+        let all = expected(name);
+        let expected = expected_of(&all);
+        assert!(expected[0] - expected[19] > 0.05, "the model learns");
+        for (job, schedule) in [((1, 1), "1f1b"), ((2, 2), "zb-h1"), ((3, 3), "1f1b")] {
+            let losses = losses(name, job, schedule, lora);
+            assert_eq!(losses.len(), 20);
+            for (step, (found, expected)) in losses.iter().zip(expected).enumerate() {
+                let off = (found - expected).abs();
+                assert!(off < 1e-3, "{name} {job:?}, step {step}: {found}, not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn twenty_steps_of_adamw_equal_those_of_torch() {
+    compare("", |expected| &expected.losses);
+}
+
+#[test]
+fn twenty_steps_of_lora_equal_those_of_torch() {
+    compare("--lora 2 --lora-alpha 6", |expected| &expected.lora_losses);
+}
+
+#[test]
+fn only_lora_matrices_are_trained() {
+    for stages in [1, 3] {
+        let folder = open("grouped");
+        let (args, given) = (args("--lora 2 --lr 1e-2"), Given(expected("grouped").windows));
+        let (trained, losses) = simulate(1, stages, |p, meshes| {
+            let schedule = Schedule::named("1f1b", stages, 2, None)?;
+            let model = Llama::new(&folder, stages, 16)?.lora(args.lora(), 3);
+            let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+            let mut losses = Vec::new();
+            let run = Run::steps(20).progress(false);
+            trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
+            let pipeline = trainer.pipeline();
+            let trained = (0..stages).flat_map(|stage| {
+                let params = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
+                params.filter(|(_, trained)| *trained).map(|((name, _), _)| name)
+            });
+            Ok(Some((trained.collect::<Vec<_>>(), losses)))
+        });
+        // Two matrices for each of seven projections.
+        assert_eq!(trained.len(), 2 * 7 * folder.config().num_hidden_layers);
+        assert!(trained.iter().all(|name| name.contains(".lora_")), "{trained:?}");
+        // B is zero at first, so the first loss is that of the model alone.
+        let expected = expected("grouped").losses;
+        assert!((losses[0] - expected[0]).abs() < 1e-5, "{} not {}", losses[0], expected[0]);
+        assert!(losses[0] - losses[19] > 0.3, "{losses:?}");
+    }
+}

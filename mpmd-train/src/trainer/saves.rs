@@ -1,0 +1,140 @@
+//! Saving and restoring a trainer, and the saves of a run.
+
+use mpmd_core::tree::Tree;
+use mpmd_core::{Error, MpmdArray, Program, Result};
+
+use super::Trainer;
+use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
+
+impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
+    /// Saves a checkpoint and blocks until it is complete. Every process must call it.
+    ///
+    /// Takes host memory for a copy of the process's regions. In a dry run it writes nothing.
+    /// [`Run::checkpoints`](super::Run::checkpoints) saves while the training goes on.
+    ///
+    /// # Errors
+    ///
+    /// If there is a checkpoint of this step already; then nothing is written. If an array's
+    /// operation failed, or a file cannot be written. Every process gets the error.
+    pub fn save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<()> {
+        self.begin_save(p, to)?.finish(p)
+    }
+
+    /// Begins to save a checkpoint: see [`Saving::begin`].
+    fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
+        let saving = Saving::begin(p, to, self.contents(), &self.status.save)?;
+        self.saved = Some((to.folder().to_owned(), self.steps()));
+        Ok(saving)
+    }
+
+    /// True if the folder has the arrays of the last step, since a save of this trainer was begun
+    /// after it, or it was restored from there.
+    fn is_saved(&self, to: &Checkpoints) -> bool {
+        self.saved
+            .as_ref()
+            .is_some_and(|(folder, step)| folder == to.folder() && *step == self.steps())
+    }
+
+    /// Continues from the newest complete checkpoint of the folder, or from the one that
+    /// [`Checkpoints::at`] names, and returns its step. Returns `None`, and changes nothing, if
+    /// there is none. Every process must call it.
+    ///
+    /// Restores the parameters, the optimiser's state, the step and the seed; a seed set by
+    /// [`Trainer::seed`] is replaced. Processes, stages and shardings may be others than those that
+    /// saved. The schedule, the learning rate and the data are those of this program.
+    ///
+    /// Each region is read once, by the first device that holds it, and moves from there to the
+    /// others. All that is read is compared with its hash. Old and new arrays are in memory at
+    /// once. In a dry run it returns `None` and reads nothing.
+    ///
+    /// # Errors
+    ///
+    /// If there is no checkpoint of the step that was asked for. If a file is damaged, or the
+    /// arrays differ from those of this trainer in name, shape or dtype. Every process gets the
+    /// same error, and nothing is changed. A damaged checkpoint is not passed over: the error names
+    /// an older one, if there is one.
+    pub fn restore(&mut self, p: &mut Program, from: &Checkpoints) -> Result<Option<u64>> {
+        let Some(loaded) = load(p, from, &self.contents())? else { return Ok(None) };
+        let Loaded { step, seed, arrays } = loaded;
+        self.set_arrays(arrays)?;
+        self.optimizer.set_updates(step);
+        self.seed = seed;
+        self.saved = Some((from.folder().to_owned(), step));
+        Ok(Some(step))
+    }
+}
+
+/// The saves of a run. At most one is under way.
+pub(super) struct Saves {
+    to: Option<Checkpoints>,
+    every: Option<u64>,
+    current: Option<Saving>,
+}
+
+impl Saves {
+    /// Checks that checkpoints after `step` do not meet others.
+    pub(super) fn new(
+        p: &mut Program,
+        to: Option<Checkpoints>,
+        every: Option<u64>,
+        step: u64,
+    ) -> Result<Self> {
+        match &to {
+            Some(to) => to.refuse_later(p, step)?,
+            None if every.is_some() => {
+                let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
+                return Err(Error::kernel(problem));
+            }
+            None => {}
+        }
+        Ok(Self { to, every, current: None })
+    }
+
+    /// Begins a save if one is due after the step that was issued last. Blocks until the save
+    /// before is complete.
+    pub(super) fn after_step<In: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        p: &mut Program,
+        trainer: &mut Trainer<In>,
+    ) -> Result<()> {
+        if self.every.is_some_and(|every| trainer.steps().is_multiple_of(every)) {
+            self.save(p, trainer)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the phases of all processes from a report, which is the same on every process.
+    pub(super) fn report(&mut self, p: &mut Program, phases: &[(u64, Phase)]) -> Result<()> {
+        if let Some(saving) = &mut self.current
+            && saving.report(p, phases)?
+        {
+            self.current = None;
+        }
+        Ok(())
+    }
+
+    /// Saves the last step, unless that is done, and blocks until all saves are complete.
+    pub(super) fn end<In: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        p: &mut Program,
+        trainer: &mut Trainer<In>,
+    ) -> Result<()> {
+        if self.to.as_ref().is_some_and(|to| !trainer.is_saved(to)) {
+            self.save(p, trainer)?;
+        }
+        self.current.take().map_or(Ok(()), |mut saving| saving.finish(p))
+    }
+
+    fn save<In: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        p: &mut Program,
+        trainer: &mut Trainer<In>,
+    ) -> Result<()> {
+        let Some(to) = &self.to else { return Ok(()) };
+        if let Some(mut saving) = self.current.take() {
+            saving.finish(p)?;
+        }
+        self.current = Some(trainer.begin_save(p, to)?);
+        Ok(())
+    }
+}
