@@ -26,7 +26,7 @@ pub(crate) struct Loaded {
     pub(crate) arrays: Vec<MpmdArray>,
 }
 
-/// A complete checkpoint, whose values are not read yet.
+/// A complete checkpoint. Its values are read later, by region.
 struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
@@ -42,7 +42,7 @@ struct SavedArray {
 }
 
 impl Checkpoint {
-    /// Reads everything but the values, and compares the hashes of what it reads.
+    /// Reads the manifest, the lists of pieces and the headers, and compares their hashes.
     fn open(from: &Checkpoints, step: u64) -> Result<Self> {
         let path = folder::manifest(&from.folder, step);
         let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;

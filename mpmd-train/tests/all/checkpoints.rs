@@ -242,8 +242,9 @@ fn equal_paths_in_two_stages_are_named_by_stage() {
         let error = chain(p, 4, true)?.restore(p, &to).unwrap_err();
         Ok(error.to_string())
     });
-    let expected = "step-00000002.json: its arrays are named by stage, since stages have parameters \
-                    of one path. So it restores to 2 stages only, and the training has 4";
+    let expected = "step-00000002.json: its arrays are named by stage, since stages have \
+                    parameters of one path. So it restores to 2 stages only, and the training \
+                    has 4";
     assert!(said.ends_with(expected), "{said}");
 }
 
