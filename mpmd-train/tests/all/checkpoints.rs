@@ -184,7 +184,7 @@ fn run_saves_while_it_trains_and_keeps_the_newest() {
         let to = Checkpoints::new(folder.path().join(processes.to_string())).keep(2);
         let expected = on_all(1, |p| train(&mut chain(p, 4, false)?, p, 13, |run| run));
         let found = on_all(processes, |p| {
-            train(&mut chain(p, 4, false)?, p, 13, |run| {
+            train(&mut chain(p, 4, false)?.replay(processes == 2), p, 13, |run| {
                 run.checkpoints(to.clone()).save_every(every)
             })
         });
