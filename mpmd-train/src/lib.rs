@@ -1,9 +1,9 @@
-//! Training of pipelines: optimisers for arrays of any sharding, learning rates, data, and a
-//! trainer.
+//! Training of pipelines: optimisers for arrays of any sharding, learning rates, data, checkpoints,
+//! and a trainer.
 //!
 //! A [`Trainer`] has a pipeline, a schedule, an [`optimizer`] and a learning rate. [`Trainer::run`]
-//! trains on [`data`], evaluates, and stops on Ctrl-C. Every process runs the same program, and
-//! reads the same figures:
+//! trains on [`data`], evaluates, saves [`Checkpoints`], and stops on Ctrl-C. Every process runs
+//! the same program, and reads the same figures:
 //!
 //! ```
 //! use mpmd_core::pipeline::{Loss, Pipeline, Schedule, Stage};

@@ -26,7 +26,7 @@ pub(crate) struct Loaded {
     pub(crate) arrays: Vec<MpmdArray>,
 }
 
-/// A complete checkpoint, whose values are not read yet.
+/// A complete checkpoint. Its values are read later, by region.
 struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
@@ -42,7 +42,7 @@ struct SavedArray {
 }
 
 impl Checkpoint {
-    /// Reads everything but the values, and compares the hashes of what it reads.
+    /// Reads the manifest, the lists of pieces and the headers, and compares their hashes.
     fn open(from: &Checkpoints, step: u64) -> Result<Self> {
         let path = folder::manifest(&from.folder, step);
         let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
@@ -207,6 +207,7 @@ fn read_arrays(
     // A failed operation would end the job, so the error goes beside it.
     let problem: Arc<Mutex<Option<(usize, Region, Error)>>> = Arc::default();
     let first = p.topology().device_ids()[0];
+    let once = MoveOptions::default().donate(true).cache_plans(false);
     let mut arrays = Vec::with_capacity(like.len());
     for (place, (name, like)) in like.iter().enumerate() {
         let to = like.sharding().cloned().unwrap_or_else(|| Sharding::single_device(first));
@@ -223,7 +224,7 @@ fn read_arrays(
             }
             Ok(())
         })?;
-        arrays.push(p.device_put_with(&array, to, MoveOptions::default().donate(true))?);
+        arrays.push(p.device_put_with(&array, to, once)?);
     }
     let mut read = Ok(());
     for array in &arrays {

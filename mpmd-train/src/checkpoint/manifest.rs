@@ -13,7 +13,7 @@ use crate::tensors::failed;
 /// Version of the manifest that this program writes and reads.
 pub(super) const FORMAT: u32 = 1;
 
-/// What a checkpoint is made of, and the position of its training.
+/// The parts of a checkpoint, and the position of its training.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Manifest {
     pub(super) format: u32,

@@ -1,5 +1,22 @@
 //! Checkpoints of a training: parameters, optimiser state and position, in a folder.
 //!
+//! ```
+//! use mpmd_core::prelude::*;
+//! use mpmd_train::data::Data;
+//! use mpmd_train::{Checkpoints, Outcome, Run, Trainer};
+//!
+//! /// Continues from the newest checkpoint, if there is one, and saves every 100 steps.
+//! fn train<D: Data<MpmdArray>>(
+//!     p: &mut Program,
+//!     trainer: &mut Trainer<MpmdArray>,
+//!     data: &D,
+//! ) -> Result<Outcome> {
+//!     let checkpoints = Checkpoints::new("checkpoints").keep(3);
+//!     trainer.restore(p, &checkpoints)?;
+//!     trainer.run(p, Run::steps(1000).checkpoints(checkpoints).save_every(100), data)
+//! }
+//! ```
+//!
 //! A checkpoint of step 100 is the folder `step-00000100` and the manifest `step-00000100.json`
 //! beside it. The folder has `model.safetensors`, or several files with an index as
 //! [`tensors::save`](crate::tensors::save) writes them, and for each process a list of the pieces

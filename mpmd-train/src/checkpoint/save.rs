@@ -22,7 +22,7 @@ use crate::tensors::files::{Files, PlannedFile, sync_folder, write_synced};
 use crate::tensors::host_owners;
 use crate::tensors::owners::{PIECE_BYTES, pieces};
 
-/// How far a process is with a save.
+/// The progress of a process with a save.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum Phase {
     /// A file could not be written.

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
-use mpmd_core::{Error, MpmdArray, Program, Result};
+use mpmd_core::{Error, MoveOptions, MpmdArray, Program, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 
@@ -60,9 +60,10 @@ pub fn save(
         files.create(folder, PARTIAL)
     })?;
     let mut writer = files.writer(folder, PARTIAL);
+    let once = MoveOptions::default().cache_plans(false);
     let mut written = Ok(());
     for (place, ((_, array, dtype), to)) in arrays.iter().zip(shardings).enumerate() {
-        let array = p.device_put(array, to)?;
+        let array = p.device_put_with(array, to, once)?;
         if written.is_ok() {
             written = write(&mut writer, place, &array, *dtype);
         }

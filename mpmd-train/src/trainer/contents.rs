@@ -12,8 +12,8 @@ use crate::checkpoint::Contents;
 const WHOLE: &str = "param";
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
-    /// Returns the arrays that a checkpoint has, and the position. Two stages may have parameters of
-    /// one path. Then all names begin with the stage, as in `stage.1.`.
+    /// Returns the arrays that a checkpoint has, and the position. If two stages have parameters of
+    /// one path, all names begin with the stage, as in `stage.1.`.
     pub(super) fn contents(&self) -> Contents {
         let (pipeline, optimizer) = (&self.pipeline, &self.optimizer);
         let stages = pipeline.stages();

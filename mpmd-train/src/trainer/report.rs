@@ -90,7 +90,7 @@ pub(super) struct Figures {
     statuses: MpmdArray,
 }
 
-/// What a process adds to every report.
+/// The part of a process in every report.
 #[derive(Clone, Debug)]
 pub(super) struct Status {
     pub(super) stop: StopFlag,

@@ -268,7 +268,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 }
 
-/// Reads a step's report, and gives it to those who wait for it.
+/// Reads a step's report, and passes it to the observer and to the save under way.
 fn read(
     p: &mut Program,
     saves: &mut Saves,

@@ -119,7 +119,7 @@ fn checksum(bytes: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
-    /// Returns the events of a file, whose checksums must be right.
+    /// Returns the events of a file. Panics if a checksum is wrong.
     fn events(mut bytes: &[u8]) -> Vec<Event> {
         let mut events = Vec::new();
         while !bytes.is_empty() {

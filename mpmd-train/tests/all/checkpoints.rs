@@ -184,7 +184,7 @@ fn run_saves_while_it_trains_and_keeps_the_newest() {
         let to = Checkpoints::new(folder.path().join(processes.to_string())).keep(2);
         let expected = on_all(1, |p| train(&mut chain(p, 4, false)?, p, 13, |run| run));
         let found = on_all(processes, |p| {
-            train(&mut chain(p, 4, false)?, p, 13, |run| {
+            train(&mut chain(p, 4, false)?.replay(processes == 2), p, 13, |run| {
                 run.checkpoints(to.clone()).save_every(every)
             })
         });
@@ -242,8 +242,9 @@ fn equal_paths_in_two_stages_are_named_by_stage() {
         let error = chain(p, 4, true)?.restore(p, &to).unwrap_err();
         Ok(error.to_string())
     });
-    let expected = "step-00000002.json: its arrays are named by stage, since stages have parameters \
-                    of one path. So it restores to 2 stages only, and the training has 4";
+    let expected = "step-00000002.json: its arrays are named by stage, since stages have \
+                    parameters of one path. So it restores to 2 stages only, and the training \
+                    has 4";
     assert!(said.ends_with(expected), "{said}");
 }
 

@@ -1,4 +1,4 @@
-//! Model files: what `tensors::save` writes, read by the crate `safetensors`.
+//! Model files of `tensors::save`, read by the crate `safetensors`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
