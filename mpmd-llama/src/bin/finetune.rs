@@ -38,7 +38,6 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Args { model, stages, training, scoring, job } = args;
-    job.only_on_cpus("finetune")?;
     let folder = Folder::open(model)?;
     match (&scoring.score, scoring.tokens) {
         (Some(file), Some(tokens)) => score::run(&folder, (file, tokens), *stages, job),
