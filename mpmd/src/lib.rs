@@ -310,6 +310,10 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/candle-models.md")]
     pub mod candle_models {}
 
+    #[cfg(feature = "candle")]
+    #[doc = include_str!("../../docs/guide/checkpoints.md")]
+    pub mod checkpoints {}
+
     #[doc = include_str!("../../docs/guide/cuda.md")]
     pub mod cuda {}
 
