@@ -1,6 +1,7 @@
 //! Checkpoints of trainings: restored to other processes, stages and shardings.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use mpmd_core::pipeline::Schedule;
 use mpmd_core::prelude::*;
@@ -300,4 +301,29 @@ fn save_needs_a_folder_without_later_steps() {
     assert!(said[1].starts_with(&format!("{manifest}: {problem}")), "{said:?}");
     assert_eq!(said[2], "`Run::save_every` needs a folder: set it by `Run::checkpoints`");
     assert_eq!(to.steps().unwrap(), [3, 4]);
+}
+
+#[test]
+fn save_is_completed_while_the_training_goes_on() {
+    // The next save is due so late that only reports can complete the first.
+    const FIRST: u64 = 1 << 20;
+    let folder = tempfile::tempdir().unwrap();
+    let to = Checkpoints::new(folder.path());
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let results = Simulation::new(2, 4).run(|p| {
+        let stop = StopFlag::default();
+        let me = p.process() == ProcessId(0);
+        let mut trainer = chain(p, 2, false)?.stop_on(&stop);
+        trainer.optimizer_mut().set_updates(FIRST - 2);
+        let mut seen = false;
+        let run = Run::steps(1 << 40).progress(false).on_step(|_| {
+            seen |= me && to.steps().unwrap() == [FIRST];
+            if seen || Instant::now() > deadline {
+                stop.set(15);
+            }
+        });
+        trainer.run(p, run.checkpoints(to.clone()).save_every(FIRST), &windows())?;
+        Ok(seen)
+    });
+    assert!(results.into_iter().next().unwrap().unwrap(), "the save was not completed");
 }

@@ -189,3 +189,21 @@ fn full_disk_of_one_process_stops_all_with_its_message() {
     assert_eq!(said[1].as_ref(), Some(&first));
     assert!(!folder.path().join("step-00000005.json").exists());
 }
+
+#[test]
+fn manifest_that_cannot_be_written_stops_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let blocked = folder.path().join("step-00000003.json.partial");
+    fs::create_dir(&blocked).unwrap();
+    let to = Checkpoints::new(folder.path());
+    let results = Simulation::new(4, 4).run(|p| {
+        let mut trainer = chain(p, 4, false)?;
+        let run = Run::steps(1 << 40).progress(false).checkpoints(to.clone()).save_every(3);
+        trainer.run(p, run, &windows())
+    });
+    let expected = format!("{}: Is a directory (os error 21)", blocked.display());
+    for result in results {
+        assert_eq!(result.unwrap_err().to_string(), expected);
+    }
+    assert_eq!(to.steps().unwrap(), [0; 0]);
+}
