@@ -6,6 +6,8 @@ use candle_nn::{Init, Module, VarBuilder};
 use super::values::{
     are_fast, bias_gradient, in_layer, name_of, result, slice, tensor_like, values,
 };
+use crate::collectives;
+use crate::cx::Cx;
 use crate::matmul::{Matrix, multiply};
 use crate::pass::weight_gradient;
 
@@ -31,6 +33,28 @@ impl Linear {
     /// Returns the bias: `[outputs]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
+    }
+
+    /// Computes the layer if the devices along mesh axis `axis` have parts of `x` and of the weight:
+    /// `x` is `[..., inputs / devices]`. Adds up the products over the axis, then adds the bias. All
+    /// devices get the result.
+    ///
+    /// The weight is divided over its dimension 1, and the bias is whole on every device.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Cx::all_reduce`].
+    pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axis: &str) -> Result<Tensor> {
+        if collectives::size(axis)? == 1 {
+            return self.forward(x);
+        }
+        let product = Self { weight: self.weight.clone(), bias: None, name: self.name.clone() };
+        let y = cx.all_reduce(&product.forward(x)?, axis)?;
+        match &self.bias {
+            None => Ok(y),
+            Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
+            Some(bias) => y.broadcast_add(bias),
+        }
     }
 
     fn compute(&self, x: &Tensor) -> Result<Tensor> {
@@ -206,5 +230,40 @@ impl CustomOp3 for Product {
         let gradient = gradient.contiguous()?;
         let (d_x, d_weight) = backward(x, weight, &gradient)?;
         Ok((d_x, d_weight, bias_gradient(bias, gradient)?))
+    }
+}
+
+/// The operation that adds a bias `[outputs]` to rows `[..., outputs]`.
+struct AddBias;
+
+impl CustomOp2 for AddBias {
+    fn name(&self) -> &'static str {
+        "bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        y: &CpuStorage,
+        y_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (y, bias) = (slice(y, y_layout)?, slice(bias, bias_layout)?);
+        let mut sum = y.to_vec();
+        for row in sum.chunks_exact_mut(bias.len().max(1)) {
+            row.iter_mut().zip(bias).for_each(|(y, bias)| *y += *bias);
+        }
+        result(sum, y_layout.shape())
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        Ok((Some(gradient.clone()), bias_gradient(bias, gradient)?))
     }
 }

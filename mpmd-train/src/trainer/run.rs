@@ -29,6 +29,7 @@ type Hook<'a, In> = Box<dyn FnMut(&mut Program, &mut Trainer<In>) -> Result<()> 
 #[must_use = "options do nothing until `Trainer::run` takes them"]
 pub struct Run<'a, In> {
     steps: u64,
+    seconds: Option<f64>,
     evaluate_every: Option<u64>,
     metrics: Option<PathBuf>,
     progress: bool,
@@ -42,12 +43,22 @@ impl<'a, In> Run<'a, In> {
     pub fn steps(steps: u64) -> Self {
         Self {
             steps,
+            seconds: None,
             evaluate_every: None,
             metrics: None,
             progress: true,
             on_step: Box::new(|_| {}),
             save: None,
         }
+    }
+
+    /// Ends the training after this many seconds too, by the clock of process 0. The learning rate
+    /// is then that of the same share of its total steps. So losses differ from run to run.
+    ///
+    /// Up to three steps end later, since the time of a step is known when further ones are issued.
+    pub fn seconds(mut self, seconds: f64) -> Self {
+        self.seconds = Some(seconds);
+        self
     }
 
     /// Evaluates the held-out data each time this number of further updates is done. At the end
@@ -94,6 +105,7 @@ impl<In> fmt::Debug for Run<'_, In> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Run")
             .field("steps", &self.steps)
+            .field("seconds", &self.seconds)
             .field("evaluate_every", &self.evaluate_every)
             .field("metrics", &self.metrics)
             .finish_non_exhaustive()
@@ -131,7 +143,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         run: Run<'_, In>,
         data: &D,
     ) -> Result<Outcome> {
-        let Run { mut steps, evaluate_every, metrics, progress, on_step, save } = run;
+        let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, save } = run;
         data.compare(p)?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + PLANNED_STEPS);
@@ -141,13 +153,21 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             self.watches = true;
         }
         let start = Instant::now();
+        // All processes take the time from the reports, which have the clock of process 0.
+        let now = self.status.start.elapsed().as_secs_f64();
+        let began = match seconds {
+            Some(_) => p.broadcast_value(ProcessId(0), 0.0, || Ok(now))?,
+            None => 0.0,
+        };
         let first = p.process() == ProcessId(0) && !p.is_dry_run();
         let open = |path: &PathBuf| Metrics::open(path, self.steps() > 0);
         let mut observer = Observer {
             is_dry_run: p.is_dry_run(),
             start,
             metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
-            progress: (first && progress).then(|| Progress::new(self.steps(), steps, start)),
+            progress: (first && progress)
+                .then(|| Progress::new((self.steps(), steps), seconds, start)),
+            limit: seconds.map(|seconds| (began, seconds)),
             on_step,
             last: None,
             stopped: None,
@@ -175,9 +195,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         observer: &mut Observer<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
-        while self.steps() < steps && observer.stopped.is_none() {
+        while self.steps() < steps && observer.stopped.is_none() && observer.share() < Some(1.0) {
             let microbatches = self.training(p, data)?;
-            pending.push_back(self.step(p, microbatches)?);
+            let rate = match observer.share() {
+                None => self.rate.at(self.steps() + 1),
+                Some(share) => self.rate.at_share(share),
+            };
+            pending.push_back(self.step_at(p, microbatches, rate)?);
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {
@@ -255,6 +279,8 @@ struct Observer<'a> {
     /// True in a dry run, in which all figures are NaN.
     is_dry_run: bool,
     start: Instant,
+    /// Seconds when the run began, by the clock of the reports, and the limit of its seconds.
+    limit: Option<(f64, f64)>,
     metrics: Option<Metrics>,
     progress: Option<Progress>,
     on_step: Box<dyn FnMut(&StepReport) + 'a>,
@@ -264,6 +290,15 @@ struct Observer<'a> {
 }
 
 impl Observer<'_> {
+    /// Returns the share of the time that the last report shows to be over. `None` if there is no
+    /// limit. It is the same on every process.
+    fn share(&self) -> Option<f64> {
+        let (began, limit) = self.limit?;
+        let seconds = self.last.map_or(0.0, |last| last.seconds - began);
+        // A dry run has no time.
+        Some(if seconds.is_nan() { 0.0 } else { seconds / limit })
+    }
+
     fn step(&mut self, report: StepReport) -> Result<()> {
         let StepReport { step, loss, norm, stop, .. } = report;
         self.stopped = self.stopped.or(stop);
