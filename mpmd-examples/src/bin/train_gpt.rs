@@ -473,13 +473,14 @@ fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
 /// training. Every process must call it.
 fn memory_lines(
     p: &mut Program,
-    trainer: &Trainer<MpmdArray>,
+    trainer: &mut Trainer<MpmdArray>,
     (rows, time): (usize, usize),
 ) -> Result<String> {
     let stages = trainer.pipeline().stages();
     let shape = ShapedArray::new(&[rows, time], mpmd::aval::DType::U8);
     let targets = BTreeMap::from([("targets".to_owned(), shape.clone())]);
     let shapes = MicrobatchShapes::new(shape).side(stages - 1, &targets);
+    trainer.pipeline_mut().probe(p, &shapes)?;
     let plan = trainer.memory(p, &shapes)?;
     let mut lines = String::new();
     for process in (0..p.processes() as u32).map(ProcessId) {
@@ -491,7 +492,8 @@ fn memory_lines(
         let (predicted, used, ratio) =
             (mib(expected), mib(used), used as f64 / expected.max(1) as f64);
         lines += &format!(
-            "memory of process {process}: {predicted:.1} MiB predicted, {used:.1} MiB at most ({ratio:.2})\n"
+            "memory of process {process}: {predicted:.1} MiB predicted, {used:.1} MiB at most \
+             ({ratio:.2})\n"
         );
     }
     Ok(lines)
