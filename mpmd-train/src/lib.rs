@@ -40,6 +40,7 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+mod agree;
 pub mod checkpoint;
 pub mod data;
 pub mod optimizer;

@@ -192,7 +192,8 @@ fn run(p: &mut Program, args: &Args, plan: &Plan, text: &Text) -> anyhow::Result
     let pipeline = plan.pipeline(p, &meshes, None, loss)?;
     let trainer = Trainer::new(p, pipeline, plan.schedule.clone(), AdamW::default())?;
     let mut trainer = trainer.rate(rate).clip(1.0).seed(args.seed).stop_on(&stop);
-    if let Some(folder) = &args.load
+    // A dry run reads no file.
+    if let Some(folder) = args.load.as_ref().filter(|_| !p.is_dry_run())
         && trainer.restore(p, &Checkpoints::new(folder))?.is_none()
     {
         anyhow::bail!("{}: it has no checkpoint", folder.display());
@@ -204,23 +205,20 @@ fn run(p: &mut Program, args: &Args, plan: &Plan, text: &Text) -> anyhow::Result
     let mut figures = figures.transpose()?;
 
     let end = if args.seconds.is_some() { u64::MAX } else { total };
-    let mut memory = String::new();
     let mut steps = Run::steps(end.min(args.stop_after.unwrap_or(end)))
-        .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)))
-        .save(|p, trainer| {
-            memory = memory_lines(p, trainer, windows)?;
-            let Some(folder) = &args.save else { return Ok(()) };
-            trainer.save(p, &Checkpoints::new(folder))?;
-            if first {
-                println!("saved after step {} to {}", trainer.steps(), folder.display());
-            }
-            Ok(())
-        });
+        .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));
     if let Some(seconds) = args.seconds {
         steps = steps.seconds(seconds);
     }
+    if let Some(folder) = &args.save {
+        steps = steps.checkpoints(Checkpoints::new(folder));
+    }
     let outcome = trainer.run(p, steps, &data)?;
+    let memory = memory_lines(p, &mut trainer, windows)?;
     if let Some(figures) = figures {
+        if let Some(folder) = &args.save {
+            println!("saved after step {} to {}", trainer.steps(), folder.display());
+        }
         figures.finish(text, &outcome)?;
         print!("{memory}");
     }

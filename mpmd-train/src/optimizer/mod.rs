@@ -20,7 +20,6 @@ use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Gradients, Loss, Pipeline, StepOutput};
 use mpmd_core::tree::{PrefixTree, Tree};
 use mpmd_core::{Error, Jit, MpmdArray, Program, Result};
-use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::{DeviceId, DeviceKind, Mesh};
 
@@ -30,6 +29,8 @@ pub(crate) use kernels::double;
 use kernels::{Figures, FiguresIn, FiguresOut, SquareSums, State, Update, UpdateIn};
 pub use settings::{OptimizerSettings, UpdateRule};
 pub use sgd::Sgd;
+
+use crate::tensors::owners::owners;
 
 /// An optimiser for all stages of a pipeline: its state, and the kernels that update parameters in
 /// place.
@@ -235,7 +236,7 @@ impl StageOptimizer {
         let shardings = params.iter().map(sharding).collect::<Result<Vec<_>>>()?;
         let mut counting = Vec::with_capacity(params.len());
         for ((_, param), sharding) in params.iter().zip(&shardings) {
-            counting.push(first_holders(param, sharding)?);
+            counting.push(owners(param.aval(), sharding)?.devices().to_vec());
         }
         let partial: Vec<&str> = mesh.axis_names().iter().map(String::as_str).collect();
         let sums = mesh.replicated().unreduced(&partial)?;
@@ -308,20 +309,6 @@ fn sharding((path, param): &(String, MpmdArray)) -> Result<Sharding> {
     }
     let missing = || Error::kernel(format!("parameter {path:?} is not on the stage's devices"));
     param.sharding().cloned().ok_or_else(missing)
-}
-
-/// Returns the devices that hold a region of the array as the first in the order of the sharding.
-fn first_holders(array: &MpmdArray, sharding: &Sharding) -> Result<Vec<DeviceId>> {
-    let layout = sharding.layout(array.shape())?;
-    let mut seen: Vec<&Region> = Vec::new();
-    let mut devices = Vec::new();
-    for (device, region) in layout.iter() {
-        if !seen.contains(&region) {
-            seen.push(region);
-            devices.push(device);
-        }
-    }
-    Ok(devices)
 }
 
 fn is_cpu(p: &Program, device: DeviceId) -> bool {

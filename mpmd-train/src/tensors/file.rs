@@ -38,11 +38,9 @@ impl TensorFile {
     /// If the file cannot be read, is no safetensors file, or is shorter than its header says.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let failed =
-            |why: &dyn fmt::Display| Error::Environment(format!("{}: {why}", path.display()));
-        let file = File::open(&path).map_err(|error| failed(&error))?;
-        let found = file.metadata().map_err(|error| failed(&error))?.len();
-        let (header, start) = read_header(&file, found).map_err(|why| failed(&why))?;
+        let file = File::open(&path).map_err(|error| failed(&path, &error))?;
+        let found = file.metadata().map_err(|error| failed(&path, &error))?.len();
+        let (header, start) = read_header(&file, found).map_err(|why| failed(&path, &why))?;
         Ok(Self { path: path.into(), file: Arc::new(file), header: Arc::new(header), start })
     }
 
@@ -103,7 +101,7 @@ impl TensorFile {
     }
 
     fn failed(&self, name: &str, why: &dyn fmt::Display) -> Error {
-        Error::Environment(format!("{}: {name}: {why}", self.path.display()))
+        failed(&self.path, &format!("{name}: {why}"))
     }
 }
 
@@ -111,6 +109,11 @@ impl fmt::Debug for TensorFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TensorFile").field("path", &self.path).finish_non_exhaustive()
     }
+}
+
+/// Returns an error that names a file or folder and the reason.
+pub(crate) fn failed(path: &Path, why: &dyn fmt::Display) -> Error {
+    Error::Environment(format!("{}: {why}", path.display()))
 }
 
 /// Returns the start of a safetensors file with these arrays, and the offset of each array's values

@@ -55,9 +55,7 @@ mod tests {
             let expected: Vec<u64> = region.indices(&shape).collect();
             assert_eq!(elements, expected, "{region:?}");
         }
-        let whole: Vec<_> = runs(&shape, &Region::full(&shape), 4).collect();
-        assert_eq!(whole, [0..240]);
-        let scalar: Vec<_> = runs(&[], &Region::full(&[]), 8).collect();
-        assert_eq!(scalar, [0..8]);
+        assert!(runs(&shape, &Region::full(&shape), 4).eq(std::iter::once(0..240)));
+        assert!(runs(&[], &Region::full(&[]), 8).eq(std::iter::once(0..8)));
     }
 }

@@ -4,8 +4,11 @@ mod metrics;
 mod progress;
 mod report;
 mod run;
+mod saves;
+#[cfg(feature = "tensorboard")]
+mod tensorboard;
 
-use std::time::Instant;
+use std::path::PathBuf;
 
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
 use mpmd_core::tree::Tree;
@@ -26,16 +29,18 @@ use report::{Reporter, Status};
 /// [`Trainer::run`] is the whole loop. [`Trainer::step`] and [`Trainer::evaluate`] are its parts,
 /// for loops of your own.
 pub struct Trainer<In> {
-    pipeline: Pipeline<In, Loss<MpmdArray>>,
+    pub(crate) pipeline: Pipeline<In, Loss<MpmdArray>>,
     schedule: Schedule,
-    optimizer: Optimizer,
+    pub(crate) optimizer: Optimizer,
     reporter: Reporter,
     rate: Rate,
-    seed: u64,
-    status: Status,
+    pub(crate) seed: u64,
+    pub(crate) status: Status,
     watches: bool,
     /// The shapes of microbatches for which the stages were probed.
     probed: Vec<MicrobatchShapes<In>>,
+    /// The folder and the step of the last checkpoint that was saved or restored.
+    pub(crate) saved: Option<(PathBuf, u64)>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -62,9 +67,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             reporter,
             rate: Rate::Constant(1e-3),
             seed: 0,
-            status: Status { stop: StopFlag::default(), start: Instant::now() },
+            status: Status::default(),
             watches: false,
             probed: Vec::new(),
+            saved: None,
         })
     }
 

@@ -12,11 +12,14 @@ use mpmd_core::{Error, Jit, MpmdArray, ProcessId, Program, Result};
 use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
+use crate::checkpoint::{Phase, SaveStatus};
 use crate::optimizer::double;
 use crate::stop::StopFlag;
 
 /// The mesh axis over the processes.
 const PROCESS: &str = "process";
+/// Number of words of a [`Status`].
+const WORDS: usize = 4;
 
 /// Brings the figures of steps and evaluations to all processes, with their statuses.
 #[derive(Debug)]
@@ -83,23 +86,34 @@ pub struct EvaluationHandle {
 #[derive(Debug)]
 pub(super) struct Figures {
     values: MpmdArray,
-    /// `i64`s, `[processes, 2]`: for each process the words of its [`Status`].
+    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`Status`].
     statuses: MpmdArray,
 }
 
 /// What a process adds to every report.
 #[derive(Clone, Debug)]
-pub(super) struct Status {
+pub(crate) struct Status {
     pub(super) stop: StopFlag,
     /// The time when the trainer was created.
     pub(super) start: Instant,
+    pub(crate) save: SaveStatus,
+}
+
+impl Default for Status {
+    /// Creates the status of a trainer that is created now.
+    fn default() -> Self {
+        let (stop, save) = (StopFlag::default(), SaveStatus::default());
+        Self { stop, start: Instant::now(), save }
+    }
 }
 
 impl Status {
-    /// Returns the signal that this process got, or zero, and the nanoseconds since the start.
-    fn words(&self) -> [i64; 2] {
+    /// Returns the signal that this process got, or zero; the nanoseconds since the start; and the
+    /// words of the last save.
+    fn words(&self) -> [i64; WORDS] {
         let nanos = i64::try_from(self.start.elapsed().as_nanos()).unwrap_or(i64::MAX);
-        [self.stop.signal().unwrap_or(0).into(), nanos]
+        let [step, phase] = self.save.words();
+        [self.stop.signal().unwrap_or(0).into(), nanos, step, phase]
     }
 }
 
@@ -108,6 +122,8 @@ struct Statuses {
     stop: Option<i32>,
     /// Seconds since the start, by the clock of process 0.
     seconds: f64,
+    /// The last save of each process, and its phase.
+    saves: Vec<(u64, Phase)>,
 }
 
 impl StepHandle {
@@ -118,8 +134,14 @@ impl StepHandle {
     ///
     /// If an operation of the step failed.
     pub fn read(self) -> Result<StepReport> {
-        let ([loss, weight, norm], Statuses { stop, seconds }) = self.figures.read()?;
-        Ok(StepReport { step: self.step, loss, weight, norm, rate: self.rate, seconds, stop })
+        Ok(self.read_with_saves()?.0)
+    }
+
+    /// As [`StepHandle::read`]. Also returns the last save of each process, and its phase.
+    pub(super) fn read_with_saves(self) -> Result<(StepReport, Vec<(u64, Phase)>)> {
+        let (step, rate) = (self.step, self.rate);
+        let ([loss, weight, norm], Statuses { stop, seconds, saves }) = self.figures.read()?;
+        Ok((StepReport { step, loss, weight, norm, rate, seconds, stop }, saves))
     }
 }
 
@@ -140,15 +162,17 @@ impl Figures {
     fn read<const N: usize>(self) -> Result<([f64; N], Statuses)> {
         let (Some(values), Some(statuses)) = (self.values.to_host()?, self.statuses.to_host()?)
         else {
-            return Ok(([f64::NAN; N], Statuses { stop: None, seconds: f64::NAN }));
+            let statuses = Statuses { stop: None, seconds: f64::NAN, saves: Vec::new() };
+            return Ok(([f64::NAN; N], statuses));
         };
         let values = values.as_slice::<f64>()?;
         let other = |_| Error::kernel(format!("{} figures in place of {N}", values.len()));
-        let (statuses, _) = statuses.as_slice::<i64>()?.as_chunks::<2>();
-        let signal = statuses.iter().map(|[signal, _]| *signal as i32).max();
-        let seconds = statuses.first().map_or(f64::NAN, |[_, nanos]| *nanos as f64 * 1e-9);
+        let (statuses, _) = statuses.as_slice::<i64>()?.as_chunks::<WORDS>();
+        let signal = statuses.iter().map(|[signal, ..]| *signal as i32).max();
+        let seconds = statuses.first().map_or(f64::NAN, |[_, nanos, ..]| *nanos as f64 * 1e-9);
+        let saves = statuses.iter().map(|[.., step, phase]| SaveStatus::read([*step, *phase]));
         let stop = signal.filter(|signal| *signal != 0);
-        Ok((values.try_into().map_err(other)?, Statuses { stop, seconds }))
+        Ok((values.try_into().map_err(other)?, Statuses { stop, seconds, saves: saves.collect() }))
     }
 }
 
@@ -176,7 +200,7 @@ impl Reporter {
     ) -> Result<Figures> {
         let values = p.device_put(figures, self.everywhere.replicated())?;
         let status = status.clone();
-        let processes = ShapedArray::new(&[p.processes(), 2], DType::I64);
+        let processes = ShapedArray::new(&[p.processes(), WORDS], DType::I64);
         let own = self.everywhere.sharding(spec![PROCESS]);
         let statuses = p.array_from_fn(processes, &own, move |_, mut words| {
             words.as_mut_slice::<i64>()?.copy_from_slice(&status.words());

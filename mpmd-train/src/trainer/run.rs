@@ -13,6 +13,10 @@ use super::Trainer;
 use super::metrics::Metrics;
 use super::progress::Progress;
 use super::report::{EvaluationHandle, StepHandle, StepReport};
+use super::saves::Saves;
+#[cfg(feature = "tensorboard")]
+use super::tensorboard::Events;
+use crate::checkpoint::Checkpoints;
 use crate::data::Data;
 
 /// Number of steps, or groups of an evaluation, that are issued before the report of an earlier one
@@ -22,22 +26,22 @@ const PENDING: usize = 2;
 /// Number of steps in a dry run: enough to see that all steps are equal.
 const PLANNED_STEPS: u64 = 8;
 
-/// A function of a program and its trainer.
-type Hook<'a, In> = Box<dyn FnMut(&mut Program, &mut Trainer<In>) -> Result<()> + 'a>;
-
 /// Options of [`Trainer::run`].
 #[must_use = "options do nothing until `Trainer::run` takes them"]
-pub struct Run<'a, In> {
+pub struct Run<'a> {
     steps: u64,
     seconds: Option<f64>,
     evaluate_every: Option<u64>,
     metrics: Option<PathBuf>,
     progress: bool,
     on_step: Box<dyn FnMut(&StepReport) + 'a>,
-    save: Option<Hook<'a, In>>,
+    checkpoints: Option<Checkpoints>,
+    save_every: Option<u64>,
+    #[cfg(feature = "tensorboard")]
+    tensorboard: Option<PathBuf>,
 }
 
-impl<'a, In> Run<'a, In> {
+impl<'a> Run<'a> {
     /// Creates options for a training until the model has had `steps` updates, those of earlier
     /// runs included. Shows the progress, and evaluates only at the end.
     pub fn steps(steps: u64) -> Self {
@@ -48,7 +52,10 @@ impl<'a, In> Run<'a, In> {
             metrics: None,
             progress: true,
             on_step: Box::new(|_| {}),
-            save: None,
+            checkpoints: None,
+            save_every: None,
+            #[cfg(feature = "tensorboard")]
+            tensorboard: None,
         }
     }
 
@@ -78,6 +85,17 @@ impl<'a, In> Run<'a, In> {
         self
     }
 
+    /// Makes process 0 write scalars for TensorBoard to a new file in this folder. Needs the feature
+    /// `tensorboard`.
+    ///
+    /// The scalars of a step are `loss/training`, `norm`, `rate`, and from the run's second step on
+    /// `tokens_per_second`. That of an evaluation is `loss/evaluation`.
+    #[cfg(feature = "tensorboard")]
+    pub fn tensorboard(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.tensorboard = Some(folder.into());
+        self
+    }
+
     /// Turns the progress on process 0's stderr on or off. On by default.
     pub fn progress(mut self, yes: bool) -> Self {
         self.progress = yes;
@@ -90,24 +108,33 @@ impl<'a, In> Run<'a, In> {
         self
     }
 
-    /// Calls `f` after the last step, also after a stop, on every process. It may issue operations,
-    /// the same on every process, to save the model.
-    pub fn save(
-        mut self,
-        f: impl FnMut(&mut Program, &mut Trainer<In>) -> Result<()> + 'a,
-    ) -> Self {
-        self.save = Some(Box::new(f));
+    /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues from
+    /// it.
+    pub fn checkpoints(mut self, to: Checkpoints) -> Self {
+        self.checkpoints = Some(to);
+        self
+    }
+
+    /// Saves a checkpoint also each time the number of updates is a multiple of `steps`, while the
+    /// training goes on. It needs [`Run::checkpoints`].
+    ///
+    /// Each save takes host memory for a copy of the process's regions. If a save is still under
+    /// way when the next is due, the training waits.
+    pub fn save_every(mut self, steps: u64) -> Self {
+        self.save_every = Some(steps.max(1));
         self
     }
 }
 
-impl<In> fmt::Debug for Run<'_, In> {
+impl fmt::Debug for Run<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Run")
             .field("steps", &self.steps)
             .field("seconds", &self.seconds)
             .field("evaluate_every", &self.evaluate_every)
             .field("metrics", &self.metrics)
+            .field("checkpoints", &self.checkpoints)
+            .field("save_every", &self.save_every)
             .finish_non_exhaustive()
     }
 }
@@ -135,16 +162,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// # Errors
     ///
     /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite. If
-    /// the metrics cannot be written, or `save` fails.
+    /// the metrics or a checkpoint cannot be written, or if the folder has a checkpoint of a later
+    /// step than this trainer.
     #[track_caller]
     pub fn run<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,
-        run: Run<'_, In>,
+        run: Run<'_>,
         data: &D,
     ) -> Result<Outcome> {
-        let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, save } = run;
+        let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
+        let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + PLANNED_STEPS);
         } else if !self.watches {
@@ -165,6 +194,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             is_dry_run: p.is_dry_run(),
             start,
             metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
+            #[cfg(feature = "tensorboard")]
+            events: run
+                .tensorboard
+                .filter(|_| first)
+                .map(|path| Events::create(&path))
+                .transpose()?,
             progress: (first && progress)
                 .then(|| Progress::new((self.steps(), steps), seconds, start)),
             limit: seconds.map(|seconds| (began, seconds)),
@@ -173,10 +208,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             stopped: None,
             evaluation: None,
         };
-        self.train(p, (steps, evaluate_every), data, &mut observer)?;
-        if let Some(mut save) = save {
-            save(p, self)?;
-        }
+        self.train(p, (steps, evaluate_every), data, &mut saves, &mut observer)?;
+        saves.end(p, self)?;
         if observer.stopped.is_none() {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
@@ -192,6 +225,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         p: &mut Program,
         (steps, evaluate_every): (u64, Option<u64>),
         data: &D,
+        saves: &mut Saves,
         observer: &mut Observer<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
@@ -202,17 +236,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 Some(share) => self.rate.at_share(share),
             };
             pending.push_back(self.step_at(p, microbatches, rate)?);
+            saves.after_step(p, self)?;
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {
-                observer.step(step.read()?)?;
+                read(p, saves, observer, step)?;
             }
             let now = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
             if now && self.steps() < steps && observer.stopped.is_none() {
                 self.evaluate_held_out(p, data, observer)?;
             }
         }
-        pending.into_iter().try_for_each(|step| observer.step(step.read()?))
+        pending.into_iter().try_for_each(|step| read(p, saves, observer, step))
     }
 
     /// Evaluates all held-out data in groups of a step's microbatches, until a process was asked to
@@ -257,6 +292,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 }
 
+/// Reads a step's report, and gives it to those who wait for it.
+fn read(
+    p: &mut Program,
+    saves: &mut Saves,
+    observer: &mut Observer<'_>,
+    step: StepHandle,
+) -> Result<()> {
+    let (report, phases) = step.read_with_saves()?;
+    observer.step(report)?;
+    saves.report(p, &phases)
+}
+
 /// Sums over the groups of an evaluation.
 #[derive(Default)]
 struct Total {
@@ -282,6 +329,8 @@ struct Observer<'a> {
     /// Seconds when the run began, by the clock of the reports, and the limit of its seconds.
     limit: Option<(f64, f64)>,
     metrics: Option<Metrics>,
+    #[cfg(feature = "tensorboard")]
+    events: Option<Events>,
     progress: Option<Progress>,
     on_step: Box<dyn FnMut(&StepReport) + 'a>,
     last: Option<StepReport>,
@@ -316,6 +365,10 @@ impl Observer<'_> {
         if let Some(metrics) = &mut self.metrics {
             metrics.step(&report, self.start.elapsed().as_secs_f64())?;
         }
+        #[cfg(feature = "tensorboard")]
+        if let Some(events) = &mut self.events {
+            events.step(&report)?;
+        }
         if let Some(progress) = &mut self.progress {
             progress.step(&report);
         }
@@ -331,6 +384,10 @@ impl Observer<'_> {
         self.evaluation = Some(loss);
         if let Some(metrics) = &mut self.metrics {
             metrics.evaluation(step, loss, self.start.elapsed().as_secs_f64())?;
+        }
+        #[cfg(feature = "tensorboard")]
+        if let Some(events) = &mut self.events {
+            events.evaluation(step, loss)?;
         }
         self.progress.iter().for_each(|progress| progress.evaluated(step, loss));
         Ok(())

@@ -7,7 +7,7 @@ use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Rate, Run, StepReport};
 
-use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer};
+use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed};
 
 /// Returns sequences of 2 to 13 tokens.
 fn sequences(count: u64) -> Vec<Vec<u32>> {
@@ -55,7 +55,8 @@ fn steps_of_several_forms_train_and_replay() {
             let trainer = trainer(p, true, AdamW::default())?.rate(Rate::Constant(0.02));
             let mut trainer = trainer.replay(replay).stop_on(&StopFlag::default());
             let mut reports: Vec<StepReport> = Vec::new();
-            let options = Run::steps(12).progress(false).on_step(|report| reports.push(*report));
+            let options =
+                Run::steps(12).progress(false).on_step(|report| reports.push(untimed(*report)));
             trainer.run(p, options, &buckets)?;
             Ok(reports)
         });

@@ -3,7 +3,12 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+mod chain;
+mod checkpoints;
+mod damage;
 mod data;
+mod kills;
+mod model_files;
 mod optimizers;
 mod reports;
 mod runs;

@@ -1,0 +1,30 @@
+//! Results of work outside of operations, such as files, that all processes must learn alike.
+
+use mpmd_core::{Error, ProcessId, Program, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Returns the error of the process with the lowest number that has one, on every process. Every
+/// process must call it. Blocks until each process has called it. In a dry run there is no error.
+pub(crate) fn agree(p: &mut Program, own: Result<()>) -> Result<()> {
+    let own = own.err().map(|error| error.to_string());
+    for process in (0..p.processes() as u32).map(ProcessId) {
+        let error: Option<String> = p.broadcast_value(process, None, || Ok(own.clone()))?;
+        if let Some(error) = error {
+            return Err(Error::Environment(error));
+        }
+    }
+    Ok(())
+}
+
+/// Runs `f` on process 0, and returns its value or its error on every process. Every process must
+/// call it. In a dry run, returns `in_dry_run` and does not run `f`.
+pub(crate) fn on_first<T: Serialize + DeserializeOwned>(
+    p: &mut Program,
+    in_dry_run: T,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let run = || Ok(f().map_err(|error| error.to_string()));
+    let result: Result<T, String> = p.broadcast_value(ProcessId(0), Ok(in_dry_run), run)?;
+    result.map_err(Error::Environment)
+}

@@ -1,0 +1,228 @@
+//! Reading a checkpoint: its manifest, its arrays' shapes, and the pieces of a region.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use mpmd_core::device::copy::copy_region;
+use mpmd_core::{Error, MoveOptions, MpmdArray, Program, Result};
+use mpmd_ids::block::Mutex;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
+
+use super::arrays::Contents;
+use super::manifest::{FileEntry, Manifest, hash, read_list};
+use super::{Checkpoints, folder};
+use crate::agree::{agree, on_first};
+use crate::tensors::owners::owners;
+use crate::tensors::{TensorFile, failed};
+
+/// A complete checkpoint, whose values are not read yet.
+pub(super) struct Checkpoint {
+    path: PathBuf,
+    pub(super) manifest: Manifest,
+    arrays: BTreeMap<String, SavedArray>,
+    /// Number of bytes of values that were read.
+    bytes_read: AtomicU64,
+}
+
+struct SavedArray {
+    file: TensorFile,
+    /// Each piece with its hash.
+    pieces: Vec<(Region, String)>,
+}
+
+impl Checkpoint {
+    /// Reads everything but the values, and compares the hashes of what it reads.
+    pub(super) fn open(from: &Checkpoints, step: u64) -> Result<Self> {
+        let path = folder::manifest(&from.folder, step);
+        let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
+        let manifest = Manifest::parse(&bytes).map_err(|why| failed(&path, &why))?;
+        let files = folder::files(&from.folder, step);
+        let mut lists: HashMap<String, Vec<(Region, String)>> = HashMap::new();
+        for list in &manifest.lists {
+            for array in read_list(&files, list)? {
+                lists.entry(array.array).or_default().extend(array.pieces);
+            }
+        }
+        let mut arrays = BTreeMap::new();
+        for entry in &manifest.files {
+            let file = open_file(files.join(&entry.name), entry)?;
+            for name in file.names() {
+                let pieces = lists.remove(&name).unwrap_or_default();
+                arrays.insert(name, SavedArray { file: file.clone(), pieces });
+            }
+        }
+        Ok(Self { path, manifest, arrays, bytes_read: AtomicU64::new(0) })
+    }
+
+    /// Compares the arrays of the checkpoint with those of a training.
+    pub(super) fn check(&self, contents: &Contents) -> Result<()> {
+        let Manifest { by_stage, stages, .. } = self.manifest;
+        if by_stage && stages != contents.stages {
+            let problem = format!(
+                "its arrays are named by stage, since stages have parameters of one path. So it \
+                 restores to {stages} stages only, and the training has {}",
+                contents.stages
+            );
+            return Err(failed(&self.path, &problem));
+        }
+        for (name, array) in &contents.arrays {
+            let Some(saved) = self.arrays.get(name) else {
+                let problem = format!("{name}: {} is expected, no such array found", array.aval());
+                return Err(failed(&self.path, &problem));
+            };
+            let found = saved.file.aval(name)?;
+            if found != *array.aval() {
+                let problem = format!("{name}: {} is expected, {found} found", array.aval());
+                return Err(failed(saved.file.path(), &problem));
+            }
+        }
+        let known = |name: &String| contents.arrays.iter().any(|(known, _)| known == name);
+        match self.arrays.iter().find(|(name, _)| !known(name)) {
+            Some((name, saved)) => {
+                let found = saved.file.aval(name)?;
+                let problem = format!("{name}: {found} found, which the training does not have");
+                Err(failed(saved.file.path(), &problem))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Reads the region of an array into `bytes`, in row-major order. Reads each piece that
+    /// overlaps it once, and compares its hash.
+    fn read(&self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
+        let missing = || failed(&self.path, &format!("{name}: there is no such array"));
+        let SavedArray { file, pieces } = self.arrays.get(name).ok_or_else(missing)?;
+        let damaged =
+            |region, why: &str| failed(file.path(), &format!("{name}: region {region}: {why}"));
+        let item = file.aval(name)?.dtype().size();
+        let full = Region::full(file.aval(name)?.shape());
+        let (mut buffer, mut covered) = (Vec::new(), 0);
+        for (piece, expected) in pieces {
+            if piece.ndim() != region.ndim() || !full.contains(piece) {
+                return Err(damaged(piece, "it is not within the array"));
+            }
+            let Some(common) = piece.intersect(region) else { continue };
+            buffer.resize(piece.elements() * item, 0);
+            file.read(name, piece, &mut buffer)?;
+            self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
+            let found = hash(&buffer);
+            if found != *expected {
+                let why = format!("damaged: hash {expected} is expected, {found} found");
+                return Err(damaged(piece, &why));
+            }
+            copy_region(&buffer, piece, bytes, region, &common, item);
+            covered += common.elements();
+        }
+        if covered != region.elements() {
+            let why = format!("{covered} of {} elements are in its pieces", region.elements());
+            return Err(damaged(region, &why));
+        }
+        Ok(())
+    }
+}
+
+/// Opens a file after a comparison of its length and of its header's hash.
+fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
+    let mut header = Vec::new();
+    let read = File::open(&path).and_then(|file| {
+        let bytes = file.metadata()?.len();
+        file.take(entry.header_bytes).read_to_end(&mut header)?;
+        Ok(bytes)
+    });
+    let found = read.map_err(|error| failed(&path, &error))?;
+    if found != entry.bytes {
+        let problem = format!("damaged: {} bytes are expected, {found} found", entry.bytes);
+        return Err(failed(&path, &problem));
+    }
+    if hash(&header) != entry.header_hash {
+        let problem = "damaged: its header does not have the hash in the manifest";
+        return Err(failed(&path, &problem));
+    }
+    TensorFile::open(path)
+}
+
+/// Loads the arrays of `contents`, with their shardings, from the newest checkpoint or the one that
+/// was asked for. Returns the manifest and the arrays, or `None` if there is no checkpoint.
+pub(super) fn load(
+    p: &mut Program,
+    from: &Checkpoints,
+    contents: &Contents,
+) -> Result<Option<(Manifest, Vec<MpmdArray>)>> {
+    let steps = on_first(p, Vec::new(), || from.steps())?;
+    if p.is_dry_run() {
+        return Ok(None);
+    }
+    let step = match (from.at, steps.last()) {
+        (None, None) => return Ok(None),
+        (None, Some(newest)) => *newest,
+        (Some(step), _) if steps.contains(&step) => step,
+        (Some(step), _) => {
+            let problem = format!("there is no checkpoint of step {step}, but of {steps:?}");
+            return Err(failed(&from.folder, &problem));
+        }
+    };
+    let older: Vec<u64> = steps.into_iter().filter(|older| *older < step).collect();
+    let advice = |error: Error| match older.last() {
+        Some(older) => Error::Environment(format!(
+            "{error}. There is an older checkpoint: `Checkpoints::at({older})` restores it"
+        )),
+        None => error,
+    };
+    let opened = Checkpoint::open(from, step);
+    let own = opened.as_ref().map_or(Ok(String::new()), |opened| opened.manifest.hash());
+    let first = on_first(p, String::new(), || own.clone())?;
+    let checked = opened.and_then(|opened| {
+        opened.check(contents)?;
+        if own? != first {
+            let problem = "process 0 sees another manifest: all processes must share the folder";
+            return Err(failed(&opened.path, &problem));
+        }
+        Ok(opened)
+    });
+    agree(p, checked.as_ref().map(drop).map_err(Clone::clone)).map_err(advice)?;
+    let checkpoint = Arc::new(checked?);
+    let arrays = read_arrays(p, &checkpoint, &contents.arrays).map_err(advice)?;
+    Ok(Some((checkpoint.manifest.clone(), arrays)))
+}
+
+/// Loads arrays with the shardings of `like`. Each region is read by its owner only, and moves from
+/// there to the other devices that hold it. Blocks until all are there.
+fn read_arrays(
+    p: &mut Program,
+    checkpoint: &Arc<Checkpoint>,
+    like: &[(String, MpmdArray)],
+) -> Result<Vec<MpmdArray>> {
+    // A failed operation would end the job, so the error goes beside it.
+    let problem: Arc<Mutex<Option<(usize, Region, Error)>>> = Arc::default();
+    let first = p.topology().device_ids()[0];
+    let mut arrays = Vec::with_capacity(like.len());
+    for (place, (name, like)) in like.iter().enumerate() {
+        let to = like.sharding().cloned().unwrap_or_else(|| Sharding::single_device(first));
+        let (checkpoint, problem, name) = (checkpoint.clone(), problem.clone(), name.clone());
+        let owned = owners(like.aval(), &to)?;
+        let array = p.array_from_fn(like.aval().clone(), &owned, move |region, mut values| {
+            if let Err(error) = checkpoint.read(&name, region, values.as_bytes_mut()) {
+                let mut problem = problem.lock();
+                let earlier =
+                    |(other, at, _): &(usize, Region, Error)| (*other, at) < (place, region);
+                if !problem.as_ref().is_some_and(earlier) {
+                    *problem = Some((place, region.clone(), error));
+                }
+            }
+            Ok(())
+        })?;
+        arrays.push(p.device_put_with(&array, to, MoveOptions::default().donate(true))?);
+    }
+    let mut read = Ok(());
+    for array in &arrays {
+        read = read.and(array.block_until_ready().map(drop));
+    }
+    let problem = problem.lock().take();
+    agree(p, read.and(problem.map_or(Ok(()), |(_, _, error)| Err(error))))?;
+    Ok(arrays)
+}

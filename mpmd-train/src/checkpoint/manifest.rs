@@ -1,0 +1,152 @@
+//! The manifest of a checkpoint, and the lists of pieces that it names.
+
+use std::fs;
+use std::path::Path;
+
+use mpmd_core::{Error, Result};
+use mpmd_layout::region::Region;
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+
+use crate::tensors::failed;
+
+/// Version of the manifest that this program writes and reads.
+pub(super) const FORMAT: u32 = 1;
+
+/// What a checkpoint is made of, and the position of its training.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct Manifest {
+    pub(super) format: u32,
+    /// Number of updates of the model.
+    pub(super) step: u64,
+    pub(super) seed: u64,
+    /// Number of processes that wrote the checkpoint.
+    pub(super) processes: usize,
+    pub(super) stages: usize,
+    /// True if the names of the arrays begin with their stage.
+    pub(super) by_stage: bool,
+    pub(super) files: Vec<FileEntry>,
+    /// The lists of pieces, one for each process.
+    pub(super) lists: Vec<ListEntry>,
+}
+
+/// A safetensors file.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct FileEntry {
+    pub(super) name: String,
+    /// Length of the file.
+    pub(super) bytes: u64,
+    /// Length of the part before the values.
+    pub(super) header_bytes: u64,
+    /// Hash of the part before the values.
+    pub(super) header_hash: String,
+}
+
+/// A file with a list of pieces, [`ArrayPieces`] in JSON.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct ListEntry {
+    pub(super) name: String,
+    pub(super) hash: String,
+}
+
+/// The pieces of an array that a process has written.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct ArrayPieces {
+    pub(super) array: String,
+    /// Each piece with the hash of its elements in row-major order.
+    pub(super) pieces: Vec<(Region, String)>,
+}
+
+/// A manifest in its file, with the hash of its compact JSON.
+#[derive(Deserialize, Serialize)]
+struct Sealed {
+    manifest: Manifest,
+    hash: String,
+}
+
+impl Manifest {
+    /// Returns the content of the manifest's file.
+    pub(super) fn seal(self) -> Result<Vec<u8>> {
+        let hash = self.hash()?;
+        let sealed = serde_json::to_string_pretty(&Sealed { manifest: self, hash });
+        sealed.map(|text| (text + "\n").into_bytes()).map_err(invalid)
+    }
+
+    /// Reads a manifest. The error says why it is invalid.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let sealed: Sealed = serde_json::from_slice(bytes)
+            .map_err(|error| format!("no valid manifest of a checkpoint ({error})"))?;
+        let Sealed { manifest, hash } = sealed;
+        if manifest.format != FORMAT {
+            return Err(format!("format {FORMAT} is expected, {} found", manifest.format));
+        }
+        match manifest.hash() {
+            Ok(expected) if expected == hash => Ok(manifest),
+            _ => Err("damaged: it does not have the hash that it names".to_owned()),
+        }
+    }
+
+    /// Returns the hash of the manifest, which changes with every field.
+    pub(super) fn hash(&self) -> Result<String> {
+        serde_json::to_vec(self).map(|text| hash(&text)).map_err(invalid)
+    }
+}
+
+/// Reads a list of pieces, and compares its hash.
+pub(super) fn read_list(folder: &Path, list: &ListEntry) -> Result<Vec<ArrayPieces>> {
+    let path = folder.join(&list.name);
+    let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
+    if hash(&bytes) != list.hash {
+        return Err(failed(&path, &"damaged: it does not have the hash in the manifest"));
+    }
+    serde_json::from_slice(&bytes)
+        .map_err(|error| failed(&path, &format!("no valid list of pieces ({error})")))
+}
+
+/// Returns the hash of some bytes: XXH3 with 128 bits, as 32 hexadecimal digits.
+pub(super) fn hash(bytes: &[u8]) -> String {
+    format!("{:032x}", XxHash3_128::oneshot(bytes))
+}
+
+fn invalid(error: serde_json::Error) -> Error {
+    Error::Environment(format!("a manifest of a checkpoint: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Manifest {
+        let file = FileEntry {
+            name: "model.safetensors".to_owned(),
+            bytes: 300,
+            header_bytes: 96,
+            header_hash: hash(b"header"),
+        };
+        let list = ListEntry { name: "pieces-0.json".to_owned(), hash: hash(b"list") };
+        let (files, lists) = (vec![file], vec![list]);
+        let (step, seed, processes, stages) = (100, u64::MAX, 4, 2);
+        Manifest { format: FORMAT, step, seed, processes, stages, by_stage: false, files, lists }
+    }
+
+    #[test]
+    fn changed_manifest_is_refused() {
+        let text = String::from_utf8(sample().seal().unwrap()).unwrap();
+        assert_eq!(Manifest::parse(text.as_bytes()).unwrap(), sample());
+        let said = Manifest::parse(text.replace("300", "301").as_bytes()).unwrap_err();
+        assert_eq!(said, "damaged: it does not have the hash that it names");
+        let said = Manifest::parse(text.replace("\"format\": 1", "\"format\": 2").as_bytes());
+        assert_eq!(said.unwrap_err(), "format 1 is expected, 2 found");
+        let said = Manifest::parse(&text.as_bytes()[..100]).unwrap_err();
+        assert!(said.starts_with("no valid manifest of a checkpoint"), "{said}");
+    }
+
+    #[test]
+    fn fuzz_manifests() {
+        mpmd_fuzz::bytes("manifests", &[sample().seal().unwrap()], |bytes| {
+            if let Ok(manifest) = Manifest::parse(bytes) {
+                assert_eq!(manifest, sample());
+            }
+        });
+    }
+}

@@ -1,0 +1,261 @@
+//! A save: copies of the arrays, which a thread of each process writes while the training goes on.
+//!
+//! Process 0 creates the files, and all processes copy their regions. The thread of each process
+//! writes its copies and a list of their hashes. Every report of a step tells all processes how far
+//! the saves of all are. When all have written, process 0's thread writes the manifest. So the
+//! program's thread does not wait for the disk.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result};
+use mpmd_ids::block::thread::{Builder, JoinHandle};
+use mpmd_ids::block::{Mutex, mpsc};
+
+use super::arrays::Contents;
+use super::manifest::{ArrayPieces, FORMAT, FileEntry, ListEntry, Manifest, hash};
+use super::{Checkpoints, folder};
+use crate::agree::{agree, on_first};
+use crate::tensors::failed;
+use crate::tensors::files::{Files, PlannedFile, sync_folder, write_synced};
+use crate::tensors::host_owners;
+use crate::tensors::owners::{PIECE_BYTES, pieces};
+
+/// How far a process is with a save.
+#[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) enum Phase {
+    /// A file could not be written.
+    Failed,
+    /// Its regions are being written.
+    #[default]
+    Writing,
+    /// Its regions and its list of pieces are on the disk.
+    Written,
+    /// The manifest is on the disk. Only process 0 gets there.
+    Committed,
+}
+
+/// The step of the last save and its phase on a process. Clones are one value.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SaveStatus(Arc<Mutex<(u64, Phase)>>);
+
+impl SaveStatus {
+    /// Returns the step and the phase as words of a report.
+    pub(crate) fn words(&self) -> [i64; 2] {
+        let (step, phase) = *self.0.lock();
+        [step.cast_signed(), phase as i64]
+    }
+
+    /// Reads the words of a report.
+    pub(crate) fn read([step, phase]: [i64; 2]) -> (u64, Phase) {
+        let phases = [Phase::Failed, Phase::Writing, Phase::Written, Phase::Committed];
+        let phase = phases.into_iter().find(|known| *known as i64 == phase);
+        (step.cast_unsigned(), phase.unwrap_or_default())
+    }
+}
+
+/// A save that is under way.
+pub(crate) struct Saving {
+    step: u64,
+    /// The thread's result of writing this process's regions; `None` in a dry run.
+    written: Option<mpsc::Receiver<Result<()>>>,
+    /// Tells process 0's thread that all processes have written.
+    commit: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Saving {
+    /// Creates the files, issues the copies, and starts the thread. Blocks until process 0 has
+    /// created the files.
+    pub(super) fn begin(
+        p: &mut Program,
+        to: &Checkpoints,
+        contents: Contents,
+        status: &SaveStatus,
+    ) -> Result<Self> {
+        let Contents { step, seed, stages, by_stage, arrays } = contents;
+        let avals: Vec<_> =
+            arrays.iter().map(|(name, array)| (name.clone(), array.aval().clone())).collect();
+        let metadata = BTreeMap::from([("step".to_owned(), step.to_string())]);
+        let plan = Files::plan(&avals, to.file_bytes, &metadata)?;
+        let hosts = arrays.iter().map(|(_, array)| host_owners(p, array));
+        let hosts = hosts.collect::<Result<Vec<_>>>()?;
+        on_first(p, (), || folder::prepare(&to.folder, step, &plan))?;
+        // Later steps change the arrays in place, so the copies must not share their memory.
+        let options = MoveOptions::default().may_alias(false);
+        let mut copies = Vec::with_capacity(arrays.len());
+        for ((name, array), host) in arrays.into_iter().zip(hosts) {
+            copies.push((name, p.device_put_with(&array, host, options)?));
+        }
+        *status.0.lock() = (step, Phase::Writing);
+        if p.is_dry_run() {
+            return Ok(Self { step, written: None, commit: None, thread: None });
+        }
+        let file = |file: &PlannedFile| FileEntry {
+            name: file.name.clone(),
+            bytes: file.bytes,
+            header_bytes: file.start.len() as u64,
+            header_hash: hash(&file.start),
+        };
+        let (files, lists) = (plan.files.iter().map(file).collect(), Vec::new());
+        let processes = p.processes();
+        let manifest =
+            Manifest { format: FORMAT, step, seed, processes, stages, by_stage, files, lists };
+        let writer = Writer {
+            process: p.process(),
+            folder: to.folder.clone(),
+            keep: to.keep,
+            plan,
+            copies,
+            manifest,
+            status: status.clone(),
+        };
+        let (told, written) = mpsc::channel();
+        let (commit, committing) = mpsc::channel();
+        let tell = told.clone();
+        let run = move || writer.run(&told, &committing);
+        let thread = Builder::new().name("checkpoint".to_owned()).spawn(run);
+        if let Err(error) = &thread {
+            // The other processes learn it as they learn that a file cannot be written.
+            status.0.lock().1 = Phase::Failed;
+            let problem = format!("cannot start the thread of a save: {error}");
+            let _ = tell.send(Err(Error::Environment(problem)));
+        }
+        Ok(Self { step, written: Some(written), commit: Some(commit), thread: thread.ok() })
+    }
+
+    /// Takes the phases of all processes from a report, which is the same on every process. Returns
+    /// true if the save is complete.
+    ///
+    /// # Errors
+    ///
+    /// If a process could not write. Every process gets its error.
+    pub(crate) fn report(&mut self, p: &mut Program, phases: &[(u64, Phase)]) -> Result<bool> {
+        let here = phases.iter().filter(|(step, _)| *step == self.step);
+        let here: Vec<Phase> = here.map(|(_, phase)| *phase).collect();
+        if here.contains(&Phase::Failed) {
+            self.finish(p)?;
+        }
+        let all = here.len() == phases.len();
+        if all
+            && here.iter().all(|phase| *phase >= Phase::Written)
+            && let Some(commit) = self.commit.take()
+            && p.process() == ProcessId(0)
+        {
+            // Without a receiver the thread has failed, as a later report says.
+            let _ = commit.send(());
+        }
+        Ok(all && here.first() == Some(&Phase::Committed))
+    }
+
+    /// Blocks until the checkpoint is complete. Every process must call it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Saving::report`].
+    pub(crate) fn finish(&mut self, p: &mut Program) -> Result<()> {
+        let ended = || Err(Error::Environment("the thread of a save has panicked".to_owned()));
+        let written = self.written.take();
+        agree(p, written.map_or(Ok(()), |written| written.recv().unwrap_or_else(|_| ended())))?;
+        let (commit, thread) = (self.commit.take(), self.thread.take());
+        on_first(p, (), || {
+            if let Some(commit) = commit {
+                // Without a receiver the thread has ended, with the result that is read next.
+                let _ = commit.send(());
+            }
+            thread.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| ended()))
+        })
+    }
+}
+
+/// The work of a save's thread on one process.
+struct Writer {
+    process: ProcessId,
+    folder: PathBuf,
+    keep: Option<usize>,
+    plan: Files,
+    /// The arrays as copies in host memory, with their names.
+    copies: Vec<(String, MpmdArray)>,
+    /// The manifest without the lists of pieces.
+    manifest: Manifest,
+    status: SaveStatus,
+}
+
+impl Writer {
+    fn run(
+        mut self,
+        told: &mpsc::Sender<Result<()>>,
+        committing: &mpsc::Receiver<()>,
+    ) -> Result<()> {
+        let written = self.write();
+        self.note(if written.is_ok() { Phase::Written } else { Phase::Failed });
+        // Without a receiver the training has ended with an error.
+        let _ = told.send(written.clone());
+        written?;
+        if self.process != ProcessId(0) || committing.recv().is_err() {
+            return Ok(());
+        }
+        let committed = self.commit();
+        self.note(if committed.is_ok() { Phase::Committed } else { Phase::Failed });
+        committed
+    }
+
+    fn note(&self, phase: Phase) {
+        let mut status = self.status.0.lock();
+        // Otherwise a later save has begun.
+        if status.0 == self.manifest.step {
+            status.1 = phase;
+        }
+    }
+
+    /// Writes this process's regions, and then the list of their pieces. Drops each copy when it
+    /// is written.
+    fn write(&mut self) -> Result<()> {
+        let folder = folder::files(&self.folder, self.manifest.step);
+        let mut files = self.plan.writer(&folder, "");
+        let mut lists = Vec::new();
+        for (place, (name, array)) in std::mem::take(&mut self.copies).into_iter().enumerate() {
+            if array.is_fully_remote() {
+                continue;
+            }
+            let item = array.dtype().size();
+            let mut hashes = Vec::new();
+            for shard in array.addressable_shards()? {
+                let mut rest = &shard.data.bytes()[..];
+                for piece in pieces(&shard.region, item, PIECE_BYTES) {
+                    let (bytes, later) = rest.split_at(piece.elements() * item);
+                    rest = later;
+                    files.write(place, &piece, bytes)?;
+                    hashes.push((piece, hash(bytes)));
+                }
+            }
+            lists.push(ArrayPieces { array: name, pieces: hashes });
+        }
+        files.sync()?;
+        let path = folder.join(list_name(self.process.index()));
+        let text = serde_json::to_vec(&lists).map_err(|error| failed(&path, &error))?;
+        write_synced(&path, &text)?;
+        sync_folder(&folder)
+    }
+
+    /// Writes the manifest, then removes old checkpoints.
+    fn commit(&self) -> Result<()> {
+        let mut manifest = self.manifest.clone();
+        let folder = folder::files(&self.folder, manifest.step);
+        for process in 0..manifest.processes {
+            let name = list_name(process);
+            let path = folder.join(&name);
+            let list = fs::read(&path).map_err(|error| failed(&path, &error))?;
+            manifest.lists.push(ListEntry { name, hash: hash(&list) });
+        }
+        sync_folder(&folder)?;
+        folder::commit(&self.folder, manifest.step, &manifest.seal()?)?;
+        self.keep.map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
+    }
+}
+
+fn list_name(process: usize) -> String {
+    format!("pieces-{process}.json")
+}

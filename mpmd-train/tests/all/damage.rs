@@ -1,0 +1,191 @@
+//! Checkpoints that cannot be restored, and saves that cannot be written: one message everywhere.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use mpmd_core::Simulation;
+use mpmd_core::launch::testing::Processes;
+use mpmd_core::prelude::*;
+use mpmd_train::optimizer::Sgd;
+use mpmd_train::{Checkpoints, Run};
+use rustix::process::{Resource, Rlimit, setrlimit};
+use signal_hook::consts::SIGXFSZ;
+use tempfile::TempDir;
+
+use crate::chain::chain;
+use crate::stages::{params, trainer, windows};
+
+/// Saves steps 2 and 4 of the chain in two stages. Returns the folder.
+fn saved(file_bytes: u64) -> (TempDir, Checkpoints) {
+    let folder = tempfile::tempdir().unwrap();
+    let to = Checkpoints::new(folder.path()).file_bytes(file_bytes);
+    let results = Simulation::new(2, 4).run(|p| {
+        let run = Run::steps(4).progress(false).checkpoints(to.clone()).save_every(2);
+        chain(p, 2, false)?.run(p, run, &windows())
+    });
+    results.into_iter().for_each(|result| assert_eq!(result.unwrap().steps, 4));
+    (folder, to)
+}
+
+/// Returns the error of a restore, which must be the same on every process and change nothing, and
+/// after which the older checkpoint must still load.
+fn refused(to: &Checkpoints) -> String {
+    let results = Simulation::new(4, 4).run(|p| {
+        let mut trainer = chain(p, 2, false)?;
+        let before = params(p, &trainer)?;
+        let said = trainer.restore(p, to).unwrap_err().to_string();
+        assert_eq!((trainer.steps(), params(p, &trainer)?), (0, before));
+        assert_eq!(trainer.restore(p, &to.clone().at(2))?, Some(2));
+        Ok(said)
+    });
+    let mut said: Vec<String> = results.into_iter().map(Result::unwrap).collect();
+    assert!(said.iter().all(|other| *other == said[0]), "{said:?}");
+    let advice = ". There is an older checkpoint: `Checkpoints::at(2)` restores it";
+    said.remove(0).strip_suffix(advice).unwrap().to_owned()
+}
+
+fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path).unwrap();
+    change(&mut bytes);
+    fs::write(path, bytes).unwrap();
+}
+
+/// Returns the path of a file of step 4.
+fn file(folder: &TempDir, name: &str) -> PathBuf {
+    folder.path().join("step-00000004").join(name)
+}
+
+#[test]
+fn flipped_bit_names_file_array_and_region() {
+    let (folder, to) = saved(1 << 30);
+    let path = file(&folder, "model.safetensors");
+    // The values end with the last layer's second state.
+    change(&path, |bytes| *bytes.last_mut().unwrap() ^= 4);
+    let said = refused(&to);
+    let problem = "optimizer/square/layers.3: region [0..8]: damaged: hash ";
+    assert!(said.starts_with(&format!("{}: {problem}", path.display())), "{said}");
+    assert!(said.contains(" is expected, "), "{said}");
+}
+
+#[test]
+fn flipped_bit_anywhere_is_found() {
+    let (folder, to) = saved(1 << 30);
+    let names = ["model.safetensors", "pieces-0.json", "pieces-1.json"];
+    let files = names.iter().map(|name| file(&folder, name));
+    for path in files.chain([folder.path().join("step-00000004.json")]) {
+        let whole = fs::read(&path).unwrap();
+        for place in (0..whole.len()).step_by(whole.len() / 12) {
+            change(&path, |bytes| bytes[place] ^= 1 << (place % 8));
+            let results = Simulation::new(1, 4).run(|p| chain(p, 2, false)?.restore(p, &to));
+            let result = results.into_iter().next().unwrap();
+            // A manifest may have another space between its tokens.
+            let harmless =
+                path.extension().unwrap() == "json" && whole[place].is_ascii_whitespace();
+            match result {
+                Ok(step) => assert!(harmless && step == Some(4), "{path:?} at {place}"),
+                Err(error) => {
+                    let said = error.to_string();
+                    assert!(said.starts_with(&path.display().to_string()), "{place}: {said}");
+                }
+            }
+            fs::write(&path, &whole).unwrap();
+        }
+    }
+}
+
+#[test]
+fn truncated_and_missing_files_are_named() {
+    let (folder, to) = saved(100);
+    let path = file(&folder, "model-00001-of-00004.safetensors");
+    let bytes = fs::read(&path).unwrap().len();
+    change(&path, |bytes| bytes.truncate(bytes.len() - 3));
+    let expected =
+        format!("{}: damaged: {bytes} bytes are expected, {} found", path.display(), bytes - 3);
+    assert_eq!(refused(&to), expected);
+    fs::remove_file(&path).unwrap();
+    let missing = format!("{}: No such file or directory (os error 2)", path.display());
+    assert_eq!(refused(&to), missing);
+    let path = file(&folder, "pieces-1.json");
+    change(&path, |bytes| bytes.truncate(bytes.len() - 1));
+    let expected = "damaged: it does not have the hash in the manifest";
+    assert_eq!(refused(&to), format!("{}: {expected}", path.display()));
+    let path = folder.path().join("step-00000004.json");
+    change(&path, |bytes| bytes.truncate(bytes.len() / 2));
+    let said = refused(&to);
+    let expected = format!("{}: no valid manifest of a checkpoint (", path.display());
+    assert!(said.starts_with(&expected), "{said}");
+}
+
+#[test]
+fn arrays_of_another_training_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let to = Checkpoints::new(folder.path());
+    let results = Simulation::new(2, 4).run(|p| {
+        let run = Run::steps(1).progress(false).checkpoints(to.clone());
+        trainer(p, true, Sgd::default())?.run(p, run, &windows())?;
+        let other = chain(p, 2, false)?.restore(p, &to).unwrap_err();
+        let momentum = Sgd { momentum: 0.5, ..Sgd::default() };
+        let more = trainer(p, true, momentum)?.restore(p, &to).unwrap_err();
+        let step = trainer(p, true, Sgd::default())?.restore(p, &to.clone().at(7)).unwrap_err();
+        Ok([other, more, step].map(|error| error.to_string()))
+    });
+    let manifest = folder.path().join("step-00000001.json");
+    let manifest = manifest.display();
+    for result in results {
+        let [other, more, step] = result.unwrap();
+        let expected = "layers.0: f32[8] is expected, no such array found";
+        assert_eq!(other, format!("{manifest}: {expected}"));
+        let expected = "optimizer/momentum/param: f32[256,4] is expected, no such array found";
+        assert_eq!(more, format!("{manifest}: {expected}"));
+        let expected = "there is no checkpoint of step 7, but of [1]";
+        assert_eq!(step, format!("{}: {expected}", folder.path().display()));
+    }
+}
+
+/// The variable that makes a test process one of the job's. Its value is the folder.
+const FOLDER: &str = "MPMD_TRAIN_FULL_DISK";
+
+/// The program of each process of a job in which process 1 can write no large file. Does nothing if
+/// the test itself runs.
+#[test]
+fn full_disk_process() {
+    let Ok(folder) = std::env::var(FOLDER) else { return };
+    let error = Program::builder().devices(4).run(|p| -> Result<()> {
+        let mut trainer = chain(p, 2, false)?;
+        let limited = p.process().0 == 1;
+        let run = Run::steps(1 << 40).progress(false).on_step(|report| {
+            if limited && report.step == 2 {
+                // With a handler for the signal, the limit is an error of the write.
+                let flag = Arc::new(AtomicBool::new(false));
+                signal_hook::flag::register(SIGXFSZ, flag).unwrap();
+                let limit = Rlimit { current: Some(1000), maximum: None };
+                setrlimit(Resource::Fsize, limit).unwrap();
+            }
+        });
+        let run = run.checkpoints(Checkpoints::new(&folder)).save_every(5);
+        trainer.run(p, run, &windows()).map(drop)
+    });
+    println!("refused: {}", error.unwrap_err());
+}
+
+#[test]
+fn full_disk_of_one_process_stops_all_with_its_message() {
+    let folder = tempfile::tempdir().unwrap();
+    let processes = Processes::new(2, std::env::current_exe().unwrap())
+        .args(["--exact", "damage::full_disk_process", "--nocapture"])
+        .env(FOLDER, folder.path())
+        // Its memory is no file, so the limit does not hold for it.
+        .env("MPMD_TRANSPORT", "tcp");
+    let mut job = processes.start().unwrap();
+    let ends = job.wait().unwrap();
+    let line = |text: &str| text.lines().find(|line| line.contains("refused: ")).map(str::to_owned);
+    let said: Vec<Option<String>> = ends.iter().map(|end| line(&end.stdout)).collect();
+    let path = folder.path().join("step-00000005/model.safetensors");
+    let problem = "region [0..8]: File too large (os error 27)";
+    let first = said[0].clone().unwrap_or_else(|| panic!("{}", job.report()));
+    assert!(first.contains(&path.display().to_string()) && first.ends_with(problem), "{first}");
+    assert_eq!(said[1].as_ref(), Some(&first));
+    assert!(!folder.path().join("step-00000005.json").exists());
+}
