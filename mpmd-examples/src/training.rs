@@ -1,15 +1,17 @@
 //! Arguments and printed figures of programs that train on text.
 
+use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
 use std::fs::File;
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::builder::RangedU64ValueParser;
-use mpmd::pipeline::{Builtin, Schedule};
-use mpmd::{MpmdArray, Program};
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::pipeline::{Builtin, MicrobatchShapes, Schedule, Text as ScheduleText};
+use mpmd::{MpmdArray, ProcessId, Program};
 use mpmd_train::data::Text;
 use mpmd_train::{Outcome, Rate, StepReport, Trainer};
 
@@ -27,8 +29,9 @@ pub struct TrainingArgs {
     /// Number of stages
     #[arg(long, default_value_t = 4, value_parser = at_least(2))]
     pub stages: usize,
-    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1
-    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1, or a
+    /// file in torch's text format
+    #[arg(long, value_name = "NAME|FILE", default_value = "1f1b")]
     pub schedule: String,
     /// Microbatches of a step
     #[arg(long, default_value_t = 8, value_parser = at_least(1))]
@@ -63,22 +66,13 @@ impl TrainingArgs {
         }
     }
 
-    /// Returns the schedule.
+    /// Returns the schedule, as the function [`schedule`] does.
     ///
     /// # Errors
     ///
-    /// If there is no such schedule, or none for these numbers of stages and microbatches.
+    /// As [`schedule`].
     pub fn schedule(&self) -> anyhow::Result<Schedule> {
-        let chunks = Builtin::named(&self.schedule).map_or(1, Builtin::default_chunks);
-        let ranks = self.stages / chunks;
-        let schedule = Schedule::named(&self.schedule, ranks, self.microbatches, Some(chunks))?;
-        let (name, stages) = (schedule.name(), schedule.stages());
-        anyhow::ensure!(
-            stages == self.stages,
-            "{name} has {chunks} stages a rank: --stages {} is no multiple of it",
-            self.stages
-        );
-        Ok(schedule)
+        schedule(&self.schedule, None, Some(self.stages), Some(self.microbatches))
     }
 
     /// Returns the learning rate, which falls linearly to a tenth.
@@ -86,6 +80,86 @@ impl TrainingArgs {
         let (peak, total) = (self.lr, self.steps as u64);
         Rate::WarmupLinear { peak, floor: peak / 10.0, warmup: 0, total }
     }
+}
+
+/// Returns a built-in schedule, or reads one from a file in torch's text format. `chunks` are the
+/// stages of each rank: by default 2 for schedules with several, else 1. By default there are 4
+/// ranks and 8 microbatches; a file has numbers of its own.
+///
+/// # Errors
+///
+/// If there is no such schedule, or none for these numbers. If the file is unreadable or invalid.
+pub fn schedule(
+    name: &str,
+    chunks: Option<usize>,
+    stages: Option<usize>,
+    microbatches: Option<usize>,
+) -> anyhow::Result<Schedule> {
+    let schedule = if let Some(builtin) = Builtin::named(name) {
+        let chunks = chunks.unwrap_or(builtin.default_chunks());
+        let (stages, microbatches) = (stages.unwrap_or(4 * chunks), microbatches.unwrap_or(8));
+        anyhow::ensure!(
+            stages.is_multiple_of(chunks),
+            "{stages} stages do not divide among ranks of {chunks} stages each"
+        );
+        Schedule::named(name, stages / chunks, microbatches, Some(chunks))?
+    } else {
+        let text = std::fs::read_to_string(name).with_context(|| {
+            let names = Builtin::ALL.map(Builtin::name).join(", ");
+            format!("schedule {name:?} is neither built in ({names}) nor a file that can be read")
+        })?;
+        let title = Path::new(name).file_stem().unwrap_or(name.as_ref()).to_string_lossy();
+        let text = ScheduleText::parse(&text, None).with_context(|| name.to_owned())?;
+        text.schedule(title).with_context(|| name.to_owned())?
+    };
+    let found = (schedule.stages(), schedule.microbatches());
+    let asked = (stages.unwrap_or(found.0), microbatches.unwrap_or(found.1));
+    anyhow::ensure!(
+        found == asked,
+        "schedule {name} is for {} stages and {} microbatches, not {} and {}",
+        found.0,
+        found.1,
+        asked.0,
+        asked.1
+    );
+    anyhow::ensure!(
+        schedule.has_backward(),
+        "schedule {name} has no backward passes to train with"
+    );
+    Ok(schedule)
+}
+
+/// Returns a line for each process with the predicted and the measured peak of its memory.
+/// `windows` are as in [`Figures::start`]. Every process must call it.
+///
+/// # Errors
+///
+/// As [`Trainer::memory`].
+pub fn memory_lines(
+    p: &mut Program,
+    trainer: &mut Trainer<MpmdArray>,
+    (rows, time): (usize, usize),
+) -> mpmd::Result<String> {
+    let stages = trainer.pipeline().stages();
+    let shape = ShapedArray::new(&[rows, time], DType::U8);
+    let targets = BTreeMap::from([("targets".to_owned(), shape.clone())]);
+    let shapes = MicrobatchShapes::new(shape).side(stages - 1, &targets);
+    trainer.pipeline_mut().probe(p, &shapes)?;
+    let plan = trainer.memory(p, &shapes)?;
+    let mut lines = String::new();
+    for process in (0..p.processes() as u32).map(ProcessId) {
+        let expected = plan.of(p.topology().devices_of(process)).expected;
+        let used = p.memory();
+        let used = used.recent_peak + used.staging_recent_peak;
+        let used = p.broadcast_value(process, 0, || Ok(used))?;
+        let ratio = used as f64 / expected.max(1) as f64;
+        let [expected, used] = [expected, used].map(|bytes| bytes as f64 / f64::from(1 << 20));
+        lines += &format!(
+            "memory of process {process}: {expected:.1} MiB expected, {used:.1} MiB at most \
+             ({ratio:.2})\n"
+        );
+    }
+    Ok(lines)
 }
 
 /// The figures of a training, on the process that prints them.

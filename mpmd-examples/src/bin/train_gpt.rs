@@ -18,11 +18,8 @@ use std::sync::OnceLock;
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
 use mpmd::candle::nn::loss::cross_entropy_sum;
-use mpmd::candle::{CandleStage, Cx, Tensor, stage};
-use mpmd::pipeline::{
-    Builtin, Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule,
-    Text as ScheduleText,
-};
+use mpmd::candle::{self, CandleStage, Cx, Tensor, Tensors, VarBuilder, stage};
+use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
@@ -33,7 +30,7 @@ use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{DeviceId, ProcessId};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::sample::{next_byte, printable};
-use mpmd_examples::training::{Figures, at_least};
+use mpmd_examples::training::{self, Figures, at_least};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
 
 /// Train a byte-level transformer on text, as a pipeline
@@ -179,7 +176,7 @@ fn main() -> anyhow::Result<ExitCode> {
 }
 
 /// Trains, saves, evaluates and samples. Returns the signal that ended the run early, or `None`.
-fn run(p: &mut Program, args: &Args, plan: &Plan, text: &Text) -> anyhow::Result<Option<i32>> {
+fn run(p: &mut Program, args: &Args, plan: &Plan<'_>, text: &Text) -> anyhow::Result<Option<i32>> {
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
     let axes = [("rank", plan.schedule.ranks()), (DATA_AXIS, args.fsdp)];
     let mesh = p.mesh(&[&axes[..], &[(MODEL_AXIS, args.tensor_parallel)]].concat())?;
@@ -198,7 +195,7 @@ fn run(p: &mut Program, args: &Args, plan: &Plan, text: &Text) -> anyhow::Result
     {
         anyhow::bail!("{}: it has no checkpoint", folder.display());
     }
-    let windows = (args.batch, plan.sizes.time);
+    let windows = (args.batch, args.sizes.time);
     let data = Windows::new(text, windows.1, windows.0)?.bytes().sharded(spec![DATA_AXIS]);
     let figures =
         first.then(|| Figures::start(p, &trainer, text, windows, args.losses_out.as_ref()));
@@ -214,7 +211,7 @@ fn run(p: &mut Program, args: &Args, plan: &Plan, text: &Text) -> anyhow::Result
         steps = steps.checkpoints(Checkpoints::new(folder));
     }
     let outcome = trainer.run(p, steps, &data)?;
-    let memory = memory_lines(p, &mut trainer, windows)?;
+    let memory = training::memory_lines(p, &mut trainer, windows)?;
     if let Some(figures) = figures {
         if let Some(folder) = &args.save {
             println!("saved after step {} to {}", trainer.steps(), folder.display());
@@ -241,137 +238,113 @@ fn run(p: &mut Program, args: &Args, plan: &Plan, text: &Text) -> anyhow::Result
 }
 
 /// Computes the loss of the last stage, summed over all devices.
-fn loss(part: &Part, x: Tensor, cx: &mut Cx<'_>) -> mpmd::candle::Result<Loss<Tensor>> {
+fn loss(part: &Part, x: Tensor, cx: &mut Cx<'_>) -> candle::Result<Loss<Tensor>> {
     let (sum, weight) = cross_entropy_sum(&part.logits(x, cx)?, &cx.side("targets")?, None)?;
     let [sum, weight] = [sum, weight].map(|value| cx.all_reduce(&value, DATA_AXIS));
     Ok(Loss { sum: sum?, weight: weight? })
 }
 
-/// The schedule, the sizes, and the shardings that follow from the arguments.
-struct Plan {
-    sizes: Sizes,
+/// The arguments, with the files that they name.
+struct Plan<'a> {
+    args: &'a Args,
     schedule: Schedule,
     strategy: Option<Vec<Rule>>,
-    fsdp: usize,
-    tensor_parallel: usize,
-    recompute: bool,
-    seed: u64,
 }
 
-impl Plan {
-    fn new(args: &Args) -> anyhow::Result<Self> {
-        let Args { sizes, batch, fsdp, tensor_parallel, recompute, seed, .. } = *args;
-        let Sizes { width, heads, .. } = sizes;
-        anyhow::ensure!(
-            width.is_multiple_of(heads),
-            "{width} columns do not divide into {heads} heads"
-        );
-        anyhow::ensure!(
-            heads.is_multiple_of(tensor_parallel),
-            "{heads} heads do not divide among {tensor_parallel} devices"
-        );
-        anyhow::ensure!(
-            batch.is_multiple_of(fsdp),
-            "{batch} sequences of a microbatch do not divide among {fsdp} devices"
-        );
-        let schedule = schedule(args)?;
+impl<'a> Plan<'a> {
+    fn new(args: &'a Args) -> anyhow::Result<Self> {
+        let Args { sizes: Sizes { width, heads, .. }, batch, fsdp, tensor_parallel, .. } = args;
+        for (what, size, parts) in [
+            ("columns", width, heads),
+            ("heads", heads, tensor_parallel),
+            ("sequences of a microbatch", batch, fsdp),
+        ] {
+            anyhow::ensure!(size.is_multiple_of(*parts), "{size} {what} do not divide by {parts}");
+        }
         let strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
-        let plan = Self { sizes, schedule, strategy, fsdp, tensor_parallel, recompute, seed };
+        let Args { schedule, chunks, stages, microbatches, .. } = args;
+        let schedule = training::schedule(schedule, *chunks, *stages, *microbatches)?;
+        let plan = Self { args, schedule, strategy };
         plan.sharding_tables()?;
         Ok(plan)
     }
 
     /// Creates the pipeline with its initial parameters, or with others. `last` computes the
     /// outputs of the last stage.
-    fn pipeline<Y: mpmd::candle::Tensors>(
+    fn pipeline<Y: Tensors>(
         &self,
         p: &mut Program,
         meshes: &[Mesh],
         params: Option<Params>,
-        last: impl Fn(&Part, Tensor, &mut Cx<'_>) -> mpmd::candle::Result<Y> + Send + Sync + 'static,
+        last: impl Fn(&Part, Tensor, &mut Cx<'_>) -> candle::Result<Y> + Send + Sync + 'static,
     ) -> Result<Model<Y::Arrays>> {
         let end = meshes.len() - 1;
-        let mut params = params.map(Vec::into_iter);
-        let mut storage = Vec::new();
+        let mut given = params.into_iter().flatten();
         let mut front: Option<Model<MpmdArray>> = None;
         for (i, mesh) in meshes[..end].iter().enumerate() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
-            let part = part.named(format!("part {i}")).output_spec(spec![DATA_AXIS]);
-            let given = params.as_mut().and_then(Iterator::next);
-            let (part, params) = self.place(p, part, mesh, given, &mut storage)?;
+            let part = part.named(format!("part {i}")).input_spec(spec![DATA_AXIS]);
+            let part = part.output_spec(spec![DATA_AXIS]).split_gradients();
+            let params = self.params(p, &part, mesh, given.next())?;
             front = Some(match front {
                 None => Pipeline::first(part, mesh, params)?,
                 Some(front) => front.then(part, mesh, params)?,
             });
         }
         let part = stage(self.part(end), last)?.named(format!("part {end}"));
-        let given = params.as_mut().and_then(Iterator::next);
-        let (part, params) = self.place(p, part, &meshes[end], given, &mut storage)?;
+        let part = part.input_spec(spec![DATA_AXIS]).split_gradients();
+        let params = self.params(p, &part, &meshes[end], given.next())?;
         let mut pipeline = match front {
             None => Pipeline::first(part, &meshes[end], params)?,
             Some(front) => front.then(part, &meshes[end], params)?,
         };
-        for (i, storage) in storage.into_iter().enumerate() {
-            storage.map_or(Ok(()), |storage| pipeline.store(i, storage))?;
-            pipeline.recompute(i, self.recompute);
+        for (i, mesh) in meshes.iter().enumerate() {
+            pipeline.recompute(i, self.args.recompute);
+            let params = pipeline.params(i).into_iter();
+            let leaves = params.map(|(path, array)| (path, array.aval().clone())).collect();
+            let Some([compute, stored]) = self.shardings(leaves, mesh)? else { continue };
+            let storage = ParamSharding::new(compute.shardings().collect());
+            if self.args.fsdp > 1 {
+                pipeline.store(i, storage.partial_over(&[DATA_AXIS])?)?;
+            } else if !compute.shardings().eq(stored.shardings()) {
+                pipeline.store(i, storage)?;
+            }
         }
         Ok(pipeline)
     }
 
     /// Returns the constructor of a stage's part of the model.
-    fn part(
-        &self,
-        stage: usize,
-    ) -> impl Fn(mpmd::candle::VarBuilder<'static>) -> mpmd::candle::Result<Part> + use<> {
-        let (sizes, stages) = (self.sizes, self.schedule.stages());
+    fn part(&self, stage: usize) -> impl Fn(VarBuilder<'static>) -> candle::Result<Part> + use<> {
+        let (sizes, stages) = (self.args.sizes, self.schedule.stages());
         let bound = |stage: usize| stage * sizes.layers / stages;
         let blocks = bound(stage)..bound(stage + 1);
         move |vb| Part::new(&vb, sizes, blocks.clone(), [stage == 0, stage + 1 == stages])
     }
 
-    /// Makes the parameters of a stage, unless they are given. Adds to `storage` how they are
-    /// stored, or `None` if that is how they are computed with.
-    #[expect(clippy::type_complexity, reason = "the stage comes back with its parameters")]
-    fn place<Y: mpmd::candle::Tensors>(
+    /// Makes the parameters of a stage in their stored shardings, unless they are given.
+    fn params<Y: Tensors>(
         &self,
         p: &mut Program,
-        part: CandleStage<Part, Tensor, Y>,
+        part: &CandleStage<Part, Tensor, Y>,
         mesh: &Mesh,
         given: Option<BTreeMap<String, MpmdArray>>,
-        storage: &mut Vec<Option<ParamSharding>>,
-    ) -> Result<(CandleStage<Part, Tensor, Y>, BTreeMap<String, MpmdArray>)> {
-        let part = part.input_spec(spec![DATA_AXIS]).split_gradients();
-        let Some([compute, stored]) = self.shardings(&part.shapes(), mesh)? else {
-            storage.push(None);
-            return Ok((part, BTreeMap::new()));
-        };
-        let by_path: BTreeMap<String, Sharding> =
-            part.shapes().into_keys().zip(stored.shardings()).collect();
-        let params = match given {
-            Some(given) => given,
-            None => part.init_as(p, self.seed, |path, _| by_path[path].clone())?,
-        };
-        let compute: Vec<Sharding> = compute.shardings().collect();
-        let differs = !compute.iter().eq(by_path.values());
-        let sharding = ParamSharding::new(compute);
-        storage.push(match self.fsdp {
-            1 => differs.then_some(sharding),
-            _ => Some(sharding.partial_over(&[DATA_AXIS])?),
-        });
-        Ok((part, params))
+    ) -> Result<BTreeMap<String, MpmdArray>> {
+        let shardings = self.shardings(part.shapes().into_iter().collect(), mesh)?;
+        let stored = shardings.iter().flat_map(|[_, stored]| stored.shardings());
+        let by_path: BTreeMap<String, Sharding> = part.shapes().into_keys().zip(stored).collect();
+        given.map_or_else(|| part.init_as(p, self.args.seed, |path, _| by_path[path].clone()), Ok)
     }
 
     /// Returns the shardings of parameters in computation and in storage. `None` without
     /// parameters.
     fn shardings(
         &self,
-        shapes: &BTreeMap<String, ShapedArray>,
+        leaves: Vec<(String, ShapedArray)>,
         mesh: &Mesh,
     ) -> Result<Option<[Inferred; 2]>> {
-        if shapes.is_empty() {
+        if leaves.is_empty() {
             return Ok(None);
         }
-        let leaves: Vec<(String, ShapedArray)> = shapes.clone().into_iter().collect();
         let inferred = |rules: &[Rule]| {
             let wrong = |why: &dyn std::fmt::Display| {
                 Error::kernel(format!("the sharding of parameters: {why}"))
@@ -395,7 +368,7 @@ impl Plan {
         });
         let stored = match &self.strategy {
             Some(strategy) => strategy,
-            None if self.fsdp > 1 => &divided[..],
+            None if self.args.fsdp > 1 => &divided[..],
             None => &compute,
         };
         Ok(Some([inferred(&compute)?, inferred(stored)?]))
@@ -404,12 +377,12 @@ impl Plan {
     /// Returns a text that lists, for each stage, the stored and the computed shardings of its
     /// parameters.
     fn sharding_tables(&self) -> anyhow::Result<String> {
-        let (axes, mut text) = ([self.fsdp, self.tensor_parallel], String::new());
+        let (axes, mut text) = ([self.args.fsdp, self.args.tensor_parallel], String::new());
         let devices = (0..(axes[0] * axes[1]) as u32).map(DeviceId).collect();
         let mesh = Mesh::new(&[(DATA_AXIS, axes[0]), (MODEL_AXIS, axes[1])], devices)?;
         for i in 0..self.schedule.stages() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
-            match self.shardings(&part.shapes(), &mesh)? {
+            match self.shardings(part.shapes().into_iter().collect(), &mesh)? {
                 None => text += &format!("stage {i} has no parameters\n"),
                 Some([compute, stored]) => {
                     text += &format!("stage {i}, as its parameters are stored:\n{stored}\n");
@@ -421,80 +394,12 @@ impl Plan {
     }
 }
 
-/// Returns the built-in schedule of the arguments, or reads one from a file in torch's text format.
-fn schedule(args: &Args) -> anyhow::Result<Schedule> {
-    let name = args.schedule.as_str();
-    let schedule = if let Some(builtin) = Builtin::named(name) {
-        let chunks = args.chunks.unwrap_or(builtin.default_chunks());
-        let (stages, microbatches) =
-            (args.stages.unwrap_or(4 * chunks), args.microbatches.unwrap_or(8));
-        anyhow::ensure!(
-            stages.is_multiple_of(chunks),
-            "{stages} stages do not divide among ranks of {chunks} stages each"
-        );
-        Schedule::named(name, stages / chunks, microbatches, Some(chunks))?
-    } else {
-        let text = std::fs::read_to_string(name).with_context(|| {
-            let names = Builtin::ALL.map(Builtin::name).join(", ");
-            format!("schedule {name:?} is neither built in ({names}) nor a file that can be read")
-        })?;
-        let title = Path::new(name).file_stem().unwrap_or(name.as_ref()).to_string_lossy();
-        let text = ScheduleText::parse(&text, None).with_context(|| name.to_owned())?;
-        text.schedule(title).with_context(|| name.to_owned())?
-    };
-    let found = (schedule.stages(), schedule.microbatches());
-    let asked = (args.stages.unwrap_or(found.0), args.microbatches.unwrap_or(found.1));
-    anyhow::ensure!(
-        found == asked,
-        "schedule {name} is for {} stages and {} microbatches, not {} and {}",
-        found.0,
-        found.1,
-        asked.0,
-        asked.1
-    );
-    anyhow::ensure!(
-        schedule.has_backward(),
-        "schedule {name} has no backward passes to train with"
-    );
-    Ok(schedule)
-}
-
 /// Reads sharding rules, ordered pairs of pattern and tactic, from a JSON file.
 fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let rules = serde_json::from_str(&text);
     rules.with_context(|| format!("{}: no list of pairs [\"pattern\", \"tactic\"]", path.display()))
-}
-
-/// Returns a line for each process with the predicted and the measured peak of its memory in
-/// training. Every process must call it.
-fn memory_lines(
-    p: &mut Program,
-    trainer: &mut Trainer<MpmdArray>,
-    (rows, time): (usize, usize),
-) -> Result<String> {
-    let stages = trainer.pipeline().stages();
-    let shape = ShapedArray::new(&[rows, time], mpmd::aval::DType::U8);
-    let targets = BTreeMap::from([("targets".to_owned(), shape.clone())]);
-    let shapes = MicrobatchShapes::new(shape).side(stages - 1, &targets);
-    trainer.pipeline_mut().probe(p, &shapes)?;
-    let plan = trainer.memory(p, &shapes)?;
-    let mut lines = String::new();
-    for process in (0..p.processes() as u32).map(ProcessId) {
-        let expected = plan.of(p.topology().devices_of(process)).expected;
-        let used = p.memory();
-        let used = used.recent_peak + used.staging_recent_peak;
-        let used = p.broadcast_value(process, 0, || Ok(used))?;
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        let (predicted, used, ratio) =
-            (mib(expected), mib(used), used as f64 / expected.max(1) as f64);
-        lines += &format!(
-            "memory of process {process}: {predicted:.1} MiB predicted, {used:.1} MiB at most \
-             ({ratio:.2})\n"
-        );
-    }
-    Ok(lines)
 }
 
 /// Continues the prompt by up to `--sample` bytes, and returns them on every process. Ends early if
