@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use mpmd::candle::nn::{self, Embedding, Init, LayerNorm, Linear, Mask, Module, ops};
+use mpmd::candle::nn::{self, Activation, Embedding, Init, LayerNorm, Linear, Mask, Module};
 use mpmd::candle::{Cx, Device, Result, Tensor, VarBuilder};
 
 use crate::training::at_least;
@@ -147,8 +147,9 @@ impl Block {
         let heads = qkv.dim(2)? / (3 * self.dim);
         let context = nn::self_attention(&qkv, heads, Mask::Causal, scale)?;
         let x = (x + self.out.forward_over(&context, cx, MODEL_AXIS)?)?;
-        let hidden = self.up.forward(&cx.replicated(&norm2.forward(&x)?, MODEL_AXIS)?)?;
-        &x + self.down.forward_over(&ops::gelu(&hidden)?, cx, MODEL_AXIS)?
+        let hidden = cx.replicated(&norm2.forward(&x)?, MODEL_AXIS)?;
+        let hidden = self.up.forward_activated(&hidden, Activation::NewGelu)?;
+        &x + self.down.forward_over(&hidden, cx, MODEL_AXIS)?
     }
 }
 
