@@ -108,6 +108,18 @@ pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tenso
     apply(&x, axis, Step::Scatter)?.transpose(0, dim)?.contiguous()
 }
 
+/// Returns the number of devices along an axis of the stage's mesh.
+///
+/// # Errors
+///
+/// Outside of a stage, and if the mesh has no such axis.
+pub(crate) fn size(axis: &str) -> Result<usize> {
+    match pass::with_exchange(|exchange| exchange.size(axis)) {
+        Some(size) => size.map_err(candle_core::Error::wrap),
+        None => bail!("a collective over axis {axis:?} outside of a stage"),
+    }
+}
+
 fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
     if dim >= x.rank() {
         bail!("there is no dimension {dim} in a tensor of shape {:?}", x.dims());
@@ -116,6 +128,9 @@ fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
 }
 
 fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
+    if size(axis)? == 1 {
+        return Ok(x.clone());
+    }
     if x.dtype() != DType::F32 {
         bail!("collectives are for tensors of f32, not of {}: cast it before", x.dtype().as_str());
     }

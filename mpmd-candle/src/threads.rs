@@ -2,6 +2,10 @@
 //!
 //! The device's thread is one of the pool. So the passes of two devices never wait for each other,
 //! and with one thread nothing is handed over to another. The results do not depend on the number.
+//!
+//! candle itself divides operations on 65536 or more elements over a pool of its own: one for the
+//! process, which one device uses at a time, and whose idle threads spin. It is off unless the user
+//! sets `CANDLE_NUM_THREADS`.
 
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,6 +19,27 @@ const VARIABLE: &str = "RAYON_NUM_THREADS";
 
 /// The number of devices that share this host's cores, or zero if it is unknown.
 static DEVICES: AtomicUsize = AtomicUsize::new(0);
+
+/// The variable by which candle learns the number of threads of its own pool.
+const CANDLE_VARIABLE: &str = "CANDLE_NUM_THREADS";
+
+/// Runs [`turn_off_candles_pool`] before `main`.
+#[cfg(target_os = "linux")]
+#[used]
+// SAFETY: the section has pointers to functions that the C library calls before `main`, with
+// arguments that a function without parameters ignores.
+#[unsafe(link_section = ".init_array")]
+static BEFORE_MAIN: extern "C" fn() = turn_off_candles_pool;
+
+/// Sets the variable that turns candle's pool off, unless the user has set it. candle has no call
+/// for that.
+#[cfg(target_os = "linux")]
+extern "C" fn turn_off_candles_pool() {
+    if std::env::var_os(CANDLE_VARIABLE).is_none() {
+        // SAFETY: no other thread reads the environment, since `main` has not begun.
+        unsafe { std::env::set_var(CANDLE_VARIABLE, "1") };
+    }
+}
 
 thread_local! {
     static POOL: OnceCell<Option<ThreadPool>> = const { OnceCell::new() };
@@ -46,4 +71,12 @@ fn count() -> usize {
         let cores = available_parallelism().map_or(1, usize::from);
         (cores / DEVICES.load(Ordering::Relaxed).max(1)).max(1)
     })
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    #[test]
+    fn candles_pool_has_no_threads() {
+        assert_eq!(candle_core::utils::barrier_pool().n_workers(), 0);
+    }
 }

@@ -123,7 +123,10 @@ impl JobArgs {
     pub fn only_on_cpus(&self, program: &str) -> anyhow::Result<()> {
         let kinds = self.device_kinds()?.unwrap_or_default();
         let all_cpus = kinds.iter().all(|kind| *kind == DeviceKind::Cpu);
-        anyhow::ensure!(all_cpus, "{program} has kernels only for devices of kind cpu");
+        anyhow::ensure!(
+            all_cpus,
+            "{program} computes only on devices of kind cpu: leave --device out"
+        );
         Ok(())
     }
 }

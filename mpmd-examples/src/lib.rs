@@ -5,9 +5,10 @@
 //! differences.
 
 pub mod arrays;
-pub mod gpt;
 pub mod job;
 pub mod math;
 pub mod mm;
 pub mod pipeline;
+pub mod sample;
 pub mod training;
+pub mod transformer;

@@ -1,15 +1,17 @@
 //! Arguments and printed figures of programs that train on text.
 
+use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
 use std::fs::File;
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::builder::RangedU64ValueParser;
-use mpmd::pipeline::{Builtin, Schedule};
-use mpmd::{MpmdArray, Program};
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::pipeline::{Builtin, MicrobatchShapes, Schedule, Text as ScheduleText};
+use mpmd::{MpmdArray, ProcessId, Program};
 use mpmd_train::data::Text;
 use mpmd_train::{Outcome, Rate, StepReport, Trainer};
 
@@ -27,8 +29,9 @@ pub struct TrainingArgs {
     /// Number of stages
     #[arg(long, default_value_t = 4, value_parser = at_least(2))]
     pub stages: usize,
-    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1
-    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1, or a
+    /// file in torch's text format
+    #[arg(long, value_name = "NAME|FILE", default_value = "1f1b")]
     pub schedule: String,
     /// Microbatches of a step
     #[arg(long, default_value_t = 8, value_parser = at_least(1))]
@@ -63,22 +66,13 @@ impl TrainingArgs {
         }
     }
 
-    /// Returns the schedule.
+    /// Returns the schedule, as the function [`schedule`] does.
     ///
     /// # Errors
     ///
-    /// If there is no such schedule, or none for these numbers of stages and microbatches.
+    /// As [`schedule`].
     pub fn schedule(&self) -> anyhow::Result<Schedule> {
-        let chunks = Builtin::named(&self.schedule).map_or(1, Builtin::default_chunks);
-        let ranks = self.stages / chunks;
-        let schedule = Schedule::named(&self.schedule, ranks, self.microbatches, Some(chunks))?;
-        let (name, stages) = (schedule.name(), schedule.stages());
-        anyhow::ensure!(
-            stages == self.stages,
-            "{name} has {chunks} stages a rank: --stages {} is no multiple of it",
-            self.stages
-        );
-        Ok(schedule)
+        schedule(&self.schedule, None, Some(self.stages), Some(self.microbatches))
     }
 
     /// Returns the learning rate, which falls linearly to a tenth.
@@ -88,20 +82,104 @@ impl TrainingArgs {
     }
 }
 
+/// Returns a built-in schedule, or reads one from a file in torch's text format. `chunks` are the
+/// stages of each rank: by default 2 for schedules with several, else 1. By default there are 4
+/// ranks and 8 microbatches; a file has numbers of its own.
+///
+/// # Errors
+///
+/// If there is no such schedule, or none for these numbers. If the file is unreadable or invalid.
+pub fn schedule(
+    name: &str,
+    chunks: Option<usize>,
+    stages: Option<usize>,
+    microbatches: Option<usize>,
+) -> anyhow::Result<Schedule> {
+    let schedule = if let Some(builtin) = Builtin::named(name) {
+        let chunks = chunks.unwrap_or(builtin.default_chunks());
+        let (stages, microbatches) = (stages.unwrap_or(4 * chunks), microbatches.unwrap_or(8));
+        anyhow::ensure!(
+            stages.is_multiple_of(chunks),
+            "{stages} stages do not divide among ranks of {chunks} stages each"
+        );
+        Schedule::named(name, stages / chunks, microbatches, Some(chunks))?
+    } else {
+        let text = std::fs::read_to_string(name).with_context(|| {
+            let names = Builtin::ALL.map(Builtin::name).join(", ");
+            format!("schedule {name:?} is neither built in ({names}) nor a file that can be read")
+        })?;
+        let title = Path::new(name).file_stem().unwrap_or(name.as_ref()).to_string_lossy();
+        let text = ScheduleText::parse(&text, None).with_context(|| name.to_owned())?;
+        text.schedule(title).with_context(|| name.to_owned())?
+    };
+    let found = (schedule.stages(), schedule.microbatches());
+    let asked = (stages.unwrap_or(found.0), microbatches.unwrap_or(found.1));
+    anyhow::ensure!(
+        found == asked,
+        "schedule {name} is for {} stages and {} microbatches, not {} and {}",
+        found.0,
+        found.1,
+        asked.0,
+        asked.1
+    );
+    anyhow::ensure!(
+        schedule.has_backward(),
+        "schedule {name} has no backward passes to train with"
+    );
+    Ok(schedule)
+}
+
+/// Returns a line for each process with the predicted and the measured peak of its memory.
+/// `windows` are as in [`Figures::start`]. Every process must call it.
+///
+/// # Errors
+///
+/// As [`Trainer::memory`].
+pub fn memory_lines(
+    p: &mut Program,
+    trainer: &mut Trainer<MpmdArray>,
+    (rows, time): (usize, usize),
+) -> mpmd::Result<String> {
+    let stages = trainer.pipeline().stages();
+    let shape = ShapedArray::new(&[rows, time], DType::U8);
+    let targets = BTreeMap::from([("targets".to_owned(), shape.clone())]);
+    let shapes = MicrobatchShapes::new(shape).side(stages - 1, &targets);
+    trainer.pipeline_mut().probe(p, &shapes)?;
+    let plan = trainer.memory(p, &shapes)?;
+    let mut lines = String::new();
+    for process in (0..p.processes() as u32).map(ProcessId) {
+        let expected = plan.of(p.topology().devices_of(process)).expected;
+        let used = p.memory();
+        let used = used.recent_peak + used.staging_recent_peak;
+        let used = p.broadcast_value(process, 0, || Ok(used))?;
+        let ratio = used as f64 / expected.max(1) as f64;
+        let [expected, used] = [expected, used].map(|bytes| bytes as f64 / f64::from(1 << 20));
+        lines += &format!(
+            "memory of process {process}: {expected:.1} MiB expected, {used:.1} MiB at most \
+             ({ratio:.2})\n"
+        );
+    }
+    Ok(lines)
+}
+
 /// The figures of a training, on the process that prints them.
 #[derive(Debug)]
 pub struct Figures {
-    losses: Vec<f64>,
+    /// The number of each step, and its loss.
+    losses: Vec<(u64, f64)>,
+    /// Bytes of the steps so far.
     bytes: f64,
     start: Instant,
     /// Seconds from `start` to the last step.
     seconds: f64,
+    /// Bytes of a window.
+    time: usize,
     file: Option<(File, PathBuf)>,
 }
 
 impl Figures {
-    /// Prints the sizes of the text, of the model and of the training. Starts the clock, and
-    /// creates the file of losses. `time` is the number of bytes of a window.
+    /// Prints the sizes of the text, of the model and of a step. Starts the clock, and creates the
+    /// file of losses. `windows` are the numbers of windows of a microbatch and of bytes of each.
     ///
     /// # Errors
     ///
@@ -109,38 +187,39 @@ impl Figures {
     pub fn start(
         p: &Program,
         trainer: &Trainer<MpmdArray>,
-        args: &TrainingArgs,
         text: &Text,
-        time: usize,
+        windows: (usize, usize),
+        losses_out: Option<&PathBuf>,
     ) -> anyhow::Result<Self> {
-        let (pipeline, processes) = (trainer.pipeline(), p.processes());
+        let (pipeline, schedule) = (trainer.pipeline(), trainer.schedule());
         let stages = pipeline.stages();
         let arrays = (0..stages).flat_map(|stage| pipeline.params(stage));
         let parameters: usize = arrays.map(|(_, array)| array.aval().elements()).sum();
         let (bytes, files) = (text.bytes().len(), text.files());
         println!("text: {bytes} bytes in {files} files, one block in ten held out");
-        let devices = trainer.schedule().ranks();
-        let plural = if processes == 1 { "process" } else { "processes" };
+        let plural = if p.processes() == 1 { "process" } else { "processes" };
         println!(
-            "model: {parameters} parameters in {stages} stages, on {devices} devices of \
-             {processes} {plural}"
+            "model: {parameters} parameters in {stages} stages, on {} devices of {} {plural}",
+            p.topology().devices().len(),
+            p.processes()
         );
-        let TrainingArgs { steps, microbatches, rows, .. } = args;
+        let (name, microbatches, (rows, time)) =
+            (schedule.name(), schedule.microbatches(), windows);
         println!(
-            "training: {steps} steps of {microbatches} microbatches of {rows} windows of {time} \
-             bytes"
+            "step: {microbatches} microbatches of {rows} windows of {time} bytes, in the order of \
+             {name}"
         );
         let create = |path: &PathBuf| -> anyhow::Result<(File, PathBuf)> {
             let file = File::create(path);
             Ok((file.with_context(|| format!("cannot write {}", path.display()))?, path.clone()))
         };
-        let file = args.losses_out.as_ref().map(create).transpose()?;
-        Ok(Self { losses: Vec::new(), bytes: 0.0, start: Instant::now(), seconds: 0.0, file })
+        let file = losses_out.map(create).transpose()?;
+        Ok(Self { losses: Vec::new(), bytes: 0.0, start: Instant::now(), seconds: 0.0, time, file })
     }
 
     /// Keeps the figures of a step.
     pub fn step(&mut self, report: &StepReport) {
-        self.losses.push(report.loss);
+        self.losses.push((report.step, report.loss));
         self.bytes += report.weight;
         self.seconds = self.start.elapsed().as_secs_f64();
     }
@@ -151,65 +230,89 @@ impl Figures {
     ///
     /// If the file cannot be written.
     pub fn finish(self, text: &Text, outcome: &Outcome) -> anyhow::Result<()> {
-        let Self { losses, bytes, seconds, file, .. } = self;
+        let Self { losses, bytes, seconds, time, file, .. } = self;
         if let Some((mut file, path)) = file {
             let line =
-                |(step, loss): (usize, &f64)| format!("{step} {loss} {:016x}\n", loss.to_bits());
-            let lines: String = losses.iter().enumerate().map(line).collect();
+                |(step, loss): &(u64, f64)| format!("{step} {loss} {:016x}\n", loss.to_bits());
+            let lines: String = losses.iter().map(line).collect();
             file.write_all(lines.as_bytes())
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
-        let last = &losses[losses.len().saturating_sub(50)..];
-        let training = (!last.is_empty()).then(|| last.iter().sum::<f64>() / last.len() as f64);
+        let last = &losses[losses.len().saturating_sub(20)..];
+        let sum = last.iter().map(|(_, loss)| loss).sum::<f64>();
+        let training = (!last.is_empty()).then(|| sum / last.len() as f64);
+        let mut rows = vec![(format!("training loss, last {} steps", last.len()), training)];
+        if outcome.stopped.is_none() {
+            rows.push(("held-out loss".to_owned(), outcome.evaluation));
+            rows.push(("held-out loss of a bigram table".to_owned(), bigram_loss(text, time)));
+        }
         println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
-        for (name, nats) in [
-            (format!("training loss, last {} steps", last.len()), training),
-            ("held-out loss".to_owned(), outcome.evaluation),
-            ("held-out loss of byte frequencies".to_owned(), byte_frequency_loss(text)),
-        ] {
+        for (name, nats) in rows {
             match nats {
                 Some(nats) => println!("{name:40}{nats:>10.4}{:>10.4}", nats / LN_2),
                 None => println!("{name:40}{:>10}{:>10}", "-", "-"),
             }
         }
-        let (steps, rate) = (losses.len() as f64 / seconds, bytes / seconds);
-        println!("{} steps in {seconds:.1} s: {steps:.1} steps/s, {rate:.0} bytes/s", losses.len());
+        let rate = bytes / seconds;
+        println!("{} steps in {seconds:.1} s: {rate:.0} tokens/s", losses.len());
         Ok(())
     }
 }
 
-/// Returns the cross-entropy of the held-out bytes under the byte frequencies of the training text,
-/// in nats per byte. Each count is one more than the number seen. `None` if nothing is held out.
-fn byte_frequency_loss(text: &Text) -> Option<f64> {
-    let mut seen = [1u64; 256];
-    for byte in text.training_runs().flat_map(|run| &text.bytes()[run]) {
-        seen[usize::from(*byte)] += 1;
+/// Share of a byte's own frequency in the prediction of [`bigram_loss`]. It gives pairs that were
+/// never seen a chance.
+const UNIGRAM_SHARE: f64 = 0.05;
+
+/// Returns the cross-entropy of the held-out windows of `time` bytes under a table of byte pairs of
+/// the training text, in nats per byte. `None` if nothing is held out.
+fn bigram_loss(text: &Text, time: usize) -> Option<f64> {
+    let mut pairs = vec![0u64; 256 * 256];
+    // Each byte counts as seen once before, so that no byte is impossible.
+    let mut singles = [1u64; 256];
+    for run in text.training_runs() {
+        let bytes = &text.bytes()[run];
+        bytes.iter().for_each(|byte| singles[usize::from(*byte)] += 1);
+        for pair in bytes.windows(2) {
+            pairs[usize::from(pair[0]) * 256 + usize::from(pair[1])] += 1;
+        }
     }
-    let total = seen.iter().sum::<u64>() as f64;
-    let held_out = text.held_out_blocks().flat_map(|block| &text.bytes()[block]);
-    let losses = held_out.map(|byte| -(seen[usize::from(*byte)] as f64 / total).ln());
+    let total: u64 = singles.iter().sum();
+    let firsts: Vec<u64> = pairs.chunks(256).map(|row| row.iter().sum()).collect();
+    let share = |first: u8, next: u8| {
+        let (first, next) = (usize::from(first), usize::from(next));
+        let single = singles[next] as f64 / total as f64;
+        match firsts[first] {
+            0 => single,
+            seen => {
+                let pair = pairs[first * 256 + next] as f64 / seen as f64;
+                (1.0 - UNIGRAM_SHARE) * pair + UNIGRAM_SHARE * single
+            }
+        }
+    };
+    let windows = text.held_out_sequences(time);
+    let seen = windows.iter().flat_map(|(inputs, targets)| inputs.iter().zip(*targets));
+    let losses = seen.map(|(first, next)| -share(*first, *next).ln());
     let (bytes, sum) = losses.fold((0u64, 0.0), |(bytes, sum), loss| (bytes + 1, sum + loss));
     (bytes > 0).then(|| sum / bytes as f64)
 }
 
 #[cfg(test)]
 mod tests {
-    use mpmd_train::data::{BLOCK, HELD_OUT_EVERY};
+    use mpmd_train::data::BLOCK;
 
     use super::*;
 
     #[test]
-    fn loss_matches_its_definition() {
-        let mark =
-            |at: usize| if at / BLOCK % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 { b'h' } else { b't' };
-        let text = Text::of_files(&[(0..10 * BLOCK - 1).map(mark).collect()]).unwrap();
-        // Training text has no `h`, and each of 256 counts is one more. The separator ends the
-        // held-out block.
-        let total = (9 * BLOCK + 256) as f64;
-        assert!((byte_frequency_loss(&text).unwrap() - total.ln()).abs() < 1e-12);
-        let even: Vec<u8> = (0..20 * BLOCK).map(|i| if i % 2 == 0 { b'a' } else { b'b' }).collect();
-        let loss = byte_frequency_loss(&Text::of_files(&[even]).unwrap()).unwrap();
-        assert!((loss - 2f64.ln()).abs() < 0.01, "{loss}");
-        assert_eq!(byte_frequency_loss(&Text::of_files(&[vec![b'x'; 9]]).unwrap()), None);
+    fn bigram_loss_is_near_zero_for_certain_pairs_and_entropy_for_random() {
+        let loss = |bytes| bigram_loss(&Text::of_files(&[bytes]).unwrap(), 64);
+        let certain: Vec<u8> = (0..BLOCK * 20).map(|i| b"abcd"[i % 4]).collect();
+        let found = loss(certain).unwrap();
+        assert!((found + (0.95f64 + 0.05 * 0.25).ln()).abs() < 1e-3, "{found}");
+        let random: Vec<u8> = (0..BLOCK as u64 * 60)
+            .map(|i| b"abcd"[(crate::math::random_bits(7, i) % 4) as usize])
+            .collect();
+        let found = loss(random).unwrap();
+        assert!((found - 4f64.ln()).abs() < 0.01, "{found}");
+        assert_eq!(loss(vec![b'x'; 1000]), None);
     }
 }

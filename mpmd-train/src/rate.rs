@@ -46,6 +46,15 @@ impl Rate {
             }
         }
     }
+
+    /// Returns the rate after this share, 0 to 1, of all steps.
+    pub(crate) fn at_share(&self, share: f64) -> f64 {
+        let total = match *self {
+            Self::Constant(_) => 0,
+            Self::WarmupCosine { total, .. } | Self::WarmupLinear { total, .. } => total,
+        };
+        self.at((share.clamp(0.0, 1.0) * total as f64) as u64 + 1)
+    }
 }
 
 /// Returns the rate of a step with a linear rise. `fall` maps the finished share of the fall to the
@@ -99,5 +108,7 @@ mod tests {
             assert!((rate.at(step) - expected).abs() < 1e-12, "{step}: {}", rate.at(step));
         }
         assert_eq!(Rate::Constant(0.5).at(9), 0.5);
+        assert_eq!((rate.at_share(0.0), rate.at_share(0.5)), (rate.at(1), rate.at(7)));
+        assert_eq!((rate.at_share(1.0), Rate::Constant(0.5).at_share(0.3)), (0.2, 0.5));
     }
 }

@@ -109,16 +109,28 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Swiglu) } else { candle_nn::ops::swiglu(xs) }
 }
 
+impl Activation {
+    /// Returns the function's kernel, if it has one and is of one number.
+    pub(super) fn curve(self) -> Option<Curve> {
+        match self {
+            Self::Gelu => Some(Curve::GeluErf),
+            Self::NewGelu | Self::GeluPytorchTanh => Some(Curve::Gelu),
+            Self::Silu | Self::Swish => Some(Curve::Silu),
+            _ => None,
+        }
+    }
+}
+
 /// A function of one number with a kernel.
 #[derive(Clone, Copy)]
-enum Curve {
+pub(super) enum Curve {
     Gelu,
     GeluErf,
     Silu,
 }
 
 impl Curve {
-    fn forward(self, x: &[f32]) -> Vec<f32> {
+    pub(super) fn forward(self, x: &[f32]) -> Vec<f32> {
         match self {
             Self::Gelu => map(x, |x| x * gelu_weight(x).0),
             Self::GeluErf => map(x, |x| x * normal(x).0),
@@ -126,7 +138,8 @@ impl Curve {
         }
     }
 
-    fn backward(self, x: &[f32], d: &[f32]) -> Vec<f32> {
+    /// Returns the gradient of `x` from that of the result.
+    pub(super) fn backward(self, x: &[f32], d: &[f32]) -> Vec<f32> {
         match self {
             Self::Gelu => map_both(x, d, |x, d| {
                 let (weight, slope) = gelu_weight(x);

@@ -17,7 +17,7 @@ use crate::matmul::{Matrix, multiply_here};
 use crate::pass::keeps;
 
 /// The number of queries in a block: their scores are computed together.
-const BLOCK: usize = 64;
+pub(super) const BLOCK: usize = 64;
 
 /// The keys that each query sees.
 #[derive(Clone, Debug, Default)]
@@ -254,14 +254,7 @@ impl Attention {
                 for (i, (row, log_sum)) in
                     scores.chunks_exact_mut(keys).zip(&mut *log_sums).enumerate()
                 {
-                    let (seen, hidden) = row.split_at_mut(self.seen(block, i));
-                    let largest = lanes::max(seen);
-                    seen.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
-                    let total = lanes::sum(seen);
-                    *log_sum = largest + total.ln();
-                    let share = 1.0 / total;
-                    seen.iter_mut().for_each(|x| *x *= share);
-                    hidden.fill(0.0);
+                    *log_sum = probabilities(row, self.seen(block, i));
                 }
                 let v = Matrix::new(&v[..keys * out_dim], keys, out_dim);
                 multiply_here(out, Matrix::new(scores, rows, keys), v, false);
@@ -329,15 +322,8 @@ impl Attention {
         for (i, (row, d_row)) in rows_of.enumerate() {
             let columns = i * out_dim..(i + 1) * out_dim;
             let mean = lanes::dot(&out[columns.clone()], &d_out[columns]);
-            let log_sum = from.log_sums[at + i];
-            let (seen, hidden) = row.split_at_mut(self.seen(block, i));
-            let (d_seen, d_hidden) = d_row.split_at_mut(seen.len());
-            for (x, d) in seen.iter_mut().zip(d_seen) {
-                *x = lanes::exp(*x - log_sum);
-                *d = self.scale * *x * (*d - mean);
-            }
-            hidden.fill(0.0);
-            d_hidden.fill(0.0);
+            let factors = (self.scale, from.log_sums[at + i], mean);
+            score_gradients(row, d_row, self.seen(block, i), factors);
         }
         let probabilities = Matrix::new(scores, rows, keys);
         let d_scores = Matrix::new(d_scores, rows, keys);
@@ -345,6 +331,40 @@ impl Attention {
         multiply_here(&mut d_k[..keys * dim], d_scores.t(), q, true);
         multiply_here(d_q, d_scores, k, false);
     }
+}
+
+/// Replaces the first `seen` scores of a query by their softmax and the others by zeros. Returns
+/// the logarithm of the sum of exponentials.
+pub(super) fn probabilities(row: &mut [f32], seen: usize) -> f32 {
+    let (seen, hidden) = row.split_at_mut(seen);
+    let largest = lanes::max(seen);
+    seen.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
+    let total = lanes::sum(seen);
+    let share = 1.0 / total;
+    seen.iter_mut().for_each(|x| *x *= share);
+    hidden.fill(0.0);
+    largest + total.ln()
+}
+
+/// Replaces the scores of a query by its probabilities, and the gradients `d_row` of the latter by
+/// those of the products of query and keys. Only the first `seen` are not zero.
+///
+/// The factors are (scale of the products, logarithm of the sum of exponentials, mean of the
+/// probabilities' gradients).
+pub(super) fn score_gradients(
+    row: &mut [f32],
+    d_row: &mut [f32],
+    seen: usize,
+    (scale, log_sum, mean): (f32, f32, f32),
+) {
+    let (seen, hidden) = row.split_at_mut(seen);
+    let (d_seen, d_hidden) = d_row.split_at_mut(seen.len());
+    for (x, d) in seen.iter_mut().zip(d_seen) {
+        *x = lanes::exp(*x - log_sum);
+        *d = scale * *x * (*d - mean);
+    }
+    hidden.fill(0.0);
+    d_hidden.fill(0.0);
 }
 
 /// The arrays that the backward pass reads.

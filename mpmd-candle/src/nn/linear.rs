@@ -1,13 +1,18 @@
 //! The linear layer, `y = x wᵀ + b`.
 
+use std::sync::OnceLock;
+
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder};
 
+use super::activation::{Activation, Curve};
 use super::values::{
     are_fast, bias_gradient, in_layer, name_of, result, slice, tensor_like, values,
 };
+use crate::collectives;
+use crate::cx::Cx;
 use crate::matmul::{Matrix, multiply};
-use crate::pass::weight_gradient;
+use crate::pass::{keeps, weight_gradient};
 
 /// A linear layer: `y = x wᵀ + b`, with `x` `[..., inputs]` and `y` `[..., outputs]`.
 #[derive(Clone, Debug)]
@@ -33,7 +38,50 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    fn compute(&self, x: &Tensor) -> Result<Tensor> {
+    /// Computes the layer if the devices along mesh axis `axis` have parts of `x` and of the weight:
+    /// `x` is `[..., inputs / devices]`. Adds up the products over the axis, then adds the bias. All
+    /// devices get the result.
+    ///
+    /// The weight is divided over its dimension 1, and the bias is whole on every device.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Cx::all_reduce`].
+    pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axis: &str) -> Result<Tensor> {
+        if collectives::size(axis)? == 1 {
+            return self.forward(x);
+        }
+        let product = Self { weight: self.weight.clone(), bias: None, name: self.name.clone() };
+        let y = cx.all_reduce(&product.forward(x)?, axis)?;
+        match &self.bias {
+            None => Ok(y),
+            Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
+            Some(bias) => y.broadcast_add(bias),
+        }
+    }
+
+    /// Computes the activation function of the layer's output. GELU and SiLU are one operation with
+    /// the product, which takes fewer passes over memory.
+    ///
+    /// # Errors
+    ///
+    /// As `forward`.
+    pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
+        let fast = self.bias.as_ref().filter(|bias| are_fast(&[x, &self.weight, bias]));
+        let (Some(curve), Some(bias)) = (activation.curve(), fast) else {
+            return activation.forward(&self.forward(x)?);
+        };
+        in_layer(self.name.as_deref(), self.shape(x)).and_then(|shape| {
+            if x.track_op() || self.weight.track_op() || bias.track_op() {
+                keeps((shape.iter().product::<usize>() * size_of::<f32>()) as u64);
+            }
+            let operation = Activated { product: Product(shape), curve, before: OnceLock::new() };
+            x.contiguous()?.apply_op3(&self.weight.contiguous()?, &bias.contiguous()?, operation)
+        })
+    }
+
+    /// Returns the shape of the output.
+    fn shape(&self, x: &Tensor) -> Result<Vec<usize>> {
         let (outputs, inputs) = self.weight.dims2()?;
         let Some((&last, leading)) = x.dims().split_last() else {
             bail!("the input has no dimension: expected [..., {inputs}]");
@@ -48,6 +96,11 @@ impl Linear {
         }
         let mut shape = leading.to_vec();
         shape.push(outputs);
+        Ok(shape)
+    }
+
+    fn compute(&self, x: &Tensor) -> Result<Tensor> {
+        let shape = self.shape(x)?;
         let x = x.contiguous()?;
         let weight = self.weight.contiguous()?;
         let bias = self.bias.as_ref().map(Tensor::contiguous).transpose()?;
@@ -57,7 +110,7 @@ impl Linear {
                 Some(bias) => x.apply_op3(&weight, bias, Product(shape)),
             };
         }
-        let rows = leading.iter().product::<usize>();
+        let (rows, inputs) = (shape.iter().rev().skip(1).product::<usize>(), self.weight.dim(1)?);
         let y = x.reshape((rows, inputs))?.matmul(&weight.t()?)?.reshape(shape)?;
         match bias {
             None => Ok(y),
@@ -206,5 +259,88 @@ impl CustomOp3 for Product {
         let gradient = gradient.contiguous()?;
         let (d_x, d_weight) = backward(x, weight, &gradient)?;
         Ok((d_x, d_weight, bias_gradient(bias, gradient)?))
+    }
+}
+
+/// The operation of a layer with a bias, then an activation function.
+struct Activated {
+    product: Product,
+    curve: Curve,
+    /// The layer's output before the function, for the backward pass.
+    before: OnceLock<Vec<f32>>,
+}
+
+impl CustomOp3 for Activated {
+    fn name(&self) -> &'static str {
+        "linear with activation"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
+        let before = self.product.forward(x, weight, Some(slice(bias, bias_layout)?));
+        let y = self.curve.forward(&before);
+        self.before.get_or_init(|| before);
+        result(y, self.product.0.clone())
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(before) = self.before.get() else {
+            bail!("a linear layer's backward pass before its forward pass");
+        };
+        let gradient = gradient.contiguous()?;
+        let gradient = self.curve.backward(before, &values(&gradient)?);
+        let gradient = tensor_like(gradient, y)?.detach();
+        let (d_x, d_weight) = backward(x, weight, &gradient)?;
+        Ok((d_x, d_weight, bias_gradient(bias, gradient)?))
+    }
+}
+
+/// The operation that adds a bias `[outputs]` to rows `[..., outputs]`.
+struct AddBias;
+
+impl CustomOp2 for AddBias {
+    fn name(&self) -> &'static str {
+        "bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        y: &CpuStorage,
+        y_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (y, bias) = (slice(y, y_layout)?, slice(bias, bias_layout)?);
+        let mut sum = y.to_vec();
+        for row in sum.chunks_exact_mut(bias.len().max(1)) {
+            row.iter_mut().zip(bias).for_each(|(y, bias)| *y += *bias);
+        }
+        result(sum, y_layout.shape())
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        Ok((Some(gradient.clone()), bias_gradient(bias, gradient)?))
     }
 }

@@ -34,6 +34,7 @@ pub mod linear;
 pub mod loss;
 pub mod ops;
 pub mod rotary_emb;
+mod self_attention;
 mod softmax;
 #[cfg(test)]
 mod tests;
@@ -48,3 +49,4 @@ pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
+pub use self_attention::self_attention;

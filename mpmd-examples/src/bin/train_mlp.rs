@@ -108,7 +108,10 @@ fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyho
     let mut trainer =
         Trainer::new(p, pipeline, schedule, AdamW::default())?.rate(training.rate()).seed(seed);
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
-    let figures = first.then(|| Figures::start(p, &trainer, training, text, TIME));
+    let figures = first.then(|| {
+        let windows = (training.rows, TIME);
+        Figures::start(p, &trainer, text, windows, training.losses_out.as_ref())
+    });
     let mut figures = figures.transpose()?;
     let run = Run::steps(training.steps as u64)
         .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));

@@ -71,50 +71,7 @@ fn count(text: &str, of: &str) -> usize {
 }
 
 #[test]
-fn training_uses_the_given_kinds_of_devices() {
-    if elsewhere!() {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let text = folder.path().join("text");
-    std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
-    let file = folder.path().join("losses");
-    let sizes = "--layers 2 --width 8 --heads 2 --time 8 --batch 2 --microbatches 2 --stages 2 \
-        --steps 3 --sample 2";
-    let losses = |args: &[&str], devices: &str| -> Vec<f64> {
-        let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
-        let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
-        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_train_gpt"), &args);
-        assert_eq!(code, Some(0), "{args:?}:\n{out}\n{err}");
-        assert_eq!(count(&out, &format!("devices: {devices}")), 1, "{out}");
-        let losses = std::fs::read_to_string(&file).unwrap();
-        losses.lines().map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect()
-    };
-    let expected = losses(&["--processes", "1"], "cpu");
-    assert_eq!(expected.len(), 3);
-    for (args, devices) in [
-        (["--processes", "2", "--device", "cuda"], "cuda; cuda multiplies in f32"),
-        (
-            ["--processes", "2", "--device", "cpu,cuda"],
-            "cpu, cuda, by process; cuda multiplies in f32",
-        ),
-    ] {
-        for (found, expected) in losses(&args, devices).iter().zip(&expected) {
-            assert!((found - expected).abs() < 1e-4, "{args:?}: {found}, not {expected}");
-        }
-    }
-    let coarse = losses(
-        &["--processes", "1", "--device", "cuda", "--math", "bf16"],
-        "cuda; cuda multiplies in bf16",
-    );
-    for (found, expected) in coarse.iter().zip(&expected) {
-        assert!((found - expected).abs() < 0.05, "bf16: {found}, not {expected}");
-    }
-    assert_ne!(coarse, expected);
-}
-
-#[test]
-fn other_programs_run_on_gpus_or_report_an_error() {
+fn programs_run_on_gpus_or_report_an_error() {
     if elsewhere!() {
         return;
     }
@@ -147,7 +104,8 @@ fn other_programs_run_on_gpus_or_report_an_error() {
     let program = env!("CARGO_BIN_EXE_pipeline");
     let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
     assert_eq!(code, Some(1), "{err}");
-    assert_eq!(count(&err, "has kernels only for devices of kind cpu"), 1, "{err}");
+    let refusal = "computes only on devices of kind cpu: leave --device out";
+    assert_eq!(count(&err, refusal), 1, "{err}");
     let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cpu,gpu"]);
     assert_eq!(code, Some(2), "{err}");
     assert!(err.contains("cpu or cuda"), "{err}");
@@ -155,7 +113,7 @@ fn other_programs_run_on_gpus_or_report_an_error() {
 
 /// candle stages and optimisers compute in host memory on any device.
 #[test]
-fn candle_model_trains_on_gpus_with_the_bits_of_cpus() {
+fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
     if elsewhere!() {
         return;
     }
@@ -163,21 +121,26 @@ fn candle_model_trains_on_gpus_with_the_bits_of_cpus() {
     let text = folder.path().join("text");
     std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
     let file = folder.path().join("losses");
-    let losses = |args: &[&str]| {
-        let sizes = "--width 4 --hidden 8 --layers 4 --microbatches 4 --steps 3 --stages 4";
-        let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
-        let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
-        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_train_mlp"), &args);
-        assert_eq!(code, Some(0), "{args:?}:\n{out}\n{err}");
-        std::fs::read_to_string(&file).unwrap()
-    };
-    let expected = losses(&["--processes", "1"]);
-    assert_eq!(expected.lines().count(), 3, "{expected}");
-    for (processes, devices, schedule) in
-        [("1", "cuda", "1f1b"), ("2", "cuda", "zb-h1"), ("2", "cpu,cuda", "interleaved")]
-    {
-        let args = ["--processes", processes, "--device", devices, "--schedule", schedule];
-        assert_eq!(losses(&args), expected, "{args:?}");
+    let mlp = "--width 4 --hidden 8 --layers 4 --microbatches 4 --steps 3 --stages 4";
+    let gpt = "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --stages 4 --sample 2";
+    let programs = [(env!("CARGO_BIN_EXE_train_mlp"), mlp), (env!("CARGO_BIN_EXE_train_gpt"), gpt)];
+    for (program, sizes) in programs {
+        let losses = |args: &[&str]| {
+            let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
+            let args: Vec<&str> =
+                sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
+            let Ended { code, out, err } = run(folder.path(), program, &args);
+            assert_eq!(code, Some(0), "{program} {args:?}:\n{out}\n{err}");
+            std::fs::read_to_string(&file).unwrap()
+        };
+        let expected = losses(&["--processes", "1"]);
+        assert_eq!(expected.lines().count(), 3, "{expected}");
+        for (processes, devices, schedule) in
+            [("1", "cuda", "1f1b"), ("2", "cuda", "zb-h1"), ("2", "cpu,cuda", "interleaved")]
+        {
+            let args = ["--processes", processes, "--device", devices, "--schedule", schedule];
+            assert_eq!(losses(&args), expected, "{program} {args:?}");
+        }
     }
 }
 

@@ -163,8 +163,19 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         p: &mut Program,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepHandle> {
+        let rate = self.rate.at(self.steps() + 1);
+        self.step_at(p, microbatches, rate)
+    }
+
+    /// Does the same as [`Trainer::step`] at this learning rate.
+    #[track_caller]
+    fn step_at(
+        &mut self,
+        p: &mut Program,
+        microbatches: Vec<Microbatch<In>>,
+        rate: f64,
+    ) -> Result<StepHandle> {
         let step = self.steps() + 1;
-        let rate = self.rate.at(step);
         self.probe(p, &microbatches)?;
         let output = self.pipeline.train_step(p, &self.schedule, microbatches)?;
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;

@@ -11,6 +11,8 @@ pub(super) struct Progress {
     bar: ProgressBar,
     /// Number of updates in earlier runs, and number of all updates at the end.
     steps: (u64, u64),
+    /// Number of seconds after which the training ends, if it has a limit.
+    seconds: Option<f64>,
     start: Instant,
     /// Sum of the weights of the steps so far.
     tokens: f64,
@@ -19,12 +21,13 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Creates the progress of a training that continues after `done` updates and ends after `end`.
-    pub(super) fn new(done: u64, end: u64, start: Instant) -> Self {
-        let bar = ProgressBar::new(end);
+    /// Creates the progress of a training that continues after some updates and ends after others,
+    /// the numbers of `steps`, or after `seconds`.
+    pub(super) fn new(steps: (u64, u64), seconds: Option<f64>, start: Instant) -> Self {
+        let bar = ProgressBar::new(seconds.map_or(steps.1, |seconds| seconds as u64));
         let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { bar, steps: (done, end), start, tokens: 0.0, tenth: None }
+        Self { bar, steps, seconds, start, tokens: 0.0, tenth: None }
     }
 
     /// Shows a step's number and loss, and the rate so far in tokens per second. It must be called
@@ -35,13 +38,17 @@ impl Progress {
         self.tokens += weight;
         let elapsed = self.start.elapsed().as_secs_f64();
         let rate = self.tokens / elapsed.max(1e-9);
-        let message = format!("step {step}/{end}  loss {loss:.3}  {rate:.0} tokens/s");
+        let of = if self.seconds.is_none() { format!("/{end}") } else { String::new() };
+        let message = format!("step {step}{of}  loss {loss:.3}  {rate:.0} tokens/s");
         if !self.bar.is_hidden() {
             self.bar.set_message(message);
-            self.bar.set_position(*step);
+            self.bar.set_position(if self.seconds.is_some() { elapsed as u64 } else { *step });
             return;
         }
-        let share = (step - done) as f64 / (end - done).max(1) as f64;
+        let share = match self.seconds {
+            Some(seconds) => (elapsed / seconds).clamp(1e-9, 1.0),
+            None => (step - done) as f64 / (end - done).max(1) as f64,
+        };
         let tenth = Some((10.0 * share) as u64);
         if tenth > self.tenth {
             self.tenth = tenth;

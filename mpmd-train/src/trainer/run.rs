@@ -30,6 +30,7 @@ const PLANNED_STEPS: u64 = 8;
 #[must_use = "options do nothing until `Trainer::run` takes them"]
 pub struct Run<'a> {
     steps: u64,
+    seconds: Option<f64>,
     evaluate_every: Option<u64>,
     metrics: Option<PathBuf>,
     progress: bool,
@@ -46,6 +47,7 @@ impl<'a> Run<'a> {
     pub fn steps(steps: u64) -> Self {
         Self {
             steps,
+            seconds: None,
             evaluate_every: None,
             metrics: None,
             progress: true,
@@ -55,6 +57,15 @@ impl<'a> Run<'a> {
             #[cfg(feature = "tensorboard")]
             tensorboard: None,
         }
+    }
+
+    /// Ends the training after this many seconds too, by the clock of process 0. The learning rate
+    /// is then that of the same share of its total steps. So losses differ from run to run.
+    ///
+    /// Up to three steps end later, since the time of a step is known when further ones are issued.
+    pub fn seconds(mut self, seconds: f64) -> Self {
+        self.seconds = Some(seconds);
+        self
     }
 
     /// Evaluates the held-out data each time this number of further updates is done. At the end
@@ -119,6 +130,7 @@ impl fmt::Debug for Run<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Run")
             .field("steps", &self.steps)
+            .field("seconds", &self.seconds)
             .field("evaluate_every", &self.evaluate_every)
             .field("metrics", &self.metrics)
             .field("checkpoints", &self.checkpoints)
@@ -159,7 +171,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         run: Run<'_>,
         data: &D,
     ) -> Result<Outcome> {
-        let Run { mut steps, evaluate_every, metrics, progress, on_step, .. } = run;
+        let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
         let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
@@ -170,6 +182,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             self.watches = true;
         }
         let start = Instant::now();
+        // All processes take the time from the reports, which have the clock of process 0.
+        let now = self.status.start.elapsed().as_secs_f64();
+        let began = match seconds {
+            Some(_) => p.broadcast_value(ProcessId(0), 0.0, || Ok(now))?,
+            None => 0.0,
+        };
         let first = p.process() == ProcessId(0) && !p.is_dry_run();
         let open = |path: &PathBuf| Metrics::open(path, self.steps() > 0);
         let mut observer = Observer {
@@ -182,7 +200,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 .filter(|_| first)
                 .map(|path| Events::create(&path))
                 .transpose()?,
-            progress: (first && progress).then(|| Progress::new(self.steps(), steps, start)),
+            progress: (first && progress)
+                .then(|| Progress::new((self.steps(), steps), seconds, start)),
+            limit: seconds.map(|seconds| (began, seconds)),
             on_step,
             last: None,
             stopped: None,
@@ -209,9 +229,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         observer: &mut Observer<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
-        while self.steps() < steps && observer.stopped.is_none() {
+        while self.steps() < steps && observer.stopped.is_none() && observer.share() < Some(1.0) {
             let microbatches = self.training(p, data)?;
-            pending.push_back(self.step(p, microbatches)?);
+            let rate = match observer.share() {
+                None => self.rate.at(self.steps() + 1),
+                Some(share) => self.rate.at_share(share),
+            };
+            pending.push_back(self.step_at(p, microbatches, rate)?);
             saves.after_step(p, self)?;
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
@@ -302,6 +326,8 @@ struct Observer<'a> {
     /// True in a dry run, in which all figures are NaN.
     is_dry_run: bool,
     start: Instant,
+    /// Seconds when the run began, by the clock of the reports, and the limit of its seconds.
+    limit: Option<(f64, f64)>,
     metrics: Option<Metrics>,
     #[cfg(feature = "tensorboard")]
     events: Option<Events>,
@@ -313,6 +339,15 @@ struct Observer<'a> {
 }
 
 impl Observer<'_> {
+    /// Returns the share of the time that the last report shows to be over. `None` if there is no
+    /// limit. It is the same on every process.
+    fn share(&self) -> Option<f64> {
+        let (began, limit) = self.limit?;
+        let seconds = self.last.map_or(0.0, |last| last.seconds - began);
+        // A dry run has no time.
+        Some(if seconds.is_nan() { 0.0 } else { seconds / limit })
+    }
+
     fn step(&mut self, report: StepReport) -> Result<()> {
         let StepReport { step, loss, norm, stop, .. } = report;
         self.stopped = self.stopped.or(stop);

@@ -74,6 +74,29 @@ fn steps_of_several_forms_train_and_replay() {
     }
 }
 
+/// The number of steps depends on the time, but all processes agree on it, and on the rates.
+#[test]
+fn training_by_seconds_ends_alike_on_all_processes() {
+    let rate = Rate::WarmupLinear { peak: 0.02, floor: 0.0, warmup: 0, total: 1 << 40 };
+    let results = Simulation::new(2, 4).run(|p| {
+        let buckets = Buckets::new(sequences(40), &[12], 2).unwrap();
+        let mut trainer = trainer(p, false, AdamW::default())?.rate(rate);
+        trainer = trainer.stop_on(&StopFlag::default());
+        let mut reports: Vec<StepReport> = Vec::new();
+        let run = Run::steps(1 << 40).seconds(0.3).progress(false);
+        let outcome = trainer.run(p, run.on_step(|report| reports.push(*report)), &buckets)?;
+        Ok((outcome.steps, reports))
+    });
+    let mut results = results.into_iter().map(Result::unwrap);
+    let (steps, reports) = results.next().unwrap();
+    assert_eq!(results.next().unwrap(), (steps, reports.clone()));
+    assert_eq!(reports.len() as u64, steps);
+    assert!(reports.windows(2).all(|pair| pair[0].rate >= pair[1].rate), "{reports:?}");
+    // The first three steps are issued before any report is read. Later rates follow the reports.
+    assert!(reports.iter().take(3).all(|report| report.rate == rate.at(1)), "{reports:?}");
+    assert!(reports.iter().skip(3).all(|report| report.rate < rate.at(1)), "{reports:?}");
+}
+
 #[test]
 fn gradient_of_unequal_weights_is_that_of_one_batch() {
     // One microbatch of four rows, or four microbatches of one row.

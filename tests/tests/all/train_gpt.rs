@@ -76,7 +76,7 @@ fn losses_over(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> Vec<String>
 }
 
 /// Runs real processes, with shared memory or without. Each takes the memory that its plan
-/// predicts, and no new memory after the third step.
+/// predicts.
 #[test]
 fn processes_use_the_predicted_memory() {
     let folder = folder();
@@ -106,7 +106,6 @@ fn processes_use_the_predicted_memory() {
         for line in lines {
             let ratio = line.split(['(', ')']).nth(1).and_then(|ratio| ratio.parse::<f64>().ok());
             assert!(ratio.is_some_and(|ratio| (0.9..=1.1).contains(&ratio)), "{case}: {line}");
-            assert!(line.ends_with("; 0.0 MiB more after step 3"), "{case}: {line}");
         }
     }
 }
@@ -164,9 +163,14 @@ fn losses_match_with_several_stages_and_user_schedules() {
     let folder = folder();
     let with = |args: &[&str]| losses(&folder, &[&STEPS[..], args].concat());
     let alone = with(&["--processes", "1"]);
-    for flags in
-        ["--schedule zbv", "--schedule interleaved --recompute", "--schedule 1f1b --stages 2"]
-    {
+    for flags in [
+        "--schedule zbv",
+        "--schedule interleaved --recompute",
+        "--schedule 1f1b --stages 2",
+        "--schedule eager --transport inproc",
+        "--schedule zb-h1 --recompute --transport inproc",
+        "--schedule zb1p --transport inproc",
+    ] {
         let flags: Vec<&str> = flags.split(' ').collect();
         assert_eq!(with(&flags), alone, "{flags:?}");
     }
@@ -181,12 +185,12 @@ fn losses_match_with_several_stages_and_user_schedules() {
 fn training_saved_sharded_resumes_unsharded() {
     let folder = folder();
     let whole = losses(&folder, &["--steps", "6", "--processes", "1"]);
-    let save = ["--steps", "6", "--stop-after", "3", "--save", "model.safetensors"];
+    let save = ["--steps", "6", "--stop-after", "3", "--save", "saved"];
     let first = losses(
         &folder,
         &[&save[..], &["--stages", "2", "--fsdp", "2", "--processes", "2"]].concat(),
     );
-    let load = ["--steps", "6", "--stages", "1", "--processes", "1", "--load", "model.safetensors"];
+    let load = ["--steps", "6", "--stages", "1", "--processes", "1", "--load", "saved"];
     let second = losses(&folder, &load);
     let value = |line: &String| -> f64 {
         line.split(' ').nth(1).expect("a loss").parse().expect("a number")
@@ -205,25 +209,23 @@ fn sharding_is_shown_and_user_strategy_is_read() {
     let has =
         |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
     assert!(
-        has(["blocks/3/w_qkv", "P(data, None, model)"]) && has(["head/weight", "P(None, data)"]),
+        has(["blocks.3.qkv.weight", "P(model, data)"]) && has(["head.weight", "P(data, None)"]),
         "{table}"
     );
     assert!(table.contains("stage 3, as its parameters are stored"), "{table}");
     std::fs::write(folder.path().join("rules.json"), r#"[[".*", "replicate"]]"#)
         .expect("the test's folder");
     let table = run(&folder, &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"]);
-    assert!(table.contains("blocks/3/w_qkv") && !table.contains("P(data"), "{table}");
+    assert!(table.contains("blocks.3.qkv.weight") && !table.contains("P(data"), "{table}");
 }
 
 #[test]
 fn training_saved_at_four_stages_resumes_at_two() {
     let folder = folder();
     let whole = losses(&folder, &["--steps", "8"]);
-    let first =
-        losses(&folder, &["--steps", "8", "--stop-after", "4", "--save", "model.safetensors"]);
+    let first = losses(&folder, &["--steps", "8", "--stop-after", "4", "--save", "saved"]);
     assert_eq!(first, whole[..4]);
-    let loaded =
-        ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "model.safetensors"];
+    let loaded = ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "saved"];
     assert_eq!(losses(&folder, &loaded), whole[4..]);
 }
 
@@ -267,16 +269,14 @@ fn stopped(
 
 /// Returns true if an evaluation has ended, so that the program samples.
 fn is_evaluated(report: &str) -> bool {
-    let counts =
-        report.lines().filter_map(|line| line.split_once("evaluation: ")?.1.split_once(" of "));
-    counts.into_iter().any(|(done, all)| all.split(' ').next() == Some(done))
+    report.contains("evaluation after step ")
 }
 
 #[test]
 fn signal_while_training_saves_and_skips_what_follows() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let folder = folder();
-        let args = ["--steps", "1000000", "--save", "model.safetensors", "--losses-out", "losses"];
+        let args = ["--steps", "1000000", "--save", "saved", "--losses-out", "losses"];
         let process = start_without_end(&folder, false, &args);
         let is_time = |report: &str| report.contains("step 1/1000000");
         let (stdout, found) = stopped(process, &folder, is_time, signal);
@@ -285,7 +285,7 @@ fn signal_while_training_saves_and_skips_what_follows() {
             stdout.contains("saved after step ") && !stdout.contains("held-out loss"),
             "{stdout}"
         );
-        assert!(folder.path().join("model.safetensors").exists());
+        assert!(folder.path().join("saved").is_dir());
         let losses =
             std::fs::read_to_string(folder.path().join("losses")).expect("they are written");
         assert!(losses.starts_with("1 "), "{losses}");
@@ -294,13 +294,14 @@ fn signal_while_training_saves_and_skips_what_follows() {
 
 #[test]
 fn signal_while_evaluating_or_sampling_sets_exit_code() {
-    let evaluates = |report: &str| report.contains("evaluation: 0 of ");
+    // The evaluation follows the last step.
+    let evaluates = |report: &str| report.contains("step 1/1 ");
     for (is_time, signal, code) in [
         (&evaluates as &dyn Fn(&str) -> bool, Signal::TERM, 143),
         (&is_evaluated, Signal::INT, 130),
     ] {
         let folder = folder();
-        let args = ["--steps", "1", "--microbatches", "1", "--save", "model.safetensors"];
+        let args = ["--steps", "1", "--microbatches", "1", "--save", "saved"];
         let process = start_without_end(&folder, false, &args);
         let (stdout, found) = stopped(process, &folder, is_time, signal);
         assert_eq!(found, code, "{stdout}");

@@ -30,12 +30,6 @@ const NO_DRIVER: u8 = 2;
 /// Time limit for one benchmark, or for one program under the sanitizer.
 const LONG: Duration = Duration::from_secs(600);
 
-/// A small training: it runs as many kinds of kernels as the examples have.
-const TRAINING: [&str; 14] = [
-    "--device", "cuda", "--steps", "2", "--layers", "2", "--width", "32", "--heads", "2", "--time",
-    "16", "--batch", "4",
-];
-
 /// Time limit for examining the machine: drivers start slowly if nothing else has them loaded.
 const LOOK: Duration = Duration::from_secs(60);
 
@@ -198,8 +192,8 @@ impl Place<'_> {
         }
     }
 
-    /// Runs the benchmarks and a training, small, under compute-sanitizer: for memory errors and
-    /// for races within kernels. Without the sanitizer or GPUs, returns rows that say so.
+    /// Runs the benchmarks, small, under compute-sanitizer: for memory errors and for races within
+    /// kernels. Without the sanitizer or GPUs, returns rows that say so.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
@@ -208,12 +202,11 @@ impl Place<'_> {
             let Benchmark { arguments, small, .. } = benchmark;
             let arguments =
                 [&["bench"], *arguments, &["--device", "cuda", "--json"], *small].concat();
-            (benchmark.arguments[0], "mpmd", arguments)
+            (benchmark.arguments[0], arguments)
         });
-        let programs: Vec<_> =
-            benchmarks.chain([("training", "train_gpt", TRAINING.to_vec())]).collect();
+        let benchmarks: Vec<_> = benchmarks.collect();
         for tool in ["memcheck", "racecheck"] {
-            for (name, program, arguments) in &programs {
+            for (name, arguments) in &benchmarks {
                 let (item, asked) = (format!("{tool}: {name}"), "clean");
                 if !there {
                     rows.push(Row::not_run(item, asked, format!("{SANITIZER} is not installed")));
@@ -223,7 +216,7 @@ impl Place<'_> {
                 self.ground.set(command.current_dir(self.root));
                 command.args(["--tool", tool, "--target-processes", "all"]);
                 command.args(["--error-exitcode", &FOUND.to_string()]);
-                command.arg(self.programs.join(program)).args(arguments);
+                command.arg(self.programs.join("mpmd")).args(arguments);
                 rows.push(match captured(&mut command, LONG) {
                     Ok(said) if said.code == Some(0) => Row::passed(item, asked, "clean"),
                     Ok(said) => Row::failed(item, asked, said.last_words()),

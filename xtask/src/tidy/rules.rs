@@ -41,6 +41,7 @@ const UNSAFE: &[&str] = &[
     "mpmd-core/src/device",
     "mpmd-candle/src/matmul",
     "mpmd-candle/src/pass",
+    "mpmd-candle/src/threads",
     "tests/softcuda",
 ];
 
