@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn rows_may_lie_apart() {
         let (a, b) = (whole_numbers(5 * 9, 1), whole_numbers(3 * 8, 2));
-        let mut c = vec![7.0; 5 * 6];
+        let mut c = [7.0; 5 * 6];
         let (left, right) = (Matrix::strided(&a[2..], 5, 3, 9), Matrix::strided(&b[1..], 3, 4, 8));
         multiply_strided((&mut c[1..], 6), left, right, false);
         for (at, c) in c.iter().enumerate() {
