@@ -38,9 +38,9 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// Computes the layer if the devices along mesh axis `axis` have parts of `x` and of the weight:
-    /// `x` is `[..., inputs / devices]`. Adds up the products over the axis, then adds the bias. All
-    /// devices get the result.
+    /// Computes the layer if the devices along mesh axis `axis` have parts of `x` and of the
+    /// weight: `x` is `[..., inputs / devices]`. Adds up the products over the axis, then adds the
+    /// bias. All devices get the result.
     ///
     /// The weight is divided over its dimension 1, and the bias is whole on every device.
     ///
