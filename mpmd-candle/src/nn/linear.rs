@@ -344,3 +344,35 @@ impl CustomOp2 for AddBias {
         Ok((Some(gradient.clone()), bias_gradient(bias, gradient)?))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    #[test]
+    fn activation_in_the_layer_matches_the_one_after_it() -> Result<()> {
+        let values = |shape: &[usize]| {
+            let count = shape.iter().product::<usize>() as f32;
+            let values = (Tensor::arange(0f32, count, &Device::Cpu)? * 1.3)?.sin()?;
+            Var::from_tensor(&values.reshape(shape)?)
+        };
+        let (x, weight, bias) = (values(&[2, 3, 5])?, values(&[7, 5])?, values(&[7])?);
+        let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+        for activation in
+            [Activation::NewGelu, Activation::Gelu, Activation::Silu, Activation::Relu]
+        {
+            let run = |y: Tensor| -> Result<Vec<Vec<f32>>> {
+                let store = y.sqr()?.sum_all()?.backward()?;
+                let gradients = [&x, &weight, &bias].map(|var| store.get(var));
+                let all = std::iter::once(&y).chain(gradients.into_iter().flatten());
+                all.map(|tensor| tensor.flatten_all()?.to_vec1()).collect()
+            };
+            let expected = run(activation.forward(&layer.forward(&x)?)?)?;
+            let found = run(layer.forward_activated(&x, activation)?)?;
+            assert_eq!((found.len(), &found), (4, &expected), "{activation:?}");
+        }
+        Ok(())
+    }
+}

@@ -268,5 +268,6 @@ fn training_with_too_few_layers_is_refused_once() {
     let Run { code, err, .. } = run(TRAIN_MLP, "--layers 2 --stages 3");
     assert_eq!((code, count(&err, "--layers 2 are too few for --stages 3")), (Some(1), 1), "{err}");
     let Run { code, err, .. } = run(TRAIN_MLP, "--layers 5 --stages 5 --schedule interleaved");
-    assert_eq!((code, count(&err, "--stages 5 is no multiple")), (Some(1), 1), "{err}");
+    let message = "5 stages do not divide among ranks of 2 stages each";
+    assert_eq!((code, count(&err, message)), (Some(1), 1), "{err}");
 }
