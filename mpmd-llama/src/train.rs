@@ -154,7 +154,10 @@ pub fn run(
             run = run.metrics(file);
         }
         if let Some(folder) = &args.checkpoints {
-            let checkpoints = Checkpoints::new(folder).keep(KEPT);
+            let mut checkpoints = Checkpoints::new(folder).keep(KEPT);
+            if let Some(lora) = args.lora() {
+                checkpoints = checkpoints.setting("lora_alpha", lora.alpha);
+            }
             let step = trainer.restore(p, &checkpoints)?;
             if let Some(step) = step.filter(|_| p.process() == ProcessId(0)) {
                 eprintln!("continuing after step {step} of {}", folder.display());

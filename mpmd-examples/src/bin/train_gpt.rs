@@ -91,7 +91,7 @@ struct Args {
     /// follow from --fsdp: JSON, [["pattern", "tactic"], …]
     #[arg(long, value_name = "FILE")]
     strategy: Option<PathBuf>,
-    /// Inputs of matrix products on GPUs; CPUs, and so all devices today, compute in f32
+    /// Inputs of matrix products on GPUs; without effect yet, since stages compute on the host
     #[arg(long, value_enum, default_value_t)]
     math: ProductMath,
     /// Print the stored and the computed shardings of each stage's parameters, then exit
@@ -188,9 +188,10 @@ fn run(p: &mut Program, args: &Args, plan: &Plan<'_>, text: &Text) -> anyhow::Re
     let pipeline = plan.pipeline(p, &meshes, None, loss)?;
     let trainer = Trainer::new(p, pipeline, plan.schedule.clone(), AdamW::default())?;
     let mut trainer = trainer.rate(rate).clip(1.0).seed(args.seed).stop_on(&stop);
+    let checkpoints = |folder| Checkpoints::new(folder).setting("heads", args.sizes.heads);
     // A dry run reads no file.
     if let Some(folder) = args.load.as_ref().filter(|_| !p.is_dry_run())
-        && trainer.restore(p, &Checkpoints::new(folder))?.is_none()
+        && trainer.restore(p, &checkpoints(folder))?.is_none()
     {
         anyhow::bail!("{}: it has no checkpoint", folder.display());
     }
@@ -207,7 +208,7 @@ fn run(p: &mut Program, args: &Args, plan: &Plan<'_>, text: &Text) -> anyhow::Re
         steps = steps.seconds(seconds);
     }
     if let Some(folder) = &args.save {
-        steps = steps.checkpoints(Checkpoints::new(folder));
+        steps = steps.checkpoints(checkpoints(folder));
     }
     let outcome = trainer.run(p, steps, &data)?;
     let memory = training::memory_lines(p, &mut trainer, windows)?;

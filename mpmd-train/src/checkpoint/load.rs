@@ -65,9 +65,17 @@ impl Checkpoint {
         Ok(Self { path, manifest, arrays, bytes_read: AtomicU64::new(0) })
     }
 
-    /// Compares the arrays of the checkpoint with those of a training.
-    fn check(&self, contents: &Contents) -> Result<()> {
-        let Manifest { by_stage, stages, .. } = self.manifest;
+    /// Compares the settings and arrays of the checkpoint with those of a training.
+    fn check(&self, from: &Checkpoints, contents: &Contents) -> Result<()> {
+        let Manifest { by_stage, stages, settings, .. } = &self.manifest;
+        let (by_stage, stages) = (*by_stage, *stages);
+        for (name, expected) in &from.settings {
+            let found = settings.get(name).map_or("none", String::as_str);
+            if found != expected {
+                let problem = format!("setting {name}: {expected} is expected, {found} found");
+                return Err(failed(&self.path, &problem));
+            }
+        }
         if by_stage && stages != contents.stages {
             let problem = format!(
                 "its arrays are named by stage, since stages have parameters of one path. So it \
@@ -183,7 +191,7 @@ pub(crate) fn load(
     let own = opened.as_ref().map_or(Ok(String::new()), |opened| opened.manifest.hash());
     let first = on_first(p, String::new(), || own.clone())?;
     let checked = opened.and_then(|opened| {
-        opened.check(contents)?;
+        opened.check(from, contents)?;
         if own? != first {
             let problem = "process 0 sees another manifest: all processes must share the folder";
             return Err(failed(&opened.path, &problem));
@@ -283,7 +291,7 @@ mod tests {
         let results = Simulation::new(4, 4).run(|p| {
             let contents = contents(p, &loaded, 0.0)?;
             let checkpoint = Arc::new(Checkpoint::open(&to, 1)?);
-            checkpoint.check(&contents)?;
+            checkpoint.check(&to, &contents)?;
             for array in read_arrays(p, &checkpoint, &contents.arrays)? {
                 for shard in array.addressable_shards()? {
                     let expected = shard.region.indices(&SHAPE).map(|index| index as f32);

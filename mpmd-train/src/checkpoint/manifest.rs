@@ -1,5 +1,6 @@
 //! The manifest of a checkpoint, and the lists of pieces that it names.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -25,6 +26,8 @@ pub(super) struct Manifest {
     pub(super) stages: usize,
     /// True if the names of the arrays begin with their stage.
     pub(super) by_stage: bool,
+    /// The settings of the model that the program named.
+    pub(super) settings: BTreeMap<String, String>,
     pub(super) files: Vec<FileEntry>,
     /// The lists of pieces, one for each process.
     pub(super) lists: Vec<ListEntry>,
@@ -126,7 +129,9 @@ mod tests {
         let list = ListEntry { name: "pieces-0.json".to_owned(), hash: hash(b"list") };
         let (files, lists) = (vec![file], vec![list]);
         let (step, seed, processes, stages) = (100, u64::MAX, 4, 2);
-        Manifest { format: FORMAT, step, seed, processes, stages, by_stage: false, files, lists }
+        let settings = BTreeMap::from([("heads".to_owned(), "4".to_owned())]);
+        let (format, by_stage) = (FORMAT, false);
+        Manifest { format, step, seed, processes, stages, by_stage, settings, files, lists }
     }
 
     #[test]

@@ -39,6 +39,7 @@ mod load;
 mod manifest;
 mod save;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use mpmd_core::{MpmdArray, Program, Result};
@@ -66,13 +67,20 @@ pub struct Checkpoints {
     keep: Option<usize>,
     file_bytes: u64,
     at: Option<u64>,
+    settings: BTreeMap<String, String>,
 }
 
 impl Checkpoints {
     /// Names a folder of checkpoints, which need not exist. Keeps all checkpoints, and begins a new
     /// file after 4 GiB.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), keep: None, file_bytes: 4 << 30, at: None }
+        Self {
+            folder: folder.into(),
+            keep: None,
+            file_bytes: 4 << 30,
+            at: None,
+            settings: BTreeMap::new(),
+        }
     }
 
     /// Keeps only the newest `n` checkpoints, at least one. Each save then removes older ones, and
@@ -95,6 +103,16 @@ impl Checkpoints {
     #[must_use]
     pub fn at(mut self, step: u64) -> Self {
         self.at = Some(step);
+        self
+    }
+
+    /// Names a setting of the model that no shape shows, such as its number of attention heads.
+    /// Saves store it, and [`Trainer::restore`] refuses a checkpoint with another value.
+    ///
+    /// [`Trainer::restore`]: crate::Trainer::restore
+    #[must_use]
+    pub fn setting(mut self, name: impl Into<String>, value: impl ToString) -> Self {
+        self.settings.insert(name.into(), value.to_string());
         self
     }
 

@@ -100,8 +100,9 @@ impl Saving {
         };
         let (files, lists) = (plan.files.iter().map(file).collect(), Vec::new());
         let processes = p.processes();
+        let (format, settings) = (FORMAT, to.settings.clone());
         let manifest =
-            Manifest { format: FORMAT, step, seed, processes, stages, by_stage, files, lists };
+            Manifest { format, step, seed, processes, stages, by_stage, settings, files, lists };
         let writer = Writer {
             process: p.process(),
             folder: to.folder.clone(),

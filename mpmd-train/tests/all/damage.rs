@@ -96,6 +96,21 @@ fn flipped_bit_anywhere_is_found() {
 }
 
 #[test]
+fn other_setting_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let with = |heads: usize| Checkpoints::new(folder.path()).setting("heads", heads);
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = chain(p, 2, false)?;
+        trainer.save(p, &with(4))?;
+        assert_eq!(trainer.restore(p, &with(4))?, Some(0));
+        Ok(trainer.restore(p, &with(2)).unwrap_err().to_string())
+    });
+    let manifest = folder.path().join("step-00000000.json");
+    let expected = format!("{}: setting heads: 2 is expected, 4 found", manifest.display());
+    results.into_iter().for_each(|said| assert_eq!(said.unwrap(), expected));
+}
+
+#[test]
 fn truncated_and_missing_files_are_named() {
     let (folder, to) = saved(100);
     let path = file(&folder, "model-00001-of-00004.safetensors");
