@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bigram_loss_is_near_zero_for_certain_pairs_and_entropy_for_random() {
+    fn bigram_loss_is_zero_for_certain_pairs_and_entropy_for_random() {
         let loss = |bytes| bigram_loss(&Text::of_files(&[bytes]).unwrap(), 64);
         let certain: Vec<u8> = (0..BLOCK * 20).map(|i| b"abcd"[i % 4]).collect();
         let found = loss(certain).unwrap();
