@@ -40,7 +40,7 @@ pub struct TrainingArgs {
     #[arg(long, default_value_t = 2, value_parser = at_least(1))]
     pub rows: usize,
     /// Learning rate at the start; it falls linearly to a tenth
-    #[arg(long, default_value_t = 3e-3)]
+    #[arg(long, default_value_t = 3e-3, value_parser = not_negative)]
     pub lr: f64,
     /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
     #[arg(long, value_name = "FILE")]
@@ -51,6 +51,18 @@ pub struct TrainingArgs {
 /// of sizes.
 pub fn at_least(least: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(least..=1 << 30)
+}
+
+/// Parses a number that is finite and not negative, such as a learning rate.
+///
+/// # Errors
+///
+/// If it is another number, or none.
+pub fn not_negative(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("expected a number that is not negative".to_owned()),
+    }
 }
 
 impl TrainingArgs {
@@ -301,6 +313,12 @@ mod tests {
     use mpmd_train::data::BLOCK;
 
     use super::*;
+
+    #[test]
+    fn negative_and_infinite_numbers_are_refused() {
+        assert_eq!(not_negative("0"), Ok(0.0));
+        assert!(["-1", "inf", "nan", "x"].iter().all(|text| not_negative(text).is_err()));
+    }
 
     #[test]
     fn bigram_loss_is_zero_for_certain_pairs_and_entropy_for_random() {

@@ -12,7 +12,7 @@ use mpmd::train::stop::exit_code;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_examples::job::{self, JobArgs};
-use mpmd_examples::training::at_least;
+use mpmd_examples::training::{at_least, not_negative};
 use serde::Serialize;
 
 use crate::folder::Folder;
@@ -35,7 +35,7 @@ pub struct TrainArgs {
     #[arg(long, default_value_t = 100, value_parser = at_least(1))]
     pub steps: usize,
     /// Highest learning rate; it falls linearly to a tenth
-    #[arg(long, default_value_t = 2e-5)]
+    #[arg(long, default_value_t = 2e-5, value_parser = not_negative)]
     pub lr: f64,
     /// Updates in which the learning rate rises linearly from zero
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
@@ -56,10 +56,10 @@ pub struct TrainArgs {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Largest norm of the mean gradient; larger gradients are scaled down to it
-    #[arg(long, value_name = "NORM")]
+    #[arg(long, value_name = "NORM", value_parser = not_negative)]
     pub clip: Option<f64>,
     /// Weight decay of the matrices
-    #[arg(long, value_name = "DECAY", default_value_t = 0.01)]
+    #[arg(long, value_name = "DECAY", default_value_t = 0.01, value_parser = not_negative)]
     pub weight_decay: f64,
     /// Train only matrices of LoRA with this rank, beside the weights of all projections
     #[arg(long, value_name = "RANK", value_parser = at_least(1))]

@@ -30,7 +30,7 @@ use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{DeviceId, ProcessId};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::sample::{next_byte, printable};
-use mpmd_examples::training::{self, Figures, at_least};
+use mpmd_examples::training::{self, Figures, at_least, not_negative};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
 
 /// Train a byte-level transformer on text, as a pipeline
@@ -54,7 +54,7 @@ struct Args {
     #[arg(long, conflicts_with = "steps")]
     seconds: Option<f64>,
     /// Highest learning rate
-    #[arg(long = "lr", default_value_t = 3e-3)]
+    #[arg(long = "lr", default_value_t = 3e-3, value_parser = not_negative)]
     learning_rate: f64,
     /// Seed of the initial weights, the sequences of each step, and the sampled text
     #[arg(long, default_value_t = 0)]
