@@ -56,7 +56,7 @@ pub(crate) fn payloads_above_four_gib_are_announced_without_taking_memory(kind: 
     cluster.finish();
 }
 
-pub(crate) fn both_directions_at_once_with_payloads_larger_than_every_buffer(kind: Kind) {
+pub(crate) fn both_directions_at_once_with_payloads_larger_than_buffers(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Fetch);
     for _ in 0..2 {
         cluster.post(0, 1, MessageKind::Data, LARGE / 2);

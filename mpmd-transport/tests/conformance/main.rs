@@ -66,7 +66,7 @@ macro_rules! over_each_transport {
 
 over_each_transport! {
     checks::payloads_of_every_size_arrive_intact
-    checks::both_directions_at_once_with_payloads_larger_than_every_buffer
+    checks::both_directions_at_once_with_payloads_larger_than_buffers
     checks::eight_processes_all_to_all
     checks::payload_buffers_are_released_when_done
     checks::control_overtakes_a_bulk_payload_that_nobody_fetches
