@@ -18,6 +18,9 @@ pub(super) enum Test {
     Handover,
     /// The time as for `Handover`, while the memory is new to one of the processes.
     HandoverWarmUp,
+    /// The time from one process's futex wake-up until the other runs, in microseconds: without
+    /// the framework, in turns with the hand-overs.
+    Wake,
     /// The rate of adding up the bytes of an array after a zero-copy transfer, in GB/s.
     Read,
     /// The rate as for `Read`, while the memory is new to the reader.
@@ -38,6 +41,7 @@ impl Test {
             Self::Bandwidth => "bandwidth",
             Self::Handover => "handover",
             Self::HandoverWarmUp => "handover warm-up",
+            Self::Wake => "futex wake",
             Self::Read => "read",
             Self::ReadWarmUp => "read warm-up",
             Self::OneCopy => "one copy",
@@ -53,7 +57,7 @@ impl Test {
 
     pub(super) fn unit(self) -> &'static str {
         match self {
-            Self::Latency | Self::Handover | Self::HandoverWarmUp => "us",
+            Self::Latency | Self::Handover | Self::HandoverWarmUp | Self::Wake => "us",
             _ => "GB/s",
         }
     }
@@ -78,7 +82,7 @@ impl Samples {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
             Test::Latency => seconds * 1e6 / 2.0,
-            Test::Handover | Test::HandoverWarmUp => seconds * 1e6,
+            Test::Handover | Test::HandoverWarmUp | Test::Wake => seconds * 1e6,
             _ => self.bytes as f64 / seconds / 1e9,
         });
     }

@@ -26,10 +26,11 @@ use super::array::{FIRST, Pair, arrive};
 use super::found::{Samples, Test};
 use super::memory::available;
 use super::pace::Pace;
+use super::wake::Wake;
 use crate::options::Size;
 
 /// The process that receives the arrays.
-const SECOND: ProcessId = ProcessId(1);
+pub(super) const SECOND: ProcessId = ProcessId(1);
 /// The number of arrays that the sender keeps at a time.
 const KEPT: usize = 8;
 /// The receiver keeps one of this many arrays.
@@ -114,7 +115,9 @@ pub(super) fn handover(
     let mut found = measure(p, pair, bytes, FOR_EACH_REPEAT * pace.repeats)?;
     if on_gpu {
         // To add up the bytes, the receiver would copy them to the host.
-        found.retain(|found| matches!(found.test, Test::Handover | Test::HandoverWarmUp));
+        found.retain(|found| {
+            matches!(found.test, Test::Handover | Test::HandoverWarmUp | Test::Wake)
+        });
     }
     Ok(found)
 }
@@ -140,6 +143,7 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     // The moments that this process records: as the sender, of each `device_put`; as the receiver,
     // of each arrival, with the time to read the array.
     let (mut given, mut had) = (Vec::new(), Vec::new());
+    let mut wake = Wake::new(p)?;
     for number in 0..WARM_UP + repeats {
         let value = (number % 251 + 1) as u8;
         let input = p.device_put(&MpmdArray::from_slice(&[1], &[value])?, mesh.replicated())?;
@@ -175,9 +179,15 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
                 held.pop_front();
             }
         }
+        meet(p, pair, &small)?;
+        wake.measure(SETTLED)?;
     }
     let had = p.broadcast_value(SECOND, Vec::new(), || Ok(had))?;
-    Ok(evaluate(bytes, &given, &had))
+    let mut found = evaluate(bytes, &given, &had);
+    let mut wakes = Samples::new(Test::Wake, bytes);
+    wake.times(p)?.into_iter().for_each(|time| wakes.add(1, time));
+    found.push(wakes);
+    Ok(found)
 }
 
 /// Synchronises both processes: returns on the first one once the second is about to issue its next
@@ -207,7 +217,7 @@ fn sum_of(bytes: &[u8]) -> u64 {
 }
 
 /// Returns the nanoseconds of a clock that all processes of a host share.
-fn now() -> u64 {
+pub(super) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
@@ -280,6 +290,9 @@ mod tests {
     fn two_threads_measure_hand_overs() {
         let pace = Pace { repeats: 2, sample: Duration::from_micros(200) };
         let found = in_threads(DeviceKind::Cpu, &[Size(3)], &[Case::Handover], &pace).unwrap();
-        assert_eq!(found.iter().map(|found| found.samples.len()).collect::<Vec<_>>(), [4, WARM_UP]);
+        assert_eq!(
+            found.iter().map(|found| found.samples.len()).collect::<Vec<_>>(),
+            [4, WARM_UP, 4 + WARM_UP]
+        );
     }
 }

@@ -16,6 +16,7 @@ mod message;
 mod pace;
 mod perftest;
 mod table;
+mod wake;
 mod words;
 
 use std::path::PathBuf;

@@ -81,7 +81,9 @@ impl Row {
     fn compared(&self) -> (&'static str, f64) {
         let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
         match self.test {
-            Test::Latency | Test::Handover | Test::HandoverWarmUp => ("difference_us", ours - peer),
+            Test::Latency | Test::Handover | Test::HandoverWarmUp | Test::Wake => {
+                ("difference_us", ours - peer)
+            }
             _ => ("ratio", ours / peer),
         }
     }

@@ -17,8 +17,10 @@ use mpmd_transport::Transport;
 use super::async_buffer::{AsyncBuffer, Outcome};
 
 const PACE: Pace = Pace {
-    longest: Duration::from_micros(50),
-    worth: Duration::from_micros(100),
+    first: Duration::from_micros(50),
+    // A thread of a pipeline waits for a pass of a neighbour, and a wake-up would delay each pass.
+    longest: Duration::from_millis(2),
+    worth: Duration::from_millis(2),
     looks: 8,
     yields: 8,
     // From then on the awaited thread may need this very core.

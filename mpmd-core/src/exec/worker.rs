@@ -11,6 +11,7 @@ use mpmd_ids::block::{Condvar, Mutex, Pace, Spin, SpinPolicy, thread};
 /// Constants of the spin policy for short waits of workers and readers. After polls in vain it
 /// skips some waits.
 pub(super) const PACE: Pace = Pace {
+    first: Duration::from_micros(20),
     longest: Duration::from_micros(20),
     worth: Duration::ZERO,
     looks: 32,

@@ -15,8 +15,9 @@ const SHORTEST: Duration = Duration::from_micros(1);
 /// Spin policy: the time for which a thread without work polls for messages before it sleeps.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Spin {
-    /// Polls for at most 50 microseconds, and less after long gaps without work. Does not poll if
-    /// the job has more processes on this host than there are cores.
+    /// Polls about as long as the recent gaps without work lasted, if they were short: a waiting
+    /// thread for at most 2 milliseconds. Does not poll if the job has more processes on this host
+    /// than there are cores.
     #[default]
     Auto,
     /// Does not poll: the thread sleeps as soon as it has no work.
@@ -64,6 +65,8 @@ impl CoreBudget {
 /// The constants of one use of [`SpinPolicy`].
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
+    /// Polling time with [`Spin::Auto`] at first, and at least after a gap that was worth it.
+    pub first: Duration,
     /// Longest polling time with [`Spin::Auto`].
     pub longest: Duration,
     /// A gap up to this length was worth polling for, even if the thread slept in it.
@@ -115,7 +118,7 @@ pub struct Gap {
 impl SpinPolicy {
     /// Creates a policy with these constants and this setting of the user.
     pub const fn new(pace: Pace, setting: Spin) -> Self {
-        let window = AtomicU64::new(pace.longest.as_nanos() as u64);
+        let window = AtomicU64::new(pace.first.as_nanos() as u64);
         let (skip, penalty) = (AtomicU32::new(0), AtomicU32::new(0));
         Self { pace, setting, window, skip, penalty }
     }
@@ -138,11 +141,18 @@ impl SpinPolicy {
         Gap { pace: self.pace, window, start: now, looks: 0 }
     }
 
-    /// Notes that a gap ended with work at `now`, and adapts the polling time.
+    /// Notes that a gap ended with work at `now`, and adapts the polling time: to twice the gap,
+    /// and after a shorter gap only slowly to less. A gap that was not worth it halves the time.
     pub fn end(&self, gap: &Gap, now: Instant) {
-        let worth = now.saturating_duration_since(gap.start) <= self.pace.worth;
-        let longest = self.pace.longest.as_nanos() as u64;
-        let window = if worth { longest } else { self.window.load(Ordering::Relaxed) / 2 };
+        let lasted = now.saturating_duration_since(gap.start);
+        let window = self.window.load(Ordering::Relaxed);
+        let window = if lasted <= self.pace.worth {
+            let [first, longest] =
+                [self.pace.first, self.pace.longest].map(|time| time.as_nanos() as u64);
+            (2 * lasted.as_nanos() as u64).max(window / 8 * 7).clamp(first, longest)
+        } else {
+            window / 2
+        };
         self.window.store(window, Ordering::Relaxed);
     }
 
@@ -228,6 +238,7 @@ mod tests {
     const MICRO: Duration = Duration::from_micros(1);
     /// Adapts the polling time.
     const ADAPTS: Pace = Pace {
+        first: Duration::from_micros(50),
         longest: Duration::from_micros(50),
         worth: Duration::from_micros(100),
         looks: 1,
@@ -237,6 +248,7 @@ mod tests {
     };
     /// Skips gaps after polls in vain.
     const SKIPS: Pace = Pace {
+        first: Duration::from_micros(20),
         longest: Duration::from_micros(20),
         looks: 32,
         yields: 32,
@@ -266,6 +278,23 @@ mod tests {
         }
         ended(20);
         assert_eq!(looks(&policy, now), 50, "one gap that was worth it is enough");
+    }
+
+    #[test]
+    fn auto_polling_time_follows_the_gaps() {
+        let (longest, worth) = (2000 * MICRO, 2000 * MICRO);
+        let policy = SpinPolicy::new(Pace { longest, worth, ..ADAPTS }, Spin::Auto);
+        let now = Instant::now();
+        let after = |gap: u32| {
+            policy.end(&policy.begin(now), now + gap * MICRO);
+            policy.begin(now).window
+        };
+        assert_eq!(policy.begin(now).window, 50 * MICRO);
+        assert_eq!([after(10), after(400)], [50 * MICRO, 800 * MICRO]);
+        assert_eq!([after(10), after(10)], [700 * MICRO, Duration::from_nanos(612_500)]);
+        assert_eq!([after(1900), after(2001)], [longest, longest / 2]);
+        assert!((0..100).map(|_| after(10)).last() == Some(50 * MICRO));
+        assert!((0..100).map(|_| after(5000)).last() == Some(Duration::ZERO));
     }
 
     #[test]

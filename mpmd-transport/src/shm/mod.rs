@@ -65,6 +65,7 @@
 
 mod address;
 mod agreeing;
+mod bare;
 mod devices;
 mod doorbell;
 mod futex;
@@ -88,6 +89,7 @@ use std::fmt;
 use std::time::Duration;
 
 pub use address::{no_address, why_apart};
+pub use bare::BareWord;
 pub use present::{Opened, Shm};
 
 use crate::transport::TransportError;

@@ -47,6 +47,7 @@ pub(super) mod id {
 }
 
 const PACE: Pace = Pace {
+    first: Duration::from_micros(50),
     longest: Duration::from_micros(50),
     worth: Duration::from_micros(100),
     looks: 1,

@@ -1,0 +1,64 @@
+//! Measures bare wake-ups between two processes, in turns with hand-overs.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::prelude::Program;
+use mpmd_core::{Error, Result};
+use mpmd_transport::shm::BareWord;
+
+use super::array::FIRST;
+use super::handover::{SECOND, now};
+
+/// Deadline of one wake-up. It only passes if the other process has ended.
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// A word that both processes map, and the moments that this process has noted.
+pub(super) struct Wake {
+    word: BareWord,
+    is_first: bool,
+    /// As the first process, of each wake-up; as the second, of each end of a sleep.
+    moments: Vec<u64>,
+}
+
+impl Wake {
+    /// Creates the word on the first process and opens it on the second. Both must call this.
+    pub(super) fn new(p: &mut Program) -> Result<Self> {
+        let is_first = p.process() == FIRST;
+        let failed = |error: std::io::Error| Error::kernel(format!("a bare wake-up: {error}"));
+        let own = is_first.then(BareWord::create).transpose().map_err(failed)?;
+        let path = || Ok(own.as_ref().map(BareWord::path).unwrap_or_default());
+        let path = p.broadcast_value(FIRST, String::new(), path)?;
+        let word = own.map_or_else(|| BareWord::open(&path), Ok).map_err(failed)?;
+        Ok(Self { word, is_first, moments: Vec::new() })
+    }
+
+    /// Measures one wake-up: the second process falls asleep, and after `settled` the first wakes
+    /// it. Both must call this at about the same time.
+    pub(super) fn measure(&mut self, settled: Duration) -> Result<()> {
+        let before = self.moments.len() as u32;
+        if self.is_first {
+            std::thread::sleep(settled);
+            self.moments.push(now());
+            self.word.count();
+            return Ok(());
+        }
+        let until = Instant::now() + WITHIN;
+        while self.word.value() <= before {
+            if Instant::now() >= until {
+                return Err(Error::kernel("the other process did not wake this one".to_owned()));
+            }
+            self.word.wait(before, WITHIN);
+        }
+        self.moments.push(now());
+        Ok(())
+    }
+
+    /// Returns the times of all wake-ups, on both processes. Both must call this.
+    pub(super) fn times(self, p: &mut Program) -> Result<Vec<Duration>> {
+        let moments = self.moments;
+        let given = p.broadcast_value(FIRST, Vec::new(), || Ok(moments.clone()))?;
+        let had = p.broadcast_value(SECOND, Vec::new(), || Ok(moments))?;
+        let times = given.iter().zip(had).map(|(given, had)| had.saturating_sub(*given));
+        Ok(times.map(Duration::from_nanos).collect())
+    }
+}
