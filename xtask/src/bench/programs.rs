@@ -308,6 +308,22 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn cargo_builds_the_programs_of_a_commit() {
+        let there = Repository::new("cargo", "");
+        let package = "[workspace]\n[package]\nname = \"cli\"\nedition = \"2024\"\n\
+            [[bin]]\nname = \"mpmd\"\npath = \"main.rs\"\n";
+        fs::write(there.root.join("Cargo.toml"), package).unwrap();
+        fs::write(there.root.join("main.rs"), "fn main() { println!(\"built\") }").unwrap();
+        there.commit("package");
+        let builder = Builder { cargo: crate::commands::cargo(), ..there.builder() };
+        let commit = builder.commit("HEAD").unwrap();
+        let programs = builder.of(&commit, &["mpmd", "train_gpt"]).unwrap();
+        assert_eq!(programs.len(), 1, "{programs:?}");
+        assert_eq!(Command::new(&programs["mpmd"]).output().unwrap().stdout, b"built\n");
+        assert_eq!(there.work_trees(), 1);
+    }
+
+    #[test]
     fn missing_commit_is_named() {
         let there = Repository::new("none", "");
         let error = there.builder().commit("no-such-commit").unwrap_err();
