@@ -185,3 +185,14 @@ fn wrong_settings_are_problems_and_secrets_stay_secret() {
     );
     assert_eq!(doctor(&["--transport", "pigeon"], &[]).status.code(), Some(2));
 }
+
+#[test]
+fn binding_is_measured_where_it_has_an_effect() {
+    let (_, said) = json(&["--json"], &[]);
+    let (facts, found) = (&said["facts"]["placement"], finding(&said, "binding"));
+    let bound = facts["core"]["Ok"].is_string();
+    let measured = ["unbound_us", "bound_us"].map(|name| facts["latency"][name].as_f64());
+    assert_eq!(measured.map(|micros| micros.is_some_and(|micros| micros > 0.0)), [bound; 2]);
+    assert!(found["value"].as_str().unwrap().contains("--bind core"), "{found}");
+    assert_eq!(found["verdict"], "ok");
+}
