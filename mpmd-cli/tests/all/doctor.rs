@@ -187,12 +187,15 @@ fn wrong_settings_are_problems_and_secrets_stay_secret() {
 }
 
 #[test]
-fn binding_is_measured_where_it_has_an_effect() {
+fn binding_is_shown_and_measured_where_possible() {
     let (_, said) = json(&["--json"], &[]);
     let (facts, found) = (&said["facts"]["placement"], finding(&said, "binding"));
     let bound = facts["core"]["Ok"].is_string();
-    let measured = ["unbound_us", "bound_us"].map(|name| facts["latency"][name].as_f64());
-    assert_eq!(measured.map(|micros| micros.is_some_and(|micros| micros > 0.0)), [bound; 2]);
+    // A busy machine may have no time for the measurement.
+    if !facts["latency"].is_null() {
+        let measured = ["unbound_us", "bound_us"].map(|name| facts["latency"][name].as_f64());
+        assert!(bound && measured.iter().all(|micros| *micros > Some(0.0)), "{facts}");
+    }
     assert!(found["value"].as_str().unwrap().contains("--bind core"), "{found}");
     assert_eq!(found["verdict"], "ok");
 }
