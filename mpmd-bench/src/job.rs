@@ -5,8 +5,8 @@ use mpmd_core::prelude::Program;
 use mpmd_launch::{Bind, Launch, OutputMode};
 
 /// Starts this program again with the same arguments, as a job of `processes` processes over
-/// `transport`, bound as `bind` says. Blocks until the job ends. Returns the job's exit code, or 1 if that is not from 0
-/// to 255.
+/// `transport`. Its processes are bound to cores as `bind` says. Blocks until the job ends. Returns
+/// the job's exit code, or 1 if that is not from 0 to 255.
 pub(crate) fn run_as_job(processes: usize, transport: &str, bind: Bind) -> Result<u8> {
     let outcome = Launch::new(processes, std::env::current_exe()?)
         .args(std::env::args_os().skip(1))

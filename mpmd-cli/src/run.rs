@@ -40,10 +40,10 @@ pub(crate) struct Run {
     /// of MPMD_DEVICE, else the program's choice
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
     device: Option<String>,
-    /// The cores of each process: none (no choice: all cores that this command may use), core (a
-    /// share of them for each process, in one NUMA node if possible) or numa (those of one NUMA
-    /// node). Memory follows: a page lies at the node of the core that first writes to it. If there
-    /// are more processes than cores, or only one node, a line says so and nothing is bound
+    /// The cores of each process. none: all that this command may use. core: a share of them for
+    /// each process, in one NUMA node if possible. numa: those of one NUMA node. Memory follows: a
+    /// page lies at the node of the core that first writes to it. With more processes than cores,
+    /// or with one node, nothing is bound and a line says so
     #[arg(long, value_name = "TO", default_value = "none", value_parser = bind())]
     bind: Bind,
     /// The peer timeout: the longest time that a process waits for another

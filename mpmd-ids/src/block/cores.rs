@@ -2,8 +2,8 @@
 
 use std::thread::available_parallelism;
 
-/// The variable by which a launcher tells a process that it has bound to a part of the host's cores
-/// how many cores the job has there.
+/// The variable with the number of cores that a job has on this host. A launcher sets it for
+/// processes that it binds to a part of the host's cores.
 pub const CORES: &str = "MPMD_CORES";
 
 /// Returns the number of cores that the processes of this job share on this host: the value of

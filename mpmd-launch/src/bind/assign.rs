@@ -4,10 +4,10 @@ use super::{Bind, HostCores, Unbound};
 
 /// Returns the hardware threads of each process, in the order of processes.
 ///
-/// With [`Bind::Core`] the shares are disjoint and about equal. A share lies within a NUMA node
-/// where there are at least as many processes as nodes, and has whole cores where there are at
-/// least as many cores as processes. With [`Bind::Numa`] a process has all of a node. In both cases
-/// the processes of a node follow each other.
+/// With [`Bind::Core`] the shares are disjoint and about equal. A share lies within a NUMA node,
+/// except if there are fewer processes than nodes. It has whole cores, except if there are fewer
+/// cores than processes. With [`Bind::Numa`] a process has all of a node. In both cases the
+/// processes of a node follow each other.
 ///
 /// # Errors
 ///
@@ -85,7 +85,7 @@ fn counts(sizes: &[usize], processes: usize) -> Vec<usize> {
     counts
 }
 
-/// Splits a list into `parts` parts, whose lengths differ by at most one; longer ones come first.
+/// Splits a list into `parts` parts. Their lengths differ by at most one; longer ones come first.
 fn split<T>(all: &[T], parts: usize) -> impl Iterator<Item = &[T]> {
     let (each, longer) = (all.len() / parts, all.len() % parts);
     let start = move |part: usize| part * each + part.min(longer);

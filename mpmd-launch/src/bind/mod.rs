@@ -53,7 +53,8 @@ pub enum Unbound {
     /// The user did not ask for it.
     #[error("--bind is none")]
     NotAsked,
-    /// There are too few cores. Bound processes would wait for each other's cores while other cores are idle.
+    /// There are too few cores. Bound processes would wait for each other's cores while others are
+    /// idle.
     #[error("{processes} processes are more than the {cores} cores here")]
     Crowded {
         /// Number of processes of the job.
