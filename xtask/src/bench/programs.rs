@@ -189,9 +189,12 @@ impl<'a> WorkTree<'a> {
     }
 
     fn remove(&self) {
-        // No part of it may be there; then there is nothing to do.
+        // No part of it may be there; then there is nothing to do. Git forgets the work tree first,
+        // also if its folder is gone or a killed git has locked it.
+        if let Some(path) = self.folder.to_str() {
+            let _ = run_git(self.root, &["worktree", "remove", "--force", "--force", path]);
+        }
         let _ = fs::remove_dir_all(&self.folder);
-        let _ = run_git(self.root, &["worktree", "prune"]);
     }
 }
 
@@ -320,6 +323,18 @@ pub(super) mod tests {
         let programs = builder.of(&commit, &["mpmd", "train_gpt"]).unwrap();
         assert_eq!(programs.len(), 1, "{programs:?}");
         assert_eq!(Command::new(&programs["mpmd"]).output().unwrap().stdout, b"built\n");
+        assert_eq!(there.work_trees(), 1);
+    }
+
+    #[test]
+    fn remains_of_a_killed_run_are_replaced() {
+        let there = Repository::new("killed", "echo first");
+        let builder = there.builder();
+        let source = builder.folder.join("source");
+        there.git(&["worktree", "add", "--lock", "--detach", source.to_str().unwrap()]);
+        fs::remove_dir_all(&source).unwrap();
+        let commit = builder.commit("HEAD").unwrap();
+        assert_eq!(builder.of(&commit, &["mpmd"]).unwrap().len(), 1);
         assert_eq!(there.work_trees(), 1);
     }
 
