@@ -9,7 +9,7 @@ use clap::Args;
 use mpmd_core::prelude::Program;
 use mpmd_core::{MoveOptions, Simulation};
 use mpmd_ids::DeviceId;
-use mpmd_launch::JobEnv;
+use mpmd_launch::{Bind, JobEnv};
 use mpmd_layout::aval::u8s;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::{Link, LinkClass, Links};
@@ -65,7 +65,7 @@ pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
         say(args, &results.swap_remove(0)?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    Ok(ExitCode::from(run_as_job(2, &args.transport)?))
+    Ok(ExitCode::from(run_as_job(2, &args.transport, Bind::None)?))
 }
 
 /// The one-way times of a class of links, for `SMALL` and for `LARGE` bytes.

@@ -10,7 +10,7 @@ use mpmd_core::device::copy::copy_region;
 use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::{MoveOptions, Simulation};
 use mpmd_ids::DeviceId;
-use mpmd_launch::JobEnv;
+use mpmd_launch::{Bind, JobEnv};
 use mpmd_layout::aval::f32s;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::{DeviceKind, Mesh};
@@ -72,7 +72,7 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
             }
             continue;
         }
-        let code = run_as_job(processes, &args.transport)?;
+        let code = run_as_job(processes, &args.transport, Bind::None)?;
         if code != 0 {
             return Ok(ExitCode::from(code));
         }

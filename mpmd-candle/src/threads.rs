@@ -9,9 +9,9 @@
 
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::available_parallelism;
 
 use mpmd_core::Program;
+use mpmd_ids::block::host_cores;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// The variable by which users set the number, as for candle and rayon.
@@ -67,10 +67,8 @@ pub(crate) fn enter_pool() {
 /// Returns the number of threads of a device: the user's, or its share of the cores.
 fn count() -> usize {
     let set = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
-    set.filter(|count| *count > 0).unwrap_or_else(|| {
-        let cores = available_parallelism().map_or(1, usize::from);
-        (cores / DEVICES.load(Ordering::Relaxed).max(1)).max(1)
-    })
+    set.filter(|count| *count > 0)
+        .unwrap_or_else(|| (host_cores() / DEVICES.load(Ordering::Relaxed).max(1)).max(1))
 }
 
 #[cfg(all(test, target_os = "linux"))]

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use mpmd_core::transports;
-use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
+use mpmd_launch::{Bind, EXEC, Launch, adopt, device_kinds, variables};
 
 /// The hidden subcommand by which `run` starts the job's guard: a process that ends the job's
 /// processes if the launcher dies.
@@ -39,6 +40,12 @@ pub(crate) struct Run {
     /// of MPMD_DEVICE, else the program's choice
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
     device: Option<String>,
+    /// The cores of each process. none: all that this command may use. core: a share of them for
+    /// each process, in one NUMA node if possible. numa: those of one NUMA node. Memory follows: a
+    /// page lies at the node of the core that first writes to it. With more processes than cores,
+    /// or with one node, nothing is bound and a line says so
+    #[arg(long, value_name = "TO", default_value = "none", value_parser = bind())]
+    bind: Bind,
     /// The peer timeout: the longest time that a process waits for another
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     peer_timeout: Duration,
@@ -97,6 +104,7 @@ impl Run {
             .peer_timeout(self.peer_timeout)
             .grace(self.grace)
             .prefix(!self.no_prefix)
+            .bind(self.bind)
             .run()?;
         if let Some(failure) = &outcome.first_failure {
             eprintln!("mpmd: {failure}");
@@ -144,6 +152,10 @@ fn is_program(file: &Path) -> bool {
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
     device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
+}
+
+fn bind() -> impl TypedValueParser<Value = Bind> {
+    PossibleValuesParser::new(Bind::NAMES).map(|name| Bind::named(&name).unwrap_or_default())
 }
 
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {

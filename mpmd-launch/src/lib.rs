@@ -21,6 +21,7 @@
 //! }
 //! ```
 
+mod bind;
 mod cause;
 mod device;
 mod end;
@@ -32,6 +33,7 @@ mod spin;
 mod supervise;
 pub mod testing;
 
+pub use bind::{Bind, Binding, HostCores, Unbound};
 pub use cause::{ExitKind, Failure};
 #[doc(hidden)]
 pub use device::kinds_by_process;
@@ -73,6 +75,9 @@ pub mod variables {
     /// The time for which a transport polls for work before it sleeps: `auto`, `never`, `always`,
     /// or microseconds.
     pub const SPIN: &str = "MPMD_SPIN";
+    /// Number of cores that the job's processes on this host have together, if each is bound to
+    /// some of them. Without it a process counts the cores that it may use.
+    pub const CORES: &str = mpmd_ids::block::CORES;
     /// Number of devices that each process owns. A program that asks for another number
     /// does not start.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";

@@ -12,7 +12,7 @@ use rustix::process::{
     Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal, test_kill_process,
 };
 
-use super::{LaunchError, variables};
+use super::{Bind, Binding, LaunchError, Unbound, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
 ///
@@ -30,6 +30,7 @@ pub struct Launch {
     transport: Option<String>,
     devices_per_process: Option<usize>,
     device: Option<String>,
+    bind: Bind,
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     pub(super) peer_timeout: Duration,
@@ -61,6 +62,7 @@ impl Launch {
             transport: None,
             devices_per_process: None,
             device: None,
+            bind: Bind::None,
             variables: Vec::new(),
             prefix: true,
             peer_timeout: Duration::from_secs(60),
@@ -104,6 +106,13 @@ impl Launch {
     /// the program chooses them.
     pub fn device(mut self, device: Option<String>) -> Self {
         self.device = device;
+        self
+    }
+
+    /// Binds the processes to cores of this host. If that is not possible, as with more processes
+    /// than cores, the job runs without, and a line on standard error says why.
+    pub fn bind(mut self, bind: Bind) -> Self {
+        self.bind = bind;
         self
     }
 
@@ -184,6 +193,16 @@ impl Launch {
             command.env(variables::DEVICE, device);
         }
         command
+    }
+
+    /// Assigns cores to the processes, if they are to be bound and can be.
+    pub(super) fn binding(&self) -> Option<Binding> {
+        match Binding::of(self.bind, self.processes) {
+            Ok(binding) => return Some(binding),
+            Err(Unbound::NotAsked) => {}
+            Err(why) => eprintln!("mpmd: the processes are not bound: {why}"),
+        }
+        None
     }
 
     /// Starts the rendezvous service of the job on this machine.

@@ -58,8 +58,12 @@ impl Launch {
         // processes behind.
         let _signals = Signals::forward_to(events.clone())?;
         let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
+        let binding = self.binding();
         for process in 0..self.processes {
-            job.start(process, self, self.command(process, &server, &token), &events)?;
+            let mut command = self.command(process, &server, &token);
+            let bound = binding.as_ref().map(|binding| binding.enter(process, &mut command));
+            let _bound = bound.transpose()?;
+            job.start(process, self, command, &events)?;
         }
         Ok(job.watch(&happened, self.grace, &server))
     }

@@ -1,7 +1,7 @@
 //! Commands of cargo and of the system.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail};
@@ -14,8 +14,18 @@ pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
 }
 
 /// Returns the cargo that started this program.
-fn cargo() -> OsString {
+pub(crate) fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// Returns cargo's target folder. This program lies in the folder of its profile there.
+pub(crate) fn target() -> anyhow::Result<PathBuf> {
+    let this = std::env::current_exe().context("finding this program")?;
+    let folder = this
+        .parent()
+        .and_then(Path::parent)
+        .context("this program lies in no folder of cargo's")?;
+    Ok(folder.to_owned())
 }
 
 pub(crate) fn cargo_in(root: &Path, arguments: &[&str]) -> Command {

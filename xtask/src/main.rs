@@ -1,5 +1,7 @@
 //! `cargo xtask`: the commands for users in the README, and for CI.
 
+mod bench;
+mod captured;
 mod commands;
 mod fuzz;
 mod gpu;
@@ -24,6 +26,12 @@ cargo xtask fuzz [--inputs N] [--target T]
 cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one \
 table; --software: the
                              same on the tests' own driver, small, to try the command itself
+cargo xtask bench [--against REV] [--pairs N] [--only NAME,...] [--list]
+                  [--json FILE] [--at-most RATIO] [--record]
+                             a fixed set of measurements; with REV in turns with those of that \
+commit, which it
+                             builds; --at-most: exit code 1 if the ratio of a figure is above it, \
+also its p10; --record: writes docs/performance.md
 cargo xtask help             this text";
 
 fn main() -> ExitCode {
@@ -41,6 +49,13 @@ fn main() -> ExitCode {
         }
         ["gpu"] => return ended(root().and_then(|root| gpu::gpu(root, false))),
         ["gpu", "--software"] => return ended(root().and_then(|root| gpu::gpu(root, true))),
+        ["bench", ref rest @ ..] => match bench::Options::parse(rest) {
+            Ok(options) => return ended(root().and_then(|root| bench::bench(root, &options))),
+            Err(why) => {
+                eprintln!("{why}\n\n{USAGE}");
+                return ExitCode::from(2);
+            }
+        },
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())

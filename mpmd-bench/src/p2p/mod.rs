@@ -29,7 +29,7 @@ use mpmd_launch::{JobEnv, Launch, OutputMode};
 use mpmd_layout::topology::DeviceKind;
 
 use crate::case::quantile;
-use crate::options::{Carrier, DeviceOption, Size};
+use crate::options::{BindOption, Carrier, DeviceOption, Size};
 use crate::plain;
 use busy::Busy;
 use found::{Samples, Test};
@@ -59,6 +59,8 @@ pub(crate) struct P2pArgs {
     transport: Carrier,
     #[command(flatten)]
     on: DeviceOption,
+    #[command(flatten)]
+    bound: BindOption,
     /// Messages directly over the transport, or arrays by `device_put`; by default both, but only
     /// arrays on devices of kind cuda.
     #[arg(long, value_enum, value_delimiter = ',')]
@@ -280,6 +282,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
             .transport(Some(args.transport.name().to_owned()))
             .env(SPIN, &args.spin.word)
             .output(OutputMode::Quiet0)
+            .bind(args.bound.bind)
             .run()?;
     if let Some(failure) = &outcome.first_failure {
         bail!("the pair of processes was not measured: {failure}");

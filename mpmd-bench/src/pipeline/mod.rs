@@ -27,7 +27,7 @@ use mpmd_schedule::{Action, ActionKind, Schedule};
 
 use crate::case::{Case, show};
 use crate::job::{check_transport, run_as_job};
-use crate::options::{Carrier, DeviceOption, Options};
+use crate::options::{BindOption, Carrier, DeviceOption, Options};
 use alone::Took;
 use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
@@ -42,6 +42,8 @@ pub(crate) struct PipelineArgs {
     options: Options,
     #[command(flatten)]
     on: DeviceOption,
+    #[command(flatten)]
+    bound: BindOption,
     /// Rows and columns of every matrix.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 20))]
     dim: usize,
@@ -132,7 +134,7 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
         report(args, &schedules, &results.swap_remove(0))?;
         return Ok(ExitCode::SUCCESS);
     }
-    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name())?))
+    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name(), args.bound.bind)?))
 }
 
 impl PipelineArgs {

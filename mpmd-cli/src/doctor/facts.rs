@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use super::cuda::Cuda;
 use super::memory::Both;
+use super::placement::Placement;
 
 /// The time limit for UCX to connect two ends in this process.
 const UCX_PATIENCE: Duration = Duration::from_secs(20);
@@ -42,6 +43,7 @@ pub(super) struct Facts {
     pub(super) rdma: Vec<String>,
     /// CPU cores that this process may use.
     pub(super) cores: usize,
+    pub(super) placement: Placement,
     /// The size of `/dev/shm`; `None` if it does not exist.
     pub(super) shared_memory: Option<SharedMemory>,
     /// All network interfaces, including those that UCX cannot use.
@@ -125,6 +127,7 @@ impl Facts {
             lockable_bytes: limit.current,
             rdma: names_in("/sys/class/infiniband"),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
+            placement: Placement::look(),
             shared_memory: SharedMemory::look(),
             interfaces: interfaces(),
             variables: relevant(std::env::vars_os().filter_map(|(name, value)| {

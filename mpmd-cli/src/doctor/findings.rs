@@ -64,6 +64,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     findings.push(memory_of_others(facts));
     findings.push(locked_memory(facts));
     findings.push(cores(facts));
+    findings.push(super::placement::judge(&facts.placement));
     findings.push(shared_memory(facts));
     findings.push(interfaces(facts));
     findings.extend(set_wrong(facts));
@@ -479,6 +480,7 @@ mod tests {
     use super::super::cuda::Cuda;
     use super::super::facts::{Kernel, SharedMemory};
     use super::super::memory::Both;
+    use super::super::placement::Placement;
     use super::*;
 
     /// Returns the facts of a machine without faults.
@@ -507,6 +509,12 @@ mod tests {
             lockable_bytes: None,
             rdma: vec!["mlx5_0".into()],
             cores: 4,
+            placement: Placement {
+                nodes: vec![4],
+                core: Ok("0: cores 0-1; 1: cores 2-3".into()),
+                numa: Err("the cores here belong to one NUMA node".into()),
+                latency: None,
+            },
             shared_memory: Some(SharedMemory { bytes: 1 << 34, free: 1 << 33 }),
             interfaces: vec![interface("eth0"), interface("lo")],
             variables: BTreeMap::new(),

@@ -7,6 +7,7 @@ mod cuda;
 mod facts;
 mod findings;
 mod memory;
+mod placement;
 mod show;
 
 use std::process::ExitCode;

@@ -185,3 +185,17 @@ fn wrong_settings_are_problems_and_secrets_stay_secret() {
     );
     assert_eq!(doctor(&["--transport", "pigeon"], &[]).status.code(), Some(2));
 }
+
+#[test]
+fn binding_is_shown_and_measured_where_possible() {
+    let (_, said) = json(&["--json"], &[]);
+    let (facts, found) = (&said["facts"]["placement"], finding(&said, "binding"));
+    let bound = facts["core"]["Ok"].is_string();
+    // A busy machine may have no time for the measurement.
+    if !facts["latency"].is_null() {
+        let measured = ["unbound_us", "bound_us"].map(|name| facts["latency"][name].as_f64());
+        assert!(bound && measured.iter().all(|micros| *micros > Some(0.0)), "{facts}");
+    }
+    assert!(found["value"].as_str().unwrap().contains("--bind core"), "{found}");
+    assert_eq!(found["verdict"], "ok");
+}

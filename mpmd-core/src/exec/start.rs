@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, CoreBudget, Instant, Mutex, Spin, SpinPolicy, thread};
+use mpmd_ids::block::{Condvar, CoreBudget, Instant, Mutex, Spin, SpinPolicy, host_cores, thread};
 use mpmd_transport::memory::Arena;
 use mpmd_transport::router::{Failure, FailureKind, Router};
 use mpmd_transport::{Pool, Transport, router};
@@ -53,7 +53,7 @@ impl Runtime {
             .as_ref()
             .and_then(|transport| transport.arena())
             .unwrap_or_else(Arena::private);
-        let room = core_budget(me, &topology, cores());
+        let room = core_budget(me, &topology, host_cores());
         let spin = if room == CoreBudget::All { Spin::Auto } else { Spin::Never };
         let devices = open_devices(me, &topology, &config, &arena, spin)?;
         share_devices(me, &topology, &config, &devices, transport.as_deref())?;
@@ -218,11 +218,7 @@ fn share_devices(
 }
 
 fn copy_workers() -> usize {
-    cores().min(MOST_MOVERS)
-}
-
-fn cores() -> usize {
-    thread::available_parallelism().map_or(1, |cores| cores.get())
+    thread::available_parallelism().map_or(1, |cores| cores.get()).min(MOST_MOVERS)
 }
 
 /// Returns the number of threads of process `me` that may poll at once, on a host with `cores`

@@ -9,8 +9,10 @@ pub use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
+mod cores;
 mod spin;
 
+pub use cores::{CORES, host_cores};
 pub use spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
 
 /// Channels.

@@ -95,10 +95,10 @@ impl JobEnv {
     /// Looks for the variables of these launchers, in this order: our own, torchrun, Open MPI,
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
-    /// `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`, `MPMD_LINKS` and
-    /// `MPMD_CHECK` count under every launcher. If `MPMD_PLAN` is set, no launcher is asked. The
-    /// process is then a dry run of a job of `MPMD_PLAN_PROCESSES` processes. It stands for process
-    /// `MPMD_PLAN_PROCESS`, or for a number beyond the job.
+    /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`,
+    /// `MPMD_LINKS` and `MPMD_CHECK` count under every launcher. If `MPMD_PLAN` is set, no launcher
+    /// is asked. The process is then a dry run of a job of `MPMD_PLAN_PROCESSES` processes. It
+    /// stands for process `MPMD_PLAN_PROCESS`, or for a number beyond the job.
     ///
     /// # Errors
     ///
@@ -259,6 +259,13 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             } else {
                 format!("at most {MOST_DEVICES}")
             },
+        });
+    }
+    if vars.number::<usize>(ours::CORES)? == Some(0) {
+        return Err(LaunchError::Variable {
+            variable: ours::CORES.into(),
+            value: "0".into(),
+            expected: "at least 1".into(),
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));

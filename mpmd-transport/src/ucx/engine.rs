@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
-use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy};
+use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::leaving::Leaving;
@@ -291,8 +291,7 @@ impl Engine {
     fn connect(&mut self, config: UcxConfig, reply: Sender<Result<Met, TransportError>>) {
         self.worker.copy_into(config.pool.clone());
         self.me = config.process;
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let budget = CoreBudget::of(config.neighbours, config.neighbours, cores);
+        let budget = CoreBudget::of(config.neighbours, config.neighbours, host_cores());
         let polls = budget.under(config.spin) != CoreBudget::None;
         self.policy = SpinPolicy::new(PACE, if polls { config.spin } else { Spin::Never });
         self.gap = None;

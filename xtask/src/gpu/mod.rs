@@ -7,7 +7,6 @@
 //! With `--software` it does the same on the tests' own driver, with small sizes and debug builds.
 //! That only shows that this command works; the figures have no meaning.
 
-mod command;
 mod driver;
 mod figures;
 mod table;
@@ -19,8 +18,8 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use serde_json::Value;
 
-use crate::commands::{answers, run};
-use command::captured;
+use crate::captured::captured;
+use crate::commands::{answers, cargo, run, target};
 use figures::{Benchmark, judge};
 use table::{Row, Verdict};
 
@@ -101,16 +100,6 @@ impl Ground {
     }
 }
 
-/// Returns cargo's target folder. This program lies in the folder of its profile there.
-fn target() -> anyhow::Result<PathBuf> {
-    let this = std::env::current_exe().context("finding this program")?;
-    let folder = this
-        .parent()
-        .and_then(Path::parent)
-        .context("this program lies in no folder of cargo's")?;
-    Ok(folder.to_owned())
-}
-
 fn build(root: &Path, target: &Path, ground: &Ground) -> anyhow::Result<()> {
     let mut command = Command::new(cargo());
     command.current_dir(root).args(["build", "--bins"]).args(PACKAGES).args(["--features", "cuda"]);
@@ -138,10 +127,6 @@ const PACKAGES: [&str; 10] = [
     "--package",
     "mpmd-tests",
 ];
-
-fn cargo() -> std::ffi::OsString {
-    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
-}
 
 /// The folders and devices for running programs.
 struct Place<'a> {

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,16 +15,21 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// The output of a program that has ended.
 #[derive(Debug)]
-pub(super) struct Said {
+pub(crate) struct Said {
     /// The exit code of the program; `None` if a signal ended it.
-    pub(super) code: Option<i32>,
-    pub(super) stdout: String,
-    pub(super) stderr: String,
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Said {
+    /// Returns the first line that the program wrote to its standard error.
+    pub(crate) fn first_words(&self) -> &str {
+        self.stderr.lines().next().unwrap_or("without a word")
+    }
+
     /// Returns the exit code of the program and the last line that it wrote, as a text.
-    pub(super) fn last_words(&self) -> String {
+    pub(crate) fn last_words(&self) -> String {
         let words = [&self.stderr, &self.stdout]
             .into_iter()
             .find_map(|text| text.lines().rev().map(str::trim).find(|line| !line.is_empty()));
@@ -37,16 +43,49 @@ impl Said {
 /// # Errors
 ///
 /// If it cannot be started, or takes longer than `limit`; then it is killed.
-pub(super) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result<Said> {
+pub(crate) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result<Said> {
+    println!("   $ {}", shown(command));
+    let said = quiet(command, limit, &AtomicBool::new(false))?;
+    eprint!("{}", said.stderr);
+    Ok(said)
+}
+
+/// Runs a command to its end and returns its output. Prints nothing.
+///
+/// # Errors
+///
+/// If it cannot be started, takes longer than `limit`, or `stop` becomes true. In the last two
+/// cases it is killed together with the processes that it has started.
+pub(crate) fn quiet(
+    command: &mut Command,
+    limit: Duration,
+    stop: &AtomicBool,
+) -> anyhow::Result<Said> {
+    finished(command.stderr(Stdio::piped()), limit, stop)
+}
+
+/// Like [`quiet`], but the program's standard error is this program's.
+pub(crate) fn watched(
+    command: &mut Command,
+    limit: Duration,
+    stop: &AtomicBool,
+) -> anyhow::Result<Said> {
+    finished(command.stderr(Stdio::inherit()), limit, stop)
+}
+
+fn finished(command: &mut Command, limit: Duration, stop: &AtomicBool) -> anyhow::Result<Said> {
     let line = shown(command);
-    println!("   $ {line}");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("`{line}` cannot be started"))?;
     let (stdout, stderr) = (reader(child.stdout.take()), reader(child.stderr.take()));
     let until = Instant::now() + limit;
     let status = loop {
         if let Some(status) = child.try_wait().with_context(|| format!("waiting for `{line}`"))? {
             break status;
+        }
+        if stop.load(Ordering::Relaxed) {
+            end(&mut child);
+            bail!("`{line}` was interrupted");
         }
         if Instant::now() > until {
             end(&mut child);
@@ -55,9 +94,7 @@ pub(super) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result
         std::thread::sleep(LOOK);
     };
     let text = |reader: JoinHandle<String>| reader.join().unwrap_or_default();
-    let said = Said { code: status.code(), stdout: text(stdout), stderr: text(stderr) };
-    eprint!("{}", said.stderr);
-    Ok(said)
+    Ok(Said { code: status.code(), stdout: text(stdout), stderr: text(stderr) })
 }
 
 /// Reads all of a program's output on a thread, so that the program never waits. The thread ends
@@ -131,6 +168,8 @@ mod tests {
             assert!(Instant::now() < until, "{process} lives on");
             std::thread::sleep(LOOK);
         }
+        let stopped = quiet(Command::new("sleep").arg("62"), LONG, &AtomicBool::new(true));
+        assert!(stopped.unwrap_err().to_string().contains("`sleep 62` was interrupted"));
         let missing = captured(&mut Command::new("no-such-program-anywhere"), LONG).unwrap_err();
         assert!(missing.to_string().contains("cannot be started"), "{missing}");
     }

@@ -1,0 +1,120 @@
+//! The arithmetic of pairs: ratios, their spread, and its direction. Does no I/O.
+
+use super::set::Better;
+
+/// Returns the order of the two sides in pair `pair`: A B B A, so that a machine that becomes
+/// slower or faster favours neither. True stands for the other commit.
+pub(super) fn order(pair: usize) -> [bool; 2] {
+    if pair.is_multiple_of(2) { [true, false] } else { [false, true] }
+}
+
+/// A median and the values at a tenth and at nine tenths of the sorted values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Spread {
+    pub(super) median: f64,
+    pub(super) p10: f64,
+    pub(super) p90: f64,
+}
+
+impl Spread {
+    /// Returns the spread of these values without interpolation; `None` if there are none.
+    pub(super) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let mut sorted: Vec<f64> = values.into_iter().collect();
+        sorted.sort_by(f64::total_cmp);
+        let at = |share: f64| {
+            let index = (share * sorted.len().saturating_sub(1) as f64).round() as usize;
+            sorted.get(index).copied()
+        };
+        Some(Self { median: at(0.5)?, p10: at(0.1)?, p90: at(0.9)? })
+    }
+
+    /// Returns the direction that the whole spread of a ratio shows.
+    pub(super) fn mark(self) -> Mark {
+        if self.p90 < 1.0 {
+            Mark::Faster
+        } else if self.p10 > 1.0 {
+            Mark::Slower
+        } else {
+            Mark::Neither
+        }
+    }
+
+    /// Returns true if the whole spread of a ratio is above `limit`.
+    pub(super) fn is_above(self, limit: f64) -> bool {
+        self.p10 > limit
+    }
+}
+
+/// The direction of a difference.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Mark {
+    Faster,
+    Slower,
+    /// The spread has values on both sides of 1.
+    Neither,
+}
+
+impl Mark {
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::Faster => "faster",
+            Self::Slower => "slower",
+            Self::Neither => "",
+        }
+    }
+}
+
+/// Returns the ratio of each pair in which both sides have a value: the time of the working tree
+/// over that of the other commit, or the other commit's rate over that of the working tree. So a
+/// ratio below 1 is an improvement for any figure.
+pub(super) fn ratios(tree: &[Option<f64>], against: &[Option<f64>], better: Better) -> Vec<f64> {
+    let both = tree.iter().zip(against).filter_map(|(tree, against)| Some(((*tree)?, (*against)?)));
+    let positive = both.filter(|(tree, against)| *tree > 0.0 && *against > 0.0);
+    let ratio = |(tree, against): (f64, f64)| match better {
+        Better::Lower => tree / against,
+        Better::Higher => against / tree,
+    };
+    positive.map(ratio).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sides_take_turns_to_begin() {
+        let order: Vec<bool> = (0..4).flat_map(order).collect();
+        assert_eq!(order, [true, false, false, true, true, false, false, true]);
+    }
+
+    #[test]
+    fn ratio_below_one_is_better_for_times_and_rates() {
+        let (tree, against) = ([Some(1.0), Some(3.0)], [Some(2.0), Some(2.0)]);
+        assert_eq!(ratios(&tree, &against, Better::Lower), [0.5, 1.5]);
+        assert_eq!(ratios(&tree, &against, Better::Higher), [2.0, 2.0 / 3.0]);
+    }
+
+    #[test]
+    fn pair_with_one_value_has_no_ratio() {
+        let tree = [Some(1.0), None, Some(4.0), Some(0.0)];
+        let against = [None, Some(1.0), Some(2.0), Some(1.0)];
+        assert_eq!(ratios(&tree, &against, Better::Lower), [2.0]);
+        assert_eq!(ratios(&tree, &[], Better::Lower), [0.0; 0]);
+    }
+
+    #[test]
+    fn spread_of_seven_leaves_out_both_extremes() {
+        let spread = Spread::of([1.3, 0.5, 1.2, 1.1, 9.0, 1.25, 1.4]).unwrap();
+        assert_eq!(spread, Spread { median: 1.25, p10: 1.1, p90: 1.4 });
+        assert_eq!(Spread::of([]), None);
+        assert_eq!((spread.mark(), spread.is_above(1.09)), (Mark::Slower, true));
+        assert!(!spread.is_above(1.1));
+    }
+
+    #[test]
+    fn mark_needs_the_whole_spread_on_one_side() {
+        let mark = |p10, p90| Spread { median: 0.9, p10, p90 }.mark();
+        assert_eq!([mark(0.8, 0.99), mark(0.8, 1.0)], [Mark::Faster, Mark::Neither]);
+        assert_eq!([mark(1.01, 1.2), mark(1.0, 1.2)], [Mark::Slower, Mark::Neither]);
+    }
+}

@@ -1,0 +1,229 @@
+//! Runs the measurements of both sides in turns, and collects their figures.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::compare::{Spread, order, ratios};
+use super::programs::Programs;
+use super::set::{Figure, Measurement};
+use crate::captured::quiet;
+
+/// Time limit for one run of a program.
+const RUN: Duration = Duration::from_secs(120);
+
+/// Exit code of a program that does not know its arguments.
+const USAGE: i32 = 2;
+
+/// The two sides. Without another commit there is only the working tree.
+pub(super) struct Sides<'a> {
+    pub(super) tree: &'a Programs,
+    pub(super) against: Option<&'a Programs>,
+}
+
+/// The surroundings of a run.
+pub(super) struct Place<'a> {
+    /// The folder in which programs run.
+    pub(super) root: &'a Path,
+    /// The folder for the programs' temporary files.
+    pub(super) scratch: &'a Path,
+    pub(super) stop: &'a AtomicBool,
+}
+
+/// The values of a figure. Both sides have one place for each pair.
+pub(super) struct Row {
+    pub(super) measurement: &'static Measurement,
+    pub(super) figure: &'static Figure,
+    pub(super) tree: Vec<Option<f64>>,
+    /// The values of the other commit. Empty without one.
+    pub(super) against: Vec<Option<f64>>,
+    /// The reason why values are missing.
+    pub(super) why: Option<String>,
+    /// True if a program failed, or the working tree lacks the figure.
+    pub(super) failed: bool,
+}
+
+impl Row {
+    /// Returns the ratios of the pairs and their spread; see [`ratios`].
+    pub(super) fn ratios(&self) -> (Vec<f64>, Option<Spread>) {
+        let all = ratios(&self.tree, &self.against, self.figure.better);
+        let spread = Spread::of(all.iter().copied());
+        (all, spread)
+    }
+}
+
+/// The result of one run.
+enum Ran {
+    /// The figures of the measurement, in order. `None` for those that the output lacks.
+    Done(Vec<Option<f64>>),
+    /// The side does not have this measurement.
+    Absent(String),
+    Failed(String),
+}
+
+/// Measures one measurement in `pairs` pairs. Without another commit, a pair is one run. A side
+/// that failed, or lacks the measurement, does not run again.
+///
+/// After an interruption it returns early; the rows then lack values.
+pub(super) fn measure(
+    measurement: &'static Measurement,
+    sides: &Sides<'_>,
+    pairs: usize,
+    place: &Place<'_>,
+) -> Vec<Row> {
+    let mut rows: Vec<Row> = measurement
+        .figures
+        .iter()
+        .map(|figure| Row {
+            measurement,
+            figure,
+            tree: Vec::new(),
+            against: Vec::new(),
+            why: None,
+            failed: false,
+        })
+        .collect();
+    let mut over = [false; 2];
+    for pair in 0..pairs {
+        for other in order(pair) {
+            let side = if other { sides.against } else { Some(sides.tree) };
+            let Some(programs) = side.filter(|_| !over[usize::from(other)]) else { continue };
+            if place.stop.load(Ordering::Relaxed) {
+                return rows;
+            }
+            let ran = run(measurement, programs, place);
+            over[usize::from(other)] = !matches!(ran, Ran::Done(_));
+            for (at, row) in rows.iter_mut().enumerate() {
+                row.take(&ran, at, pair, other);
+            }
+        }
+    }
+    rows
+}
+
+impl Row {
+    /// Takes the result of one run. `at` is the place of this row's figure among those of the
+    /// measurement.
+    fn take(&mut self, ran: &Ran, at: usize, pair: usize, other: bool) {
+        let side = if other { "the other commit" } else { "the working tree" };
+        let value = match ran {
+            Ran::Done(values) => values.get(at).copied().flatten(),
+            Ran::Absent(_) | Ran::Failed(_) => None,
+        };
+        let (why, failed) = match ran {
+            Ran::Done(_) if value.is_some() => (None, false),
+            Ran::Done(_) => (Some(format!("{side} gives no such figure")), !other),
+            Ran::Absent(why) => (Some(format!("{side} {why}")), !other),
+            Ran::Failed(why) => (Some(format!("{side}: {why}")), true),
+        };
+        self.failed |= failed;
+        self.why = self.why.take().or(why);
+        let values = if other { &mut self.against } else { &mut self.tree };
+        // The places of pairs in which this side did not run stay empty.
+        values.resize(pair, None);
+        values.push(value);
+    }
+}
+
+fn run(measurement: &Measurement, programs: &Programs, place: &Place<'_>) -> Ran {
+    let Some(program) = programs.get(measurement.program) else {
+        return Ran::Absent(format!("has no program {}", measurement.program));
+    };
+    let mut command = Command::new(program);
+    command.current_dir(place.root).args(measurement.arguments).env("TMPDIR", place.scratch);
+    let said = match quiet(&mut command, RUN, place.stop) {
+        Ok(said) => said,
+        Err(error) => return Ran::Failed(format!("{error:#}")),
+    };
+    match said.code {
+        Some(0) => {
+            let figures = measurement.figures.iter().map(|figure| figure.read(&said.stdout));
+            figures.collect::<Result<_, _>>().map_or_else(Ran::Failed, Ran::Done)
+        }
+        Some(USAGE) => Ran::Absent(format!("does not have it: {}", said.first_words())),
+        _ => Ran::Failed(said.last_words()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::programs::tests::Repository;
+    use super::super::set::SET;
+    use super::*;
+
+    /// Prints the figures of the measurement `plan`.
+    const PLAN: &str = r#"echo '{"name":"rows to grid","parameters":"cold, x","median":20}'
+        echo '{"name":"rows to grid","parameters":"cached, x","median":4}'"#;
+
+    /// Measures `plan` in three pairs with these scripts in place of the programs.
+    fn plan(name: &str, tree: &str, against: Option<&str>) -> Vec<Row> {
+        let there = Repository::new(name, tree);
+        let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
+        let measurement = SET.iter().find(|measurement| measurement.name == "plan").unwrap();
+        there.script("other", against.unwrap_or_default());
+        let (tree, other) = (of("mpmd"), of("other"));
+        let sides = Sides { tree: &tree, against: against.map(|_| &other) };
+        let place = Place { root: &there.root, scratch: &there.root, stop: &there.stop };
+        measure(measurement, &sides, 3, &place)
+    }
+
+    #[test]
+    fn both_sides_are_measured_in_turns() {
+        let count = |name| format!("echo {name} >> order; {PLAN}");
+        let there = Repository::new("turns", &count("tree"));
+        there.script("other", &count("other"));
+        let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
+        let measurement = SET.iter().find(|measurement| measurement.name == "plan").unwrap();
+        let (tree, other) = (of("mpmd"), of("other"));
+        let sides = Sides { tree: &tree, against: Some(&other) };
+        let place = Place { root: &there.root, scratch: &there.root, stop: &there.stop };
+        let rows = measure(measurement, &sides, 3, &place);
+        let order = std::fs::read_to_string(there.root.join("order")).unwrap();
+        assert_eq!(order, "other\ntree\ntree\nother\nother\ntree\n");
+        assert_eq!(rows[0].tree, [Some(20.0); 3]);
+        assert_eq!(rows[1].against, [Some(4.0); 3]);
+        assert_eq!(rows[0].ratios().0, [1.0; 3]);
+        assert!(rows.iter().all(|row| !row.failed && row.why.is_none()));
+    }
+
+    #[test]
+    fn working_tree_is_measured_alone() {
+        let rows = plan("alone", PLAN, None);
+        assert_eq!((&rows[0].tree[..], rows[0].against.len()), (&[Some(20.0); 3][..], 0));
+        assert_eq!(rows[0].ratios(), (Vec::new(), None));
+    }
+
+    #[test]
+    fn figure_that_the_other_commit_lacks_is_no_failure() {
+        let (first, _) = PLAN.split_once('\n').unwrap();
+        let rows = plan("lacks", PLAN, Some(first));
+        assert!(!rows[0].failed && rows[0].why.is_none() && !rows[1].failed);
+        assert_eq!(rows[1].why.as_deref(), Some("the other commit gives no such figure"));
+        assert_eq!(rows[1].ratios(), (Vec::new(), None));
+        // The other way round it is one.
+        let rows = plan("lacked", first, Some(PLAN));
+        assert!(!rows[0].failed && rows[1].failed);
+    }
+
+    #[test]
+    fn measurement_that_the_other_commit_lacks_is_no_failure() {
+        let unknown = "echo 'error: unrecognized subcommand' >&2; exit 2";
+        let rows = plan("unknown", PLAN, Some(unknown));
+        let why = "the other commit does not have it: error: unrecognized subcommand";
+        assert_eq!((rows[0].why.as_deref(), rows[0].failed), (Some(why), false));
+        assert_eq!(rows[0].tree, [Some(20.0); 3]);
+        assert!(plan("unknown-here", unknown, None)[0].failed);
+    }
+
+    #[test]
+    fn failed_program_says_why_and_runs_no_more() {
+        let rows = plan("fails", PLAN, Some("echo x >> failures; echo oh >&2; exit 7"));
+        let why = "the other commit: ended with status 7: oh";
+        assert_eq!((rows[0].why.as_deref(), rows[0].failed), (Some(why), true));
+        assert_eq!((rows[0].tree.len(), rows[0].against.len()), (3, 1));
+        let rows = plan("damaged", "echo '{\"name\":'", None);
+        let why = "the working tree: no JSON: {\"name\":";
+        assert_eq!((rows[1].why.as_deref(), rows[1].failed), (Some(why), true));
+    }
+}

@@ -1,0 +1,124 @@
+//! The arguments of `cargo xtask bench`.
+
+use std::path::PathBuf;
+
+use super::set::{Measurement, SET};
+
+/// Number of pairs without `--pairs`.
+const PAIRS: usize = 7;
+
+/// The smallest number of pairs that have a spread.
+const FEWEST_PAIRS: usize = 3;
+
+/// Arguments of the command.
+pub(crate) struct Options {
+    /// The commit to compare with, as git understands it.
+    pub(super) against: Option<String>,
+    pub(super) pairs: usize,
+    /// The measurements to run.
+    pub(super) only: Vec<&'static Measurement>,
+    /// The file for all values.
+    pub(super) json: Option<PathBuf>,
+    /// The largest ratio that is no failure.
+    pub(super) at_most: Option<f64>,
+    /// True if the results become the repository's record.
+    pub(super) record: bool,
+    /// True if the set is only listed.
+    pub(super) list: bool,
+}
+
+impl Options {
+    /// Parses the arguments.
+    ///
+    /// # Errors
+    ///
+    /// A message for people, if an argument is unknown or wrong.
+    pub(crate) fn parse(arguments: &[&str]) -> Result<Self, String> {
+        let mut options = Self {
+            against: None,
+            pairs: PAIRS,
+            only: SET.iter().collect(),
+            json: None,
+            at_most: None,
+            record: false,
+            list: false,
+        };
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let mut value = || rest.next().copied().ok_or(format!("{argument} takes a value"));
+            match *argument {
+                "--against" => options.against = Some(value()?.to_owned()),
+                "--pairs" => {
+                    let text = value()?;
+                    let pairs = text.parse().ok().filter(|pairs| *pairs > 0);
+                    options.pairs = pairs.ok_or(format!("--pairs {text} is no number"))?;
+                }
+                "--only" => {
+                    options.only = value()?.split(',').map(named).collect::<Result<_, _>>()?
+                }
+                "--json" => options.json = Some(value()?.into()),
+                "--at-most" => {
+                    let text = value()?;
+                    let ratio = text.parse().ok().filter(|ratio| *ratio > 0.0);
+                    options.at_most = Some(ratio.ok_or(format!("--at-most {text} is no ratio"))?);
+                }
+                "--record" => options.record = true,
+                "--list" => options.list = true,
+                other => return Err(format!("there is no argument {other}")),
+            }
+        }
+        if options.against.is_some() && options.pairs < FEWEST_PAIRS {
+            return Err(format!("a spread of ratios takes {FEWEST_PAIRS} pairs or more"));
+        }
+        if options.against.is_none() && options.at_most.is_some() {
+            return Err("--at-most limits ratios, which need --against".to_owned());
+        }
+        if options.record && options.only.len() < SET.len() {
+            return Err("a record has all measurements: leave --only out".to_owned());
+        }
+        Ok(options)
+    }
+}
+
+fn named(name: &str) -> Result<&'static Measurement, String> {
+    SET.iter().find(|measurement| measurement.name == name).ok_or_else(|| {
+        let names: Vec<&str> = SET.iter().map(|measurement| measurement.name).collect();
+        format!("there is no measurement {name:?}; there are {}", names.join(", "))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_parsed() {
+        let options = Options::parse(&[]).unwrap();
+        assert_eq!((options.against, options.pairs, options.only.len()), (None, 7, SET.len()));
+        let all = "--against HEAD~1 --pairs 3 --only plan,replay --json x --at-most 1.1 --list";
+        let options = Options::parse(&all.split(' ').collect::<Vec<_>>()).unwrap();
+        let names: Vec<&str> = options.only.iter().map(|measurement| measurement.name).collect();
+        assert_eq!((options.against.as_deref(), options.pairs), (Some("HEAD~1"), 3));
+        assert_eq!((names, options.at_most), (vec!["plan", "replay"], Some(1.1)));
+        assert_eq!((options.json, options.list), (Some("x".into()), true));
+        assert!(Options::parse(&["--record"]).unwrap().record);
+    }
+
+    #[test]
+    fn wrong_arguments_are_refused_with_a_reason() {
+        for (arguments, reason) in [
+            ("--fast", "no argument --fast"),
+            ("--against", "--against takes a value"),
+            ("--pairs 0", "--pairs 0 is no number"),
+            ("--pairs 2 --against HEAD", "takes 3 pairs"),
+            ("--only plan,planes", "no measurement \"planes\"; there are dispatch, "),
+            ("--at-most 1.1", "need --against"),
+            ("--against HEAD --at-most -1", "--at-most -1 is no ratio"),
+            ("--record --only plan", "leave --only out"),
+        ] {
+            let parsed = Options::parse(&arguments.split(' ').collect::<Vec<_>>());
+            let why = parsed.err().unwrap_or_default();
+            assert!(why.contains(reason), "{arguments}: {why}");
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! The results as a table for people, as a page of the documentation, and as JSON. Does no I/O.
+
+use comfy_table::presets::{ASCII_MARKDOWN, NOTHING};
+use comfy_table::{CellAlignment, Table};
+use serde_json::{Value, json};
+
+use super::compare::Spread;
+use super::machine::Machine;
+use super::measure::Row;
+use super::set::Better;
+
+/// The circumstances of a run.
+pub(super) struct Run<'a> {
+    pub(super) date: &'a str,
+    pub(super) machine: &'a Machine,
+    /// The commit of the working tree.
+    pub(super) commit: &'a str,
+    /// True if the working tree differs from its commit.
+    pub(super) changed: bool,
+    /// The other commit: as the user named it, and its hash.
+    pub(super) against: Option<(&'a str, &'a str)>,
+    pub(super) pairs: usize,
+}
+
+/// The number of digits of a hash that people read.
+const SHORT: usize = 9;
+
+impl Run<'_> {
+    /// Returns the first digits of the working tree's commit.
+    pub(super) fn short_commit(&self) -> &str {
+        short(self.commit)
+    }
+
+    /// Returns the sentences that a reader needs with the figures.
+    fn about(&self) -> String {
+        let changed = if self.changed { " with changes" } else { "" };
+        let tree = format!("{}{changed}", self.short_commit());
+        let how = match self.against {
+            None => format!("Commit {tree}: medians of {} runs.", self.pairs),
+            Some((rev, hash)) => {
+                let rev = if hash.starts_with(rev) { String::new() } else { format!(" ({rev})") };
+                format!(
+                    "Commit {tree} against {}{rev}: medians of {} pairs of runs in turns. A ratio \
+                     is that of the times, or the inverse of that of the rates: below 1 the \
+                     working tree is better. It is marked where p10 and p90 are on one side of 1.",
+                    short(hash),
+                    self.pairs
+                )
+            }
+        };
+        format!("{how}\n{}; {}.", self.machine.text(), self.date)
+    }
+}
+
+fn short(hash: &str) -> &str {
+    hash.get(..SHORT).unwrap_or(hash)
+}
+
+/// Formats the results for a terminal.
+pub(super) fn text(rows: &[Row], run: &Run<'_>) -> String {
+    format!("{}\n\n{}", table(rows, run, false), run.about())
+}
+
+/// Formats the results as the page of the record. `data` is the name of the file with all values.
+pub(super) fn page(rows: &[Row], run: &Run<'_>, data: &str) -> String {
+    format!(
+        "# Performance\n\n`cargo xtask bench --record` writes this page. All values: \
+         [{data}](performance/{data}).\n\n{}\n\n{}\n",
+        run.about(),
+        table(rows, run, true)
+    )
+}
+
+fn table(rows: &[Row], run: &Run<'_>, markdown: bool) -> String {
+    let mut table = Table::new();
+    table.load_style(if markdown { ASCII_MARKDOWN } else { NOTHING });
+    let numbers = match run.against {
+        None => {
+            table.set_header(["figure", "median", "p10", "p90", "unit", ""]);
+            1..4
+        }
+        Some((_, hash)) => {
+            let heading =
+                ["figure", short(hash), "working tree", "ratio", "p10", "p90", "unit", ""];
+            table.set_header(heading);
+            1..6
+        }
+    };
+    for row in rows {
+        let tree = spread(&row.tree);
+        let cells = match run.against {
+            None => spread_cells(tree).to_vec(),
+            Some(_) => {
+                let ratio = row.ratios().1;
+                let medians = [spread(&row.against), tree].map(median_cell);
+                [&medians[..], &spread_cells(ratio)].concat()
+            }
+        };
+        let note = row.why.clone().unwrap_or_else(|| mark(row).to_owned());
+        let name = [row.figure.item.to_owned()];
+        table.add_row([&name[..], &cells, &[row.figure.unit.to_owned(), note]].concat());
+    }
+    for (at, column) in table.column_iter_mut().enumerate() {
+        if !markdown {
+            column.set_padding((0, 2));
+        }
+        if numbers.contains(&at) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt()
+}
+
+fn mark(row: &Row) -> &'static str {
+    row.ratios().1.map_or("", |spread| spread.mark().word())
+}
+
+fn spread(values: &[Option<f64>]) -> Option<Spread> {
+    Spread::of(values.iter().copied().flatten())
+}
+
+fn median_cell(spread: Option<Spread>) -> String {
+    spread.map_or_else(|| "-".to_owned(), |spread| figure(spread.median))
+}
+
+fn spread_cells(spread: Option<Spread>) -> [String; 3] {
+    let cell = |of: fn(Spread) -> f64| spread.map_or_else(|| "-".to_owned(), |s| figure(of(s)));
+    [cell(|spread| spread.median), cell(|spread| spread.p10), cell(|spread| spread.p90)]
+}
+
+/// Formats a value with about three significant digits.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        0.0..10.0 => format!("{value:.2}"),
+        10.0..100.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+/// Returns everything as JSON.
+pub(super) fn json(rows: &[Row], run: &Run<'_>) -> Value {
+    let spread_of = |spread: Option<Spread>| {
+        spread.map(|Spread { median, p10, p90 }| json!({"median": median, "p10": p10, "p90": p90}))
+    };
+    let one = |row: &Row| {
+        let (ratios, ratio) = row.ratios();
+        let measurement = row.measurement;
+        let words = [&[measurement.program], measurement.arguments].concat();
+        json!({
+            "figure": row.figure.item,
+            "unit": row.figure.unit,
+            "better": if row.figure.better == Better::Lower { "lower" } else { "higher" },
+            "measurement": measurement.name,
+            "command": words.join(" "),
+            "tree": {"values": row.tree, "spread": spread_of(spread(&row.tree))},
+            "against": run.against.map(|_| {
+                json!({"values": row.against, "spread": spread_of(spread(&row.against))})
+            }),
+            "ratio": run.against.map(|_| json!({"values": ratios, "spread": spread_of(ratio)})),
+            "mark": mark(row),
+            "why": row.why,
+        })
+    };
+    json!({
+        "date": run.date,
+        "machine": run.machine.json(),
+        "commit": run.commit,
+        "changed": run.changed,
+        "against": run.against.map(|(rev, hash)| json!({"rev": rev, "commit": hash})),
+        "pairs": run.pairs,
+        "figures": rows.iter().map(one).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::set::SET;
+    use super::*;
+
+    fn row(tree: [f64; 3], against: &[f64], why: Option<&str>) -> Row {
+        Row {
+            measurement: &SET[0],
+            figure: &SET[0].figures[0],
+            tree: tree.map(Some).to_vec(),
+            against: against.iter().copied().map(Some).collect(),
+            why: why.map(str::to_owned),
+            failed: false,
+        }
+    }
+
+    fn run<'a>(machine: &'a Machine, against: Option<(&'a str, &'a str)>) -> Run<'a> {
+        let commit = "0123456789abcdef";
+        Run { date: "today", machine, commit, changed: true, against, pairs: 3 }
+    }
+
+    #[test]
+    fn table_has_ratios_marks_and_reasons() {
+        let machine = Machine::look();
+        let rows = [
+            row([2.0, 2.0, 2.0], &[4.0, 3.9, 4.1], None),
+            row([2.0, 2.0, 2.0], &[], Some("there is none")),
+        ];
+        let said = text(&rows, &run(&machine, Some(("HEAD~1", "fedcba9876543210"))));
+        let lines: Vec<&str> = said.lines().collect();
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(words(lines[0]), "figure fedcba987 working tree ratio p10 p90 unit");
+        assert_eq!(words(lines[1]), "issue an empty `jit` call 4.00 2.00 0.50 0.49 0.51 us faster");
+        assert_eq!(words(lines[2]), "issue an empty `jit` call - 2.00 - - - us there is none");
+        assert!(
+            said.contains("Commit 012345678 with changes against fedcba987 (HEAD~1)"),
+            "{said}"
+        );
+        assert!(said.contains(&machine.text()), "{said}");
+    }
+
+    #[test]
+    fn page_is_a_table_of_markdown() {
+        let machine = Machine::look();
+        let said = page(&[row([150.0, 160.0, 170.0], &[], None)], &run(&machine, None), "x.json");
+        assert!(said.contains("[x.json](performance/x.json)"), "{said}");
+        let words = said.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains("| issue an empty `jit` call | 160 | 150 | 170 | us |"), "{said}");
+    }
+
+    #[test]
+    fn json_has_values_spreads_and_commits() {
+        let machine = Machine::look();
+        let rows = [row([2.0, 3.0, 4.0], &[4.0, 6.0, 8.0], None)];
+        let said = json(&rows, &run(&machine, Some(("v1", "fedcba"))));
+        assert_eq!(said["against"], json!({"rev": "v1", "commit": "fedcba"}));
+        assert_eq!((&said["commit"], &said["pairs"]), (&json!("0123456789abcdef"), &json!(3)));
+        let figure = &said["figures"][0];
+        assert_eq!(figure["tree"]["values"], json!([2.0, 3.0, 4.0]));
+        assert_eq!(figure["ratio"]["spread"], json!({"median": 0.5, "p10": 0.5, "p90": 0.5}));
+        assert_eq!(figure["command"], "mpmd bench dispatch --json");
+        let alone = json(&rows, &run(&machine, None));
+        assert!(alone["against"].is_null() && alone["figures"][0]["ratio"].is_null());
+    }
+}

@@ -1,0 +1,257 @@
+//! The fixed set of measurements, and how their figures are read from a program's output. Does no
+//! I/O.
+
+use serde_json::Value;
+
+/// One run of a program, which gives several figures.
+pub(super) struct Measurement {
+    /// The name for `--only`.
+    pub(super) name: &'static str,
+    /// The program: the name of a binary of the workspace.
+    pub(super) program: &'static str,
+    pub(super) arguments: &'static [&'static str],
+    pub(super) figures: &'static [Figure],
+}
+
+/// A figure in the output of a measurement.
+pub(super) struct Figure {
+    /// The name of the figure, for people.
+    pub(super) item: &'static str,
+    at: At,
+    pub(super) unit: &'static str,
+    pub(super) better: Better,
+}
+
+/// The place of a figure in the output.
+enum At {
+    /// The median of the first line of JSON that has this case and parameters with this start.
+    Median { case: &'static str, parameters: &'static str },
+    /// The number before this word.
+    Before(&'static str),
+}
+
+/// The direction in which a figure improves.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Better {
+    /// Times.
+    Lower,
+    /// Rates and shares.
+    Higher,
+}
+
+use Better::{Higher, Lower};
+
+/// Returns a figure of `mpmd bench … --json`.
+const fn median(
+    item: &'static str,
+    case: &'static str,
+    parameters: &'static str,
+    unit: &'static str,
+    better: Better,
+) -> Figure {
+    Figure { item, at: At::Median { case, parameters }, unit, better }
+}
+
+/// Returns the rate that `train_gpt` prints.
+const fn tokens(item: &'static str) -> Figure {
+    Figure { item, at: At::Before("tokens/s"), unit: "tokens/s", better: Higher }
+}
+
+/// The arguments of a short training. Each side reads the same text, which rarely changes.
+const fn training(processes: &'static str) -> [&'static str; 8] {
+    ["--steps", "30", "--sample", "0", "--processes", processes, "--", "LICENSE-APACHE"]
+}
+
+/// All measurements. Each takes a few seconds.
+pub(super) const SET: &[Measurement] = &[
+    Measurement {
+        name: "dispatch",
+        program: "mpmd",
+        arguments: &["bench", "dispatch", "--json"],
+        figures: &[
+            median("issue an empty `jit` call", "jit issue", "empty, 1 leaf", "us", Lower),
+            median("issue one of 64 leaves in and out", "jit issue", "64 leaves", "us", Lower),
+            median("issue one without a part in it", "jit issue", "no part in it", "us", Lower),
+            median("the empty call until it has run", "jit complete", "empty, 1 leaf", "us", Lower),
+        ],
+    },
+    Measurement {
+        name: "latency",
+        program: "mpmd",
+        arguments: &[
+            "bench",
+            "p2p",
+            "--json",
+            "--level",
+            "array",
+            "--case",
+            "latency",
+            "--sizes",
+            "8,64Ki,1Mi,4Mi",
+        ],
+        figures: &[
+            median("array of 8 B to and fro, one way", "latency", "8,", "us", Lower),
+            median("array of 64 KiB to and fro, one way", "latency", "64Ki,", "us", Lower),
+            median("array of 1 MiB to and fro, one way", "latency", "1Mi,", "us", Lower),
+            median("array of 4 MiB to and fro, one way", "latency", "4Mi,", "us", Lower),
+        ],
+    },
+    Measurement {
+        name: "bandwidth",
+        program: "mpmd",
+        arguments: &[
+            "bench",
+            "p2p",
+            "--json",
+            "--level",
+            "array",
+            "--case",
+            "bandwidth",
+            "--sizes",
+            "64Mi",
+            "--transport",
+            "tcp",
+        ],
+        figures: &[
+            median("arrays of 64 MiB over tcp", "bandwidth", "64Mi,", "GB/s", Higher),
+            median("a plain copy of 64 MiB", "memcpy", "64Mi", "GB/s", Higher),
+        ],
+    },
+    Measurement {
+        name: "handover",
+        program: "mpmd",
+        arguments: &[
+            "bench", "p2p", "--json", "--level", "array", "--case", "handover", "--sizes", "64Mi",
+        ],
+        figures: &[
+            median("hand-over of 64 MiB", "handover", "64Mi,", "us", Lower),
+            median("the first hand-overs of it", "handover warm-up", "64Mi,", "us", Lower),
+        ],
+    },
+    Measurement {
+        name: "reshard",
+        program: "mpmd",
+        arguments: &["bench", "reshard", "--json", "--processes", "1,4"],
+        figures: &[
+            rows_to_columns("rows to columns, 1 MiB, 1 process", "1 MiB, 1 p"),
+            rows_to_columns("rows to columns, 16 MiB, 1 process", "16 MiB, 1 p"),
+            rows_to_columns("rows to columns, 64 MiB, 1 process", "64 MiB, 1 p"),
+            rows_to_columns("rows to columns, 1 MiB, 4 processes", "1 MiB, 4 p"),
+            rows_to_columns("rows to columns, 16 MiB, 4 processes", "16 MiB, 4 p"),
+            rows_to_columns("rows to columns, 64 MiB, 4 processes", "64 MiB, 4 p"),
+        ],
+    },
+    Measurement {
+        name: "replay",
+        program: "mpmd",
+        arguments: &["bench", "replay", "--json"],
+        figures: &[
+            median("issue a step of 64 x 64", "step issued", "64 ranks x 64,", "us", Lower),
+            median("replay a step of 64 x 64", "step replayed", "64 ranks x 64,", "us", Lower),
+        ],
+    },
+    Measurement {
+        name: "plan",
+        program: "mpmd",
+        arguments: &["bench", "plan", "--json", "--devices", "4096"],
+        figures: &[
+            median("plan of 4,096 devices, rows to grid", "rows to grid", "cold,", "us", Lower),
+            median("the same from the cache", "rows to grid", "cached,", "us", Lower),
+        ],
+    },
+    Measurement {
+        name: "pipeline",
+        program: "mpmd",
+        arguments: &["bench", "pipeline", "--json"],
+        figures: &[
+            median("efficiency of 1F1B, 2 stages", "efficiency", "1F1B,", "", Higher),
+            median("efficiency of GPipe, 2 stages", "efficiency", "GPipe,", "", Higher),
+        ],
+    },
+    Measurement {
+        name: "train-1",
+        program: "train_gpt",
+        arguments: &training("1"),
+        figures: &[tokens("train_gpt, 4 stages, 1 process")],
+    },
+    Measurement {
+        name: "train-4",
+        program: "train_gpt",
+        arguments: &training("4"),
+        figures: &[tokens("train_gpt, 4 stages, 4 processes")],
+    },
+];
+
+const fn rows_to_columns(item: &'static str, parameters: &'static str) -> Figure {
+    median(item, "rows to columns", parameters, "GB/s", Higher)
+}
+
+impl Figure {
+    /// Reads the figure. `None` if the output has no such figure, or if it is no finite number.
+    ///
+    /// # Errors
+    ///
+    /// If a line of JSON is damaged.
+    pub(super) fn read(&self, output: &str) -> Result<Option<f64>, String> {
+        let found = match self.at {
+            At::Median { case, parameters } => {
+                let lines = output.lines().filter(|line| line.starts_with('{'));
+                let lines = lines.map(|line| serde_json::from_str::<Value>(line).map_err(|_| line));
+                let lines = lines.collect::<Result<Vec<_>, _>>();
+                let lines = lines.map_err(|line| format!("no JSON: {line}"))?;
+                let wanted = lines.iter().find(|line| {
+                    line["name"] == case
+                        && line["parameters"].as_str().is_some_and(|p| p.starts_with(parameters))
+                });
+                wanted.and_then(|line| line["median"].as_f64())
+            }
+            At::Before(word) => {
+                let words: Vec<&str> = output.split_whitespace().collect();
+                let at = words.iter().position(|found| *found == word);
+                at.and_then(|at| words.get(at.checked_sub(1)?)?.parse().ok())
+            }
+        };
+        Ok(found.filter(|value| f64::is_finite(*value)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINES: &str = "8 processes\n\
+        {\"name\":\"a\",\"parameters\":\"1 MiB, 14 p\",\"median\":1.5}\n\
+        {\"name\":\"a\",\"parameters\":\"1 MiB, 1 p\",\"median\":2.5}\n\
+        {\"name\":\"a\",\"parameters\":\"1 MiB, 1 p, traced\",\"median\":3.5}\n\
+        {\"name\":\"b\",\"parameters\":\"x\",\"median\":null}\n";
+
+    #[test]
+    fn first_case_with_these_parameters_counts() {
+        let of = |case, parameters| median("", case, parameters, "", Lower).read(LINES);
+        assert_eq!(of("a", "1 MiB, 1 p"), Ok(Some(2.5)));
+        assert_eq!(of("a", "1 MiB, 14"), Ok(Some(1.5)));
+        // No such case, no such parameters, no number.
+        assert_eq!([of("c", ""), of("a", "2 MiB"), of("b", "x")], [Ok(None), Ok(None), Ok(None)]);
+        let damaged = median("", "a", "", "", Lower).read("{\"name\":\"a\",");
+        assert_eq!(damaged, Err("no JSON: {\"name\":\"a\",".to_owned()));
+    }
+
+    #[test]
+    fn rate_is_the_number_before_its_unit() {
+        let of = |text: &str| tokens("").read(text).unwrap();
+        assert_eq!(of("loss 1.7\n30 steps in 2.5 s: 22916 tokens/s\n"), Some(22916.0));
+        assert_eq!([of("tokens/s"), of("no tokens/s"), of("5 tokens")], [None; 3]);
+    }
+
+    #[test]
+    fn names_of_measurements_and_figures_are_unique() {
+        let names: Vec<&str> = SET.iter().map(|measurement| measurement.name).collect();
+        let items: Vec<&str> =
+            SET.iter().flat_map(|m| m.figures).map(|figure| figure.item).collect();
+        for (all, kind) in [(names, "measurement"), (items, "figure")] {
+            for (at, name) in all.iter().enumerate() {
+                assert!(!all[..at].contains(name), "two of {kind} {name}");
+            }
+        }
+    }
+}
