@@ -1,4 +1,4 @@
-//! The state that all threads share: posts messages, and takes those that have come.
+//! The state that all threads share: takes the messages that have come.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -11,12 +11,13 @@ use zerocopy::IntoBytes;
 use super::devices::{Devices, Unreadable};
 use super::doorbell::Doorbell;
 use super::futex::SystemFutex;
+use super::ledger::{Ended, Ledger};
 use super::loans::Borrowed;
 use super::mappings::Mappings;
+use super::meeting::Met;
+use super::note::LoanId;
 use super::peer::{Inbound, NoSegment, Peer};
-use super::record::{
-    COPY, GOODBYE, INLINE, LARGEST_INLINE, LATER, LENT, Lent, RETIRED, Record, read,
-};
+use super::record::{COPY, GOODBYE, LATER, Lent, RETIRED, Record, ToOwner, read};
 use super::socket::{ended, has_exited};
 use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
@@ -37,8 +38,10 @@ pub(super) struct Shared {
     pub(super) door: Doorbell,
     pub(super) arena: Arena,
     pub(super) devices: Devices,
+    /// All loans of this process's memory.
+    pub(super) ledger: Mutex<Ledger>,
     /// Pool for inline payloads, and for copies of payloads that cannot be lent.
-    pool: Pool,
+    pub(super) pool: Pool,
     /// The receiving halves, held by the thread that looks.
     duty: Mutex<Vec<Option<Inbound>>>,
     mappings: Mappings,
@@ -47,7 +50,7 @@ pub(super) struct Shared {
     done: Mutex<Vec<(Ticket, Result<(), TransportError>)>>,
     has_done: AtomicBool,
     /// True once nothing more is posted.
-    pub(super) is_closing: AtomicBool,
+    is_closing: AtomicBool,
     /// True once the handler is not called any more.
     is_over: AtomicBool,
 }
@@ -55,16 +58,23 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new(
         process: ProcessId,
-        peers: Vec<Option<(Peer, Inbound)>>,
+        peers: Vec<Option<Met>>,
         door: Doorbell,
         arena: Arena,
     ) -> Arc<Self> {
-        let (peers, inbound): (Vec<_>, Vec<_>) = peers.into_iter().map(Option::unzip).unzip();
+        let apart = |met: Option<Met>| {
+            let (peer, rings) = met.map(|(peer, inbound, back)| (peer, (inbound, back))).unzip();
+            let (inbound, back) = rings.unzip();
+            (peer, (inbound, back))
+        };
+        let (peers, (inbound, returns)): (Vec<_>, (Vec<_>, Vec<_>)) =
+            peers.into_iter().map(apart).unzip();
         Arc::new_cyclic(|shared| Self {
             process,
             devices: Devices::new(peers.len(), shared.clone()),
             peers,
             door,
+            ledger: Mutex::new(Ledger::new(returns)),
             pool: Pool::in_arena(format!("messages of process {process}"), None, &arena),
             arena,
             duty: Mutex::new(inbound),
@@ -83,23 +93,17 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    pub(super) fn post(
-        &self,
-        to: ProcessId,
-        header: &Header,
-        payload: Option<SharedBuffer>,
-        ticket: Ticket,
-    ) {
-        match self.send(to, header, payload, ticket) {
-            Ok(IsLent(true)) => {}
-            Ok(IsLent(false)) => self.note_done([(ticket, Ok(()))]),
-            Err(error) => self.note_done([(ticket, Err(error))]),
-        }
+    /// True once nothing more is posted.
+    pub(super) fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Acquire)
     }
 
     /// Queues finished tickets for the handler. The next thread that looks reports them; none is
     /// woken.
-    fn note_done(&self, ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>) {
+    pub(super) fn note_done(
+        &self,
+        ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>,
+    ) {
         let mut ended = ended.into_iter().filter(|(ticket, _)| *ticket != Ticket::NONE).peekable();
         if ended.peek().is_none() {
             return;
@@ -107,80 +111,6 @@ impl Shared {
         let mut done = self.done.lock();
         done.extend(ended);
         self.has_done.store(true, Ordering::Release);
-    }
-
-    fn send(
-        &self,
-        to: ProcessId,
-        header: &Header,
-        payload: Option<SharedBuffer>,
-        ticket: Ticket,
-    ) -> Result<IsLent, TransportError> {
-        let gone = |why: &str| TransportError::PeerGone { peer: to, why: why.to_owned() };
-        let Some(Some(peer)) = self.peers.get(to.index()) else {
-            return Err(gone("it shares no memory"));
-        };
-        if self.is_closing.load(Ordering::Acquire) {
-            return Err(TransportError::Closed);
-        }
-        let payload = match payload {
-            Some(bytes) if bytes.device().is_some() => {
-                return self.lend_device(to, peer, header, bytes, ticket);
-            }
-            // If the peer is gone, the record of re-lending is lost. The copy is then made in vain,
-            // but does no harm.
-            Some(bytes)
-                if bytes.len() > LARGEST_INLINE
-                    && (bytes.place().is_none() || !bytes.pass_on()) =>
-            {
-                Some(self.lendable(&bytes)?)
-            }
-            payload => payload,
-        };
-        let mut out = peer.outbound.lock();
-        if let Some(why) = &out.closed {
-            return Err(why.clone());
-        }
-        let mut is_lent = false;
-        match payload {
-            Some(bytes) if bytes.len() > LARGEST_INLINE => {
-                is_lent = true;
-                let is_copied = bytes.is_limited();
-                let Some(place) = bytes.place() else {
-                    return Err(gone("memory that was made for lending cannot be lent"));
-                };
-                let flags = if is_copied { COPY } else { 0 };
-                let number = place.segment.number(&self.arena);
-                let lent = Lent {
-                    offset: (place.offset as u64).into(),
-                    bytes: (bytes.len() as u64).into(),
-                    segment: number.into(),
-                    flags: flags.into(),
-                    // Entered in the book before the peer can give it back.
-                    loan: peer.book.lock().lend(bytes, ticket, is_copied).into(),
-                };
-                let parts = [&header.encode()[..], lent.as_bytes()];
-                peer.send(&mut out, LENT, &parts, Some((number, &place.segment)));
-            }
-            payload => {
-                let bytes = payload.as_deref().unwrap_or_default();
-                peer.send(&mut out, INLINE, &[&header.encode()[..], bytes], None);
-            }
-        }
-        drop(out);
-        peer.door.ring(&SystemFutex);
-        Ok(IsLent(is_lent))
-    }
-
-    /// Copies bytes that are in no segment, such as those of a `Vec`, into memory that can be lent.
-    fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
-        let mut copy =
-            self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
-                doing: format!("lending {} bytes", bytes.len()),
-                why: error.to_string(),
-            })?;
-        copy.copy_from_slice(bytes);
-        Ok(copy.freeze())
     }
 
     /// Takes records that have come, unless another thread does so at the moment. Returns true if
@@ -209,10 +139,10 @@ impl Shared {
             return false;
         }
         self.has_done.load(Ordering::Acquire)
+            || self.ledger.lock().has_news()
             || duty.iter().flatten().any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
             || self.peers.iter().flatten().any(|peer| {
-                peer.book.lock().has_news()
-                    || (peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
+                peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room()
             })
     }
 
@@ -221,16 +151,16 @@ impl Shared {
         if self.is_over.load(Ordering::Acquire) {
             return false;
         }
-        let mut any = self.tell_done(handler);
+        let has_news = self.ledger.lock().has_news();
+        if has_news {
+            self.reclaim();
+        }
+        let mut any = self.tell_done(handler) || has_news;
         for (index, inbound) in duty.iter_mut().enumerate() {
             let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else {
                 continue;
             };
             any |= peer.flush();
-            if peer.book.lock().has_news() {
-                self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-                any = true;
-            }
             if !inbound.has_ended && !inbound.ring.is_empty() {
                 any = true;
                 self.take(ProcessId(index as u32), inbound, peer, handler, IN_A_ROW);
@@ -293,6 +223,7 @@ impl Shared {
                 Event::Message(header, Payload::Inline(buffer.freeze()))
             }
             Record::Lent(header, lent, tokens) => Event::Lent(header, lent, tokens),
+            Record::ToOwner(header, part) => Event::ToOwner(header, part),
             Record::Landed(loan, failure) => Event::Landed(loan, failure),
             Record::Broken(header, why) => Event::Broken(header, why),
             Record::Retired(numbers) => Event::Retired(numbers),
@@ -314,6 +245,10 @@ impl Shared {
                 let payload = self.borrow(from, &header, lent, &tokens, inbound, peer)?;
                 handler.arrived(from, header, payload);
             }
+            Event::ToOwner(header, part) => {
+                let payload = self.take_part(from, &header, part)?;
+                handler.arrived(from, header, payload);
+            }
             Event::Landed(loan, failure) => {
                 if !inbound.land(loan, failure) {
                     return Err(Fault::Theirs(format!(
@@ -333,6 +268,25 @@ impl Shared {
         Ok(())
     }
 
+    /// Returns the part of this process's own memory that a borrower has sent, as the payload. No
+    /// loan and no mapping is involved.
+    fn take_part(&self, from: ProcessId, header: &Header, part: ToOwner) -> Result<Payload, Fault> {
+        let loan = LoanId { lender: ProcessId(part.lender.get()), number: part.loan.get() };
+        let (offset, bytes) = (part.offset.get(), part.bytes.get());
+        let (found, ended) = self.ledger.lock().take_part(from, loan, offset, bytes);
+        self.note_ended(ended);
+        let found = found.ok_or_else(|| {
+            let LoanId { lender, number } = loan;
+            Fault::Theirs(format!(
+                "it has no {bytes} bytes at {offset} by loan {number} of process {lender}"
+            ))
+        })?;
+        if found.device().is_some() {
+            check_device_kind(header)?;
+        }
+        Ok(Payload::Inline(found))
+    }
+
     /// Borrows the memory that a message lends, of the peer or of a third process, and returns it
     /// as the payload.
     fn borrow(
@@ -344,12 +298,21 @@ impl Shared {
         inbound: &mut Inbound,
         peer: &Peer,
     ) -> Result<Payload, Fault> {
-        let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
+        let (number, owner) = (lent.segment.get(), ProcessId(lent.owner.get()));
         let (loan, flags) = (lent.loan.get(), lent.flags.get());
         let (is_copied, is_later) = (flags & COPY != 0, flags & LATER != 0);
         if is_later && inbound.is_landing(loan) {
             return Err(twice(loan));
         }
+        let returns = match self.peers.get(owner.index()) {
+            _ if owner == from => &peer.returns,
+            Some(Some(owner)) => &owner.returns,
+            _ => {
+                return Err(Fault::Theirs(format!(
+                    "it lends memory of process {owner}, which shares no memory with this process"
+                )));
+            }
+        };
         let segment = match inbound.segment(number, peer, &self.mappings, &self.devices) {
             Ok(segment) => segment,
             Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
@@ -357,7 +320,8 @@ impl Shared {
                 if is_later {
                     inbound.note_landing(loan, None);
                 }
-                peer.returns.give_back(loan, is_copied);
+                let loan = LoanId { lender: from, number: loan };
+                returns.give_back(loan, 0, is_copied);
                 return Ok(Unreadable::payload(from, header, why));
             }
         };
@@ -367,16 +331,14 @@ impl Shared {
                 "a loan of the host's memory that is not there yet".to_owned(),
             ));
         }
-        if is_device && !matches!(header.kind, Kind::Data | Kind::Eager) {
-            return Err(Fault::Theirs(format!(
-                "a message of kind {:?} in a device's memory",
-                header.kind
-            )));
+        if is_device {
+            check_device_kind(header)?;
         }
-        let borrowed = Borrowed::new(segment, offset, bytes, loan, is_copied, &peer.returns);
-        let borrowed = borrowed.ok_or_else(|| {
+        let borrowed = Borrowed::new(segment, from, &lent, returns).ok_or_else(|| {
+            let (offset, bytes) = (lent.offset.get(), lent.bytes.get());
             Fault::Theirs(format!("{bytes} bytes at {offset} of segment {number} are not there"))
         })?;
+        inbound.last_loan = inbound.last_loan.max(loan);
         if !is_device {
             let bytes = SharedBuffer::lent(Box::new(borrowed));
             return Ok(match is_copied {
@@ -416,9 +378,14 @@ impl Shared {
     ) {
         let landing = inbound.end();
         peer.close(&why);
+        // Other owners may have entered loans of which the messages were lost.
+        let last = LoanId { lender: from, number: inbound.last_loan };
+        let others = self.peers.iter().enumerate().filter(|(index, _)| *index != from.index());
+        others.filter_map(|(_, peer)| peer.as_ref()).for_each(|peer| peer.returns.say_last(last));
         // Loans that it returned before its end have ended well.
-        self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-        let tickets = peer.book.lock().take_tickets();
+        self.reclaim();
+        let (ended, tickets) = self.ledger.lock().note_end(from);
+        self.note_ended(ended);
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
         let failure = match &why {
@@ -461,10 +428,10 @@ impl Shared {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
         let mut knowing: Vec<Vec<usize>> = numbers.iter().map(|_| Vec::new()).collect();
+        self.reclaim();
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
-            self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-            let closed = peer.book.lock().take_closed();
+            let closed = self.ledger.lock().take_closed(ProcessId(index as u32));
             self.devices.note_closed(index, &closed);
             peer.returns.flush();
             if retired.is_empty() {
@@ -496,9 +463,14 @@ impl Shared {
     /// Takes back returned loans. Called when memory is short, while any locks except a pool's are
     /// held.
     pub(super) fn reclaim(&self) {
-        for peer in self.peers.iter().flatten() {
-            self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-        }
+        let ended = self.ledger.lock().collect();
+        self.note_ended(ended);
+    }
+
+    /// Drops the memory of loans that have ended, and queues their tickets for the handler.
+    fn note_ended(&self, ended: Vec<Ended>) {
+        let tickets: Vec<Ticket> = ended.into_iter().map(|(_, ticket)| ticket).collect();
+        self.note_done(tickets.into_iter().map(|ticket| (ticket, Ok(()))));
     }
 
     /// Finds closed connections and exited processes, and ends their connections. Messages sent
@@ -536,7 +508,7 @@ impl Shared {
                 let why = TransportError::PeerGone { peer: from, why: why.to_owned() };
                 self.end(why, from, inbound, peer, handler);
             }
-            let nonsense = peer.book.lock().corrupt().map(ToString::to_string);
+            let nonsense = self.ledger.lock().corrupt(from).map(ToString::to_string);
             if let Some(why) = nonsense
                 && !inbound.has_ended
             {
@@ -544,8 +516,8 @@ impl Shared {
             }
             if exited {
                 self.devices.note_exit(from);
-                let back = peer.book.lock().end_all();
-                drop(back);
+                let ended = self.ledger.lock().note_exit(from);
+                self.note_ended(ended);
             }
         }
     }
@@ -571,10 +543,10 @@ impl Shared {
     /// True if everything that was posted has been sent, and loans that peers must copy have come
     /// back.
     pub(super) fn is_flushed(&self) -> bool {
-        let has_left = |peer: &Peer| {
-            !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited()
-        };
-        self.devices.is_flushed() && self.peers.iter().flatten().all(has_left)
+        let has_left = |peer: &Peer| !peer.is_waiting.load(Ordering::Acquire);
+        self.devices.is_flushed()
+            && self.peers.iter().flatten().all(has_left)
+            && !self.ledger.lock().is_awaited()
     }
 
     /// Ends all open tickets and reports them to the handler, which is not called after that.
@@ -586,8 +558,8 @@ impl Shared {
         let _duty = self.duty.lock();
         let held = self.devices.take_tickets();
         self.note_done(held.into_iter().map(|ticket| (ticket, Err(TransportError::Closed))));
-        for peer in self.peers.iter().flatten() {
-            let tickets = peer.book.lock().take_tickets();
+        for process in 0..self.peers.len() as u32 {
+            let tickets = self.ledger.lock().take_tickets(ProcessId(process));
             self.note_done(tickets.into_iter().map(|ticket| (ticket, end.clone())));
         }
         if let Some(handler) = self.handler.get() {
@@ -605,6 +577,20 @@ impl Shared {
     /// true, or `timeout` is over.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
         self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let ledger = self.ledger.get_mut();
+        drop(ledger.collect());
+        for (index, peer) in self.peers.iter().enumerate() {
+            if peer.as_ref().is_some_and(|peer| has_exited(std::os::fd::AsFd::as_fd(&peer.exit))) {
+                drop(ledger.note_exit(ProcessId(index as u32)));
+            }
+        }
+        // The other loans may still be read, so their pool must not reuse them.
+        ledger.keep_for_ever();
     }
 }
 
@@ -631,13 +617,19 @@ fn twice(loan: u64) -> Fault {
     Fault::Theirs(format!("loan {loan} is on its way already"))
 }
 
-/// True if the message ends when its payload comes back; false if it is over.
-pub(super) struct IsLent(pub(super) bool);
+/// Checks the kind of a message with a payload in device memory.
+fn check_device_kind(header: &Header) -> Result<(), Fault> {
+    match header.kind {
+        Kind::Data | Kind::Eager => Ok(()),
+        kind => Err(Fault::Theirs(format!("a message of kind {kind:?} in a device's memory"))),
+    }
+}
 
 /// A decoded record, with its payload copied.
 enum Event {
     Message(Header, Payload),
     Lent(Header, Lent, Vec<Vec<u8>>),
+    ToOwner(Header, ToOwner),
     Landed(u64, Option<String>),
     Broken(Header, String),
     Retired(Vec<u32>),
