@@ -282,7 +282,9 @@ impl Ledger {
     /// Takes the numbers of the device segments that a borrower says it has closed; each is
     /// returned once.
     pub(super) fn take_closed(&mut self, borrower: ProcessId) -> Vec<u32> {
-        self.account(borrower).map(|account| std::mem::take(&mut account.closed)).unwrap_or_default()
+        self.account(borrower)
+            .map(|account| std::mem::take(&mut account.closed))
+            .unwrap_or_default()
     }
 
     /// The fault in a borrower's ring of returns, if any.
@@ -299,8 +301,7 @@ impl Ledger {
     /// ring fills up.
     pub(super) fn has_news(&self) -> bool {
         self.accounts.iter().flatten().any(|Account { copied, corrupt, returns, .. }| {
-            corrupt.is_none()
-                && (returns.is_half_full() || (*copied > 0 && !returns.is_empty()))
+            corrupt.is_none() && (returns.is_half_full() || (*copied > 0 && !returns.is_empty()))
         })
     }
 

@@ -223,7 +223,9 @@ mod tests {
         assert!(read(INLINE, &with(&[1, 2])[..40]).is_err());
         assert!(read(LENT, &with(&[0; 35])).is_err());
         assert!(read(LENT, &with(&[0; 36])).unwrap_err().contains("0 bytes of payload where 3"));
-        assert!(read(TO_OWNER, &with(&[0; 27])).is_err() && read(TO_OWNER, &with(&[0; 29])).is_err());
+        assert!(
+            read(TO_OWNER, &with(&[0; 27])).is_err() && read(TO_OWNER, &with(&[0; 29])).is_err()
+        );
         assert!(read(TO_OWNER, &with(&[0; 28])).unwrap_err().contains("0 bytes of payload where"));
         assert!(read(RETIRED, &[1, 2, 3]).is_err());
         assert!(read(99, &[]).is_err());
@@ -267,8 +269,7 @@ mod tests {
             flags: flags.into(),
             owner: 5.into(),
         };
-        let part =
-            ToOwner { loan: 1.into(), offset: 64.into(), bytes: 3.into(), lender: 4.into() };
+        let part = ToOwner { loan: 1.into(), offset: 64.into(), bytes: 3.into(), lender: 4.into() };
         let tokens = put_tokens(&[vec![7; MOST_WORDS], vec![1]]);
         let with = |kind: u32, parts: &[&[u8]]| [&[kind as u8], parts.concat().as_slice()].concat();
         let samples = [

@@ -141,9 +141,11 @@ impl Shared {
         self.has_done.load(Ordering::Acquire)
             || self.ledger.lock().has_news()
             || duty.iter().flatten().any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
-            || self.peers.iter().flatten().any(|peer| {
-                peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room()
-            })
+            || self
+                .peers
+                .iter()
+                .flatten()
+                .any(|peer| peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
     }
 
     fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
