@@ -345,6 +345,8 @@ impl Account {
     }
 
     fn enter(&mut self, loan: LoanId, buffer: SharedBuffer, ticket: Ticket, is_copied: bool) {
+        // Nothing waits for a borrower whose connection has ended.
+        let is_copied = is_copied && !self.has_ended;
         self.bytes += buffer.len() as u64;
         self.copied += usize::from(is_copied);
         self.open.insert(loan, Open { buffer, ticket, is_copied, taken: 0, posted: None });

@@ -81,7 +81,7 @@ impl Shared {
             }
             payload => {
                 let bytes = payload.as_deref().unwrap_or_default();
-                peer.send(&mut *peer.open()?, INLINE, &[&header.encode()[..], bytes], None);
+                peer.send(&mut peer.open()?, INLINE, &[&header.encode()[..], bytes], None);
                 IsLent(false)
             }
         };
@@ -95,12 +95,12 @@ impl Shared {
         message: &Message<'_>,
         bytes: SharedBuffer,
     ) -> Result<IsLent, TransportError> {
-        let lent = self.lend(peer, &mut *peer.open()?, message, bytes);
+        let lent = self.lend(peer, &mut peer.open()?, message, bytes);
         let lent = match lent {
             Ok(lent) => Ok(lent),
             Err(bytes) => {
                 let copy = self.lendable(&bytes)?;
-                self.lend(peer, &mut *peer.open()?, message, copy)
+                self.lend(peer, &mut peer.open()?, message, copy)
             }
         };
         lent.map(Lending::is_lent)

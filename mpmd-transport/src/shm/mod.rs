@@ -100,6 +100,7 @@ mod ring;
 mod shared;
 mod socket;
 mod sync;
+mod taking;
 #[cfg(test)]
 mod tests;
 mod words;
