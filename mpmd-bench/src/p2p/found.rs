@@ -84,8 +84,8 @@ impl Samples {
         Self { test, bytes, samples: Vec::new() }
     }
 
-    /// Converts a measurement to the test's unit and adds it: `count` round trips, messages, arrays,
-    /// hops or copies took `time` together.
+    /// Converts a measurement to the test's unit and adds it: `count` round trips, messages,
+    /// arrays, hops or copies took `time` together.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {

@@ -1,9 +1,9 @@
 //! Measures messages and arrays between a pair of processes, beside `ucx_perftest` and a plain
 //! copy, and arrays that go around a ring of processes.
 //!
-//! This process starts the others and shows their results. Beside `ucx_perftest` each sample comes from
-//! a new pair, as it does there. The two programs take turns, size by size, so that noise of the
-//! machine affects both. No engine runs while the other program is measured.
+//! This process starts the others and shows their results. Beside `ucx_perftest` each sample comes
+//! from a new pair, as it does there. The two programs take turns, size by size, so that noise of
+//! the machine affects both. No engine runs while the other program is measured.
 
 mod array;
 mod busy;

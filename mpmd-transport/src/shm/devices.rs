@@ -161,7 +161,7 @@ impl Shared {
         let is_later = !is_owner && (!tokens.is_empty() || !made.is_made());
         let later = is_later.then(|| put_tokens(&tokens));
         let message = Message { to, header, ticket, later };
-        let lent = self.lend(peer, &mut peer.open()?, &message, bytes);
+        let lent = self.lend(peer, &mut *peer.open()?, &message, bytes);
         let lent = match lent {
             Ok(lent) => lent,
             // The owner cannot be told now that another process reads it, so it is sent later.

@@ -223,7 +223,7 @@ impl Ledger {
     }
 
     /// Notes that no more messages of a borrower are taken. Returns the loans that only waited for
-    /// such messages, and the tickets of all others, whose memory stays lent.
+    /// such messages, and the tickets of all others. The memory of those stays lent.
     pub(super) fn note_end(&mut self, borrower: ProcessId) -> (Vec<Ended>, Vec<Ticket>) {
         let Some(account) = self.account(borrower) else { return Default::default() };
         account.has_ended = true;
@@ -345,7 +345,7 @@ impl Account {
     }
 
     fn enter(&mut self, loan: LoanId, buffer: SharedBuffer, ticket: Ticket, is_copied: bool) {
-        // Nothing waits for a borrower whose connection has ended.
+        // Nothing waits for a borrower after the end of its connection.
         let is_copied = is_copied && !self.has_ended;
         self.bytes += buffer.len() as u64;
         self.copied += usize::from(is_copied);

@@ -17,7 +17,7 @@ use crate::wire::{Header, ProcessId};
 /// True if the ticket of a message ends when its payload comes back; false if it has ended.
 pub(super) struct IsLent(pub(super) bool);
 
-/// A message whose payload stays where it is.
+/// A message with a payload that stays in its place.
 pub(super) struct Message<'a> {
     pub(super) to: ProcessId,
     pub(super) header: &'a Header,
@@ -81,7 +81,7 @@ impl Shared {
             }
             payload => {
                 let bytes = payload.as_deref().unwrap_or_default();
-                peer.send(&mut peer.open()?, INLINE, &[&header.encode()[..], bytes], None);
+                peer.send(&mut *peer.open()?, INLINE, &[&header.encode()[..], bytes], None);
                 IsLent(false)
             }
         };
@@ -95,12 +95,12 @@ impl Shared {
         message: &Message<'_>,
         bytes: SharedBuffer,
     ) -> Result<IsLent, TransportError> {
-        let lent = self.lend(peer, &mut peer.open()?, message, bytes);
+        let lent = self.lend(peer, &mut *peer.open()?, message, bytes);
         let lent = match lent {
             Ok(lent) => Ok(lent),
             Err(bytes) => {
                 let copy = self.lendable(&bytes)?;
-                self.lend(peer, &mut peer.open()?, message, copy)
+                self.lend(peer, &mut *peer.open()?, message, copy)
             }
         };
         lent.map(Lending::is_lent)

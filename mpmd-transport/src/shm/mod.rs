@@ -51,17 +51,17 @@
 //! is copied. All processes that one process reaches here also reach each other, as the conditions
 //! for it (`address.rs`) are the same for all.
 //!
-//! A message to the owner itself names a range of the sender's loan. The owner delivers that part of
-//! its own buffer: no mapping, no new loan. The loan ends when it was returned and all such
-//! messages, which the borrower has counted, were taken.
+//! A message to the owner itself names a range of the sender's loan. The owner delivers that part
+//! of its own buffer, without a mapping or a new loan. The borrower counts these messages. The loan
+//! ends when it was returned and the owner has taken all of them.
 //!
 //! The sending operation stays in flight until the receiver has *taken* the payload. The receiver
 //! reports this at once after every 16 payloads or if the sender's program waits for it, otherwise
 //! with its next tick. The operation does not wait for the return of the memory, since a receiver
-//! may keep it for ever. A payload that is not the sender's own memory ends its operation when it is
-//! posted, as a small one does. So a process without memory waits for returns only as long as the peer
-//! timeout. Lent memory counts with its owner. A piece that is not contiguous is not packed: the
-//! whole shard is lent, and the receiver copies or adds the piece from there.
+//! may keep it for ever. If the payload is not the sender's own memory, the operation ends when the
+//! message is posted, as with a small payload. So a process without memory waits for returns only
+//! as long as the peer timeout. Lent memory counts with its owner. A piece that is not contiguous
+//! is not packed: the whole shard is lent, and the receiver copies or adds the piece from there.
 //!
 //! A thread that waits for a message polls the rings itself (`Transport::parking`). Only if no
 //! thread polls does the peer ring the doorbell, which costs a system call. `meeting.rs` and

@@ -1,4 +1,4 @@
-//! The records in a ring of returns: what a borrower tells the owner of memory.
+//! The records in a ring of returns, by which a borrower informs the owner of memory.
 
 use crate::wire::ProcessId;
 

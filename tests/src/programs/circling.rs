@@ -19,8 +19,8 @@ const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// `circling ROUNDS`: sends an array around all processes this many times. Each process checks
 /// values of it at every hop, and all of them in each tenth of the rounds. Then it prints the bytes
-/// that its pools have mapped and the bytes that it has lent. At the end, also after an error, drops
-/// the array and prints if all memory has come back.
+/// that its pools have mapped and the bytes that it has lent. At the end, also after an error, it
+/// drops the array and prints if all memory has come back.
 pub(super) fn circle(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let rounds = args.first().and_then(|text| text.parse().ok());
     let rounds: usize = rounds.ok_or_else(|| Error::kernel("circling ROUNDS"))?;

@@ -224,7 +224,7 @@ fn loan_waits_for_messages_with_its_memory_to_its_owner() {
     assert!(part.is_none(), "the loan is shorter");
     assert_eq!(ended[0].1, Ticket(7));
     assert!(take(&mut scene, first, 1).0.is_none(), "the loan has ended");
-    // A borrower whose messages are not taken any more is not waited for.
+    // Once no messages of the borrower are taken any more, none is waited for.
     for ends_first in [true, false] {
         let mut scene = Scene::new(1);
         let there = scene.lend_with(1, &own, Ticket(8));
