@@ -32,7 +32,9 @@ pub trait Transport: Send + Sync {
     ///
     /// Such a message costs its receiver no memory at any size, and need not wait until the
     /// receiver has room. Its ticket ends when the receiver has dropped the payload, which may
-    /// never happen. [`Transport::shutdown`] does not wait for that.
+    /// never happen, or earlier if the payload is not this process's memory.
+    /// [`Transport::shutdown`] does not wait for that. A payload that is the receiver's own memory
+    /// arrives as [`Payload::Inline`].
     fn zero_copy(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false

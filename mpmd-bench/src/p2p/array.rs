@@ -120,6 +120,11 @@ fn latency(
     Ok(found)
 }
 
+/// Blocks until the first process has called it. All processes must call this.
+pub(super) fn broadcast_from_first(p: &mut Program) -> Result<()> {
+    p.broadcast_value(FIRST, 0u8, || Ok(0)).map(drop)
+}
+
 /// Blocks until this process's shards of `x` are there. Does not wait for its sends.
 pub(super) fn arrive(x: &MpmdArray) -> Result<()> {
     if x.is_fully_remote() { Ok(()) } else { x.block_until_ready().map(drop) }

@@ -21,6 +21,8 @@ pub(super) enum Test {
     /// The time from one process's futex wake-up until the other runs, in microseconds: without
     /// the framework, in turns with the hand-overs.
     Wake,
+    /// The time of one hop around a ring of this many processes, in microseconds.
+    Ring(usize),
     /// The rate of adding up the bytes of an array after a zero-copy transfer, in GB/s.
     Read,
     /// The rate as for `Read`, while the memory is new to the reader.
@@ -42,6 +44,7 @@ impl Test {
             Self::Handover => "handover",
             Self::HandoverWarmUp => "handover warm-up",
             Self::Wake => "futex wake",
+            Self::Ring(_) => "ring",
             Self::Read => "read",
             Self::ReadWarmUp => "read warm-up",
             Self::OneCopy => "one copy",
@@ -55,9 +58,20 @@ impl Test {
         matches!(self, Self::Memcpy | Self::DeviceCopy)
     }
 
+    /// Returns the number of processes that take part.
+    pub(super) fn processes(self) -> usize {
+        match self {
+            Self::Ring(processes) => processes,
+            _ if self.is_plain() => 1,
+            _ => 2,
+        }
+    }
+
     pub(super) fn unit(self) -> &'static str {
         match self {
-            Self::Latency | Self::Handover | Self::HandoverWarmUp | Self::Wake => "us",
+            Self::Latency | Self::Handover | Self::HandoverWarmUp | Self::Wake | Self::Ring(_) => {
+                "us"
+            }
             _ => "GB/s",
         }
     }
@@ -76,13 +90,13 @@ impl Samples {
         Self { test, bytes, samples: Vec::new() }
     }
 
-    /// Converts a measurement to the test's unit and adds it: `count` round trips, messages, arrays
-    /// or copies took `time` together.
+    /// Converts a measurement to the test's unit and adds it: `count` round trips, messages,
+    /// arrays, hops or copies took `time` together.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
             Test::Latency => seconds * 1e6 / 2.0,
-            Test::Handover | Test::HandoverWarmUp | Test::Wake => seconds * 1e6,
+            Test::Handover | Test::HandoverWarmUp | Test::Wake | Test::Ring(_) => seconds * 1e6,
             _ => self.bytes as f64 / seconds / 1e9,
         });
     }

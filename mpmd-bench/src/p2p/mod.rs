@@ -1,9 +1,9 @@
 //! Measures messages and arrays between a pair of processes, beside `ucx_perftest` and a plain
-//! copy.
+//! copy, and arrays that go around a ring of processes.
 //!
-//! This process starts the pair and shows its results. Beside `ucx_perftest` each sample comes from
-//! a new pair, as it does there. The two programs take turns, size by size, so that noise of the
-//! machine affects both. No engine runs while the other program is measured.
+//! This process starts the others and shows their results. Beside `ucx_perftest` each sample comes
+//! from a new pair, as it does there. The two programs take turns, size by size, so that noise of
+//! the machine affects both. No engine runs while the other program is measured.
 
 mod array;
 mod busy;
@@ -15,6 +15,7 @@ mod memory;
 mod message;
 mod pace;
 mod perftest;
+mod ring;
 mod table;
 mod wake;
 mod words;
@@ -65,9 +66,22 @@ pub(crate) struct P2pArgs {
     /// arrays on devices of kind cuda.
     #[arg(long, value_enum, value_delimiter = ',')]
     level: Vec<Level>,
-    /// The cases to measure for each size. Hand-overs exist for arrays only, and without a peer.
+    /// The cases to measure for each size: latency, bandwidth, handover, and ring, an array that
+    /// goes around all processes. Hand-overs and rings exist for arrays only, and without a peer.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
+    /// Numbers of processes of the rings.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "2,4,8",
+        value_parser = clap::value_parser!(u16).range(2..=256)
+    )]
+    processes: Vec<u16>,
+    /// Number of times that an array goes around a ring, together for all measurements of a size;
+    /// by default 10000 up to 64Ki, fewer for larger sizes.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    rounds: Option<u64>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
     #[arg(
         long,
@@ -119,6 +133,17 @@ impl P2pArgs {
         }
     }
 
+    /// Returns the cases that are measured with a pair of processes.
+    fn of_pairs(&self) -> Vec<Case> {
+        let is_left_out = |case: &Case| match case {
+            Case::Ring => true,
+            // A peer has no hand-overs.
+            Case::Handover => self.peer,
+            Case::Latency | Case::Bandwidth => false,
+        };
+        self.case.iter().copied().filter(|case| !is_left_out(case)).collect()
+    }
+
     fn setting(&self) -> Setting {
         let (transport, spin) = (self.transport.name(), self.spin.word.clone());
         Setting { transport, spin, busy: self.busy.into() }
@@ -129,7 +154,7 @@ impl P2pArgs {
 /// that a launcher has started.
 pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     match JobEnv::from_env()? {
-        Some(env) => as_one_of_two(args, &env)?,
+        Some(env) => in_job(args, &env)?,
         None => {
             let rows = rows(args)?;
             table::show(&rows, &args.setting(), args.json);
@@ -138,10 +163,15 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does the work of one process of the pair. The first process prints the results, or writes them
-/// to `--samples-to`.
-fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
-    ensure!(env.processes == 2, "a pair is measured, and this job has {} processes", env.processes);
+/// Does the work of one process of the pair, or of the ring. The first process prints the results,
+/// or writes them to `--samples-to`.
+fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
+    let is_ring = args.case == [Case::Ring];
+    ensure!(
+        is_ring || env.processes == 2,
+        "a pair is measured, and this job has {} processes",
+        env.processes
+    );
     ensure!(!args.peer, "--peer needs a pair that this program has started itself");
     let &[level] = args.levels() else {
         bail!("a job measures one level: choose --level message or --level array");
@@ -150,6 +180,9 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
     let pace = args.pace();
     let found = match level {
+        Level::Array if is_ring => {
+            ring::in_job(env, args.transport, args.on.device, (&args.sizes, args.rounds), &pace)?
+        }
         Level::Message => {
             message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
         }
@@ -173,7 +206,7 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
 /// all are measured.
 fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     ensure!(
-        !args.peer || args.case.iter().any(|case| *case != Case::Handover),
+        !args.peer || !args.of_pairs().is_empty(),
         "--peer is measured beside latency and bandwidth: --case names neither"
     );
     let on_gpu = args.on.device == DeviceKind::Cuda;
@@ -199,6 +232,11 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
                 for size in args.sizes.iter().copied() {
                     in_turns(args, level, size, perftest, &pace, &mut rows)?;
                 }
+            }
+        }
+        if level == Level::Array && !args.peer && args.case.contains(&Case::Ring) {
+            for processes in &args.processes {
+                rows.take(Some(level), around(args, usize::from(*processes), &pace)?);
             }
         }
     }
@@ -250,21 +288,43 @@ fn in_turns(
     Ok(())
 }
 
-/// Starts a pair of processes, or of threads for `inproc`. Blocks until they have ended, and
-/// returns their samples.
+/// Measures a pair of processes, or of threads for `inproc`. Blocks until all sizes are measured.
 fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Samples>> {
-    if args.transport == Carrier::Inproc {
-        return match level {
-            Level::Message => message::in_threads(sizes, &args.case, pace),
-            Level::Array => Ok(array::in_threads(args.on.device, sizes, &args.case, pace)?),
-        };
+    let cases = args.of_pairs();
+    match level {
+        _ if cases.is_empty() => Ok(Vec::new()),
+        Level::Message if args.transport == Carrier::Inproc => {
+            message::in_threads(sizes, &cases, pace)
+        }
+        Level::Array if args.transport == Carrier::Inproc => {
+            Ok(array::in_threads(args.on.device, sizes, &cases, pace)?)
+        }
+        _ => started(args, 2, level, &cases, sizes, pace),
     }
+}
+
+/// Measures a ring of processes, or of threads for `inproc`. Blocks until all sizes are measured.
+fn around(args: &P2pArgs, processes: usize, pace: &Pace) -> Result<Vec<Samples>> {
+    if args.transport == Carrier::Inproc {
+        let found = ring::in_threads(processes, args.on.device, &args.sizes, args.rounds, pace);
+        return Ok(found?);
+    }
+    started(args, processes, Level::Array, &[Case::Ring], &args.sizes, pace)
+}
+
+/// Starts processes that measure together. Blocks until they have ended, and returns their samples.
+fn started(
+    args: &P2pArgs,
+    processes: usize,
+    level: Level,
+    cases: &[Case],
+    sizes: &[Size],
+    pace: &Pace,
+) -> Result<Vec<Samples>> {
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
     let sizes: Vec<String> = sizes.iter().map(Size::to_string).collect();
-    // A peer has no hand-overs.
-    let cases = args.case.iter().filter(|case| !args.peer || **case != Case::Handover);
-    let cases: Vec<&str> = cases.map(|case| case.name()).collect();
-    let words = [
+    let cases: Vec<&str> = cases.iter().map(|case| case.name()).collect();
+    let mut words = vec![
         ("--transport", args.transport.name().to_owned()),
         ("--device", args.on.device.name().to_owned()),
         ("--level", level.name().to_owned()),
@@ -274,18 +334,19 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
         ("--repeats", pace.repeats.to_string()),
         ("--sample-us", pace.sample.as_micros().to_string()),
     ];
-    let outcome =
-        Launch::new(2, std::env::current_exe().context("finding this program, to start it again")?)
-            .args(["bench", "p2p"])
-            .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
-            .args(["--samples-to".as_ref(), samples.path().as_os_str()])
-            .transport(Some(args.transport.name().to_owned()))
-            .env(SPIN, &args.spin.word)
-            .output(OutputMode::Quiet0)
-            .bind(args.bound.bind)
-            .run()?;
+    words.extend(args.rounds.map(|rounds| ("--rounds", rounds.to_string())));
+    let this = std::env::current_exe().context("finding this program, to start it again")?;
+    let outcome = Launch::new(processes, this)
+        .args(["bench", "p2p"])
+        .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
+        .args(["--samples-to".as_ref(), samples.path().as_os_str()])
+        .transport(Some(args.transport.name().to_owned()))
+        .env(SPIN, &args.spin.word)
+        .output(OutputMode::Quiet0)
+        .bind(args.bound.bind)
+        .run()?;
     if let Some(failure) = &outcome.first_failure {
-        bail!("the pair of processes was not measured: {failure}");
+        bail!("the processes were not measured: {failure}");
     }
     found::take_over(samples.path())
 }

@@ -40,6 +40,7 @@ impl Row {
             "parameters": self.parameters(setting),
             "level": self.level,
             "transport": pair.then_some(setting.transport),
+            "processes": self.test.processes(),
             "bytes": self.bytes,
             "spin": pair.then_some(&setting.spin),
             "busy": setting.busy,
@@ -81,9 +82,7 @@ impl Row {
     fn compared(&self) -> (&'static str, f64) {
         let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
         match self.test {
-            Test::Latency | Test::Handover | Test::HandoverWarmUp | Test::Wake => {
-                ("difference_us", ours - peer)
-            }
+            test if test.unit() == "us" => ("difference_us", ours - peer),
             _ => ("ratio", ours / peer),
         }
     }
@@ -93,7 +92,11 @@ impl Row {
         let figures =
             |of: &[f64]| [0.5, 0.1, 0.9].map(|share| figure(quantile(of, share))).to_vec();
         let level = self.level.map_or("", Level::name).to_owned();
-        let mut cells = vec![level, self.test.name().to_owned(), Size(self.bytes).to_string()];
+        let name = match self.test {
+            Test::Ring(processes) => format!("ring of {processes}"),
+            test => test.name().to_owned(),
+        };
+        let mut cells = vec![level, name, Size(self.bytes).to_string()];
         cells.extend(figures(&self.ours));
         cells.push(self.test.unit().to_owned());
         let copy = |(_, copy)| format!("{:.2}", quantile(&self.ours, 0.5) / copy);

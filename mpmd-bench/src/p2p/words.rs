@@ -36,6 +36,8 @@ pub(super) enum Case {
     Bandwidth,
     /// A freshly written array, until the receiver can use it; only at level array.
     Handover,
+    /// An array that goes around a ring of processes; only at level array.
+    Ring,
 }
 
 impl Case {
@@ -44,6 +46,7 @@ impl Case {
             Self::Latency => "latency",
             Self::Bandwidth => "bandwidth",
             Self::Handover => "handover",
+            Self::Ring => "ring",
         }
     }
 }

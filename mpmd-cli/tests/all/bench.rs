@@ -208,6 +208,25 @@ fn handover_table_has_separate_warm_up_rows() {
 }
 
 #[test]
+fn rings_are_measured_with_each_number_of_processes() {
+    for transport in ["shm", "inproc"] {
+        let words = "p2p --level array --case ring --processes 2,3 --sizes 8,100Ki --rounds 20 \
+                     --repeats 2 --json --transport";
+        let said = bench(&words.split_whitespace().chain([transport]).collect::<Vec<_>>());
+        let lines = lines(&said);
+        let rings: Vec<_> = lines.iter().filter(|line| line["name"] == "ring").collect();
+        let expected = [(2, 8), (2, 100 << 10), (3, 8), (3, 100 << 10)];
+        assert_eq!(rings.len(), expected.len(), "{said}");
+        for (line, (processes, bytes)) in rings.into_iter().zip(expected) {
+            assert_eq!((&line["processes"], &line["bytes"]), (&processes.into(), &bytes.into()));
+            assert_eq!(line["unit"], "us", "{line}");
+            assert_measured(line, 2);
+        }
+        assert!(lines.iter().all(|line| line["name"] == "ring" || line["name"] == "memcpy"));
+    }
+}
+
+#[test]
 fn table_has_one_level_and_busy_threads() {
     let said =
         bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1", "--busy", "1"]);

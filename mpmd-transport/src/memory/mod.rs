@@ -181,7 +181,7 @@ impl fmt::Debug for OwnedBuffer {
 /// Memory that belongs to another owner and may be read until this is dropped.
 ///
 /// Dropping it gives the memory back, and must not block.
-pub trait Loan: Send + Sync {
+pub trait Loan: Any + Send + Sync {
     /// The bytes: the same place and the same values at every call. Empty if they are in [device
     /// memory](Self::device).
     fn bytes(&self) -> &[u8];
@@ -212,13 +212,6 @@ pub trait Loan: Send + Sync {
     /// The position of the bytes in a segment. `None` if they cannot be re-lent to another process.
     fn place(&self) -> Option<SegmentPosition> {
         None
-    }
-
-    /// Called before the bytes are re-lent. Tells the owner that processes other than this one may
-    /// read them, even after this process is gone. Returns false if the owner cannot be told now:
-    /// then the bytes are not re-lent.
-    fn pass_on(&self) -> bool {
-        true
     }
 }
 
@@ -493,12 +486,20 @@ impl SharedBuffer {
         place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
     }
 
-    /// Tells the owner of lent bytes that they are about to be re-lent. Must be called before these
-    /// bytes are lent. Returns false if they cannot be lent now. See [`Loan::pass_on`].
-    pub(crate) fn pass_on(&self) -> bool {
+    /// Returns the part of these bytes that is at `offset` of their segment and has `bytes` bytes.
+    /// `None` if they have no such part.
+    pub(crate) fn part_at(&self, offset: u64, bytes: u64) -> Option<Self> {
+        let first = self.place()?.offset;
+        let start = usize::try_from(offset).ok()?.checked_sub(first)?;
+        let end = start.checked_add(usize::try_from(bytes).ok()?)?;
+        (end <= self.len()).then(|| self.slice(start..end))
+    }
+
+    /// Returns the loan, if these bytes belong to another owner.
+    pub(crate) fn loan(&self) -> Option<&dyn Loan> {
         match &self.whole.memory {
-            Memory::Owned(_) | Memory::Gone => true,
-            Memory::Lent(loan) => loan.pass_on(),
+            Memory::Owned(_) | Memory::Gone => None,
+            Memory::Lent(loan) => Some(&**loan),
         }
     }
 

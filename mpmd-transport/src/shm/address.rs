@@ -8,7 +8,7 @@ use std::str::FromStr;
 use super::NAME;
 
 /// The version of the shared memory protocol. Both processes must speak the same.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 /// Bytes of the name under which a process listens.
 const NAME_BYTES: usize = 16;
@@ -180,7 +180,7 @@ mod tests {
     fn why_apart_is_symmetric_and_names_the_reason() {
         let here = Address::of_this_process().unwrap();
         for (other, why) in [
-            (Address { version: 2, ..here.clone() }, "different builds"),
+            (Address { version: VERSION + 1, ..here.clone() }, "different builds"),
             (Address { boot: "elsewhere".into(), ..here.clone() }, "different machines"),
             (Address { user: here.user + 1, ..here.clone() }, "different users"),
             (Address { network: 1, ..here.clone() }, "network namespaces"),

@@ -15,15 +15,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
-use zerocopy::IntoBytes;
 
 use super::futex::SystemFutex;
+use super::lending::{IsLent, Lending, Message};
 use super::loans::Returns;
 use super::mappings::Mappings;
 use super::peer::Peer;
 use super::reaper::Reaper;
-use super::record::{BROKEN, COPY, LANDED, LATER, LENT, Lent, MOST_TOKENS, put_tokens};
-use super::shared::{IsLent, Shared};
+use super::record::{BROKEN, LANDED, MOST_TOKENS, put_tokens};
+use super::shared::Shared;
 use crate::memory::{
     Arriving, DeviceMemory, DeviceSharing, Fence, Fences, Leaving, OwnedBuffer, Retired, Segment,
     SharedBuffer,
@@ -141,50 +141,39 @@ impl Shared {
         bytes: SharedBuffer,
         ticket: Ticket,
     ) -> Result<IsLent, TransportError> {
-        if let Some(why) = &peer.outbound.lock().closed {
-            return Err(why.clone());
+        drop(peer.open()?);
+        if bytes.place().is_none() || !peer.shares_devices() {
+            let why = "memory of this device is not shared with it".to_owned();
+            self.break_off(peer, header, &why);
+            let doing = format!("lending memory of a device to process {to}");
+            return Err(TransportError::Environment { doing, why });
         }
-        let place = match bytes.place().filter(|_| peer.shares_devices()) {
-            Some(place) => Ok(place),
-            None => Err("memory of this device is not shared with it".to_owned()),
-        };
-        let place = match place {
-            Ok(place) => place,
-            Err(why) => {
-                self.break_off(peer, header, &why);
-                let doing = format!("lending memory of a device to process {to}");
-                return Err(TransportError::Environment { doing, why });
-            }
-        };
         let ready = bytes.ready().clone();
-        // If the owner cannot be told now that a third process reads it, the message is sent later.
-        let Some(tokens) = self.tokens(&ready).filter(|_| bytes.pass_on()) else {
+        // The owner itself has the fences of its memory, and knows if it is valid.
+        let borrowed = bytes.loan().and_then(|loan| self.borrowed(loan));
+        let is_owner = borrowed.is_some_and(|borrowed| borrowed.owner() == to);
+        let tokens = if is_owner { Some(Vec::new()) } else { self.tokens(&ready) };
+        let Some(tokens) = tokens else {
             self.hold_back(Held { to, header: *header, bytes, ticket }, ready);
             return Ok(IsLent(true));
         };
-        let is_copied = bytes.is_limited();
         let made = bytes.clone();
-        let is_later = !tokens.is_empty() || !made.is_made();
-        let flags = if is_copied { COPY } else { 0 } | if is_later { LATER } else { 0 };
-        let number = place.segment.number(&self.arena);
-        let mut out = peer.outbound.lock();
-        if let Some(why) = &out.closed {
-            return Err(why.clone());
-        }
-        let size = bytes.len() as u64;
-        let loan = peer.book.lock().lend(bytes, ticket, is_copied);
-        let lent = Lent {
-            loan: loan.into(),
-            offset: (place.offset as u64).into(),
-            bytes: size.into(),
-            segment: number.into(),
-            flags: flags.into(),
+        let is_later = !is_owner && (!tokens.is_empty() || !made.is_made());
+        let later = is_later.then(|| put_tokens(&tokens));
+        let message = Message { to, header, ticket, later };
+        let lent = self.lend(peer, &mut *peer.open()?, &message, bytes);
+        let lent = match lent {
+            Ok(lent) => lent,
+            // The owner cannot be told now that another process reads it, so it is sent later.
+            Err(bytes) => {
+                self.hold_back(Held { to, header: *header, bytes, ticket }, ready);
+                return Ok(IsLent(true));
+            }
         };
-        let parts = [&header.encode()[..], lent.as_bytes(), &put_tokens(&tokens)];
-        peer.send(&mut out, LENT, &parts, Some((number, &place.segment)));
-        drop(out);
         peer.door.ring(&SystemFutex);
-        if is_later {
+        if let Lending::Own(loan) | Lending::Borrowed(loan) = lent
+            && is_later
+        {
             let shared = self.devices.shared.clone();
             made.on_made(Box::new(move |failure| {
                 if let Some(shared) = shared.upgrade() {
@@ -192,7 +181,7 @@ impl Shared {
                 }
             }));
         }
-        Ok(IsLent(true))
+        Ok(lent.is_lent())
     }
 
     /// Encodes the fences that are not over for a peer. `None` if one of them cannot be encoded, or

@@ -15,10 +15,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::address::{Address, VERSION};
 use super::doorbell::Doorbell;
-use super::loans::{Book, Returns};
+use super::loans::Returns;
 use super::mapped::Mapped;
 use super::peer::{Inbound, Outbound, Peer};
-use super::ring::Ring;
+use super::ring::{Consumer, Ring};
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
 use crate::deadline::after;
@@ -42,8 +42,8 @@ const RETURNS: usize = 16 << 10;
 /// then returns from both.
 pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
-/// (Connected peer, its receiving half).
-type Met = (Peer, Inbound);
+/// (Connected peer, its receiving half, its ring of returns).
+pub(super) type Met = (Peer, Inbound, Consumer);
 
 /// The first packet that each side sends. Holds the job's secret.
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
@@ -307,7 +307,6 @@ fn pair(
     };
     let peer = Peer {
         outbound: parking_lot::Mutex::new(Outbound::new(here.producer())),
-        book: parking_lot::Mutex::new(Book::new(back_there.consumer())),
         returns: Returns::new(back_here.producer(), door.clone()),
         door,
         socket,
@@ -316,7 +315,7 @@ fn pair(
         is_waiting: false.into(),
         shares_devices: false.into(),
     };
-    Ok((peer, Inbound::new(there.consumer())))
+    Ok((peer, Inbound::new(there.consumer()), back_there.consumer()))
 }
 
 fn door(memory: &Arc<Mapped>) -> Doorbell {

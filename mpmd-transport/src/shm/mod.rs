@@ -21,9 +21,10 @@
 //!
 //! A peer is down when it has said goodbye or its socket has closed; everything that it sent before
 //! is delivered first. Memory lent to it comes back only when its process has provably exited,
-//! since a stopped process may wake up and read. Even then, memory that it re-lent to others does
-//! not come back, as they may read it. So it tells the owner before it re-lends. Memory that the
-//! peer has lent stays readable until the last reader drops it, however the peer ended.
+//! since a stopped process may wake up and read. Memory that it re-lent to others stays with them.
+//! Each of them tells all owners the last loan that it has got from the peer: later loans were lost
+//! with it, and end. Memory that the peer has lent stays readable until the last reader drops it,
+//! however the peer ended.
 //!
 //! # Segments and loans
 //!
@@ -36,15 +37,31 @@
 //! payload the record has the segment, the place and the length. The receiver maps the segment at
 //! its first use (`peer.rs`). When the last holder drops the payload, its number goes back in the
 //! ring of returned loans (`loans.rs`). The owner takes blocks back from there before it maps new
-//! ones (`Arena::on_shortage`). If the receiver's pool has a limit, the payload is copied into that
-//! pool: a program that fits over TCP also fits here.
+//! ones (`Arena::on_shortage`), after every 64 loans, and when a ring fills up. If the receiver's
+//! pool has a limit, the payload is copied into that pool: a program that fits over TCP also fits
+//! here.
+//!
+//! # Re-lending
+//!
+//! The owner has one ledger of all loans of its memory (`ledger.rs`), each known by (borrower,
+//! lender, number). A process that re-lends memory first tells the owner in its ring of returned
+//! loans, which copies the lender's entry for the new borrower. Then it names the owner in its
+//! message. The new borrower gives the memory back to the owner itself. So loans form no chains:
+//! each ends when its borrower drops the payload. If the ring has no room for the note, the payload
+//! is copied. All processes that one process reaches here also reach each other, as the conditions
+//! for it (`address.rs`) are the same for all.
+//!
+//! A message to the owner itself names a range of the sender's loan. The owner delivers that part
+//! of its own buffer, without a mapping or a new loan. The borrower counts these messages. The loan
+//! ends when it was returned and the owner has taken all of them.
 //!
 //! The sending operation stays in flight until the receiver has *taken* the payload. The receiver
 //! reports this at once after every 16 payloads or if the sender's program waits for it, otherwise
 //! with its next tick. The operation does not wait for the return of the memory, since a receiver
-//! may keep it for ever. So a process without memory waits for returns only as long as the peer
-//! timeout. Lent memory counts with its owner. A piece that is not contiguous is not packed: the
-//! whole shard is lent, and the receiver copies or adds the piece from there.
+//! may keep it for ever. If the payload is not the sender's own memory, the operation ends when the
+//! message is posted, as with a small payload. So a process without memory waits for returns only
+//! as long as the peer timeout. Lent memory counts with its owner. A piece that is not contiguous
+//! is not packed: the whole shard is lent, and the receiver copies or adds the piece from there.
 //!
 //! A thread that waits for a message polls the rings itself (`Transport::parking`). Only if no
 //! thread polls does the peer ring the doorbell, which costs a system call. `meeting.rs` and
@@ -69,10 +86,13 @@ mod bare;
 mod devices;
 mod doorbell;
 mod futex;
+mod ledger;
+mod lending;
 mod loans;
 mod mapped;
 mod mappings;
 mod meeting;
+mod note;
 mod peer;
 mod present;
 mod reaper;
@@ -81,6 +101,7 @@ mod ring;
 mod shared;
 mod socket;
 mod sync;
+mod taking;
 #[cfg(test)]
 mod tests;
 mod words;

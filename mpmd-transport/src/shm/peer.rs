@@ -6,16 +6,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::devices::{DeviceGiven, Devices, Foreign};
 use super::doorbell::Doorbell;
-use super::loans::{Book, Returns};
+use super::loans::Returns;
 use super::mappings::{Given, Mappings};
 use super::ring::{Consumer, Producer};
-use super::socket::{Socket, has_exited};
+use super::socket::Socket;
 use crate::memory::{Arriving, MOST_WORDS, Segment};
-use crate::transport::{Ticket, TransportError};
+use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
 /// First bytes of a packet that gives a segment: this, the segment's number and its length, with
@@ -31,7 +31,7 @@ const GIVE_DEVICE_BYTES: usize = 20;
 /// A peer, with the state that all threads use.
 pub(super) struct Peer {
     pub(super) outbound: Mutex<Outbound>,
-    pub(super) book: Mutex<Book>,
+    /// The way back for memory that the peer owns.
     pub(super) returns: Arc<Returns>,
     pub(super) door: Doorbell,
     pub(super) socket: Socket,
@@ -52,6 +52,8 @@ pub(super) struct Outbound {
     outbox: VecDeque<Late>,
     /// Numbers of segments that the peer has the descriptors of.
     given: HashSet<u32>,
+    /// The number of the next loan to the peer. Loans are sent in the order of their numbers.
+    pub(super) next_loan: u64,
     /// The obstacle that keeps the first record in the outbox.
     obstacle: Option<Obstacle>,
     /// The reason why nothing more is sent; `None` while records can be sent.
@@ -76,7 +78,8 @@ struct Late {
 impl Outbound {
     /// Creates the sending half over `ring`.
     pub(super) fn new(ring: Producer) -> Self {
-        Self { ring, outbox: VecDeque::new(), given: HashSet::new(), obstacle: None, closed: None }
+        let (outbox, given) = Default::default();
+        Self { ring, outbox, given, next_loan: 1, obstacle: None, closed: None }
     }
 }
 
@@ -89,6 +92,12 @@ impl Peer {
     /// True if both processes lend each other device memory.
     pub(super) fn shares_devices(&self) -> bool {
         self.shares_devices.load(Ordering::Acquire)
+    }
+
+    /// Locks the sending half. Fails if nothing more is sent.
+    pub(super) fn open(&self) -> Result<MutexGuard<'_, Outbound>, TransportError> {
+        let out = self.outbound.lock();
+        out.closed.clone().map_or(Ok(out), Err)
     }
 
     /// Sends a record, or keeps it until there is room. Never blocks. If the record names a
@@ -177,15 +186,6 @@ impl Peer {
         self.is_waiting.store(false, Ordering::Release);
     }
 
-    /// Takes back memory that the peer has returned. Returns the tickets that end with that.
-    pub(super) fn collect(&self) -> Vec<Ticket> {
-        let back = self.book.lock().collect();
-        back.into_iter()
-            .map(|(_, ticket)| ticket)
-            .filter(|ticket| *ticket != Ticket::NONE)
-            .collect()
-    }
-
     fn give(&self, given: &mut HashSet<u32>, number: u32, segment: &Segment) -> bool {
         if given.contains(&number) {
             return true;
@@ -226,6 +226,8 @@ pub(super) struct Inbound {
     /// Loans of device memory that is not written yet, by number. The value is `None` if no buffer
     /// here waits for the loan.
     landing: HashMap<u64, Option<Arc<dyn Arriving>>>,
+    /// The number of the last loan that was borrowed from the peer; 0 if there was none.
+    pub(super) last_loan: u64,
     /// True once nothing more is received.
     pub(super) has_ended: bool,
 }
@@ -240,7 +242,8 @@ pub(super) enum NoSegment {
 
 impl Inbound {
     pub(super) fn new(ring: Consumer) -> Self {
-        Self { ring, segments: HashMap::new(), landing: HashMap::new(), has_ended: false }
+        let (segments, landing) = Default::default();
+        Self { ring, segments, landing, last_loan: 0, has_ended: false }
     }
 
     /// Returns the segment `number`, which the peer must have given before. The segment is opened
@@ -351,19 +354,6 @@ impl Inbound {
                 given.retire(*number, &peer.returns);
             }
         }
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let exited = has_exited(self.exit.as_fd());
-        let book = self.book.get_mut();
-        drop(book.collect());
-        if exited {
-            drop(book.end_all());
-        }
-        // The other loans may still be read, so their pool must not reuse them.
-        book.keep_for_ever();
     }
 }
 

@@ -145,11 +145,8 @@ impl Shm {
     /// Returns the number of bytes of this process's memory that a peer holds, as far as known
     /// here. Takes back returned memory first.
     pub fn lent_to(&self, peer: ProcessId) -> u64 {
-        let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
-        peer.map_or(0, |peer| {
-            self.shared.reclaim();
-            peer.book.lock().bytes()
-        })
+        self.shared.reclaim();
+        self.shared.ledger.lock().bytes(peer)
     }
 
     /// Returns the number of bytes of a peer's memory that this process holds.

@@ -8,26 +8,21 @@ use crate::wire::{HEADER_BYTES, Header, Kind};
 
 /// Record kind: a message with its payload after the header.
 pub(super) const INLINE: u32 = 1;
-/// Record kind: a message with a payload in the sender's memory. The header, then a [`Lent`].
+/// Record kind: a message with a payload on loan: the sender's memory, or a third process's that
+/// the sender has borrowed. The header, then a [`Lent`].
 pub(super) const LENT: u32 = 2;
 /// Record kind: numbers of freed segments, four bytes each.
 pub(super) const RETIRED: u32 = 3;
 /// Record kind: the sender's last record.
 pub(super) const GOODBYE: u32 = 4;
-/// Record kind in the ring of returns: numbers of finished loans, eight bytes each.
-pub(super) const RETURNED: u32 = 5;
-
-/// Record kind in the ring of returns: the number of a loan that the borrower re-lent to other
-/// processes, eight bytes.
-pub(super) const PASSED_ON: u32 = 6;
 /// Record kind: a loan of device memory is written now. Eight bytes of its number; if the work
 /// failed, the reason follows.
 pub(super) const LANDED: u32 = 7;
 /// Record kind: a message with an unavailable payload. The header, then the reason.
 pub(super) const BROKEN: u32 = 8;
-/// Record kind in the ring of returns: numbers of freed device segments that the borrower has
-/// closed now, eight bytes each.
-pub(super) const CLOSED: u32 = 9;
+/// Record kind: a message with a payload in the receiver's own memory, which is on loan to the
+/// sender. The header, then a [`ToOwner`].
+pub(super) const TO_OWNER: u32 = 11;
 
 /// Payloads up to this many bytes are sent with their header: copying them costs less than lending
 /// them.
@@ -43,18 +38,37 @@ pub(super) const LATER: u32 = 2;
 /// Limit on the fence tokens of one loan.
 pub(super) const MOST_TOKENS: usize = 4;
 
-/// A loan of the sender's memory.
+/// A loan of the sender's memory, or of another owner's.
 #[derive(
     Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
 )]
 #[repr(C)]
 pub(super) struct Lent {
-    /// The number by which the loan is given back.
+    /// The loan's number, which the sender has chosen and never reuses. The loan is given back to
+    /// the owner by the sender and this number.
     pub(super) loan: U64,
     pub(super) offset: U64,
     pub(super) bytes: U64,
+    /// The segment, by the number under which the sender has given it.
     pub(super) segment: U32,
     pub(super) flags: U32,
+    /// The process that owns the memory.
+    pub(super) owner: U32,
+}
+
+/// A part of the receiver's own memory, which is on loan to the sender.
+#[derive(
+    Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
+)]
+#[repr(C)]
+pub(super) struct ToOwner {
+    /// The number of the sender's loan.
+    pub(super) loan: U64,
+    /// Offset in bytes within the segment that has the memory.
+    pub(super) offset: U64,
+    pub(super) bytes: U64,
+    /// The process that lent the memory to the sender.
+    pub(super) lender: U32,
 }
 
 /// A decoded record.
@@ -62,6 +76,7 @@ pub(super) struct Lent {
 pub(super) enum Record<'a> {
     Inline(Header, &'a [u8]),
     Lent(Header, Lent, Vec<Vec<u8>>),
+    ToOwner(Header, ToOwner),
     Retired(Vec<u32>),
     /// (Loan number, the reason if the work failed).
     Landed(u64, Option<String>),
@@ -103,6 +118,16 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             }
             fits(&header, lent.bytes.get())?;
             Ok(Record::Lent(header, lent, take_tokens(tokens)?))
+        }
+        TO_OWNER => {
+            let (header, rest) = header()?;
+            let part = ToOwner::read_from_bytes(rest)
+                .map_err(|_| format!("a part of the receiver's memory in {} bytes", rest.len()))?;
+            if !header.kind.carries_payload() {
+                return Err(format!("a message of kind {:?} with a loan", header.kind));
+            }
+            fits(&header, part.bytes.get())?;
+            Ok(Record::ToOwner(header, part))
         }
         LANDED => {
             let (loan, why) = bytes
@@ -168,6 +193,7 @@ mod tests {
             bytes: (1 << 32).into(),
             segment: 3.into(),
             flags: COPY.into(),
+            owner: 5.into(),
         };
         let header = Header { bytes: 1 << 32, ..header };
         let bytes = [&header.encode()[..], lent.as_bytes()].concat();
@@ -176,6 +202,10 @@ mod tests {
         let tokens = vec![vec![7; MOST_WORDS], vec![1]];
         let bytes = [&header.encode()[..], lent.as_bytes(), &put_tokens(&tokens)].concat();
         assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent, tokens)));
+        let part =
+            ToOwner { loan: 1.into(), offset: 2.into(), bytes: (1 << 32).into(), lender: 4.into() };
+        let bytes = [&header.encode()[..], part.as_bytes()].concat();
+        assert_eq!(read(TO_OWNER, &bytes), Ok(Record::ToOwner(header, part)));
         assert_eq!(read(LANDED, &7u64.to_le_bytes()), Ok(Record::Landed(7, None)));
         let failed = [&7u64.to_le_bytes()[..], b"it broke"].concat();
         assert_eq!(read(LANDED, &failed), Ok(Record::Landed(7, Some("it broke".into()))));
@@ -191,13 +221,19 @@ mod tests {
         let with = |rest: &[u8]| [&header.encode()[..], rest].concat();
         assert!(read(INLINE, &with(&[1, 2])).unwrap_err().contains("2 bytes of payload where 3"));
         assert!(read(INLINE, &with(&[1, 2])[..40]).is_err());
-        assert!(read(LENT, &with(&[0; 31])).is_err());
-        assert!(read(LENT, &with(&[0; 32])).unwrap_err().contains("0 bytes of payload where 3"));
+        assert!(read(LENT, &with(&[0; 35])).is_err());
+        assert!(read(LENT, &with(&[0; 36])).unwrap_err().contains("0 bytes of payload where 3"));
+        assert!(
+            read(TO_OWNER, &with(&[0; 27])).is_err() && read(TO_OWNER, &with(&[0; 29])).is_err()
+        );
+        assert!(read(TO_OWNER, &with(&[0; 28])).unwrap_err().contains("0 bytes of payload where"));
         assert!(read(RETIRED, &[1, 2, 3]).is_err());
         assert!(read(99, &[]).is_err());
         let grant = Header { bytes: 4096, ..Header::new(Kind::Grant) }.encode();
-        let loan = [&grant[..], &[0; 32]].concat();
-        assert_eq!(read(LENT, &loan), Err("a message of kind Grant with a loan".to_owned()));
+        for (kind, bytes) in [(LENT, 36), (TO_OWNER, 28)] {
+            let loan = [&grant[..], &vec![0; bytes]].concat();
+            assert_eq!(read(kind, &loan), Err("a message of kind Grant with a loan".to_owned()));
+        }
         assert_eq!(
             read(BROKEN, &grant),
             Err("a message of kind Grant that cannot be had".to_owned())
@@ -210,6 +246,7 @@ mod tests {
                 bytes: 3.into(),
                 segment: 0.into(),
                 flags: flags.into(),
+                owner: 0.into(),
             };
             read(LENT, &with(&[lent.as_bytes(), tokens].concat())).map(drop)
         };
@@ -230,13 +267,16 @@ mod tests {
             bytes: 3.into(),
             segment: 3.into(),
             flags: flags.into(),
+            owner: 5.into(),
         };
+        let part = ToOwner { loan: 1.into(), offset: 64.into(), bytes: 3.into(), lender: 4.into() };
         let tokens = put_tokens(&[vec![7; MOST_WORDS], vec![1]]);
         let with = |kind: u32, parts: &[&[u8]]| [&[kind as u8], parts.concat().as_slice()].concat();
         let samples = [
             with(INLINE, &[&header.encode(), &[1, 2, 3]]),
             with(LENT, &[&header.encode(), lent(COPY).as_bytes()]),
             with(LENT, &[&header.encode(), lent(LATER).as_bytes(), &tokens]),
+            with(TO_OWNER, &[&header.encode(), part.as_bytes()]),
             with(RETIRED, &[&[1, 0, 0, 0, 2, 0, 0, 0]]),
             with(GOODBYE, &[]),
             with(LANDED, &[&7u64.to_le_bytes(), b"it broke"]),
@@ -252,6 +292,9 @@ mod tests {
                     assert_eq!(header.payload_bytes(), lent.bytes.get());
                     let said = [lent.as_bytes(), &put_tokens(&tokens)].concat();
                     assert_eq!(said, bytes[HEADER_BYTES..]);
+                }
+                Ok(Record::ToOwner(header, part)) => {
+                    assert_eq!(header.payload_bytes(), part.bytes.get());
                 }
                 Ok(Record::Retired(numbers)) => assert_eq!(4 * numbers.len(), bytes.len()),
                 Ok(Record::Landed(..) | Record::Broken(..) | Record::Goodbye) => {}

@@ -182,6 +182,16 @@ impl Producer {
         self.capacity - self.used()
     }
 
+    /// True if the consumer has left half of the ring or more unread, as far as known here.
+    pub(super) fn is_half_full(&mut self) -> bool {
+        // The consumer's count is read again only if the known one is not enough.
+        let half = self.capacity / 2;
+        self.used() >= half && {
+            self.look();
+            self.used() >= half
+        }
+    }
+
     /// Announces that the producer waits for room, then checks again. Returns true if it must wait:
     /// there is no room for the record refused last, and a consumer that makes room finds [it
     /// wanted](Consumer::take_wanted). Returns false if there is room, or if the last record was
@@ -308,6 +318,12 @@ impl Consumer {
     /// True if there is nothing to pop. Cheap.
     pub(super) fn is_empty(&self) -> bool {
         self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head
+    }
+
+    /// True if half of the ring or more is unread. Cheap.
+    pub(super) fn is_half_full(&self) -> bool {
+        let tail = self.words[TAIL].load(Ordering::Relaxed);
+        tail.wrapping_sub(self.head) >= self.capacity as u64 / 2
     }
 
     /// Returns true, once, if the producer [waits for room](Producer::wants_room). Must be called

@@ -1,26 +1,25 @@
-//! The state that all threads share: posts messages, and takes those that have come.
+//! The state that all threads share: looks for work, and ends connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
-use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
-use super::devices::{Devices, Unreadable};
+use super::devices::Devices;
 use super::doorbell::Doorbell;
 use super::futex::SystemFutex;
-use super::loans::Borrowed;
+use super::ledger::{Ended, Ledger};
 use super::mappings::Mappings;
-use super::peer::{Inbound, NoSegment, Peer};
-use super::record::{
-    COPY, GOODBYE, INLINE, LARGEST_INLINE, LATER, LENT, Lent, RETIRED, Record, read,
-};
+use super::meeting::Met;
+use super::note::LoanId;
+use super::peer::{Inbound, Peer};
+use super::record::{GOODBYE, RETIRED};
 use super::socket::{ended, has_exited};
-use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
-use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use crate::memory::{Arena, Pool};
+use crate::transport::{Handler, Ticket, TransportError};
+use crate::wire::ProcessId;
 
 /// Limit on the records taken from one peer in a row.
 const IN_A_ROW: usize = 64;
@@ -37,17 +36,19 @@ pub(super) struct Shared {
     pub(super) door: Doorbell,
     pub(super) arena: Arena,
     pub(super) devices: Devices,
+    /// All loans of this process's memory.
+    pub(super) ledger: Mutex<Ledger>,
     /// Pool for inline payloads, and for copies of payloads that cannot be lent.
-    pool: Pool,
+    pub(super) pool: Pool,
     /// The receiving halves, held by the thread that looks.
     duty: Mutex<Vec<Option<Inbound>>>,
-    mappings: Mappings,
+    pub(super) mappings: Mappings,
     handler: OnceLock<Arc<dyn Handler>>,
     /// Finished tickets that the handler has not been told yet.
     done: Mutex<Vec<(Ticket, Result<(), TransportError>)>>,
     has_done: AtomicBool,
     /// True once nothing more is posted.
-    pub(super) is_closing: AtomicBool,
+    is_closing: AtomicBool,
     /// True once the handler is not called any more.
     is_over: AtomicBool,
 }
@@ -55,16 +56,23 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new(
         process: ProcessId,
-        peers: Vec<Option<(Peer, Inbound)>>,
+        peers: Vec<Option<Met>>,
         door: Doorbell,
         arena: Arena,
     ) -> Arc<Self> {
-        let (peers, inbound): (Vec<_>, Vec<_>) = peers.into_iter().map(Option::unzip).unzip();
+        let apart = |met: Option<Met>| {
+            let (peer, rings) = met.map(|(peer, inbound, back)| (peer, (inbound, back))).unzip();
+            let (inbound, back) = rings.unzip();
+            (peer, (inbound, back))
+        };
+        let (peers, (inbound, returns)): (Vec<_>, (Vec<_>, Vec<_>)) =
+            peers.into_iter().map(apart).unzip();
         Arc::new_cyclic(|shared| Self {
             process,
             devices: Devices::new(peers.len(), shared.clone()),
             peers,
             door,
+            ledger: Mutex::new(Ledger::new(returns)),
             pool: Pool::in_arena(format!("messages of process {process}"), None, &arena),
             arena,
             duty: Mutex::new(inbound),
@@ -83,23 +91,17 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    pub(super) fn post(
-        &self,
-        to: ProcessId,
-        header: &Header,
-        payload: Option<SharedBuffer>,
-        ticket: Ticket,
-    ) {
-        match self.send(to, header, payload, ticket) {
-            Ok(IsLent(true)) => {}
-            Ok(IsLent(false)) => self.note_done([(ticket, Ok(()))]),
-            Err(error) => self.note_done([(ticket, Err(error))]),
-        }
+    /// True once nothing more is posted.
+    pub(super) fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Acquire)
     }
 
     /// Queues finished tickets for the handler. The next thread that looks reports them; none is
     /// woken.
-    fn note_done(&self, ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>) {
+    pub(super) fn note_done(
+        &self,
+        ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>,
+    ) {
         let mut ended = ended.into_iter().filter(|(ticket, _)| *ticket != Ticket::NONE).peekable();
         if ended.peek().is_none() {
             return;
@@ -107,80 +109,6 @@ impl Shared {
         let mut done = self.done.lock();
         done.extend(ended);
         self.has_done.store(true, Ordering::Release);
-    }
-
-    fn send(
-        &self,
-        to: ProcessId,
-        header: &Header,
-        payload: Option<SharedBuffer>,
-        ticket: Ticket,
-    ) -> Result<IsLent, TransportError> {
-        let gone = |why: &str| TransportError::PeerGone { peer: to, why: why.to_owned() };
-        let Some(Some(peer)) = self.peers.get(to.index()) else {
-            return Err(gone("it shares no memory"));
-        };
-        if self.is_closing.load(Ordering::Acquire) {
-            return Err(TransportError::Closed);
-        }
-        let payload = match payload {
-            Some(bytes) if bytes.device().is_some() => {
-                return self.lend_device(to, peer, header, bytes, ticket);
-            }
-            // If the peer is gone, the record of re-lending is lost. The copy is then made in vain,
-            // but does no harm.
-            Some(bytes)
-                if bytes.len() > LARGEST_INLINE
-                    && (bytes.place().is_none() || !bytes.pass_on()) =>
-            {
-                Some(self.lendable(&bytes)?)
-            }
-            payload => payload,
-        };
-        let mut out = peer.outbound.lock();
-        if let Some(why) = &out.closed {
-            return Err(why.clone());
-        }
-        let mut is_lent = false;
-        match payload {
-            Some(bytes) if bytes.len() > LARGEST_INLINE => {
-                is_lent = true;
-                let is_copied = bytes.is_limited();
-                let Some(place) = bytes.place() else {
-                    return Err(gone("memory that was made for lending cannot be lent"));
-                };
-                let flags = if is_copied { COPY } else { 0 };
-                let number = place.segment.number(&self.arena);
-                let lent = Lent {
-                    offset: (place.offset as u64).into(),
-                    bytes: (bytes.len() as u64).into(),
-                    segment: number.into(),
-                    flags: flags.into(),
-                    // Entered in the book before the peer can give it back.
-                    loan: peer.book.lock().lend(bytes, ticket, is_copied).into(),
-                };
-                let parts = [&header.encode()[..], lent.as_bytes()];
-                peer.send(&mut out, LENT, &parts, Some((number, &place.segment)));
-            }
-            payload => {
-                let bytes = payload.as_deref().unwrap_or_default();
-                peer.send(&mut out, INLINE, &[&header.encode()[..], bytes], None);
-            }
-        }
-        drop(out);
-        peer.door.ring(&SystemFutex);
-        Ok(IsLent(is_lent))
-    }
-
-    /// Copies bytes that are in no segment, such as those of a `Vec`, into memory that can be lent.
-    fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
-        let mut copy =
-            self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
-                doing: format!("lending {} bytes", bytes.len()),
-                why: error.to_string(),
-            })?;
-        copy.copy_from_slice(bytes);
-        Ok(copy.freeze())
     }
 
     /// Takes records that have come, unless another thread does so at the moment. Returns true if
@@ -209,11 +137,13 @@ impl Shared {
             return false;
         }
         self.has_done.load(Ordering::Acquire)
+            || self.ledger.lock().has_news()
             || duty.iter().flatten().any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
-            || self.peers.iter().flatten().any(|peer| {
-                peer.book.lock().has_news()
-                    || (peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
-            })
+            || self
+                .peers
+                .iter()
+                .flatten()
+                .any(|peer| peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
     }
 
     fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
@@ -221,16 +151,16 @@ impl Shared {
         if self.is_over.load(Ordering::Acquire) {
             return false;
         }
-        let mut any = self.tell_done(handler);
+        let has_news = self.ledger.lock().has_news();
+        if has_news {
+            self.reclaim();
+        }
+        let mut any = self.tell_done(handler) || has_news;
         for (index, inbound) in duty.iter_mut().enumerate() {
             let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else {
                 continue;
             };
             any |= peer.flush();
-            if peer.book.lock().has_news() {
-                self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-                any = true;
-            }
             if !inbound.has_ended && !inbound.ring.is_empty() {
                 any = true;
                 self.take(ProcessId(index as u32), inbound, peer, handler, IN_A_ROW);
@@ -239,174 +169,9 @@ impl Shared {
         self.tell_done(handler) || any
     }
 
-    /// Takes at most `most` records of a peer, and passes their messages to the handler.
-    fn take(
-        &self,
-        from: ProcessId,
-        inbound: &mut Inbound,
-        peer: &Peer,
-        handler: &Arc<dyn Handler>,
-        most: usize,
-    ) {
-        for _ in 0..most {
-            if inbound.has_ended {
-                return;
-            }
-            // Inline payloads are copied to their buffer here; other payloads are only named.
-            let mut record = None;
-            let popped =
-                inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
-            let result = match (popped, record) {
-                (Err(corrupt), _) => Err(Fault::Theirs(corrupt.to_string())),
-                (Ok(_), None) => return,
-                (Ok(_), Some(Err(fault))) => Err(fault),
-                (Ok(_), Some(Ok(event))) => self.act(event, from, inbound, peer, handler),
-            };
-            if inbound.ring.take_wanted() {
-                peer.door.ring(&SystemFutex);
-            }
-            match result {
-                Ok(()) => {}
-                Err(Fault::Theirs(why)) => self.end_by_nonsense(why, from, inbound, peer, handler),
-                Err(Fault::Ours(why)) => {
-                    let doing = format!("taking a message of process {from}");
-                    self.end(
-                        TransportError::Environment { doing, why },
-                        from,
-                        inbound,
-                        peer,
-                        handler,
-                    );
-                    peer.socket.close();
-                }
-            }
-        }
-    }
-
-    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<Event, Fault> {
-        Ok(match read(kind, bytes).map_err(Fault::Theirs)? {
-            Record::Inline(header, []) => Event::Message(header, Payload::Empty),
-            Record::Inline(header, bytes) => {
-                let buffer = self.pool.allocate(bytes.len());
-                let mut buffer = buffer.map_err(|error| Fault::Ours(error.to_string()))?;
-                buffer.copy_from_slice(bytes);
-                Event::Message(header, Payload::Inline(buffer.freeze()))
-            }
-            Record::Lent(header, lent, tokens) => Event::Lent(header, lent, tokens),
-            Record::Landed(loan, failure) => Event::Landed(loan, failure),
-            Record::Broken(header, why) => Event::Broken(header, why),
-            Record::Retired(numbers) => Event::Retired(numbers),
-            Record::Goodbye => Event::Goodbye,
-        })
-    }
-
-    fn act(
-        &self,
-        event: Event,
-        from: ProcessId,
-        inbound: &mut Inbound,
-        peer: &Peer,
-        handler: &Arc<dyn Handler>,
-    ) -> Result<(), Fault> {
-        match event {
-            Event::Message(header, payload) => handler.arrived(from, header, payload),
-            Event::Lent(header, lent, tokens) => {
-                let payload = self.borrow(from, &header, lent, &tokens, inbound, peer)?;
-                handler.arrived(from, header, payload);
-            }
-            Event::Landed(loan, failure) => {
-                if !inbound.land(loan, failure) {
-                    return Err(Fault::Theirs(format!(
-                        "loan {loan} is there, which was never on its way"
-                    )));
-                }
-            }
-            Event::Broken(header, why) => {
-                handler.arrived(from, header, Unreadable::payload(from, &header, why));
-            }
-            Event::Retired(numbers) => inbound.retire(&numbers, peer),
-            Event::Goodbye => {
-                let why = TransportError::PeerGone { peer: from, why: "it has left".to_owned() };
-                self.end(why, from, inbound, peer, handler);
-            }
-        }
-        Ok(())
-    }
-
-    /// Borrows the memory that a message lends, of the peer or of a third process, and returns it
-    /// as the payload.
-    fn borrow(
-        &self,
-        from: ProcessId,
-        header: &Header,
-        lent: Lent,
-        tokens: &[Vec<u8>],
-        inbound: &mut Inbound,
-        peer: &Peer,
-    ) -> Result<Payload, Fault> {
-        let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
-        let (loan, flags) = (lent.loan.get(), lent.flags.get());
-        let (is_copied, is_later) = (flags & COPY != 0, flags & LATER != 0);
-        if is_later && inbound.is_landing(loan) {
-            return Err(twice(loan));
-        }
-        let segment = match inbound.segment(number, peer, &self.mappings, &self.devices) {
-            Ok(segment) => segment,
-            Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
-            Err(NoSegment::Closed(why)) => {
-                if is_later {
-                    inbound.note_landing(loan, None);
-                }
-                peer.returns.give_back(loan, is_copied);
-                return Ok(Unreadable::payload(from, header, why));
-            }
-        };
-        let is_device = segment.device().is_some();
-        if is_later && !is_device {
-            return Err(Fault::Theirs(
-                "a loan of the host's memory that is not there yet".to_owned(),
-            ));
-        }
-        if is_device && !matches!(header.kind, Kind::Data | Kind::Eager) {
-            return Err(Fault::Theirs(format!(
-                "a message of kind {:?} in a device's memory",
-                header.kind
-            )));
-        }
-        let borrowed = Borrowed::new(segment, offset, bytes, loan, is_copied, &peer.returns);
-        let borrowed = borrowed.ok_or_else(|| {
-            Fault::Theirs(format!("{bytes} bytes at {offset} of segment {number} are not there"))
-        })?;
-        if !is_device {
-            let bytes = SharedBuffer::lent(Box::new(borrowed));
-            return Ok(match is_copied {
-                true => Payload::Waiting(Box::new(CopyOut(bytes))),
-                false => Payload::Lent(bytes),
-            });
-        }
-        let life = borrowed.life();
-        let mut landing = None;
-        if is_later {
-            match self.hear(tokens) {
-                Ok(arriving) => {
-                    landing = Some(arriving.clone().fence());
-                    inbound.note_landing(loan, Some(arriving));
-                }
-                Err(why) => {
-                    inbound.note_landing(loan, None);
-                    return Ok(Unreadable::payload(from, header, why));
-                }
-            }
-        }
-        Ok(Payload::Lent(SharedBuffer::lent_later(
-            Box::new(borrowed),
-            Fences::of(life.into_iter().chain(landing)),
-        )))
-    }
-
     /// Ends the connection to a peer, in both directions. Its open tickets fail, and the handler is
     /// told.
-    fn end(
+    pub(super) fn end(
         &self,
         why: TransportError,
         from: ProcessId,
@@ -416,9 +181,14 @@ impl Shared {
     ) {
         let landing = inbound.end();
         peer.close(&why);
+        // Other owners may have entered loans of which the messages were lost.
+        let last = LoanId { lender: from, number: inbound.last_loan };
+        let others = self.peers.iter().enumerate().filter(|(index, _)| *index != from.index());
+        others.filter_map(|(_, peer)| peer.as_ref()).for_each(|peer| peer.returns.say_last(last));
         // Loans that it returned before its end have ended well.
-        self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-        let tickets = peer.book.lock().take_tickets();
+        self.reclaim();
+        let (ended, tickets) = self.ledger.lock().note_end(from);
+        self.note_ended(ended);
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
         let failure = match &why {
@@ -431,7 +201,7 @@ impl Shared {
     }
 
     /// Ends the connection of a peer that sent an invalid record. The peer gets no reason.
-    fn end_by_nonsense(
+    pub(super) fn end_by_nonsense(
         &self,
         why: String,
         from: ProcessId,
@@ -461,10 +231,10 @@ impl Shared {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
         let mut knowing: Vec<Vec<usize>> = numbers.iter().map(|_| Vec::new()).collect();
+        self.reclaim();
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
-            self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-            let closed = peer.book.lock().take_closed();
+            let closed = self.ledger.lock().take_closed(ProcessId(index as u32));
             self.devices.note_closed(index, &closed);
             peer.returns.flush();
             if retired.is_empty() {
@@ -496,9 +266,14 @@ impl Shared {
     /// Takes back returned loans. Called when memory is short, while any locks except a pool's are
     /// held.
     pub(super) fn reclaim(&self) {
-        for peer in self.peers.iter().flatten() {
-            self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
-        }
+        let ended = self.ledger.lock().collect();
+        self.note_ended(ended);
+    }
+
+    /// Drops the memory of loans that have ended, and queues their tickets for the handler.
+    pub(super) fn note_ended(&self, ended: Vec<Ended>) {
+        let tickets: Vec<Ticket> = ended.into_iter().map(|(_, ticket)| ticket).collect();
+        self.note_done(tickets.into_iter().map(|ticket| (ticket, Ok(()))));
     }
 
     /// Finds closed connections and exited processes, and ends their connections. Messages sent
@@ -536,7 +311,7 @@ impl Shared {
                 let why = TransportError::PeerGone { peer: from, why: why.to_owned() };
                 self.end(why, from, inbound, peer, handler);
             }
-            let nonsense = peer.book.lock().corrupt().map(ToString::to_string);
+            let nonsense = self.ledger.lock().corrupt(from).map(ToString::to_string);
             if let Some(why) = nonsense
                 && !inbound.has_ended
             {
@@ -544,8 +319,8 @@ impl Shared {
             }
             if exited {
                 self.devices.note_exit(from);
-                let back = peer.book.lock().end_all();
-                drop(back);
+                let ended = self.ledger.lock().note_exit(from);
+                self.note_ended(ended);
             }
         }
     }
@@ -571,10 +346,10 @@ impl Shared {
     /// True if everything that was posted has been sent, and loans that peers must copy have come
     /// back.
     pub(super) fn is_flushed(&self) -> bool {
-        let has_left = |peer: &Peer| {
-            !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited()
-        };
-        self.devices.is_flushed() && self.peers.iter().flatten().all(has_left)
+        let has_left = |peer: &Peer| !peer.is_waiting.load(Ordering::Acquire);
+        self.devices.is_flushed()
+            && self.peers.iter().flatten().all(has_left)
+            && !self.ledger.lock().is_awaited()
     }
 
     /// Ends all open tickets and reports them to the handler, which is not called after that.
@@ -586,8 +361,8 @@ impl Shared {
         let _duty = self.duty.lock();
         let held = self.devices.take_tickets();
         self.note_done(held.into_iter().map(|ticket| (ticket, Err(TransportError::Closed))));
-        for peer in self.peers.iter().flatten() {
-            let tickets = peer.book.lock().take_tickets();
+        for process in 0..self.peers.len() as u32 {
+            let tickets = self.ledger.lock().take_tickets(ProcessId(process));
             self.note_done(tickets.into_iter().map(|ticket| (ticket, end.clone())));
         }
         if let Some(handler) = self.handler.get() {
@@ -608,53 +383,16 @@ impl Shared {
     }
 }
 
-/// The reason why a record could not be taken, by the process at fault: the peer or this process.
-enum Fault {
-    Theirs(String),
-    Ours(String),
-}
-
-impl Fault {
-    /// Converts an error: lacking resources are this process's fault, every other error is the
-    /// peer's.
-    fn of(error: std::io::Error) -> Self {
-        let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
-        if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {
-            Self::Ours(error.to_string())
-        } else {
-            Self::Theirs(error.to_string())
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let ledger = self.ledger.get_mut();
+        drop(ledger.collect());
+        for (index, peer) in self.peers.iter().enumerate() {
+            if peer.as_ref().is_some_and(|peer| has_exited(std::os::fd::AsFd::as_fd(&peer.exit))) {
+                drop(ledger.note_exit(ProcessId(index as u32)));
+            }
         }
-    }
-}
-
-fn twice(loan: u64) -> Fault {
-    Fault::Theirs(format!("loan {loan} is on its way already"))
-}
-
-/// True if the message ends when its payload comes back; false if it is over.
-pub(super) struct IsLent(pub(super) bool);
-
-/// A decoded record, with its payload copied.
-enum Event {
-    Message(Header, Payload),
-    Lent(Header, Lent, Vec<Vec<u8>>),
-    Landed(u64, Option<String>),
-    Broken(Header, String),
-    Retired(Vec<u32>),
-    Goodbye,
-}
-
-/// A loan from a lender with limited memory: copied when it is fetched, and given back at once.
-struct CopyOut(SharedBuffer);
-
-impl Fetch for CopyOut {
-    fn bytes(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
-        into.copy_from_slice(&self.0);
-        drop(self);
-        then(Ok(into));
+        // The other loans may still be read, so their pool must not reuse them.
+        ledger.keep_for_ever();
     }
 }

@@ -7,6 +7,7 @@ mod doorbell;
 mod ear;
 mod ends;
 mod fuzz;
+mod loans;
 mod nonsense;
 mod ring;
 mod strangers;

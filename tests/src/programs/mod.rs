@@ -1,6 +1,7 @@
 //! The programs that the tests run. Each is a function of a [`Program`], so that the same code runs
 //! as processes over tcp and as threads over `inproc`.
 
+mod circling;
 mod counters;
 mod diverging;
 mod examples;
@@ -73,6 +74,7 @@ const ALL: &[Named] = &[
     Named { name: "counters", settings: |b| b, devices: 0, run: counters::count_calls },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
+    Named { name: "circling", settings: |b| b, devices: 0, run: circling::circle },
     Named { name: "handing", settings: |b| b, devices: 0, run: handing::hand },
     Named { name: "joining", settings: |b| b, devices: 0, run: joining::join },
     Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },

@@ -3,6 +3,7 @@
 mod bad_start;
 mod causes;
 mod check;
+mod circling;
 mod counters;
 mod cuda_ipc;
 mod cuda_nccl;

@@ -16,10 +16,11 @@ use zerocopy::IntoBytes;
 
 use crate::memory::{Arena, Arriving, DeviceMemory, DeviceSharing, Fence, SharedBuffer};
 use crate::shm::doorbell::Doorbell;
-use crate::shm::loans::{Book, Returns};
+use crate::shm::loans::Returns;
+use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
 use crate::shm::peer::{Inbound, Outbound, Peer};
 use crate::shm::record::{
-    BROKEN, CLOSED, COPY, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, PASSED_ON, RETIRED, RETURNED,
+    BROKEN, COPY, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, RETIRED, TO_OWNER, ToOwner,
 };
 use crate::shm::ring::{Producer, Ring};
 use crate::shm::shared::Shared;
@@ -182,7 +183,6 @@ impl Scene {
             let door = Doorbell::alone();
             let peer = Peer {
                 outbound: Mutex::new(Outbound::new(here.producer())),
-                book: Mutex::new(Book::new(back_there.consumer())),
                 returns: Returns::new(back_here.producer(), door.clone()),
                 door,
                 socket,
@@ -191,7 +191,7 @@ impl Scene {
                 is_waiting: false.into(),
                 shares_devices: false.into(),
             };
-            peers.push(Some((peer, Inbound::new(there.consumer()))));
+            peers.push(Some((peer, Inbound::new(there.consumer()), back_there.consumer())));
             let (messages, returns) = (there.producer(), back_there.producer());
             liars.push(Liar { rings, messages, returns, socket: far });
         }
@@ -211,8 +211,8 @@ impl Drop for Scene {
     fn drop(&mut self) {
         // A peer leaks its open loans when it is dropped, and a million of them would fill the
         // memory.
-        for peer in self.shared.peers.iter().flatten() {
-            drop(peer.book.lock().end_all());
+        for process in 0..PEERS as u32 {
+            drop(self.shared.ledger.lock().note_exit(ProcessId(process)));
         }
     }
 }
@@ -247,8 +247,9 @@ fn header(rng: &mut Rng, bytes: u64) -> Header {
 }
 
 impl Liar {
-    fn say(&mut self, rng: &mut Rng, files: &[(OwnedFd, u64)]) {
-        match rng.u8(..16) {
+    /// Says something as process `own`.
+    fn say(&mut self, rng: &mut Rng, files: &[(OwnedFd, u64)], own: u32) {
+        match rng.u8(..17) {
             0 | 1 => {
                 let (file, bytes) = &files[if rng.bool() { 0 } else { rng.usize(..files.len()) }];
                 let bytes = if rng.u8(..8) == 0 { number(rng) } else { *bytes };
@@ -275,6 +276,7 @@ impl Liar {
                     bytes: bytes.into(),
                     segment: segment(rng).into(),
                     flags: flags.into(),
+                    owner: if rng.u8(..4) == 0 { integer(rng) as u32 } else { own }.into(),
                 };
                 let tokens: &[u8] = if flags & LATER == 0 {
                     &[]
@@ -314,9 +316,24 @@ impl Liar {
             }
             14 => {
                 let said: Vec<u64> =
-                    (0..rng.usize(..4)).map(|_| number(rng).min(rng.u64(..40))).collect();
-                let kind = [RETURNED, PASSED_ON, CLOSED, rng.u32(..20)][rng.usize(..4)];
-                self.returns.push(kind, &[said.as_bytes()]);
+                    (0..rng.usize(..8)).map(|_| number(rng).min(rng.u64(..40))).collect();
+                let kinds = [(RETURNED, 3), (PASSED_ON, 6), (LAST, 2), (CLOSED, 1)];
+                let (kind, words) = match rng.usize(..5) {
+                    4 => (rng.u32(..20), 8),
+                    kind => kinds[kind],
+                };
+                self.returns.push(kind, &[said[..words.min(said.len())].as_bytes()]);
+            }
+            15 => {
+                let bytes = [3000, 10, number(rng)][rng.usize(..3)];
+                let part = ToOwner {
+                    loan: rng.u64(..6).into(),
+                    offset: [0, number(rng)][rng.usize(..2)].into(),
+                    bytes: bytes.into(),
+                    lender: [PEERS as u32, rng.u32(..40)][rng.usize(..2)].into(),
+                };
+                let header = header(rng, bytes).encode();
+                self.messages.push(TO_OWNER, &[&header, part.as_bytes()]);
             }
             _ if rng.u8(..8) == 0 => {
                 let value = if rng.bool() { integer(rng) } else { 64 * rng.u64(..64) };
@@ -378,7 +395,7 @@ fn fuzz_shm_peer() {
                 }
                 3 if rng.u8(..8) == 0 => shared.tidy(),
                 4 if rng.u8(..4) == 0 => ear.held.lock().clear(),
-                _ => liars[index].say(rng, &files),
+                _ => liars[index].say(rng, &files, index as u32),
             }
         }
         liars[index].socket.close();

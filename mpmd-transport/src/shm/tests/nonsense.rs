@@ -19,8 +19,9 @@ use crate::shm::address::Address;
 use crate::shm::doorbell::Doorbell;
 use crate::shm::mapped::Mapped;
 use crate::shm::meeting::{CAPACITIES, Hello, OwnDoor, hello};
+use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
 use crate::shm::record::{
-    BROKEN, CLOSED, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, PASSED_ON, RETIRED, RETURNED,
+    BROKEN, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, RETIRED, TO_OWNER, ToOwner,
 };
 use crate::shm::ring::{Producer, Ring};
 use crate::shm::socket::{Listener, Socket, something_comes};
@@ -116,6 +117,7 @@ fn lent(segment: u32, offset: u64, bytes: u64) -> Lent {
         bytes: bytes.into(),
         segment: segment.into(),
         flags: 0.into(),
+        owner: 1.into(),
     }
 }
 
@@ -262,6 +264,22 @@ fn invalid_records_end_the_connection() {
     ends("is no message", |fake| fake.say(INLINE, &[&[0; 64]]));
     let header = Header { bytes: 3, ..Header::new(Kind::Eager) };
     ends("2 bytes of payload where 3", |fake| fake.say(INLINE, &[&header.encode(), &[1, 2]]));
+    let part = |loan: u64, offset: u64, bytes: u64| ToOwner {
+        loan: loan.into(),
+        offset: offset.into(),
+        bytes: bytes.into(),
+        lender: 0.into(),
+    };
+    // The loan of 3000 bytes that `ends` makes has the number 1.
+    for part in [part(2, 0, 3), part(1, 0, 3001), part(1, u64::MAX, 3), part(1, 1 << 40, 3)] {
+        let header = Header { bytes: part.bytes.get(), ..Header::new(Kind::Data) };
+        ends("it has no 3", |fake| fake.say(TO_OWNER, &[&header.encode(), part.as_bytes()]));
+    }
+    for owner in [0, 3, u32::MAX] {
+        ends("which shares no memory with this process", |fake| {
+            fake.lend(100, Lent { owner: owner.into(), ..lent(7, 0, 100) });
+        });
+    }
     ends("a loan in 7 bytes", |fake| fake.say(LENT, &[&header.encode(), &[0; 7]]));
     ends("with 3 bytes", |fake| fake.say(RETIRED, &[&[1, 2, 3]]));
     ends("no message", |fake| fake.say(RETURNED, &[&[0; 8]]));
@@ -464,17 +482,21 @@ fn returns_of_unknown_loans_change_nothing() {
         );
     }
     assert_eq!(trio.zero.lent_to(ProcessId(1)), 8000);
-    let push = |fake: &mut Fake, kind, number: u64| {
-        assert!(fake.returns.push(kind, &[&number.to_le_bytes()]))
+    let push = |fake: &mut Fake, kind, words: &[u64]| {
+        assert!(fake.returns.push(kind, &[words.as_bytes()]))
     };
     for number in [0, 3, 12345, u64::MAX, 1, 1, 1] {
-        push(&mut trio.fake, RETURNED, number);
-        push(&mut trio.fake, PASSED_ON, number);
+        push(&mut trio.fake, RETURNED, &[0, number, 0]);
+        push(&mut trio.fake, RETURNED, &[2, number, 0]);
+        push(&mut trio.fake, LAST, &[2, number]);
+        // To itself, to process 0, to no process, and a part that is not lent.
+        for (to, offset) in [(1, 0), (0, 0), (9, 0), (u64::MAX, 0), (2, 1 << 40)] {
+            push(&mut trio.fake, PASSED_ON, &[0, number, to, 7, offset, 10]);
+        }
     }
-    assert!(
-        trio.fake.returns.push(RETURNED, &[&[1, 2, 3]])
-            && trio.fake.returns.push(77, &[&2u64.to_le_bytes()])
-    );
+    push(&mut trio.fake, RETURNED, &[0, 2]);
+    push(&mut trio.fake, 77, &[0, 2, 0]);
+    assert!(trio.fake.returns.push(RETURNED, &[&[1, 2, 3]]));
     assert_eq!((trio.zero.lent_to(ProcessId(1)), pool.stats().live), (4000, 4096));
     assert_eq!(trio.zero.lent_to(ProcessId(9)), 0);
     let first = |heard: &mut Heard| heard.done.iter().find(|done| done.0 == Ticket(5)).cloned();
@@ -526,7 +548,7 @@ proptest! {
         words in vec((0usize..4, any::<prop::sample::Index>(), any::<u64>()), 0..40),
         counts in vec((0usize..4, 0usize..3, 0u64..1024), 0..6),
         door in vec((0usize..32, any::<u32>()), 0..6),
-        records in vec((0u32..11, vec(any::<u8>(), 0..200)), 0..20),
+        records in vec((0u32..12, vec(any::<u8>(), 0..200)), 0..20),
         packets in vec((0u32..4, 0u64..9000, any::<bool>()), 0..10),
     ) {
         let mut trio = Trio::new();
@@ -592,7 +614,7 @@ fn strangers_do_not_disturb_the_meeting() {
     let good = hello(&of(1));
     let wrong = [
         bent(&|hello| hello.magic[0] = 0),
-        bent(&|hello| hello.version = 2.into()),
+        bent(&|hello| hello.version = 1.into()),
         bent(&|hello| hello.process = 0.into()),
         bent(&|hello| hello.process = 2.into()),
         bent(&|hello| hello.process = u32::MAX.into()),

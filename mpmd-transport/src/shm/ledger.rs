@@ -1,0 +1,368 @@
+//! The owner's record of its lent memory: which process may read which part.
+//!
+//! Every loan of this process's memory is entered here, also those by which other processes re-lend
+//! it. So a loan never depends on another one: each ends by itself when its borrower returns it.
+//!
+//! A borrower may return memory that another process has re-lent to it, and this process may read
+//! that before the re-lender's note. The note is in the re-lender's ring by then: it was written
+//! before the message that lent the memory. So a note that names an unknown loan waits until all
+//! rings were read once more.
+
+use std::collections::HashMap;
+
+use super::note::{LoanId, Note};
+use super::ring::{Consumer, Corrupt};
+use crate::memory::SharedBuffer;
+use crate::transport::Ticket;
+use crate::wire::ProcessId;
+
+/// Number of loans after which the rings of returns are read. A loan causes at most two notes of
+/// each borrower, and a ring has room for more than twice as many.
+const READ_AFTER: usize = 64;
+
+/// All loans of this process's memory. Read from the rings of returns of all peers.
+pub(super) struct Ledger {
+    /// By process; `None` for processes that this transport does not reach.
+    accounts: Vec<Option<Account>>,
+    /// Number of loans made since the rings were read.
+    unread: usize,
+    /// Number of times that the rings were read.
+    round: u64,
+}
+
+/// The loans to one borrower.
+struct Account {
+    open: HashMap<LoanId, Open>,
+    bytes: u64,
+    /// Number of loans with the copy flag: the borrower copies them and returns them, and this
+    /// process waits for that.
+    copied: usize,
+    /// Numbers of device segments that the borrower has closed.
+    closed: Vec<u32>,
+    /// By lender: the number of the last loan that reached the borrower, if no more do.
+    last: HashMap<ProcessId, u64>,
+    /// The borrower's ring of returns.
+    returns: Consumer,
+    /// Notes that name unknown loans, in order, with the round in which each was read.
+    early: Vec<(u64, Note)>,
+    /// The fault in the ring of returns, if any. Nothing in the ring is read after that.
+    corrupt: Option<Corrupt>,
+    /// True once no more messages of the borrower are taken.
+    has_ended: bool,
+    /// True once the borrower's process has provably exited, and its last notes were read.
+    has_exited: bool,
+}
+
+struct Open {
+    buffer: SharedBuffer,
+    /// The ticket that ends when the loan comes back, or `Ticket::NONE`.
+    ticket: Ticket,
+    is_copied: bool,
+    /// Number of messages with parts of the memory that were taken from the borrower.
+    taken: u64,
+    /// Once the borrower has returned the loan: the number of such messages that it has posted.
+    posted: Option<u64>,
+}
+
+/// A loan that has ended. The caller drops it while it holds no lock: its memory may go back to a
+/// pool.
+pub(super) type Ended = (SharedBuffer, Ticket);
+
+impl Ledger {
+    /// Creates an empty ledger over the rings of returns, by process.
+    pub(super) fn new(returns: impl IntoIterator<Item = Option<Consumer>>) -> Self {
+        let accounts = returns.into_iter().map(|ring| ring.map(Account::new)).collect();
+        Self { accounts, unread: 0, round: 0 }
+    }
+
+    /// Enters a loan of this process's memory to `to`. It must be entered before the borrower can
+    /// return it. Returns true if the rings should be [read](Self::collect) now.
+    pub(super) fn lend(
+        &mut self,
+        to: ProcessId,
+        loan: LoanId,
+        bytes: SharedBuffer,
+        ticket: Ticket,
+        is_copied: bool,
+    ) -> bool {
+        if let Some(account) = self.account(to) {
+            account.enter(loan, bytes, ticket, is_copied);
+        }
+        self.unread += 1;
+        self.unread >= READ_AFTER
+    }
+
+    /// Reads all rings of returns, and returns the loans that have ended.
+    pub(super) fn collect(&mut self) -> Vec<Ended> {
+        self.unread = 0;
+        let mut ended = Vec::new();
+        let most = |account: &Account| account.returns.most();
+        let mut left: Vec<usize> =
+            self.accounts.iter().map(|account| account.as_ref().map_or(0, most)).collect();
+        loop {
+            self.round += 1;
+            let mut is_cut = false;
+            for (borrower, left) in left.iter_mut().enumerate() {
+                is_cut |= self.read(ProcessId(borrower as u32), left, &mut ended);
+            }
+            while self.retry(&mut ended) {}
+            // If a ring was not read to its end, the missing notes may be in the rest.
+            if is_cut {
+                return ended;
+            }
+            let (round, mut has_early) = (self.round, false);
+            for account in self.accounts.iter_mut().flatten() {
+                // Wrong numbers: since they were read, all rings were read once more.
+                account.early.retain(|(read_in, _)| *read_in == round);
+                has_early |= !account.early.is_empty();
+            }
+            if !has_early {
+                return ended;
+            }
+        }
+    }
+
+    /// Takes at most `left` notes from a borrower's ring. Returns true if some are left there.
+    fn read(&mut self, borrower: ProcessId, left: &mut usize, ended: &mut Vec<Ended>) -> bool {
+        let round = self.round;
+        loop {
+            let Some(account) = self.account(borrower) else { return false };
+            if account.corrupt.is_some() {
+                return false;
+            }
+            if *left == 0 {
+                return !account.returns.is_empty();
+            }
+            let note = match account.returns.pop(Note::read) {
+                Ok(Some(note)) => note,
+                Ok(None) => return false,
+                Err(nonsense) => {
+                    account.corrupt = Some(nonsense);
+                    return false;
+                }
+            };
+            *left -= 1;
+            // Any other record in this ring is ignored. Notes stay in order.
+            if let Some(note) = note {
+                let is_first = account.early.is_empty();
+                if !(is_first && self.take(borrower, note, ended))
+                    && let Some(account) = self.account(borrower)
+                {
+                    account.early.push((round, note));
+                }
+            }
+        }
+    }
+
+    /// Retries all notes that named unknown loans. Returns true if at least one was entered.
+    fn retry(&mut self, ended: &mut Vec<Ended>) -> bool {
+        let mut any = false;
+        for borrower in 0..self.accounts.len() {
+            let borrower = ProcessId(borrower as u32);
+            let early = self.account(borrower).map(|account| std::mem::take(&mut account.early));
+            let mut early = early.unwrap_or_default();
+            let before = early.len();
+            early.retain(|(_, note)| !self.take(borrower, *note, ended));
+            any |= early.len() < before;
+            if let Some(account) = self.account(borrower) {
+                account.early = early;
+            }
+        }
+        any
+    }
+
+    /// Carries out a note of a borrower. Returns false, and does nothing, if it names an unknown
+    /// loan.
+    fn take(&mut self, borrower: ProcessId, note: Note, ended: &mut Vec<Ended>) -> bool {
+        let Some(account) = self.account(borrower) else { return true };
+        match note {
+            Note::Returned { loan, to_owner } => {
+                let Some(open) = account.open.get_mut(&loan) else { return false };
+                open.posted.get_or_insert(to_owner);
+                ended.extend(account.end_if_over(loan));
+            }
+            Note::PassedOn { loan, to, number, offset, bytes } => {
+                let Some(open) = account.open.get(&loan) else { return false };
+                let (part, is_copied) = (open.buffer.part_at(offset, bytes), open.is_copied);
+                let loan = LoanId { lender: borrower, number };
+                if let (Some(part), Some(account)) = (part, self.account(to))
+                    && to != borrower
+                    && account.may_get(loan)
+                {
+                    account.enter(loan, part, Ticket::NONE, is_copied);
+                }
+            }
+            Note::Last(LoanId { lender, number }) => {
+                account.last.insert(lender, number);
+                let lost = |loan: &LoanId| loan.lender == lender && loan.number > number;
+                let lost: Vec<LoanId> = account.open.keys().copied().filter(lost).collect();
+                ended.extend(lost.into_iter().filter_map(|loan| account.end(loan)));
+            }
+            Note::Closed(segment) => account.closed.push(segment),
+        }
+        true
+    }
+
+    /// Returns the part of this process's own memory that a borrower has sent back in a message,
+    /// and the loans that have ended. No part if the borrower has no such loan.
+    pub(super) fn take_part(
+        &mut self,
+        from: ProcessId,
+        loan: LoanId,
+        offset: u64,
+        bytes: u64,
+    ) -> (Option<SharedBuffer>, Vec<Ended>) {
+        let is_known = self.account(from).is_some_and(|account| account.open.contains_key(&loan));
+        let mut ended = if is_known { Vec::new() } else { self.collect() };
+        let Some(account) = self.account(from) else { return (None, ended) };
+        let Some(open) = account.open.get_mut(&loan) else { return (None, ended) };
+        let part = open.buffer.part_at(offset, bytes);
+        open.taken += 1;
+        ended.extend(account.end_if_over(loan));
+        (part, ended)
+    }
+
+    /// Notes that no more messages of a borrower are taken. Returns the loans that only waited for
+    /// such messages, and the tickets of all others. The memory of those stays lent.
+    pub(super) fn note_end(&mut self, borrower: ProcessId) -> (Vec<Ended>, Vec<Ticket>) {
+        let Some(account) = self.account(borrower) else { return Default::default() };
+        account.has_ended = true;
+        let over = |(loan, open): (&LoanId, &Open)| open.posted.is_some().then_some(*loan);
+        let over: Vec<LoanId> = account.open.iter().filter_map(over).collect();
+        let ended = over.into_iter().filter_map(|loan| account.end(loan)).collect();
+        (ended, self.take_tickets(borrower))
+    }
+
+    /// Notes that a borrower's process has provably exited: ends all loans to it, once its last
+    /// notes were read. May be called again and again. Loans to the processes that it re-lent
+    /// memory to stay.
+    ///
+    /// After a fault in its ring only those loans end that were returned before: notes of re-lent
+    /// memory may be lost.
+    pub(super) fn note_exit(&mut self, borrower: ProcessId) -> Vec<Ended> {
+        let is_new = |account: &mut Account| !account.has_exited && account.corrupt.is_none();
+        if !self.account(borrower).is_some_and(is_new) {
+            return Vec::new();
+        }
+        let mut ended = self.collect();
+        if let Some(account) = self.account(borrower)
+            && account.corrupt.is_none()
+            && account.returns.is_empty()
+            && account.early.is_empty()
+        {
+            account.has_exited = true;
+            ended.extend(account.open.drain().map(|(_, open)| (open.buffer, open.ticket)));
+            (account.bytes, account.copied) = (0, 0);
+        }
+        ended
+    }
+
+    /// Leaks all lent memory, so that it is never reused while it may be read: its return would not
+    /// be noticed.
+    pub(super) fn keep_for_ever(&mut self) {
+        for account in self.accounts.iter_mut().flatten() {
+            account.open.drain().for_each(|(_, open)| std::mem::forget(open.buffer));
+            (account.bytes, account.copied) = (0, 0);
+        }
+    }
+
+    /// Takes the tickets of all loans to a borrower, so that nothing waits for their end any more.
+    /// The memory stays lent.
+    pub(super) fn take_tickets(&mut self, borrower: ProcessId) -> Vec<Ticket> {
+        let Some(account) = self.account(borrower) else { return Vec::new() };
+        account.copied = 0;
+        let take = |open: &mut Open| {
+            open.is_copied = false;
+            std::mem::replace(&mut open.ticket, Ticket::NONE)
+        };
+        let tickets = account.open.values_mut().map(take);
+        tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
+    }
+
+    /// Takes the numbers of the device segments that a borrower says it has closed; each is
+    /// returned once.
+    pub(super) fn take_closed(&mut self, borrower: ProcessId) -> Vec<u32> {
+        self.account(borrower)
+            .map(|account| std::mem::take(&mut account.closed))
+            .unwrap_or_default()
+    }
+
+    /// The fault in a borrower's ring of returns, if any.
+    pub(super) fn corrupt(&self, borrower: ProcessId) -> Option<&Corrupt> {
+        self.accounts.get(borrower.index())?.as_ref()?.corrupt.as_ref()
+    }
+
+    /// True if a borrower must still copy and return some loans.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.accounts.iter().flatten().any(|account| account.copied > 0)
+    }
+
+    /// True if the rings should be [read](Self::collect): an awaited loan may have come back, or a
+    /// ring fills up.
+    pub(super) fn has_news(&self) -> bool {
+        self.accounts.iter().flatten().any(|Account { copied, corrupt, returns, .. }| {
+            corrupt.is_none() && (returns.is_half_full() || (*copied > 0 && !returns.is_empty()))
+        })
+    }
+
+    /// Number of bytes that are lent to a borrower now.
+    pub(super) fn bytes(&self, borrower: ProcessId) -> u64 {
+        let account = self.accounts.get(borrower.index()).and_then(Option::as_ref);
+        account.map_or(0, |account| account.bytes)
+    }
+
+    /// Number of open loans.
+    #[cfg(test)]
+    pub(super) fn open(&self) -> usize {
+        self.accounts.iter().flatten().map(|account| account.open.len()).sum()
+    }
+
+    fn account(&mut self, borrower: ProcessId) -> Option<&mut Account> {
+        self.accounts.get_mut(borrower.index())?.as_mut()
+    }
+}
+
+impl Account {
+    fn new(returns: Consumer) -> Self {
+        Self {
+            open: HashMap::new(),
+            bytes: 0,
+            copied: 0,
+            closed: Vec::new(),
+            last: HashMap::new(),
+            returns,
+            early: Vec::new(),
+            corrupt: None,
+            has_ended: false,
+            has_exited: false,
+        }
+    }
+
+    /// True if a re-lent part may reach the borrower, and is not entered yet.
+    fn may_get(&self, loan: LoanId) -> bool {
+        let is_lost = self.last.get(&loan.lender).is_some_and(|last| loan.number > *last);
+        !self.has_exited && !is_lost && !self.open.contains_key(&loan)
+    }
+
+    fn enter(&mut self, loan: LoanId, buffer: SharedBuffer, ticket: Ticket, is_copied: bool) {
+        // Nothing waits for a borrower after the end of its connection.
+        let is_copied = is_copied && !self.has_ended;
+        self.bytes += buffer.len() as u64;
+        self.copied += usize::from(is_copied);
+        self.open.insert(loan, Open { buffer, ticket, is_copied, taken: 0, posted: None });
+    }
+
+    fn end(&mut self, loan: LoanId) -> Option<Ended> {
+        let Open { buffer, ticket, is_copied, .. } = self.open.remove(&loan)?;
+        self.bytes -= buffer.len() as u64;
+        self.copied -= usize::from(is_copied);
+        Some((buffer, ticket))
+    }
+
+    /// Ends a loan that was returned, if no message with parts of it is still to be taken.
+    fn end_if_over(&mut self, loan: LoanId) -> Option<Ended> {
+        let open = self.open.get(&loan)?;
+        let is_over = open.posted.is_some_and(|posted| self.has_ended || open.taken >= posted);
+        if is_over { self.end(loan) } else { None }
+    }
+}

@@ -1,0 +1,195 @@
+//! Posts messages, and lends the memory of their payloads.
+
+use std::any::Any;
+
+use zerocopy::IntoBytes;
+
+use super::futex::SystemFutex;
+use super::loans::Borrowed;
+use super::note::LoanId;
+use super::peer::{Outbound, Peer};
+use super::record::{COPY, INLINE, LARGEST_INLINE, LATER, LENT, Lent, TO_OWNER, ToOwner};
+use super::shared::Shared;
+use crate::memory::SharedBuffer;
+use crate::transport::{Ticket, TransportError};
+use crate::wire::{Header, ProcessId};
+
+/// True if the ticket of a message ends when its payload comes back; false if it has ended.
+pub(super) struct IsLent(pub(super) bool);
+
+/// A message with a payload that stays in its place.
+pub(super) struct Message<'a> {
+    pub(super) to: ProcessId,
+    pub(super) header: &'a Header,
+    pub(super) ticket: Ticket,
+    /// The encoded fence tokens, if the payload is device memory that is not written yet.
+    pub(super) later: Option<Vec<u8>>,
+}
+
+/// The way in which a payload reaches its receiver.
+#[derive(Clone, Copy)]
+pub(super) enum Lending {
+    /// It is this process's memory, lent with this number.
+    Own(u64),
+    /// It is another process's memory, re-lent with this number. Its owner waits for its return.
+    Borrowed(u64),
+    /// It is the receiver's own memory.
+    ToOwner,
+}
+
+impl Lending {
+    /// Returns if the message's ticket is still open: only while this process's own memory is lent.
+    pub(super) fn is_lent(self) -> IsLent {
+        IsLent(matches!(self, Self::Own(_)))
+    }
+}
+
+impl Shared {
+    pub(super) fn post(
+        &self,
+        to: ProcessId,
+        header: &Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) {
+        match self.send(to, header, payload, ticket) {
+            Ok(IsLent(true)) => {}
+            Ok(IsLent(false)) => self.note_done([(ticket, Ok(()))]),
+            Err(error) => self.note_done([(ticket, Err(error))]),
+        }
+    }
+
+    fn send(
+        &self,
+        to: ProcessId,
+        header: &Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) -> Result<IsLent, TransportError> {
+        let Some(Some(peer)) = self.peers.get(to.index()) else {
+            return Err(gone(to, "it shares no memory"));
+        };
+        if self.is_closing() {
+            return Err(TransportError::Closed);
+        }
+        let is_lent = match payload {
+            Some(bytes) if bytes.device().is_some() => {
+                return self.lend_device(to, peer, header, bytes, ticket);
+            }
+            Some(bytes) if bytes.len() > LARGEST_INLINE => {
+                self.lend_host(peer, &Message { to, header, ticket, later: None }, bytes)?
+            }
+            payload => {
+                let bytes = payload.as_deref().unwrap_or_default();
+                peer.send(&mut *peer.open()?, INLINE, &[&header.encode()[..], bytes], None);
+                IsLent(false)
+            }
+        };
+        peer.door.ring(&SystemFutex);
+        Ok(is_lent)
+    }
+
+    fn lend_host(
+        &self,
+        peer: &Peer,
+        message: &Message<'_>,
+        bytes: SharedBuffer,
+    ) -> Result<IsLent, TransportError> {
+        let lent = self.lend(peer, &mut *peer.open()?, message, bytes);
+        let lent = match lent {
+            Ok(lent) => Ok(lent),
+            Err(bytes) => {
+                let copy = self.lendable(&bytes)?;
+                self.lend(peer, &mut *peer.open()?, message, copy)
+            }
+        };
+        lent.map(Lending::is_lent)
+            .map_err(|_| gone(message.to, "memory that was made for lending cannot be lent"))
+    }
+
+    /// Sends a message without moving its payload, which is lent, re-lent, or the receiver's own.
+    /// Does not ring. Returns the payload as the error if it cannot be lent: it is in no segment,
+    /// or its owner cannot be told now.
+    pub(super) fn lend(
+        &self,
+        peer: &Peer,
+        out: &mut Outbound,
+        message: &Message<'_>,
+        bytes: SharedBuffer,
+    ) -> Result<Lending, SharedBuffer> {
+        let Message { to, header, ticket, later } = message;
+        let Some(place) = bytes.place() else { return Err(bytes) };
+        let borrowed = match bytes.loan() {
+            None => None,
+            Some(loan) => match self.borrowed(loan) {
+                None => return Err(bytes),
+                borrowed => borrowed,
+            },
+        };
+        let (offset, size) = (place.offset as u64, bytes.len() as u64);
+        if let Some(borrowed) = borrowed.filter(|borrowed| borrowed.owner() == *to) {
+            let LoanId { lender, number } = borrowed.loan();
+            borrowed.count_to_owner();
+            let part = ToOwner {
+                loan: number.into(),
+                offset: offset.into(),
+                bytes: size.into(),
+                lender: lender.0.into(),
+            };
+            peer.send(out, TO_OWNER, &[&header.encode()[..], part.as_bytes()], None);
+            return Ok(Lending::ToOwner);
+        }
+        let number = out.next_loan;
+        let range = place.offset..place.offset + bytes.len();
+        // The owner is told before the borrower can give the memory back.
+        if borrowed.is_some_and(|borrowed| !borrowed.pass_on(*to, number, &range)) {
+            return Err(bytes);
+        }
+        out.next_loan += 1;
+        let owner = borrowed.map(Borrowed::owner);
+        let is_copied = bytes.is_limited();
+        let segment = place.segment.number(&self.arena);
+        let lent = Lent {
+            loan: number.into(),
+            offset: offset.into(),
+            bytes: size.into(),
+            segment: segment.into(),
+            flags: (if is_copied { COPY } else { 0 } | if later.is_some() { LATER } else { 0 })
+                .into(),
+            owner: owner.unwrap_or(self.process).0.into(),
+        };
+        let is_due = owner.is_none() && {
+            let loan = LoanId { lender: self.process, number };
+            self.ledger.lock().lend(*to, loan, bytes, *ticket, is_copied)
+        };
+        let tokens = later.as_deref().unwrap_or_default();
+        let parts = [&header.encode()[..], lent.as_bytes(), tokens];
+        peer.send(out, LENT, &parts, Some((segment, &place.segment)));
+        if is_due {
+            self.reclaim();
+        }
+        Ok(owner.map_or(Lending::Own(number), |_| Lending::Borrowed(number)))
+    }
+
+    /// Returns the loan as memory that this process has borrowed from one of its peers.
+    pub(super) fn borrowed<'a>(&self, loan: &'a dyn crate::memory::Loan) -> Option<&'a Borrowed> {
+        let borrowed = (loan as &dyn Any).downcast_ref::<Borrowed>()?;
+        let owner = self.peers.get(borrowed.owner().index())?.as_ref()?;
+        borrowed.goes_back_by(&owner.returns).then_some(borrowed)
+    }
+
+    /// Copies bytes that cannot be lent where they are, such as those of a `Vec`.
+    fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
+        let mut copy =
+            self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
+                doing: format!("lending {} bytes", bytes.len()),
+                why: error.to_string(),
+            })?;
+        copy.copy_from_slice(bytes);
+        Ok(copy.freeze())
+    }
+}
+
+fn gone(peer: ProcessId, why: &str) -> TransportError {
+    TransportError::PeerGone { peer, why: why.to_owned() }
+}

@@ -1,0 +1,116 @@
+//! The records in a ring of returns, by which a borrower informs the owner of memory.
+
+use crate::wire::ProcessId;
+
+/// Record kinds of a ring of returns. They differ from those of a ring of messages.
+pub(super) const RETURNED: u32 = 5;
+pub(super) const PASSED_ON: u32 = 6;
+pub(super) const CLOSED: u32 = 9;
+pub(super) const LAST: u32 = 10;
+
+/// The most words of 8 bytes in a note.
+const MOST_WORDS: usize = 6;
+
+/// Identifies one of the loans to a borrower.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(super) struct LoanId {
+    /// The process that sent the borrower the memory: the owner, or another borrower.
+    pub(super) lender: ProcessId,
+    /// The number that the lender has chosen. It is never reused for the same borrower.
+    pub(super) number: u64,
+}
+
+/// One record of a borrower for the owner.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Note {
+    /// The borrower does not read the memory any more. It has posted `to_owner` messages to the
+    /// owner with parts of the memory.
+    Returned { loan: LoanId, to_owner: u64 },
+    /// The borrower re-lends the part at `offset` of the segment to process `to`, with the loan
+    /// number `number`.
+    PassedOn { loan: LoanId, to: ProcessId, number: u64, offset: u64, bytes: u64 },
+    /// No more loans of `lender` reach the borrower. Those with higher numbers were lost.
+    Last(LoanId),
+    /// The borrower has closed a freed device segment.
+    Closed(u32),
+}
+
+impl Note {
+    /// Encodes the note. Returns (record kind, words, number of words used).
+    fn words(&self) -> (u32, [u64; MOST_WORDS], usize) {
+        let id = |LoanId { lender, number }: LoanId| [u64::from(lender.0), number];
+        match *self {
+            Self::Returned { loan, to_owner } => {
+                let [lender, number] = id(loan);
+                (RETURNED, [lender, number, to_owner, 0, 0, 0], 3)
+            }
+            Self::PassedOn { loan, to, number: new, offset, bytes } => {
+                let [lender, number] = id(loan);
+                (PASSED_ON, [lender, number, u64::from(to.0), new, offset, bytes], 6)
+            }
+            Self::Last(loan) => {
+                let [lender, number] = id(loan);
+                (LAST, [lender, number, 0, 0, 0, 0], 2)
+            }
+            Self::Closed(segment) => (CLOSED, [u64::from(segment), 0, 0, 0, 0, 0], 1),
+        }
+    }
+
+    /// Encodes the note and passes (record kind, payload) to `push`.
+    pub(super) fn push<R>(&self, push: impl FnOnce(u32, &[u8]) -> R) -> R {
+        let (kind, words, used) = self.words();
+        let bytes = words.map(u64::to_le_bytes);
+        push(kind, bytes[..used].as_flattened())
+    }
+
+    /// Decodes a record. Returns `None` for any other record.
+    pub(super) fn read(kind: u32, bytes: &[u8]) -> Option<Self> {
+        let (chunks, []) = bytes.as_chunks::<8>() else { return None };
+        if chunks.len() > MOST_WORDS {
+            return None;
+        }
+        let mut words = [0; MOST_WORDS];
+        for (word, chunk) in words.iter_mut().zip(chunks) {
+            *word = u64::from_le_bytes(*chunk);
+        }
+        let process = |word: u64| u32::try_from(word).ok().map(ProcessId);
+        let id = |lender, number| Some(LoanId { lender: process(lender)?, number });
+        Some(match (kind, &words[..chunks.len()]) {
+            (RETURNED, &[lender, number, to_owner]) => {
+                Self::Returned { loan: id(lender, number)?, to_owner }
+            }
+            (PASSED_ON, &[lender, number, to, new, offset, bytes]) => {
+                let (loan, to) = (id(lender, number)?, process(to)?);
+                Self::PassedOn { loan, to, number: new, offset, bytes }
+            }
+            (LAST, &[lender, number]) => Self::Last(id(lender, number)?),
+            (CLOSED, &[segment]) => Self::Closed(u32::try_from(segment).ok()?),
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_are_read_as_written_and_others_are_not() {
+        let loan = LoanId { lender: ProcessId(3), number: u64::MAX };
+        let notes = [
+            Note::Returned { loan, to_owner: 9 },
+            Note::PassedOn { loan, to: ProcessId(7), number: 8, offset: 1 << 40, bytes: 5 },
+            Note::Last(loan),
+            Note::Closed(u32::MAX),
+        ];
+        for note in notes {
+            let (kind, bytes) = note.push(|kind, bytes| (kind, bytes.to_vec()));
+            assert_eq!(Note::read(kind, &bytes), Some(note));
+            assert_eq!(Note::read(kind, &bytes[1..]), None);
+            assert_eq!(Note::read(kind, &[&bytes[..], &[0; 8]].concat()), None);
+            assert_eq!(Note::read(99, &bytes), None);
+        }
+        assert_eq!(Note::read(CLOSED, &u64::MAX.to_le_bytes()), None);
+        assert_eq!(Note::read(LAST, &[0xff; 16]), None, "no process has this id");
+    }
+}

@@ -1,0 +1,272 @@
+//! Takes the messages that have come, and borrows the memory of their payloads.
+
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::devices::Unreadable;
+use super::futex::SystemFutex;
+use super::loans::Borrowed;
+use super::note::LoanId;
+use super::peer::{Inbound, NoSegment, Peer};
+use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
+use super::shared::Shared;
+use crate::memory::{Fences, OwnedBuffer, SharedBuffer};
+use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
+use crate::wire::{Header, Kind, ProcessId};
+
+impl Shared {
+    /// Takes at most `most` records of a peer, and passes their messages to the handler.
+    pub(super) fn take(
+        &self,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &Peer,
+        handler: &Arc<dyn Handler>,
+        most: usize,
+    ) {
+        for _ in 0..most {
+            if inbound.has_ended {
+                return;
+            }
+            // Inline payloads are copied to their buffer here; other payloads are only named.
+            let mut record = None;
+            let popped =
+                inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
+            let result = match (popped, record) {
+                (Err(corrupt), _) => Err(Fault::Theirs(corrupt.to_string())),
+                (Ok(_), None) => return,
+                (Ok(_), Some(Err(fault))) => Err(fault),
+                (Ok(_), Some(Ok(event))) => self.act(event, from, inbound, peer, handler),
+            };
+            if inbound.ring.take_wanted() {
+                peer.door.ring(&SystemFutex);
+            }
+            match result {
+                Ok(()) => {}
+                Err(Fault::Theirs(why)) => self.end_by_nonsense(why, from, inbound, peer, handler),
+                Err(Fault::Ours(why)) => {
+                    let doing = format!("taking a message of process {from}");
+                    self.end(
+                        TransportError::Environment { doing, why },
+                        from,
+                        inbound,
+                        peer,
+                        handler,
+                    );
+                    peer.socket.close();
+                }
+            }
+        }
+    }
+
+    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<Event, Fault> {
+        Ok(match read(kind, bytes).map_err(Fault::Theirs)? {
+            Record::Inline(header, []) => Event::Message(header, Payload::Empty),
+            Record::Inline(header, bytes) => {
+                let buffer = self.pool.allocate(bytes.len());
+                let mut buffer = buffer.map_err(|error| Fault::Ours(error.to_string()))?;
+                buffer.copy_from_slice(bytes);
+                Event::Message(header, Payload::Inline(buffer.freeze()))
+            }
+            Record::Lent(header, lent, tokens) => Event::Lent(header, lent, tokens),
+            Record::ToOwner(header, part) => Event::ToOwner(header, part),
+            Record::Landed(loan, failure) => Event::Landed(loan, failure),
+            Record::Broken(header, why) => Event::Broken(header, why),
+            Record::Retired(numbers) => Event::Retired(numbers),
+            Record::Goodbye => Event::Goodbye,
+        })
+    }
+
+    fn act(
+        &self,
+        event: Event,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &Peer,
+        handler: &Arc<dyn Handler>,
+    ) -> Result<(), Fault> {
+        match event {
+            Event::Message(header, payload) => handler.arrived(from, header, payload),
+            Event::Lent(header, lent, tokens) => {
+                let payload = self.borrow(from, &header, lent, &tokens, inbound, peer)?;
+                handler.arrived(from, header, payload);
+            }
+            Event::ToOwner(header, part) => {
+                let payload = self.take_part(from, &header, part)?;
+                handler.arrived(from, header, payload);
+            }
+            Event::Landed(loan, failure) => {
+                if !inbound.land(loan, failure) {
+                    return Err(Fault::Theirs(format!(
+                        "loan {loan} is there, which was never on its way"
+                    )));
+                }
+            }
+            Event::Broken(header, why) => {
+                handler.arrived(from, header, Unreadable::payload(from, &header, why));
+            }
+            Event::Retired(numbers) => inbound.retire(&numbers, peer),
+            Event::Goodbye => {
+                let why = TransportError::PeerGone { peer: from, why: "it has left".to_owned() };
+                self.end(why, from, inbound, peer, handler);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the part of this process's own memory that a borrower has sent, as the payload. No
+    /// loan and no mapping is involved.
+    fn take_part(&self, from: ProcessId, header: &Header, part: ToOwner) -> Result<Payload, Fault> {
+        let loan = LoanId { lender: ProcessId(part.lender.get()), number: part.loan.get() };
+        let (offset, bytes) = (part.offset.get(), part.bytes.get());
+        let (found, ended) = self.ledger.lock().take_part(from, loan, offset, bytes);
+        self.note_ended(ended);
+        let found = found.ok_or_else(|| {
+            let LoanId { lender, number } = loan;
+            Fault::Theirs(format!(
+                "it has no {bytes} bytes at {offset} by loan {number} of process {lender}"
+            ))
+        })?;
+        if found.device().is_some() {
+            check_device_kind(header)?;
+        }
+        Ok(Payload::Inline(found))
+    }
+
+    /// Borrows the memory that a message lends, of the peer or of a third process, and returns it
+    /// as the payload.
+    fn borrow(
+        &self,
+        from: ProcessId,
+        header: &Header,
+        lent: Lent,
+        tokens: &[Vec<u8>],
+        inbound: &mut Inbound,
+        peer: &Peer,
+    ) -> Result<Payload, Fault> {
+        let (number, owner) = (lent.segment.get(), ProcessId(lent.owner.get()));
+        let (loan, flags) = (lent.loan.get(), lent.flags.get());
+        let (is_copied, is_later) = (flags & COPY != 0, flags & LATER != 0);
+        if is_later && inbound.is_landing(loan) {
+            return Err(twice(loan));
+        }
+        let returns = match self.peers.get(owner.index()) {
+            _ if owner == from => &peer.returns,
+            Some(Some(owner)) => &owner.returns,
+            _ => {
+                return Err(Fault::Theirs(format!(
+                    "it lends memory of process {owner}, which shares no memory with this process"
+                )));
+            }
+        };
+        let segment = match inbound.segment(number, peer, &self.mappings, &self.devices) {
+            Ok(segment) => segment,
+            Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
+            Err(NoSegment::Closed(why)) => {
+                if is_later {
+                    inbound.note_landing(loan, None);
+                }
+                let loan = LoanId { lender: from, number: loan };
+                returns.give_back(loan, 0, is_copied);
+                return Ok(Unreadable::payload(from, header, why));
+            }
+        };
+        let is_device = segment.device().is_some();
+        if is_later && !is_device {
+            return Err(Fault::Theirs(
+                "a loan of the host's memory that is not there yet".to_owned(),
+            ));
+        }
+        if is_device {
+            check_device_kind(header)?;
+        }
+        let borrowed = Borrowed::new(segment, from, &lent, returns).ok_or_else(|| {
+            let (offset, bytes) = (lent.offset.get(), lent.bytes.get());
+            Fault::Theirs(format!("{bytes} bytes at {offset} of segment {number} are not there"))
+        })?;
+        inbound.last_loan = inbound.last_loan.max(loan);
+        if !is_device {
+            let bytes = SharedBuffer::lent(Box::new(borrowed));
+            return Ok(match is_copied {
+                true => Payload::Waiting(Box::new(CopyOut(bytes))),
+                false => Payload::Lent(bytes),
+            });
+        }
+        let life = borrowed.life();
+        let mut landing = None;
+        if is_later {
+            match self.hear(tokens) {
+                Ok(arriving) => {
+                    landing = Some(arriving.clone().fence());
+                    inbound.note_landing(loan, Some(arriving));
+                }
+                Err(why) => {
+                    inbound.note_landing(loan, None);
+                    return Ok(Unreadable::payload(from, header, why));
+                }
+            }
+        }
+        Ok(Payload::Lent(SharedBuffer::lent_later(
+            Box::new(borrowed),
+            Fences::of(life.into_iter().chain(landing)),
+        )))
+    }
+}
+
+/// The reason why a record could not be taken, by the process at fault: the peer or this process.
+enum Fault {
+    Theirs(String),
+    Ours(String),
+}
+
+impl Fault {
+    /// Converts an error: lacking resources are this process's fault, every other error is the
+    /// peer's.
+    fn of(error: std::io::Error) -> Self {
+        let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
+        if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {
+            Self::Ours(error.to_string())
+        } else {
+            Self::Theirs(error.to_string())
+        }
+    }
+}
+
+fn twice(loan: u64) -> Fault {
+    Fault::Theirs(format!("loan {loan} is on its way already"))
+}
+
+/// Checks the kind of a message with a payload in device memory.
+fn check_device_kind(header: &Header) -> Result<(), Fault> {
+    match header.kind {
+        Kind::Data | Kind::Eager => Ok(()),
+        kind => Err(Fault::Theirs(format!("a message of kind {kind:?} in a device's memory"))),
+    }
+}
+
+/// A decoded record, with its payload copied.
+enum Event {
+    Message(Header, Payload),
+    Lent(Header, Lent, Vec<Vec<u8>>),
+    ToOwner(Header, ToOwner),
+    Landed(u64, Option<String>),
+    Broken(Header, String),
+    Retired(Vec<u32>),
+    Goodbye,
+}
+
+/// A loan from a lender with limited memory: copied when it is fetched, and given back at once.
+struct CopyOut(SharedBuffer);
+
+impl Fetch for CopyOut {
+    fn bytes(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
+        into.copy_from_slice(&self.0);
+        drop(self);
+        then(Ok(into));
+    }
+}
