@@ -58,8 +58,8 @@ enum What {
     /// Training steps of jobs with more and more stages, as threads: the time per operation, which
     /// should stay constant.
     Stages(issue::StagesArgs),
-    /// The length of tasks at which half of the machine's peak rate is kept, in five graphs, beside
-    /// the same graphs over MPI.
+    /// METG: the length of tasks at which half of the machine's peak rate is kept, in the graphs of
+    /// Task Bench, beside the same graphs over Open MPI. `inf` if tasks of 2 ms are too short.
     Metg(metg::MetgArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),

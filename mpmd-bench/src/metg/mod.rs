@@ -30,8 +30,11 @@ use sweep::{Measured, sweep};
 
 /// The iterations of a long task, which takes a few tenths of a millisecond.
 const LONG: u64 = 1 << 14;
-/// The runs of each measurement; the fastest counts.
-const RUNS: usize = 3;
+/// The maximum number of rows with long tasks that measure the peak rate.
+const LONG_ROWS: usize = 20;
+/// The runs of each measurement. The fastest counts: a run in which another program takes a core
+/// measures that program.
+const RUNS: usize = 10;
 /// The limit on the rounds of a run.
 const MOST_ROUNDS: f64 = 1e5;
 
@@ -62,8 +65,8 @@ pub(crate) struct MetgArgs {
     /// The graphs; by default all.
     #[arg(long, value_enum, value_delimiter = ',')]
     graph: Vec<Pattern>,
-    /// The least length of a run in milliseconds. Each measurement is the fastest of three runs.
-    #[arg(long, default_value_t = 10.0)]
+    /// The least length of a run in milliseconds. Each measurement is the fastest of ten runs.
+    #[arg(long, default_value_t = 2.0)]
     sample_ms: f64,
 }
 
@@ -91,8 +94,11 @@ impl Way {
 /// Measures all graphs for each number of processes and prints the results. Starts the jobs, or
 /// works as a process of one.
 pub(super) fn metg(args: &MetgArgs) -> Result<ExitCode> {
-    if JobEnv::from_env()?.is_some() {
-        let mut p = Program::builder().from_env()?;
+    ensure!(args.transport != Carrier::Inproc, "every process has its own device and its tasks");
+    ensure!(args.bytes.0 % 16 == 0, "--bytes is a multiple of 16, not {}", args.bytes);
+    ensure!((0.01..=10_000.0).contains(&args.sample_ms), "a run of {} ms", args.sample_ms);
+    if let Some(env) = JobEnv::from_env()? {
+        let mut p = Program::builder().devices(env.processes).from_env()?;
         check_transport(&p, args.transport.name())?;
         let cases = Bench::new(&mut p, args)?.cases()?;
         let is_first = p.process() == ProcessId(0);
@@ -102,9 +108,6 @@ pub(super) fn metg(args: &MetgArgs) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    ensure!(args.transport != Carrier::Inproc, "every process has its own device and its tasks");
-    ensure!(args.bytes.0 % 16 == 0, "--bytes is a multiple of 16, not {}", args.bytes);
-    ensure!((0.01..=10_000.0).contains(&args.sample_ms), "a run of {} ms", args.sample_ms);
     for processes in &args.processes {
         let code = run_as_job(usize::from(*processes), args.transport.name())?;
         if code != 0 {
@@ -197,6 +200,7 @@ impl<'a> Bench<'a> {
     /// returns the highest rate: iterations per microsecond and core.
     fn peak(&mut self, tasks: &mut [Vec<f64>]) -> Result<f64> {
         let graph = self.graph(Pattern::Trivial);
+        let graph = Graph { rows: graph.rows.min(LONG_ROWS), ..graph };
         let mut peak = 0.0f64;
         for (way, tasks) in self.ways.clone().into_iter().zip(tasks) {
             // The rate is not known yet: the rounds are those of one iteration per nanosecond.
