@@ -59,7 +59,7 @@ enum What {
     /// should stay constant.
     Stages(issue::StagesArgs),
     /// METG: the length of tasks at which half of the machine's peak rate is kept, in the graphs of
-    /// Task Bench, beside the same graphs over Open MPI. `inf` if tasks of 2 ms are too short.
+    /// Task Bench, beside the same graphs over Open MPI. `inf` if it is not found.
     Metg(metg::MetgArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),

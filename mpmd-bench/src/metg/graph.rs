@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use clap::ValueEnum;
 
-/// The dependencies of a graph.
+/// The dependencies of a graph. The numbers are also those in mpi.c.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(super) enum Pattern {
     /// No point depends on another.

@@ -14,7 +14,7 @@ mod task;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use mpmd_core::ProcessId;
 use mpmd_core::prelude::{Error, Program};
@@ -32,9 +32,6 @@ use sweep::{Measured, sweep};
 const LONG: u64 = 1 << 14;
 /// The maximum number of rows with long tasks that measure the peak rate.
 const LONG_ROWS: usize = 20;
-/// The runs of each measurement. The fastest counts: a run in which another program takes a core
-/// measures that program.
-const RUNS: usize = 10;
 /// The limit on the rounds of a run.
 const MOST_ROUNDS: f64 = 1e5;
 
@@ -65,9 +62,13 @@ pub(crate) struct MetgArgs {
     /// The graphs; by default all.
     #[arg(long, value_enum, value_delimiter = ',')]
     graph: Vec<Pattern>,
-    /// The least length of a run in milliseconds. Each measurement is the fastest of ten runs.
-    #[arg(long, default_value_t = 2.0)]
+    /// The least length of a run in milliseconds.
+    #[arg(long, default_value_t = 1.0)]
     sample_ms: f64,
+    /// Runs of each task length. The fastest counts, so short runs on a busy machine find the
+    /// moments in which all cores are free.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    runs: u16,
 }
 
 /// The ways to run a graph.
@@ -243,7 +244,7 @@ impl<'a> Bench<'a> {
         let step = ours.record(self.p)?;
         let step = (way == Way::Replayed).then_some(&step);
         let run = |_| ours.run(self.p, step, rounds);
-        let times = (0..RUNS).map(run).collect::<mpmd_core::Result<Vec<_>>>()?;
+        let times = (0..self.args.runs).map(run).collect::<mpmd_core::Result<Vec<_>>>()?;
         Ok(times.into_iter().min().unwrap_or_default())
     }
 
@@ -254,14 +255,11 @@ impl<'a> Bench<'a> {
         iterations: u64,
         rounds: u64,
     ) -> mpmd_core::Result<Duration> {
-        let mpi = &mut self.mpi;
+        let (mpi, runs) = (&mut self.mpi, self.args.runs);
         on_first(self.p, || {
-            let mut times = Vec::with_capacity(RUNS);
-            if let Some(mpi) = mpi {
-                for _ in 0..RUNS {
-                    times.push(mpi.run(graph, iterations, rounds)?);
-                }
-            }
+            let mpi = mpi.as_mut().context("process 0 has started no MPI program")?;
+            let run = |_| mpi.run(graph, iterations, rounds);
+            let times = (0..runs).map(run).collect::<Result<Vec<_>>>()?;
             Ok(times.into_iter().min().unwrap_or_default())
         })
     }

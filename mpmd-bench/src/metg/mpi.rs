@@ -12,7 +12,7 @@ use mpmd_launch::EXEC;
 use mpmd_launch::variables::LAUNCHER_PID;
 use tempfile::TempDir;
 
-use super::graph::{Graph, Pattern};
+use super::graph::Graph;
 
 const SOURCE: &str = include_str!("mpi.c");
 
@@ -92,13 +92,8 @@ impl Mpi {
     /// If a task gets a wrong input, if tasks are missing, or if the program fails or takes too
     /// long.
     pub(super) fn run(&mut self, graph: Graph, iterations: u64, rounds: u64) -> Result<Duration> {
-        let pattern = match graph.pattern {
-            Pattern::Trivial => 0,
-            Pattern::Stencil => 1,
-            Pattern::Fft => 2,
-            Pattern::Tree => 3,
-            Pattern::AllToAll => 4,
-        };
+        // The order of the patterns is the same in mpi.c.
+        let pattern = graph.pattern as u8;
         let told = self.input.as_mut().map_or(Ok(()), |input| {
             writeln!(input, "{pattern} {} {rounds} {iterations}", graph.rows)
         });

@@ -168,3 +168,59 @@ where
     let of = |from| p.broadcast_value(ProcessId(from as u32), mine.clone(), || Ok(mine.clone()));
     (0..processes).map(of).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::ValueEnum;
+    use mpmd_core::Simulation;
+
+    use super::super::graph::Pattern;
+
+    /// Runs `program` on three processes with two points each.
+    fn on_three(pattern: Pattern, program: impl Fn(&mut Program, Ours) -> Result<()> + Sync) {
+        let graph = Graph { pattern, width: 6, rows: 7 };
+        let results = Simulation::new(3, 3).run(|p| {
+            let ours = Ours::new(p, graph, 2, 32, 1)?;
+            program(p, ours)
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+    }
+
+    #[test]
+    fn every_graph_runs_issued_and_replayed() {
+        for pattern in Pattern::value_variants() {
+            on_three(*pattern, |p, ours| {
+                let step = ours.record(p)?;
+                ours.run(p, Some(&step), 3)?;
+                ours.run(p, None, 2)?;
+                // A second run counts its own tasks only.
+                ours.run(p, Some(&step), 1).map(drop)
+            });
+        }
+    }
+
+    #[test]
+    fn missing_task_is_an_error() {
+        on_three(Pattern::Fft, |p, mut ours| {
+            ours.graph.rows += 1;
+            let error = ours.run(p, None, 2).unwrap_err().to_string();
+            assert!(error.contains("28 tasks have run here, not 32"), "{error}");
+            Ok(())
+        });
+    }
+
+    #[test]
+    fn output_goes_only_to_other_devices_that_read_it() {
+        on_three(Pattern::Stencil, |p, ours| {
+            let devices = p.topology().device_ids().to_vec();
+            let readers = |node: &Node| node.readers.as_ref().map(|to| to.devices().to_vec());
+            let found: Vec<_> = ours.rows[0].iter().map(readers).collect();
+            let to = |device: usize| Some(vec![devices[device]]);
+            assert_eq!(found, [None, to(1), to(0), to(2), to(1), None]);
+            // Nothing reads the last row.
+            assert!(ours.rows[6].iter().all(|node| node.readers.is_none()));
+            Ok(())
+        });
+    }
+}

@@ -2,8 +2,8 @@
 
 /// The efficiency at which the task length is looked for.
 const THRESHOLD: f64 = 0.5;
-/// The largest number of iterations of a task: some milliseconds.
-const MOST: u64 = 1 << 18;
+/// The largest number of iterations of a task: about half a millisecond.
+const MOST: u64 = 1 << 16;
 
 /// One measurement of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -102,8 +102,8 @@ mod tests {
     fn ends_of_the_range_end_the_sweep() {
         let (found, asked) = swept(4, 0.0);
         assert_eq!((found.granularity, asked), (0.01, vec![4, 2, 1]));
-        let (found, asked) = swept(1 << 17, 1e9);
-        assert_eq!((found.granularity, asked), (f64::INFINITY, vec![1 << 17, 1 << 18]));
+        let (found, asked) = swept(1 << 15, 1e9);
+        assert_eq!((found.granularity, asked), (f64::INFINITY, vec![1 << 15, 1 << 16]));
     }
 
     #[test]

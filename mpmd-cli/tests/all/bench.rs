@@ -626,7 +626,8 @@ fn has_mpi() -> bool {
 
 #[test]
 fn metg_runs_every_graph_in_two_processes_and_over_mpi() {
-    let words = "metg --processes 2 --points 3 --steps 6 --repeats 1 --sample-ms 0.1 --json";
+    let words =
+        "metg --processes 2 --points 3 --steps 6 --repeats 1 --sample-ms 0.1 --runs 1 --json";
     let said = bench(&words.split(' ').collect::<Vec<_>>());
     let lines = lines(&said);
     let ways: &[&str] =
@@ -655,7 +656,7 @@ fn metg_runs_every_graph_in_two_processes_and_over_mpi() {
 #[test]
 fn metg_without_mpi_says_so_and_measures_the_rest() {
     let words = "metg --graph tree,fft --processes 1,2 --steps 3 --repeats 1 --sample-ms 0.1 \
-        --transport tcp";
+        --runs 1 --transport tcp";
     let mut command = command(&words.split(' ').collect::<Vec<_>>());
     command.env("PATH", env!("CARGO_TARGET_TMPDIR"));
     let output = run(command);
