@@ -24,30 +24,35 @@ pub(super) struct Found {
     pub(super) start: u64,
 }
 
-/// Halves the number of iterations of a task from `start` while the efficiency is at least a half.
-/// Doubles it before, if `start` is not enough. Interpolates between the last two measurements.
+/// Halves the number of iterations of a task from `start` until the efficiency was below a half
+/// twice in a row: once may be noise. Doubles it before, if `start` is not enough. Interpolates
+/// between the shortest efficient tasks and the next shorter ones.
 pub(super) fn sweep<E>(
     start: u64,
     mut measure: impl FnMut(u64) -> Result<Measured, E>,
 ) -> Result<Found, E> {
-    let mut iterations = start;
-    let mut above = measure(iterations)?;
+    let mut shortest = start;
+    let mut above = measure(shortest)?;
     while above.efficiency < THRESHOLD {
-        if iterations >= MOST {
+        if shortest >= MOST {
             return Ok(Found { granularity: f64::INFINITY, start: MOST });
         }
-        iterations *= 2;
-        above = measure(iterations)?;
+        shortest *= 2;
+        above = measure(shortest)?;
     }
-    while iterations > 1 {
-        let below = measure(iterations / 2)?;
-        if below.efficiency < THRESHOLD {
-            return Ok(Found { granularity: between(above, below), start: iterations * 2 });
-        }
-        above = below;
+    let (mut iterations, mut below) = (shortest, Vec::new());
+    while iterations > 1 && below.len() < 2 {
         iterations /= 2;
+        let measured = measure(iterations)?;
+        if measured.efficiency < THRESHOLD {
+            below.push(measured);
+        } else {
+            (above, shortest) = (measured, iterations);
+            below.clear();
+        }
     }
-    Ok(Found { granularity: above.granularity, start: 2 })
+    let granularity = below.first().map_or(above.granularity, |below| between(above, *below));
+    Ok(Found { granularity, start: shortest * 2 })
 }
 
 /// Interpolates the granularity at the threshold. Noise may make shorter tasks take longer; then it
@@ -92,10 +97,10 @@ mod tests {
     #[test]
     fn sweep_halves_and_starts_next_above_the_threshold() {
         let (found, asked) = swept(1024, 1.5);
-        assert_eq!(asked, [1024, 512, 256, 128]);
+        assert_eq!(asked, [1024, 512, 256, 128, 64]);
         assert_eq!(found.start, 512);
         let (_, asked) = swept(32, 1.5);
-        assert_eq!(asked, [32, 64, 128, 256, 128]);
+        assert_eq!(asked, [32, 64, 128, 256, 128, 64]);
     }
 
     #[test]
@@ -104,6 +109,19 @@ mod tests {
         assert_eq!((found.granularity, asked), (0.01, vec![4, 2, 1]));
         let (found, asked) = swept(1 << 15, 1e9);
         assert_eq!((found.granularity, asked), (f64::INFINITY, vec![1 << 15, 1 << 16]));
+    }
+
+    #[test]
+    fn one_slow_measurement_does_not_end_the_sweep() {
+        let mut asked = Vec::new();
+        let found = sweep(1024, |iterations| {
+            asked.push(iterations);
+            let work = 0.01 * iterations as f64;
+            let granularity = if iterations == 512 { 500.0 } else { work + 1.5 };
+            Ok::<_, Infallible>(Measured { granularity, efficiency: work / granularity })
+        });
+        assert_eq!(asked, [1024, 512, 256, 128, 64]);
+        assert!((2.9..3.3).contains(&found.unwrap().granularity), "{found:?}");
     }
 
     #[test]
