@@ -63,7 +63,9 @@ impl Graph {
                 let distances = self.width.next_power_of_two().ilog2().max(1) as usize;
                 let distance = 1 << (before % distances);
                 let near = self.near(point, distance);
-                near.into_iter().filter(|from| from.abs_diff(point) % distance == 0).collect()
+                near.into_iter()
+                    .filter(|from| from.abs_diff(point).is_multiple_of(distance))
+                    .collect()
             }
             Pattern::Tree => vec![point / 2],
             Pattern::AllToAll => (0..self.width).collect(),

@@ -96,7 +96,7 @@ impl Way {
 /// works as a process of one.
 pub(super) fn metg(args: &MetgArgs) -> Result<ExitCode> {
     ensure!(args.transport != Carrier::Inproc, "every process has its own device and its tasks");
-    ensure!(args.bytes.0 % 16 == 0, "--bytes is a multiple of 16, not {}", args.bytes);
+    ensure!(args.bytes.0.is_multiple_of(16), "--bytes is a multiple of 16, not {}", args.bytes);
     ensure!((0.01..=10_000.0).contains(&args.sample_ms), "a run of {} ms", args.sample_ms);
     if let Some(env) = JobEnv::from_env()? {
         let mut p = Program::builder().devices(env.processes).from_env()?;
