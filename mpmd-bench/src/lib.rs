@@ -11,6 +11,7 @@ mod issue;
 mod job;
 mod links;
 mod memcpy;
+mod metg;
 mod options;
 mod p2p;
 mod pipeline;
@@ -57,6 +58,9 @@ enum What {
     /// Training steps of jobs with more and more stages, as threads: the time per operation, which
     /// should stay constant.
     Stages(issue::StagesArgs),
+    /// METG: the length of tasks at which half of the machine's peak rate is kept, in the graphs of
+    /// Task Bench, beside the same graphs over Open MPI. `inf` if it is not found.
+    Metg(metg::MetgArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
 }
@@ -79,6 +83,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),
         What::Stages(args) => issue::stages(args),
+        What::Metg(args) => metg::metg(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -627,3 +627,105 @@ fn stages_are_measured_per_operation() {
     }
     assert_eq!((&lines[1]["median"], &lines[5]["median"]), (&1.0.into(), &1.0.into()), "{said}");
 }
+
+/// The program that `mpmd bench metg` runs over MPI.
+const MPI_PROGRAM: &str = include_str!("../../../mpmd-bench/src/metg/mpi.c");
+
+/// True if Open MPI is installed with its compiler. If not, prints that the test is skipped.
+fn has_mpi() -> bool {
+    let answers = |program: &str| {
+        Command::new(program).arg("--version").output().is_ok_and(|said| said.status.success())
+    };
+    let has = answers("mpicc") && answers("mpirun");
+    if !has {
+        println!("skipped: no mpicc or no mpirun; Debian has them in the package libopenmpi-dev");
+    }
+    has
+}
+
+#[test]
+fn metg_runs_every_graph_in_two_processes_and_over_mpi() {
+    let words =
+        "metg --processes 2 --points 3 --steps 6 --repeats 1 --sample-ms 0.1 --runs 1 --json";
+    let said = bench(&words.split(' ').collect::<Vec<_>>());
+    let lines = lines(&said);
+    let ways: &[&str] =
+        if has_mpi() { &["replayed", "issued", "MPI"] } else { &["replayed", "issued"] };
+    let mut expected = Vec::new();
+    for of in ["16384 iterations", "trivial", "stencil", "fft", "tree", "all-to-all"] {
+        let name = if of == "16384 iterations" { "task" } else { "metg" };
+        expected.extend(ways.iter().map(|way| (name, format!("{of}, 2 processes, {way}"))));
+    }
+    let found: Vec<_> = lines
+        .iter()
+        .map(|line| {
+            (line["name"].as_str().unwrap(), line["parameters"].as_str().unwrap().to_owned())
+        })
+        .collect();
+    assert_eq!(found, expected);
+    for line in &lines {
+        // On a busy machine no task may be long enough, which JSON has no number for.
+        let median = &line["median"];
+        assert!(median.is_null() || median.as_f64() > Some(0.0), "{line}");
+        let compares = ways.contains(&"MPI") && !line["parameters"].to_string().contains("MPI");
+        assert_eq!(line.get("of_mpi").is_some(), compares, "{line}");
+    }
+}
+
+#[test]
+fn metg_without_mpi_says_so_and_measures_the_rest() {
+    let words = "metg --graph tree,fft --processes 1,2 --steps 3 --repeats 1 --sample-ms 0.1 \
+        --runs 1 --transport tcp";
+    let mut command = command(&words.split(' ').collect::<Vec<_>>());
+    command.env("PATH", env!("CARGO_TARGET_TMPDIR"));
+    let output = run(command);
+    let (said, complained) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{said}{complained}");
+    let absent = "MPI is not measured: there is no mpicc";
+    assert_eq!(complained.matches(absent).count(), 2, "{complained}");
+    for graph in ["tree", "fft"] {
+        for processes in [1, 2] {
+            let line = format!("{graph}, {processes} processes, replayed");
+            assert!(said.contains(&line), "{said}");
+        }
+    }
+    assert!(!said.contains("MPI"), "{said}");
+}
+
+#[test]
+fn mpi_program_refuses_a_wrong_input() {
+    if !has_mpi() {
+        return;
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("mpi-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let (source, program) = (folder.join("wrong.c"), folder.join("wrong"));
+    // Every point but the first writes another step than its own.
+    let wrong = MPI_PROGRAM.replace("output[word] = step;", "output[word] = step + task->point;");
+    assert_ne!(wrong, MPI_PROGRAM);
+    std::fs::write(&source, wrong).expect("a file");
+    let mut compile = Command::new("mpicc");
+    compile.args(["-std=gnu11", "-o"]).args([&program, &source]);
+    assert!(run(compile).status.success());
+    let mut started = Command::new("sh");
+    let script =
+        "echo 1 5 1 1 | timeout 60 mpirun --oversubscribe --allow-run-as-root -n 2 \"$0\" 2 32";
+    started.args(["-c", script]).arg(&program).stdin(Stdio::null());
+    let output = run(started);
+    std::fs::remove_dir_all(&folder).expect("it was made");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
+    assert!(said.contains("an input is (1, 1), not (0, 1)"), "{said}");
+}
+
+#[test]
+fn invalid_metg_arguments_are_refused() {
+    let said = complaint(&["metg", "--bytes", "24"]);
+    assert!(said.contains("--bytes is a multiple of 16, not 24"), "{said}");
+    let said = complaint(&["metg", "--transport", "inproc"]);
+    assert!(said.contains("every process has its own device"), "{said}");
+    assert!(complaint(&["metg", "--sample-ms", "nan"]).contains("a run of NaN ms"));
+    assert!(complaint(&["metg", "--processes", "0"]).contains("1..=256"));
+    assert!(complaint(&["metg", "--graph", "ring"]).contains("all-to-all"));
+}
