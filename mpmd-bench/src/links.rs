@@ -168,7 +168,7 @@ fn say(args: &LinksArgs, measured: &[Measured]) -> Result<()> {
         std::fs::write(path, format!("{text}\n"))
             .with_context(|| format!("writing {}", path.display()))?;
     }
-    let memcpy = memcpy::plain(LARGE, args.repeats as usize);
+    let memcpy = memcpy::plain(LARGE, 1, args.repeats as usize);
     if args.json {
         let mut cases: Vec<Case> =
             measured.iter().flat_map(|measured| measured.cases(&memcpy)).collect();

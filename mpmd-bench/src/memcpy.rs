@@ -47,13 +47,10 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     let mut cases = Vec::new();
     for size in args.sizes.iter().copied() {
         for threads in args.threads.iter().copied() {
-            for (target, name) in [(Target::Warm, "warm"), (Target::Fresh, "fresh")] {
+            for target in [Target::Warm, Target::Fresh] {
                 // The remainder of the division is not copied.
                 let bytes = size.0 / threads * threads;
-                let parameters = format!(
-                    "{size}, {name}, {threads} {}",
-                    if threads == 1 { "thread" } else { "threads" }
-                );
+                let parameters = parameters(size.0, threads, target);
                 let times = times(bytes, threads, target, args.options.repeats.max(1));
                 cases.push(Case::bandwidth("memcpy", parameters, bytes, times));
             }
@@ -63,11 +60,20 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     Ok(())
 }
 
-/// Measures copies of `bytes` bytes by one thread into warm memory, as a reference for moves of as
-/// many bytes.
-pub(super) fn plain(bytes: usize, repeats: usize) -> Case {
-    let parameters = format!("{}, warm, 1 thread", Size(bytes));
-    Case::bandwidth("memcpy", parameters, bytes, times(bytes, 1, Target::Warm, repeats))
+/// Measures copies of `bytes` bytes by `threads` threads into warm memory, as a reference for moves
+/// of as many bytes.
+pub(super) fn plain(bytes: usize, threads: usize, repeats: usize) -> Case {
+    let parameters = parameters(bytes, threads, Target::Warm);
+    Case::bandwidth("memcpy", parameters, bytes, times(bytes, threads, Target::Warm, repeats))
+}
+
+fn parameters(bytes: usize, threads: usize, target: Target) -> String {
+    let target = match target {
+        Target::Warm => "warm",
+        Target::Fresh => "fresh",
+    };
+    let plural = if threads == 1 { "" } else { "s" };
+    format!("{}, {target}, {threads} thread{plural}", Size(bytes))
 }
 
 /// Returns the mean time of one copy of `bytes` bytes in each sample. `threads` threads each copy

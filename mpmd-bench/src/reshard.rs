@@ -1,5 +1,5 @@
-//! Measures resharding from four devices to four, in one process and over several, beside a plain
-//! copy of as many bytes.
+//! Measures resharding from four devices to four, in one process and over several, beside plain
+//! copies of as many bytes.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use mpmd_layout::topology::{DeviceKind, Mesh};
 use crate::case::{Case, show};
 use crate::host;
 use crate::job::run_as_job;
+use crate::memcpy;
 use crate::options::{DeviceOption, Options};
 
 /// Devices of the job: four that have the array, and four others.
@@ -88,6 +89,7 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
     let (here, there) = (p.mesh_of(&[("x", 4)], &even)?, p.mesh_of(&[("x", 4)], &odd)?);
     let mut cases = Vec::new();
     for mib in args.mib.iter().copied() {
+        let bytes = mib << 20;
         let rows = here.sharding(spec!["x"]);
         let columns = here.sharding(spec![None, "x"]);
         for (name, to, copies) in [
@@ -95,22 +97,21 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
             ("to other devices", there.sharding(spec!["x"]), 1),
             ("replicate", here.replicated(), 4),
         ] {
-            let bytes = mib << 20;
-            let times = put(p, args, bytes, &rows, &to)?;
+            let [times, plain] = put(p, args, bytes, &rows, &to)?;
             let parameters = format!("{mib} MiB, {} processes", p.processes());
             if p.process().0 == 0 {
-                let memcpy = memcpy(args, bytes);
-                cases
-                    .push(Case::bandwidth(name, parameters, bytes * copies, times).beside(&memcpy));
-                cases.push(memcpy);
+                let moved = Case::bandwidth(name, parameters, bytes * copies, times);
+                cases.extend(beside(moved, bytes, plain));
             }
-            // The other processes wait here, so that the copy has the machine to itself.
-            meet(p, &here)?;
         }
-        if p.process().0 == 0 && p.processes() == 1 {
-            let memcpy = memcpy(args, mib << 20);
-            cases.push(copies(args, mib << 20, &here)?.beside(&memcpy));
+        if p.process().0 == 0 {
+            if p.processes() == 1 {
+                cases.extend(copies(args, bytes, &here)?);
+            }
+            cases.extend(by_all_cores(args, bytes));
         }
+        // The other processes wait here, so that these copies have the machine to themselves.
+        meet(p, &here)?;
     }
     if args.on.device == DeviceKind::Cuda && p.processes() == 1 {
         let repeats = args.options.repeats.clamp(1, 10);
@@ -132,21 +133,21 @@ fn shape(bytes: usize) -> [usize; 2] {
     [rows, bytes / 4 / rows]
 }
 
-/// Returns the mean length of a `device_put`, including allocation, in each sample. It ends when
-/// the array is on every device.
+/// Returns (the mean length of a `device_put`, that of a plain copy) in each sample. The first
+/// includes allocation, and ends when the array is on every device.
 fn put(
     p: &mut Program,
     args: &ReshardArgs,
     bytes: usize,
     from: &Sharding,
     to: &Sharding,
-) -> mpmd_core::Result<Vec<Duration>> {
-    let rounds = (SAMPLE_BYTES / bytes).max(1);
+) -> mpmd_core::Result<[Vec<Duration>; 2]> {
     let mesh = from.mesh().expect("a named sharding").clone();
     let x = p.array_from_fn(f32s(shape(bytes)), from, |_, mut view| Ok(view.fill(1.0f32)?))?;
     x.block_until_ready()?;
-    let mut times = Vec::new();
-    for repeat in 0..=args.options.repeats.min(10) {
+    let measures = p.process().0 == 0;
+    in_turns(args, bytes, measures, |rounds| {
+        // The other processes wait here while process 0 copies.
         meet(p, &mesh)?;
         let start = Instant::now();
         for _ in 0..rounds {
@@ -155,11 +156,8 @@ fn put(
             y.block_until_ready()?;
         }
         meet(p, &mesh)?;
-        if repeat > 0 {
-            times.push(start.elapsed() / rounds as u32);
-        }
-    }
-    Ok(times)
+        Ok(start.elapsed())
+    })
 }
 
 /// Blocks until every process has called this.
@@ -172,20 +170,9 @@ fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
 }
 
-/// Measures plain copies of `bytes` bytes by one thread, on this process.
-fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
-    let source = vec![7u8; bytes];
-    let mut target = vec![0u8; bytes];
-    let times = sampled(args, bytes, || {
-        target.copy_from_slice(&source);
-        std::hint::black_box(&mut target);
-    });
-    Case::bandwidth("memcpy", format!("{} MiB", bytes >> 20), bytes, times)
-}
-
 /// Measures one thread's copies of a matrix of `bytes` bytes from rows to columns, without the
-/// framework.
-fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Case> {
+/// framework, beside plain copies.
+fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[Case; 2]> {
     let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
     let (rows, columns) =
         (layout(mesh.sharding(spec!["x"]))?, layout(mesh.sharding(spec![None, "x"]))?);
@@ -193,7 +180,7 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Ca
         layout.regions().iter().map(|region| vec![1; region.elements() * 4]).collect()
     };
     let (sources, mut targets) = (buffers(&rows), buffers(&columns));
-    let times = sampled(args, bytes, || {
+    let mut copy = || {
         for (to, target) in columns.regions().iter().zip(&mut targets) {
             for (from, source) in rows.regions().iter().zip(&sources) {
                 if let Some(piece) = from.intersect(to) {
@@ -202,23 +189,53 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Ca
             }
         }
         std::hint::black_box(&mut targets);
-    });
-    Ok(Case::bandwidth(
-        "copy_region",
-        format!("{} MiB, rows to columns", bytes >> 20),
-        bytes,
-        times,
-    ))
-}
-
-/// Runs `copy`, which copies `bytes` bytes, many times. Returns its mean time in each sample,
-/// without the first sample.
-fn sampled(args: &ReshardArgs, bytes: usize, mut copy: impl FnMut()) -> Vec<Duration> {
-    let rounds = (SAMPLE_BYTES / bytes).max(1);
-    let sample = |_| {
+    };
+    let [times, plain] = in_turns(args, bytes, true, |rounds| {
         let start = Instant::now();
         (0..rounds).for_each(|_| copy());
-        start.elapsed() / rounds as u32
-    };
-    (0..=args.options.repeats.min(10)).map(sample).skip(1).collect()
+        Ok(start.elapsed())
+    })?;
+    let parameters = format!("{} MiB, rows to columns", bytes >> 20);
+    let copied = Case::bandwidth("copy_region", parameters, bytes, times);
+    Ok(beside(copied, bytes, plain))
+}
+
+/// Takes samples of moves of `bytes` bytes, in turns with samples of plain copies by one thread.
+/// So both see the same load of the machine. `moves` makes the given number of moves and returns
+/// their time. Copies nothing if `measures` is false. Returns the mean time of (a move, a
+/// copy) in each sample, without the first sample.
+fn in_turns(
+    args: &ReshardArgs,
+    bytes: usize,
+    measures: bool,
+    mut moves: impl FnMut(usize) -> mpmd_core::Result<Duration>,
+) -> mpmd_core::Result<[Vec<Duration>; 2]> {
+    let rounds = (SAMPLE_BYTES / bytes).max(1);
+    let copied = if measures { bytes } else { 0 };
+    let (source, mut target) = (vec![7u8; copied], vec![0u8; copied]);
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..=args.options.repeats.min(10) {
+        times[0].push(moves(rounds)? / rounds as u32);
+        let start = Instant::now();
+        for _ in 0..rounds {
+            target.copy_from_slice(std::hint::black_box(&source));
+            std::hint::black_box(&mut target);
+        }
+        times[1].push(start.elapsed() / rounds as u32);
+    }
+    Ok(times.map(|times| times.into_iter().skip(1).collect()))
+}
+
+/// Returns `moved` with its ratio to plain copies of `bytes` bytes by one thread, and these copies.
+fn beside(moved: Case, bytes: usize, plain: Vec<Duration>) -> [Case; 2] {
+    let plain = Case::bandwidth("memcpy", format!("{} MiB, 1 thread", bytes >> 20), bytes, plain);
+    [moved.beside(&plain), plain]
+}
+
+/// Measures plain copies by as many threads as the devices can use. `None` on a machine with one
+/// core.
+fn by_all_cores(args: &ReshardArgs, bytes: usize) -> Option<Case> {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let threads = cores.min(DEVICES / 2);
+    (threads > 1).then(|| memcpy::plain(bytes, threads, args.options.repeats.clamp(1, 10)))
 }

@@ -6,7 +6,9 @@
 
 use std::ops::Range;
 
-use crate::device::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, StreamingStores};
+use crate::device::cpu::stream::{
+    AHEAD, SHORTEST_RUN, SMALLEST_PIECE, STREAM_BYTES, StreamingStores,
+};
 use mpmd_layout::region::Region;
 
 /// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds
@@ -27,21 +29,51 @@ pub fn copy_region(
     piece: &Region,
     item_bytes: usize,
 ) {
+    let written = dst.len();
+    copy_part(src, src_region, dst, dst_region, piece, item_bytes, written);
+}
+
+/// Copies the elements of `piece`, as [`copy_region`] does. `written` is the number of bytes that
+/// this and other copies write at about the same time: if they do not stay in the caches, the copy
+/// bypasses these.
+///
+/// # Panics
+///
+/// If a buffer's length is not that of its region, or `piece` is not within both regions.
+pub(crate) fn copy_part(
+    src: &[u8],
+    src_region: &Region,
+    dst: &mut [u8],
+    dst_region: &Region,
+    piece: &Region,
+    item_bytes: usize,
+    written: usize,
+) {
     let lengths = (src.len(), dst.len());
     let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else {
         return;
     };
+    let run = loops.run;
+    if run >= SHORTEST_RUN
+        && written >= STREAM_BYTES
+        && piece.elements() * item_bytes >= SMALLEST_PIECE
+        && let Some(mut stream) = StreamingStores::new()
+    {
+        // The distance from a run to the one that is fetched while it is copied.
+        let step = loops.dims.last().map_or(run, |inner| inner.src_step);
+        let ahead = step * (AHEAD / 2 / run).max(1);
+        return loops.each(|s, d| {
+            let next = &src[(s + ahead).min(src.len())..];
+            stream.copy(&mut dst[d..d + run], &src[s..s + run], next);
+        });
+    }
     // Copies of a few bytes are much faster if the compiler knows their size.
-    match loops.run {
+    match run {
         1 => loops.each(|s, d| dst[d] = src[s]),
         2 => loops.each(|s, d| fixed::<2>(src, dst, s, d)),
         4 => loops.each(|s, d| fixed::<4>(src, dst, s, d)),
         8 => loops.each(|s, d| fixed::<8>(src, dst, s, d)),
         16 => loops.each(|s, d| fixed::<16>(src, dst, s, d)),
-        run if run >= SHORTEST_RUN && piece.elements() * item_bytes >= STREAM_BYTES => {
-            let mut stream = StreamingStores::new();
-            loops.each(|s, d| stream.copy(&mut dst[d..d + run], &src[s..s + run]));
-        }
         run => loops.each(|s, d| dst[d..d + run].copy_from_slice(&src[s..s + run])),
     }
 }
@@ -299,7 +331,7 @@ pub(crate) mod tests {
     #[test]
     fn pieces_larger_than_caches_are_copied() {
         // Columns of an odd width, so that runs start at any alignment.
-        let (from, to) = (region([(0, 3000), (0, 1001)]), region([(0, 3000), (100, 1001)]));
+        let (from, to) = (region([(0, 5000), (0, 1001)]), region([(0, 5000), (100, 1001)]));
         let src: Vec<u8> = (0..from.elements()).map(|i| (i % 251) as u8).collect();
         let mut found = vec![255; to.elements()];
         assert!(to.elements() > STREAM_BYTES);

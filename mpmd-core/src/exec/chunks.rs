@@ -17,7 +17,7 @@ use super::transfer::Transfer;
 use super::{OpGuard, Runtime};
 use mpmd_layout::region::Region;
 
-/// Host values up to this many bytes are copied by the program thread itself: queueing would cost
+/// Pieces up to this many bytes are packed by the thread that brings them: queueing would cost
 /// more.
 pub(crate) const COPY_INLINE: usize = 64 << 10;
 

@@ -7,6 +7,7 @@ use mpmd_ids::ProcessId;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
+use super::chunks::COPY_INLINE;
 use super::transfer::Transfer;
 use super::{AsyncBuffer, OpGuard, Outcome, Runtime};
 use crate::device::copy::copy_region;
@@ -98,8 +99,9 @@ impl Send {
         }
     }
 
-    /// Packs the region into a staging buffer, on a copy worker or by the device that has it. Then
-    /// offers it to these peers, or tells them of the failure. Does not block.
+    /// Packs the region into a staging buffer: a few bytes on this thread, others on a copy worker
+    /// or by the device that has them. Then offers it to these peers, or tells them of the failure.
+    /// Does not block.
     ///
     /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
     /// be over.
@@ -112,12 +114,14 @@ impl Send {
     ) {
         let runtime = runtime.clone();
         if bytes.device().is_none() {
-            return runtime.clone().move_data(Box::new(move || {
+            let (here, is_small) = (runtime.clone(), self.transfer.bytes <= COPY_INLINE);
+            let pack = move || {
                 let packed = self.pack(&runtime, &bytes);
                 // Dropped before the operation can end: threads that wait for memory check it then.
                 drop(bytes);
                 self.offer_packed(&runtime, &peers, packed);
-            }));
+            };
+            return if is_small { pack() } else { here.move_data(Box::new(pack)) };
         }
         let transfer = self.transfer.clone();
         let Transfer { region, holds, .. } = &*transfer;

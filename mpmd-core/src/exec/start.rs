@@ -4,7 +4,8 @@
 //! threads:
 //!
 //! - one thread for each device: kernels, strictly in the order of their operations;
-//! - the *copy workers*: copies between buffers, packing and unpacking of pieces;
+//! - the *copy workers*: copies between buffers, packing and unpacking of pieces, unless they are
+//!   small;
 //! - the transport's threads: incoming messages, which go to the [router](mpmd_transport::router);
 //! - the *ticker*: heartbeats, probes, hang reports;
 //! - *callbacks*: user closures that wait for arrays.

@@ -85,7 +85,7 @@ impl Queue {
         // Sequentially consistent with the accesses in `rest`: either the engine sees the command
         // before it sleeps, or this thread sees that it is asleep.
         self.some.store(true, Ordering::SeqCst);
-        if self.asleep.swap(false, Ordering::SeqCst) {
+        if self.asleep.load(Ordering::SeqCst) && self.asleep.swap(false, Ordering::SeqCst) {
             self.signal.wake();
         }
         Ok(())

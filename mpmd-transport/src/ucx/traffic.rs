@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::engine::{Engine, id};
 use super::queue::Waiting;
 use super::result::{UcxError, Way};
-use super::safe::{Body, Held, OpId};
+use super::safe::{Body, Held, OpId, Sent};
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
@@ -105,7 +105,12 @@ impl Engine {
     ) {
         let endpoint = self.peers[to.index()].endpoint;
         match endpoint.and_then(|endpoint| self.worker.send(endpoint, id, header, payload, way)) {
-            Some(op) => {
+            Some(Sent::Gone) => {
+                if let Some(ticket) = ticket {
+                    self.done(ticket, Ok(()));
+                }
+            }
+            Some(Sent::UnderWay(op)) => {
                 self.peers[to.index()].sending += 1;
                 self.note(op, Operation::Send { to, ticket });
             }

@@ -3,37 +3,56 @@
 //! An ordinary store first reads the cache line that it writes. For gigabytes of data this adds
 //! half as much traffic to the memory bus, which is the limit. Streaming stores avoid the read.
 //! They pay only if the written data is too large to stay in the caches anyway.
+//!
+//! The hardware fetches ahead only within a page of the source, so the beginning of each short run
+//! would be waited for. These copies fetch the bytes ahead themselves.
 
-/// The total size in bytes of a copy from which streaming stores are faster. More than the part of
-/// the second-level cache that would survive until the data is read.
-pub(crate) const STREAM_BYTES: usize = 2 << 20;
+/// The size in bytes of a destination from which streaming stores are faster. It does not fit into
+/// a second-level cache, and usually has siblings that are written at the same time.
+pub(crate) const STREAM_BYTES: usize = 4 << 20;
+
+/// The smallest piece in bytes that is worth a fence.
+pub(crate) const SMALLEST_PIECE: usize = 64 << 10;
 
 /// The shortest run in bytes that gains from streaming stores: unaligned ends are copied normally.
 pub(crate) const SHORTEST_RUN: usize = 256;
 
-/// A series of streaming copies. Other threads may read the written data only after this is
-/// dropped, which issues the fence.
+/// The distance in bytes between a load and the line that is fetched meanwhile.
+pub(crate) const AHEAD: usize = 4 << 10;
+
+/// A series of streaming copies, on a processor that has such stores. Other threads may read the
+/// written data only after this is dropped, which issues the fence.
 #[derive(Debug)]
 pub(crate) struct StreamingStores(());
 
 impl StreamingStores {
-    /// Begins a series of copies.
-    pub(crate) fn new() -> Self {
-        Self(())
+    /// Begins a series of copies. Returns `None` if the processor has no streaming stores.
+    pub(crate) fn new() -> Option<Self> {
+        #[cfg(target_arch = "x86_64")]
+        let has = is_x86_feature_detected!("avx");
+        #[cfg(not(target_arch = "x86_64"))]
+        let has = false;
+        has.then_some(Self(()))
     }
 
-    /// Copies `src` to `dst`, on x86_64 with streaming stores except at unaligned ends.
+    /// Copies `src` to `dst`, with streaming stores except at unaligned ends. Fetches the bytes
+    /// `AHEAD` further on meanwhile; after the last one of `src` those are the first of `next`.
     ///
     /// # Panics
     ///
-    /// If the lengths differ.
-    #[inline]
-    pub(crate) fn copy(&mut self, dst: &mut [u8], src: &[u8]) {
+    /// If the lengths of `dst` and `src` differ.
+    pub(crate) fn copy(&mut self, dst: &mut [u8], src: &[u8], next: &[u8]) {
         assert_eq!(dst.len(), src.len(), "a copy has two sides of one length");
         #[cfg(target_arch = "x86_64")]
-        x86::copy(dst, src);
+        // SAFETY: `new` found AVX on this processor, or there would be no `self`.
+        unsafe {
+            x86::copy(dst, src, next)
+        };
         #[cfg(not(target_arch = "x86_64"))]
-        dst.copy_from_slice(src);
+        {
+            let _ = next;
+            dst.copy_from_slice(src);
+        }
     }
 }
 
@@ -46,39 +65,47 @@ impl Drop for StreamingStores {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    use std::arch::x86_64::{
+        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,
+    };
 
-    /// The size in bytes of one store, and the alignment of its address.
-    const LANE: usize = size_of::<__m128i>();
+    use super::AHEAD;
 
-    /// The number of stores per cache line. They follow each other, so that the line is written as
-    /// a whole.
-    const LANES: usize = 4;
+    /// The size in bytes of a cache line: two stores, which follow each other, so that the line is
+    /// written as a whole.
+    const LINE: usize = 2 * size_of::<__m256i>();
 
-    pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
-        let head = dst.as_ptr().align_offset(LANE * LANES).min(dst.len());
+    #[target_feature(enable = "avx")]
+    pub(super) fn copy(dst: &mut [u8], src: &[u8], next: &[u8]) {
+        let head = dst.as_ptr().align_offset(LINE).min(dst.len());
         let (first, dst) = dst.split_at_mut(head);
         let (begin, src) = src.split_at(head);
         first.copy_from_slice(begin);
-        let whole = dst.len() / (LANE * LANES) * (LANE * LANES);
+        let whole = dst.len() / LINE * LINE;
         let (dst, last) = dst.split_at_mut(whole);
         let (src, end) = src.split_at(whole);
         last.copy_from_slice(end);
-        for (to, from) in dst.chunks_exact_mut(LANE * LANES).zip(src.chunks_exact(LANE * LANES)) {
-            let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
-            // SAFETY: both chunks are LANES lanes long, so every lane of the loads and stores lies
-            // in them. Loads take any address. `to` is aligned to a lane, because `head` bytes were
-            // left out for that and a chunk is a whole number of lanes. The borrows keep others
-            // from the memory. SSE2 is part of every x86_64.
+        // Bytes for which the line that is fetched lies in `src` too.
+        let own = src.len().saturating_sub(AHEAD);
+        let lines = dst.chunks_exact_mut(LINE).zip(src.chunks_exact(LINE)).enumerate();
+        for (line, (to, from)) in lines {
+            let at = line * LINE;
+            let soon = match at.checked_sub(own) {
+                None => from.as_ptr().wrapping_add(AHEAD),
+                Some(past) => next.as_ptr().wrapping_add(past),
+            };
+            let (to, from) = (to.as_mut_ptr().cast::<__m256i>(), from.as_ptr().cast::<__m256i>());
+            // SAFETY: both chunks are two vectors long, so both loads and both stores lie in them.
+            // Loads take any address. `to` is aligned to a line, because `head` bytes were left out
+            // for that and each chunk is a line long. The borrows keep others from the memory. A
+            // prefetch may name any address: it accesses no memory that the program could observe,
+            // and does not fault.
             unsafe {
-                let a = _mm_loadu_si128(from);
-                let b = _mm_loadu_si128(from.add(1));
-                let c = _mm_loadu_si128(from.add(2));
-                let d = _mm_loadu_si128(from.add(3));
-                _mm_stream_si128(to, a);
-                _mm_stream_si128(to.add(1), b);
-                _mm_stream_si128(to.add(2), c);
-                _mm_stream_si128(to.add(3), d);
+                _mm_prefetch::<_MM_HINT_T0>(soon.cast());
+                let a = _mm256_loadu_si256(from);
+                let b = _mm256_loadu_si256(from.add(1));
+                _mm256_stream_si256(to, a);
+                _mm256_stream_si256(to.add(1), b);
             }
         }
     }
@@ -99,8 +126,8 @@ mod tests {
         for offset in 0..70 {
             for length in [0, 1, 15, 16, 63, 64, 65, 127, 128, 400, 500] {
                 let mut dst = vec![0xee; 700];
-                let mut stream = StreamingStores::new();
-                stream.copy(&mut dst[offset..offset + length], &src[3..3 + length]);
+                let Some(mut stream) = StreamingStores::new() else { return };
+                stream.copy(&mut dst[offset..offset + length], &src[3..3 + length], &src[600..]);
                 drop(stream);
                 assert_eq!(dst[offset..offset + length], src[3..3 + length]);
                 assert!(
@@ -111,8 +138,18 @@ mod tests {
     }
 
     #[test]
+    fn runs_longer_than_the_distance_ahead_arrive() {
+        let src: Vec<u8> = (0..3 * AHEAD).map(|i| (i % 251) as u8).collect();
+        let mut dst = vec![0; src.len()];
+        let Some(mut stream) = StreamingStores::new() else { return };
+        stream.copy(&mut dst, &src, &[]);
+        drop(stream);
+        assert_eq!(dst, src);
+    }
+
+    #[test]
     #[should_panic(expected = "one length")]
     fn different_lengths_panic() {
-        StreamingStores::new().copy(&mut [0; 3], &[0; 4]);
+        StreamingStores(()).copy(&mut [0; 3], &[0; 4], &[]);
     }
 }

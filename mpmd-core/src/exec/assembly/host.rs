@@ -1,5 +1,6 @@
 //! A shard in host memory that is assembled from pieces.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::mem::replace;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use crate::device::{
-    copy::{contiguous_bytes, copy_region},
+    copy::{contiguous_bytes, copy_part, copy_region},
     sum::add_region,
 };
 use crate::exec::async_buffer::Resolver;
@@ -22,6 +23,9 @@ use mpmd_layout::region::Region;
 
 /// A shard in host memory that is assembled from pieces. It is complete when all its pieces are in
 /// place.
+///
+/// Pieces of small moves are copied by the thread that brings them. For larger moves copy workers
+/// do so.
 ///
 /// If every piece is contiguous in the shard, each is a part that is written separately. Several
 /// parts are written at the same time, and the transport reads directly into them. Otherwise one
@@ -38,7 +42,31 @@ pub(crate) struct HostAssembly {
     dtype: DType,
     /// True if every piece is a separate part.
     in_parts: bool,
+    /// True if the whole move is small on this process.
+    is_small: bool,
     state: Mutex<State>,
+}
+
+thread_local! {
+    /// True while this thread copies a piece of a small move. The end of the shard may start the
+    /// next of a chain of moves; a copy worker goes on then, so that the calls do not nest.
+    static COPYING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks this thread as one that copies a piece of a small move, until it is dropped.
+struct Copying(());
+
+impl Copying {
+    /// Returns `None` if this thread is marked already.
+    fn begin() -> Option<Self> {
+        (!COPYING.replace(true)).then_some(Self(()))
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        COPYING.set(false);
+    }
 }
 
 struct State {
@@ -82,7 +110,9 @@ struct Piece {
 
 impl HostAssembly {
     /// Creates a shard of `region`. `missing` is the number of pieces by partial sum. `in_parts` is
-    /// true if each piece is a separate part of the memory.
+    /// true if each piece is a separate part of the memory. `is_small` is true if the threads that
+    /// bring pieces copy them: the copies of the whole move take less time than waking a copy
+    /// worker.
     #[expect(
         clippy::too_many_arguments,
         reason = "one call site; the parts have no life of their own"
@@ -94,6 +124,7 @@ impl HostAssembly {
         dtype: DType,
         missing: Vec<usize>,
         in_parts: bool,
+        is_small: bool,
         reservation: Reservation,
         resolver: Resolver,
         guard: OpGuard,
@@ -101,7 +132,8 @@ impl HostAssembly {
         let open =
             Open { resolver, memory: Memory::Reserved(reservation), missing, term: 0, guard };
         let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
-        Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
+        let state = Mutex::new(state);
+        Arc::new(Self { process, op, region, dtype, in_parts, is_small, state })
     }
 
     /// Returns the number of the operation that makes the shard.
@@ -158,7 +190,8 @@ impl HostAssembly {
         self.dtype != DType::Bool || !bytes.is_lent()
     }
 
-    /// Queues the copy of a piece to its place on a copy worker. Does not block.
+    /// Copies a piece to its place: on this thread if the move is small, else on a copy worker.
+    /// Does not block.
     pub(in crate::exec) fn place(
         self: &Arc<Self>,
         runtime: &Runtime,
@@ -174,23 +207,13 @@ impl HostAssembly {
                 drop(guard);
             }));
         } else if self.queue(transfer, bytes, guard) {
-            let assembly = self.clone();
-            runtime.move_data(Box::new(move || assembly.work()));
-        }
-    }
-
-    /// Copies a piece to its place on the calling thread. If a copy worker works on the shard,
-    /// leaves the piece to it.
-    pub(in crate::exec) fn place_now(
-        &self,
-        transfer: &Arc<Transfer>,
-        bytes: SharedBuffer,
-        guard: &OpGuard,
-    ) {
-        if self.in_parts {
-            self.copy_part(transfer, &bytes);
-        } else if self.queue(transfer, bytes, guard) {
-            self.work();
+            match Copying::begin().filter(|_| self.is_small) {
+                Some(_copying) => self.work(),
+                None => {
+                    let assembly = self.clone();
+                    runtime.move_data(Box::new(move || assembly.work()));
+                }
+            }
         }
     }
 
@@ -238,7 +261,8 @@ impl HostAssembly {
     fn copy_part(&self, transfer: &Transfer, bytes: &[u8]) {
         let Some(mut part) = self.take_part(&transfer.region) else { return };
         let Transfer { region, holds, .. } = transfer;
-        copy_region(bytes, holds, &mut part, region, region, self.dtype.size());
+        let (item, written) = (self.dtype.size(), self.region.elements() * self.dtype.size());
+        copy_part(bytes, holds, &mut part, region, region, item, written);
         self.give_back(part);
     }
 

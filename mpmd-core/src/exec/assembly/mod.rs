@@ -105,7 +105,8 @@ impl Assembly {
         }
     }
 
-    /// Starts the copy of a piece to its place, by a copy worker or the device. Does not block.
+    /// Starts the copy of a piece to its place, by a copy worker or the device. In host memory,
+    /// copies the pieces of small moves on this thread. Does not block.
     ///
     /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
     /// be over.
@@ -123,15 +124,6 @@ impl Assembly {
                 shard.place(runtime, transfer, bytes, guard)
             }
             Self::Host(shard) => shard.read(runtime, transfer, &bytes, source, guard),
-        }
-    }
-
-    /// Copies a piece of a few bytes in host memory to its place, into host memory on this thread.
-    /// If a copy worker works on the shard, leaves the piece to it. A CUDA device copies later.
-    pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
-        match self {
-            Self::Device(shard) => shard.place(transfer, bytes, None, guard),
-            Self::Host(shard) => shard.place_now(transfer, bytes, guard),
         }
     }
 }

@@ -30,6 +30,11 @@ use mpmd_layout::reshard::{self, ReshardError};
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
 
+/// A move that copies at most this many bytes on a process is small: the threads that bring its
+/// pieces copy them, because waking a copy worker would take longer. Larger shards are written by
+/// several copy workers at once.
+const SMALL: usize = 1 << 20;
+
 /// One process's part in moving arrays of one shape from one sharding to another.
 pub(crate) struct PutPlan {
     pub(crate) made: Arc<Made>,
@@ -42,6 +47,8 @@ pub(crate) struct PutPlan {
     sends: usize,
     /// Bytes of new memory that this process may need.
     bytes: u64,
+    /// True if this process copies at most [`SMALL`] bytes.
+    is_small: bool,
     /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
     /// with the source.
     pub(crate) known_descriptors: [KnownDescriptor; 2],
@@ -125,7 +132,9 @@ impl PutPlan {
         });
         let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
+        let mut copied = 0;
         for transfer in &transfers {
+            copied += transfer.bytes * transfer.targets.len();
             // A piece that is forwarded or packed takes a staging buffer, unless it is transferred
             // zero-copy.
             let mut places = transfer.targets.iter().map(|at| targets[*at].device);
@@ -212,6 +221,7 @@ impl PutPlan {
             transfers,
             sends,
             bytes: bytes as u64,
+            is_small: copied <= SMALL,
             known_descriptors,
             warm_ups,
         })
@@ -308,7 +318,10 @@ impl fmt::Display for PutWhat {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use mpmd_ids::ProcessId;
+    use mpmd_ids::block::{Mutex, mpsc};
 
     use crate::api::program::Simulation;
     use crate::prelude::*;
@@ -331,6 +344,49 @@ mod tests {
         for result in results {
             assert_eq!(result.unwrap(), (4 * (32 + 16), 4 * 64));
         }
+    }
+
+    #[test]
+    fn small_move_needs_no_copy_worker() {
+        let mut p = Program::builder().devices(2).alone().unwrap();
+        let mesh = p.mesh(&[("x", 2)]).unwrap();
+        let rows = mesh.sharding(spec!["x"]);
+        let x = p.array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
+        x.block_until_ready().unwrap();
+        // No copy worker is free until this is dropped.
+        let (busy, free) = mpsc::channel::<()>();
+        let free = Arc::new(Mutex::new(free));
+        for _ in 0..8 {
+            let free = free.clone();
+            p.runtime.move_data(Box::new(move || {
+                let _ = free.lock().recv();
+            }));
+        }
+        let y = p.device_put(&x, mesh.sharding(spec![None, "x"])).unwrap();
+        assert!(y.is_complete());
+        drop(busy);
+        p.finish().unwrap();
+    }
+
+    #[test]
+    fn long_chain_of_small_moves_ends() {
+        let mut p = Program::builder().devices(1).alone().unwrap();
+        let (go, gone) = mpsc::channel::<()>();
+        let gone = Mutex::new(gone);
+        let on = Sharding::single_device(DeviceId(0));
+        let mut x = p
+            .array_from_fn(f32s([4]), &on, move |_, mut view| {
+                let _ = gone.lock().recv();
+                Ok(view.fill(3.0f32)?)
+            })
+            .unwrap();
+        // All of them wait for the first, and each ends the next.
+        for _ in 0..1000 {
+            x = p.device_put_with(&x, &on, MoveOptions::default().may_alias(false)).unwrap();
+        }
+        drop(go);
+        assert_eq!(x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [3.0; 4]);
+        p.finish().unwrap();
     }
 
     /// Moves rows to columns, so that no piece is contiguous in its shard. Returns, by process, the

@@ -7,10 +7,9 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
 
-use super::{PutPlan, PutWhat, Source, kind_of};
+use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
 use crate::device::cuda::Gpu;
 use crate::exec::assembly::Sum;
-use crate::exec::chunks::COPY_INLINE;
 use crate::exec::receive::Receive;
 use crate::exec::send::Send;
 use crate::exec::transfer::{Origin, Target, Transfer};
@@ -19,10 +18,6 @@ use crate::exec::{
     follow,
 };
 use mpmd_layout::topology::DeviceId;
-
-/// Shards of fewer bytes than this are assembled by one copy worker at a time: waking a second one
-/// would cost more.
-const WRITTEN_IN_PARTS: usize = 1 << 20;
 
 /// A `device_put` that is being started.
 pub(super) struct Start<'a> {
@@ -96,7 +91,8 @@ impl Start<'_> {
                     region,
                     dtype,
                     missing,
-                    target.in_parts && target.pieces != [1] && bytes >= WRITTEN_IN_PARTS,
+                    target.in_parts && target.pieces != [1] && bytes > SMALL,
+                    plan.is_small,
                     reservation,
                     resolver,
                     guard,
@@ -163,6 +159,7 @@ impl Start<'_> {
             plan.what.aval.dtype(),
             target.pieces.clone(),
             false,
+            plan.is_small,
             reservation,
             resolver,
             guard.clone(),
@@ -192,8 +189,8 @@ impl Start<'_> {
 
     /// Registers the copies of all regions into the shards that contain them. A region from a peer
     /// is received even if no shard needs it any more, so that its sender does not wait. It is then
-    /// forwarded to the transfer's peers. Waits for none of this; host values of up to
-    /// [`COPY_INLINE`] bytes are copied now.
+    /// forwarded to the transfer's peers. Waits for none of this. The pieces of a small move that
+    /// are there are copied now.
     pub(super) fn receive(&self) {
         let from_peer = |transfer: &Transfer| match transfer.origin {
             Origin::Process(from) => Some(from),
@@ -227,12 +224,7 @@ impl Start<'_> {
             (Origin::Process(_), _) => {}
             (Origin::Host, Source::Host(host)) => {
                 for shard in shards {
-                    let bytes = host.bytes().clone();
-                    if transfer.bytes <= COPY_INLINE {
-                        shard.place_now(transfer, bytes, guard);
-                    } else {
-                        shard.place(runtime, transfer, bytes, None, guard);
-                    }
+                    shard.place(runtime, transfer, host.bytes().clone(), None, guard);
                 }
             }
             (Origin::Host, Source::Shards(_)) => {}

@@ -91,11 +91,21 @@ pub(super) enum Event {
     Failed(EndpointId, UcxError),
 }
 
+/// The state of a message after [`Worker::send`].
+pub(super) enum Sent {
+    /// The message has left, and its memory is free.
+    Gone,
+    /// The end of this operation will be an event.
+    UnderWay(OpId),
+}
+
 /// A UCX worker: receives messages, and sends them over its endpoints.
 pub(super) struct Worker {
     raw: NonNull<result::Worker>,
     signal: Signal,
     inbox: Box<Inbox>,
+    /// The empty list that takes the inbox's place while its events are collected.
+    spare: Vec<Happened>,
     slots: Slots,
     endpoints: Vec<Endpoint>,
     /// Requests of endpoints that are being closed.
@@ -123,6 +133,7 @@ impl Worker {
             raw,
             signal: Signal(Arc::new(Mutex::new(Some(Awake(raw))))),
             inbox: Inbox::new(),
+            spare: Vec::new(),
             slots: Slots::default(),
             endpoints: Vec::new(),
             closing: Vec::new(),
@@ -199,9 +210,8 @@ impl Worker {
     /// events: their operation ids are reused from here on.
     pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
         self.slots.recycle();
-        let happened = self.inbox.happened.take();
-        events.reserve(happened.len());
-        for happened in happened {
+        let mut happened = self.inbox.happened.replace(std::mem::take(&mut self.spare));
+        for happened in happened.drain(..) {
             match happened {
                 Happened::Message { id, header, body } => {
                     events.push(Event::Message { id, header, body })
@@ -223,6 +233,7 @@ impl Worker {
                 }
             }
         }
+        self.spare = happened;
     }
 
     fn give_back(&mut self, endpoint: EndpointId, ended_well: bool, held: Held) -> Held {
@@ -252,7 +263,8 @@ impl Worker {
         Ok(EndpointId(number))
     }
 
-    /// Sends a message; its end is an event. Returns `None` if the endpoint is closed.
+    /// Sends a message. Its end is an event, unless it has left at once. Returns `None` if the
+    /// endpoint is closed.
     ///
     /// # Panics
     ///
@@ -264,7 +276,7 @@ impl Worker {
         header: &[u8],
         payload: Option<SharedBuffer>,
         way: Way,
-    ) -> Option<OpId> {
+    ) -> Option<Sent> {
         let raw = self.endpoints[endpoint.0].raw?;
         let held = payload.map_or(Held::Nothing, Held::Sent);
         let op = self.slots.insert(endpoint, header, held);
@@ -280,13 +292,17 @@ impl Worker {
         }
         let header = &slot.header[..header.len()];
         // SAFETY: the endpoint is open, and no other thread uses its worker. The slot is boxed and
-        // its payload shared. So both stay in place, unchanged, until `collect` ends the slot,
-        // after the callback or just below.
+        // its payload shared. So both stay in place, unchanged, until the slot is ended: below if
+        // the message has left, else by `collect` after the callback or an error noted below.
         let started = self.inbox.during(|| unsafe {
             result::message_send(raw, id, header, payload, way, inbox::sent, op.0)
         });
+        if let Started::Over(Status::OK) = started {
+            drop(self.slots.take_back(op));
+            return Some(Sent::Gone);
+        }
         self.note(op, started);
-        Some(op)
+        Some(Sent::UnderWay(op))
     }
 
     /// Fetches `bytes` bytes that lie with the sender into `into`; the end is an event.

@@ -74,6 +74,14 @@ impl Slots {
         slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
     }
 
+    /// Ends an operation before its id is given to the caller, and returns its memory. The id is
+    /// free at once.
+    pub(super) fn take_back(&mut self, op: OpId) -> Held {
+        self.in_use[op.0] = false;
+        self.free.push(op.0);
+        std::mem::replace(&mut self.slots[op.0].held, Held::Nothing)
+    }
+
     /// Frees the ids of ended operations; the caller has been told of these ends.
     pub(super) fn recycle(&mut self) {
         self.free.append(&mut self.ended);
@@ -116,5 +124,8 @@ mod tests {
         slots.recycle();
         let again = slots.insert(EndpointId(2), &[2; 8], Held::Nothing);
         assert!(others.contains(&again));
+        let held = slots.insert(EndpointId(2), &[], Held::Sent(vec![7].into()));
+        assert!(matches!(slots.take_back(held), Held::Sent(bytes) if bytes[..] == [7]));
+        assert_eq!(slots.insert(EndpointId(2), &[], Held::Nothing), held, "nobody knew of it");
     }
 }
