@@ -54,7 +54,7 @@ enum What {
     /// The time in which one process of a large job issues a training step, call by call and
     /// replayed.
     Replay(issue::ReplayArgs),
-    /// Training steps of jobs with more and more stages, as threads: the time per operation, which
+    /// Training steps of jobs with more and more stages, as threads: the time per pass, which
     /// should stay constant.
     Stages(issue::StagesArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
