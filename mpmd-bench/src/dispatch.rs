@@ -11,7 +11,7 @@ use mpmd_core::prelude::{
 };
 use mpmd_core::{Simulation, kernel, method};
 use mpmd_layout::topology::{DeviceKind, Mesh};
-use mpmd_layout::tree::{Path, Tree};
+use mpmd_layout::tree::Tree;
 use mpmd_transport::memory::CountingAllocator;
 
 use crate::case::{Case, show};
@@ -93,6 +93,27 @@ impl Kernel for EmptyTree {
 
     fn cuda(&self) -> Vec<&'static Source> {
         vec![&NOTHING]
+    }
+}
+
+/// A kernel from many arrays to one, like the forward pass of a stage with its parameters.
+struct First;
+
+impl Kernel for First {
+    type In = Vec<MpmdArray>;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &Vec<ShapedArray>) -> mpmd_core::Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x[0].clone()))
+    }
+
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        _: kernel::Views<'_, Self::In>,
+        mut y: ViewMut<'_>,
+    ) -> mpmd_core::Result<()> {
+        Ok(y.fill(0.0f32)?)
     }
 }
 
@@ -181,9 +202,20 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let one = |p: &mut Program| empty.call(p, x.clone());
     let times = issue_times(p, options.repeats, one)?;
     let counts = allocations(p, options.repeats, one)?;
-    let issued = Case::micros("jit issue", "no part in it", times).within(0.1);
+    let mut cases = vec![Case::micros("jit issue", "no part in it", times).within(0.1)];
     // Without the allocations of other threads: most of them belong to the other process.
-    Ok(std::iter::once(issued).chain(counts.cases("no part in it").into_iter().take(1)).collect())
+    cases.extend(counts.cases("no part in it").into_iter().take(1));
+    let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
+    let first = p.jit(First).on(&mesh).outputs(mesh.replicated()).build()?;
+    for leaves in [64, 300] {
+        let xs = (0..leaves).map(|_| scalar(p, &mesh)).collect::<mpmd_core::Result<Vec<_>>>()?;
+        let times = issue_times(p, options.repeats, |p| many.call(p, xs.clone()))?;
+        let parameters = format!("no part, {leaves} leaves in, {leaves} out");
+        cases.push(Case::micros("jit issue", parameters, times));
+        let times = issue_times(p, options.repeats, |p| first.call(p, xs.clone()))?;
+        cases.push(Case::micros("jit issue", format!("no part, {leaves} leaves in, 1 out"), times));
+    }
+    Ok(cases)
 }
 
 /// Measures issue and completion of a call with one array while the program is traced. Each call
@@ -245,7 +277,7 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
     repeats: usize,
     mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
 ) -> mpmd_core::Result<Counts> {
-    let (mut counts, mut path) = (Counts::default(), Path::default());
+    let mut counts = Counts::default();
     // The first batch fills caches and pools.
     for repeat in 0..=repeats {
         let mut results = Vec::with_capacity(BATCH);
@@ -253,10 +285,10 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
             for _ in 0..BATCH {
                 results.push(call(p)?);
             }
-            // `visit` does not allocate.
+            // `each_leaf` does not allocate.
             let mut ready = Ok(());
             results.iter().for_each(|y| {
-                y.visit(&mut path, &mut |_, y| {
+                y.each_leaf(&mut |y| {
                     if ready.is_ok() {
                         ready = y.block_until_ready().map(drop);
                     }

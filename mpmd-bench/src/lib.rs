@@ -55,7 +55,7 @@ enum What {
     /// The time in which one process of a large job issues a training step, call by call and
     /// replayed.
     Replay(issue::ReplayArgs),
-    /// Training steps of jobs with more and more stages, as threads: the time per operation, which
+    /// Training steps of jobs with more and more stages, as threads: the time per pass, which
     /// should stay constant.
     Stages(issue::StagesArgs),
     /// METG: the length of tasks at which half of the machine's peak rate is kept, in the graphs of

@@ -87,6 +87,10 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
                 )*
             }
 
+            fn each_leaf<'a>(&'a self, f: &mut dyn ::core::ops::FnMut(&'a #leaf_name)) {
+                #(#tree::Tree::each_leaf(&self.#members, f);)*
+            }
+
             fn try_map<#mapped: #tree::Leaf, __E>(
                 self,
                 f: &mut dyn ::core::ops::FnMut(#leaf_name) -> ::core::result::Result<#mapped, __E>,
@@ -107,17 +111,12 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
 
             fn build(
                 structure: &#tree::Structure,
-                path: &mut #tree::Path,
                 leaves: &mut dyn ::core::iter::Iterator<Item = #leaf_name>,
             ) -> ::core::result::Result<Self, #tree::TreeError> {
-                let branches = structure.fields(path, &[#(#texts),*])?;
+                let branches = structure.fields(&[#(#texts),*])?;
                 ::core::result::Result::Ok(#name {
-                    #(#members: {
-                        path.push(#names);
-                        let branch = #tree::Tree::build(&branches[#indices].1, path, leaves)?;
-                        path.pop();
-                        branch
-                    },)*
+                    #(#members: #tree::Tree::build(&branches[#indices].1, leaves)
+                        .map_err(|error| error.below(&branches[#indices].0))?,)*
                 })
             }
         }

@@ -44,7 +44,7 @@ pub(crate) struct StagesArgs {
     #[command(flatten)]
     options: Options,
     /// Numbers of stages, each its own process.
-    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32")]
+    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32,64")]
     #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
     stages: Vec<usize>,
     /// Microbatches of a step.
@@ -119,12 +119,12 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the microseconds per operation, if `operations` of them took `time`.
-fn each_of(time: Duration, operations: u64) -> f64 {
-    time.as_secs_f64() * 1e6 / operations.max(1) as f64
+/// Returns the microseconds of each of `count` operations or passes that took `time` together.
+fn each_of(time: Duration, count: u64) -> f64 {
+    time.as_secs_f64() * 1e6 / count.max(1) as f64
 }
 
-/// Creates a case measured in microseconds per operation.
+/// Creates a case measured in microseconds, of an operation or a pass.
 fn per_operation(
     name: &'static str,
     parameters: impl Into<String>,
@@ -140,7 +140,7 @@ fn per_operation(
 }
 
 /// Measures whole steps of jobs with more and more stages, on threads of this process. Prints the
-/// time per operation of the job, and its ratio to that of the first job.
+/// time per pass, forward or backward, and its ratio to that of the first job.
 pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
     let mut cases: Vec<Case> = Vec::new();
     for replays in [false, true] {
@@ -149,17 +149,16 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
             let results = Simulation::new(stages, stages).run(|p| measure(p, args, replays));
             let mut results =
                 results.into_iter().collect::<mpmd_core::Result<Vec<_>>>()?.into_iter();
-            let (operations, times) = results.next().unwrap_or_default();
+            let times = results.next().unwrap_or_default();
             // A step ends when the last process has ended it.
-            let longest = results.fold(times, |longest, (_, times)| {
+            let longest = results.fold(times, |longest, times| {
                 longest.into_iter().zip(times).map(|(a, b)| a.max(b)).collect()
             });
-            let samples: Vec<f64> =
-                longest.into_iter().map(|time| each_of(time, operations)).collect();
+            let passes = 2 * (stages * args.microbatches) as u64;
+            let samples: Vec<f64> = longest.into_iter().map(|time| each_of(time, passes)).collect();
             let how = if replays { "replayed" } else { "issued" };
-            let parameters =
-                format!("{stages} stages x {}, {operations} operations", args.microbatches);
-            let case = per_operation("per operation", format!("{how}, {parameters}"), samples);
+            let parameters = format!("{stages} stages x {}, {passes} passes", args.microbatches);
+            let case = per_operation("per pass", format!("{how}, {parameters}"), samples);
             let median = case.quantile(0.5);
             let ratio = median / *first.get_or_insert(median);
             let ratio = Case {
@@ -176,13 +175,9 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns (the number of operations of a step, the times of the measured steps on this process).
-/// If `replays`, the measured steps are replays of a recorded one.
-fn measure(
-    p: &mut Program,
-    args: &StagesArgs,
-    replays: bool,
-) -> mpmd_core::Result<(u64, Vec<Duration>)> {
+/// Returns the times of the measured steps on this process. If `replays`, these are replays of a
+/// recorded step.
+fn measure(p: &mut Program, args: &StagesArgs, replays: bool) -> mpmd_core::Result<Vec<Duration>> {
     let steps = Steps::new(p, args.microbatches)?;
     let mut given = steps.given(p)?;
     let inputs = given.1.clone();
@@ -210,5 +205,5 @@ fn measure(
         }
         given = (sums, inputs.clone());
     }
-    Ok((steps.operations(), times))
+    Ok(times)
 }

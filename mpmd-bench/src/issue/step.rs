@@ -106,11 +106,6 @@ impl Steps {
         Ok((sums, inputs))
     }
 
-    /// Returns the number of operations of a step of the whole job.
-    pub(super) fn operations(&self) -> u64 {
-        (self.microbatches * (4 * self.meshes.len() - 2)) as u64
-    }
-
     /// Returns (the number of operations of a step, the arrivals at process `to`). An arrival is
     /// (the sender, the operation's number in the step, from 1).
     pub(super) fn arrivals(&self, to: ProcessId) -> (u64, Vec<(ProcessId, u64)>) {

@@ -624,7 +624,7 @@ fn stages_are_measured_per_operation() {
     for pair in lines.chunks(2) {
         assert_eq!(
             (&pair[0]["name"], &pair[1]["name"]),
-            (&"per operation".into(), &"to the first".into())
+            (&"per pass".into(), &"to the first".into())
         );
         assert_measured(&pair[0], 2);
         assert_measured(&pair[1], 1);

@@ -3,6 +3,9 @@
 //! Two 64-bit lanes, each a multiply-and-rotate mix with its own constants (the odd constants are
 //! those of splitmix64 and of the golden ratio). It guards against mistakes, not against malice.
 
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
 /// A 128-bit hash that words are mixed into.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Rolling(u64, u64);
@@ -38,6 +41,33 @@ impl Rolling {
     /// Returns all 128 bits, as they are sent over the wire.
     pub(crate) fn value(self) -> u128 {
         u128::from(self.0) | (u128::from(self.1) << 64)
+    }
+}
+
+/// A map by the origin of arrays: (number of the operation, index of the result). These numbers do
+/// not come from outside, so the hash only has to be quick.
+pub(crate) type OriginMap<V> = HashMap<(u64, u32), V, BuildHasherDefault<OriginHasher>>;
+
+/// The hasher of an [`OriginMap`].
+#[derive(Default)]
+pub(crate) struct OriginHasher(u64);
+
+impl Hasher for OriginHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u32(&mut self, word: u32) {
+        self.write_u64(u64::from(word));
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.0 = (self.0.rotate_left(29) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes the low bits, and the product is best in the high ones.
+        self.0.rotate_left(32)
     }
 }
 

@@ -16,7 +16,7 @@ use crate::exec::array::{Handle, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
 
 /// Arrays with fewer bytes on this process are not listed in out-of-memory errors.
-const WORTH_NAMING: u64 = 64 << 10;
+pub(super) const WORTH_NAMING: u64 = 64 << 10;
 
 /// Large arrays of this process, listed in out-of-memory errors.
 #[derive(Default)]
@@ -229,9 +229,7 @@ impl Runtime {
 
     /// Remembers an array with at least 64 KiB on this process, to list it in out-of-memory errors.
     pub(crate) fn holds(&self, array: &Handle) {
-        // Most arrays are too small even in total: then nothing is looked up.
-        let most = array.shards.len().saturating_mul(array.made.aval.bytes()) as u64;
-        if most >= WORTH_NAMING && array.local_bytes() >= WORTH_NAMING {
+        if array.local_bytes() >= WORTH_NAMING {
             self.holders.lock().insert(array.origin(), array);
         }
     }

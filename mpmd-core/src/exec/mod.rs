@@ -63,7 +63,7 @@ use assembly::{Assembly, DeviceAssembly, HostAssembly};
 pub(crate) use async_buffer::{AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers};
 use chunks::Chunks;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round};
-pub(crate) use hash::Rolling;
+pub(crate) use hash::{OriginMap, Rolling};
 pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;

@@ -100,8 +100,7 @@ pub(super) trait AnyStage: Send {
     fn forward(
         &mut self,
         program: &mut Program,
-        x: Bundle,
-        side: Bundle,
+        x_and_side: (&Bundle, &Bundle),
         how: (Mode, Option<MpmdArray>),
     ) -> Result<Forwarded>;
     /// Runs the input gradient. With `fused`, the same kernel computes the gradients of the

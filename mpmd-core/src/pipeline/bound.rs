@@ -17,12 +17,14 @@ use mpmd_layout::tree::{PrefixTree, Tree};
 
 /// The kernels of a stage for microbatches of these shapes.
 pub(super) struct KernelSet<S: Stage> {
-    pub(super) avals: Vec<ShapedArray>,
+    /// The shapes of the stage's input and side input.
+    pub(super) x: Bundle<ShapedArray>,
+    pub(super) side: Bundle<ShapedArray>,
     pub(super) keeps_inputs: bool,
     /// The shardings of the outputs of the forward pass.
     outputs: PrefixTree<Sharding>,
     /// A kernel of the forward pass for each mode, built at first use.
-    forward: Vec<(Mode, Jit<Forward<S>>)>,
+    pub(super) forward: Vec<(Mode, Jit<Forward<S>>)>,
     /// The kernels of the separate gradients, if the stage splits them.
     pub(super) split: Option<Split<S>>,
     /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
@@ -37,40 +39,34 @@ pub(super) struct Split<S: Stage> {
 }
 
 impl<S: Stage> ErasedStage<S> {
-    /// Returns the kernel of the forward pass in this mode, and builds it if it is new. `kernels`
-    /// is the index of its set.
+    /// Returns the index of the forward pass in this mode within its kernel set, and builds it if
+    /// it is new. `kernels` is the index of the set.
     pub(super) fn forward_kernel(
         &mut self,
         program: &Program,
         kernels: usize,
         mode: Mode,
-    ) -> Result<&Jit<Forward<S>>> {
+    ) -> Result<usize> {
         let (stage, mesh, set) = (&self.stage, &self.mesh, &mut self.kernels[kernels]);
-        let known = set.forward.iter().position(|(known, _)| *known == mode);
-        let index = match known {
-            Some(index) => index,
-            None => {
-                let kernel = Forward { stage: stage.clone(), mode };
-                let jit = program.jit(kernel).on(mesh).outputs(set.outputs.clone()).build()?;
-                set.forward.push((mode, jit));
-                set.forward.len() - 1
-            }
-        };
-        Ok(&set.forward[index].1)
+        if let Some(known) = set.forward.iter().position(|(known, _)| *known == mode) {
+            return Ok(known);
+        }
+        let kernel = Forward { stage: stage.clone(), mode };
+        let jit = program.jit(kernel).on(mesh).outputs(set.outputs.clone()).build()?;
+        set.forward.push((mode, jit));
+        Ok(set.forward.len() - 1)
     }
 
-    /// Binds the kernels for microbatches of these shapes. `avals` has those of `x`, then those of
-    /// `side`.
+    /// Binds the kernels for microbatches of these shapes.
     pub(super) fn bind(
         &self,
         program: &Program,
-        x: &S::In,
-        side: &Bundle,
-        avals: Vec<ShapedArray>,
+        x: Bundle<ShapedArray>,
+        side: Bundle<ShapedArray>,
     ) -> Result<KernelSet<S>> {
         let params = self.param_shapes()?;
-        let x: Shapes<S::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
-        let signature = self.infer(&params, &x, side.map_ref(&mut |leaf| leaf.aval().clone()))?;
+        let shapes: Shapes<S::In> = x.clone().into_tree("input")?;
+        let signature = self.infer(&params, &shapes, side.clone())?;
         let keeps_inputs = signature.residual.is_none();
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let (shapes, places) = self.gradients().into_iter().unzip();
@@ -82,7 +78,7 @@ impl<S: Stage> ErasedStage<S> {
         let nothing = || PrefixTree::Node(Vec::new());
         let inferred = Arc::new(Inferred {
             gradients: Bundle { structure: self.structure.clone(), leaves: shapes },
-            x: Bundle::of(x),
+            x: x.clone(),
             keeps_inputs,
             weight_residual: signature.weight_residual,
             keeps: signature.keeps,
@@ -110,7 +106,8 @@ impl<S: Stage> ErasedStage<S> {
             donate(jit, 0, &inferred.weight_residual)
         };
         Ok(KernelSet {
-            avals,
+            x,
+            side,
             keeps_inputs,
             outputs,
             forward: Vec::new(),

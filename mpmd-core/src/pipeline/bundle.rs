@@ -1,9 +1,11 @@
 //! Trees without their types: only the stage knows the type.
 
 use super::param_sharding::put_each;
+use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
+use crate::kernel::Kernel;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Leaf, Path, Structure, Tree, TreeError};
 
@@ -29,16 +31,25 @@ impl<L: Leaf> Bundle<L> {
         Self { structure, leaves: first.leaves.into_iter().chain(second.leaves).collect() }
     }
 
-    /// Splits the result of [`Bundle::pair`]. `None` if it is no such bundle.
-    pub(super) fn into_pair(self) -> Option<(Self, Self)> {
+    /// Returns the bundle of an option that is `None`.
+    pub(super) fn absent() -> Self {
+        Self { structure: Structure::Absent, leaves: Vec::new() }
+    }
+
+    /// Returns the bundle as the content of an option.
+    pub(super) fn present(self) -> Option<Self> {
+        (self.structure != Structure::Absent).then_some(self)
+    }
+
+    /// Splits the bundle into its branches. `None` if it has another number of them.
+    pub(super) fn into_branches<const N: usize>(self) -> Option<[Self; N]> {
         let Structure::Node(branches) = self.structure else { return None };
-        let [(_, first), (_, second)] = <[_; 2]>::try_from(branches).ok()?;
+        let branches: &[_; N] = (&*branches).try_into().ok()?;
         let mut leaves = self.leaves.into_iter();
-        let taken = leaves.by_ref().take(first.leaves()).collect();
-        Some((
-            Self { structure: first, leaves: taken },
-            Self { structure: second, leaves: leaves.collect() },
-        ))
+        Some(branches.each_ref().map(|(_, structure)| {
+            let leaves = leaves.by_ref().take(structure.leaves()).collect();
+            Self { structure: structure.clone(), leaves }
+        }))
     }
 
     /// Returns the leaves as a tree of type `T`. An error calls the tree by the name `value`.
@@ -50,10 +61,24 @@ impl<L: Leaf> Bundle<L> {
 }
 
 impl Bundle {
+    /// Calls a kernel on a tuple of trees: the structure of each, and the leaves of all in order.
+    /// Returns the outputs.
+    #[track_caller]
+    pub(super) fn called<K: Kernel, const N: usize>(
+        jit: &Jit<K>,
+        program: &mut Program,
+        branches: [&Structure; N],
+        leaves: &[&MpmdArray],
+    ) -> Result<Self> {
+        let structure = Structure::sequence(branches.map(Structure::clone));
+        let (structure, leaves) = jit.call_leaves(program, &structure, leaves)?;
+        Ok(Self { structure, leaves })
+    }
+
     /// Transfers all arrays to the sharding `to`. Arrays that have it already cost nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
-        let to = vec![to.clone(); self.leaves.len()];
-        Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
+        let leaves = put_each(program, self.leaves, |_| to)?;
+        Ok(Self { structure: self.structure, leaves })
     }
 }
 
@@ -71,6 +96,10 @@ impl<L: Leaf> Tree for Bundle<L> {
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a L)) {
         visit(&self.structure, &mut self.leaves.iter(), path, f);
+    }
+
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a L)) {
+        self.leaves.iter().for_each(f);
     }
 
     fn try_map<M: Leaf, E>(
@@ -91,12 +120,12 @@ impl<L: Leaf> Tree for Bundle<L> {
 
     fn build(
         structure: &Structure,
-        path: &mut Path,
         leaves: &mut dyn Iterator<Item = L>,
     ) -> std::result::Result<Self, TreeError> {
         let leaves: Vec<L> = leaves.take(structure.leaves()).collect();
         if leaves.len() < structure.leaves() {
-            return Err(TreeError::TooFewLeaves { path: path.to_string() });
+            let missing = structure.paths().swap_remove(leaves.len());
+            return Err(TreeError::TooFewLeaves { path: missing });
         }
         Ok(Self { structure: structure.clone(), leaves })
     }
@@ -112,7 +141,7 @@ fn visit<'a, L>(
         Structure::Leaf => leaves.next().into_iter().for_each(|leaf| f(path, leaf)),
         Structure::Absent => {}
         Structure::Node(branches) => {
-            for (name, branch) in branches {
+            for (name, branch) in branches.iter() {
                 path.push(name.clone());
                 visit(branch, leaves, path, f);
                 path.pop();

@@ -112,14 +112,17 @@ impl<S: Stage> ErasedStage<S> {
 
     /// Returns the index of the kernel set for microbatches of these shapes, and builds it if it is
     /// new.
-    fn kernels(&mut self, program: &Program, x: &S::In, side: &Bundle) -> Result<usize> {
-        let leaves = || x.leaves().into_iter().chain(side.leaves());
-        let known = |kernels: &KernelSet<S>| leaves().map(MpmdArray::aval).eq(&kernels.avals);
+    fn kernels(&mut self, program: &Program, x: &Bundle, side: &Bundle) -> Result<usize> {
+        let of = |known: &Bundle<ShapedArray>, given: &Bundle| {
+            known.structure == given.structure
+                && given.leaves.iter().map(MpmdArray::aval).eq(&known.leaves)
+        };
+        let known = |kernels: &KernelSet<S>| of(&kernels.x, x) && of(&kernels.side, side);
         if let Some(known) = self.kernels.iter().position(known) {
             return Ok(known);
         }
-        let kernels =
-            self.bind(program, x, side, leaves().map(|leaf| leaf.aval().clone()).collect())?;
+        let aval = |leaf: &MpmdArray| leaf.aval().clone();
+        let kernels = self.bind(program, x.map_ref(&mut { aval }), side.map_ref(&mut { aval }))?;
         self.kernels.push(kernels);
         Ok(self.kernels.len() - 1)
     }
@@ -207,12 +210,9 @@ impl<S: Stage> ErasedStage<S> {
     }
 
     /// Returns the parameters in the shardings that kernels compute with.
-    fn for_kernels(&self) -> Result<S::Params> {
-        let leaves: Vec<MpmdArray> = match &self.gathered {
-            Some(gathered) => gathered.clone(),
-            None => self.params.iter().flatten().cloned().collect(),
-        };
-        Ok(S::Params::from_leaves(&self.structure, leaves)?)
+    fn for_kernels(&self) -> impl Iterator<Item = &MpmdArray> {
+        let stored = self.params.iter().flatten().filter(|_| self.gathered.is_none());
+        self.gathered.iter().flatten().chain(stored)
     }
 
     fn bound(&self, kernels: usize) -> Result<&KernelSet<S>> {
@@ -378,7 +378,7 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
     }
 
     fn prepare(&mut self, program: &mut Program) -> Result<()> {
-        let params = self.for_kernels()?;
+        let params = S::Params::from_leaves(&self.structure, self.for_kernels().cloned())?;
         let updated = self.prepared.update(program, (&self.stage, &self.mesh), params);
         updated.map_err(|error| in_words(error, &["parameter", "prepared"], &["prepared"]))
     }
@@ -477,7 +477,8 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         let mut params = self.params.clone();
         tied.into_iter().for_each(|(place, param)| params[place] = Some(param));
         let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
-        self.gathered = Some(put_each(program, params, &self.compute())?);
+        let compute = self.compute();
+        self.gathered = Some(put_each(program, params, |place| &compute[place])?);
         Ok(())
     }
 
@@ -488,25 +489,27 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
     fn forward(
         &mut self,
         program: &mut Program,
-        x: Bundle,
-        side: Bundle,
+        (x, side): (&Bundle, &Bundle),
         (mut mode, key): (Mode, Option<MpmdArray>),
     ) -> Result<Forwarded> {
-        let x: S::In = x.into_tree("input")?;
-        let params: S::Params = self.for_kernels()?;
-        let index = self.kernels(program, &x, &side)?;
+        let index = self.kernels(program, x, side)?;
         let keeps_inputs = self.kernels[index].keeps_inputs;
         if mode == Mode::Recomputed && keeps_inputs {
             // Without residuals nothing is computed again.
             mode = Mode::Training;
         }
-        let inputs = (params, x, side, self.extras(key));
-        let y = self.forward_kernel(program, index, mode)?.call(program, inputs);
-        let (y, residual) = y.map_err(|error| {
+        let kernel = self.forward_kernel(program, index, mode)?;
+        let extras = self.extras(key);
+        let branches = [&self.structure, &x.structure, &side.structure, &extras.structure()];
+        let arrays = self.for_kernels().chain(&x.leaves).chain(&side.leaves);
+        let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
+        let jit = &self.kernels[index].forward[kernel].1;
+        let y = Bundle::called(jit, program, branches, &leaves).map_err(|error| {
             in_words(error, &["parameter", "input", "side input", ""], &["output", "residual"])
         })?;
+        let [y, residual] = y.into_branches().ok_or_else(no_kernel)?;
         let residual = (!keeps_inputs).then_some(residual);
-        Ok(Forwarded { y: Bundle::of(y), residual, kernels: index })
+        Ok(Forwarded { y, residual, kernels: index })
     }
 
     fn backward(
@@ -516,7 +519,6 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         (residual, dy): (Bundle, Bundle),
         fused: Option<SoFar>,
     ) -> Result<BackwardOutput> {
-        let params: S::Params = self.for_kernels()?;
         let kernels = self.bound(*kernels)?;
         let jit = match &fused {
             None => kernels.split.as_ref().map(|split| &split.input),
@@ -524,13 +526,16 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
                 kernels.fused.as_ref().map(|fused| &fused[usize::from(so_far.is_some())])
             }
         };
-        let so_far = fused.flatten().map(|so_far| so_far.into_tree("gradient")).transpose()?;
-        let dy = dy.into_tree("output gradient")?;
-        let inputs = (params, residual, dy, so_far, self.extras(key.clone()));
-        let y = jit.ok_or_else(no_kernel)?.call(program, inputs);
-        let (dx, weight_residual, gradient) =
-            y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
-        let (dx, gradient) = (dx.map(Bundle::of), gradient.map(Bundle::of));
+        let so_far = fused.flatten().unwrap_or_else(Bundle::absent);
+        let extras = self.extras(key.clone());
+        let [residuals, dys, sums] = [&residual, &dy, &so_far].map(|bundle| &bundle.structure);
+        let branches = [&self.structure, residuals, dys, sums, &extras.structure()];
+        let arrays = self.for_kernels().chain(&residual.leaves).chain(&dy.leaves);
+        let leaves: Vec<&MpmdArray> = arrays.chain(&so_far.leaves).chain(extras.leaves()).collect();
+        let y = Bundle::called(jit.ok_or_else(no_kernel)?, program, branches, &leaves)
+            .map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
+        let [dx, weight_residual, gradient] = y.into_branches().ok_or_else(no_kernel)?;
+        let (dx, gradient) = (dx.present(), gradient.present());
         Ok(BackwardOutput { dx, weight_residual, gradient })
     }
 
@@ -543,10 +548,14 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
     ) -> Result<Bundle> {
         let split = self.bound(*kernels)?.split.as_ref().ok_or_else(no_kernel)?;
         let jit = &split.weight[usize::from(so_far.is_some())];
-        let so_far = so_far.map(|so_far| so_far.into_tree("gradient")).transpose()?;
-        let gradient = jit.call(program, (weight_residual, so_far, self.extras(key.clone())));
+        let so_far = so_far.unwrap_or_else(Bundle::absent);
+        let extras = self.extras(key.clone());
+        let branches = [&weight_residual.structure, &so_far.structure, &extras.structure()];
+        let arrays = weight_residual.leaves.iter().chain(&so_far.leaves);
+        let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
         let inputs = ["weight residual", "gradient so far", ""];
-        Ok(Bundle::of(gradient.map_err(|error| in_words(error, &inputs, &[]))?))
+        Bundle::called(jit, program, branches, &leaves)
+            .map_err(|error| in_words(error, &inputs, &[]))
     }
 
     fn fuses(&self) -> bool {

@@ -159,7 +159,8 @@ impl<S: Stage> Backward<S> {
         let mut given = Given::default();
         let mut objects = Vec::new();
         if self.inferred.keeps_inputs {
-            (given.input, given.side) = residual.into_pair().unzip();
+            (given.input, given.side) =
+                residual.into_branches().map(|[input, side]| (input, side)).unzip();
         } else {
             objects.clone_from(&residual.leaves);
             given.residual = Some(residual);

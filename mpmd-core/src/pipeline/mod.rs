@@ -35,7 +35,7 @@ pub use links::{Output, Outputs};
 pub use microbatch::Microbatch;
 pub use mpmd_schedule::*;
 pub use param_sharding::ParamSharding;
-use replay::Kept;
+use replay::Recordings;
 pub use run::{Gradients, StepOutput};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Loss, Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageSignature};
@@ -52,8 +52,7 @@ use mpmd_record::trace::Label;
 pub struct Pipeline<In, Out> {
     graph: StageGraph,
     replays: bool,
-    /// The recorded steps, if `replays` is on. The one used last is at the end.
-    kept: Vec<Kept>,
+    recordings: Recordings,
     /// The schedule that the processes compared last; `None` before the first comparison.
     compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
@@ -77,7 +76,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let graph = StageGraph::new(Box::new(
             stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?,
         ));
-        Ok(Self { graph, replays: false, kept: Vec::new(), compared: None, types: PhantomData })
+        let recordings = Recordings::default();
+        Ok(Self { graph, replays: true, recordings, compared: None, types: PhantomData })
     }
 
     /// Appends a stage that takes the outputs of the last stage.
@@ -168,7 +168,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         Ok(Pipeline {
             graph: self.graph,
             replays: self.replays,
-            kept: Vec::new(),
+            recordings: Recordings::default(),
             compared: None,
             types: PhantomData,
         })
@@ -190,7 +190,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
-        self.kept.clear();
+        self.recordings.clear();
         self.graph.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
@@ -205,7 +205,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn state<T>(&mut self, stage: usize, state: &MpmdObject<T>) -> Result<()> {
         let at = Location::caller();
-        self.kept.clear();
+        self.recordings.clear();
         let set = self.graph.change(stage, |stage| stage.set_state(state.array()));
         set.map_err(|why| refused(why, at, "Pipeline::state", None))
     }
@@ -225,7 +225,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     pub fn recompute(&mut self, stage: usize, yes: bool) {
         self.graph.stage(stage);
         self.graph.recomputes[stage] = yes;
-        self.kept.clear();
+        self.recordings.clear();
     }
 
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
@@ -236,22 +236,27 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// order. [`Pipeline::memory`] includes the cost.
     pub fn buffer_gradients(&mut self, yes: bool) {
         self.graph.ascending = yes;
-        self.kept.clear();
+        self.recordings.clear();
     }
 
-    /// If `yes`, records training steps and replays them; off by default. A replaying process does
-    /// not spend time on the operations of other processes. Discards an earlier recording.
+    /// Turns the replay of training steps and forward passes on or off; on by default. A replaying
+    /// process does not spend time on the operations of other processes. Discards earlier
+    /// recordings.
     ///
-    /// The first step with a schedule, and with given shapes and shardings of parameters and
+    /// The first run with a schedule, and with given shapes and shardings of parameters and
     /// microbatches, is [recorded](Program::record). Later ones are
-    /// [replayed](crate::Recorded::replay). Up to 16 recordings are kept, so forms of microbatches
-    /// may alternate; another one replaces that which was not used for longest. Steps in which a
-    /// stage [prepares](Stage::prepare) its parameters are another form than those without. A step
-    /// in which a stage prepares for the first time is not recorded. All processes must pass the
-    /// same value, or they diverge.
+    /// [replayed](crate::Recorded::replay). Up to 16 recordings of training steps, and as many of
+    /// forward passes, are kept, so forms of microbatches may alternate. Another one replaces that
+    /// which was not used for longest, first among those that were never replayed. Runs in which a
+    /// stage [prepares](Stage::prepare) its parameters are another form than those without. A run
+    /// in which a stage prepares for the first time is not recorded.
+    ///
+    /// Turn it off if nearly every step has another form: then each recording is made in vain, and
+    /// keeps the names of its operations in memory. All processes must pass the same value, or they
+    /// diverge.
     pub fn replay(&mut self, yes: bool) {
         self.replays = yes;
-        self.kept.clear();
+        self.recordings.clear();
     }
 
     /// Returns the number of stages.
@@ -280,7 +285,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn store(&mut self, stage: usize, storage: ParamSharding) -> Result<()> {
         let at = Location::caller();
-        self.kept.clear();
+        self.recordings.clear();
         self.graph
             .change(stage, |stage| stage.store(storage))
             .map_err(|why| refused(why, at, "Pipeline::store", None))
@@ -360,11 +365,18 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
+        let recordings = self.replays.then(|| self.recordings.forwards());
         issue(
             (&mut self.graph, program),
             Location::caller(),
             "Pipeline::forward",
-            |graph, program| run::forward(graph, program, microbatch.into_parts()),
+            |graph, program| {
+                let parts = vec![microbatch.into_parts()];
+                microbatch::check_sides(graph, &parts)?;
+                let outputs = replay::run(recordings, (graph, program), None, parts, run::forward)?;
+                let none = || Error::kernel("a forward pass without outputs");
+                outputs.into_iter().next().ok_or_else(none)?.into_tree("output")
+            },
         )
     }
 
@@ -385,12 +397,22 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         schedule: &Schedule,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<Vec<Out>> {
-        let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let recordings = self.replays.then(|| self.recordings.forwards());
         issue(
             (&mut self.graph, program),
             Location::caller(),
             "Pipeline::forward_all",
-            |graph, program| run::forward_all(graph, program, schedule, parts),
+            |graph, program| {
+                run::check(graph, schedule, parts.len())?;
+                microbatch::check_sides(graph, &parts)?;
+                let all = |graph: &mut StageGraph, program: &mut Program, parts| {
+                    run::forward_all(graph, program, schedule, parts)
+                };
+                let outputs =
+                    replay::run(recordings, (graph, program), Some(schedule), parts, all)?;
+                outputs.into_iter().map(|output| output.into_tree("output")).collect()
+            },
         )
     }
 }
@@ -526,9 +548,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
         let mut parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
-        let (kept, compared) = (&mut self.kept, &mut self.compared);
-        // A step inside a larger recording is not recorded on its own.
-        let replays = self.replays && program.recording.is_none();
+        let compared = &mut self.compared;
+        let recordings = self.replays.then(|| self.recordings.steps());
         issue(
             (&mut self.graph, program),
             Location::caller(),
@@ -537,10 +558,10 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
                 microbatch::check_sides(graph, &parts)?;
                 microbatch::fold_keys(graph, &mut parts)?;
                 run::compare(compared, (graph, parts.len()), program, schedule)?;
-                if replays {
-                    return replay::train_step(kept, graph, program, schedule, parts);
-                }
-                run::train_step(graph, program, schedule, parts)
+                let step = |graph: &mut StageGraph, program: &mut Program, parts| {
+                    run::train_step(graph, program, schedule, parts)
+                };
+                replay::run(recordings, (graph, program), Some(schedule), parts, step)
             },
         )
     }

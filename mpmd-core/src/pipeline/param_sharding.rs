@@ -6,7 +6,6 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
-use mpmd_layout::tree::PrefixTree;
 
 /// Shardings in which a stage computes with its parameters, if they differ from the stored ones.
 /// Set by [`Pipeline::store`](super::Pipeline::store).
@@ -80,22 +79,21 @@ impl ParamSharding {
     }
 }
 
-/// Transfers each array to the sharding at its index in `to`. Arrays that already have it cost
-/// nothing. Only issues the transfers.
+/// Transfers each array to the sharding that `to` returns for its index. Arrays that already have
+/// it cost nothing. Only issues the transfers.
 #[track_caller]
-pub(super) fn put_each(
+pub(super) fn put_each<'a>(
     program: &mut Program,
     mut arrays: Vec<MpmdArray>,
-    to: &[Sharding],
+    to: impl Fn(usize) -> &'a Sharding,
 ) -> Result<Vec<MpmdArray>> {
-    let other = |place: &usize| arrays[*place].sharding() != Some(&to[*place]);
+    let other = |place: &usize| arrays[*place].sharding() != Some(to(*place));
     let places: Vec<usize> = (0..arrays.len()).filter(other).collect();
     if places.is_empty() {
         return Ok(arrays);
     }
-    let moved: Vec<MpmdArray> = places.iter().map(|place| arrays[*place].clone()).collect();
-    let shardings: Vec<Sharding> = places.iter().map(|place| to[*place].clone()).collect();
-    let moved = program.device_put(&moved, PrefixTree::from(shardings))?;
+    let moved = places.iter().map(|place| (&arrays[*place], to(*place)));
+    let moved = program.put_list(&moved.collect::<Vec<_>>())?;
     places.into_iter().zip(moved).for_each(|(place, array)| arrays[place] = array);
     Ok(arrays)
 }

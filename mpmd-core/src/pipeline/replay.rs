@@ -1,10 +1,10 @@
-//! Records a training step once and replays it: [`Pipeline::replay`](super::Pipeline::replay).
+//! Records the runs of a pipeline and replays them: [`Pipeline::replay`](super::Pipeline::replay).
 
 use super::bundle::Bundle;
 use super::graph::StageGraph;
 use super::microbatch::Parts;
 use super::prepare::Freshness;
-use super::run::{self, StepOutput};
+use super::run::StepOutput;
 use super::stage::Loss;
 use crate::api::program::Program;
 use crate::api::replay::Recorded;
@@ -13,25 +13,47 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::Structure;
 use mpmd_schedule::Schedule;
 
-/// The maximum number of recordings that a pipeline keeps. Another one replaces that which was not
-/// used for longest.
+/// The maximum number of recordings in a list. Another one replaces that which was not used for
+/// longest, among those that were never replayed if there are such.
 const MOST_KEPT: usize = 16;
 
-/// A recorded step, with the schedule and the layout of inputs that it is valid for.
-pub(super) struct Kept {
-    schedule: Schedule,
-    form: StepShape,
-    recorded: Recorded<Vec<MpmdArray>, Vec<MpmdArray>>,
-    given: Given,
+/// The recordings of a pipeline.
+#[derive(Default)]
+pub(super) struct Recordings {
+    /// Training steps. The one used last is at the end.
+    steps: Vec<Kept<StepOutput>>,
+    /// Forward passes alone, in the same order.
+    forwards: Vec<Kept<Vec<Bundle>>>,
 }
 
-/// The layout of a step's inputs: the parameters that each stage stores, then the microbatches,
-/// each with its random keys.
+/// A recorded run, with the schedule and the layout of inputs that it is valid for.
+pub(super) struct Kept<R: Results> {
+    /// `None` for the forward pass of one microbatch without a schedule.
+    schedule: Option<Schedule>,
+    form: RunShape,
+    recorded: Recorded<Vec<MpmdArray>, Vec<MpmdArray>>,
+    layout: R::Layout,
+    is_replayed: bool,
+}
+
+/// The results of a run, which a replay computes again.
+pub(super) trait Results: Sized {
+    /// The part of the results beside their arrays.
+    type Layout: Default;
+
+    fn take_apart(self) -> (Self::Layout, Vec<MpmdArray>);
+
+    /// Rebuilds the results from the arrays that `take_apart` returned, or from those of a replay.
+    fn put_together(layout: &Self::Layout, arrays: Vec<MpmdArray>) -> Self;
+}
+
+/// The layout of a run's inputs: the parameters that each stage stores, then the microbatches, each
+/// with its random keys.
 #[derive(Eq, PartialEq)]
-struct StepShape {
+struct RunShape {
     /// The number of parameters of each stage.
     params: Vec<usize>,
-    /// For each stage, true if the step updates the working form of its parameters.
+    /// For each stage, true if the run updates the working form of its parameters.
     stale: Vec<bool>,
     microbatches: Vec<MicrobatchShape>,
 }
@@ -45,64 +67,94 @@ struct MicrobatchShape {
     keys: Vec<usize>,
 }
 
-/// The layout of a step's results: the total loss, the losses of the microbatches, then the
-/// gradients of each stage.
-struct Given {
-    losses: usize,
-    paths: Vec<Vec<String>>,
+/// All recordings of a pipeline, with the list for runs of one kind.
+pub(super) struct Chosen<'a, R: Results> {
+    all: &'a mut Recordings,
+    list: fn(&mut Recordings) -> &mut Vec<Kept<R>>,
 }
 
-/// Replays a kept step that fits these arguments. If there is none, records this step and keeps the
-/// recording, unless the step makes an object that stays: a replay would make it again.
-pub(super) fn train_step(
-    kept: &mut Vec<Kept>,
-    graph: &mut StageGraph,
-    program: &mut Program,
-    schedule: &Schedule,
+impl Recordings {
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    pub(super) fn steps(&mut self) -> Chosen<'_, StepOutput> {
+        Chosen { all: self, list: |all| &mut all.steps }
+    }
+
+    pub(super) fn forwards(&mut self) -> Chosen<'_, Vec<Bundle>> {
+        Chosen { all: self, list: |all| &mut all.forwards }
+    }
+}
+
+/// Replays a recording that fits these arguments. If there is none, calls `issue`, records it and
+/// keeps the recording.
+///
+/// A run is only issued without `recordings`, within a larger recording, and in a dry run. A run
+/// that makes an object that stays is only issued too: a replay would make it again. If an input is
+/// refused, the run is issued so that the error names the pass.
+pub(super) fn run<R: Results>(
+    recordings: Option<Chosen<'_, R>>,
+    (graph, program): (&mut StageGraph, &mut Program),
+    schedule: Option<&Schedule>,
     microbatches: Vec<Parts>,
-) -> Result<StepOutput> {
+    issue: impl FnOnce(&mut StageGraph, &mut Program, Vec<Parts>) -> Result<R>,
+) -> Result<R> {
+    let only_issues = program.recording.is_some() || program.is_dry_run();
+    let Some(recordings) = recordings.filter(|_| !only_issues) else {
+        return issue(graph, program, microbatches);
+    };
     if graph.stages.iter().any(|stage| stage.freshness() == Freshness::Missing) {
         // Recordings may contain the object that the new one replaces.
-        kept.clear();
-        return run::train_step(graph, program, schedule, microbatches);
+        recordings.all.clear();
+        return issue(graph, program, microbatches);
     }
-    let (form, inputs) = StepShape::take_apart(graph, microbatches);
-    let fits = |kept: &Kept| {
-        kept.schedule == *schedule && kept.form == form && kept.recorded.fits(program, &inputs)
+    let kept = (recordings.list)(recordings.all);
+    let (form, inputs) = RunShape::take_apart(graph, microbatches);
+    let fits = |kept: &Kept<R>| {
+        kept.schedule.as_ref() == schedule
+            && kept.form == form
+            && kept.recorded.fits(program, &inputs)
     };
-    if let Some(index) = kept.iter().position(fits) {
-        let Kept { recorded, given, .. } = &kept[index];
-        let results = recorded.replay(program, inputs)?;
-        graph.stages.iter_mut().for_each(|stage| stage.set_stale(false));
-        let output = given.put_together(results);
-        // The step that was used last is at the end.
+    if let Some(index) = kept.iter().rposition(fits) {
+        // The run that was used last is at the end.
         kept[index..].rotate_left(1);
-        return Ok(output);
+        let last = kept.len() - 1;
+        let Kept { recorded, layout, is_replayed, .. } = &mut kept[last];
+        *is_replayed = true;
+        let results = recorded.replay_fitting(program, &inputs)?;
+        graph.stages.iter_mut().for_each(|stage| stage.set_stale(false));
+        return Ok(R::put_together(layout, results));
     }
-    let mut given = Given { losses: 0, paths: Vec::new() };
+    let usable = |x: &MpmdArray| x.check_usable("").is_ok() && program.check_own("", x).is_ok();
+    if !inputs.iter().all(usable) {
+        let microbatches = form.put_together(graph, inputs)?;
+        return issue(graph, program, microbatches);
+    }
+    let mut layout = R::Layout::default();
     let (results, recorded) = program.record(inputs, |program, inputs| {
         let microbatches = form.put_together(graph, inputs)?;
-        let output = run::train_step(graph, program, schedule, microbatches)?;
-        let results;
-        (given, results) = Given::take_apart(output);
-        Ok(results)
+        let arrays;
+        (layout, arrays) = issue(graph, program, microbatches)?.take_apart();
+        Ok(arrays)
     })?;
-    let output = given.put_together(results);
+    let output = R::put_together(&layout, results);
     if kept.len() == MOST_KEPT {
-        kept.remove(0);
+        kept.remove(kept.iter().position(|kept| !kept.is_replayed).unwrap_or_default());
     }
-    kept.push(Kept { schedule: schedule.clone(), form, recorded, given });
+    let schedule = schedule.cloned();
+    kept.push(Kept { schedule, form, recorded, layout, is_replayed: false });
     Ok(output)
 }
 
-impl StepShape {
+impl RunShape {
     fn take_apart(graph: &StageGraph, microbatches: Vec<Parts>) -> (Self, Vec<MpmdArray>) {
         let mut all = Vec::new();
         let mut params = Vec::with_capacity(graph.stages.len());
         for stage in &graph.stages {
-            let own = stage.params();
-            params.push(own.len());
-            all.extend(own);
+            let before = all.len();
+            all.extend(stage.params());
+            params.push(all.len() - before);
         }
         let stages = graph.stages.iter();
         let stale = stages.map(|stage| stage.freshness() == Freshness::Stale).collect();
@@ -147,10 +199,20 @@ impl StepShape {
     }
 }
 
-impl Given {
-    fn take_apart(output: StepOutput) -> (Self, Vec<MpmdArray>) {
-        let StepOutput { loss, losses, gradients } = output;
-        let given = losses.len();
+/// The layout of a step's results: the total loss, the losses of the microbatches, then the
+/// gradients of each stage.
+#[derive(Default)]
+pub(super) struct StepLayout {
+    losses: usize,
+    paths: Vec<Vec<String>>,
+}
+
+impl Results for StepOutput {
+    type Layout = StepLayout;
+
+    fn take_apart(self) -> (StepLayout, Vec<MpmdArray>) {
+        let Self { loss, losses, gradients } = self;
+        let count = losses.len();
         let mut all = Vec::new();
         for Loss { sum, weight } in std::iter::once(loss).chain(losses) {
             all.extend([sum, weight]);
@@ -161,25 +223,47 @@ impl Given {
             paths.push(names);
             all.extend(arrays);
         }
-        (Self { losses: given, paths }, all)
+        (StepLayout { losses: count, paths }, all)
     }
 
-    /// Rebuilds the output of a step from the arrays that `take_apart` returned, or from those of a
-    /// replay. Panics if there are fewer.
-    fn put_together(&self, all: Vec<MpmdArray>) -> StepOutput {
-        let mut all = all.into_iter();
+    /// Panics if there are fewer arrays.
+    fn put_together(layout: &StepLayout, arrays: Vec<MpmdArray>) -> Self {
+        let mut all = arrays.into_iter();
         let mut next = || all.next().expect("a step gives as many arrays as when it was recorded");
         let mut loss = || {
             let sum = next();
             Loss { sum, weight: next() }
         };
         let whole = loss();
-        let losses = (0..self.losses).map(|_| loss()).collect();
-        let gradients = self
+        let losses = (0..layout.losses).map(|_| loss()).collect();
+        let gradients = layout
             .paths
             .iter()
             .map(|stage| stage.iter().map(|path| (path.clone(), next())).collect())
             .collect();
-        StepOutput { loss: whole, losses, gradients }
+        Self { loss: whole, losses, gradients }
+    }
+}
+
+impl Results for Vec<Bundle> {
+    /// The structure of the outputs of each microbatch.
+    type Layout = Vec<Structure>;
+
+    fn take_apart(self) -> (Vec<Structure>, Vec<MpmdArray>) {
+        let mut all = Vec::new();
+        let structure = |Bundle { structure, leaves }| {
+            all.extend(leaves);
+            structure
+        };
+        (self.into_iter().map(structure).collect(), all)
+    }
+
+    fn put_together(layout: &Vec<Structure>, arrays: Vec<MpmdArray>) -> Self {
+        let mut all = arrays.into_iter();
+        let bundle = |structure: &Structure| {
+            let leaves = all.by_ref().take(structure.leaves()).collect();
+            Bundle { structure: structure.clone(), leaves }
+        };
+        layout.iter().map(bundle).collect()
     }
 }

@@ -8,7 +8,7 @@ use super::context::Mode;
 use super::graph::{StageGraph, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
-use super::microbatch::{Parts, check_sides};
+use super::microbatch::Parts;
 use super::param_sharding::put_each;
 use super::stage::{Loss, Passes};
 use crate::api::jit::Jit;
@@ -20,7 +20,7 @@ use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::tree::{Structure, Tree};
+use mpmd_layout::tree::Structure;
 use mpmd_record::trace::Role;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
@@ -189,17 +189,16 @@ pub(super) fn train_step(
     output
 }
 
-/// Runs the forward passes of a schedule. Returns the outputs of each microbatch, in order.
-pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
+/// Runs the forward passes of a schedule, which must fit. Returns the outputs of each microbatch,
+/// in order.
+pub(super) fn forward_all(
     graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
-) -> Result<Vec<Out>> {
-    check(graph, schedule, microbatches.len())?;
+) -> Result<Vec<Bundle>> {
     let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward);
-    check_sides(graph, &microbatches)?;
     let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
     if outputs.is_err() {
         graph.release();
@@ -207,22 +206,23 @@ pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     outputs
 }
 
-/// Runs one microbatch through all stages in order, and returns the outputs of the last stage.
-pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
+/// Runs each microbatch through all stages in order, and returns the outputs of the last stage.
+pub(super) fn forward(
     graph: &mut StageGraph,
     program: &mut Program,
-    microbatch: Parts,
-) -> Result<Out> {
-    let pass = |stage| Action { stage, kind: ActionKind::Forward, microbatch: 0 };
-    let order: Vec<Action> = (0..graph.stages.len()).map(pass).collect();
-    let microbatches = vec![microbatch];
-    check_sides(graph, &microbatches)?;
+    microbatches: Vec<Parts>,
+) -> Result<Vec<Bundle>> {
+    let stages = 0..graph.stages.len();
+    let pass = |microbatch| {
+        let kind = ActionKind::Forward;
+        stages.clone().map(move |stage| Action { stage, kind, microbatch })
+    };
+    let order: Vec<Action> = (0..microbatches.len()).flat_map(pass).collect();
     let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
     if outputs.is_err() {
         graph.release();
     }
-    let outputs: Vec<Out> = outputs?;
-    outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
+    outputs
 }
 
 fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
@@ -237,7 +237,8 @@ fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) 
     Ok(())
 }
 
-fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
+/// Returns an error if the schedule is for another number of stages or microbatches.
+pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
     check_stages(graph, schedule)?;
     let (name, expected) = (schedule.name(), schedule.microbatches());
     if expected == microbatches {
@@ -392,10 +393,10 @@ impl<'a> RunningStep<'a> {
         Ok(StepOutput { loss, losses, gradients: gradients.collect() })
     }
 
-    fn forward_all<Out: Tree<Leaf = MpmdArray>>(mut self, order: &[Action]) -> Result<Vec<Out>> {
+    fn forward_all(mut self, order: &[Action]) -> Result<Vec<Bundle>> {
         let last = self.graph.stages.len() - 1;
         let mut left = uses(last + 1, order);
-        let mut outputs: Vec<Option<Out>> = (0..self.microbatches).map(|_| None).collect();
+        let mut outputs: Vec<Option<Bundle>> = (0..self.microbatches).map(|_| None).collect();
         for Action { stage, microbatch, .. } in order.iter().copied() {
             let key = (stage, microbatch);
             self.label(key, Role::Forward);
@@ -404,7 +405,7 @@ impl<'a> RunningStep<'a> {
             // No backward pass will read the residuals.
             *self.held(key) = Held::default();
             if stage == last {
-                outputs[microbatch] = Some(y.into_tree("output")?);
+                outputs[microbatch] = Some(y);
             } else {
                 self.send_outputs(key, &y)?;
             }
@@ -438,7 +439,7 @@ impl<'a> RunningStep<'a> {
         let random = self.held(key).of.key.clone();
         let stage = &mut self.graph.stages[key.0];
         let Forwarded { y, residual, kernels } =
-            stage.forward(self.program, x.clone(), side.clone(), (mode, random))?;
+            stage.forward(self.program, (&x, &side), (mode, random))?;
         let held = self.held(key);
         held.of.kernels = kernels;
         held.outputs = Some(y.structure.clone());
@@ -494,7 +495,7 @@ impl<'a> RunningStep<'a> {
             (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
         let how = (Mode::Training, held.of.key.clone());
         self.label(key, Role::Recompute);
-        let again = self.graph.stages[key.0].forward(self.program, x, side, how)?;
+        let again = self.graph.stages[key.0].forward(self.program, (&x, &side), how)?;
         there(again.residual, key, "residual")
     }
 
@@ -601,7 +602,7 @@ impl<'a> RunningStep<'a> {
         }
         let Bundle { structure, leaves } = finished;
         self.gradients[stage] =
-            Some(Bundle { structure, leaves: put_each(self.program, leaves, &to)? });
+            Some(Bundle { structure, leaves: put_each(self.program, leaves, |place| &to[place])? });
         Ok(())
     }
 

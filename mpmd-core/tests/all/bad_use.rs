@@ -275,6 +275,36 @@ fn donated_arrays_are_gone_on_every_process() {
 }
 
 #[test]
+fn twins_among_many_donated_arrays_are_refused() {
+    let _limit = watchdog(60);
+    let texts = on_two(|p| {
+        let mesh = p.mesh(&[("x", 2)])?;
+        let rows = mesh.sharding(spec!["x"]);
+        let first = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
+        let update = p.jit(fun("update", first, |_, _, _| Ok(()))).on(&mesh);
+        let donating = ["0", "1", "2", "3", "4", "5"];
+        let update = donating.iter().fold(update, |update, path| update.donate(*path));
+        let update = update.outputs(&rows).build()?;
+        let mut x = (0..8).map(|_| ones(p, &[4], &rows)).collect::<Result<Vec<_>>>()?;
+        let last = x[7].clone();
+        // Twins that are not donated are allowed.
+        x.push(last);
+        let mut twins = x.clone();
+        twins[4] = x[2].clone();
+        let both = refused!(p, update.call(p, twins.clone()));
+        twins[4] = x[7].clone();
+        let one = refused!(p, update.call(p, twins));
+        update.call(p, x)?[0].block_until_ready()?;
+        Ok(vec![both, one])
+    });
+    let expected = [
+        "\"2\" is donated, and is the same array as \"4\"",
+        "\"4\" is donated, and is the same array as \"7\"",
+    ];
+    assert_contains(&texts, &expected);
+}
+
+#[test]
 fn contradictory_signatures_are_refused() {
     let _limit = watchdog(60);
     type Declared = Result<Signature<Vec<ShapedArray>>>;

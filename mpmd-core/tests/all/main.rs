@@ -30,6 +30,7 @@ mod pipeline_errors;
 mod pipeline_memory;
 mod pipeline_models;
 mod pipeline_probes;
+mod pipeline_replay;
 mod pipeline_schedules;
 mod pipeline_stages;
 mod pipeline_wiring;

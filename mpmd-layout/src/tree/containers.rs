@@ -34,6 +34,8 @@ impl<L: Leaf> Tree for Empty<L> {
 
     fn visit<'a>(&'a self, _path: &mut Path, _f: &mut dyn FnMut(&Path, &'a L)) {}
 
+    fn each_leaf<'a>(&'a self, _f: &mut dyn FnMut(&'a L)) {}
+
     fn try_map<M: Leaf, E>(self, _f: &mut dyn FnMut(L) -> Result<M, E>) -> Result<Empty<M>, E> {
         Ok(Empty::new())
     }
@@ -47,10 +49,9 @@ impl<L: Leaf> Tree for Empty<L> {
 
     fn build(
         structure: &Structure,
-        path: &mut Path,
         _leaves: &mut dyn Iterator<Item = L>,
     ) -> Result<Self, TreeError> {
-        structure.elements(path, Some(0)).map(|_| Self::new())
+        structure.elements(Some(0)).map(|_| Self::new())
     }
 }
 
@@ -65,7 +66,7 @@ impl<T: Tree> Tree for Vec<T> {
     fn has_structure(&self, structure: &Structure) -> bool {
         let Structure::Node(branches) = structure else { return false };
         let fits = |(i, branch): (usize, &T)| {
-            branches[i].0 == Name::Index(i) && branch.has_structure(&branches[i].1)
+            branches[i].0.is_index(i) && branch.has_structure(&branches[i].1)
         };
         branches.len() == self.len() && self.iter().enumerate().all(fits)
     }
@@ -74,6 +75,10 @@ impl<T: Tree> Tree for Vec<T> {
         for (i, branch) in self.iter().enumerate() {
             visit(Name::Index(i), branch, path, f);
         }
+    }
+
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a T::Leaf)) {
+        self.iter().for_each(|branch| branch.each_leaf(f));
     }
 
     fn try_map<M: Leaf, E>(
@@ -92,13 +97,12 @@ impl<T: Tree> Tree for Vec<T> {
 
     fn build(
         structure: &Structure,
-        path: &mut Path,
         leaves: &mut dyn Iterator<Item = T::Leaf>,
     ) -> Result<Self, TreeError> {
-        let branches = structure.elements(path, None)?;
+        let branches = structure.elements(None)?;
         let mut built = Self::with_capacity(branches.len());
         for branch in branches {
-            built.push(build(branch, path, leaves)?);
+            built.push(build(branch, leaves)?);
         }
         Ok(built)
     }
@@ -115,7 +119,7 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
     fn has_structure(&self, structure: &Structure) -> bool {
         let Structure::Node(branches) = structure else { return false };
         let fits = |(i, branch): (usize, &T)| {
-            branches[i].0 == Name::Index(i) && branch.has_structure(&branches[i].1)
+            branches[i].0.is_index(i) && branch.has_structure(&branches[i].1)
         };
         branches.len() == self.len() && self.iter().enumerate().all(fits)
     }
@@ -124,6 +128,10 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
         for (i, branch) in self.iter().enumerate() {
             visit(Name::Index(i), branch, path, f);
         }
+    }
+
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a T::Leaf)) {
+        self.iter().for_each(|branch| branch.each_leaf(f));
     }
 
     fn try_map<M: Leaf, E>(
@@ -142,11 +150,10 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
 
     fn build(
         structure: &Structure,
-        path: &mut Path,
         leaves: &mut dyn Iterator<Item = T::Leaf>,
     ) -> Result<Self, TreeError> {
-        let branches = structure.elements(path, Some(N))?;
-        let built = branches.iter().map(|branch| build(branch, path, leaves));
+        let branches = structure.elements(Some(N))?;
+        let built = branches.iter().map(|branch| build(branch, leaves));
         built.collect::<Result<Vec<_>, _>>().map(array)
     }
 }
@@ -178,6 +185,10 @@ impl<T: Tree> Tree for Option<T> {
         }
     }
 
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a T::Leaf)) {
+        self.iter().for_each(|branch| branch.each_leaf(f));
+    }
+
     fn try_map<M: Leaf, E>(
         self,
         f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
@@ -194,12 +205,11 @@ impl<T: Tree> Tree for Option<T> {
 
     fn build(
         structure: &Structure,
-        path: &mut Path,
         leaves: &mut dyn Iterator<Item = T::Leaf>,
     ) -> Result<Self, TreeError> {
         match structure {
             Structure::Absent => Ok(None),
-            present => T::build(present, path, leaves).map(Some),
+            present => T::build(present, leaves).map(Some),
         }
     }
 }
@@ -218,15 +228,19 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
     fn has_structure(&self, structure: &Structure) -> bool {
         let Structure::Node(branches) = structure else { return false };
         let fits = |((key, branch), (name, structure)): ((&String, &T), &(Name, Structure))| {
-            name.text() == key.as_str() && branch.has_structure(structure)
+            name.is(key) && branch.has_structure(structure)
         };
-        branches.len() == self.len() && self.iter().zip(branches).all(fits)
+        branches.len() == self.len() && self.iter().zip(branches.iter()).all(fits)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
         for (key, branch) in self {
             visit(Name::Key(key.clone()), branch, path, f);
         }
+    }
+
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a T::Leaf)) {
+        self.values().for_each(|branch| branch.each_leaf(f));
     }
 
     fn try_map<M: Leaf, E>(
@@ -245,15 +259,14 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
 
     fn build(
         structure: &Structure,
-        path: &mut Path,
         leaves: &mut dyn Iterator<Item = T::Leaf>,
     ) -> Result<Self, TreeError> {
         let Structure::Node(branches) = structure else {
-            return Err(structure.misfit_text(path, "a map".to_owned()));
+            return Err(structure.misfit_text("a map".to_owned()));
         };
         let built = branches
             .iter()
-            .map(|branch| Ok((branch.0.text().into_owned(), build(branch, path, leaves)?)));
+            .map(|branch| Ok((branch.0.text().into_owned(), build(branch, leaves)?)));
         built.collect()
     }
 }
@@ -270,7 +283,7 @@ macro_rules! tuples {
 
             fn has_structure(&self, structure: &Structure) -> bool {
                 let Structure::Node(branches) = structure else { return false };
-                let fits = |i: usize| branches[i].0 == Name::Index(i);
+                let fits = |i: usize| branches[i].0.is_index(i);
                 branches.len() == $count
                     && fits($zero) && self.$zero.has_structure(&branches[$zero].1)
                     $(&& fits($index) && self.$index.has_structure(&branches[$index].1))*
@@ -279,6 +292,11 @@ macro_rules! tuples {
             fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf)) {
                 visit(Name::Index($zero), &self.$zero, path, f);
                 $(visit(Name::Index($index), &self.$index, path, f);)*
+            }
+
+            fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a Self::Leaf)) {
+                self.$zero.each_leaf(f);
+                $(self.$index.each_leaf(f);)*
             }
 
             fn try_map<Q: Leaf, X>(
@@ -297,13 +315,12 @@ macro_rules! tuples {
 
             fn build(
                 structure: &Structure,
-                path: &mut Path,
                 leaves: &mut dyn Iterator<Item = Self::Leaf>,
             ) -> Result<Self, TreeError> {
-                let branches = structure.elements(path, Some($count))?;
+                let branches = structure.elements(Some($count))?;
                 Ok((
-                    build(&branches[$zero], path, leaves)?,
-                    $(build(&branches[$index], path, leaves)?,)*
+                    build(&branches[$zero], leaves)?,
+                    $(build(&branches[$index], leaves)?,)*
                 ))
             }
         }

@@ -73,6 +73,11 @@ pub trait Tree: Sized {
     /// root to this tree; each leaf's path starts with it. Leaves `path` unchanged in the end.
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf));
 
+    /// Calls `f` with a reference of every leaf, in order. Cheaper than [`visit`](Self::visit).
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a Self::Leaf)) {
+        self.visit(&mut Path::default(), &mut |_, leaf| f(leaf));
+    }
+
     /// Applies `f` to every leaf, in order, and returns the tree of the results.
     ///
     /// # Errors
@@ -93,16 +98,15 @@ pub trait Tree: Sized {
         f: &mut dyn FnMut(&Self::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E>;
 
-    /// Builds a tree of `structure` from the next leaves of an iterator. `path` is the path from
-    /// the root to this tree, for errors. If building fails, `path` may keep further steps.
-    /// Programs call [`from_leaves`](Self::from_leaves) instead.
+    /// Builds a tree of `structure` from the next leaves of an iterator. Programs call
+    /// [`from_leaves`](Self::from_leaves) instead.
     ///
     /// # Errors
     ///
-    /// If no tree of this type has the structure, or the leaves end early.
+    /// If no tree of this type has the structure, or the leaves end early. The error's path starts
+    /// at this tree; a tree that contains it adds the branch with [`TreeError::below`].
     fn build(
         structure: &Structure,
-        path: &mut Path,
         leaves: &mut dyn Iterator<Item = Self::Leaf>,
     ) -> Result<Self, TreeError>;
 
@@ -124,7 +128,7 @@ pub trait Tree: Sized {
     /// Returns references to the leaves, in order.
     fn leaves(&self) -> Vec<&Self::Leaf> {
         let mut leaves = Vec::new();
-        self.visit(&mut Path::default(), &mut |_, leaf| leaves.push(leaf));
+        self.each_leaf(&mut |leaf| leaves.push(leaf));
         leaves
     }
 
@@ -157,7 +161,7 @@ pub trait Tree: Sized {
         leaves: impl IntoIterator<Item = Self::Leaf>,
     ) -> Result<Self, TreeError> {
         let mut leaves = leaves.into_iter();
-        let tree = Self::build(structure, &mut Path::default(), &mut leaves)?;
+        let tree = Self::build(structure, &mut leaves)?;
         match leaves.next() {
             None => Ok(tree),
             Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
@@ -204,6 +208,23 @@ pub enum TreeError {
     },
 }
 
+impl TreeError {
+    /// Returns the error of a branch as that of the tree that contains it under this name.
+    #[must_use]
+    pub fn below(mut self, name: &Name) -> Self {
+        match &mut self {
+            Self::Structure { path, .. }
+            | Self::Prefix { path, .. }
+            | Self::TooFewLeaves { path } => {
+                let separator = if path.is_empty() { "" } else { "/" };
+                path.insert_str(0, &format!("{name}{separator}"));
+            }
+            Self::TooManyLeaves { .. } => {}
+        }
+        self
+    }
+}
+
 fn place(path: &str) -> String {
     if path.is_empty() { "the root".to_owned() } else { format!("`{path}`") }
 }
@@ -229,6 +250,10 @@ impl<L: Leaf> Tree for L {
         f(path, self);
     }
 
+    fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a L)) {
+        f(self);
+    }
+
     fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(L) -> Result<M, E>) -> Result<M, E> {
         f(self)
     }
@@ -237,15 +262,11 @@ impl<L: Leaf> Tree for L {
         f(self)
     }
 
-    fn build(
-        structure: &Structure,
-        path: &mut Path,
-        leaves: &mut dyn Iterator<Item = L>,
-    ) -> Result<L, TreeError> {
+    fn build(structure: &Structure, leaves: &mut dyn Iterator<Item = L>) -> Result<L, TreeError> {
         if *structure != Structure::Leaf {
-            return Err(structure.misfit(path, &Structure::Leaf));
+            return Err(structure.misfit(&Structure::Leaf));
         }
-        leaves.next().ok_or_else(|| TreeError::TooFewLeaves { path: path.to_string() })
+        leaves.next().ok_or_else(|| TreeError::TooFewLeaves { path: String::new() })
     }
 }
 

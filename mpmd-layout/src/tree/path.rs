@@ -16,6 +16,26 @@ pub enum Name {
 }
 
 impl Name {
+    /// True if this is the name of element `index` of a sequence.
+    #[inline]
+    pub(super) fn is_index(&self, index: usize) -> bool {
+        match self {
+            Self::Index(own) => *own == index,
+            Self::Field(_) | Self::Key(_) => *self == Self::Index(index),
+        }
+    }
+
+    /// True if the name's text is `text`.
+    #[inline]
+    pub(super) fn is(&self, text: &str) -> bool {
+        match self {
+            // Mostly the same constant.
+            Self::Field(name) => std::ptr::eq(*name, text) || *name == text,
+            Self::Index(_) => self.text() == text,
+            Self::Key(key) => key == text,
+        }
+    }
+
     /// Returns the name as text.
     pub fn text(&self) -> Cow<'_, str> {
         match self {
@@ -27,10 +47,13 @@ impl Name {
 }
 
 impl PartialEq for Name {
+    #[inline]
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Index(a), Self::Index(b)) => a == b,
-            _ => self.text() == other.text(),
+            (_, Self::Field(name)) => self.is(name),
+            (_, Self::Key(key)) => self.is(key),
+            (_, Self::Index(_)) => other.is(&self.text()),
         }
     }
 }

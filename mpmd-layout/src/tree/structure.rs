@@ -1,21 +1,32 @@
 //! The structure of a tree, without its leaves.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::{Name, Path, Tree, TreeError};
 
 /// The names of a tree's branches, down to the leaves.
 ///
 /// Trees of different types have equal structures if the names are the same, for example a pair and
-/// a vector of two.
-#[derive(Clone, Debug, Eq, PartialEq)]
+/// a vector of two. Clones share their branches, and comparing them takes no time.
+#[derive(Clone, Debug, Eq)]
 pub enum Structure {
     /// A leaf.
     Leaf,
     /// An option that is `None`: no leaves.
     Absent,
     /// The branches as (name, structure), in order; possibly none.
-    Node(Vec<(Name, Structure)>),
+    Node(Arc<[(Name, Structure)]>),
+}
+
+impl PartialEq for Structure {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Leaf, Self::Leaf) | (Self::Absent, Self::Absent) => true,
+            (Self::Node(own), Self::Node(others)) => Arc::ptr_eq(own, others) || own == others,
+            _ => false,
+        }
+    }
 }
 
 impl Structure {
@@ -50,14 +61,10 @@ impl Structure {
     ///
     /// # Errors
     ///
-    /// If this structure is no such node. The error names `path` as the place.
-    pub fn elements(
-        &self,
-        path: &Path,
-        count: Option<usize>,
-    ) -> Result<&[(Name, Self)], TreeError> {
+    /// If this structure is no such node. The error names the root as the place.
+    pub fn elements(&self, count: Option<usize>) -> Result<&[(Name, Self)], TreeError> {
         let numbered = |branches: &[(Name, Self)]| {
-            branches.iter().enumerate().all(|(i, (name, _))| *name == Name::Index(i))
+            branches.iter().enumerate().all(|(i, (name, _))| name.is_index(i))
         };
         match self {
             Self::Node(branches)
@@ -66,8 +73,8 @@ impl Structure {
                 Ok(branches)
             }
             _ => Err(match count {
-                Some(count) => self.misfit(path, &Self::sequence((0..count).map(|_| Self::Leaf))),
-                None => self.misfit_text(path, "a sequence".to_owned()),
+                Some(count) => self.misfit(&Self::sequence((0..count).map(|_| Self::Leaf))),
+                None => self.misfit_text("a sequence".to_owned()),
             }),
         }
     }
@@ -77,34 +84,30 @@ impl Structure {
     ///
     /// # Errors
     ///
-    /// If this structure is no such node. The error names `path` as the place.
-    pub fn fields(
-        &self,
-        path: &Path,
-        names: &[&'static str],
-    ) -> Result<&[(Name, Self)], TreeError> {
+    /// If this structure is no such node. The error names the root as the place.
+    pub fn fields(&self, names: &[&'static str]) -> Result<&[(Name, Self)], TreeError> {
         match self {
             Self::Node(branches)
                 if branches.len() == names.len()
                     && branches
                         .iter()
                         .zip(names)
-                        .all(|((name, _), expected)| name.text() == *expected) =>
+                        .all(|((name, _), expected)| name.is(expected)) =>
             {
                 Ok(branches)
             }
-            _ => Err(self.misfit_text(path, format!("[{}]", names.join(", ")))),
+            _ => Err(self.misfit_text(format!("[{}]", names.join(", ")))),
         }
     }
 
-    /// Creates the error that this structure was given at `path`, where the tree's type needs
+    /// Creates the error that this structure was given at the root, where the tree's type needs
     /// `expected`.
-    pub(super) fn misfit(&self, path: &Path, expected: &Self) -> TreeError {
-        self.misfit_text(path, expected.to_string())
+    pub(super) fn misfit(&self, expected: &Self) -> TreeError {
+        self.misfit_text(expected.to_string())
     }
 
-    pub(super) fn misfit_text(&self, path: &Path, expected: String) -> TreeError {
-        TreeError::Structure { path: path.to_string(), expected, found: self.to_string() }
+    pub(super) fn misfit_text(&self, expected: String) -> TreeError {
+        TreeError::Structure { path: String::new(), expected, found: self.to_string() }
     }
 
     fn add_paths(&self, path: &mut Path, paths: &mut Vec<String>) {
@@ -112,7 +115,7 @@ impl Structure {
             Self::Leaf => paths.push(path.to_string()),
             Self::Absent => {}
             Self::Node(branches) => {
-                for (name, branch) in branches {
+                for (name, branch) in branches.iter() {
                     path.push(name.clone());
                     branch.add_paths(path, paths);
                     path.pop();
@@ -150,17 +153,14 @@ pub(super) fn visit<'a, T: Tree>(
     path.pop();
 }
 
-/// Builds a branch from its (name, structure) and the next leaves. If that fails, the name stays in
-/// `path`. For implementations of [`Tree::build`].
+/// Builds a branch from its (name, structure) and the next leaves. For implementations of
+/// [`Tree::build`].
+#[inline]
 pub(super) fn build<T: Tree>(
     (name, structure): &(Name, Structure),
-    path: &mut Path,
     leaves: &mut dyn Iterator<Item = T::Leaf>,
 ) -> Result<T, TreeError> {
-    path.push(name.clone());
-    let branch = T::build(structure, path, leaves)?;
-    path.pop();
-    Ok(branch)
+    T::build(structure, leaves).map_err(|error| error.below(name))
 }
 
 #[cfg(test)]
@@ -178,14 +178,11 @@ mod tests {
 
     #[test]
     fn sequences_and_fields_are_checked_by_name() {
-        let path = Path::default();
         let pair = Structure::sequence([Structure::Leaf, Structure::Leaf]);
-        assert!(pair.elements(&path, None).is_ok() && pair.elements(&path, Some(2)).is_ok());
-        assert!(pair.elements(&path, Some(3)).is_err());
-        assert!(
-            pair.fields(&path, &["0", "1"]).is_ok() && pair.fields(&path, &["1", "0"]).is_err()
-        );
-        let error = Structure::Leaf.elements(&path, None).unwrap_err();
+        assert!(pair.elements(None).is_ok() && pair.elements(Some(2)).is_ok());
+        assert!(pair.elements(Some(3)).is_err());
+        assert!(pair.fields(&["0", "1"]).is_ok() && pair.fields(&["1", "0"]).is_err());
+        let error = Structure::Leaf.elements(None).unwrap_err();
         assert_eq!(error.to_string(), "at the root: expected a sequence, found a leaf");
     }
 }

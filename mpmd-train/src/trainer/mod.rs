@@ -97,7 +97,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Turns the replay of steps on or off: see [`Pipeline::replay`]. Off by default.
+    /// Turns the replay of steps and evaluations on or off; on by default. See
+    /// [`Pipeline::replay`].
     #[must_use]
     pub fn replay(mut self, yes: bool) -> Self {
         self.pipeline.replay(yes);

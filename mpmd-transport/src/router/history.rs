@@ -222,6 +222,12 @@ impl History {
 
     fn entry(&self, op: u64) -> Option<&(Entry, u64)> {
         let behind = usize::try_from(self.count.checked_sub(op)?).ok()?;
+        // Mostly an operation of the step that is under way.
+        if let Some(last) = self.entries.back()
+            && last.0.first() <= op
+        {
+            return Some(last);
+        }
         // The entry's place if no span was issued since.
         let place = self.entries.len().checked_sub(behind + 1);
         if let Some(found) = place.and_then(|place| self.entries.get(place))

@@ -295,6 +295,9 @@ impl<C: Cargo> Router<C> {
                 }
             }
         }
+        if self.next_check > op {
+            return;
+        }
         self.next_check = u64::MAX;
         for index in 0..self.peers.len() {
             if let Some((count, hash)) = self.peers[index].check.take() {

@@ -438,10 +438,10 @@ pub(super) fn prepare_outputs<K: Kernel>(
     };
     // One fresh output is the usual case; it needs no list.
     let (mut one, mut several) = (None, Vec::new().into_iter());
-    match plan.fresh(seat).count() {
+    match seat.fresh.len() {
         0 => drop(memory),
         1 => one = Some(memory.allocate().map_err(failed)?),
-        _ => several = memory.allocate_all(plan.fresh(seat)).map_err(failed)?.into_iter(),
+        _ => several = memory.allocate_all(seat.fresh.iter().copied()).map_err(failed)?.into_iter(),
     }
     let mut fresh = |bytes: usize| {
         let reserved = one.take().or_else(|| several.next());

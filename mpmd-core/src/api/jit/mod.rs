@@ -18,14 +18,14 @@ use mpmd_ids::block::Mutex;
 
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
-use crate::exec::array::{MpmdArray, Repr};
+use crate::exec::array::{MpmdArray, Repr, emptied};
 use crate::exec::{AsyncBuffer, AsyncBuffers, Job, OpGuard, Runtime};
 use crate::kernel::Kernel;
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh};
-use mpmd_layout::tree::{Path, PrefixTree, Structure, Tree, TreeError};
+use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 use plan::{Bound, CallPlan};
 use warm::Warm;
 
@@ -42,7 +42,6 @@ struct Kept<K: Kernel> {
 #[derive(Default)]
 struct Lists {
     leaves: Vec<&'static MpmdArray>,
-    path: Path,
     prepared: Prepared,
 }
 
@@ -53,6 +52,17 @@ struct Prepared {
     slots: Vec<(DeviceId, AsyncBuffers)>,
     /// (local device index, job of the call), for each of these devices.
     calls: Vec<(usize, Job)>,
+}
+
+impl Prepared {
+    /// Queues the jobs on their devices and keeps the capacity of the lists. Call it last: from
+    /// then on the devices' threads write to the memory that this thread has just written.
+    fn start(&mut self, runtime: &Runtime) {
+        for (local_index, call) in self.calls.drain(..) {
+            runtime.run_on(local_index, call);
+        }
+        self.slots.clear();
+    }
 }
 
 impl Program {
@@ -203,49 +213,89 @@ impl<K: Kernel> Jit<K> {
         at: &'static Location<'static>,
     ) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
-        let Lists { leaves, mut path, mut prepared } = std::mem::take(&mut self.kept.lock().lists);
+        let Lists { leaves, mut prepared } = std::mem::take(&mut self.kept.lock().lists);
         let mut leaves: Vec<&MpmdArray> = leaves;
-        x.visit(&mut path, &mut |_, leaf| leaves.push(leaf));
-        if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
-            return Err(wrong(IssueProblem::Foreign { path: "the kernel".to_owned() }));
-        }
-        let bound = match self.known_plan(x, &leaves) {
+        x.each_leaf(&mut |leaf| leaves.push(leaf));
+        // Two different trees may have the same leaves.
+        let fits = |structure: &Structure| x.has_structure(structure);
+        let bound = match self.known_plan(&leaves, fits) {
             Some(bound) => bound,
             None => self.new_plan(program, x).map_err(wrong)?,
         };
-        let plan = &bound.plan;
-        plan.check_donations(&leaves).map_err(wrong)?;
-        for (i, leaf) in leaves.iter().enumerate() {
-            leaf.check_usable(plan.input_path(i)).map_err(wrong)?;
-            if let Repr::Placed(placed) = &leaf.repr
-                && !Arc::ptr_eq(&placed.made.runtime, &program.runtime)
-            {
-                return Err(wrong(IssueProblem::Foreign { path: plan.input_path(i).to_owned() }));
-            }
-        }
-        if program.recording.is_some() {
-            plan.check_given_up(program, &leaves).map_err(wrong)?;
-        }
-        let op = issue(program, &bound, &leaves, &mut prepared, None, at);
-        let arrays = plan.arrays(&mut prepared.slots, op, at);
-        let y = assemble::<K::Out>(&plan.output_structure, &mut path, arrays);
-        // Last: from here on the devices' threads write to the memory that this thread has just
-        // written.
-        for (local_index, call) in prepared.calls.drain(..) {
-            program.runtime.run_on(local_index, call);
-        }
-        prepared.slots.clear();
-        // After an error the path is at some branch.
-        let path = if y.is_ok() { path } else { Path::default() };
-        self.kept.lock().lists = Lists { leaves: emptied(leaves), path, prepared };
+        let op = self.issue_checked(program, &bound, &leaves, &mut prepared, at).map_err(wrong)?;
+        let arrays = bound.plan.arrays(&mut prepared.slots, op, at);
+        let y = assemble::<K::Out>(&bound.plan.output_structure, arrays);
+        prepared.start(&program.runtime);
+        self.kept.lock().lists = Lists { leaves: emptied(leaves), prepared };
         y.map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
-    fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
-        // Two different trees may have the same leaves.
-        let fits = |bound: &&Arc<Bound<K>>| {
-            bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure)
+    /// Calls the kernel as [`Jit::call`] does, on the leaves of a tree of this structure. Returns
+    /// (structure of the outputs, their leaves). Builds no tree of a type unless the call has new
+    /// shapes.
+    #[track_caller]
+    pub(crate) fn call_leaves(
+        &self,
+        program: &mut Program,
+        structure: &Structure,
+        leaves: &[&MpmdArray],
+    ) -> Result<(Structure, Vec<MpmdArray>)> {
+        let at = program.caller(Location::caller());
+        let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
+        let bound = match self.known_plan(leaves, |known| known == structure) {
+            Some(bound) => bound,
+            None => {
+                let arrays = leaves.iter().map(|leaf| (*leaf).clone());
+                let x = K::In::from_leaves(structure, arrays)
+                    .map_err(|error| wrong(IssueProblem::Tree(error)))?;
+                self.new_plan(program, &x).map_err(wrong)?
+            }
         };
+        let mut prepared = std::mem::take(&mut self.kept.lock().lists.prepared);
+        let op = self.issue_checked(program, &bound, leaves, &mut prepared, at).map_err(wrong)?;
+        let arrays = bound.plan.arrays(&mut prepared.slots, op, at).collect();
+        prepared.start(&program.runtime);
+        self.kept.lock().lists.prepared = prepared;
+        Ok((bound.plan.output_structure.clone(), arrays))
+    }
+
+    /// Checks a call on these leaves, which fit the plan, and issues it. Returns its number.
+    fn issue_checked(
+        &self,
+        program: &mut Program,
+        bound: &Arc<Bound<K>>,
+        leaves: &[&MpmdArray],
+        prepared: &mut Prepared,
+        at: &'static Location<'static>,
+    ) -> std::result::Result<u64, IssueProblem> {
+        if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
+            return Err(IssueProblem::Foreign { path: "the kernel".to_owned() });
+        }
+        let plan = &bound.plan;
+        plan.check_donations(leaves)?;
+        for (i, leaf) in leaves.iter().enumerate() {
+            let Repr::Placed(placed) = &leaf.repr else { continue };
+            if placed.is_donated() {
+                placed.check_usable(plan.input_path(i))?;
+            }
+            if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
+                return Err(IssueProblem::Foreign { path: plan.input_path(i).to_owned() });
+            }
+        }
+        if program.recording.is_some() {
+            plan.check_given_up(program, leaves)?;
+        }
+        Ok(issue(program, bound, leaves, prepared, None, at))
+    }
+
+    /// Returns a kept plan for these leaves. `fits` is true for the structure of their tree.
+    fn known_plan(
+        &self,
+        leaves: &[&MpmdArray],
+        fits: impl Fn(&Structure) -> bool,
+    ) -> Option<Arc<Bound<K>>> {
+        let fits =
+            |bound: &&Arc<Bound<K>>| bound.plan.fits(leaves) && fits(&bound.plan.input_structure);
         self.kept.lock().plans.iter().find(fits).cloned()
     }
 
@@ -254,6 +304,9 @@ impl<K: Kernel> Jit<K> {
         program: &Program,
         x: &K::In,
     ) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
+        if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
+            return Err(IssueProblem::Foreign { path: "the kernel".to_owned() });
+        }
         let plan = CallPlan::new(self, &program.runtime, x)?;
         let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
         let plans = &mut self.kept.lock().plans;
@@ -280,11 +333,8 @@ fn issue<K: Kernel>(
     let plan = &bound.plan;
     let dry_run = program.is_dry_run();
     let again = || (!plan.seats.is_empty() || dry_run).then(|| bound.clone() as Arc<dyn Again>);
-    let origins = leaves.iter().flat_map(|leaf| match &leaf.repr {
-        Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
-        Repr::Host(_) => [0, u64::MAX],
-    });
-    let words = std::iter::once(plan.fingerprint).chain(origins);
+    let words = leaves.iter().map(|leaf| leaf.word());
+    let words = std::iter::once(plan.fingerprint).chain(words);
     let (op, guard) = program.issue_op(
         words,
         NewOp {
@@ -336,7 +386,7 @@ fn prepare<K: Kernel>(
         let memory = runtime.reserve_all(
             seat.local_index,
             MemoryKind::Device,
-            plan.fresh(seat).chain(plan.held()),
+            seat.fresh.iter().copied().chain(plan.held()),
             op,
             &*plan.what,
         );
@@ -367,25 +417,13 @@ fn prepare<K: Kernel>(
 /// leaves.
 fn assemble<T: Tree<Leaf = MpmdArray>>(
     structure: &Structure,
-    path: &mut Path,
     mut leaves: impl Iterator<Item = MpmdArray>,
 ) -> std::result::Result<T, TreeError> {
-    let tree = T::build(structure, path, &mut leaves)?;
+    let tree = T::build(structure, &mut leaves)?;
     match leaves.next() {
         None => Ok(tree),
         Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
     }
-}
-
-/// Clears a list of borrowed arrays and returns it with its capacity, so that a later call can
-/// reuse it.
-fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
-    leaves.clear();
-    // Collected in place, so the capacity stays.
-    leaves
-        .into_iter()
-        .map(|_| -> &'static MpmdArray { unreachable!("the list is empty") })
-        .collect()
 }
 
 impl<K: Kernel> Again for Bound<K> {
@@ -395,14 +433,13 @@ impl<K: Kernel> Again for Bound<K> {
         x: &[&MpmdArray],
         replayed: Replayed<'_>,
         at: &'static Location<'static>,
-    ) -> Vec<MpmdArray> {
-        let mut prepared = Prepared::default();
+        made: &mut Vec<MpmdArray>,
+    ) {
+        let mut prepared = std::mem::take(&mut *self.prepared.lock());
         let op = issue(program, &self, x, &mut prepared, Some(replayed), at);
-        let y = self.plan.arrays(&mut prepared.slots, op, at).collect();
-        for (local_index, call) in prepared.calls {
-            program.runtime.run_on(local_index, call);
-        }
-        y
+        made.extend(self.plan.arrays(&mut prepared.slots, op, at));
+        prepared.start(&program.runtime);
+        *self.prepared.lock() = prepared;
     }
 }
 

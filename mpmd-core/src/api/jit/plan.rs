@@ -8,9 +8,9 @@ use std::sync::Arc;
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
 
-use super::Jit;
 use super::call::DeviceCall;
 use super::warm::Warm;
+use super::{Jit, Prepared};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
@@ -28,6 +28,9 @@ use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 /// about as many calls queued.
 const MOST_SPARE: usize = 1024;
 
+/// Maximum number of donated inputs that are compared with each other input. More are sorted.
+const FEW_DONATED: usize = 4;
+
 type Problem<T> = Result<T, IssueProblem>;
 
 /// A kernel with the plan of its calls. One object, so that a queued call holds one pointer.
@@ -43,11 +46,14 @@ pub(super) struct Bound<K: Kernel> {
         reason = "the boxes themselves are reused: a queue takes them as they are"
     )]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
+    /// Empty lists for replays.
+    pub(super) prepared: Mutex<Prepared>,
 }
 
 impl<K: Kernel> Bound<K> {
     pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
-        Self { kernel, plan, warm, spare: Mutex::new(Vec::new()) }
+        let (spare, prepared) = (Mutex::new(Vec::new()), Mutex::default());
+        Self { kernel, plan, warm, spare, prepared }
     }
 
     /// Returns an empty call: one that was kept, or a new one.
@@ -70,6 +76,8 @@ impl<K: Kernel> Bound<K> {
 pub(super) struct CallPlan {
     pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
+    /// Indices of the donated inputs.
+    donated: Vec<usize>,
     pub(super) outputs: Vec<OutputPlan>,
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
@@ -106,10 +114,35 @@ pub(super) enum ObjectPlace {
 
 pub(super) struct InputPlan {
     aval: ShapedArray,
-    sharding: Option<Sharding>,
+    /// The properties of the array that the plan was made for; `None` for host values.
+    made: Option<Arc<Made>>,
     pub(super) donated: bool,
     /// True if an output is this input updated in place.
     pub(super) in_place: bool,
+}
+
+impl InputPlan {
+    fn sharding(&self) -> Option<&Sharding> {
+        self.made.as_ref().map(|made| &made.sharding)
+    }
+
+    /// True if the array has the shape, dtype and sharding that the plan was made for.
+    fn fits(&self, leaf: &MpmdArray) -> bool {
+        match (&self.made, &leaf.repr) {
+            // Mostly arrays of the same operation of the step before.
+            (Some(made), Repr::Placed(placed)) => {
+                Arc::ptr_eq(made, &placed.made)
+                    || made.sharding == placed.made.sharding && made.aval == placed.made.aval
+            }
+            (None, Repr::Host(host)) => self.aval == *host.aval(),
+            _ => false,
+        }
+    }
+}
+
+/// Returns another input that is the same array as input `i`.
+fn twin(leaves: &[&MpmdArray], i: usize) -> Option<usize> {
+    leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
 }
 
 pub(super) struct OutputPlan {
@@ -127,6 +160,8 @@ pub(super) struct DeviceBinding {
     pub(super) place: MeshPosition,
     pub(super) inputs: Vec<ShardInfo>,
     pub(super) outputs: Vec<ShardInfo>,
+    /// Size in bytes of each output that does not take over an input's memory, in order.
+    pub(super) fresh: Vec<usize>,
 }
 
 /// Describes a call in messages: kernel, mesh, and the first four inputs.
@@ -153,24 +188,12 @@ impl CallPlan {
     /// made.
     pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
         self.inputs.len() == leaves.len()
-            && self.inputs.iter().zip(leaves).all(|(input, leaf)| {
-                input.sharding.as_ref() == leaf.sharding() && input.aval == *leaf.aval()
-            })
+            && self.inputs.iter().zip(leaves).all(|(input, leaf)| input.fits(leaf))
     }
 
     /// True if the output updates a donated input, so that it takes over the input's memory.
     pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
         output.alias.is_some_and(|input| self.inputs[input].donated)
-    }
-
-    /// Returns the size in bytes of each output on this device that does not take over an input's
-    /// memory, in order.
-    pub(super) fn fresh<'a>(
-        &'a self,
-        seat: &'a DeviceBinding,
-    ) -> impl Iterator<Item = usize> + Clone + 'a {
-        let outputs = self.outputs.iter().zip(&seat.outputs);
-        outputs.filter(|(output, _)| !self.takes_over(output)).map(|(_, info)| info.bytes())
     }
 
     /// Returns the declared bytes of each object of the call on one device.
@@ -184,17 +207,28 @@ impl CallPlan {
 
     /// Returns an error if a donated input is the same array as another input of the call.
     pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
-        for (i, _) in self.inputs.iter().enumerate().filter(|(_, input)| input.donated) {
-            if let Some(j) =
-                leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
-            {
-                return Err(IssueProblem::Signature(format!(
-                    "{:?} is donated, and is the same array as {:?}",
-                    self.paths[i], self.paths[j]
-                )));
-            }
+        let twins = match self.donated.len() {
+            0 => None,
+            1..=FEW_DONATED => self.donated.iter().find_map(|i| Some((*i, twin(leaves, *i)?))),
+            _ => self.first_twins(leaves),
+        };
+        match twins {
+            None => Ok(()),
+            Some((i, j)) => Err(IssueProblem::Signature(format!(
+                "{:?} is donated, and is the same array as {:?}",
+                self.paths[i], self.paths[j]
+            ))),
         }
-        Ok(())
+    }
+
+    /// Returns (the first donated input that is the same array as another input, the other input).
+    /// Takes time in proportion to the number of inputs, for calls that donate many.
+    fn first_twins(&self, leaves: &[&MpmdArray]) -> Option<(usize, usize)> {
+        let mut origins: Vec<(u64, u32)> = leaves.iter().filter_map(|leaf| leaf.origin()).collect();
+        origins.sort_unstable();
+        // Seldom: the same array twice, donated or not, or arrays of several programs.
+        let twice = origins.windows(2).any(|pair| pair[0] == pair[1]);
+        twice.then(|| self.donated.iter().find_map(|i| Some((*i, twin(leaves, *i)?)))).flatten()
     }
 
     /// While a step is recorded, returns an error if the call donates an array that the step
@@ -210,10 +244,8 @@ impl CallPlan {
     /// Marks the arrays that this call donates as donated to operation `op`, so that every later
     /// use of them fails.
     pub(super) fn donate(&self, leaves: &[&MpmdArray], op: u64, at: &'static Location<'static>) {
-        for (leaf, input) in leaves.iter().zip(&self.inputs) {
-            if let Repr::Placed(placed) = &leaf.repr
-                && input.donated
-            {
+        for index in &self.donated {
+            if let Repr::Placed(placed) = &leaves[*index].repr {
                 placed.donate(op, at);
             }
         }
@@ -278,7 +310,7 @@ impl CallPlan {
                 .map_err(|why| IssueProblem::Sharding { path: format!("output {path}"), why })?;
             let (aval, what, runtime) = (aval.clone(), what.clone(), runtime.clone());
             outputs.push(OutputPlan {
-                made: Arc::new(Made { aval, sharding, layout, what, runtime }),
+                made: Arc::new(Made::new(aval, sharding, layout, what, runtime)),
                 alias: None,
             });
         }
@@ -287,7 +319,7 @@ impl CallPlan {
             .zip(&paths)
             .map(|(leaf, path)| InputPlan {
                 aval: leaf.aval().clone(),
-                sharding: leaf.sharding().cloned(),
+                made: leaf.made().cloned(),
                 donated: jit.donate.iter().any(|prefix| is_below(path, prefix)),
                 in_place: false,
             })
@@ -340,7 +372,8 @@ impl CallPlan {
             .iter()
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
             .map(|(local_index, device)| {
-                seat((local_index, device), &what, &mesh, &leaves, &outputs, &runtime.topology)
+                let of = (&leaves[..], &inputs[..], &outputs[..]);
+                seat((local_index, device), &what, &mesh, of, &runtime.topology)
             })
             .collect::<Problem<Vec<_>>>()?;
         let held: u64 = objects.bytes.iter().map(|(_, bytes)| *bytes).sum();
@@ -349,6 +382,7 @@ impl CallPlan {
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         Ok(Self {
             runtime: runtime.clone(),
+            donated: (0..inputs.len()).filter(|index| inputs[*index].donated).collect(),
             inputs,
             outputs,
             input_structure,
@@ -521,8 +555,7 @@ fn check_alias(
     if input.aval == output.made.aval && layouts_agree {
         return Ok(());
     }
-    let sharding =
-        input.sharding.as_ref().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
+    let sharding = input.sharding().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
     Err(IssueProblem::Signature(format!(
         "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in \
          place: shape, \
@@ -535,8 +568,7 @@ fn seat(
     (local_index, device): (usize, DeviceId),
     what: &Arc<CallWhat>,
     mesh: &DeviceBindings,
-    leaves: &[&MpmdArray],
-    outputs: &[OutputPlan],
+    (leaves, taken, outputs): (&[&MpmdArray], &[InputPlan], &[OutputPlan]),
     topology: &Topology,
 ) -> Problem<DeviceBinding> {
     let groups = mesh
@@ -553,6 +585,8 @@ fn seat(
         Repr::Host(host) => part(host.aval(), None),
         Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
     });
+    let parts: Vec<ShardInfo> =
+        outputs.iter().map(|output| part(&output.made.aval, Some(&output.made.layout))).collect();
     Ok(DeviceBinding {
         what: Arc::new(what.clone()),
         local_index,
@@ -562,10 +596,13 @@ fn seat(
             groups,
         },
         inputs: inputs.collect(),
-        outputs: outputs
+        fresh: outputs
             .iter()
-            .map(|output| part(&output.made.aval, Some(&output.made.layout)))
+            .zip(&parts)
+            .filter(|(output, _)| !output.alias.is_some_and(|input| taken[input].donated))
+            .map(|(_, info)| info.bytes())
             .collect(),
+        outputs: parts,
     })
 }
 
@@ -616,7 +653,7 @@ fn fingerprint<K: Kernel>(
     hash = kernel.statics().into_iter().fold(hash, Rolling::mix).mix(mesh.mesh.fingerprint());
     for input in inputs {
         hash = text(hash, &input.aval.to_string()).mix(u64::from(input.donated));
-        hash = hash.mix(input.sharding.as_ref().map_or(0, Sharding::fingerprint));
+        hash = hash.mix(input.sharding().map_or(0, Sharding::fingerprint));
     }
     for output in outputs {
         hash = text(hash, &output.made.aval.to_string()).mix(output.made.sharding.fingerprint());

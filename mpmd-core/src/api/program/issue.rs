@@ -62,16 +62,17 @@ pub(crate) struct Replayed<'a> {
 
 /// An operation in which this process takes part and that a replay can issue again.
 pub(crate) trait Again: Send + Sync {
-    /// Issues this process's part of a replayed operation and returns its results. `x` has the
-    /// array inputs. An input without a shard on this process may be a placeholder of the same
-    /// description.
+    /// Issues this process's part of a replayed operation and appends its results to `made`. `x`
+    /// has the array inputs. An input without a shard on this process may be a placeholder of the
+    /// same description.
     fn again(
         self: Arc<Self>,
         program: &mut Program,
         x: &[&MpmdArray],
         replayed: Replayed<'_>,
         at: &'static Location<'static>,
-    ) -> Vec<MpmdArray>;
+        made: &mut Vec<MpmdArray>,
+    );
 }
 
 /// A function that is called with each operation's number and the runtime, before the router is

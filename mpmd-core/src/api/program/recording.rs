@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::{Again, NewOp, Program};
 use crate::error::{IssueProblem, Result, leaf};
+use crate::exec::OriginMap;
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
@@ -22,14 +23,14 @@ pub(crate) struct Recording {
     pub(crate) structure: Structure,
     pub(crate) inputs: Vec<Input>,
     /// Index into `inputs`, by (operation that made the array, index of its result).
-    placed: HashMap<(u64, u32), u32>,
+    placed: OriginMap<u32>,
     /// Index into `inputs` of host values, by the address of their bytes.
     uncommitted: HashMap<usize, u32>,
     /// The host values among the inputs, kept alive so that their addresses are not reused.
     _held: Vec<MpmdArray>,
     /// Arrays that the step uses but neither makes nor has as inputs.
     pub(crate) constants: Vec<MpmdArray>,
-    constant: HashMap<(u64, u32), u32>,
+    constant: OriginMap<u32>,
     /// Host values that are no inputs, and arrays that the step makes without a shard on this
     /// process.
     pub(crate) others: Vec<MpmdArray>,
@@ -82,11 +83,11 @@ impl Recording {
             before,
             at,
             inputs: Vec::with_capacity(leaves.len()),
-            placed: HashMap::new(),
+            placed: OriginMap::default(),
             uncommitted: HashMap::new(),
             _held: leaves.iter().filter(|leaf| leaf.sharding().is_none()).cloned().collect(),
             constants: Vec::new(),
-            constant: HashMap::new(),
+            constant: OriginMap::default(),
             others: Vec::new(),
             here: Vec::new(),
             structure,

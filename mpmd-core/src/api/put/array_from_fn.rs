@@ -139,7 +139,7 @@ impl Program {
                 shard
             })
             .collect();
-        let made = Made { aval, sharding: sharding.clone(), layout, what, runtime };
+        let made = Made::new(aval, sharding.clone(), layout, what, runtime);
         Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
     }
 }

@@ -96,6 +96,27 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
+    /// Moves each array to the sharding beside it, as [`Program::device_put`] of a list does.
+    #[track_caller]
+    pub(crate) fn put_list(&mut self, moves: &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>> {
+        let at = self.caller(Location::caller());
+        let mut plans = Vec::with_capacity(moves.len());
+        for (index, (array, to)) in moves.iter().enumerate() {
+            let plan = array.check_usable("").and_then(|()| self.put_steps("", array, to, true));
+            plans.push(plan.map_err(|mut problem| {
+                if let Some(path) = problem.path_mut() {
+                    *path = index.to_string();
+                }
+                problem.at(at, "device_put")
+            })?);
+        }
+        let moves = moves.iter().zip(plans);
+        let put = |((array, _), steps): (&(&MpmdArray, &Sharding), PutSteps)| {
+            self.put_along(array, &steps, MoveOptions::default(), at)
+        };
+        Ok(moves.map(put).collect())
+    }
+
     /// Issues the planned move of `array`, as one operation or two, and returns a handle to the
     /// result.
     pub(crate) fn put_along(
@@ -206,12 +227,13 @@ impl Again for PutAgain {
         x: &[&MpmdArray],
         replayed: Replayed<'_>,
         at: &'static Location<'static>,
-    ) -> Vec<MpmdArray> {
+        made: &mut Vec<MpmdArray>,
+    ) {
         let put = |x: &&MpmdArray| {
             let before = self.continues.then_some(*x);
             program.issue_put(x, &self.plan, self.options, before, Some(replayed), at)
         };
-        x.iter().map(put).collect()
+        made.extend(x.iter().map(put));
     }
 }
 

@@ -95,7 +95,7 @@ impl Program {
         T: Tree<Leaf = MpmdArray>,
         U: Tree<Leaf = MpmdArray>,
     {
-        let at = Location::caller();
+        let at = self.caller(Location::caller());
         self.refuse_recording(at, "record")?;
         let wrong = |problem: IssueProblem| problem.at(at, "record");
         for (path, leaf) in x.leaves_with_paths() {
@@ -125,7 +125,11 @@ impl Program {
     }
 
     /// Returns an error if the array belongs to another program.
-    fn check_own(&self, path: &str, leaf: &MpmdArray) -> std::result::Result<(), IssueProblem> {
+    pub(crate) fn check_own(
+        &self,
+        path: &str,
+        leaf: &MpmdArray,
+    ) -> std::result::Result<(), IssueProblem> {
         match &leaf.repr {
             Repr::Placed(placed) if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) => {
                 Err(IssueProblem::Foreign { path: path.to_owned() })
@@ -153,18 +157,24 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
     /// and nothing is issued.
     #[track_caller]
     pub fn replay(&self, program: &mut Program, x: T) -> Result<U> {
-        let at = Location::caller();
+        let at = program.caller(Location::caller());
         program.refuse_recording(at, "replay")?;
-        let wrong = |problem: IssueProblem| problem.at(at, "replay");
-        let leaves = x.leaves();
-        self.step.check(program, &x.structure(), &leaves).map_err(wrong)?;
-        let results = self.step.run(program, &leaves, at);
-        U::from_leaves(&self.results, results).map_err(|error| wrong(IssueProblem::Tree(error)))
+        self.step.check(program, &x).map_err(|problem| problem.at(at, "replay"))?;
+        self.replay_fitting(program, &x)
     }
 
     /// True if [`Recorded::replay`] accepts these inputs now. Issues nothing.
     pub(crate) fn fits(&self, program: &Program, x: &T) -> bool {
-        self.step.check(program, &x.structure(), &x.leaves()).is_ok()
+        self.step.check(program, x).is_ok()
+    }
+
+    /// Replays the step on inputs that fit, while nothing is recorded.
+    #[track_caller]
+    pub(crate) fn replay_fitting(&self, program: &mut Program, x: &T) -> Result<U> {
+        let at = program.caller(Location::caller());
+        let results = self.step.run(program, &x.leaves(), at);
+        let wrong = |error| IssueProblem::Tree(error).at(at, "replay");
+        U::from_leaves(&self.results, results).map_err(wrong)
     }
 
     /// Returns the number of operations of the step, on all processes together.

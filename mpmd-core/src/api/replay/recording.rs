@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::span::{Name, Names};
-use super::step::{Operation, Outcome, ReplayStep, Source};
+use super::step::{Links, Operation, Outcome, ReplayStep, Source};
 use crate::api::program::{ArrayOrigin, Noted, Recording};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};
@@ -26,7 +26,6 @@ impl Recording {
                 None => self.other(result),
             })
             .collect();
-        let (mut operations, values, of_results) = self.place_values(&found);
         let constants = self.constants.len();
         let kept = |found: ArrayOrigin| match found {
             ArrayOrigin::Input(input) => Some(Source::Input(input)),
@@ -34,11 +33,7 @@ impl Recording {
             ArrayOrigin::Other(other) => Some(Source::Kept(constants as u32 + other)),
             ArrayOrigin::Made(..) => None,
         };
-        for (operation, noted) in operations.iter_mut().zip(&self.here) {
-            for (source, found) in operation.inputs.iter_mut().zip(&noted.inputs) {
-                *source = kept(*found).unwrap_or(*source);
-            }
-        }
+        let (operations, links, values, of_results) = self.place_values(&found, kept);
         let outcome = |((result, found), value): ((&&MpmdArray, &ArrayOrigin), &Option<u32>)| {
             let source = kept(*found).or(value.map(Source::Value));
             let donated = match &result.repr {
@@ -80,6 +75,7 @@ impl Recording {
             kept: self.constants,
             constants,
             operations,
+            links,
             values,
             outcomes,
             hash,
@@ -88,9 +84,14 @@ impl Recording {
     }
 
     /// Assigns a storage place to each array that an operation makes and a later one or a result
-    /// needs. A place is reused after the last use. Returns (the operations, the number of places,
-    /// the place of each result). The place is `None` for a result that no operation here makes.
-    fn place_values(&self, results: &[ArrayOrigin]) -> (Vec<Operation>, usize, Vec<Option<u32>>) {
+    /// needs. A place is reused after the last use. `kept` returns the source of any other array.
+    /// Returns (the operations, their inputs and outputs, the number of places, the place of each
+    /// result). The place is `None` for a result that no operation here makes.
+    fn place_values(
+        &self,
+        results: &[ArrayOrigin],
+        kept: impl Fn(ArrayOrigin) -> Option<Source>,
+    ) -> (Vec<Operation>, Links, usize, Vec<Option<u32>>) {
         let maker = |place: u64| self.here.binary_search_by_key(&place, |noted| noted.place).ok();
         let value = |found: &ArrayOrigin| match found {
             ArrayOrigin::Made(place, leaf) => maker(*place).map(|maker| (maker, *leaf)),
@@ -106,10 +107,11 @@ impl Recording {
         let mut places: HashMap<(usize, u32), u32> = HashMap::new();
         let (mut free, mut count) = (Vec::new(), 0);
         let mut operations = Vec::with_capacity(self.here.len());
+        let mut links = Links::default();
         for (index, (noted, mut leaves)) in self.here.iter().zip(makes).enumerate() {
             leaves.sort_unstable();
             let mut drops = Vec::new();
-            let inputs = noted.inputs.iter().map(|input| match value(input) {
+            links.inputs.extend(noted.inputs.iter().map(|input| match value(input) {
                 Some(made) => {
                     let place = places[&made];
                     if last[&made] == index && !drops.contains(&place) {
@@ -117,9 +119,8 @@ impl Recording {
                     }
                     Source::Value(place)
                 }
-                None => Source::Kept(0),
-            });
-            let inputs = inputs.collect();
+                None => kept(*input).unwrap_or(Source::Kept(0)),
+            }));
             let mut next = || {
                 free.pop().unwrap_or_else(|| {
                     count += 1;
@@ -129,12 +130,14 @@ impl Recording {
             let outputs: Vec<(u32, u32)> = leaves.into_iter().map(|leaf| (leaf, next())).collect();
             places.extend(outputs.iter().map(|(leaf, place)| ((index, *leaf), *place)));
             free.extend(&drops);
+            links.outputs.extend(outputs);
+            links.drops.extend(drops);
             let (place, label, at) = (noted.place, noted.label, noted.at);
-            let again = noted.again.clone();
-            operations.push(Operation { place, label, at, again, inputs, outputs, drops });
+            let (again, ends) = (noted.again.clone(), links.ends());
+            operations.push(Operation { place, label, at, again, ends });
         }
         let of_results =
             results.iter().map(|found| value(found).map(|made| places[&made])).collect();
-        (operations, count as usize, of_results)
+        (operations, links, count as usize, of_results)
     }
 }

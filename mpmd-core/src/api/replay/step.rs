@@ -1,6 +1,6 @@
 //! A recorded step: this process's operations and the arrays that they need.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use std::sync::Arc;
 use super::span::{Names, Replaying};
 use crate::api::program::{Again, Donation, Input, Program, Replayed};
 use crate::error::IssueProblem;
-use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
-use crate::exec::{Rolling, Runtime, Span, Values};
+use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards, emptied};
+use crate::exec::{OriginMap, Rolling, Runtime, Span, Values};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::tree::Structure;
+use mpmd_layout::tree::{Structure, Tree};
 use mpmd_record::trace::Label;
 
 /// This process's part of a recorded step.
@@ -25,8 +25,9 @@ pub(super) struct ReplayStep {
     pub(super) kept: Vec<MpmdArray>,
     /// The number of arrays from outside in `kept`.
     pub(super) constants: usize,
-    /// Operations in which this process takes part, in order.
+    /// Operations in which this process takes part, in order, and the lists that they share.
     pub(super) operations: Vec<Operation>,
+    pub(super) links: Links,
     /// The number of storage places for arrays that the step makes.
     pub(super) values: usize,
     pub(super) outcomes: Vec<Outcome>,
@@ -42,11 +43,38 @@ pub(super) struct Operation {
     pub(super) label: Option<Label>,
     pub(super) at: &'static Location<'static>,
     pub(super) again: Arc<dyn Again>,
+    /// The ends of the operation's parts of the `Links`; they begin where the parts of the
+    /// operation before end.
+    pub(super) ends: Ends,
+}
+
+/// The inputs and outputs of all operations of a step, in the order of the operations. Three lists
+/// for all, so that a replay reads memory in order.
+#[derive(Default)]
+pub(super) struct Links {
     pub(super) inputs: Vec<Source>,
     /// Results that are needed later: (index of the result, place in which it is kept).
     pub(super) outputs: Vec<(u32, u32)>,
-    /// Storage places that are free after this operation.
+    /// Storage places that are free after the operation.
     pub(super) drops: Vec<u32>,
+}
+
+/// Lengths of the lists of [`Links`].
+#[derive(Clone, Copy, Default)]
+pub(super) struct Ends {
+    inputs: u32,
+    outputs: u32,
+    drops: u32,
+}
+
+impl Links {
+    /// Returns the lengths of the lists so far.
+    pub(super) fn ends(&self) -> Ends {
+        let Self { inputs, outputs, drops } = self;
+        let length = |length: usize| length as u32;
+        let (inputs, outputs) = (length(inputs.len()), length(outputs.len()));
+        Ends { inputs, outputs, drops: length(drops.len()) }
+    }
 }
 
 /// The origin of an array that an operation takes in a replay: the index of an input, of an entry
@@ -81,18 +109,19 @@ impl ReplayStep {
     pub(super) fn check(
         &self,
         program: &Program,
-        structure: &Structure,
-        x: &[&MpmdArray],
+        x: &impl Tree<Leaf = MpmdArray>,
     ) -> Result<(), IssueProblem> {
         if !Arc::ptr_eq(&self.runtime, &program.runtime) {
             return Err(IssueProblem::Foreign { path: "the recorded step".to_owned() });
         }
-        if *structure != self.structure {
-            let (expected, found) = (leaves_of(&self.structure), leaves_of(structure));
+        if !x.has_structure(&self.structure) {
+            let (expected, found) = (leaves_of(&self.structure), leaves_of(&x.structure()));
             return Err(IssueProblem::Recorded { path: String::new(), expected, found });
         }
-        let mut firsts: HashMap<(u64, u32), usize> = HashMap::with_capacity(x.len());
-        for (place, (input, leaf)) in self.inputs.iter().zip(x).enumerate() {
+        let x = x.leaves();
+        let mut firsts: OriginMap<usize> =
+            OriginMap::with_capacity_and_hasher(x.len(), Default::default());
+        for (place, (input, leaf)) in self.inputs.iter().zip(&x).enumerate() {
             leaf.check_usable(&input.path)?;
             program.check_own(&input.path, leaf)?;
             if input.aval != *leaf.aval() || input.sharding.as_ref() != leaf.sharding() {
@@ -112,7 +141,7 @@ impl ReplayStep {
         let donated: HashSet<(u64, u32)> = self
             .inputs
             .iter()
-            .zip(x)
+            .zip(&x)
             .filter_map(|(input, leaf)| input.donated.and(leaf.origin()))
             .collect();
         if !donated.is_empty()
@@ -171,23 +200,28 @@ impl ReplayStep {
             Source::Kept(kept) => Some(self.kept[kept as usize].clone()),
             Source::Value(value) => values[value as usize].clone(),
         };
-        for operation in &self.operations {
-            let Operation { place, label, at, again, inputs, outputs, drops } = operation;
+        let (mut taken, mut made) = (Vec::new(), Vec::new());
+        let mut from = Ends::default();
+        for Operation { place, label, at, again, ends } in &self.operations {
             program.set_label(*label);
             let replayed = Replayed { op: before + place, span: &span };
-            let taken: Vec<&MpmdArray> = inputs
-                .iter()
-                .filter_map(|source| match source {
-                    Source::Input(input) => Some(x[*input as usize]),
-                    Source::Kept(kept) => Some(&self.kept[*kept as usize]),
-                    Source::Value(value) => values[*value as usize].as_ref(),
-                })
-                .collect();
-            let made = again.clone().again(program, &taken, replayed, at);
+            let Links { inputs, outputs, drops } = &self.links;
+            let mut all: Vec<&MpmdArray> = taken;
+            let inputs = &inputs[from.inputs as usize..ends.inputs as usize];
+            all.extend(inputs.iter().filter_map(|source| match source {
+                Source::Input(input) => Some(x[*input as usize]),
+                Source::Kept(kept) => Some(&self.kept[*kept as usize]),
+                Source::Value(value) => values[*value as usize].as_ref(),
+            }));
+            again.clone().again(program, &all, replayed, at, &mut made);
+            taken = emptied(all);
+            let drops = &drops[from.drops as usize..ends.drops as usize];
             drops.iter().for_each(|place| values[*place as usize] = None);
-            for (leaf, place) in outputs {
+            for (leaf, place) in &outputs[from.outputs as usize..ends.outputs as usize] {
                 values[*place as usize] = made.get(*leaf as usize).cloned();
             }
+            made.clear();
+            from = *ends;
         }
         program.set_label(label);
         program.advance(before + self.operations(), &span);
@@ -218,10 +252,7 @@ impl ReplayStep {
     fn start(&self, program: &Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
         let recorded = self.hash.value();
         let step = [0x4e97a, recorded as u64, (recorded >> 64) as u64, self.operations()];
-        let inputs = x.iter().flat_map(|leaf| match &leaf.repr {
-            Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
-            Repr::Host(_) => [0, u64::MAX],
-        });
+        let inputs = x.iter().map(|leaf| leaf.word());
         let call = step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix);
         call.mix_values(program.hash_values(x.iter().copied()))
     }

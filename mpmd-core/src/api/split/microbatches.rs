@@ -81,13 +81,8 @@ impl MpmdArray {
             },
         );
         let runtime = program.runtime.clone();
-        let made = Arc::new(Made {
-            aval,
-            sharding: placed.made.sharding.clone(),
-            layout,
-            what,
-            runtime: runtime.clone(),
-        });
+        let sharding = placed.made.sharding.clone();
+        let made = Arc::new(Made::new(aval, sharding, layout, what, runtime.clone()));
         let part = |j: usize| {
             let shards: Vec<LocalShard> = placed
                 .shards

@@ -112,8 +112,7 @@ impl Program {
                 })
                 .collect();
             taken.sort_by_key(|shard| layout.place_of(shard.device));
-            let made =
-                Made { aval, sharding, layout, what: what.clone(), runtime: runtime.clone() };
+            let made = Made::new(aval, sharding, layout, what.clone(), runtime.clone());
             results.push(Placed::array(Arc::new(made), taken, Origin { op, leaf: i as u32, at }));
         }
         if donate {

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::Placed;
+use crate::exec::memory::WORTH_NAMING;
 
 /// A handle to one of the arrays that an operation made. Clones refer to the same array.
 ///
@@ -13,8 +14,9 @@ use super::Placed;
 pub(crate) struct Handle {
     all: Arc<[Placed]>,
     index: u32,
-    /// True in a dry run, which records the drop of the last handle.
-    planned: bool,
+    /// True if the array's own last handle has something to do: in a dry run it is recorded; the
+    /// shards of one of several arrays are freed.
+    counted: bool,
 }
 
 /// A handle that does not keep the array alive. It can be upgraded while another handle exists.
@@ -25,11 +27,14 @@ pub(crate) struct WeakHandle {
 
 impl Handle {
     /// Creates the first handle to the new array at `index` of `all`; the array's count already
-    /// includes it. Lists a large array for out-of-memory errors.
-    pub(super) fn first_of(all: Arc<[Placed]>, index: u32) -> Self {
-        let planned = all[index as usize].made.runtime.recorder.is_some();
-        let handle = Self { all, index, planned };
-        handle.made.runtime.holds(&handle);
+    /// includes it. Lists a large array for out-of-memory errors. `recorded` is true in a dry run.
+    pub(super) fn first_of(all: Arc<[Placed]>, index: u32, recorded: bool) -> Self {
+        let counted = all[index as usize].is_counted(all.len(), recorded);
+        let handle = Self { all, index, counted };
+        // Most arrays are too small even in total: then nothing is looked up.
+        if handle.shards.len().saturating_mul(handle.made.bytes) as u64 >= WORTH_NAMING {
+            handle.made.runtime.holds(&handle);
+        }
         handle
     }
 
@@ -39,6 +44,14 @@ impl Handle {
 
     pub(crate) fn downgrade(&self) -> WeakHandle {
         WeakHandle { all: Arc::downgrade(&self.all), index: self.index }
+    }
+}
+
+impl Placed {
+    /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
+    /// a single array are freed with the allocation.
+    fn is_counted(&self, arrays: usize, recorded: bool) -> bool {
+        arrays > 1 && !self.shards.is_empty() || recorded
     }
 }
 
@@ -52,28 +65,22 @@ impl Deref for Handle {
 
 impl Clone for Handle {
     fn clone(&self) -> Self {
-        self.handles.fetch_add(1, Ordering::Relaxed);
-        Self { all: self.all.clone(), index: self.index, planned: self.planned }
+        if self.counted {
+            self.handles.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { all: self.all.clone(), index: self.index, counted: self.counted }
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if self.planned {
-            if self.handles.fetch_sub(1, Ordering::AcqRel) == 1
-                && let Some(recorder) = &self.made.runtime.recorder
-            {
-                recorder.dropped(self.origin());
-            }
+        if !self.counted || self.handles.fetch_sub(1, Ordering::AcqRel) > 1 {
             return;
         }
-        if self.all.len() == 1 {
-            // The shards are freed with the allocation.
-            return;
+        if let Some(recorder) = &self.made.runtime.recorder {
+            recorder.dropped(self.origin());
         }
-        if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.shards.iter().for_each(|shard| shard.slot.leave());
-        }
+        self.shards.iter().for_each(|shard| shard.slot.leave());
     }
 }
 
@@ -81,11 +88,13 @@ impl WeakHandle {
     /// Returns a handle, or `None` if the array's last handle was dropped.
     pub(crate) fn upgrade(&self) -> Option<Handle> {
         let all = self.all.upgrade()?;
-        let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
-        let handles = &all[self.index as usize].handles;
-        handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
-        let planned = all[self.index as usize].made.runtime.recorder.is_some();
-        Some(Handle { all, index: self.index, planned })
+        let array = &all[self.index as usize];
+        let counted = array.is_counted(all.len(), array.made.runtime.recorder.is_some());
+        if counted {
+            let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
+            array.handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
+        }
+        Some(Handle { all, index: self.index, counted })
     }
 }
 

@@ -72,6 +72,8 @@ pub(crate) struct Made {
     /// Describes the operation that makes the arrays, for messages.
     pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) runtime: Arc<Runtime>,
+    /// Size in bytes of the whole array.
+    pub(crate) bytes: usize,
 }
 
 /// The shards of an array that this process owns. A single shard needs no allocation.
@@ -195,6 +197,24 @@ impl MpmdArray {
         }
     }
 
+    /// Returns the properties that the array shares with others of its plan. `None` for an
+    /// uncommitted array.
+    pub(crate) fn made(&self) -> Option<&Arc<Made>> {
+        match &self.repr {
+            Repr::Host(_) => None,
+            Repr::Placed(placed) => Some(&placed.made),
+        }
+    }
+
+    /// Returns the word that stands for the array in the rolling hash of an operation that takes
+    /// it. All uncommitted arrays have the same; their values are hashed apart.
+    pub(crate) fn word(&self) -> u64 {
+        match &self.repr {
+            Repr::Placed(placed) => placed.origin.word(),
+            Repr::Host(_) => u64::MAX,
+        }
+    }
+
     /// True if both are handles to the same array on devices. False for uncommitted arrays.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if a.is_same(b))
@@ -258,6 +278,27 @@ impl fmt::Debug for MpmdArray {
     }
 }
 
+impl Made {
+    pub(crate) fn new(
+        aval: ShapedArray,
+        sharding: Sharding,
+        layout: Arc<Layout>,
+        what: Arc<dyn fmt::Display + Send + Sync>,
+        runtime: Arc<Runtime>,
+    ) -> Self {
+        let bytes = aval.bytes();
+        Self { aval, sharding, layout, what, runtime, bytes }
+    }
+}
+
+impl Origin {
+    /// Returns a word that differs for all arrays of a program, as long as there are fewer than
+    /// 2^40 operations.
+    fn word(self) -> u64 {
+        self.op ^ u64::from(self.leaf) << 40
+    }
+}
+
 impl Placed {
     /// Creates a new array and returns a handle to it.
     pub(crate) fn array(made: Arc<Made>, shards: impl Into<Shards>, origin: Origin) -> MpmdArray {
@@ -272,14 +313,15 @@ impl Placed {
         origin: Origin,
     ) -> MpmdArray {
         let all: Arc<[Self]> = Arc::new([Self { sends, ..Self::new(made, shards.into(), origin) }]);
-        MpmdArray { repr: Repr::Placed(Handle::first_of(all, 0)) }
+        Self::arrays(all).next().expect("one array")
     }
 
     /// Creates and returns one handle for each of an operation's new arrays, in order. Take all of
     /// them: the arrays share an allocation.
     pub(crate) fn arrays(all: Arc<[Self]>) -> impl Iterator<Item = MpmdArray> + use<> {
+        let recorded = all.first().is_some_and(|array| array.made.runtime.recorder.is_some());
         (0..all.len() as u32).map(move |index| MpmdArray {
-            repr: Repr::Placed(Handle::first_of(all.clone(), index)),
+            repr: Repr::Placed(Handle::first_of(all.clone(), index, recorded)),
         })
     }
 
@@ -336,6 +378,12 @@ impl Placed {
         self.shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
     }
 
+    /// True if the array was donated, so that nothing may use it.
+    #[inline]
+    pub(crate) fn is_donated(&self) -> bool {
+        self.donated.get().is_some()
+    }
+
     pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
         match self.donated.get() {
             None => Ok(()),
@@ -370,6 +418,14 @@ impl Placed {
         };
         Arc::new(Failure::new(FailureKind::Donated, self.made.runtime.me, self.origin.op, message))
     }
+}
+
+/// Clears a list of borrowed arrays and returns it with its capacity, so that a later call can
+/// reuse it.
+pub(crate) fn emptied<'a>(mut leaves: Vec<&MpmdArray>) -> Vec<&'a MpmdArray> {
+    leaves.clear();
+    // Collected in place, so the capacity stays.
+    leaves.into_iter().map(|_| -> &'a MpmdArray { unreachable!("the list is empty") }).collect()
 }
 
 impl Deref for Shards {

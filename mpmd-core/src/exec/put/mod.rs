@@ -192,13 +192,7 @@ impl PutPlan {
         .word();
         let from = from.map(|(sharding, _)| sharding.clone());
         let what = Arc::new(PutWhat { aval: aval.clone(), from, to: to.clone() });
-        let made = Made {
-            aval: aval.clone(),
-            sharding: to.clone(),
-            layout,
-            what: what.clone(),
-            runtime: runtime.clone(),
-        };
+        let made = Made::new(aval.clone(), to.clone(), layout, what.clone(), runtime.clone());
         let sends = transfers.iter().map(|transfer| transfer.peers.len()).sum();
         let transfers = transfers.into_iter().map(Arc::new).collect();
         let known_descriptors = Default::default();
