@@ -18,7 +18,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use mpmd_core::ProcessId;
 use mpmd_core::prelude::{Error, Program};
-use mpmd_launch::JobEnv;
+use mpmd_launch::{Bind, JobEnv};
 
 use crate::case::{Case, show};
 use crate::job::{check_transport, run_as_job};
@@ -110,7 +110,7 @@ pub(super) fn metg(args: &MetgArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     for processes in &args.processes {
-        let code = run_as_job(usize::from(*processes), args.transport.name())?;
+        let code = run_as_job(usize::from(*processes), args.transport.name(), Bind::None)?;
         if code != 0 {
             return Ok(ExitCode::from(code));
         }
