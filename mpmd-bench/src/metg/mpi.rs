@@ -17,8 +17,8 @@ use super::graph::Graph;
 const SOURCE: &str = include_str!("mpi.c");
 
 /// The options of the compiler. The task's loop is compiled like the one in task.rs: for any
-/// processor of this kind, without fused operations.
-const COMPILE: [&str; 4] = ["-O3", "-std=gnu11", "-ffp-contract=off", "-Wall"];
+/// processor of this kind, without fused operations, and unrolled.
+const COMPILE: [&str; 5] = ["-O3", "-funroll-loops", "-std=gnu11", "-ffp-contract=off", "-Wall"];
 /// The options of `mpirun`: more ranks than cores, as any user, by shared memory only. Its own
 /// messages stay on this machine.
 const RUN: [&str; 11] = [

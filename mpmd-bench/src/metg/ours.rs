@@ -5,12 +5,13 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpmd_core::prelude::{Error, MpmdArray, Program, Result};
 use mpmd_core::{Jit, ProcessId, Recorded};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
+use rustix::time::{ClockId, clock_gettime};
 
 use super::graph::Graph;
 use super::task::Task;
@@ -117,8 +118,8 @@ impl Ours {
     }
 
     /// Runs the graph `rounds` times: replays `step`, or issues it call by call if that is `None`.
-    /// Returns the time of the slowest process, on every process. All processes must call this
-    /// together.
+    /// Returns the time from the first start of a process to the last end, on every process. With
+    /// fewer cores than processes, some start late. All processes must call this together.
     ///
     /// # Errors
     ///
@@ -131,7 +132,7 @@ impl Ours {
     ) -> Result<Duration> {
         all(p, ())?;
         self.done.store(0, Ordering::Relaxed);
-        let start = Instant::now();
+        let start = now();
         let mut last = Vec::new();
         for _ in 0..rounds {
             last = match step {
@@ -140,13 +141,16 @@ impl Ours {
             };
         }
         ready(&last)?;
-        let took = start.elapsed();
+        let end = now();
         let (done, expected) =
             (self.done.load(Ordering::Relaxed), rounds * self.graph.tasks(&self.own) as u64);
         if done != expected {
             return Err(Error::kernel(format!("{done} tasks have run here, not {expected}")));
         }
-        Ok(all(p, took)?.into_iter().max().unwrap_or_default())
+        let times = all(p, (start, end))?;
+        let first = times.iter().map(|(start, _)| *start).min().unwrap_or_default();
+        let last = times.iter().map(|(_, end)| *end).max().unwrap_or_default();
+        Ok(last - first)
     }
 }
 
@@ -156,6 +160,11 @@ pub(super) type Replay = Recorded<Vec<MpmdArray>, Vec<MpmdArray>>;
 /// Blocks until this process's part of the arrays is ready.
 fn ready(arrays: &[MpmdArray]) -> Result<()> {
     arrays.iter().try_for_each(|array| array.block_until_ready().map(drop))
+}
+
+/// Returns the time of the clock that all processes of this machine share.
+fn now() -> Duration {
+    clock_gettime(ClockId::Monotonic).try_into().expect("a time after the start of the machine")
 }
 
 /// Sends `mine` to all processes. Returns the values of all, by process. All processes must call
