@@ -40,7 +40,7 @@ fn on_all<T: std::fmt::Debug + PartialEq + Send>(
 }
 
 #[test]
-fn restored_training_has_equal_bits_on_other_processes_and_stages() {
+fn restored_training_has_equal_bits_on_other_processes() {
     let expected = on_all(1, |p| train(&mut chain(p, 4, false)?, p, 12, |run| run));
     let folder = tempfile::tempdir().unwrap();
     let to = Checkpoints::new(folder.path());
