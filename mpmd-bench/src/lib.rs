@@ -58,8 +58,8 @@ enum What {
     /// Training steps of jobs with more and more stages, as threads: the time per pass, which
     /// should stay constant.
     Stages(issue::StagesArgs),
-    /// METG: the length of tasks at which half of the machine's peak rate is kept, in the graphs of
-    /// Task Bench, beside the same graphs over Open MPI. `inf` if it is not found.
+    /// METG: the task length that keeps half of the machine's peak rate, in the graphs of Task
+    /// Bench, beside Open MPI in turns. `inf` if no length does.
     Metg(metg::MetgArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),

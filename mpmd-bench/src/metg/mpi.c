@@ -47,7 +47,7 @@ struct task {
     size_t first, end;
 };
 
-/* What this rank does for a row. Rows with equal keys have the same plan. */
+/* The part of this rank in a row. Rows with equal keys have the same plan. */
 struct plan {
     /* The row's number within the pattern's period, its width, and the width of the row before. */
     long key[3];

@@ -16,7 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::graph::Graph;
 use super::task::Task;
 
-/// A graph whose tasks have a set length. Each process has one device with `points` points of every
+/// A graph with tasks of a set length. Each process has one device with `points` points of every
 /// row.
 pub(super) struct Ours {
     /// The points of this process.
