@@ -331,7 +331,7 @@ pub(crate) mod tests {
     #[test]
     fn pieces_larger_than_caches_are_copied() {
         // Columns of an odd width, so that runs start at any alignment.
-        let (from, to) = (region([(0, 5000), (0, 1001)]), region([(0, 5000), (100, 1001)]));
+        let (from, to) = (region([(0, 9500), (0, 1001)]), region([(0, 9500), (100, 1001)]));
         let src: Vec<u8> = (0..from.elements()).map(|i| (i % 251) as u8).collect();
         let mut found = vec![255; to.elements()];
         assert!(to.elements() > STREAM_BYTES);

@@ -19,11 +19,9 @@ pub(super) fn assign(
 ) -> Result<Vec<Vec<usize>>, Unbound> {
     let nodes: Vec<&[Vec<usize>]> =
         host.nodes.iter().map(Vec::as_slice).filter(|node| !node.is_empty()).collect();
-    if processes > host.usable {
-        return Err(Unbound::Crowded { processes, cores: host.usable });
-    }
     match bind {
         Bind::None => Err(Unbound::NotAsked),
+        _ if processes > host.usable => Err(Unbound::Crowded { processes, cores: host.usable }),
         Bind::Numa if nodes.len() < 2 => Err(Unbound::OneNode),
         Bind::Numa => Ok(by_node(&nodes, processes)),
         Bind::Core => Ok(by_core(&nodes, processes)),

@@ -7,9 +7,9 @@
 //! The hardware fetches ahead only within a page of the source, so the beginning of each short run
 //! would be waited for. These copies fetch the bytes ahead themselves.
 
-/// The size in bytes of a destination from which streaming stores are faster. It does not fit into
-/// a second-level cache, and usually has siblings that are written at the same time.
-pub(crate) const STREAM_BYTES: usize = 4 << 20;
+/// The size in bytes of a destination from which streaming stores are faster. It usually
+/// has siblings that are written at the same time, and does not fit into the caches with them.
+pub(crate) const STREAM_BYTES: usize = 8 << 20;
 
 /// The smallest piece in bytes that is worth a fence.
 pub(crate) const SMALLEST_PIECE: usize = 64 << 10;
