@@ -9,7 +9,7 @@
 //! Each side reads a clock that all processes of a host share, so no answer is measured. Two hosts
 //! have no such clock, and nothing is measured between them.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use mpmd_core::cuda::{Grid, Source};
@@ -21,6 +21,7 @@ use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, LinkClass};
 use mpmd_transport::ProcessId;
 use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
 
 use super::array::{FIRST, Pair, arrive};
 use super::found::{Samples, Test};
@@ -37,14 +38,16 @@ const KEPT: usize = 8;
 const EACH: usize = 3;
 /// The maximum number of arrays that the receiver keeps at a time.
 const HELD: usize = 3;
-/// Number of first hand-overs that count as warm-up: until every piece of memory has been used
-/// once.
+/// Number of hand-overs until every piece of memory has been used once.
 const WARM_UP: usize = KEPT + HELD + 1;
 /// The host must have room for this many arrays of the measured size: if they are copied, the
 /// receiver needs memory too.
 const ROOM: u64 = 16;
 /// The time that the sender sleeps before each array is sent. The receiver already waits then.
 const SETTLED: Duration = Duration::from_micros(200);
+/// The time that the sender sleeps before it sends an array in new memory: an ordinary program
+/// computes the array meanwhile.
+const SETTLED_NEW: Duration = Duration::from_millis(20);
 /// The smallest array, in bytes, for which the reading time is shown. Reading a smaller one
 /// measures the clock rather than the memory.
 const WORTH_READING: usize = 1 << 20;
@@ -143,6 +146,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     // The moments that this process records: as the sender, of each `device_put`; as the receiver,
     // of each arrival, with the time to read the array.
     let (mut given, mut had) = (Vec::new(), Vec::new());
+    // The places of all arrays so far, as this process sees them.
+    let mut places = HashSet::new();
     let mut wake = Wake::new(p)?;
     for number in 0..WARM_UP + repeats {
         let value = (number % 251 + 1) as u8;
@@ -155,8 +160,9 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
         }
         meet(p, pair, &small)?;
         if p.process() == FIRST {
+            let is_new = x.to_host()?.is_some_and(|values| places.insert(values.bytes().as_ptr()));
             // Asleep: a busy wait might occupy the core that the receiver needs.
-            std::thread::sleep(SETTLED);
+            std::thread::sleep(if is_new { SETTLED_NEW } else { SETTLED });
         }
         given.push(now());
         let y = p.device_put(&x, &pair.there)?;
@@ -166,7 +172,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
         if let Some(values) = y.to_host()? {
             let start = Instant::now();
             let sum = sum_of(values.bytes());
-            had.push((ready, start.elapsed().as_nanos() as u64));
+            let read = start.elapsed().as_nanos() as u64;
+            had.push(Had { ready, read, is_new: places.insert(values.bytes().as_ptr()) });
             if sum != u64::from(value) * bytes as u64 {
                 let what =
                     format!("{bytes} bytes of {value} were handed over, and their sum is {sum}");
@@ -222,24 +229,32 @@ pub(super) fn now() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Computes the samples from times in nanoseconds: `given` has the send times, `had` the (arrival
-/// time, length of the reading).
-fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Samples> {
-    let of = |test: Test, spans: &mut dyn Iterator<Item = u64>| {
+/// An arrival as the receiver saw it, in nanoseconds.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+struct Had {
+    ready: u64,
+    /// The time to read the array.
+    read: u64,
+    /// True if no array was at this place before.
+    is_new: bool,
+}
+
+/// Computes the samples: `given` has the send times in nanoseconds.
+fn evaluate(bytes: usize, given: &[u64], had: &[Had]) -> Vec<Samples> {
+    let of = |test: Test, is_new: bool, spans: &[u64]| {
         let mut found = Samples::new(test, bytes);
-        spans.for_each(|nanos| found.add(1, Duration::from_nanos(nanos)));
+        let spans = had.iter().zip(spans).filter(|(had, _)| had.is_new == is_new);
+        spans.for_each(|(_, nanos)| found.add(1, Duration::from_nanos(*nanos)));
         found
     };
     let took: Vec<u64> =
-        given.iter().zip(had).map(|(given, (had, _))| had.saturating_sub(*given)).collect();
-    let read: Vec<u64> = had.iter().map(|(_, read)| *read).collect();
+        given.iter().zip(had).map(|(given, had)| had.ready.saturating_sub(*given)).collect();
+    let read: Vec<u64> = had.iter().map(|had| had.read).collect();
     let parts =
         [(Test::Handover, Test::HandoverWarmUp, took), (Test::Read, Test::ReadWarmUp, read)];
     let shown = parts.into_iter().take(if bytes < WORTH_READING { 1 } else { 2 });
-    let split = |(steady, warm_up, spans): (Test, Test, Vec<u64>)| {
-        let mut spans = spans.into_iter();
-        let first = of(warm_up, &mut spans.by_ref().take(WARM_UP));
-        [of(steady, &mut spans), first]
+    let split = |(steady, new, spans): (Test, Test, Vec<u64>)| {
+        [of(steady, false, &spans), of(new, true, &spans)]
     };
     shown.flat_map(split).collect()
 }
@@ -251,16 +266,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warm_up_is_separate_and_small_reads_are_left_out() {
-        let given: Vec<u64> = (0..WARM_UP as u64 + 2).map(|i| i * 100_000).collect();
-        // 50 us each during the warm-up, then 3 us.
-        let took = |i: usize| if i < WARM_UP { 50_000 } else { 3_000 };
-        let had: Vec<(u64, u64)> =
-            given.iter().enumerate().map(|(i, given)| (given + took(i), 1 << 20)).collect();
+    fn new_memory_is_separate_and_small_reads_are_left_out() {
+        let given: Vec<u64> = (0..9).map(|i| i * 100_000).collect();
+        // 50 us each in new memory, else 3 us.
+        let had = |(i, given): (usize, &u64)| {
+            let is_new = i % 3 == 0;
+            Had { ready: given + if is_new { 50_000 } else { 3_000 }, read: 1 << 20, is_new }
+        };
+        let had: Vec<Had> = given.iter().enumerate().map(had).collect();
         let found = evaluate(1 << 20, &given, &had);
         let tests = [Test::Handover, Test::HandoverWarmUp, Test::Read, Test::ReadWarmUp];
         assert_eq!(found.iter().map(|found| found.test).collect::<Vec<_>>(), tests);
-        assert_eq!((&found[0].samples, &found[1].samples), (&vec![3.0; 2], &vec![50.0; WARM_UP]));
+        assert_eq!((&found[0].samples, &found[1].samples), (&vec![3.0; 6], &vec![50.0; 3]));
         assert!(found[2].samples.iter().all(|sample| (sample - 1.0).abs() < 1e-9), "{found:?}");
         assert_eq!(evaluate(8, &given, &had).len(), 2);
     }

@@ -30,6 +30,7 @@ pub(super) struct Inner {
     /// Freed segments that the peers have not been told about yet.
     retired: Mutex<Vec<Retired>>,
     reclaim: Arc<OnceLock<Reclaim>>,
+    on_segment: OnceLock<OnSegment>,
     /// Number of freed device segments that still have their memory, because peers may have it
     /// open.
     leaving: Arc<AtomicUsize>,
@@ -66,6 +67,7 @@ impl Drop for Leaving {
 }
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
+type OnSegment = Box<dyn Fn(&Arc<Segment>) + Send + Sync>;
 
 /// Pins the pages of a new mapping for devices, given its (address, length in bytes). The pages
 /// stay pinned until the result is dropped. Returns `None` if they are not to be pinned, or cannot
@@ -86,10 +88,11 @@ impl Arena {
     /// Creates an arena in the memory of a device, to be used beside this one. If either is short
     /// of memory, it reclaims the blocks that peers have finished with in the same way.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
-        let (next, retired, pin) = Default::default();
+        let (next, retired, pin, on_segment) = Default::default();
         let Inner { reclaim, leaving, .. } = &*self.inner;
         let (kind, reclaim, leaving) = (Kind::Device(allocator), reclaim.clone(), leaving.clone());
-        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
+        let inner = Inner { kind, next, retired, reclaim, on_segment, leaving, pin };
+        Self { inner: Arc::new(inner) }
     }
 
     /// Creates an arena of host memory that other processes can map.
@@ -104,8 +107,9 @@ impl Arena {
     }
 
     fn new(kind: Kind) -> Self {
-        let (next, retired, reclaim, leaving, pin) = Default::default();
-        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
+        let (next, retired, reclaim, on_segment, leaving, pin) = Default::default();
+        let inner = Inner { kind, next, retired, reclaim, on_segment, leaving, pin };
+        Self { inner: Arc::new(inner) }
     }
 
     /// Maps a new segment of `bytes` bytes of the arena's kind of memory. Host memory is pinned if
@@ -123,7 +127,11 @@ impl Arena {
         {
             segment.keep_pin(pinned);
         }
-        Ok(Arc::new(segment))
+        let segment = Arc::new(segment);
+        if let (Kind::Shared, Some(told)) = (&self.inner.kind, self.inner.on_segment.get()) {
+            told(&segment);
+        }
+        Ok(segment)
     }
 
     /// Sets the function that pins the pages of segments for devices. It applies to segments mapped
@@ -147,6 +155,13 @@ impl Arena {
     pub(crate) fn on_shortage(&self, reclaim: impl Fn() + Send + Sync + 'static) {
         // A second transport over one arena has nothing lent yet.
         let _ = self.inner.reclaim.set(Box::new(reclaim));
+    }
+
+    /// Sets the function that is called with each new segment that other processes can map, before
+    /// its first block is used. It may run on any thread, while any locks except the pools' are
+    /// held. Only the first call counts.
+    pub(crate) fn on_segment(&self, told: impl Fn(&Arc<Segment>) + Send + Sync + 'static) {
+        let _ = self.inner.on_segment.set(Box::new(told));
     }
 
     /// Calls the function of [`Arena::on_shortage`], if one is set: it brings back the blocks that

@@ -23,6 +23,10 @@ use super::{Arena, DeviceMemory};
 /// Segments of at least this size in bytes ask for pages of 2 MiB.
 const HUGE: usize = 2 << 20;
 
+/// Bytes that are populated in one call, a multiple of any page's size. Other threads that change
+/// mappings wait for the end of a call.
+const POPULATED: usize = 4 << 20;
+
 /// The seals of a segment that other processes map. Without GROW and SHRINK its owner could remove
 /// pages under a reader, which would kill it. Without FUTURE_WRITE a reader could reopen the
 /// descriptor for writing. Without SEAL more seals could be added, such as one that forbids the
@@ -97,7 +101,8 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Maps another process's segment for reading. The owner says that it has `bytes` bytes.
+    /// Maps another process's segment for reading. The owner says that it has `bytes` bytes. Its
+    /// pages are mapped at their first access, or by [`populate`](Self::populate).
     ///
     /// # Errors
     ///
@@ -118,15 +123,28 @@ impl Segment {
         }
         // The file cannot become shorter: its seal was checked above.
         let start = map(bytes, ProtFlags::READ, Some(descriptor.as_fd()))?;
-        let has_pages =
-            u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= bytes as u64;
-        let segment = Self::at(start, bytes, Some(descriptor));
-        if has_pages {
-            // One call instead of a fault for every few pages; older kernels lack it. On a file
-            // without pages it would allocate as many as the peer claims.
-            segment.advise(Advice::LinuxPopulateRead).ok();
+        Ok(Self::at(start, bytes, Some(descriptor)))
+    }
+
+    /// Maps the pages of another process's segment that are not mapped yet. Takes some hundred
+    /// microseconds for each of its megabytes.
+    pub(crate) fn populate(&self) {
+        let has_pages = self.fd().and_then(|fd| Ok(fstat(fd)?)).is_ok_and(|found| {
+            u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= self.bytes as u64
+        });
+        // On a file without pages this would allocate as many as the peer claims.
+        for at in (0..self.bytes).step_by(POPULATED).filter(|_| has_pages) {
+            let bytes = POPULATED.min(self.bytes - at);
+            // SAFETY: the range lies within this segment's own mapping. The advice changes no
+            // content.
+            let done = unsafe {
+                madvise(self.start.as_ptr().add(at).cast(), bytes, Advice::LinuxPopulateRead)
+            };
+            // Older kernels lack it. Pages are then mapped at their first access.
+            if done.is_err() {
+                return;
+            }
         }
-        Ok(segment)
     }
 
     /// Returns the identity of a descriptor's file. It is unique as long as the file is open or

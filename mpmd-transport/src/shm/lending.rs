@@ -1,6 +1,8 @@
 //! Posts messages, and lends the memory of their payloads.
 
 use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use zerocopy::IntoBytes;
 
@@ -10,9 +12,12 @@ use super::note::LoanId;
 use super::peer::{Outbound, Peer};
 use super::record::{COPY, INLINE, LARGEST_INLINE, LATER, LENT, Lent, TO_OWNER, ToOwner};
 use super::shared::Shared;
-use crate::memory::SharedBuffer;
+use crate::memory::{Segment, SharedBuffer};
 use crate::transport::{Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
+
+/// The smallest segment, in bytes, that is announced: a smaller one is mapped quickly.
+const WORTH_ANNOUNCING: usize = 1 << 20;
 
 /// True if the ticket of a message ends when its payload comes back; false if it has ended.
 pub(super) struct IsLent(pub(super) bool);
@@ -71,6 +76,9 @@ impl Shared {
         };
         if self.is_closing() {
             return Err(TransportError::Closed);
+        }
+        if payload.is_some() && !peer.gets_payloads.load(Ordering::Relaxed) {
+            peer.gets_payloads.store(true, Ordering::Relaxed);
         }
         let is_lent = match payload {
             Some(bytes) if bytes.device().is_some() => {
@@ -169,6 +177,18 @@ impl Shared {
             self.reclaim();
         }
         Ok(owner.map_or(Lending::Own(number), |_| Lending::Borrowed(number)))
+    }
+
+    /// Announces a new segment to the peers that have got payloads before: they will probably get
+    /// some in it. They map it meanwhile. Does not wait.
+    pub(super) fn announce(&self, segment: &Arc<Segment>) {
+        if segment.bytes() < WORTH_ANNOUNCING || self.is_closing() {
+            return;
+        }
+        let expected = |peer: &&Peer| peer.gets_payloads.load(Ordering::Relaxed);
+        for peer in self.peers.iter().flatten().filter(expected) {
+            peer.announce(segment.number(&self.arena), segment);
+        }
     }
 
     /// Returns the loan as memory that this process has borrowed from one of its peers.

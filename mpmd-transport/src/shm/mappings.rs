@@ -32,7 +32,8 @@ pub(super) enum Given {
 }
 
 impl Mappings {
-    /// Records a segment of `bytes` bytes that a peer has given. Maps it unless it is mapped.
+    /// Records a segment of `bytes` bytes that a peer has given. Maps it unless it is mapped. Its
+    /// pages are not [populated](Segment::populate).
     pub(super) fn given(&self, descriptor: OwnedFd, bytes: u64) -> io::Result<Given> {
         let mut mapped = self.files.lock();
         // A mapped segment keeps its file, so its identity is not reused.
@@ -78,7 +79,10 @@ impl Given {
                 }
                 loop {
                     let found = match mappings.given(descriptor.try_clone()?, *bytes)? {
-                        Self::First(segment) => Some(segment),
+                        Self::First(segment) => {
+                            segment.populate();
+                            Some(segment)
+                        }
                         Self::Again { segment, .. } => segment.upgrade(),
                         Self::Device(_) => None,
                     };

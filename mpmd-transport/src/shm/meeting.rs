@@ -314,6 +314,7 @@ fn pair(
         own,
         is_waiting: false.into(),
         shares_devices: false.into(),
+        gets_payloads: false.into(),
     };
     Ok((peer, Inbound::new(there.consumer()), back_there.consumer()))
 }

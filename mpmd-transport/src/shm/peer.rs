@@ -10,8 +10,10 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::devices::{DeviceGiven, Devices, Foreign};
 use super::doorbell::Doorbell;
+use super::futex::SystemFutex;
 use super::loans::Returns;
 use super::mappings::{Given, Mappings};
+use super::record::ANNOUNCED;
 use super::ring::{Consumer, Producer};
 use super::socket::Socket;
 use crate::memory::{Arriving, MOST_WORDS, Segment};
@@ -28,6 +30,11 @@ const GIVE_BYTES: usize = 16;
 const GIVE_DEVICE: [u8; 4] = *b"GIVD";
 const GIVE_DEVICE_BYTES: usize = 20;
 
+/// Limits on the segments that a peer was announced and has not read from, in number and in bytes:
+/// each takes it a descriptor and page tables.
+const MOST_ANNOUNCED: usize = 32;
+const MOST_ANNOUNCED_BYTES: usize = 1 << 30;
+
 /// A peer, with the state that all threads use.
 pub(super) struct Peer {
     pub(super) outbound: Mutex<Outbound>,
@@ -43,6 +50,8 @@ pub(super) struct Peer {
     pub(super) is_waiting: AtomicBool,
     /// True if both processes lend each other device memory.
     pub(super) shares_devices: AtomicBool,
+    /// True once this process has sent the peer a payload.
+    pub(super) gets_payloads: AtomicBool,
 }
 
 /// The sending half of the connection to a peer.
@@ -52,6 +61,8 @@ pub(super) struct Outbound {
     outbox: VecDeque<Late>,
     /// Numbers of segments that the peer has the descriptors of.
     given: HashSet<u32>,
+    /// Segments that were announced and not lent from yet: their sizes in bytes, by number.
+    announced: HashMap<u32, usize>,
     /// The number of the next loan to the peer. Loans are sent in the order of their numbers.
     pub(super) next_loan: u64,
     /// The obstacle that keeps the first record in the outbox.
@@ -79,7 +90,8 @@ impl Outbound {
     /// Creates the sending half over `ring`.
     pub(super) fn new(ring: Producer) -> Self {
         let (outbox, given) = Default::default();
-        Self { ring, outbox, given, next_loan: 1, obstacle: None, closed: None }
+        let announced = HashMap::new();
+        Self { ring, outbox, given, announced, next_loan: 1, obstacle: None, closed: None }
     }
 }
 
@@ -109,8 +121,12 @@ impl Peer {
         parts: &[&[u8]],
         segment: Option<(u32, &Arc<Segment>)>,
     ) {
+        if let Some((number, _)) = segment {
+            out.announced.remove(&number);
+        }
         if out.outbox.is_empty() {
-            match self.try_send(&mut out.ring, &mut out.given, kind, parts, segment) {
+            let named = segment.map(|(number, segment)| (number, &**segment));
+            match self.try_send(&mut out.ring, &mut out.given, kind, parts, named) {
                 None => return,
                 obstacle => out.obstacle = obstacle,
             }
@@ -118,6 +134,24 @@ impl Peer {
         let segment = segment.map(|(number, segment)| (number, segment.clone()));
         out.outbox.push_back(Late { kind, bytes: parts.concat(), segment });
         self.is_waiting.store(true, Ordering::Release);
+    }
+
+    /// Announces a new segment to the peer, which can then map it before a message lends memory in
+    /// it. Does nothing if that would have to wait, or if the peer has enough of such segments.
+    pub(super) fn announce(&self, number: u32, segment: &Segment) {
+        let Some(mut out) = self.outbound.try_lock() else { return };
+        let Outbound { ring, outbox, given, announced, closed, .. } = &mut *out;
+        let bytes = announced.values().sum::<usize>().saturating_add(segment.bytes());
+        let has_enough = announced.len() >= MOST_ANNOUNCED || bytes > MOST_ANNOUNCED_BYTES;
+        if closed.is_some() || !outbox.is_empty() || has_enough {
+            return;
+        }
+        let record = number.to_le_bytes();
+        if self.try_send(ring, given, ANNOUNCED, &[&record], Some((number, segment))).is_none() {
+            announced.insert(number, segment.bytes());
+            drop(out);
+            self.door.ring(&SystemFutex);
+        }
     }
 
     /// Sends records that were kept. Returns true if at least one was sent.
@@ -129,7 +163,7 @@ impl Peer {
         let Outbound { ring, outbox, given, obstacle, .. } = &mut *out;
         let mut any = false;
         while let Some(Late { kind, bytes, segment }) = outbox.front() {
-            let segment = segment.as_ref().map(|(number, segment)| (*number, segment));
+            let segment = segment.as_ref().map(|(number, segment)| (*number, &**segment));
             *obstacle = self.try_send(ring, given, *kind, &[bytes], segment);
             if obstacle.is_some() {
                 break;
@@ -150,7 +184,7 @@ impl Peer {
         given: &mut HashSet<u32>,
         kind: u32,
         parts: &[&[u8]],
-        segment: Option<(u32, &Arc<Segment>)>,
+        segment: Option<(u32, &Segment)>,
     ) -> Option<Obstacle> {
         if !segment.is_none_or(|(number, segment)| self.give(given, number, segment)) {
             return Some(Obstacle::Socket);
@@ -215,6 +249,7 @@ impl Peer {
 impl Outbound {
     /// Forgets freed segments, by their numbers. Returns the numbers of those that the peer knows.
     pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
+        numbers.iter().for_each(|number| drop(self.announced.remove(number)));
         numbers.iter().copied().filter(|number| self.given.remove(number)).collect()
     }
 }
@@ -262,14 +297,43 @@ impl Inbound {
                     return opened.map_err(NoSegment::Closed);
                 }
                 Some(given) => return given.segment(mappings).map_err(NoSegment::Fault),
-                None => self.hear_of_one(number, peer, mappings).map_err(NoSegment::Fault)?,
+                None => {
+                    self.hear_of_one(number, peer, mappings, true).map_err(NoSegment::Fault)?;
+                }
+            }
+        }
+    }
+
+    /// Maps the segment `number`, which the peer has announced and must have given before. Returns
+    /// it if it was not known, and should be [populated](Segment::populate).
+    pub(super) fn hear_of(
+        &mut self,
+        number: u32,
+        peer: &Peer,
+        mappings: &Mappings,
+    ) -> io::Result<Option<Arc<Segment>>> {
+        if self.segments.contains_key(&number) {
+            return Ok(None);
+        }
+        loop {
+            self.hear_of_one(number, peer, mappings, false)?;
+            match self.segments.get(&number) {
+                Some(Given::First(segment)) => return Ok(Some(segment.clone())),
+                Some(Given::Again { .. } | Given::Device(_)) => return Ok(None),
+                None => {}
             }
         }
     }
 
     /// Receives one given segment from the peer's socket, any segment, while looking for the
-    /// segment `wanted`. Fails if no packet is there.
-    fn hear_of_one(&mut self, wanted: u32, peer: &Peer, mappings: &Mappings) -> io::Result<()> {
+    /// segment `wanted`. Populates it if it `is_needed` now. Fails if no packet is there.
+    fn hear_of_one(
+        &mut self,
+        wanted: u32,
+        peer: &Peer,
+        mappings: &Mappings,
+        is_needed: bool,
+    ) -> io::Result<()> {
         let Some(packet) = peer.socket.receive()? else {
             return Err(io::Error::other(format!("segment {wanted} was never given")));
         };
@@ -290,7 +354,13 @@ impl Inbound {
         if self.segments.contains_key(&number) {
             return Err(io::Error::other(format!("segment {number} was given before")));
         }
-        self.segments.insert(number, mappings.given(descriptor, bytes)?);
+        let given = mappings.given(descriptor, bytes)?;
+        if let Given::First(segment) = &given
+            && is_needed
+        {
+            segment.populate();
+        }
+        self.segments.insert(number, given);
         Ok(())
     }
 

@@ -99,6 +99,12 @@ impl Opened {
                 shared.reclaim();
             }
         });
+        let weak = Arc::downgrade(&shared);
+        self.arena.on_segment(move |segment| {
+            if let Some(shared) = weak.upgrade() {
+                shared.announce(segment);
+            }
+        });
         let stop = Arc::new(AtomicBool::new(false));
         let (engine, told) = (shared.clone(), stop.clone());
         let engine = std::thread::Builder::new()

@@ -1,4 +1,5 @@
-//! A thread for calls into a device's driver that may block for long.
+//! A thread for calls that may take long: it maps the pages of new segments, and calls a device's
+//! driver.
 //!
 //! Freeing device memory, or closing another process's, may wait until the device is idle. That may
 //! never happen, if the device waits for a process that is gone. So such memory is released on this

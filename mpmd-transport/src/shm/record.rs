@@ -24,6 +24,9 @@ pub(super) const BROKEN: u32 = 8;
 /// sender. The header, then a [`ToOwner`].
 pub(super) const TO_OWNER: u32 = 11;
 
+/// Record kind: the number of a new segment, four bytes. A later message may lend memory in it.
+pub(super) const ANNOUNCED: u32 = 12;
+
 /// Payloads up to this many bytes are sent with their header: copying them costs less than lending
 /// them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
@@ -78,6 +81,7 @@ pub(super) enum Record<'a> {
     Lent(Header, Lent, Vec<Vec<u8>>),
     ToOwner(Header, ToOwner),
     Retired(Vec<u32>),
+    Announced(u32),
     /// (Loan number, the reason if the work failed).
     Landed(u64, Option<String>),
     Broken(Header, String),
@@ -150,6 +154,9 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             let numbers = bytes.as_chunks::<4>().0.iter();
             Ok(Record::Retired(numbers.map(|number| u32::from_le_bytes(*number)).collect()))
         }
+        ANNOUNCED if let Ok(number) = bytes.try_into() => {
+            Ok(Record::Announced(u32::from_le_bytes(number)))
+        }
         GOODBYE => Ok(Record::Goodbye),
         kind => Err(format!("a record of kind {kind} with {} bytes", bytes.len())),
     }
@@ -212,6 +219,7 @@ mod tests {
         let bytes = [&header.encode()[..], b"no"].concat();
         assert_eq!(read(BROKEN, &bytes), Ok(Record::Broken(header, "no".into())));
         assert_eq!(read(RETIRED, &[1, 0, 0, 0, 2, 0, 0, 0]), Ok(Record::Retired(vec![1, 2])));
+        assert_eq!(read(ANNOUNCED, &[7, 0, 0, 1]), Ok(Record::Announced((1 << 24) + 7)));
         assert_eq!(read(GOODBYE, &[]), Ok(Record::Goodbye));
     }
 
@@ -227,7 +235,7 @@ mod tests {
             read(TO_OWNER, &with(&[0; 27])).is_err() && read(TO_OWNER, &with(&[0; 29])).is_err()
         );
         assert!(read(TO_OWNER, &with(&[0; 28])).unwrap_err().contains("0 bytes of payload where"));
-        assert!(read(RETIRED, &[1, 2, 3]).is_err());
+        assert!(read(RETIRED, &[1, 2, 3]).is_err() && read(ANNOUNCED, &[1; 8]).is_err());
         assert!(read(99, &[]).is_err());
         let grant = Header { bytes: 4096, ..Header::new(Kind::Grant) }.encode();
         for (kind, bytes) in [(LENT, 36), (TO_OWNER, 28)] {
@@ -278,6 +286,7 @@ mod tests {
             with(LENT, &[&header.encode(), lent(LATER).as_bytes(), &tokens]),
             with(TO_OWNER, &[&header.encode(), part.as_bytes()]),
             with(RETIRED, &[&[1, 0, 0, 0, 2, 0, 0, 0]]),
+            with(ANNOUNCED, &[&[1, 0, 0, 0]]),
             with(GOODBYE, &[]),
             with(LANDED, &[&7u64.to_le_bytes(), b"it broke"]),
             with(BROKEN, &[&header.encode(), b"no"]),
@@ -297,7 +306,12 @@ mod tests {
                     assert_eq!(header.payload_bytes(), part.bytes.get());
                 }
                 Ok(Record::Retired(numbers)) => assert_eq!(4 * numbers.len(), bytes.len()),
-                Ok(Record::Landed(..) | Record::Broken(..) | Record::Goodbye) => {}
+                Ok(
+                    Record::Announced(_)
+                    | Record::Landed(..)
+                    | Record::Broken(..)
+                    | Record::Goodbye,
+                ) => {}
                 Err(why) => assert!(!why.is_empty()),
             }
         });

@@ -74,6 +74,7 @@ impl Shared {
             Record::Landed(loan, failure) => Event::Landed(loan, failure),
             Record::Broken(header, why) => Event::Broken(header, why),
             Record::Retired(numbers) => Event::Retired(numbers),
+            Record::Announced(number) => Event::Announced(number),
             Record::Goodbye => Event::Goodbye,
         })
     }
@@ -107,6 +108,13 @@ impl Shared {
                 handler.arrived(from, header, Unreadable::payload(from, &header, why));
             }
             Event::Retired(numbers) => inbound.retire(&numbers, peer),
+            Event::Announced(number) => {
+                if let Some(segment) =
+                    inbound.hear_of(number, peer, &self.mappings).map_err(Fault::of)?
+                {
+                    self.devices.reaper.later(move || segment.populate());
+                }
+            }
             Event::Goodbye => {
                 let why = TransportError::PeerGone { peer: from, why: "it has left".to_owned() };
                 self.end(why, from, inbound, peer, handler);
@@ -253,6 +261,7 @@ enum Event {
     Landed(u64, Option<String>),
     Broken(Header, String),
     Retired(Vec<u32>),
+    Announced(u32),
     Goodbye,
 }
 

@@ -1,4 +1,5 @@
-//! Lent memory stays valid after its owner's end, and freed segments are unmapped.
+//! Lent memory stays valid after its owner's end. New segments are announced, and freed ones are
+//! unmapped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -127,6 +128,73 @@ fn freed_segments_are_unmapped_everywhere() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
+    one.shutdown(TIME_LIMIT);
+    zero.shutdown(TIME_LIMIT);
+}
+
+/// Blocks until there are `count` mappings of `bytes` bytes.
+fn until_mapped(bytes: usize, count: usize) {
+    let until = Instant::now() + TIME_LIMIT;
+    while mappings(bytes) != count {
+        assert!(Instant::now() < until, "{} mappings, not {count}", mappings(bytes));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Sends a payload of `bytes` bytes to process 1 and returns it as it arrives there.
+fn sent(zero: &Shm, ears: &[Arc<Ear>; 2], bytes: SharedBuffer) -> Payload {
+    let header = Header { bytes: bytes.len() as u64, ..Header::new(Kind::Data) };
+    zero.post(ProcessId(1), header, Some(bytes), Ticket::NONE);
+    ears[1].next_from(0)
+}
+
+#[test]
+fn new_segment_is_mapped_before_a_message_names_it() {
+    // Recognised by a length that no other test uses.
+    const BYTES: usize = 7 << 20;
+    let ([zero, one], ears) = pair();
+    let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+    let unexpected = filled(&pool, BYTES, 1);
+    drop(sent(&zero, &ears, filled(&pool, 8, 2)));
+    assert_eq!(mappings(BYTES), 1, "the peer had got nothing before");
+    let new = filled(&pool, BYTES, 3);
+    until_mapped(BYTES, 3);
+    let Payload::Lent(lent) = sent(&zero, &ears, new) else { panic!("it is lent") };
+    assert!(lent.iter().all(|byte| *byte == 3) && mappings(BYTES) == 3);
+    let unused = filled(&pool, BYTES, 4);
+    until_mapped(BYTES, 5);
+    drop((unexpected, lent, unused));
+    let until = Instant::now() + TIME_LIMIT;
+    while mappings(BYTES) > 0 {
+        assert!(Instant::now() < until, "{} mappings", mappings(BYTES));
+        drop(sent(&zero, &ears, filled(&pool, 8, 5)));
+        zero.lent_to(ProcessId(1));
+        pool.trim();
+    }
+    one.shutdown(TIME_LIMIT);
+    let late = filled(&pool, BYTES, 6);
+    ears[0].down(1);
+    let later = filled(&pool, BYTES, 7);
+    assert_eq!(mappings(BYTES), 2, "the peer has left");
+    drop((late, later));
+    zero.shutdown(TIME_LIMIT);
+}
+
+#[test]
+fn unused_announced_segments_are_limited() {
+    // Recognised by a length that no other test uses.
+    const BYTES: usize = 5 << 18;
+    let ([zero, one], ears) = pair();
+    let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+    drop(sent(&zero, &ears, filled(&pool, 8, 1)));
+    let mut all: Vec<SharedBuffer> = (0..40).map(|i| filled(&pool, BYTES, i)).collect();
+    until_mapped(BYTES, 40 + 32);
+    // The first was announced, the last was not. One that is lent from makes room for another.
+    let lent = [sent(&zero, &ears, all.remove(0)), sent(&zero, &ears, all.remove(38))];
+    until_mapped(BYTES, 40 + 32 + 1);
+    all.push(filled(&pool, BYTES, 40));
+    until_mapped(BYTES, 41 + 34);
+    drop((lent, all));
     one.shutdown(TIME_LIMIT);
     zero.shutdown(TIME_LIMIT);
 }

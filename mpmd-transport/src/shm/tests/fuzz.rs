@@ -190,6 +190,7 @@ impl Scene {
                 own: ProcessId(PEERS as u32),
                 is_waiting: false.into(),
                 shares_devices: false.into(),
+                gets_payloads: false.into(),
             };
             peers.push(Some((peer, Inbound::new(there.consumer()), back_there.consumer())));
             let (messages, returns) = (there.producer(), back_there.producer());
