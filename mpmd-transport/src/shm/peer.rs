@@ -249,7 +249,7 @@ impl Peer {
 impl Outbound {
     /// Forgets freed segments, by their numbers. Returns the numbers of those that the peer knows.
     pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
-        numbers.iter().for_each(|number| drop(self.announced.remove(number)));
+        self.announced.retain(|number, _| !numbers.contains(number));
         numbers.iter().copied().filter(|number| self.given.remove(number)).collect()
     }
 }
