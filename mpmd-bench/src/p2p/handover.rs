@@ -307,9 +307,8 @@ mod tests {
     fn two_threads_measure_hand_overs() {
         let pace = Pace { repeats: 2, sample: Duration::from_micros(200) };
         let found = in_threads(DeviceKind::Cpu, &[Size(3)], &[Case::Handover], &pace).unwrap();
-        assert_eq!(
-            found.iter().map(|found| found.samples.len()).collect::<Vec<_>>(),
-            [4, WARM_UP, 4 + WARM_UP]
-        );
+        let counts: Vec<usize> = found.iter().map(|found| found.samples.len()).collect();
+        assert!(counts[..2].iter().all(|count| *count > 0), "{counts:?}");
+        assert_eq!((counts[0] + counts[1], counts[2]), (4 + WARM_UP, 4 + WARM_UP));
     }
 }

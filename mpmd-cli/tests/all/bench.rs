@@ -161,14 +161,15 @@ fn pair_is_measured_at_both_levels_and_every_size() {
                 if level == "message" {
                     continue;
                 }
-                // Twice the repeats of other cases, after a warm-up that uses every piece of
-                // memory.
-                expected.push((Some(level), "handover", bytes, "us", 4));
-                expected.push((Some(level), "handover warm-up", bytes, "us", 12));
+                // 16 together: twice the repeats of other cases, and 12 until every piece of memory
+                // was used.
+                expected.push((Some(level), "handover", bytes, "us", 16));
+                expected.push((Some(level), "handover warm-up", bytes, "us", 16));
                 if bytes >= 1 << 20 {
-                    expected.push((Some(level), "read", bytes, "GB/s", 4));
-                    expected.push((Some(level), "read warm-up", bytes, "GB/s", 12));
+                    expected.push((Some(level), "read", bytes, "GB/s", 16));
+                    expected.push((Some(level), "read warm-up", bytes, "GB/s", 16));
                 }
+                expected.push((Some(level), "futex wake", bytes, "us", 16));
             }
         }
         expected.extend([8, 20 << 10, 1 << 20].map(|bytes| (None, "memcpy", bytes, "GB/s", 2)));
@@ -180,7 +181,16 @@ fn pair_is_measured_at_both_levels_and_every_size() {
             assert_eq!(line["transport"].as_str(), pair.then_some(transport), "{line}");
             assert_eq!(line["spin"].as_str(), pair.then_some("never"), "{line}");
             assert!(line.get("peer_median").is_none(), "{line}");
-            assert_measured(line, repeats);
+            let other = match name {
+                "handover" => "handover warm-up",
+                "handover warm-up" => "handover",
+                "read" => "read warm-up",
+                "read warm-up" => "read",
+                _ => "",
+            };
+            let beside = lines.iter().find(|line| line["name"] == other && line["bytes"] == bytes);
+            let beside = beside.and_then(|line| line["repeats"].as_u64()).unwrap_or(0);
+            assert_measured(line, repeats - beside);
             assert_eq!(line["of_memcpy"].is_number(), pair && unit == "GB/s", "{line}");
             assert!(
                 line["parameters"].as_str().is_some_and(|words| words.contains("i") || bytes == 8),
@@ -202,6 +212,7 @@ fn handover_table_has_separate_warm_up_rows() {
         "array handover warm-up 1Mi",
         "array read 1Mi",
         "array read warm-up 1Mi",
+        "array futex wake 1Mi",
         "memcpy",
     ];
     assert_eq!(lines.len(), expected.len(), "{said}");
@@ -608,17 +619,17 @@ fn replay_measures_one_process_of_a_large_job() {
 }
 
 #[test]
-fn stages_are_measured_per_operation() {
+fn stages_are_measured_per_pass() {
     let said =
         bench(&["stages", "--stages", "1,3", "--microbatches", "2", "--repeats", "2", "--json"]);
     let lines = lines(&said);
     let of: Vec<&str> =
         lines.iter().filter_map(|line| line["parameters"].as_str()).step_by(2).collect();
     let expected = [
-        "issued, 1 stages x 2, 4 operations",
-        "issued, 3 stages x 2, 20 operations",
-        "replayed, 1 stages x 2, 4 operations",
-        "replayed, 3 stages x 2, 20 operations",
+        "issued, 1 stages x 2, 4 passes",
+        "issued, 3 stages x 2, 12 passes",
+        "replayed, 1 stages x 2, 4 passes",
+        "replayed, 3 stages x 2, 12 passes",
     ];
     assert_eq!(of, expected);
     for pair in lines.chunks(2) {
