@@ -2,6 +2,7 @@
 //! candle allocates. A test binary of its own, since it counts all memory of the process.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use mpmd_candle::nn::{self, Dropout, LayerNorm, Linear, Module};
 use mpmd_candle::{Cx, Tensor, VarBuilder, named, stage};
@@ -76,6 +77,7 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
         // The device drops graphs of the step before behind its last pass, and calls are in order.
         let last = pass_on.call(&mut p, kept[0].clone()).unwrap();
         last.block_until_ready().unwrap();
+        settle();
         p.forget_memory_peak();
         ALLOCATOR.reset_peak_usage();
         let before = ALLOCATOR.current_usage();
@@ -93,6 +95,20 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
     }
     p.finish().unwrap();
     memory
+}
+
+/// Blocks until the memory in use has not changed for a while: a device's thread frees what a call
+/// has used only after the call's results are there.
+fn settle() {
+    const LOOKS: usize = 20;
+    let (mut usage, mut same) = (ALLOCATOR.current_usage(), 0);
+    let until = Instant::now() + Duration::from_secs(5);
+    while same < LOOKS && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(2));
+        let now = ALLOCATOR.current_usage();
+        same = if now == usage { same + 1 } else { 0 };
+        usage = now;
+    }
 }
 
 #[test]

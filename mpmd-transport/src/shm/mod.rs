@@ -35,13 +35,12 @@
 //!
 //! A message is a record in a ring (`record.rs`). A small payload follows its header. For a larger
 //! payload the record has the segment, the place and the length. The receiver maps the segment at
-//! its first use (`peer.rs`). A peer that has got payloads before hears of a new segment at once. It
-//! maps the pages on a thread of its own (`reaper.rs`), so that the first payload in the segment
-//! does not wait for that. When the last holder drops the payload, its number goes back in the
-//! ring of returned loans (`loans.rs`). The owner takes blocks back from there before it maps new
-//! ones (`Arena::on_shortage`), after every 64 loans, and when a ring fills up. If the receiver's
-//! pool has a limit, the payload is copied into that pool: a program that fits over TCP also fits
-//! here.
+//! its first use (`peer.rs`). A peer that has got payloads before hears of a new segment at once.
+//! It maps the pages on a thread of its own (`reaper.rs`), so that the first payload in the segment
+//! does not wait for that. When the last holder drops the payload, its number goes back in the ring
+//! of returned loans (`loans.rs`). The owner takes blocks back from there before it maps new ones
+//! (`Arena::on_shortage`), after every 64 loans, and when a ring fills up. If the receiver's pool
+//! has a limit, the payload is copied into that pool: a program that fits over TCP also fits here.
 //!
 //! # Re-lending
 //!
