@@ -32,7 +32,7 @@ impl StreamingStores {
         let has = is_x86_feature_detected!("avx");
         #[cfg(not(target_arch = "x86_64"))]
         let has = false;
-        has.then_some(Self(()))
+        has.then(|| Self(()))
     }
 
     /// Copies `src` to `dst`, with streaming stores except at unaligned ends. Fetches the bytes

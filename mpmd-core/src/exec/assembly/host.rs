@@ -59,7 +59,8 @@ struct Copying(());
 impl Copying {
     /// Returns `None` if this thread is marked already.
     fn begin() -> Option<Self> {
-        (!COPYING.replace(true)).then_some(Self(()))
+        // The guard is created only here: the drop of another one would take the mark away.
+        (!COPYING.replace(true)).then(|| Self(()))
     }
 }
 
@@ -345,5 +346,19 @@ impl HostAssembly {
     fn out_of_memory(&self, why: &str) -> Arc<Failure> {
         let message = format!("operation {}: {why}", self.op);
         Arc::new(Failure::new(FailureKind::Memory, self.process, self.op, message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refused_marks_leave_the_mark_of_the_outer_copy() {
+        let outer = Copying::begin().unwrap();
+        assert!(Copying::begin().is_none() && Copying::begin().is_none());
+        drop(outer);
+        assert!(Copying::begin().is_some());
+        assert!(Copying::begin().is_some(), "the mark ends with its guard");
     }
 }
