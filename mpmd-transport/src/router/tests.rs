@@ -44,6 +44,8 @@ type Outcome = Result<Vec<u8>, Arc<Failure>>;
 struct Job {
     routers: Vec<Router<Bytes>>,
     dead: Vec<bool>,
+    /// The process that no message reaches any more.
+    deaf: Option<usize>,
     flying: Vec<Message>,
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
@@ -108,6 +110,7 @@ impl Job {
         Self {
             routers: (0..processes).map(router).collect(),
             dead: vec![false; processes],
+            deaf: None,
             flying: Vec::new(),
             outcomes: HashMap::new(),
             reports: Vec::new(),
@@ -220,7 +223,7 @@ impl Job {
         while let Some(index) = self.flying.iter().position(|message| message.due <= self.now) {
             let message = self.flying.swap_remove(index);
             let to = message.to.index();
-            if self.dead[to] {
+            if self.dead[to] || self.deaf == Some(to) {
                 continue;
             }
             let incoming = message.body.clone();
@@ -397,6 +400,24 @@ fn stopped_process_is_lost_after_peer_timeout() {
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
     assert!(failure.message.contains("no sign of life for 60 s"), "{failure}");
     assert_eq!(job.silent, [(0, 1)], "reported once, so that transfers in flight can be given up");
+}
+
+#[test]
+fn deaf_process_names_the_peer_that_it_waits_for_to_all() {
+    let mut job = Job::new(4, 3, 2);
+    for process in 0..4 {
+        job.issue(process, 9, "device_put");
+    }
+    job.expect(3, 2, (1, 0), 100);
+    job.run(1000);
+    job.dead[2] = true;
+    job.deaf = Some(3);
+    job.run(62_000);
+    for process in [0, 1, 3] {
+        let failure = job.routers[process].trouble().expect("a peer is lost");
+        assert!(failure.message.contains("process 2 is gone (no sign of life"), "{failure}");
+        assert!(failure.message.contains("operation 1 (device_put)"), "{failure}");
+    }
 }
 
 #[test]

@@ -183,14 +183,32 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Treats peers as lost from which nothing has come for the peer timeout.
+    ///
+    /// If several go silent within a heartbeat, this process may be deaf instead: the queues of
+    /// UCX's shared memory are stuck behind a process that was stopped while it wrote to one. So
+    /// the job fails because of the peer for which this process waits, and all hear of it.
     fn find_silent_peers(&mut self, now: Duration) {
-        let peer_timeout = self.config.peer_timeout;
-        for process in self.others() {
+        let (timeout, heartbeat) = (self.config.peer_timeout, self.config.heartbeat);
+        let silence = |process: &ProcessId| {
             let peer = &self.peers[process.index()];
-            if !peer.has_left() && now.saturating_sub(peer.heard) > peer_timeout {
-                let why = format!("no sign of life for {} s", peer_timeout.as_secs_f32());
-                self.lose(process, why);
-            }
+            if peer.has_left() { Duration::ZERO } else { now.saturating_sub(peer.heard) }
+        };
+        let about_to = |process| silence(&process) > timeout.saturating_sub(heartbeat);
+        let mut silent: Vec<_> =
+            self.others().filter(|process| silence(process) > timeout).collect();
+        if silent.len() < self.others().filter(|process| about_to(*process)).count() {
+            return;
+        }
+        let waits_in = |process: &ProcessId| self.peers[process.index()].expected.keys().next();
+        let op = |process: &ProcessId| waits_in(process).map_or(u64::MAX, |(op, _)| *op);
+        silent.sort_by_key(op);
+        let why = format!("no sign of life for {} s", timeout.as_secs_f32());
+        if let [first, _, ..] = silent[..] {
+            self.fail(self.lost_while(first, op(&first).min(self.history.count()), &why));
+        }
+        for process in silent {
+            self.lose(process, why.clone());
         }
     }
 
