@@ -50,6 +50,8 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
         "params": params,
         "strategy": strategy,
         "rules": [["embed", ["a"]]],
+        "names": [["b/[0-9]", ["embed"]]],
+        "state": [["mean", ""]],
     });
     [
         ("layout", all.iter().map(layout).collect()),

@@ -18,13 +18,18 @@ use super::refusal::Refusal;
 const MOST_DEVICES: usize = 1 << 20;
 
 /// The case `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name,
-/// axes], …]}`, read and not yet checked.
+/// axes], …], names?: [[pattern, names], …], state?: [[branch, params], …]}`, read and not yet
+/// checked.
 #[derive(Debug)]
 pub(super) struct Case {
     mesh: Vec<(String, usize)>,
     leaves: Vec<CaseLeaf>,
     strategy: Vec<(String, String)>,
     rules: Vec<(String, Vec<String>)>,
+    /// Logical names of the leaves that match a pattern.
+    names: Vec<(String, Vec<Option<String>>)>,
+    /// (branch of state, branch of the parameters that it follows)
+    state: Vec<(String, String)>,
 }
 
 /// A leaf `{shape, dtype, names?}` of `params`, with its path in the tree as `name`.
@@ -54,6 +59,14 @@ impl Case {
             let [name, axes] = field.pair()?;
             Ok((name.text()?, read_axes(&axes)?))
         };
+        let names = |field: &Field<'_>| {
+            let [pattern, names] = field.pair()?;
+            Ok((pattern.text()?, names.list(logical_name)?))
+        };
+        let branches = |field: &Field<'_>| {
+            let [state, params] = field.pair()?;
+            Ok((state.text()?, params.text()?))
+        };
         let mut leaves = Vec::new();
         read_leaves(&field.get("params")?, String::new(), &mut leaves)?;
         Ok(Self {
@@ -63,6 +76,12 @@ impl Case {
             rules: field
                 .find("rules")?
                 .map(|rules| rules.list(logical))
+                .transpose()?
+                .unwrap_or_default(),
+            names: field.find("names")?.map(|all| all.list(names)).transpose()?.unwrap_or_default(),
+            state: field
+                .find("state")?
+                .map(|state| state.list(branches))
                 .transpose()?
                 .unwrap_or_default(),
         })
@@ -78,9 +97,11 @@ impl Case {
                 leaf.aval().map_err(|refusal| refusal.of(&format!("leaf `{}`", leaf.name)))?;
             leaves.push((leaf.name.clone(), aval));
             if let Some(names) = &leaf.names {
-                let names: Vec<Option<&str>> = names.iter().map(Option::as_deref).collect();
-                logical = logical.leaf(leaf.name.as_str(), &names);
+                logical = logical.leaf(leaf.name.as_str(), &borrowed(names));
             }
+        }
+        for (pattern, names) in &self.names {
+            logical = logical.pattern(pattern, &borrowed(names))?;
         }
         let mut names: Vec<&String> = leaves.iter().map(|(name, _)| name).collect();
         names.sort_unstable();
@@ -94,7 +115,11 @@ impl Case {
             let axes: Vec<&str> = axes.iter().map(String::as_str).collect();
             logical = logical.rule(name.as_str(), &axes);
         }
-        let strategy = Strategy::parse(&self.strategy, &Registry::default())?.with_logical(logical);
+        let mut strategy = Strategy::parse(&self.strategy, &Registry::default())?;
+        for (state, params) in &self.state {
+            strategy = strategy.with_state(state, params);
+        }
+        let strategy = strategy.with_logical(logical);
         Ok(Box::new(RulesAnswer(infer(&leaves, &strategy, &mesh)?)))
     }
 }
@@ -126,9 +151,7 @@ fn read_leaves(
     if let (Some(shape), Some(dtype)) = (entry("shape"), entry("dtype"))
         && dtype.as_text().is_some()
     {
-        let logical =
-            |field: &Field<'_>| if field.is_null() { Ok(None) } else { field.text().map(Some) };
-        let names = field.find("names")?.map(|names| names.list(logical)).transpose()?;
+        let names = field.find("names")?.map(|names| names.list(logical_name)).transpose()?;
         leaves.push(CaseLeaf {
             name,
             shape: shape.list(Field::count)?,
@@ -138,6 +161,14 @@ fn read_leaves(
         return Ok(());
     }
     entries.iter().try_for_each(|(key, field)| read_leaves(field, below(key), leaves))
+}
+
+fn logical_name(field: &Field<'_>) -> Result<Option<String>, Malformed> {
+    if field.is_null() { Ok(None) } else { field.text().map(Some) }
+}
+
+fn borrowed(names: &[Option<String>]) -> Vec<Option<&str>> {
+    names.iter().map(Option::as_deref).collect()
 }
 
 fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
@@ -152,10 +183,14 @@ fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
 
 impl Answer for RulesAnswer {
     fn json(&self) -> String {
-        let leaves = self.0.leaves().iter();
+        let leaves = || self.0.leaves().iter();
         let specs: BTreeMap<_, _> =
-            leaves.map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect();
-        json!({ "specs": specs }).to_string()
+            leaves().map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect();
+        let notes: BTreeMap<_, _> = leaves()
+            .filter(|leaf| !leaf.notes.is_empty())
+            .map(|leaf| (leaf.name.as_str(), &leaf.notes))
+            .collect();
+        json!({ "specs": specs, "notes": notes }).to_string()
     }
 
     fn pretty(&self) -> String {

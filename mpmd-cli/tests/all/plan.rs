@@ -71,6 +71,26 @@ fn specs_and_errors_are_those_of_the_golden_file() {
 }
 
 #[test]
+fn notes_names_by_pattern_and_state_are_in_the_answer_of_rules() {
+    let case = json!({
+        "mesh": [["data", 8]],
+        "params": {
+            "params": {"a": {"shape": [15], "dtype": "f32"}, "b": {"shape": [16], "dtype": "f32"}},
+            "opt": {"mean": {"b": {"shape": [16], "dtype": "bf16"}}},
+        },
+        "strategy": [["params/a", "shard_dim('data', 0)"], [".*", "logical_partitioning()"]],
+        "rules": [["rows", ["data"]]],
+        "names": [["params/.*", ["rows"]]],
+        "state": [["opt/mean", "params"]],
+    });
+    let answer = told_all("rules", std::slice::from_ref(&case)).remove(0);
+    let specs = json!({"params/a": ["data"], "params/b": ["data"], "opt/mean/b": ["data"]});
+    assert_eq!(answer["specs"], specs);
+    let note = "dimension 0 of 15 does not divide evenly by 8 (data)";
+    assert_eq!(answer["notes"], json!({"params/a": [note]}));
+}
+
+#[test]
 fn case_gives_an_answer_and_list_gives_a_list() {
     let case = json!({"shape": [5, 2], "dim": 0, "placements": [0, 1]});
     let answer = json!({

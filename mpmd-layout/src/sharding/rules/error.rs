@@ -38,6 +38,17 @@ pub enum RulesError {
         /// The problem with the pattern.
         message: String,
     },
+    /// A pattern of logical names is not a regular expression.
+    #[error("logical names: pattern {pattern:?}{}: {message}", position.map(|at| format!(", \
+        position {at}")).unwrap_or_default())]
+    BadLogicalPattern {
+        /// The pattern.
+        pattern: String,
+        /// The position of the problem in the pattern, in bytes from 0, or `None` if it is unknown.
+        position: Option<usize>,
+        /// The problem with the pattern.
+        message: String,
+    },
     /// Matching a pattern took more steps than allowed.
     #[error("rule {rule}: pattern {pattern:?} cannot be matched with leaf `{leaf}`: {message}")]
     PatternGaveUp {
@@ -201,6 +212,7 @@ impl RulesError {
             Self::EmptyStrategy
             | Self::NoLeaves
             | Self::BadPattern { .. }
+            | Self::BadLogicalPattern { .. }
             | Self::PatternGaveUp { .. }
             | Self::UnknownAxis { .. }
             | Self::OverBudget { .. }

@@ -41,7 +41,8 @@ pub struct InferredLeaf {
     /// True if some dimension does not divide evenly. The sharding then has no layout of this
     /// shape.
     pub uneven: bool,
-    /// Notes of the ops, for example "`fsdp("data")` fits no dimension".
+    /// Notes, for example "`fsdp("data")` fits no dimension", or that a dimension does not divide
+    /// evenly.
     pub notes: Vec<String>,
 }
 
@@ -104,15 +105,20 @@ impl InferredLeaf {
         (name, aval): (String, ShapedArray),
         entries: Vec<SpecEntry>,
         rule: Option<usize>,
-        notes: Vec<String>,
+        mut notes: Vec<String>,
         mesh: &Mesh,
     ) -> Self {
         let mut bytes_per_device = aval.dtype().size() as u64;
         let mut uneven = false;
-        for (size, entry) in aval.shape().iter().zip(&entries) {
+        for (dim, (size, entry)) in aval.shape().iter().zip(&entries).enumerate() {
             let parts: usize =
                 entry.axes().iter().filter_map(|axis| mesh.axis_size(axis).ok()).product();
-            uneven |= !size.is_multiple_of(parts);
+            if !size.is_multiple_of(parts) {
+                uneven = true;
+                notes.push(format!(
+                    "dimension {dim} of {size} does not divide evenly by {parts} ({entry})"
+                ));
+            }
             bytes_per_device *= size.div_ceil(parts) as u64;
         }
         Self { name, aval, spec: Spec::new(entries), rule, bytes_per_device, uneven, notes }
@@ -168,11 +174,8 @@ impl Inferred {
         let name = if leaf.name.is_empty() { "(root)".to_owned() } else { leaf.name.clone() };
         let rule =
             leaf.rule.map_or("none".to_owned(), |rule| format!("{rule} {:?}", self.patterns[rule]));
-        let uneven = leaf.uneven.then_some("uneven");
-        let notes: Vec<&str> =
-            uneven.into_iter().chain(leaf.notes.iter().map(String::as_str)).collect();
         let (aval, spec) = (leaf.aval.to_string(), leaf.spec.to_string());
-        [name, aval, spec, bytes_text(leaf.bytes_per_device), rule, notes.join("; ")]
+        [name, aval, spec, bytes_text(leaf.bytes_per_device), rule, leaf.notes.join("; ")]
     }
 }
 
@@ -219,7 +222,7 @@ mod tests {
         let expected = concat!(
             r#"
 leaf   array           spec           per device  rule
-bias   f32[15]         P(data)               8 B  0 "bias|step"        uneven
+bias   f32[15]         P(data)               8 B  0 "bias|step"        dimension 0 of 15 does not divide evenly by 8 (data)
 w      f32[1024,4096]  P(None, data)     2.0 MiB  2 ".*w.*"
 odd_w  f32[2049,1023]  P(None, None)     8.0 MiB  2 ".*w.*"            `fsdp("#,
             r#"'data')` fits no dimension

@@ -2,7 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use fancy_regex::Regex;
+
+use super::error::RulesError;
 use super::ops::OpError;
+use super::strategy::whole_name;
 use crate::sharding::SpecEntry;
 
 /// The logical names of leaves' dimensions, and ordered rules from logical names to axes of a mesh.
@@ -18,14 +22,18 @@ use crate::sharding::SpecEntry;
 /// use mpmd_layout::sharding::rules::LogicalAxes;
 ///
 /// let logical = LogicalAxes::default()
-///     .leaf("mlp/w", &[Some("embed"), Some("mlp")])
+///     .leaf("embed", &[Some("vocabulary"), Some("embed")])
+///     .pattern("blocks/[0-9]+/mlp/w", &[Some("embed"), Some("mlp")])?
 ///     .rule("embed", &["fsdp"])
 ///     .rule("mlp", &["replica"]);
 /// # let _ = logical;
+/// # Ok::<(), mpmd_layout::sharding::rules::RulesError>(())
 /// ```
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct LogicalAxes {
     names: BTreeMap<String, Vec<Option<String>>>,
+    /// (pattern that matches whole names only, names) in the order of the calls.
+    patterns: Vec<(Regex, Vec<Option<String>>)>,
     rules: Vec<(String, Vec<String>)>,
 }
 
@@ -34,9 +42,24 @@ impl LogicalAxes {
     /// one. Replaces the leaf's earlier names. A name of a leaf that does not exist has no effect.
     #[must_use]
     pub fn leaf(mut self, leaf: impl Into<String>, names: &[Option<&str>]) -> Self {
-        let names = names.iter().map(|name| name.map(str::to_owned)).collect();
-        self.names.insert(leaf.into(), names);
+        self.names.insert(leaf.into(), owned(names));
         self
+    }
+
+    /// Gives logical names to the dimensions of all leaves whose whole name matches `pattern`, a
+    /// regular expression as in a [`Strategy`](super::Strategy). [`leaf`](Self::leaf) goes before
+    /// patterns, and of several matching patterns the first counts.
+    ///
+    /// # Errors
+    ///
+    /// If `pattern` is not a regular expression.
+    pub fn pattern(mut self, pattern: &str, names: &[Option<&str>]) -> Result<Self, RulesError> {
+        let regex = whole_name(pattern).map_err(|(position, message)| {
+            let pattern = pattern.to_owned();
+            RulesError::BadLogicalPattern { pattern, position, message }
+        })?;
+        self.patterns.push((regex, owned(names)));
+        Ok(self)
     }
 
     /// Appends a rule that divides dimensions with the logical name `name` over `axes`, major to
@@ -47,8 +70,21 @@ impl LogicalAxes {
         self
     }
 
-    pub(super) fn names_of(&self, leaf: &str) -> Option<&[Option<String>]> {
-        self.names.get(leaf).map(Vec::as_slice)
+    /// Returns the logical names of a leaf's dimensions, or `None` if it has none. Fails if a
+    /// pattern with look-around or back references takes too many steps on the leaf's name.
+    pub(super) fn names_of(&self, leaf: &str) -> Result<Option<&[Option<String>]>, OpError> {
+        if let Some(names) = self.names.get(leaf) {
+            return Ok(Some(names));
+        }
+        for (regex, names) in &self.patterns {
+            let matches = regex.is_match(leaf).map_err(|error| {
+                OpError::Refused(format!("pattern {:?} of logical names: {error}", regex.as_str()))
+            })?;
+            if matches {
+                return Ok(Some(names));
+            }
+        }
+        Ok(None)
     }
 
     /// Returns (dimension, axes) for each dimension that the rules divide, in the order of the
@@ -92,6 +128,10 @@ impl LogicalAxes {
     }
 }
 
+fn owned(names: &[Option<&str>]) -> Vec<Option<String>> {
+    names.iter().map(|name| name.map(str::to_owned)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,6 +172,23 @@ mod tests {
         let entries = [SpecEntry::from("x"), SpecEntry::None];
         let assigned = logical.assign(&names(&["a", "b"]), &entries).unwrap();
         assert_eq!(assigned, [(1, vec!["y".to_owned()])]);
+    }
+
+    #[test]
+    fn a_leaf_goes_before_patterns_and_the_first_pattern_counts() {
+        let logical = LogicalAxes::default()
+            .pattern("a/.*", &[Some("x")])
+            .and_then(|all| all.pattern("(a|b)/[0-9]+", &[Some("y")]))
+            .unwrap()
+            .leaf("a/1", &[None]);
+        let of = |leaf| logical.names_of(leaf).unwrap().map(<[_]>::to_vec);
+        assert_eq!(of("a/1"), Some(names(&["-"])));
+        assert_eq!((of("a/2"), of("b/2")), (Some(names(&["x"])), Some(names(&["y"]))));
+        assert_eq!((of("b/2/c"), of("c")), (None, None), "patterns match whole names");
+        let wrong = LogicalAxes::default().pattern("a)(b", &[]).unwrap_err().to_string();
+        assert!(wrong.starts_with("logical names: pattern \"a)(b\", position 1"), "{wrong}");
+        let slow = LogicalAxes::default().pattern(r"(?:(x+)*)*\1y", &[]).unwrap();
+        assert!(slow.names_of(&"x".repeat(40)).unwrap_err().to_string().contains("logical names"));
     }
 
     #[test]

@@ -74,6 +74,8 @@ pub use ops::{Op, OpError, Placement};
 pub use reader::ParseError;
 pub use strategy::{Registry, Strategy};
 
+use std::collections::HashMap;
+
 use ops::State;
 
 use super::Sharding;
@@ -87,6 +89,9 @@ use crate::tree::Tree;
 /// Applies the rules in order and the ops of each rule in order, each op to all leaves in the order
 /// given. The finished specs are checked last. So the first error is the same on every process.
 ///
+/// Each [note](InferredLeaf::notes) is also a `tracing` event of level `INFO`, with the fields
+/// `leaf`, `array`, `spec` and `rule`, the pattern.
+///
 /// # Errors
 ///
 /// If there is no leaf, a pattern takes too many steps on a name, or an op refuses a leaf. Also if
@@ -99,18 +104,25 @@ pub fn infer(
     if leaves.is_empty() {
         return Err(RulesError::NoLeaves);
     }
-    let matched = leaves.iter().map(|(name, _)| strategy.rule_of(name));
+    let params = params_of(leaves, strategy);
+    let matched_name = |leaf: usize| match &params[leaf] {
+        Some((param, _)) => param,
+        None => &leaves[leaf].0,
+    };
+    let matched = (0..leaves.len()).map(|leaf| strategy.rule_of(matched_name(leaf)));
     let matched = matched.collect::<Result<Vec<Option<usize>>, RulesError>>()?;
+    let follows = |leaf: usize| params[leaf].as_ref().and_then(|(_, param)| *param);
     let mut states: Vec<State> = leaves.iter().map(|(_, aval)| State::whole(aval.ndim())).collect();
     for (index, rule) in strategy.rules.iter().enumerate() {
         for step in &rule.steps {
-            for (((name, aval), state), matched) in leaves.iter().zip(&mut states).zip(&matched) {
-                if *matched != Some(index) {
+            for (place, ((name, aval), state)) in leaves.iter().zip(&mut states).enumerate() {
+                if matched[place] != Some(index) || follows(place).is_some() {
                     continue;
                 }
                 let spec = state.spec();
                 let (logical, op) = (&strategy.logical, step.text.as_str());
-                let mut leaf = Placement { name, aval, mesh, logical, op, state };
+                let matched = matched_name(place);
+                let mut leaf = Placement { name, matched, aval, mesh, logical, op, state };
                 if let Err(reason) = step.op.apply(&mut leaf) {
                     let (pattern, op) = (rule.pattern.clone(), step.text.clone());
                     let (leaf, aval) = (name.clone(), aval.clone());
@@ -121,11 +133,39 @@ pub fn infer(
         }
     }
     let mut inferred = Vec::with_capacity(leaves.len());
-    for ((leaf, state), rule) in leaves.iter().zip(states).zip(matched) {
+    for (place, leaf) in leaves.iter().enumerate() {
+        let state = states[follows(place).unwrap_or(place)].clone();
         check(&leaf.0, &state, mesh)?;
-        inferred.push(InferredLeaf::new(leaf.clone(), state.entries, rule, state.notes, mesh));
+        let leaf =
+            InferredLeaf::new(leaf.clone(), state.entries, matched[place], state.notes, mesh);
+        let pattern = leaf.rule.map(|rule| strategy.rules[rule].pattern.as_str());
+        for note in &leaf.notes {
+            let (name, array, spec) = (&leaf.name, &leaf.aval, &leaf.spec);
+            tracing::info!(leaf = %name, %array, %spec, rule = pattern, "{note}");
+        }
+        inferred.push(leaf);
     }
     Ok(Inferred::new(mesh, inferred, strategy.patterns().map(str::to_owned).collect()))
+}
+
+/// For each leaf that is state: the name of its parameter, and the parameter's place among the
+/// leaves if it is there with the same shape.
+fn params_of(
+    leaves: &[(String, ShapedArray)],
+    strategy: &Strategy,
+) -> Vec<Option<(String, Option<usize>)>> {
+    let params: Vec<_> = leaves.iter().map(|(name, _)| strategy.parameter_of(name)).collect();
+    let places: HashMap<&str, usize> = (leaves.iter().zip(&params).enumerate())
+        .filter(|(_, (_, param))| param.is_none())
+        .map(|(place, ((name, _), _))| (name.as_str(), place))
+        .collect();
+    let place = |(leaf, param): (&(String, ShapedArray), &Option<String>)| {
+        let param = param.clone()?;
+        let place = places.get(param.as_str()).copied();
+        let place = place.filter(|place| leaves[*place].1.shape() == leaf.1.shape());
+        Some((param, place))
+    };
+    leaves.iter().zip(&params).map(place).collect()
 }
 
 /// Infers the shardings over `mesh` that `strategy` gives to the leaves of a tree, and returns them

@@ -35,6 +35,8 @@ where
 #[derive(Debug)]
 pub struct Placement<'a> {
     pub(super) name: &'a str,
+    /// The name by which patterns match: that of a parameter if the leaf is state.
+    pub(super) matched: &'a str,
     pub(super) aval: &'a ShapedArray,
     pub(super) mesh: &'a Mesh,
     pub(super) logical: &'a LogicalAxes,
@@ -345,7 +347,7 @@ impl LogicalPartitioning {
 impl Op for LogicalPartitioning {
     fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
         let logical = leaf.logical;
-        let Some(names) = logical.names_of(leaf.name) else { return Ok(()) };
+        let Some(names) = logical.names_of(leaf.matched)? else { return Ok(()) };
         for (dim, axes) in logical.assign(names, leaf.entries())? {
             leaf.shard(dim, &axes)?;
         }

@@ -51,6 +51,8 @@ pub struct Registry {
 pub struct Strategy {
     pub(super) rules: Vec<Rule>,
     pub(super) logical: LogicalAxes,
+    /// (prefix of state leaves, prefix of the parameters) by [`Strategy::with_state`].
+    state: Vec<(String, String)>,
 }
 
 /// The pattern of a rule and the ops of its tactic.
@@ -162,7 +164,7 @@ impl Strategy {
         };
         let rules =
             rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
-        Ok(Self { rules, logical: LogicalAxes::default() })
+        Ok(Self { rules, logical: LogicalAxes::default(), state: Vec::new() })
     }
 
     /// Sets the logical axes, which the op `logical_partitioning()` uses.
@@ -170,6 +172,44 @@ impl Strategy {
     pub fn with_logical(mut self, logical: LogicalAxes) -> Self {
         self.logical = logical;
         self
+    }
+
+    /// Lets leaves below `state`, such as the moments of an optimiser, follow the parameters below
+    /// `params`. Both are names of branches without a last `/`; an empty `params` is the root.
+    ///
+    /// The leaf `state/a/w` gets the spec of the leaf `params/a/w` if that has the same shape.
+    /// Otherwise patterns and logical names apply to it by the name `params/a/w`.
+    ///
+    /// ```
+    /// use mpmd_layout::aval::{bf16s, f32s};
+    /// use mpmd_layout::sharding::rules::{Registry, Strategy, infer};
+    /// use mpmd_layout::topology::{DeviceId, Mesh};
+    ///
+    /// let strategy = Strategy::parse(&[("params/.*", "fsdp('x')")], &Registry::default())?;
+    /// let strategy = strategy.with_state("opt/mean", "params");
+    /// let mesh = Mesh::new(&[("x", 8)], (0..8).map(DeviceId).collect())?;
+    /// let leaves = [
+    ///     ("params/w".to_owned(), f32s([1024, 2048])),
+    ///     // Too small to be divided by itself.
+    ///     ("opt/mean/w".to_owned(), bf16s([1024, 2048])),
+    /// ];
+    /// let inferred = infer(&leaves, &strategy, &mesh)?;
+    /// assert_eq!(inferred.leaves()[1].spec, inferred.leaves()[0].spec);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn with_state(mut self, state: impl Into<String>, params: impl Into<String>) -> Self {
+        self.state.push((state.into(), params.into()));
+        self
+    }
+
+    /// Returns the name of the parameter that the leaf follows, by the first fitting
+    /// [`Strategy::with_state`]. `None` for a leaf that is no state.
+    pub(super) fn parameter_of(&self, leaf: &str) -> Option<String> {
+        self.state.iter().find_map(|(state, params)| {
+            let path = leaf.strip_prefix(state.as_str())?.strip_prefix('/')?;
+            Some(if params.is_empty() { path.to_owned() } else { format!("{params}/{path}") })
+        })
     }
 
     /// Returns the patterns, in the order of the rules.
@@ -224,22 +264,25 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
     if pattern.starts_with('/') {
         return Err(RulesError::PatternStartsWithSlash { rule, pattern: pattern.to_owned() });
     }
+    whole_name(pattern).map_err(|(position, message)| {
+        let pattern = pattern.to_owned();
+        RulesError::BadPattern { rule, pattern, position, message }
+    })
+}
+
+/// Returns a regular expression that matches only whole names. The error is (position in bytes if
+/// it is known, message).
+pub(super) fn whole_name(pattern: &str) -> Result<Regex, (Option<usize>, String)> {
     let bad = |error: fancy_regex::Error, known: bool| {
         let position = match &error {
             fancy_regex::Error::ParseError(position, _) if known => Some(*position),
             _ => None,
         };
-        let (pattern, message) = (pattern.to_owned(), error.to_string());
-        RulesError::BadPattern { rule, pattern, position, message }
+        (position, error.to_string())
     };
     if let Some(position) = repeats_too_often(pattern) {
         let message = format!("repeats more than {MOST_REPEATED} times, or too often in all");
-        return Err(RulesError::BadPattern {
-            rule,
-            pattern: pattern.to_owned(),
-            position: Some(position),
-            message,
-        });
+        return Err((Some(position), message));
     }
     // First compiled alone: `a)(b` would be valid inside the brackets, and positions would be
     // wrong.

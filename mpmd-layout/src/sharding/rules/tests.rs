@@ -369,3 +369,93 @@ fn fuzz_strategies() {
         }
     });
 }
+
+#[test]
+fn state_follows_its_parameter_or_its_parameters_name() {
+    let rules = [("params/a/.*", "fsdp('data')"), ("params/b", "logical_partitioning()")];
+    let strategy = Strategy::parse(&rules, &Registry::default()).unwrap();
+    let logical = LogicalAxes::default()
+        .pattern("params/b", &[Some("rows"), None])
+        .unwrap()
+        .rule("rows", &["data"]);
+    let strategy = strategy.with_logical(logical).with_state("opt/mean", "params");
+    let leaves = [
+        // In `bf16` it would be too small to be divided by itself.
+        ("opt/mean/a/w", bf16s([1024, 2048])),
+        ("params/a/w", f32s([1024, 2048])),
+        // Of another shape than its parameter: by the rule for the name.
+        ("opt/mean/a/v", f32s([4096, 1024])),
+        ("params/a/v", f32s([1024])),
+        // Without a parameter.
+        ("opt/mean/b", f32s([16, 3])),
+        // No state: the branch has another name.
+        ("opt/means/a/w", f32s([4096, 1024])),
+    ];
+    let leaves = leaves.map(|(name, aval)| (name.to_owned(), aval));
+    let inferred = infer(&leaves, &strategy, &d8()).unwrap();
+    let found: Vec<_> =
+        inferred.leaves().iter().map(|leaf| (leaf.spec.to_string(), leaf.rule)).collect();
+    let expected = [
+        ("P(None, data)", Some(0)),
+        ("P(None, data)", Some(0)),
+        ("P(data, None)", Some(0)),
+        ("P(None)", Some(0)),
+        ("P(data, None)", Some(1)),
+        ("P(None, None)", None),
+    ];
+    assert_eq!(found, expected.map(|(spec, rule)| (spec.to_owned(), rule)));
+}
+
+#[test]
+fn state_of_parameters_at_the_root_has_their_names() {
+    let strategy = Strategy::parse(&[("w", "shard_dim('data', 0)")], &Registry::default());
+    let strategy = strategy.unwrap().with_state("square", "");
+    let leaves = [("w", f32s([8])), ("square/w", f32s([8])), ("square", f32s([8]))];
+    let leaves = leaves.map(|(name, aval)| (name.to_owned(), aval));
+    let inferred = infer(&leaves, &strategy, &d8()).unwrap();
+    let specs: Vec<_> = inferred.leaves().iter().map(|leaf| leaf.spec.to_string()).collect();
+    assert_eq!(specs, ["P(data)", "P(data)", "P(None)"]);
+}
+
+#[test]
+fn notes_are_events_with_leaf_rule_and_shape() {
+    let log = Log::default();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(log.clone()).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let rules = [("odd", "fsdp('data')"), (".*", "shard_dim('data', 0)")];
+        let leaves = [("odd", f32s([2049, 1023])), ("short", f32s([15, 2])), ("even", f32s([8]))];
+        run(&d8(), &rules, &leaves, LogicalAxes::default()).unwrap();
+    });
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    for (line, expected) in lines.iter().zip([
+        ["`fsdp('data')` fits no dimension", "leaf=odd", "f32[2049,1023]", "rule=\"odd\""],
+        ["dimension 0 of 15 does not divide evenly by 8 (data)", "leaf=short", "f32[15,2]", ".*"],
+    ]) {
+        assert!(line.contains("INFO"), "{line}");
+        expected.iter().for_each(|part| assert!(line.contains(part), "{part} in {line}"));
+    }
+}
+
+/// Takes the text of events.
+#[derive(Clone, Default)]
+struct Log(std::sync::Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl tracing_subscriber::fmt::MakeWriter<'_> for Log {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
