@@ -1,8 +1,7 @@
-//! Tests `device_put` between all kinds of source and target. The process counts make each of them
-//! local, remote or partly local.
+//! Tests `device_put` and `jit` where the system that this API is modelled on refuses them.
+//! `transfers.rs` of the tests with processes has each kind of source and target.
 //!
-//! The system that this API is modelled on refuses many of these pairs. The table lists its errors
-//! and the behaviour here:
+//! The errors there and the behaviour here:
 //!
 //! | there | here |
 //! |---|---|
@@ -23,8 +22,10 @@
 //! | outputs that belong elsewhere: run here | [`IssueProblem::Mesh`] when it is built |
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::sends::Gate;
 use super::simulations::simulation;
 use crate::common::arrays::{check, values};
 use crate::common::kernels::{fun, like_first};
@@ -34,98 +35,6 @@ use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
 use mpmd_core::{Error, IssueProblem, ProcessId};
-
-/// Returns all shardings that the tests move between, over some or all of four devices. Arrays have
-/// 4 rows and 8 columns.
-fn shardings(p: &Program) -> Result<Vec<Sharding>> {
-    let mut all = Vec::new();
-    for devices in [&[0u32, 1][..], &[2, 3], &[1, 2], &[1, 0], &[0, 1, 2, 3], &[3, 0, 2, 1]] {
-        let devices: Vec<DeviceId> = devices.iter().copied().map(DeviceId).collect();
-        let mesh = p.mesh_of(&[("x", devices.len())], &devices)?;
-        all.extend([mesh.replicated(), mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"])]);
-    }
-    let grid = p.mesh(&[("x", 2), ("y", 2)])?;
-    let specs = [
-        spec!["x"],
-        spec!["y", None],
-        spec!["x", "y"],
-        spec!["y", "x"],
-        spec![("y", "x")],
-        spec![None, ("x", "y")],
-    ];
-    all.extend(specs.map(|spec| grid.sharding(spec)));
-    all.extend([0, 1, 3].map(|device| Sharding::single_device(DeviceId(device))));
-    Ok(all)
-}
-
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-enum Residence {
-    Remote,
-    Local,
-    Partial,
-}
-
-fn place(p: &Program, sharding: &Sharding) -> Residence {
-    let here = p.topology().devices_of(p.process());
-    match sharding.devices().iter().filter(|device| here.contains(device)).count() {
-        0 => Residence::Remote,
-        n if n == sharding.devices().len() => Residence::Local,
-        _ => Residence::Partial,
-    }
-}
-
-#[test]
-fn every_cell_of_the_routing_table_works() {
-    let _limit = watchdog(60);
-    let mut seen = BTreeSet::new();
-    for processes in [1, 2, 4] {
-        let results = simulation(processes, 4).run(|p| {
-            let mut seen = BTreeSet::new();
-            let whole = values(&[4, 8], DType::F32);
-            let scalar = values(&[], DType::F64);
-            let host = MpmdArray::from_host(whole.clone());
-            for from in shardings(p)? {
-                let x = p.device_put(&host, &from)?;
-                let kind = if from.mesh().is_none() { "single device" } else { "mesh" };
-                let moved: Vec<MpmdArray> =
-                    shardings(p)?.iter().map(|to| p.device_put(&x, to)).collect::<Result<_>>()?;
-                for y in &moved {
-                    check(p, y, &whole)?;
-                    let to = y.sharding().expect("it is placed");
-                    seen.insert((kind, Some(place(p, &from)), place(p, to)));
-                }
-                check(p, &x, &whole)?;
-                seen.insert(("host array", None, place(p, &from)));
-            }
-            for to in shardings(p)?
-                .into_iter()
-                .filter(|to| to.spec().is_none_or(|s| s.entries().is_empty()))
-            {
-                let y = p.device_put(&MpmdArray::from_host(scalar.clone()), &to)?;
-                check(p, &y, &scalar)?;
-                seen.insert(("host scalar", None, place(p, &to)));
-            }
-            Ok(seen)
-        });
-        results.into_iter().for_each(|cells| seen.extend(cells.unwrap()));
-    }
-    use Residence::{Local, Partial, Remote};
-    let sources = [
-        ("mesh", Some(Remote)),
-        ("mesh", Some(Local)),
-        ("mesh", Some(Partial)),
-        ("single device", Some(Remote)),
-        ("single device", Some(Local)),
-        ("host array", None),
-        ("host scalar", None),
-    ];
-    for (kind, from) in sources {
-        for to in [Remote, Local, Partial] {
-            assert!(seen.remove(&(kind, from, to)), "{kind} {from:?} to {to:?} did not happen");
-        }
-    }
-    assert!(seen.is_empty(), "{seen:?} are no cells");
-}
 
 #[test]
 fn every_dtype_moves_unchanged() {
@@ -448,4 +357,86 @@ fn jit_refuses_arrays_on_other_meshes() {
     });
     let texts: BTreeSet<String> = results.into_iter().map(Result::unwrap).collect();
     assert_eq!(texts.len(), 1, "every process says the same: {texts:?}");
+}
+
+#[test]
+fn handles_show_shape_sharding_devices_and_state() {
+    let _limit = watchdog(60);
+    let gate = Arc::new(Gate::default());
+    let results = simulation(2, 4).run(|p| {
+        let host = MpmdArray::from_host(values(&[4, 8], DType::F32));
+        assert_eq!(format!("{host:?}"), "MpmdArray(f32[4,8], uncommitted)");
+        let mesh = p.mesh_of(&[("x", 2)], &[DeviceId(2), DeviceId(3)])?;
+        let waits = gate.clone();
+        let x = p.array_from_fn(f32s([4, 8]), &mesh.sharding(spec!["x"]), move |_, mut view| {
+            waits.pass();
+            view.zero();
+            Ok(())
+        })?;
+        let text = "MpmdArray(f32[4,8], P(x) on {x:2} devices [2, 3]";
+        match p.process() {
+            ProcessId(0) => {
+                assert_eq!(format!("{x:?}"), format!("{text}, fully remote, operation 1)"))
+            }
+            _ => assert_eq!(format!("{x:?}"), format!("{text}, pending, operation 1)")),
+        }
+        if p.process() == ProcessId(1) {
+            let error = x.wait_timeout(Duration::from_millis(20)).unwrap_err();
+            assert!(matches!(error, Error::TimedOut { .. }), "{error}");
+            gate.open();
+            x.wait_timeout(Duration::from_secs(20))?;
+            assert_eq!(format!("{x:?}"), format!("{text}, operation 1)"));
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(Result::unwrap);
+}
+
+/// Makes a tree of arrays in which the n-th is full of n.
+struct Numbers;
+
+impl Kernel for Numbers {
+    type In = MpmdArray;
+    type Out = (Vec<MpmdArray>, (MpmdArray, Vec<MpmdArray>));
+
+    fn infer(
+        &self,
+        x: &ShapedArray,
+    ) -> Result<Signature<(Vec<ShapedArray>, (ShapedArray, Vec<ShapedArray>))>> {
+        Ok(Signature::new((vec![x.clone(); 2], (x.clone(), vec![x.clone()]))))
+    }
+
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        (first, (second, third)): (Vec<ViewMut<'_>>, (ViewMut<'_>, Vec<ViewMut<'_>>)),
+    ) -> Result<()> {
+        for (number, mut y) in first.into_iter().chain([second]).chain(third).enumerate() {
+            y.fill(number as f32)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn prefix_of_outputs_places_each_branch() {
+    let _limit = watchdog(60);
+    let results = simulation(2, 2).run(|p| {
+        let mesh = p.mesh(&[("x", 2)])?;
+        let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
+        // One sharding for the whole first branch, one for each part of the second.
+        let prefix = (rows.clone(), (all.clone(), rows.clone()));
+        let jit = p.jit(Numbers).on(&mesh).outputs(prefix).build()?;
+        let x = p.device_put(&MpmdArray::from_host(values(&[4], DType::F32)), &all)?;
+        let (first, (second, third)) = jit.call(p, x)?;
+        let found: Vec<_> = first.iter().chain([&second]).chain(&third).collect();
+        let shardings: Vec<_> = found.iter().filter_map(|y| y.sharding()).collect();
+        assert_eq!(shardings, [&rows, &rows, &all, &rows]);
+        for (number, y) in found.into_iter().enumerate() {
+            check(p, y, &HostArray::from_slice(&[4], &[number as f32; 4])?)?;
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(Result::unwrap);
 }

@@ -9,9 +9,11 @@ mod flooding;
 mod handing;
 mod holdings;
 mod joining;
+mod kinds;
 mod lending;
 mod looping;
 mod parts;
+mod routing;
 mod sending;
 mod soak;
 mod stuck;
@@ -61,6 +63,8 @@ const ALL: &[Named] = &[
         run: examples::jit_and_transfer,
     },
     Named { name: "transfers", settings: |b| b, devices: 8, run: transfers::shapes },
+    Named { name: "routing", settings: |b| b, devices: 4, run: routing::table },
+    Named { name: "kinds", settings: |b| b, devices: 8, run: kinds::moves },
     Named { name: "eager_limit", settings: |b| b, devices: 8, run: transfers::eager_limit },
     Named { name: "large", settings: |b| b, devices: 8, run: transfers::large },
     Named { name: "crossing", settings: |b| b, devices: 2, run: tight::crossing },

@@ -1,5 +1,7 @@
 //! Transfers between processes give the same results as inside one process.
 
+use std::collections::BTreeSet;
+
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
 use mpmd_tests::{Carrier, Job, Processes, over_each_carrier};
@@ -7,6 +9,8 @@ use mpmd_tests::{Carrier, Job, Processes, over_each_carrier};
 over_each_carrier! {
     transfers_are_the_same_at_any_number_of_processes
     transfers_are_the_same_on_several_hosts
+    every_cell_of_the_routing_table_works
+    chunks_lists_parts_and_intermediates_move_alike
     arrays_come_back_from_a_tour_as_they_were
     messages_around_eager_limit_and_beyond_credit_arrive
     a_large_array_arrives_whole
@@ -63,6 +67,44 @@ fn transfers_are_the_same_on_several_hosts(carrier: Carrier) {
         assert_eq!(found, alone, "{processes} processes on {hosts} hosts");
     }
     assert_eq!(over_hosts(carrier, "large", 4, 2), sorted(&simulated("large", 1, &[])));
+}
+
+fn every_cell_of_the_routing_table_works(carrier: Carrier) {
+    // Both make each source and target local, remote or partly local.
+    let mut seen = BTreeSet::new();
+    for processes in [2, 4] {
+        seen.extend(over(carrier, "routing", processes));
+        if carrier.is_thorough() {
+            seen.extend(sorted(&simulated("routing", processes, &[])));
+        }
+    }
+    let sources = [
+        "mesh, remote",
+        "mesh, local",
+        "mesh, partial",
+        "single device, remote",
+        "single device, local",
+        "host array",
+        "host scalar",
+    ];
+    let cells = sources
+        .iter()
+        .flat_map(|from| ["remote", "local", "partial"].map(|to| format!("{from} to {to}")));
+    assert_eq!(seen, cells.collect());
+}
+
+fn chunks_lists_parts_and_intermediates_move_alike(carrier: Carrier) {
+    let alone = sorted(&simulated("kinds", 1, &[]));
+    let orders = alone.iter().filter(|line| line.starts_with("chunks ")).count();
+    assert_eq!(orders, 120 * 5);
+    assert!(alone.iter().any(|line| line.starts_with("by an intermediate")), "{alone:#?}");
+    for processes in [2, 4, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
+        assert_eq!(over(carrier, "kinds", processes), alone, "{processes} processes");
+        if carrier.is_thorough() {
+            let threads = sorted(&simulated("kinds", processes, &[]));
+            assert_eq!(threads, alone, "{processes} processes inproc");
+        }
+    }
 }
 
 fn arrays_come_back_from_a_tour_as_they_were(carrier: Carrier) {
