@@ -56,6 +56,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    mpmd_launch::log_to_stderr();
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),

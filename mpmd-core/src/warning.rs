@@ -5,7 +5,7 @@ use std::io::Write;
 /// Writes `line` to standard error, with `mpmd: ` in front, and to the log as a warning. Ignores
 /// write errors.
 pub(crate) fn warn_user(line: &str) {
-    tracing::warn!(target: "mpmd", "{line}");
+    tracing::warn!(target: "mpmd::warning", "{line}");
     // A single write, since other processes of the job may write to the same stream. An error is
     // ignored: standard error may be closed.
     let _ = std::io::stderr().write_all(format!("mpmd: {line}\n").as_bytes());

@@ -22,17 +22,18 @@
 //! ```
 
 use std::fmt;
-use std::io::{IsTerminal, Write, stderr};
+use std::io::{Write, stderr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+use mpmd::launch::{
+    JobEnv, Launch, LaunchError, OutputMode, device_kinds, log_to_stderr, variables,
+};
 use mpmd::topology::DeviceKind;
 use mpmd::{Error, Program, testing::Simulation};
-use tracing_subscriber::EnvFilter;
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
 /// for a last step, a checkpoint and the final messages.
@@ -173,12 +174,7 @@ pub fn run<E: Into<anyhow::Error>>(
     devices: usize,
     program: impl Fn(&mut Program) -> Result<(), E> + Sync,
 ) -> anyhow::Result<ExitCode> {
-    // The runtime prints important messages itself. A log is written only if `RUST_LOG` is set.
-    if let Ok(filter) = EnvFilter::try_from_default_env() {
-        let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr);
-        // The caller may have installed a subscriber already.
-        let _ = log.with_ansi(stderr().is_terminal()).try_init();
-    }
+    log_to_stderr();
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
     let processes = args.processes.unwrap_or(default_processes);
     if let Some(env) = JobEnv::from_env()? {

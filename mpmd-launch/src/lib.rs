@@ -27,6 +27,7 @@ mod device;
 mod end;
 mod env;
 mod error;
+mod log;
 mod output;
 mod spawn;
 mod spin;
@@ -40,6 +41,7 @@ pub use device::kinds_by_process;
 pub use device::{cuda_collectives, device_kinds};
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
+pub use log::log_to_stderr;
 #[doc(hidden)]
 pub use spawn::EXEC;
 pub use spawn::{Launch, OutputMode, adopt, guard};

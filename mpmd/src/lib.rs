@@ -269,7 +269,9 @@ pub mod launch {
     //!
     //! `mpmd run` is a thin layer over [`Launch`]. [`JobEnv`] reads the variables of a launcher.
 
-    pub use mpmd_launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+    pub use mpmd_launch::{
+        JobEnv, Launch, LaunchError, OutputMode, device_kinds, log_to_stderr, variables,
+    };
 }
 
 pub mod testing {

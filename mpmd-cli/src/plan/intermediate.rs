@@ -1,6 +1,8 @@
 //! `mpmd plan intermediate`: finds the sharding through which a source can reach a smaller target.
 
-use mpmd_layout::reshard::{Intermediate, NoIntermediate, find_intermediate_sharding};
+use mpmd_layout::reshard::{
+    Intermediate, NoIntermediate, WhyNoIntermediate, find_intermediate_sharding,
+};
 use mpmd_layout::sharding::Sharding;
 use serde_json::json;
 
@@ -54,8 +56,10 @@ impl Answer for IntermediateAnswer {
             Ok(Intermediate { sharding, replica_axes, .. }) => {
                 json!({ "intermediate": NamedJson::of(sharding), "replica_axes": replica_axes })
             }
-            Err(none @ NoIntermediate::NotNeeded) => json!({ "error": none.reason() }),
-            Err(none) => json!({ "error": "none", "reason": none.reason() }),
+            Err(NoIntermediate { why: why @ WhyNoIntermediate::NotNeeded, .. }) => {
+                json!({ "error": why.reason() })
+            }
+            Err(none) => json!({ "error": "none", "reason": none.why.reason() }),
         };
         answer.to_string()
     }
@@ -68,7 +72,7 @@ impl Answer for IntermediateAnswer {
                 found.sharding,
                 found.replica_axes.join(", ")
             ),
-            Err(none) => format!("source  {src}\ntarget  {dst}\n{none}"),
+            Err(none) => format!("source  {src}\ntarget  {dst}\n{}", none.why),
         }
     }
 }

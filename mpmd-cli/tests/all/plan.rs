@@ -409,7 +409,7 @@ fn params_are_nested_lists_and_objects_with_logical_names() {
          1)"]],
         "rules": [["mlp", "a"], ["embed", ["a", "b"]]],
     });
-    let expected = json!({"specs": {
+    let expected = json!({"notes": {}, "specs": {
         "blocks/0/w": [null, "a"],
         "blocks/1/shape": [["a", "b"], null],
         "blocks/1/w": [null, "a"],
@@ -417,5 +417,5 @@ fn params_are_nested_lists_and_objects_with_logical_names() {
     }});
     assert_eq!(told("rules", &case), expected);
     let root = json!({"mesh": [["a", 2]], "params": leaf, "strategy": [["", "shard_dim('a', 0)"]]});
-    assert_eq!(told("rules", &root), json!({"specs": {"": ["a", null]}}));
+    assert_eq!(told("rules", &root), json!({"notes": {}, "specs": {"": ["a", null]}}));
 }

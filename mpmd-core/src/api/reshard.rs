@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::api::program::Program;
 use crate::api::put::{MoveOptions, PutSteps, refuse_twice};
-use crate::api::split::Relabelled;
+use crate::api::split::{Relabel, Relabelled};
 use crate::error::{IssueProblem, Result};
 use crate::exec::PutPlan;
 use crate::exec::array::MpmdArray;
@@ -95,7 +95,6 @@ impl Program {
         options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
-        self.refuse_recording(at, "reshard_with_intermediate_sharding")?;
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding");
         let misfit = |error| wrong(IssueProblem::Tree(error));
         let from = from.into().broadcast(&x.structure()).map_err(misfit)?;
@@ -108,6 +107,7 @@ impl Program {
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
         }
         Ok(self.reshard_along(x, &leaves, routes, options, at))
     }
@@ -130,11 +130,7 @@ impl Program {
         let between = match find_intermediate_sharding(from, to) {
             Ok(between) => between,
             Err(none) => {
-                tracing::debug!(
-                    leaf = path,
-                    reason = none.reason(),
-                    "resharding without an intermediate"
-                );
+                tracing::debug!(leaf = path, %from, %to, "{}", none.why);
                 return Ok(Route::Direct(direct));
             }
         };
@@ -180,11 +176,16 @@ impl Program {
         // no effect on it.
         let gathered = self.put_one(array, gather, options.may_alias(true), None, at);
         let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
-        let made = vec![Relabelled::clone(replica)];
-        let mut replica = self.relabel(&[&gathered], made, vec![0x4e91], Arc::new(what), true, at);
+        let relabel = Relabel {
+            made: vec![Relabelled::clone(replica)],
+            what: Arc::new(what),
+            donate: true,
+            awaits_sends: true,
+        };
+        let mut replica = self.relabel(&[&gathered], relabel, vec![0x4e91], at);
         let replica = replica.pop().expect("one was asked for");
         // The replica has no other handle, so it is donated, whether the source is or not.
-        self.put_one(&replica, onward, options.donate(true), Some(&gathered), at)
+        self.put_one(&replica, onward, options.donate(true), Some(&replica), at)
     }
 }
 

@@ -6,11 +6,11 @@ use crate::topology::Mesh;
 
 /// Suffix of the axis over which the intermediate is replicated. It follows the name of the cut
 /// axis.
-pub(super) const REPLICA: &str = "_intermediate_replica";
+const REPLICA: &str = "_intermediate_replica";
 
 /// Suffix of the axis over which the intermediate is still divided. It follows the name of the cut
 /// axis.
-pub(super) const SPLIT: &str = "_intermediate_split";
+const SPLIT: &str = "_intermediate_split";
 
 /// A sharding to which an array moves first on its way from a source to a target. It uses the
 /// source's devices.
@@ -24,10 +24,23 @@ pub struct Intermediate {
     pub replica_axes: Vec<String>,
 }
 
-/// The reason that there is no intermediate sharding. Direct resharding remains possible.
+/// There is no intermediate sharding between two. Direct resharding remains possible.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{why}: from {src} to {dst}")]
+#[non_exhaustive]
+pub struct NoIntermediate {
+    /// The reason.
+    pub why: WhyNoIntermediate,
+    /// The sharding of the source.
+    pub src: Sharding,
+    /// The sharding of the target.
+    pub dst: Sharding,
+}
+
+/// The reasons of [`NoIntermediate`].
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum NoIntermediate {
+pub enum WhyNoIntermediate {
     /// In some dimension the parts of source and target have a common factor: parts can move
     /// directly to their destinations.
     #[error("no intermediate sharding is needed")]
@@ -54,7 +67,7 @@ pub enum NoIntermediate {
     NoSplitCandidate,
 }
 
-impl NoIntermediate {
+impl WhyNoIntermediate {
     /// Returns the reason as one word in snake case, for machine-readable output.
     pub fn reason(&self) -> &'static str {
         match self {
@@ -87,25 +100,28 @@ impl NoIntermediate {
 /// order, so the step to the intermediate moves data: it does not only relabel devices.
 ///
 /// The conditions leave `d[i] = 1` for every axis that can be cut. If `d[i]` is larger, the
-/// original fails by accident; this function returns [`NoIntermediate::NoSplitCandidate`]. It
-/// returns the same for a spec that names an axis twice or names an axis that its mesh does not
-/// have. [`best_intermediate`](super::best_intermediate) finds intermediates that stay divided.
+/// original fails by accident; here the reason is [`WhyNoIntermediate::NoSplitCandidate`]. It is
+/// the same for a spec that names an axis twice or names an axis that its mesh does not have.
 ///
 /// # Errors
 ///
-/// If there is no such sharding. The error is the first condition that does not hold.
+/// If there is no such sharding. The reason is the first condition that does not hold.
 pub fn find_intermediate_sharding(
     src: &Sharding,
     dst: &Sharding,
 ) -> Result<Intermediate, NoIntermediate> {
+    find(src, dst).map_err(|why| NoIntermediate { why, src: src.clone(), dst: dst.clone() })
+}
+
+fn find(src: &Sharding, dst: &Sharding) -> Result<Intermediate, WhyNoIntermediate> {
     let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else {
-        return Err(NoIntermediate::NotNamed);
+        return Err(WhyNoIntermediate::NotNamed);
     };
     let (Some(dst_mesh), Some(dst_spec)) = (dst.mesh(), dst.spec()) else {
-        return Err(NoIntermediate::NotNamed);
+        return Err(WhyNoIntermediate::NotNamed);
     };
     if [src, dst].iter().any(|sharding| !sharding.unreduced_axes().is_empty()) {
-        return Err(NoIntermediate::NotNamed);
+        return Err(WhyNoIntermediate::NotNamed);
     }
     let (mut entries, mut dst_entries) = (src_spec.entries().to_vec(), dst_spec.entries().to_vec());
     if entries.is_empty() != dst_entries.is_empty() {
@@ -114,25 +130,26 @@ pub fn find_intermediate_sharding(
         dst_entries.resize(length, SpecEntry::None);
     }
     if entries.len() != dst_entries.len() {
-        return Err(NoIntermediate::RankMismatch);
+        return Err(WhyNoIntermediate::RankMismatch);
     }
-    let parts = parts_by_dim(mesh, &entries).ok_or(NoIntermediate::NoSplitCandidate)?;
-    let dst_parts = parts_by_dim(dst_mesh, &dst_entries).ok_or(NoIntermediate::NoSplitCandidate)?;
+    let parts = parts_by_dim(mesh, &entries).ok_or(WhyNoIntermediate::NoSplitCandidate)?;
+    let dst_parts =
+        parts_by_dim(dst_mesh, &dst_entries).ok_or(WhyNoIntermediate::NoSplitCandidate)?;
     let largest = |parts: &[usize]| parts.iter().copied().max().unwrap_or(1);
     if !largest(&parts).is_multiple_of(largest(&dst_parts)) {
-        return Err(NoIntermediate::Undividable);
+        return Err(WhyNoIntermediate::Undividable);
     }
     // Neither product exceeds the number of devices of its mesh.
     let (total, dst_total) = (parts.iter().product::<usize>(), dst_parts.iter().product::<usize>());
     if total <= dst_total {
-        return Err(NoIntermediate::SourceNotLarger);
+        return Err(WhyNoIntermediate::SourceNotLarger);
     }
     if !total.is_multiple_of(dst_total) {
-        return Err(NoIntermediate::TotalNotDivisible);
+        return Err(WhyNoIntermediate::TotalNotDivisible);
     }
     let pairs = || parts.iter().copied().zip(dst_parts.iter().copied());
     if pairs().any(|(src, dst)| gcd(src, dst) != 1) {
-        return Err(NoIntermediate::NotNeeded);
+        return Err(WhyNoIntermediate::NotNeeded);
     }
     let cuts: Vec<Cut> = entries
         .iter()
@@ -144,7 +161,7 @@ pub fn find_intermediate_sharding(
             _ => None,
         })
         .collect();
-    cut_axes(src, mesh, &entries, &cuts).ok_or(NoIntermediate::NoSplitCandidate)
+    cut_axes(src, mesh, &entries, &cuts).ok_or(WhyNoIntermediate::NoSplitCandidate)
 }
 
 /// A request to cut an axis into a replica axis and a split axis.
@@ -195,7 +212,7 @@ fn cut_axes(
 
 /// Returns the number of parts of each dimension. Returns `None` if the mesh lacks an axis or the
 /// entries use one twice.
-pub(super) fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
+fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
     let axes: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
     if axes.iter().enumerate().any(|(i, axis)| axes[..i].contains(axis)) {
         return None;
@@ -227,7 +244,7 @@ mod tests {
         dst: (&[(&str, usize)], Spec),
     ) -> Result<String, &'static str> {
         let (src, dst) = (on(src.0, 0, src.1), on(dst.0, 100, dst.1));
-        let found = find_intermediate_sharding(&src, &dst).map_err(|none| none.reason())?;
+        let found = find_intermediate_sharding(&src, &dst).map_err(|none| none.why.reason())?;
         let (mesh, spec) = (found.sharding.mesh().unwrap(), found.sharding.spec().unwrap());
         assert_eq!(mesh.devices(), src.devices(), "the devices keep their order");
         let mesh = mesh.to_string();
@@ -377,7 +394,10 @@ mod tests {
         let sums = on(&[("x", 8), ("y", 2)], 0, spec!["x"]).unreduced(&["y"]).unwrap();
         let target = on(&[("y", 2)], 100, spec![]);
         for (src, dst) in [(&rows, &single), (&single, &rows), (&sums, &target)] {
-            assert_eq!(find_intermediate_sharding(src, dst), Err(NoIntermediate::NotNamed));
+            let none = find_intermediate_sharding(src, dst).unwrap_err();
+            assert_eq!(none.why, WhyNoIntermediate::NotNamed);
+            let text = none.to_string();
+            assert!(text.ends_with(&format!(": from {src} to {dst}")), "{text}");
         }
         let mesh = rows.mesh().unwrap().clone();
         let host = Sharding::named(mesh, spec!["x"], MemoryKind::Host);

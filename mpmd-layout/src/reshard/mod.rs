@@ -1,6 +1,5 @@
 //! Resharding: the pieces of an array that go from device to device between two shardings.
 
-mod best;
 mod group;
 mod intermediate;
 mod plan;
@@ -10,9 +9,10 @@ mod spread;
 mod tests;
 mod tiling;
 
-pub use best::{Detour, best_intermediate, estimate_ns};
 pub use group::groups_by_devices;
-pub use intermediate::{Intermediate, NoIntermediate, find_intermediate_sharding};
+pub use intermediate::{
+    Intermediate, NoIntermediate, WhyNoIntermediate, find_intermediate_sharding,
+};
 pub use plan::{Delivery, Origin, Part, Piece, Plan, ReshardError, Summary, plan};
 #[doc(hidden)]
 pub use reduce::scattered;

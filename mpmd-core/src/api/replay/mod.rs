@@ -62,8 +62,8 @@ impl Program {
     /// A replay does not run the code of `step`, so this code must not depend on values. Within
     /// `step` these calls are refused: reads of arrays that the step makes,
     /// [`broadcast_value`](Program::broadcast_value), [`array_from_fn`](Program::array_from_fn),
-    /// [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
-    /// [`step_end`](Program::step_end), and nested recording.
+    /// [`microbatches`](MpmdArray::microbatches), [`step_end`](Program::step_end), and nested
+    /// recording.
     ///
     /// ```
     /// use mpmd_core::prelude::*;

@@ -19,7 +19,7 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::{Tree, TreeError};
-pub(crate) use relabel::Relabelled;
+pub(crate) use relabel::{Relabel, Relabelled};
 pub use sections::Sections;
 
 /// Memory options of [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`].
@@ -69,7 +69,6 @@ impl Program {
         options: SplitOptions,
     ) -> Result<Vec<T::With<MpmdArray>>> {
         let at = Location::caller();
-        self.refuse_recording(at, "split_by_mesh_axis")?;
         let wrong = |problem: IssueProblem| problem.at(at, "split_by_mesh_axis");
         let leaves = x.leaves_with_paths();
         if leaves.is_empty() {
@@ -80,6 +79,7 @@ impl Program {
         let ranges = sections.map_err(|why| wrong(IssueProblem::Split(why)))?;
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
         }
         let mut made = Vec::with_capacity(ranges.len() * leaves.len());
         for range in &ranges {
@@ -94,8 +94,9 @@ impl Program {
             [0x5911, Rolling::default().mix_bytes(axis.as_bytes()).word(), ranges.len() as u64];
         let words = words.into_iter().chain(starts).collect();
         let sources: Vec<&MpmdArray> = leaves.into_iter().map(|(_, array)| array).collect();
-        let made = self.relabel(&sources, made, words, Arc::new(what), options.donate, at);
-        let mut made = made.into_iter();
+        let (what, donate) = (Arc::new(what), options.donate);
+        let relabel = Relabel { made, what, donate, awaits_sends: false };
+        let mut made = self.relabel(&sources, relabel, words, at).into_iter();
         let mut tree =
             || x.map_ref(&mut |_| made.next().expect("one array for each leaf of each part"));
         Ok(ranges.iter().map(|_| tree()).collect())
@@ -128,7 +129,6 @@ impl Program {
         options: SplitOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
-        self.refuse_recording(at, "concatenate_by_mesh_axis")?;
         let wrong = |problem: IssueProblem| problem.at(at, "concatenate_by_mesh_axis");
         let Some(first) = trees.first() else {
             return Err(wrong(IssueProblem::Split("there is no tree to concatenate".to_owned())));
@@ -171,6 +171,7 @@ impl Program {
             .collect();
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
         }
         let mut made = Vec::with_capacity(by_tree[0].len());
         for (i, parts) in leaves.chunks(trees.len()).enumerate() {
@@ -180,8 +181,9 @@ impl Program {
         let words =
             vec![0xc09c, Rolling::default().mix_bytes(axis.as_bytes()).word(), trees.len() as u64];
         let sources: Vec<&MpmdArray> = leaves.iter().map(|(_, array)| *array).collect();
-        let mut made =
-            self.relabel(&sources, made, words, Arc::new(what), options.donate, at).into_iter();
+        let (what, donate) = (Arc::new(what), options.donate);
+        let relabel = Relabel { made, what, donate, awaits_sends: false };
+        let mut made = self.relabel(&sources, relabel, words, at).into_iter();
         Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use mpmd_transport::SharedBuffer;
 
-use crate::api::program::{NewOp, Part, Program};
+use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::{AsyncBuffer, OpGuard, follow};
@@ -46,25 +46,27 @@ impl Relabelled {
     }
 }
 
+/// An operation that gives existing shards new handles and moves nothing.
+pub(crate) struct Relabel {
+    pub(crate) made: Vec<Relabelled>,
+    pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
+    /// True if the sources become unusable.
+    pub(crate) donate: bool,
+    /// True if the results are complete only after the sends of the first source.
+    pub(crate) awaits_sends: bool,
+}
+
 impl Program {
-    /// Issues an operation that gives existing shards new handles and moves nothing. Returns a
-    /// handle to each of `made`. `words` go into the program's hash. With `donate`, the sources
-    /// become unusable.
+    /// Issues the operation on `sources` and returns a handle to each array of `made`. `words` go
+    /// into the program's hash.
     pub(crate) fn relabel(
         &mut self,
         sources: &[&MpmdArray],
-        made: Vec<Relabelled>,
+        relabel: Relabel,
         mut words: Vec<u64>,
-        what: Arc<dyn fmt::Display + Send + Sync>,
-        donate: bool,
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
-        let shards = |array: &MpmdArray| match &array.repr {
-            Repr::Placed(placed) => placed.shards.to_vec(),
-            Repr::Host(_) => Vec::new(),
-        };
-        let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
-        words.push(u64::from(donate));
+        words.push(u64::from(relabel.donate));
         for source in sources {
             if let Repr::Placed(placed) = &source.repr {
                 words.extend([
@@ -74,33 +76,41 @@ impl Program {
                 ]);
             }
         }
-        let descriptor = || {
-            let has = |source: usize, device| match &sources[source].repr {
-                Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
-                Repr::Host(_) => false,
-            };
-            let shards = |made: &Relabelled| {
-                let source = |device| made.sources.clone().find(|source| has(*source, device));
-                let memory =
-                    |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
-                dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
-            };
-            OpDescriptor::local(&what, Kind::Relabel, made.iter().map(shards).collect())
+        self.issue_relabel(sources, &Arc::new(relabel), words, None, at)
+    }
+
+    fn issue_relabel(
+        &mut self,
+        sources: &[&MpmdArray],
+        relabel: &Arc<Relabel>,
+        words: Vec<u64>,
+        replayed: Option<Replayed<'_>>,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        let shards = |array: &MpmdArray| match &array.repr {
+            Repr::Placed(placed) => placed.shards.to_vec(),
+            Repr::Host(_) => Vec::new(),
         };
+        let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
         let takes_part = shards.iter().any(|shards| !shards.is_empty());
+        let here = takes_part || self.is_dry_run();
         let (op, guard) = self.issue_op(
             words,
             NewOp {
                 part: if takes_part { Part::Work(0) } else { Part::Idle },
                 takes: sources,
-                donates: &|_| donate,
+                donates: &|_| relabel.donate,
                 source: sources.iter().find_map(|source| source.origin()).map(|(op, _)| op),
-                ..NewOp::new(at, &|| what.clone(), &descriptor)
+                again: &|| here.then(|| relabel.clone() as Arc<dyn Again>),
+                replayed,
+                ..NewOp::new(at, &|| relabel.what.clone(), &|| relabel.descriptor(sources))
             },
         );
-        let runtime = self.runtime.clone();
-        let mut results = Vec::with_capacity(made.len());
-        for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {
+        let sends = sources.first().and_then(|source| source.sends());
+        let sends = sends.filter(|_| relabel.awaits_sends);
+        let mut results = Vec::with_capacity(relabel.made.len());
+        for (i, made) in relabel.made.iter().enumerate() {
+            let Relabelled { aval, sharding, layout, sources } = made.clone();
             let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();
             let mut taken: Vec<LocalShard> = shards[sources]
                 .iter()
@@ -112,10 +122,12 @@ impl Program {
                 })
                 .collect();
             taken.sort_by_key(|shard| layout.place_of(shard.device));
-            let made = Made::new(aval, sharding, layout, what.clone(), runtime.clone());
-            results.push(Placed::array(Arc::new(made), taken, Origin { op, leaf: i as u32, at }));
+            let (what, runtime) = (relabel.what.clone(), self.runtime.clone());
+            let made = Arc::new(Made::new(aval, sharding, layout, what, runtime));
+            let origin = Origin { op, leaf: i as u32, at };
+            results.push(Placed::array_after(sends.cloned(), made, taken, origin));
         }
-        if donate {
+        if relabel.donate {
             for source in sources {
                 if let Repr::Placed(placed) = &source.repr {
                     placed.donate(op, at);
@@ -126,6 +138,35 @@ impl Program {
             }
         }
         results
+    }
+}
+
+impl Relabel {
+    fn descriptor(&self, sources: &[&MpmdArray]) -> OpDescriptor {
+        let has = |source: usize, device| match &sources[source].repr {
+            Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
+            Repr::Host(_) => false,
+        };
+        let shards = |made: &Relabelled| {
+            let source = |device| made.sources.clone().find(|source| has(*source, device));
+            let memory =
+                |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
+            dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
+        };
+        OpDescriptor::local(&self.what, Kind::Relabel, self.made.iter().map(shards).collect())
+    }
+}
+
+impl Again for Relabel {
+    fn again(
+        self: Arc<Self>,
+        program: &mut Program,
+        x: &[&MpmdArray],
+        replayed: Replayed<'_>,
+        at: &'static Location<'static>,
+        made: &mut Vec<MpmdArray>,
+    ) {
+        made.extend(program.issue_relabel(x, &self, Vec::new(), Some(replayed), at));
     }
 }
 
