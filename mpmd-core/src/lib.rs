@@ -44,7 +44,7 @@ pub use api::program::{
     Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate,
     transports,
 };
-pub use api::put::MoveOptions;
+pub use api::put::{MoveOptions, PutVjp};
 pub use api::replay::Recorded;
 pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};

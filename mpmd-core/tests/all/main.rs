@@ -36,6 +36,7 @@ mod pipeline_stages;
 mod pipeline_wiring;
 mod plan;
 mod program;
+mod put_vjp;
 mod random_programs;
 mod random_puts;
 mod ready_kernels;
