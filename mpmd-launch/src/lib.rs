@@ -117,6 +117,9 @@ pub mod variables {
     pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
     /// The folder in which each process writes its trace. Without it there is no trace.
     pub const TRACE: &str = "MPMD_TRACE";
+    /// With `1`, each call of this process's program waits until its operations have ended, and
+    /// returns their failure.
+    pub const SYNC: &str = "MPMD_SYNC";
     /// The launcher's pid. The processes that it started end with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

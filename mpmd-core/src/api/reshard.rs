@@ -67,7 +67,9 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
-        Ok(self.reshard_along(x, &leaves, routes, options, at))
+        let moved = self.reshard_along(x, &leaves, routes, options, at);
+        self.synced(at)?;
+        Ok(moved)
     }
 
     /// Moves every array of a tree to a sharding, as [`Program::reshard`] does. Each leaf goes by
@@ -109,7 +111,9 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
-        Ok(self.reshard_along(x, &leaves, routes, options, at))
+        let moved = self.reshard_along(x, &leaves, routes, options, at);
+        self.synced(at)?;
+        Ok(moved)
     }
 
     fn route(

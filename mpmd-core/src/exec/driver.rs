@@ -133,9 +133,10 @@ impl Runtime {
     fn post(self: &Arc<Self>, to: ProcessId, header: Header, body: Body<Outgoing>) {
         let Some(transport) = &self.transport else { return };
         let posted = |bytes: u64, ticket: Ticket| {
-            let (op, piece, peer) = (header.op, header.piece, to.0);
+            let Header { op, piece, .. } = header;
             let (step, ticket) = (PieceStep::Posted, ticket.0);
-            self.trace.note(|| What::Piece { step, op, piece, peer, bytes, ticket });
+            self.trace.note(|| What::Piece { step, op, piece, peer: to.0, bytes, ticket });
+            self.log_piece(step, (op, piece), to, bytes);
         };
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),

@@ -11,6 +11,7 @@ use mpmd_transport::Failure;
 use super::async_buffer::{AsyncBuffer, Resolver};
 use crate::trace::Trace;
 use mpmd_record::trace::What;
+use tracing::Span;
 
 /// Counts the operations that have a part on this process and have not ended.
 #[derive(Default)]
@@ -45,6 +46,8 @@ struct Open {
     parts: usize,
     /// `None` if the program cannot wait for the operation's sends, or they have ended.
     sends: Option<Sends>,
+    /// The span of the operation in the program's log, if the log takes spans.
+    span: Option<Span>,
 }
 
 /// The pieces that this process sends in an operation, until the last has left or one has failed.
@@ -118,7 +121,7 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        let new = Open { op, bytes, parts: 1, sends: None };
+        let new = Open { op, bytes, parts: 1, sends: None, span: None };
         match state.open.back() {
             Some(last) if last.op >= op => {
                 let at = state.open.partition_point(|before| before.op < op);
@@ -129,6 +132,19 @@ impl InFlight {
         self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
         OpGuard { op, hash, in_flight: self.clone() }
+    }
+
+    /// Sets the span of operation `op`, which has not ended. It is closed when the operation ends.
+    pub(crate) fn set_span(&self, op: u64, span: Span) {
+        if let Some(open) = self.state.lock().find(op).filter(|open| open.op == op) {
+            open.span = Some(span);
+        }
+    }
+
+    /// Returns the span of operation `op`, or `None` if it has none or has ended.
+    pub(crate) fn span(&self, op: u64) -> Option<Span> {
+        let mut state = self.state.lock();
+        state.find(op).filter(|open| open.op == op).and_then(|open| open.span.clone())
     }
 
     /// Counts `bytes` of this process's memory as lent, until the returned object is dropped. No
@@ -227,9 +243,9 @@ impl OpGuard {
             left = (sends.missing == 0).then(|| open.sends.take()).flatten();
         }
         open.parts -= 1;
-        let mut abandoned = None;
+        let (mut abandoned, mut span) = (None, None);
         if open.parts == 0 {
-            abandoned = open.sends.take();
+            (abandoned, span) = (open.sends.take(), open.span.take());
             let bytes = open.bytes;
             state.end(bytes);
             // Under the lock: a thread that finds no open operation may end the trace.
@@ -237,6 +253,7 @@ impl OpGuard {
             self.in_flight.changed.notify_all();
         }
         drop(state);
+        drop(span);
         if let Some(Sends { resolver, .. }) = left {
             resolver.keep(Ok(Vec::new().into()));
         }

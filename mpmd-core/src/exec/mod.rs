@@ -64,7 +64,7 @@ pub(crate) use async_buffer::{AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Res
 use chunks::Chunks;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round};
 pub(crate) use hash::{OriginMap, Rolling};
-pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
+pub(crate) use in_flight::{Counts, InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
 /// The router's view of a replayed step.
@@ -82,6 +82,7 @@ pub(crate) use worker::{Job, Work};
 use crate::device::cuda::{self, Gpu};
 use crate::exec::recorder::Recorder;
 use crate::trace::Trace;
+use crate::trace::spans::{self, KernelSpan};
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_record::trace::{PieceStep, What};
 
@@ -144,6 +145,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) device_memory: Option<u64>,
     /// True if host values of every size are compared between processes, not only small ones.
     pub(crate) check_uncommitted: bool,
+    /// True if each call of the program waits for its operations.
+    pub(crate) sync: bool,
     /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,
@@ -235,6 +238,24 @@ impl Runtime {
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
         self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
+        self.log_piece(step, (op, piece), peer, bytes);
+    }
+
+    /// Tells the program's log of a step in the transfer of a piece, if it takes spans.
+    #[inline]
+    fn log_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
+        if spans::are_on()
+            && let Some(operation) = self.in_flight.span(op)
+        {
+            spans::piece(&operation, step, peer, piece, bytes);
+        }
+    }
+
+    /// Enters the span of a kernel of operation `op` on a device, if the program's log takes spans.
+    #[inline]
+    pub(crate) fn enter_kernel(&self, op: u64, device: DeviceId) -> Option<KernelSpan> {
+        let operation = spans::are_on().then(|| self.in_flight.span(op))??;
+        Some(KernelSpan::enter(&operation, &device))
     }
 
     /// Queues a job on the thread of the device with this local index. Does not block.

@@ -175,7 +175,7 @@ impl Runtime {
     /// Notes that a thread of the program waits for the sends of operation `op`. Asks the peers
     /// that have its zero-copy payloads to tell as soon as they have taken them. Does not block.
     /// Sends nothing if the same wait was noted before.
-    pub(super) fn ask_taken(self: &Arc<Self>, op: u64) {
+    pub(crate) fn ask_taken(self: &Arc<Self>, op: u64) {
         let first_open = self.in_flight.first_open().unwrap_or(op);
         let peers = self.under_way.lock().wait_for(op, first_open);
         if !peers.is_empty() {

@@ -49,4 +49,5 @@ mod same_call;
 mod sends;
 mod sends_awaited;
 mod sharding_kinds;
+mod spans;
 mod split;

@@ -227,6 +227,7 @@ impl<K: Kernel> Jit<K> {
         let y = assemble::<K::Out>(&bound.plan.output_structure, arrays);
         prepared.start(&program.runtime);
         self.kept.lock().lists = Lists { leaves: emptied(leaves), prepared };
+        program.synced(at)?;
         y.map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
@@ -256,6 +257,7 @@ impl<K: Kernel> Jit<K> {
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at).collect();
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
+        program.synced(at)?;
         Ok((bound.plan.output_structure.clone(), arrays))
     }
 

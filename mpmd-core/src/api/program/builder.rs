@@ -42,6 +42,7 @@ pub struct Builder {
     pub(super) links: Option<Links>,
     pub(super) check_uncommitted: Option<bool>,
     pub(super) trace: Option<PathBuf>,
+    pub(super) sync: Option<bool>,
 }
 
 impl Default for Builder {
@@ -61,6 +62,7 @@ impl Default for Builder {
             links: None,
             check_uncommitted: None,
             trace: None,
+            sync: None,
         }
     }
 }
@@ -152,6 +154,14 @@ impl Builder {
     /// `MPMD_LINKS` names on process 0, else rough figures of a common machine.
     pub fn links(mut self, links: Links) -> Self {
         self.links = Some(links);
+        self
+    }
+
+    /// Makes each call of this process's program wait until its operations have ended, and return
+    /// their failure: slow, but an error has the line of its call. Off by default. `MPMD_SYNC=1`
+    /// turns it on in a program that does not set it.
+    pub fn sync(mut self, yes: bool) -> Self {
+        self.sync = Some(yes);
         self
     }
 
@@ -405,6 +415,7 @@ impl Builder {
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
             check_uncommitted: self.checks_uncommitted(),
+            sync: self.sync.unwrap_or(false),
             cuda,
             trace,
         }

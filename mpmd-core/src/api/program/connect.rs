@@ -130,6 +130,17 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     let folder =
         std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));
+    builder.sync = match (builder.sync, std::env::var(mpmd_launch::variables::SYNC).as_deref()) {
+        (None, Ok("1")) => Some(true),
+        (None, Ok(value)) if !["", "0"].contains(&value) => {
+            return Err(Error::Launch(LaunchError::Variable {
+                variable: mpmd_launch::variables::SYNC.into(),
+                value: value.into(),
+                expected: "0 or 1".into(),
+            }));
+        }
+        (sync, _) => sync,
+    };
     let Some(env) = JobEnv::from_env()? else {
         if let (None, Ok(text)) = (&builder.kinds, std::env::var(mpmd_launch::variables::DEVICE))
             && !text.trim().is_empty()

@@ -10,9 +10,11 @@ use mpmd_transport::deadline::after;
 use mpmd_transport::router::{OpRecord, Span};
 
 use super::Program;
+use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::recorder::KnownDescriptor;
-use crate::exec::{Doing, OpGuard, Rolling, Runtime};
+use crate::exec::{Counts, Doing, OpGuard, Rolling, Runtime};
+use crate::trace::spans;
 use mpmd_record::dry_run::OpDescriptor;
 use mpmd_record::trace::Label;
 
@@ -135,6 +137,12 @@ impl Program {
             Part::Program => None,
             Part::Idle => return (op, None),
         };
+        if spans::are_on() {
+            let bytes = if let Part::Work(bytes) = new.part { bytes } else { 0 };
+            let issued = spans::Issued { op, label: self.label, what: &*what(), at, bytes };
+            let span = self.step_span.operation(self.steps + 1, &issued);
+            self.runtime.in_flight.set_span(op, span);
+        }
         self.runtime.trace.issued(op, self.label, at, new.source, what);
         (op, guard)
     }
@@ -212,14 +220,41 @@ impl Program {
         if counts.ops < ops && counts.bytes < bytes {
             return;
         }
-        let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
-        let _waiting = runtime.trace.wait("running ahead", at);
+        self.wait_for_operations("running ahead", at, |counts| {
+            counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
+        });
+    }
+
+    /// With [`Builder::sync`](super::Builder::sync), blocks until this process's operations have
+    /// ended. Every call that issues operations ends with it.
+    ///
+    /// # Errors
+    ///
+    /// If an operation of this process has failed, or the job.
+    #[inline]
+    pub(crate) fn synced(&self, at: &'static Location<'static>) -> Result<()> {
+        if !self.runtime.config.sync {
+            return Ok(());
+        }
+        self.runtime.ask_taken(self.count);
+        self.wait_for_operations("a synchronous call", at, |counts| counts.ops == 0);
+        self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
+    }
+
+    /// Blocks until `enough` is true for the operations in flight. Reports a hang each time the
+    /// peer timeout expires.
+    fn wait_for_operations(
+        &self,
+        what: &'static str,
+        at: &'static Location<'static>,
+        enough: impl Fn(&Counts) -> bool,
+    ) {
+        let runtime = &self.runtime;
+        let _doing = runtime.status.enter(Doing::Waiting(what, at));
+        let _waiting = runtime.trace.wait(what, at);
         loop {
             let deadline = after(Instant::now(), runtime.config.peer_timeout);
-            let enough = runtime.in_flight.wait_until(deadline, |counts| {
-                counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
-            });
-            if enough {
+            if runtime.in_flight.wait_until(deadline, &enough) {
                 return;
             }
             runtime.report_hang(&format!(

@@ -47,6 +47,7 @@ pub use simulate::{Simulation, simulate};
 use crate::error::{Error, Result};
 use crate::exec::recorder::Recorder;
 use crate::exec::{Rolling, Runtime};
+use crate::trace::spans::StepSpan;
 use crate::warning::warn_user;
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 use mpmd_record::trace::{Label, What};
@@ -81,6 +82,8 @@ pub struct Program {
     /// steps.
     hash_at_last: u128,
     steps: u64,
+    /// The span of the step in the program's log.
+    step_span: StepSpan,
     planning: bool,
     ended: bool,
     /// Called with the number of each operation when it is issued. Only a simulation sets it.
@@ -145,6 +148,7 @@ impl Program {
             hash: Rolling::default(),
             hash_at_last: 0,
             steps: 0,
+            step_span: StepSpan::default(),
             planning,
             ended: false,
             on_issue: None,
@@ -273,6 +277,7 @@ impl Program {
         self.refuse_recording(Location::caller(), "step_end")?;
         self.steps += 1;
         let step = self.steps;
+        self.step_span.end();
         // Makes each step distinct. Otherwise equal steps could hide an operation that one of them
         // lacks.
         self.hash = self.hash.mix(0x57e9).mix(step);

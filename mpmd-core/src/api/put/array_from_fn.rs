@@ -140,6 +140,8 @@ impl Program {
             })
             .collect();
         let made = Made::new(aval, sharding.clone(), layout, what, runtime);
+        drop(guard);
+        self.synced(at)?;
         Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
     }
 }

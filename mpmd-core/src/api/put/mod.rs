@@ -94,6 +94,7 @@ impl Program {
         for ((_, array), steps) in leaves.into_iter().zip(plans) {
             moved.push(self.put_along(array, &steps, options, at));
         }
+        self.synced(at)?;
         let mut moved = moved.into_iter();
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
@@ -116,7 +117,9 @@ impl Program {
         let put = |((array, _), steps): (&(&MpmdArray, &Sharding), PutSteps)| {
             self.put_along(array, &steps, MoveOptions::default(), at)
         };
-        Ok(moves.map(put).collect())
+        let moved = moves.map(put).collect();
+        self.synced(at)?;
+        Ok(moved)
     }
 
     /// Issues the planned move of `array`, as one operation or two, and returns a handle to the

@@ -173,6 +173,7 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
     pub(crate) fn replay_fitting(&self, program: &mut Program, x: &T) -> Result<U> {
         let at = program.caller(Location::caller());
         let results = self.step.run(program, &x.leaves(), at);
+        program.synced(at)?;
         let wrong = |error| IssueProblem::Tree(error).at(at, "replay");
         U::from_leaves(&self.results, results).map_err(wrong)
     }
