@@ -72,6 +72,56 @@ impl Program {
         Ok(moved)
     }
 
+    /// Moves every array of a tree to a sharding by a function of the caller, in the groups and
+    /// order of [`Program::reshard`].
+    ///
+    /// `with` is called once for each group of arrays on the same devices, with (array, target) of
+    /// each. It returns the moved arrays in order, for instance by way of a sharding of its own or
+    /// by a `jit` kernel. Uncommitted arrays are placed without it. All processes must call it
+    /// alike.
+    ///
+    /// # Errors
+    ///
+    /// If the prefix does not fit the tree, a sharding does not fit its array, or an array was
+    /// donated. The errors of `with`. If it returns another number of arrays, or one with another
+    /// shape, dtype or sharding than asked for.
+    #[track_caller]
+    pub fn reshard_with<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+        mut with: impl FnMut(&mut Self, &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>>,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = Location::caller();
+        let wrong = |problem: IssueProblem| problem.at(at, "reshard_with");
+        let to = to
+            .into()
+            .broadcast(&x.structure())
+            .map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let leaves = x.leaves_with_paths();
+        for ((path, array), to) in leaves.iter().zip(&to) {
+            array.check_usable(path).and_then(|()| self.check_own(path, array)).map_err(wrong)?;
+            let unfit = |why| wrong(IssueProblem::Sharding { path: path.clone(), why });
+            to.layout(array.shape()).map_err(unfit)?;
+        }
+        let groups =
+            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
+        let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
+        for group in groups {
+            let moves: Vec<_> = group.iter().map(|place| (leaves[*place].1, &to[*place])).collect();
+            let results = match moves.first() {
+                Some((array, _)) if array.sharding().is_none() => self.put_list(&moves)?,
+                _ => with(self, &moves)?,
+            };
+            if let Some(problem) = misfit(&moves, &results) {
+                return Err(wrong(IssueProblem::Signature(problem)));
+            }
+            group.into_iter().zip(results).for_each(|(place, y)| moved[place] = Some(y));
+        }
+        let mut moved = moved.into_iter().flatten();
+        Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
+    }
+
     /// Moves every array of a tree to a sharding, as [`Program::reshard`] does. Each leaf goes by
     /// way of an [intermediate sharding](find_intermediate_sharding) if there is one between its
     /// shardings in `from` and `to`.
@@ -191,6 +241,20 @@ impl Program {
         // The replica has no other handle, so it is donated, whether the source is or not.
         self.put_one(&replica, onward, options.donate(true), Some(&replica), at)
     }
+}
+
+/// Describes how the results of a caller's reshard function differ from the moves that it was asked
+/// for; `None` if they do not.
+fn misfit(moves: &[(&MpmdArray, &Sharding)], results: &[MpmdArray]) -> Option<String> {
+    if results.len() != moves.len() {
+        let (asked, found) = (moves.len(), results.len());
+        return Some(format!("the function returned {found} arrays for {asked}"));
+    }
+    let other = |((x, to), y): &((&MpmdArray, &Sharding), &MpmdArray)| {
+        y.aval() != x.aval() || y.sharding() != Some(to)
+    };
+    let found = moves.iter().map(|(x, to)| (*x, *to)).zip(results).find(other);
+    found.map(|((x, to), y)| format!("the function returned {y:?} for {} as {to}", x.aval()))
 }
 
 /// Describes the first replica of an array: index 0 of every replica axis, a whole array on some of

@@ -354,3 +354,46 @@ fn an_error_in_the_last_leaf_moves_nothing() {
     let said: Vec<Vec<String>> = results.into_iter().map(Result::unwrap).collect();
     assert_eq!(said[0], said[1]);
 }
+
+#[test]
+fn a_function_of_the_caller_moves_each_group() {
+    let _limit = watchdog(60);
+    for processes in PROCESSES {
+        let results = simulate(processes, 4, 11, |p| {
+            let (left, right) = (mesh_at(p, &[("x", 2)], 0)?, mesh_at(p, &[("x", 2)], 2)?);
+            let whole = values(&[4, 8], DType::F32);
+            let host = MpmdArray::from_host(whole.clone());
+            let a = p.device_put(&host, left.sharding(spec!["x"]))?;
+            let b = p.device_put(&host, right.replicated())?;
+            let c = p.device_put(&host, left.replicated())?;
+            let tree = (vec![a, b, c], host);
+            let all = p.mesh(&[("x", 4)])?;
+            let (rows, columns) = (all.sharding(spec!["x"]), all.sharding(spec![None, "x"]));
+            let mut groups = Vec::new();
+            // By way of columns.
+            let (moved, last) = p.reshard_with(&tree, &rows, |p, moves| {
+                groups.push(moves.len());
+                let mut moved = Vec::new();
+                for (x, to) in moves {
+                    let between = p.device_put(*x, &columns)?;
+                    moved.push(p.device_put(&between, *to)?);
+                }
+                Ok(moved)
+            })?;
+            assert_eq!(groups, [2, 1], "arrays on the same devices together, host values not");
+            for y in moved.iter().chain([&last]) {
+                assert_eq!(y.sharding(), Some(&rows));
+                check(p, y, &whole)?;
+            }
+            let short = p.reshard_with(&tree, &rows, |_, _| Ok(Vec::new()));
+            assert_eq!(refusal(short), "the function returned 0 arrays for 2");
+            let same = p.reshard_with(&tree, &rows, |_, moves| {
+                Ok(moves.iter().map(|(x, _)| (*x).clone()).collect())
+            });
+            let said = refusal(same);
+            assert!(said.contains("returned MpmdArray(f32[4,8]") && said.contains("as P(x)"));
+            Ok(())
+        });
+        results.into_iter().for_each(Result::unwrap);
+    }
+}
