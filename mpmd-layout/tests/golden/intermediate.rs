@@ -46,7 +46,7 @@ fn intermediate_shardings_match_pathways_utils() {
                     error
                 };
                 let none = found.expect_err(&format!("case {i}, {src} to {dst}: {expected}"));
-                assert_eq!(none.reason(), expected, "case {i}, {src} to {dst}");
+                assert_eq!(none.why.reason(), expected, "case {i}, {src} to {dst}");
             }
         }
     }
