@@ -9,6 +9,7 @@ use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
 
 use super::call::DeviceCall;
+use super::unchanged::Unchanged;
 use super::warm::Warm;
 use super::{Jit, Prepared};
 use crate::error::IssueProblem;
@@ -48,12 +49,13 @@ pub(super) struct Bound<K: Kernel> {
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
     /// Empty lists for replays.
     pub(super) prepared: Mutex<Prepared>,
+    pub(super) unchanged: Mutex<Unchanged>,
 }
 
 impl<K: Kernel> Bound<K> {
     pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
         let (spare, prepared) = (Mutex::new(Vec::new()), Mutex::default());
-        Self { kernel, plan, warm, spare, prepared }
+        Self { kernel, plan, warm, spare, prepared, unchanged: Mutex::default() }
     }
 
     /// Returns an empty call: one that was kept, or a new one.
@@ -76,6 +78,7 @@ impl<K: Kernel> Bound<K> {
 pub(super) struct CallPlan {
     pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
+    pub(super) takes_host_values: bool,
     /// Indices of the donated inputs.
     donated: Vec<usize>,
     pub(super) outputs: Vec<OutputPlan>,
@@ -185,10 +188,10 @@ impl fmt::Display for CallWhat {
 
 impl CallPlan {
     /// True if the inputs have the number, shapes, dtypes and shardings for which this plan was
-    /// made.
-    pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
-        self.inputs.len() == leaves.len()
-            && self.inputs.iter().zip(leaves).all(|(input, leaf)| input.fits(leaf))
+    /// made. The first `checked` inputs are known to have them.
+    pub(super) fn fits(&self, leaves: &[&MpmdArray], checked: usize) -> bool {
+        let others = || self.inputs.iter().zip(leaves).skip(checked);
+        self.inputs.len() == leaves.len() && others().all(|(input, leaf)| input.fits(leaf))
     }
 
     /// True if the output updates a donated input, so that it takes over the input's memory.
@@ -382,6 +385,7 @@ impl CallPlan {
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         Ok(Self {
             runtime: runtime.clone(),
+            takes_host_values: inputs.iter().any(|input| input.made.is_none()),
             donated: (0..inputs.len()).filter(|index| inputs[*index].donated).collect(),
             inputs,
             outputs,

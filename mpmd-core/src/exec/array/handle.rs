@@ -45,6 +45,15 @@ impl Handle {
     pub(crate) fn downgrade(&self) -> WeakHandle {
         WeakHandle { all: Arc::downgrade(&self.all), index: self.index }
     }
+
+    /// Frees the array's shards with its last handle, and records that in a dry run.
+    #[cold]
+    fn end(&self) {
+        if let Some(recorder) = &self.made.runtime.recorder {
+            recorder.dropped(self.origin());
+        }
+        self.shards.iter().for_each(|shard| shard.slot.leave());
+    }
 }
 
 impl Placed {
@@ -64,6 +73,7 @@ impl Deref for Handle {
 }
 
 impl Clone for Handle {
+    #[inline]
     fn clone(&self) -> Self {
         if self.counted {
             self.handles.fetch_add(1, Ordering::Relaxed);
@@ -73,18 +83,22 @@ impl Clone for Handle {
 }
 
 impl Drop for Handle {
+    #[inline]
     fn drop(&mut self) {
-        if !self.counted || self.handles.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return;
+        if self.counted && self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.end();
         }
-        if let Some(recorder) = &self.made.runtime.recorder {
-            recorder.dropped(self.origin());
-        }
-        self.shards.iter().for_each(|shard| shard.slot.leave());
     }
 }
 
 impl WeakHandle {
+    /// True if `handle` is a handle to this array. Reads nothing of the array.
+    #[inline]
+    pub(crate) fn is(&self, handle: &Handle) -> bool {
+        self.index == handle.index
+            && std::ptr::addr_eq(self.all.as_ptr(), Arc::as_ptr(&handle.all))
+    }
+
     /// Returns a handle, or `None` if the array's last handle was dropped.
     pub(crate) fn upgrade(&self) -> Option<Handle> {
         let all = self.all.upgrade()?;

@@ -7,7 +7,7 @@ mod read;
 use std::fmt;
 use std::ops::Deref;
 use std::panic::Location;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use mpmd_transport::{Failure, FailureKind};
@@ -59,6 +59,8 @@ pub(crate) struct Placed {
     pub(crate) sends: Option<Sends>,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
+    /// True if a donation of the array is counted, see [`Placed::watch`].
+    watched: AtomicBool,
     /// Number of handles to this array.
     handles: AtomicUsize,
 }
@@ -327,7 +329,8 @@ impl Placed {
 
     pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
         let (donated, handles) = (OnceLock::new(), AtomicUsize::new(1));
-        Self { made, shards, sends: None, origin, donated, handles }
+        let watched = AtomicBool::new(false);
+        Self { made, shards, sends: None, origin, donated, watched, handles }
     }
 
     /// Returns the sends of the operations that make the array, last operation first.
@@ -400,6 +403,15 @@ impl Placed {
     pub(crate) fn donate(&self, op: u64, at: &'static Location<'static>) {
         // A second donation is impossible: the first has made the array unusable.
         let _ = self.donated.set(Donation { op, at });
+        if self.watched.load(Ordering::Relaxed) {
+            self.made.runtime.watched_donations.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// From now on a donation of the array raises the runtime's count of watched donations. While
+    /// that count stays the same, no watched array needs to be checked again.
+    pub(crate) fn watch(&self) {
+        self.watched.store(true, Ordering::Relaxed);
     }
 
     /// Returns (operation that took over the array's memory, line that issued it). `None` if the
