@@ -40,17 +40,18 @@ struct Kept<K: Kernel> {
 }
 
 impl<K: Kernel> Kept<K> {
-    /// Returns a kept plan for these leaves. `fits` is true for the structure of their tree.
+    /// Returns (a kept plan for these leaves, the number of leading leaves that are the same as in
+    /// its last calls). `fits` is true for the structure of their tree.
     fn known_plan(
         &self,
         leaves: &[&MpmdArray],
         fits: impl Fn(&Structure) -> bool,
-    ) -> Option<Arc<Bound<K>>> {
-        let fits = |bound: &&Arc<Bound<K>>| {
-            let checked = bound.unchanged.lock().count(leaves);
-            bound.plan.fits(leaves, checked) && fits(&bound.plan.input_structure)
-        };
-        self.plans.iter().find(fits).cloned()
+    ) -> Option<(Arc<Bound<K>>, usize)> {
+        self.plans.iter().find_map(|bound| {
+            let same = bound.unchanged.lock().count(leaves);
+            let fits = bound.plan.fits(leaves, same) && fits(&bound.plan.input_structure);
+            fits.then(|| (bound.clone(), same))
+        })
     }
 }
 
@@ -236,11 +237,12 @@ impl<K: Kernel> Jit<K> {
         // Two different trees may have the same leaves.
         let known = kept.known_plan(&leaves, |structure| x.has_structure(structure));
         drop(kept);
-        let bound = match known {
-            Some(bound) => bound,
-            None => self.new_plan(program, x).map_err(wrong)?,
+        let (bound, same) = match known {
+            Some(known) => known,
+            None => (self.new_plan(program, x).map_err(wrong)?, 0),
         };
-        let op = self.issue_checked(program, &bound, &leaves, &mut prepared, at).map_err(wrong)?;
+        let on = (&leaves[..], same);
+        let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at);
         let y = assemble::<K::Out>(&bound.plan.output_structure, arrays);
         prepared.start(&program.runtime);
@@ -264,28 +266,30 @@ impl<K: Kernel> Jit<K> {
         let mut prepared = std::mem::take(&mut kept.lists.prepared);
         let known = kept.known_plan(leaves, |known| known == structure);
         drop(kept);
-        let bound = match known {
-            Some(bound) => bound,
+        let (bound, same) = match known {
+            Some(known) => known,
             None => {
                 let arrays = leaves.iter().map(|leaf| (*leaf).clone());
                 let x = K::In::from_leaves(structure, arrays)
                     .map_err(|error| wrong(IssueProblem::Tree(error)))?;
-                self.new_plan(program, &x).map_err(wrong)?
+                (self.new_plan(program, &x).map_err(wrong)?, 0)
             }
         };
-        let op = self.issue_checked(program, &bound, leaves, &mut prepared, at).map_err(wrong)?;
+        let on = (leaves, same);
+        let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at).collect();
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
         Ok((bound.plan.output_structure.clone(), arrays))
     }
 
-    /// Checks a call on these leaves, which fit the plan, and issues it. Returns its number.
+    /// Checks a call on these leaves, which fit the plan, and issues it. Returns its number. `same`
+    /// leading leaves are those of the plan's last calls.
     fn issue_checked(
         &self,
         program: &mut Program,
         bound: &Arc<Bound<K>>,
-        leaves: &[&MpmdArray],
+        (leaves, same): (&[&MpmdArray], usize),
         prepared: &mut Prepared,
         at: &'static Location<'static>,
     ) -> std::result::Result<u64, IssueProblem> {
@@ -294,7 +298,7 @@ impl<K: Kernel> Jit<K> {
         }
         let plan = &bound.plan;
         plan.check_donations(leaves)?;
-        let inputs = bound.unchanged.lock().check(plan, &program.runtime, leaves)?;
+        let inputs = bound.unchanged.lock().check(plan, &program.runtime, leaves, same)?;
         if program.recording.is_some() {
             plan.check_given_up(program, leaves)?;
         }
@@ -398,7 +402,7 @@ fn prepare<K: Kernel>(
         let memory = runtime.reserve_all(
             seat.local_index,
             MemoryKind::Device,
-            seat.fresh.iter().copied().chain(plan.held()),
+            seat.reserved,
             op,
             &*plan.what,
         );

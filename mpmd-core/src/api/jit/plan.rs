@@ -13,7 +13,7 @@ use super::unchanged::Unchanged;
 use super::warm::Warm;
 use super::{Jit, Prepared};
 use crate::error::IssueProblem;
-use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
+use crate::exec::array::{LocalShard, Made, MpmdArray, NewArrays, Origin, Placed, Repr, Shards};
 use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
 use crate::kernel::{
     Collective, DeviceBindings, Kernel, MeshPosition, ObjectPath, Shapes, ShardInfo,
@@ -24,6 +24,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
+use mpmd_transport::memory::Sizes;
 
 /// Maximum number of ended calls that a [`Bound`] keeps for reuse. A program that runs ahead has
 /// about as many calls queued.
@@ -82,6 +83,8 @@ pub(super) struct CallPlan {
     /// Indices of the donated inputs.
     donated: Vec<usize>,
     pub(super) outputs: Vec<OutputPlan>,
+    /// The properties of all outputs.
+    made: Arc<[Arc<Made>]>,
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
     pub(super) mesh: DeviceBindings,
@@ -134,8 +137,9 @@ impl InputPlan {
         match (&self.made, &leaf.repr) {
             // Mostly arrays of the same operation of the step before.
             (Some(made), Repr::Placed(placed)) => {
-                Arc::ptr_eq(made, &placed.made)
-                    || made.sharding == placed.made.sharding && made.aval == placed.made.aval
+                let found = placed.made();
+                Arc::ptr_eq(made, found)
+                    || made.sharding == found.sharding && made.aval == found.aval
             }
             (None, Repr::Host(host)) => self.aval == *host.aval(),
             _ => false,
@@ -165,6 +169,8 @@ pub(super) struct DeviceBinding {
     pub(super) outputs: Vec<ShardInfo>,
     /// Size in bytes of each output that does not take over an input's memory, in order.
     pub(super) fresh: Vec<usize>,
+    /// Total size of these outputs and of the objects with declared bytes.
+    pub(super) reserved: Sizes,
 }
 
 /// Describes a call in messages: kernel, mesh, and the first four inputs.
@@ -197,11 +203,6 @@ impl CallPlan {
     /// True if the output updates a donated input, so that it takes over the input's memory.
     pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
         output.alias.is_some_and(|input| self.inputs[input].donated)
-    }
-
-    /// Returns the declared bytes of each object of the call on one device.
-    pub(super) fn held(&self) -> impl Iterator<Item = usize> + Clone + '_ {
-        self.objects.bytes.iter().map(|(_, bytes)| *bytes as usize)
     }
 
     pub(super) fn input_path(&self, index: usize) -> &str {
@@ -261,7 +262,10 @@ impl CallPlan {
         slots: &mut [(DeviceId, AsyncBuffers)],
         op: u64,
         at: &'static Location<'static>,
-    ) -> impl Iterator<Item = MpmdArray> + use<> {
+    ) -> NewArrays {
+        if self.seats.is_empty() && self.runtime.recorder.is_none() {
+            return Placed::remote_arrays(&self.made, Origin { op, leaf: 0, at });
+        }
         let all = self.outputs.iter().enumerate().map(|(i, output)| {
             let next = |(device, slots): &mut (DeviceId, AsyncBuffers)| {
                 Some(LocalShard { device: *device, slot: slots.next()? })
@@ -272,7 +276,7 @@ impl CallPlan {
             };
             Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
         });
-        Placed::arrays(all.collect())
+        Placed::arrays(all)
     }
 
     pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {
@@ -376,7 +380,7 @@ impl CallPlan {
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
             .map(|(local_index, device)| {
                 let of = (&leaves[..], &inputs[..], &outputs[..]);
-                seat((local_index, device), &what, &mesh, of, &runtime.topology)
+                seat((local_index, device), &what, &mesh, of, &objects, &runtime.topology)
             })
             .collect::<Problem<Vec<_>>>()?;
         let held: u64 = objects.bytes.iter().map(|(_, bytes)| *bytes).sum();
@@ -388,6 +392,7 @@ impl CallPlan {
             takes_host_values: inputs.iter().any(|input| input.made.is_none()),
             donated: (0..inputs.len()).filter(|index| inputs[*index].donated).collect(),
             inputs,
+            made: outputs.iter().map(|output| output.made.clone()).collect(),
             outputs,
             input_structure,
             output_structure,
@@ -404,6 +409,11 @@ impl CallPlan {
 }
 
 impl ObjectPlan {
+    /// Returns the declared bytes of each object of the call on one device.
+    pub(super) fn held(&self) -> impl Iterator<Item = usize> + '_ {
+        self.bytes.iter().map(|(_, bytes)| *bytes as usize)
+    }
+
     fn new(
         inputs: &[InputPlan],
         outputs: &[OutputPlan],
@@ -573,6 +583,7 @@ fn seat(
     what: &Arc<CallWhat>,
     mesh: &DeviceBindings,
     (leaves, taken, outputs): (&[&MpmdArray], &[InputPlan], &[OutputPlan]),
+    objects: &ObjectPlan,
     topology: &Topology,
 ) -> Problem<DeviceBinding> {
     let groups = mesh
@@ -591,6 +602,12 @@ fn seat(
     });
     let parts: Vec<ShardInfo> =
         outputs.iter().map(|output| part(&output.made.aval, Some(&output.made.layout))).collect();
+    let fresh: Vec<usize> = outputs
+        .iter()
+        .zip(&parts)
+        .filter(|(output, _)| !output.alias.is_some_and(|input| taken[input].donated))
+        .map(|(_, info)| info.bytes())
+        .collect();
     Ok(DeviceBinding {
         what: Arc::new(what.clone()),
         local_index,
@@ -600,12 +617,8 @@ fn seat(
             groups,
         },
         inputs: inputs.collect(),
-        fresh: outputs
-            .iter()
-            .zip(&parts)
-            .filter(|(output, _)| !output.alias.is_some_and(|input| taken[input].donated))
-            .map(|(_, info)| info.bytes())
-            .collect(),
+        reserved: fresh.iter().copied().chain(objects.held()).collect(),
+        fresh,
         outputs: parts,
     })
 }
