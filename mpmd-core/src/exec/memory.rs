@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Instant, mpsc};
-use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
+use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
 
@@ -63,16 +63,16 @@ impl Runtime {
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
-        self.reserve_all(local_index, kind, std::iter::once(bytes), op, call)
+        self.reserve_all(local_index, kind, std::iter::once(bytes).collect(), op, call)
     }
 
-    /// Reserves memory for several buffers of these sizes in bytes, all or none. Blocks and fails
+    /// Reserves memory for several buffers of these sizes, all or none. Blocks and fails
     /// as [`Runtime::reserve`] does.
     pub(crate) fn reserve_all(
         &self,
         local_index: usize,
         kind: MemoryKind,
-        sizes: impl Iterator<Item = usize> + Clone,
+        sizes: Sizes,
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
@@ -81,14 +81,14 @@ impl Runtime {
             MemoryKind::Host => &self.host_memory,
         };
         // The usual case: there is memory, and no counts are needed.
-        if let Ok(reservation) = pool.reserve_all(sizes.clone()) {
+        if let Ok(reservation) = pool.reserve_all(sizes) {
             return Ok(reservation);
         }
         // True while returns of lent memory are still waited for.
         let mut patient = true;
         loop {
             let before = self.in_flight.counts();
-            let error = match pool.reserve_all(sizes.clone()) {
+            let error = match pool.reserve_all(sizes) {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };

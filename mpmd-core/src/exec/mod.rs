@@ -121,6 +121,8 @@ pub(crate) struct Runtime {
     /// The last operation before the step that is being recorded, `u64::MAX` if no step is being
     /// recorded.
     pub(crate) recorded_from: AtomicU64,
+    /// Number of donations of [watched](array::Placed::watch) arrays.
+    pub(crate) watched_donations: AtomicU64,
     /// Set only in a dry run.
     pub(crate) recorder: Option<Recorder>,
     /// Payload bytes of pieces given to the transport, indexed by destination process.

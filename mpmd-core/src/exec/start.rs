@@ -99,6 +99,7 @@ impl Runtime {
             holders: Mutex::default(),
             under_way: Mutex::default(),
             recorded_from: AtomicU64::new(u64::MAX),
+            watched_donations: AtomicU64::new(0),
             recorder,
             trouble: Mutex::default(),
             changed: Condvar::new(),

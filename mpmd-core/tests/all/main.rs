@@ -22,6 +22,7 @@ mod cuda_nccl;
 mod failures;
 mod handed_over;
 mod lending;
+mod many_leaves;
 mod objects;
 mod partial_sums;
 mod pipeline;

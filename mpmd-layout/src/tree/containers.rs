@@ -65,10 +65,10 @@ impl<T: Tree> Tree for Vec<T> {
 
     fn has_structure(&self, structure: &Structure) -> bool {
         let Structure::Node(branches) = structure else { return false };
-        let fits = |(i, branch): (usize, &T)| {
-            branches[i].0.is_index(i) && branch.has_structure(&branches[i].1)
+        let fits = |(i, (branch, (name, structure))): (usize, (&T, &(Name, Structure)))| {
+            name.is_index(i) && branch.has_structure(structure)
         };
-        branches.len() == self.len() && self.iter().enumerate().all(fits)
+        branches.len() == self.len() && self.iter().zip(branches.iter()).enumerate().all(fits)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
@@ -118,10 +118,10 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
 
     fn has_structure(&self, structure: &Structure) -> bool {
         let Structure::Node(branches) = structure else { return false };
-        let fits = |(i, branch): (usize, &T)| {
-            branches[i].0.is_index(i) && branch.has_structure(&branches[i].1)
+        let fits = |(i, (branch, (name, structure))): (usize, (&T, &(Name, Structure)))| {
+            name.is_index(i) && branch.has_structure(structure)
         };
-        branches.len() == self.len() && self.iter().enumerate().all(fits)
+        branches.len() == self.len() && self.iter().zip(branches.iter()).enumerate().all(fits)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {

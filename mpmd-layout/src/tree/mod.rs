@@ -243,7 +243,7 @@ impl<L: Leaf> Tree for L {
     }
 
     fn has_structure(&self, structure: &Structure) -> bool {
-        *structure == Structure::Leaf
+        matches!(structure, Structure::Leaf)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a L)) {
@@ -263,7 +263,7 @@ impl<L: Leaf> Tree for L {
     }
 
     fn build(structure: &Structure, leaves: &mut dyn Iterator<Item = L>) -> Result<L, TreeError> {
-        if *structure != Structure::Leaf {
+        if !matches!(structure, Structure::Leaf) {
             return Err(structure.misfit(&Structure::Leaf));
         }
         leaves.next().ok_or_else(|| TreeError::TooFewLeaves { path: String::new() })

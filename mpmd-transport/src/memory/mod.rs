@@ -39,7 +39,7 @@ pub use fence::{Fence, Fences};
 pub use latch::Latch;
 pub(crate) use map::{map, unmap};
 pub use parts::Divided;
-pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
+pub use pool::{OutOfMemory, Pool, PoolStats, Reservation, Sizes};
 pub use segment::Segment;
 pub(crate) use segment::{File, memory_file, take_pages};
 

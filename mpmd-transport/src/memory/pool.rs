@@ -110,6 +110,14 @@ fn refusal_text(refusal: &Option<String>) -> String {
     refusal.as_ref().map_or_else(String::new, |refusal| format!(": {refusal}"))
 }
 
+/// The total of the lengths in bytes of several buffers. For [`Pool::reserve_all`].
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    bytes: usize,
+    /// Bytes of their blocks. `None` stands for more than any pool has.
+    class: Option<u64>,
+}
+
 impl Pool {
     /// Creates an empty pool. Buffers and reservations together are limited to `limit` bytes at any
     /// time; `None` is no limit. `name` is for messages.
@@ -141,23 +149,13 @@ impl Pool {
         self.set_aside(bytes, size_class(bytes).map(|class| class as u64))
     }
 
-    /// Reserves several buffers, all or none. `sizes` are their lengths in bytes. For
-    /// [`Reservation::allocate_all`].
+    /// Reserves several buffers, all or none. For [`Reservation::allocate_all`].
     ///
     /// # Errors
     ///
     /// If the limit does not allow them together.
-    pub fn reserve_all(
-        &self,
-        sizes: impl Iterator<Item = usize>,
-    ) -> Result<Reservation, OutOfMemory> {
-        let sum = |(bytes, class): (usize, Option<u64>), size| {
-            let class =
-                class.zip(size_class(size)).and_then(|(sum, class)| sum.checked_add(class as u64));
-            (bytes.saturating_add(size), class)
-        };
-        let (bytes, class) = sizes.fold((0, Some(0)), sum);
-        self.set_aside(bytes, class)
+    pub fn reserve_all(&self, sizes: Sizes) -> Result<Reservation, OutOfMemory> {
+        self.set_aside(sizes.bytes, sizes.class)
     }
 
     /// Reserves `class` bytes; `None` stands for more than any pool has. If the limit forbids it,
@@ -545,6 +543,17 @@ impl Drop for Block {
     }
 }
 
+impl FromIterator<usize> for Sizes {
+    fn from_iter<I: IntoIterator<Item = usize>>(sizes: I) -> Self {
+        let sum = |Self { bytes, class }: Self, size| {
+            let class =
+                class.zip(size_class(size)).and_then(|(sum, class)| sum.checked_add(class as u64));
+            Self { bytes: bytes.saturating_add(size), class }
+        };
+        sizes.into_iter().fold(Self { bytes: 0, class: Some(0) }, sum)
+    }
+}
+
 /// Returns the size class in bytes of an allocation of `bytes`: a multiple of the alignment. Above
 /// 256 bytes the waste is at most a quarter. `None` if it would exceed [`MOST`].
 fn size_class(bytes: usize) -> Option<usize> {
@@ -577,12 +586,12 @@ mod tests {
                 assert_eq!(Pool::rounded(bytes), u64::MAX);
                 assert_eq!(pool.reserve(bytes).unwrap_err().asked, bytes as u64);
                 assert!(pool.allocate(bytes).is_err());
-                assert!(pool.reserve_all([bytes, bytes, 1].into_iter()).is_err());
+                assert!(pool.reserve_all([bytes, bytes, 1].into_iter().collect()).is_err());
             }
             let quarter = 1 << 62;
             assert!(pool.allocate(quarter).is_err(), "the system has no room for it");
             assert!(
-                pool.reserve_all([quarter; 4].into_iter()).is_err(),
+                pool.reserve_all([quarter; 4].into_iter().collect()).is_err(),
                 "together they wrap to nothing"
             );
             let most = [64, usize::MAX].into_iter();
@@ -674,10 +683,10 @@ mod tests {
     fn several_buffers_are_reserved_all_or_none() {
         let pool = Pool::new("test", Some(4 << 20));
         let sizes = [512, 1 << 20, 1, 0];
-        let error = pool.reserve_all([4 << 20, 1].into_iter()).unwrap_err();
+        let error = pool.reserve_all([4 << 20, 1].into_iter().collect()).unwrap_err();
         assert_eq!((error.asked, error.reserved), ((4 << 20) + 1, 0), "all or none");
         let together = sizes.map(Pool::rounded).iter().sum::<u64>();
-        let reserved = pool.reserve_all(sizes.into_iter()).unwrap();
+        let reserved = pool.reserve_all(sizes.into_iter().collect()).unwrap();
         assert_eq!((reserved.bytes(), pool.stats().reserved), (sizes.iter().sum(), together));
         let buffers = reserved.allocate_all(sizes.into_iter()).unwrap();
         assert_eq!(buffers.iter().map(|buffer| buffer.len()).collect::<Vec<_>>(), sizes);
@@ -689,10 +698,10 @@ mod tests {
     #[test]
     fn excess_buffers_are_refused_and_rest_is_released() {
         let pool = Pool::new("test", None);
-        let reserved = pool.reserve_all([64, 64].into_iter()).unwrap();
+        let reserved = pool.reserve_all([64, 64].into_iter().collect()).unwrap();
         assert_eq!(reserved.allocate_all([64, 64, 1].into_iter()).unwrap_err().asked, 1);
         assert_eq!((pool.stats().live, pool.stats().reserved), (0, 0));
-        let reserved = pool.reserve_all([64, 640].into_iter()).unwrap();
+        let reserved = pool.reserve_all([64, 640].into_iter().collect()).unwrap();
         let buffers = reserved.allocate_all([64].into_iter()).unwrap();
         assert_eq!((pool.stats().live, pool.stats().reserved), (64, 0));
         drop(buffers);

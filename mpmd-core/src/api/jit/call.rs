@@ -429,7 +429,7 @@ pub(super) fn prepare_outputs<K: Kernel>(
     let Call { seat, op, .. } = *call;
     let (plan, runtime) = (&call.bound.plan, call.runtime());
     let pool = &runtime.devices[seat.local_index].pool;
-    held.extend(plan.held().map(|bytes| memory.split_off(bytes)));
+    held.extend(plan.objects.held().map(|bytes| memory.split_off(bytes)));
     let failed = |error: OutOfMemory| {
         let message = format!(
             "operation {op} ({}): out of memory on {error}{}",

@@ -8,6 +8,7 @@ mod call;
 mod on_cuda;
 mod plan;
 mod planned;
+mod unchanged;
 mod warm;
 
 use std::fmt;
@@ -19,7 +20,7 @@ use mpmd_ids::block::Mutex;
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Repr, emptied};
-use crate::exec::{AsyncBuffer, AsyncBuffers, Job, OpGuard, Runtime};
+use crate::exec::{AsyncBuffer, AsyncBuffers, Job, OpGuard, Rolling, Runtime};
 use crate::kernel::Kernel;
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
@@ -36,6 +37,22 @@ const PLANS_KEPT: usize = 8;
 struct Kept<K: Kernel> {
     plans: Vec<Arc<Bound<K>>>,
     lists: Lists,
+}
+
+impl<K: Kernel> Kept<K> {
+    /// Returns (a kept plan for these leaves, the number of leading leaves that are the same as in
+    /// its last calls). `fits` is true for the structure of their tree.
+    fn known_plan(
+        &self,
+        leaves: &[&MpmdArray],
+        fits: impl Fn(&Structure) -> bool,
+    ) -> Option<(Arc<Bound<K>>, usize)> {
+        self.plans.iter().find_map(|bound| {
+            let same = bound.unchanged.lock().count(leaves);
+            let fits = bound.plan.fits(leaves, same) && fits(&bound.plan.input_structure);
+            fits.then(|| (bound.clone(), same))
+        })
+    }
 }
 
 /// Empty lists, kept so that the next call reuses their capacity.
@@ -213,16 +230,19 @@ impl<K: Kernel> Jit<K> {
         at: &'static Location<'static>,
     ) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
-        let Lists { leaves, mut prepared } = std::mem::take(&mut self.kept.lock().lists);
+        let mut kept = self.kept.lock();
+        let Lists { leaves, mut prepared } = std::mem::take(&mut kept.lists);
         let mut leaves: Vec<&MpmdArray> = leaves;
         x.each_leaf(&mut |leaf| leaves.push(leaf));
         // Two different trees may have the same leaves.
-        let fits = |structure: &Structure| x.has_structure(structure);
-        let bound = match self.known_plan(&leaves, fits) {
-            Some(bound) => bound,
-            None => self.new_plan(program, x).map_err(wrong)?,
+        let known = kept.known_plan(&leaves, |structure| x.has_structure(structure));
+        drop(kept);
+        let (bound, same) = match known {
+            Some(known) => known,
+            None => (self.new_plan(program, x).map_err(wrong)?, 0),
         };
-        let op = self.issue_checked(program, &bound, &leaves, &mut prepared, at).map_err(wrong)?;
+        let on = (&leaves[..], same);
+        let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at);
         let y = assemble::<K::Out>(&bound.plan.output_structure, arrays);
         prepared.start(&program.runtime);
@@ -243,17 +263,21 @@ impl<K: Kernel> Jit<K> {
     ) -> Result<(Structure, Vec<MpmdArray>)> {
         let at = program.caller(Location::caller());
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
-        let bound = match self.known_plan(leaves, |known| known == structure) {
-            Some(bound) => bound,
+        let mut kept = self.kept.lock();
+        let mut prepared = std::mem::take(&mut kept.lists.prepared);
+        let known = kept.known_plan(leaves, |known| known == structure);
+        drop(kept);
+        let (bound, same) = match known {
+            Some(known) => known,
             None => {
                 let arrays = leaves.iter().map(|leaf| (*leaf).clone());
                 let x = K::In::from_leaves(structure, arrays)
                     .map_err(|error| wrong(IssueProblem::Tree(error)))?;
-                self.new_plan(program, &x).map_err(wrong)?
+                (self.new_plan(program, &x).map_err(wrong)?, 0)
             }
         };
-        let mut prepared = std::mem::take(&mut self.kept.lock().lists.prepared);
-        let op = self.issue_checked(program, &bound, leaves, &mut prepared, at).map_err(wrong)?;
+        let on = (leaves, same);
+        let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at).collect();
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
@@ -261,12 +285,13 @@ impl<K: Kernel> Jit<K> {
         Ok((bound.plan.output_structure.clone(), arrays))
     }
 
-    /// Checks a call on these leaves, which fit the plan, and issues it. Returns its number.
+    /// Checks a call on these leaves, which fit the plan, and issues it. Returns its number. `same`
+    /// leading leaves are those of the plan's last calls.
     fn issue_checked(
         &self,
         program: &mut Program,
         bound: &Arc<Bound<K>>,
-        leaves: &[&MpmdArray],
+        (leaves, same): (&[&MpmdArray], usize),
         prepared: &mut Prepared,
         at: &'static Location<'static>,
     ) -> std::result::Result<u64, IssueProblem> {
@@ -275,30 +300,11 @@ impl<K: Kernel> Jit<K> {
         }
         let plan = &bound.plan;
         plan.check_donations(leaves)?;
-        for (i, leaf) in leaves.iter().enumerate() {
-            let Repr::Placed(placed) = &leaf.repr else { continue };
-            if placed.is_donated() {
-                placed.check_usable(plan.input_path(i))?;
-            }
-            if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
-                return Err(IssueProblem::Foreign { path: plan.input_path(i).to_owned() });
-            }
-        }
+        let inputs = bound.unchanged.lock().check(plan, &program.runtime, leaves, same)?;
         if program.recording.is_some() {
             plan.check_given_up(program, leaves)?;
         }
-        Ok(issue(program, bound, leaves, prepared, None, at))
-    }
-
-    /// Returns a kept plan for these leaves. `fits` is true for the structure of their tree.
-    fn known_plan(
-        &self,
-        leaves: &[&MpmdArray],
-        fits: impl Fn(&Structure) -> bool,
-    ) -> Option<Arc<Bound<K>>> {
-        let fits =
-            |bound: &&Arc<Bound<K>>| bound.plan.fits(leaves) && fits(&bound.plan.input_structure);
-        self.kept.lock().plans.iter().find(fits).cloned()
+        Ok(issue(program, bound, leaves, prepared, Numbering::New { inputs }, at))
     }
 
     fn new_plan(
@@ -320,8 +326,15 @@ impl<K: Kernel> Jit<K> {
     }
 }
 
-/// Issues a call as one operation and returns its number. With `replayed`, issues it again with a
-/// given number and hash. Marks the donated inputs, and fills `prepared` with the output buffers
+/// The way in which a call gets its number and its hash.
+enum Numbering<'a> {
+    /// The next number. `inputs` is the hash of all inputs.
+    New { inputs: Rolling },
+    /// Those of an operation that a replay issues again.
+    Replayed(Replayed<'a>),
+}
+
+/// Issues a call as one operation and returns its number. Marks the donated inputs, and fills `prepared` with the output buffers
 /// and jobs of this process. The caller must queue the jobs. May block while the program is too far
 /// ahead or memory is short.
 fn issue<K: Kernel>(
@@ -329,19 +342,22 @@ fn issue<K: Kernel>(
     bound: &Arc<Bound<K>>,
     leaves: &[&MpmdArray],
     prepared: &mut Prepared,
-    replayed: Option<Replayed<'_>>,
+    numbering: Numbering<'_>,
     at: &'static Location<'static>,
 ) -> u64 {
+    let (inputs, replayed) = match numbering {
+        Numbering::New { inputs } => (inputs.value(), None),
+        Numbering::Replayed(replayed) => (0, Some(replayed)),
+    };
     let plan = &bound.plan;
     let dry_run = program.is_dry_run();
     let again = || (!plan.seats.is_empty() || dry_run).then(|| bound.clone() as Arc<dyn Again>);
-    let words = leaves.iter().map(|leaf| leaf.word());
-    let words = std::iter::once(plan.fingerprint).chain(words);
     let (op, guard) = program.issue_op(
-        words,
+        [plan.fingerprint, inputs as u64, (inputs >> 64) as u64],
         NewOp {
             part: if plan.seats.is_empty() { Part::Idle } else { Part::Work(plan.bytes) },
             takes: leaves,
+            takes_host_values: plan.takes_host_values,
             donates: &|i| plan.inputs[i].donated,
             known: Some(&plan.known_descriptor),
             again: &again,
@@ -388,7 +404,7 @@ fn prepare<K: Kernel>(
         let memory = runtime.reserve_all(
             seat.local_index,
             MemoryKind::Device,
-            seat.fresh.iter().copied().chain(plan.held()),
+            seat.reserved,
             op,
             &*plan.what,
         );
@@ -438,7 +454,7 @@ impl<K: Kernel> Again for Bound<K> {
         made: &mut Vec<MpmdArray>,
     ) {
         let mut prepared = std::mem::take(&mut *self.prepared.lock());
-        let op = issue(program, &self, x, &mut prepared, Some(replayed), at);
+        let op = issue(program, &self, x, &mut prepared, Numbering::Replayed(replayed), at);
         made.extend(self.plan.arrays(&mut prepared.slots, op, at));
         prepared.start(&program.runtime);
         *self.prepared.lock() = prepared;

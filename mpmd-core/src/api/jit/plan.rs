@@ -9,10 +9,11 @@ use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
 
 use super::call::DeviceCall;
+use super::unchanged::Unchanged;
 use super::warm::Warm;
 use super::{Jit, Prepared};
 use crate::error::IssueProblem;
-use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
+use crate::exec::array::{LocalShard, Made, MpmdArray, NewArrays, Origin, Placed, Repr, Shards};
 use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
 use crate::kernel::{
     Collective, DeviceBindings, Kernel, MeshPosition, ObjectPath, Shapes, ShardInfo,
@@ -23,6 +24,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
+use mpmd_transport::memory::Sizes;
 
 /// Maximum number of ended calls that a [`Bound`] keeps for reuse. A program that runs ahead has
 /// about as many calls queued.
@@ -48,12 +50,13 @@ pub(super) struct Bound<K: Kernel> {
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
     /// Empty lists for replays.
     pub(super) prepared: Mutex<Prepared>,
+    pub(super) unchanged: Mutex<Unchanged>,
 }
 
 impl<K: Kernel> Bound<K> {
     pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
         let (spare, prepared) = (Mutex::new(Vec::new()), Mutex::default());
-        Self { kernel, plan, warm, spare, prepared }
+        Self { kernel, plan, warm, spare, prepared, unchanged: Mutex::default() }
     }
 
     /// Returns an empty call: one that was kept, or a new one.
@@ -76,9 +79,12 @@ impl<K: Kernel> Bound<K> {
 pub(super) struct CallPlan {
     pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
+    pub(super) takes_host_values: bool,
     /// Indices of the donated inputs.
     donated: Vec<usize>,
     pub(super) outputs: Vec<OutputPlan>,
+    /// The properties of all outputs.
+    made: Arc<[Arc<Made>]>,
     pub(super) input_structure: Structure,
     pub(super) output_structure: Structure,
     pub(super) mesh: DeviceBindings,
@@ -131,8 +137,9 @@ impl InputPlan {
         match (&self.made, &leaf.repr) {
             // Mostly arrays of the same operation of the step before.
             (Some(made), Repr::Placed(placed)) => {
-                Arc::ptr_eq(made, &placed.made)
-                    || made.sharding == placed.made.sharding && made.aval == placed.made.aval
+                let found = placed.made();
+                Arc::ptr_eq(made, found)
+                    || made.sharding == found.sharding && made.aval == found.aval
             }
             (None, Repr::Host(host)) => self.aval == *host.aval(),
             _ => false,
@@ -162,6 +169,8 @@ pub(super) struct DeviceBinding {
     pub(super) outputs: Vec<ShardInfo>,
     /// Size in bytes of each output that does not take over an input's memory, in order.
     pub(super) fresh: Vec<usize>,
+    /// Total size of these outputs and of the objects with declared bytes.
+    pub(super) reserved: Sizes,
 }
 
 /// Describes a call in messages: kernel, mesh, and the first four inputs.
@@ -185,20 +194,15 @@ impl fmt::Display for CallWhat {
 
 impl CallPlan {
     /// True if the inputs have the number, shapes, dtypes and shardings for which this plan was
-    /// made.
-    pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
-        self.inputs.len() == leaves.len()
-            && self.inputs.iter().zip(leaves).all(|(input, leaf)| input.fits(leaf))
+    /// made. The first `checked` inputs are known to have them.
+    pub(super) fn fits(&self, leaves: &[&MpmdArray], checked: usize) -> bool {
+        let others = || self.inputs.iter().zip(leaves).skip(checked);
+        self.inputs.len() == leaves.len() && others().all(|(input, leaf)| input.fits(leaf))
     }
 
     /// True if the output updates a donated input, so that it takes over the input's memory.
     pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
         output.alias.is_some_and(|input| self.inputs[input].donated)
-    }
-
-    /// Returns the declared bytes of each object of the call on one device.
-    pub(super) fn held(&self) -> impl Iterator<Item = usize> + Clone + '_ {
-        self.objects.bytes.iter().map(|(_, bytes)| *bytes as usize)
     }
 
     pub(super) fn input_path(&self, index: usize) -> &str {
@@ -258,7 +262,10 @@ impl CallPlan {
         slots: &mut [(DeviceId, AsyncBuffers)],
         op: u64,
         at: &'static Location<'static>,
-    ) -> impl Iterator<Item = MpmdArray> + use<> {
+    ) -> NewArrays {
+        if self.seats.is_empty() && self.runtime.recorder.is_none() {
+            return Placed::remote_arrays(&self.made, Origin { op, leaf: 0, at });
+        }
         let all = self.outputs.iter().enumerate().map(|(i, output)| {
             let next = |(device, slots): &mut (DeviceId, AsyncBuffers)| {
                 Some(LocalShard { device: *device, slot: slots.next()? })
@@ -269,7 +276,7 @@ impl CallPlan {
             };
             Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
         });
-        Placed::arrays(all.collect())
+        Placed::arrays(all)
     }
 
     pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {
@@ -373,7 +380,7 @@ impl CallPlan {
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
             .map(|(local_index, device)| {
                 let of = (&leaves[..], &inputs[..], &outputs[..]);
-                seat((local_index, device), &what, &mesh, of, &runtime.topology)
+                seat((local_index, device), &what, &mesh, of, &objects, &runtime.topology)
             })
             .collect::<Problem<Vec<_>>>()?;
         let held: u64 = objects.bytes.iter().map(|(_, bytes)| *bytes).sum();
@@ -382,8 +389,10 @@ impl CallPlan {
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         Ok(Self {
             runtime: runtime.clone(),
+            takes_host_values: inputs.iter().any(|input| input.made.is_none()),
             donated: (0..inputs.len()).filter(|index| inputs[*index].donated).collect(),
             inputs,
+            made: outputs.iter().map(|output| output.made.clone()).collect(),
             outputs,
             input_structure,
             output_structure,
@@ -400,6 +409,11 @@ impl CallPlan {
 }
 
 impl ObjectPlan {
+    /// Returns the declared bytes of each object of the call on one device.
+    pub(super) fn held(&self) -> impl Iterator<Item = usize> + '_ {
+        self.bytes.iter().map(|(_, bytes)| *bytes as usize)
+    }
+
     fn new(
         inputs: &[InputPlan],
         outputs: &[OutputPlan],
@@ -569,6 +583,7 @@ fn seat(
     what: &Arc<CallWhat>,
     mesh: &DeviceBindings,
     (leaves, taken, outputs): (&[&MpmdArray], &[InputPlan], &[OutputPlan]),
+    objects: &ObjectPlan,
     topology: &Topology,
 ) -> Problem<DeviceBinding> {
     let groups = mesh
@@ -587,6 +602,12 @@ fn seat(
     });
     let parts: Vec<ShardInfo> =
         outputs.iter().map(|output| part(&output.made.aval, Some(&output.made.layout))).collect();
+    let fresh: Vec<usize> = outputs
+        .iter()
+        .zip(&parts)
+        .filter(|(output, _)| !output.alias.is_some_and(|input| taken[input].donated))
+        .map(|(_, info)| info.bytes())
+        .collect();
     Ok(DeviceBinding {
         what: Arc::new(what.clone()),
         local_index,
@@ -596,12 +617,8 @@ fn seat(
             groups,
         },
         inputs: inputs.collect(),
-        fresh: outputs
-            .iter()
-            .zip(&parts)
-            .filter(|(output, _)| !output.alias.is_some_and(|input| taken[input].donated))
-            .map(|(_, info)| info.bytes())
-            .collect(),
+        reserved: fresh.iter().copied().chain(objects.held()).collect(),
+        fresh,
         outputs: parts,
     })
 }

@@ -26,6 +26,8 @@ pub(crate) struct NewOp<'a> {
     pub(crate) part: Part,
     /// The arrays that the operation takes as inputs.
     pub(crate) takes: &'a [&'a MpmdArray],
+    /// False if none of them has host values.
+    pub(crate) takes_host_values: bool,
     /// Returns true if the operation donates the array at this index of `takes`.
     pub(crate) donates: &'a dyn Fn(usize) -> bool,
     /// For traces: the number of the operation that made the array that is moved.
@@ -93,6 +95,7 @@ impl<'a> NewOp<'a> {
             at,
             part: Part::Idle,
             takes: &[],
+            takes_host_values: true,
             donates: &|_| false,
             source: None,
             descriptor,
@@ -121,7 +124,10 @@ impl Program {
         }
         match new.replayed {
             Some(Replayed { op, span }) => self.advance(op, span),
-            None => self.take_number(words, takes, what(), at),
+            None => {
+                let hosts = if new.takes_host_values { takes } else { &[] };
+                self.take_number(words, hosts, what(), at);
+            }
         }
         let op = self.count;
         if let Some(recording) = &mut self.recording {
@@ -147,8 +153,8 @@ impl Program {
         (op, guard)
     }
 
-    /// Takes the next operation number, mixes `words` and the host values into the rolling hash,
-    /// and reports the operation to the router.
+    /// Takes the next operation number, mixes `words` and the host values among `takes` into the
+    /// rolling hash, and reports the operation to the router.
     fn take_number(
         &mut self,
         words: impl IntoIterator<Item = u64>,

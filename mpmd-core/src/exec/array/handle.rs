@@ -1,10 +1,10 @@
 //! Handles to arrays that share an allocation.
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
-use super::Placed;
+use super::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::exec::memory::WORTH_NAMING;
 
 /// A handle to one of the arrays that an operation made. Clones refer to the same array.
@@ -12,7 +12,7 @@ use crate::exec::memory::WORTH_NAMING;
 /// The arrays of one operation share one allocation. The buffers of an array are still freed with
 /// its own last handle.
 pub(crate) struct Handle {
-    all: Arc<[Placed]>,
+    all: Arc<Results>,
     index: u32,
     /// True if the array's own last handle has something to do: in a dry run it is recorded; the
     /// shards of one of several arrays are freed.
@@ -21,33 +21,102 @@ pub(crate) struct Handle {
 
 /// A handle that does not keep the array alive. It can be upgraded while another handle exists.
 pub(crate) struct WeakHandle {
-    all: Weak<[Placed]>,
+    all: Weak<Results>,
     index: u32,
 }
 
-impl Handle {
-    /// Creates the first handle to the new array at `index` of `all`; the array's count already
-    /// includes it. Lists a large array for out-of-memory errors. `recorded` is true in a dry run.
-    pub(super) fn first_of(all: Arc<[Placed]>, index: u32, recorded: bool) -> Self {
-        let counted = all[index as usize].is_counted(all.len(), recorded);
-        let handle = Self { all, index, counted };
-        // Most arrays are too small even in total: then nothing is looked up.
-        if handle.shards.len().saturating_mul(handle.made.bytes) as u64 >= WORTH_NAMING {
-            handle.made.runtime.holds(&handle);
+/// The arrays that one operation made.
+struct Results {
+    /// Empty as long as nobody has read one of several arrays without a shard on this process.
+    arrays: OnceLock<Arrays>,
+    /// The properties of such arrays; `None` for arrays with shards.
+    remote: Option<Remote>,
+}
+
+/// The first handles to all arrays of an operation, in order. Take all of them: the arrays share
+/// an allocation.
+pub(crate) struct NewArrays {
+    all: Arc<Results>,
+    next: Range<u32>,
+    /// True in a dry run.
+    recorded: bool,
+}
+
+enum Arrays {
+    /// Without an allocation of its own: the usual case.
+    One(Placed),
+    Several(Box<[Placed]>),
+}
+
+/// The properties of the arrays of an operation in which this process has no part.
+struct Remote {
+    made: Arc<[Arc<Made>]>,
+    /// The operation, with the first array.
+    first: Origin,
+}
+
+impl Results {
+    fn new(arrays: Arrays) -> Arc<Self> {
+        Arc::new(Self { arrays: OnceLock::from(arrays), remote: None })
+    }
+
+    /// Returns all arrays. Creates them if they were left out so far.
+    #[inline]
+    fn arrays(&self) -> &[Placed] {
+        let arrays = match self.arrays.get() {
+            Some(arrays) => arrays,
+            None => self.created(),
+        };
+        match arrays {
+            Arrays::One(array) => std::slice::from_ref(array),
+            Arrays::Several(arrays) => arrays,
         }
-        handle
     }
 
-    pub(crate) fn is_same(&self, other: &Self) -> bool {
-        std::ptr::eq(&raw const **self, &raw const **other)
-    }
-
-    pub(crate) fn downgrade(&self) -> WeakHandle {
-        WeakHandle { all: Arc::downgrade(&self.all), index: self.index }
+    #[cold]
+    fn created(&self) -> &Arrays {
+        self.arrays.get_or_init(|| {
+            let array = |(made, leaf): (&Arc<Made>, u32)| {
+                let first = self.remote.as_ref().map(|remote| remote.first);
+                let origin = Origin { leaf, ..first.expect("arrays with shards are not left out") };
+                Placed::new(made.clone(), Shards::Several(Vec::new()), origin)
+            };
+            let made = self.remote.iter().flat_map(|remote| remote.made.iter());
+            Arrays::Several(made.zip(0..).map(array).collect())
+        })
     }
 }
 
 impl Placed {
+    /// Creates an array and returns a handle to it.
+    pub(super) fn into_array(self) -> MpmdArray {
+        let recorded = self.made.runtime.recorder.is_some();
+        let handle = Handle::first_of(Results::new(Arrays::One(self)), 0, recorded);
+        MpmdArray { repr: Repr::Placed(handle) }
+    }
+
+    /// Creates and returns one handle for each of an operation's new arrays, in order.
+    pub(crate) fn arrays(mut all: impl ExactSizeIterator<Item = Self>) -> NewArrays {
+        let count = all.len() as u32;
+        let arrays = match (count, all.next()) {
+            (1, Some(one)) => Arrays::One(one),
+            (_, first) => Arrays::Several(first.into_iter().chain(all).collect()),
+        };
+        let all = Results::new(arrays);
+        let first = all.arrays().first();
+        let recorded = first.is_some_and(|array| array.made.runtime.recorder.is_some());
+        NewArrays { all, next: 0..count, recorded }
+    }
+
+    /// Creates and returns one handle for each of an operation's new arrays, in order, if this
+    /// process has no part in the operation. The arrays themselves are created when one is read.
+    /// Not for a dry run, which counts handles.
+    pub(crate) fn remote_arrays(made: &Arc<[Arc<Made>]>, first: Origin) -> NewArrays {
+        let (count, remote) = (made.len() as u32, Remote { made: made.clone(), first });
+        let all = Arc::new(Results { arrays: OnceLock::new(), remote: Some(remote) });
+        NewArrays { all, next: 0..count, recorded: false }
+    }
+
     /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
     /// a single array are freed with the allocation.
     fn is_counted(&self, arrays: usize, recorded: bool) -> bool {
@@ -55,15 +124,96 @@ impl Placed {
     }
 }
 
+impl Iterator for NewArrays {
+    type Item = MpmdArray;
+
+    #[inline]
+    fn next(&mut self) -> Option<MpmdArray> {
+        let (index, all) = (self.next.next()?, self.all.clone());
+        let handle = match self.all.remote {
+            Some(_) => Handle { all, index, counted: false },
+            None => Handle::first_of(all, index, self.recorded),
+        };
+        Some(MpmdArray { repr: Repr::Placed(handle) })
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.next.size_hint()
+    }
+}
+
+impl ExactSizeIterator for NewArrays {}
+
+impl Handle {
+    /// Creates the first handle to the new array at `index` of `all`; the array's count already
+    /// includes it. Lists a large array for out-of-memory errors. `recorded` is true in a dry run.
+    fn first_of(all: Arc<Results>, index: u32, recorded: bool) -> Self {
+        let arrays = all.arrays();
+        let array = &arrays[index as usize];
+        let counted = array.is_counted(arrays.len(), recorded);
+        // Most arrays are too small even in total: then nothing is looked up.
+        let large = array.shards.len().saturating_mul(array.made.bytes) as u64 >= WORTH_NAMING;
+        let handle = Self { all, index, counted };
+        if large {
+            handle.made.runtime.holds(&handle);
+        }
+        handle
+    }
+
+    #[inline]
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.index == other.index && Arc::ptr_eq(&self.all, &other.all)
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakHandle {
+        WeakHandle { all: Arc::downgrade(&self.all), index: self.index }
+    }
+
+    /// Returns the properties of the array. Does not create the arrays.
+    #[inline]
+    pub(crate) fn made(&self) -> &Arc<Made> {
+        match &self.all.remote {
+            Some(remote) => &remote.made[self.index as usize],
+            None => &self.made,
+        }
+    }
+
+    /// Returns the array's origin. Does not create the arrays.
+    #[inline]
+    pub(crate) fn whole_origin(&self) -> Origin {
+        match &self.all.remote {
+            Some(remote) => Origin { leaf: self.index, ..remote.first },
+            None => self.origin,
+        }
+    }
+
+    /// True if the array was donated, so that nothing may use it. Does not create the arrays.
+    #[inline]
+    pub(crate) fn is_donated(&self) -> bool {
+        self.all.arrays.get().is_some() && Placed::is_donated(self)
+    }
+
+    /// Frees the array's shards with its last handle, and records that in a dry run.
+    #[cold]
+    fn end(&self) {
+        if let Some(recorder) = &self.made.runtime.recorder {
+            recorder.dropped(self.origin());
+        }
+        self.shards.iter().for_each(|shard| shard.slot.leave());
+    }
+}
+
 impl Deref for Handle {
     type Target = Placed;
 
+    #[inline]
     fn deref(&self) -> &Placed {
-        &self.all[self.index as usize]
+        &self.all.arrays()[self.index as usize]
     }
 }
 
 impl Clone for Handle {
+    #[inline]
     fn clone(&self) -> Self {
         if self.counted {
             self.handles.fetch_add(1, Ordering::Relaxed);
@@ -73,23 +223,27 @@ impl Clone for Handle {
 }
 
 impl Drop for Handle {
+    #[inline]
     fn drop(&mut self) {
-        if !self.counted || self.handles.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return;
+        if self.counted && self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.end();
         }
-        if let Some(recorder) = &self.made.runtime.recorder {
-            recorder.dropped(self.origin());
-        }
-        self.shards.iter().for_each(|shard| shard.slot.leave());
     }
 }
 
 impl WeakHandle {
+    /// True if `handle` is a handle to this array. Reads nothing of the array.
+    #[inline]
+    pub(crate) fn is(&self, handle: &Handle) -> bool {
+        self.index == handle.index && std::ptr::eq(self.all.as_ptr(), Arc::as_ptr(&handle.all))
+    }
+
     /// Returns a handle, or `None` if the array's last handle was dropped.
     pub(crate) fn upgrade(&self) -> Option<Handle> {
         let all = self.all.upgrade()?;
-        let array = &all[self.index as usize];
-        let counted = array.is_counted(all.len(), array.made.runtime.recorder.is_some());
+        let arrays = all.arrays();
+        let array = &arrays[self.index as usize];
+        let counted = array.is_counted(arrays.len(), array.made.runtime.recorder.is_some());
         if counted {
             let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
             array.handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;

@@ -7,13 +7,13 @@ mod read;
 use std::fmt;
 use std::ops::Deref;
 use std::panic::Location;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use mpmd_transport::{Failure, FailureKind};
 
 pub use future::{ArrayFuture, all_ready};
-pub(crate) use handle::{Handle, WeakHandle};
+pub(crate) use handle::{Handle, NewArrays, WeakHandle};
 pub use read::Shard;
 
 use crate::error::{IssueProblem, Result};
@@ -56,9 +56,11 @@ pub(crate) struct Placed {
     pub(crate) made: Arc<Made>,
     pub(crate) shards: Shards,
     /// The sends of this process in the operations that make the array; `None` if it has none.
-    pub(crate) sends: Option<Sends>,
+    pub(crate) sends: Option<Box<Sends>>,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
+    /// True if a donation of the array is counted, see [`Placed::watch`].
+    watched: AtomicBool,
     /// Number of handles to this array.
     handles: AtomicUsize,
 }
@@ -147,7 +149,7 @@ impl MpmdArray {
     pub fn aval(&self) -> &ShapedArray {
         match &self.repr {
             Repr::Host(host) => host.aval(),
-            Repr::Placed(placed) => &placed.made.aval,
+            Repr::Placed(placed) => &placed.made().aval,
         }
     }
 
@@ -165,7 +167,7 @@ impl MpmdArray {
     pub fn sharding(&self) -> Option<&Sharding> {
         match &self.repr {
             Repr::Host(_) => None,
-            Repr::Placed(placed) => Some(&placed.made.sharding),
+            Repr::Placed(placed) => Some(&placed.made().sharding),
         }
     }
 
@@ -202,7 +204,7 @@ impl MpmdArray {
     pub(crate) fn made(&self) -> Option<&Arc<Made>> {
         match &self.repr {
             Repr::Host(_) => None,
-            Repr::Placed(placed) => Some(&placed.made),
+            Repr::Placed(placed) => Some(placed.made()),
         }
     }
 
@@ -210,7 +212,7 @@ impl MpmdArray {
     /// it. All uncommitted arrays have the same; their values are hashed apart.
     pub(crate) fn word(&self) -> u64 {
         match &self.repr {
-            Repr::Placed(placed) => placed.origin.word(),
+            Repr::Placed(placed) => placed.whole_origin().word(),
             Repr::Host(_) => u64::MAX,
         }
     }
@@ -232,7 +234,7 @@ impl MpmdArray {
     pub(crate) fn sends(&self) -> Option<&Sends> {
         match &self.repr {
             Repr::Host(_) => None,
-            Repr::Placed(placed) => placed.sends.as_ref(),
+            Repr::Placed(placed) => placed.sends.as_deref(),
         }
     }
 
@@ -241,7 +243,10 @@ impl MpmdArray {
     pub(crate) fn origin(&self) -> Option<(u64, u32)> {
         match &self.repr {
             Repr::Host(_) => None,
-            Repr::Placed(placed) => Some(placed.origin()),
+            Repr::Placed(placed) => {
+                let Origin { op, leaf, .. } = placed.whole_origin();
+                Some((op, leaf))
+            }
         }
     }
 
@@ -312,27 +317,18 @@ impl Placed {
         shards: impl Into<Shards>,
         origin: Origin,
     ) -> MpmdArray {
-        let all: Arc<[Self]> = Arc::new([Self { sends, ..Self::new(made, shards.into(), origin) }]);
-        Self::arrays(all).next().expect("one array")
-    }
-
-    /// Creates and returns one handle for each of an operation's new arrays, in order. Take all of
-    /// them: the arrays share an allocation.
-    pub(crate) fn arrays(all: Arc<[Self]>) -> impl Iterator<Item = MpmdArray> + use<> {
-        let recorded = all.first().is_some_and(|array| array.made.runtime.recorder.is_some());
-        (0..all.len() as u32).map(move |index| MpmdArray {
-            repr: Repr::Placed(Handle::first_of(all.clone(), index, recorded)),
-        })
+        Self { sends: sends.map(Box::new), ..Self::new(made, shards.into(), origin) }.into_array()
     }
 
     pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
         let (donated, handles) = (OnceLock::new(), AtomicUsize::new(1));
-        Self { made, shards, sends: None, origin, donated, handles }
+        let watched = AtomicBool::new(false);
+        Self { made, shards, sends: None, origin, donated, watched, handles }
     }
 
     /// Returns the sends of the operations that make the array, last operation first.
     fn sends(&self) -> impl Iterator<Item = &Sends> {
-        std::iter::successors(self.sends.as_ref(), |sends| sends.before.as_deref())
+        std::iter::successors(self.sends.as_deref(), |sends| sends.before.as_deref())
     }
 
     /// Returns the async buffers that end when this process's part in making the array is done: of
@@ -400,6 +396,15 @@ impl Placed {
     pub(crate) fn donate(&self, op: u64, at: &'static Location<'static>) {
         // A second donation is impossible: the first has made the array unusable.
         let _ = self.donated.set(Donation { op, at });
+        if self.watched.load(Ordering::Relaxed) {
+            self.made.runtime.watched_donations.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// From now on a donation of the array raises the runtime's count of watched donations. While
+    /// that count stays the same, no watched array needs to be checked again.
+    pub(crate) fn watch(&self) {
+        self.watched.store(true, Ordering::Relaxed);
     }
 
     /// Returns (operation that took over the array's memory, line that issued it). `None` if the

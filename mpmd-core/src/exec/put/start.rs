@@ -71,7 +71,7 @@ impl Start<'_> {
         let gpu = runtime.gpu_of(target.device, to.memory_kind());
         // Partial sums that a device adds need a second buffer of the shard's size.
         let sum = plan.sum_on_device(target);
-        let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some()));
+        let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some())).collect();
         let reserved =
             runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
         match (reserved, gpu) {
