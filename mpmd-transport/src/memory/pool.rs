@@ -129,7 +129,13 @@ impl Pool {
     ///
     /// If the limit or the system does not allow it.
     pub fn allocate(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
-        self.reserve(bytes)?.allocate()
+        match self.inner.take_cached(bytes) {
+            Some(carved) => {
+                let block = Block { carved: Some(carved), pool: self.clone() };
+                Ok(OwnedBuffer::of_block(block, bytes))
+            }
+            None => self.reserve(bytes)?.allocate(),
+        }
     }
 
     /// Reserves `bytes` bytes without allocating pages. The reservation ends when it is dropped.
@@ -220,6 +226,23 @@ impl Inner {
             limit,
             refusal: None,
         }
+    }
+
+    /// Takes a cached block for `bytes` bytes, and locks the state only once. `None` if there is no
+    /// such block, at the limit, or if the block would make a new peak.
+    fn take_cached(&self, bytes: usize) -> Option<Carved> {
+        let class = size_class(bytes)?;
+        let mut state = self.state.lock();
+        let PoolStats { live, reserved, recent_peak, .. } = state.stats;
+        let limit = self.limit.unwrap_or(MOST);
+        let fits = live + class as u64 <= recent_peak && live + reserved + class as u64 <= limit;
+        let block = state.free.get_mut(&class).filter(|_| fits)?.pop()?;
+        let stats = &mut state.stats;
+        stats.cached -= class as u64;
+        stats.reserved += class as u64;
+        stats.peak = stats.peak.max(stats.live + stats.reserved);
+        stats.make_live(class);
+        Some(block)
     }
 
     /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the

@@ -1,8 +1,10 @@
 //! The engine: the thread that owns every object of UCX. It carries out commands, lets UCX work,
 //! and sleeps.
 //!
-//! One turn of the loop lets UCX progress, reports the events, and carries out the commands. If a
-//! handler posts a message during a call, the message is sent in the next turn. After a turn
+//! One turn of the loop lets UCX progress, reports the events, carries out the commands, and reports
+//! the messages that have left at once. Reports come after all commands, so that nothing delays the
+//! sends between them. If a handler posts a message during a call, the message is sent in the next
+//! turn. After a turn
 //! without work, [`SpinPolicy`] decides whether to poll again or to sleep on the worker's
 //! descriptor. A command wakes the engine.
 
@@ -21,7 +23,7 @@ use super::queue::{Command, Met, Queue};
 use super::result::Way;
 use super::roll_call::RollCall;
 use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
-use super::traffic::{Operation, Said};
+use super::traffic::{Left, Operation, Said};
 use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::{Handler, TransportError};
 use crate::wire::ProcessId;
@@ -50,7 +52,7 @@ const PACE: Pace = Pace {
     first: Duration::from_micros(50),
     longest: Duration::from_micros(50),
     worth: Duration::from_micros(100),
-    looks: 1,
+    looks: 4,
     yields: 16,
     alone: Duration::ZERO,
     most_skipped: 0,
@@ -105,6 +107,8 @@ pub(super) struct Engine {
     pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
+    /// Messages that have left in this turn and are not reported yet.
+    pub(super) left: Vec<Left>,
     /// Calls for the handler from before a handler was set.
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
@@ -179,6 +183,7 @@ impl Engine {
             payloads: HashMap::new(),
             next_payload: 0,
             handler: None,
+            left: Vec::new(),
             early: Vec::new(),
             leaving: None,
             roll_call: None,
@@ -191,6 +196,7 @@ impl Engine {
     }
 
     fn run(mut self) {
+        self.queue.adopt_thread();
         let (mut commands, mut events) = (Vec::new(), Vec::new());
         loop {
             // Events come before commands: so a goodbye that has arrived is handled before anything
@@ -206,6 +212,7 @@ impl Engine {
             for command in commands.drain(..) {
                 self.carry_out(command);
             }
+            self.report_left();
             if self.meeting.is_some() {
                 self.meet();
             }

@@ -33,6 +33,12 @@ impl Operation {
     }
 }
 
+/// A message that has left at once, and its payload.
+pub(super) struct Left {
+    ticket: Option<Ticket>,
+    held: Held,
+}
+
 /// A call to the handler.
 pub(super) enum Said {
     Arrived(ProcessId, Header, Payload),
@@ -105,11 +111,7 @@ impl Engine {
     ) {
         let endpoint = self.peers[to.index()].endpoint;
         match endpoint.and_then(|endpoint| self.worker.send(endpoint, id, header, payload, way)) {
-            Some(Sent::Gone) => {
-                if let Some(ticket) = ticket {
-                    self.done(ticket, Ok(()));
-                }
-            }
+            Some(Sent::Gone(held)) => self.left.push(Left { ticket, held }),
             Some(Sent::UnderWay(op)) => {
                 self.peers[to.index()].sending += 1;
                 self.note(op, Operation::Send { to, ticket });
@@ -120,6 +122,22 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Reports the messages that have left at once.
+    pub(super) fn report_left(&mut self) {
+        if self.left.is_empty() {
+            return;
+        }
+        let mut left = std::mem::take(&mut self.left);
+        for Left { ticket, held } in left.drain(..) {
+            // The payload is dropped before the handler hears of the end.
+            drop(held);
+            if let Some(ticket) = ticket {
+                self.done(ticket, Ok(()));
+            }
+        }
+        self.left = left;
     }
 
     /// Handles a received message with any id but a hello's. A message with a wrong pass is

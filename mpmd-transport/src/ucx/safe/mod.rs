@@ -93,8 +93,8 @@ pub(super) enum Event {
 
 /// The state of a message after [`Worker::send`].
 pub(super) enum Sent {
-    /// The message has left, and its memory is free.
-    Gone,
+    /// The message has left. UCX does not need its memory any more.
+    Gone(Held),
     /// The end of this operation will be an event.
     UnderWay(OpId),
 }
@@ -298,8 +298,7 @@ impl Worker {
             result::message_send(raw, id, header, payload, way, inbox::sent, op.0)
         });
         if let Started::Over(Status::OK) = started {
-            drop(self.slots.take_back(op));
-            return Some(Sent::Gone);
+            return Some(Sent::Gone(self.slots.take_back(op)));
         }
         self.note(op, started);
         Some(Sent::UnderWay(op))
