@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
-use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
+use mpmd_ids::block::{CoreBudget, Gap, Idle, Pace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::leaving::Leaving;
@@ -54,7 +54,7 @@ const PACE: Pace = Pace {
     worth: Duration::from_micros(100),
     looks: 4,
     yields: 16,
-    alone: Duration::ZERO,
+    alone: Duration::from_micros(2),
     most_skipped: 0,
 };
 /// Limit of a sleep, in case UCX does not wake the engine.
@@ -229,8 +229,11 @@ impl Engine {
                 continue;
             }
             let gap = self.gap.get_or_insert_with(|| self.policy.begin(Instant::now()));
-            if !gap.wait() {
-                self.sleep();
+            match gap.idle(Instant::now) {
+                // UCX's own look at its queues is pause enough.
+                Idle::Look => {}
+                Idle::Yield => std::thread::yield_now(),
+                Idle::Sleep => self.sleep(),
             }
         }
         self.end();

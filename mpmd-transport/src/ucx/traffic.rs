@@ -189,6 +189,7 @@ impl Engine {
                 self.throw_away(body);
                 Payload::Empty
             }
+            Body::Empty => Payload::Empty,
             Body::Here(bytes) => Payload::Inline(bytes),
             Body::There(descriptor, bytes) => {
                 let payload = self.next_payload;
@@ -207,6 +208,7 @@ impl Engine {
             header.try_into().map_err(|_| format!("a header of {} bytes", header.len()))?;
         let header = Header::decode(header).map_err(|error| error.to_string())?;
         let bytes = match body {
+            Body::Empty => 0,
             Body::Here(bytes) => bytes.len() as u64,
             Body::There(_, bytes) => *bytes as u64,
         };

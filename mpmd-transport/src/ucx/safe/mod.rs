@@ -24,7 +24,7 @@ use super::result::{self, Bytes, Started, UcxError, Way};
 use super::sys::Status;
 use crate::memory::{DevicePlace, OwnedBuffer, Pool, SharedBuffer};
 
-use inbox::{Happened, Inbox};
+use inbox::{Arrived, Happened, Inbox};
 use slots::Slots;
 
 pub(super) use inbox::{Body, Descriptor};
@@ -211,9 +211,16 @@ impl Worker {
     pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
         self.slots.recycle();
         let mut happened = self.inbox.happened.replace(std::mem::take(&mut self.spare));
+        let small = self.inbox.take_small();
         for happened in happened.drain(..) {
             match happened {
-                Happened::Message { id, header, body } => {
+                Happened::Message { id, header, bytes } => {
+                    let body = match (bytes, &small) {
+                        (Arrived::Body(body), _) => body,
+                        (Arrived::Small(range), Some(small)) => Body::Here(small.slice(range)),
+                        // Cannot happen: a small payload is in the buffer.
+                        (Arrived::Small(_), None) => Body::Empty,
+                    };
                     events.push(Event::Message { id, header, body })
                 }
                 Happened::Failed(endpoint, status) => {
@@ -435,7 +442,9 @@ impl Drop for Worker {
         }
         // Descriptors that were never given back.
         for happened in self.inbox.happened.take() {
-            if let Happened::Message { body: Body::There(descriptor, _), .. } = happened {
+            if let Happened::Message { bytes: Arrived::Body(Body::There(descriptor, _)), .. } =
+                happened
+            {
                 self.discard(descriptor);
             }
         }
