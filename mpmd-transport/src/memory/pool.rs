@@ -644,8 +644,12 @@ mod tests {
         assert_eq!((pool.stats().live, pool.stats().reserved), (512, 0));
         assert!(pool.reserve(512).is_err());
         drop(buffer);
-        drop(pool.reserve(512).unwrap());
-        assert_eq!(pool.stats().peak, 512);
+        let reserved = pool.reserve(512).unwrap();
+        assert!(pool.allocate(512).is_err(), "a cached block counts, too");
+        drop(reserved);
+        drop(pool.allocate(512).unwrap());
+        let PoolStats { live, reserved, cached, peak, recent_peak, .. } = pool.stats();
+        assert_eq!((live, reserved, cached, peak, recent_peak), (0, 0, 512, 512, 512));
         pool.trim();
     }
 

@@ -1,10 +1,8 @@
 //! The engine: the thread that owns every object of UCX. It carries out commands, lets UCX work,
 //! and sleeps.
 //!
-//! One turn of the loop lets UCX progress, reports the events, carries out the commands, and reports
-//! the messages that have left at once. Reports come after all commands, so that nothing delays the
-//! sends between them. If a handler posts a message during a call, the message is sent in the next
-//! turn. After a turn
+//! One turn of the loop lets UCX progress, reports the events, and carries out the commands. If a
+//! handler posts a message during a call, the message is sent in the next turn. After a turn
 //! without work, [`SpinPolicy`] decides whether to poll again or to sleep on the worker's
 //! descriptor. A command wakes the engine.
 
@@ -14,16 +12,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
-use mpmd_ids::block::{CoreBudget, Gap, Idle, Pace, SpinPolicy, host_cores};
+use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::leaving::Leaving;
 use super::meeting::{Address, Hello, Refusal, name_missing};
 use super::queue::{Command, Met, Queue};
-use super::result::Way;
 use super::roll_call::RollCall;
 use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
-use super::traffic::{Left, Operation, Said};
+use super::traffic::{Operation, Said, Stored};
 use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::{Handler, TransportError};
 use crate::wire::ProcessId;
@@ -107,8 +104,8 @@ pub(super) struct Engine {
     pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
-    /// Messages that have left in this turn and are not reported yet.
-    pub(super) left: Vec<Left>,
+    /// Messages that were posted in this turn and are not sent yet.
+    pub(super) stored: Vec<Stored>,
     /// Calls for the handler from before a handler was set.
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
@@ -183,7 +180,7 @@ impl Engine {
             payloads: HashMap::new(),
             next_payload: 0,
             handler: None,
-            left: Vec::new(),
+            stored: Vec::new(),
             early: Vec::new(),
             leaving: None,
             roll_call: None,
@@ -212,7 +209,7 @@ impl Engine {
             for command in commands.drain(..) {
                 self.carry_out(command);
             }
-            self.report_left();
+            self.send_stored();
             if self.meeting.is_some() {
                 self.meet();
             }
@@ -229,11 +226,8 @@ impl Engine {
                 continue;
             }
             let gap = self.gap.get_or_insert_with(|| self.policy.begin(Instant::now()));
-            match gap.idle(Instant::now) {
-                // UCX's own look at its queues is pause enough.
-                Idle::Look => {}
-                Idle::Yield => std::thread::yield_now(),
-                Idle::Sleep => self.sleep(),
+            if !gap.wait() {
+                self.sleep();
             }
         }
         self.end();
@@ -263,7 +257,11 @@ impl Engine {
         self.queue.rise();
     }
 
+    /// Carries out a command; of a post, only stores the message.
     fn carry_out(&mut self, command: Command) {
+        if !matches!(command, Command::Post { .. }) {
+            self.send_stored();
+        }
         match command {
             Command::Connect(config, reply) => self.connect(*config, reply),
             Command::Start(handler) => self.start_handler(handler),
@@ -353,7 +351,7 @@ impl Engine {
                 epoch: config.epoch,
                 token: config.token,
             };
-            self.send(peer, id::HELLO, &hello.encode(), None, Way::Eager, None);
+            self.send(peer, id::HELLO, &hello.encode());
         }
         Ok(())
     }

@@ -228,3 +228,73 @@ impl Drop for Waiting {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn discard(queue: &Queue, payload: u64) -> bool {
+        queue.push(Command::Discard { payload }).is_ok()
+    }
+
+    fn payloads(commands: &[Command]) -> Vec<u64> {
+        let payload = |command: &Command| match command {
+            Command::Discard { payload } => *payload,
+            _ => u64::MAX,
+        };
+        commands.iter().map(payload).collect()
+    }
+
+    #[test]
+    fn commands_of_the_engines_thread_need_no_lock() {
+        let queue = Queue::new(Signal::of_nobody());
+        assert!(discard(&queue, 1));
+        assert_eq!(queue.list.lock().commands.len(), 1, "no engine runs on this thread yet");
+        queue.adopt_thread();
+        assert!(discard(&queue, 2));
+        let other = Queue::new(Signal::of_nobody());
+        assert!(discard(&other, 3));
+        assert_eq!((queue.list.lock().commands.len(), other.list.lock().commands.len()), (1, 1));
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(discard(&queue, 4)));
+        });
+        let mut commands = Vec::new();
+        queue.take(&mut commands);
+        assert_eq!(payloads(&commands), [2, 1, 4]);
+        commands.clear();
+        queue.take(&mut commands);
+        assert!(commands.is_empty());
+        queue.end();
+    }
+
+    #[test]
+    fn engine_does_not_rest_with_its_own_commands() {
+        let queue = Queue::new(Signal::of_nobody());
+        queue.adopt_thread();
+        assert!(discard(&queue, 1));
+        assert!(!queue.rest());
+        queue.take(&mut Vec::new());
+        assert!(queue.rest());
+        queue.rise();
+        queue.end();
+    }
+
+    #[test]
+    fn ended_queue_returns_commands_on_every_thread() {
+        for by_force in [true, false] {
+            let queue = Queue::new(Signal::of_nobody());
+            queue.adopt_thread();
+            assert!(discard(&queue, 1));
+            if by_force {
+                assert_eq!(payloads(&queue.end()), [1]);
+            } else {
+                assert_eq!(queue.take_or_end().map(|commands| payloads(&commands)), Some(vec![1]));
+                assert!(queue.take_or_end().is_none());
+            }
+            assert!(!discard(&queue, 2));
+            std::thread::scope(|scope| {
+                scope.spawn(|| assert!(!discard(&queue, 3)));
+            });
+        }
+    }
+}

@@ -33,10 +33,12 @@ impl Operation {
     }
 }
 
-/// A message that has left at once, and its payload.
-pub(super) struct Left {
-    ticket: Option<Ticket>,
-    held: Held,
+/// A posted message that is stored and not sent yet.
+pub(super) struct Stored {
+    to: ProcessId,
+    op: OpId,
+    way: Way,
+    ticket: Ticket,
 }
 
 /// A call to the handler.
@@ -72,6 +74,7 @@ impl Engine {
         }
     }
 
+    /// Stores a message, which [`Engine::send_stored`] sends.
     pub(super) fn post(
         &mut self,
         to: ProcessId,
@@ -95,49 +98,57 @@ impl Engine {
         let bulk = header.kind == Kind::Data
             && payload.as_ref().is_some_and(|payload| payload.len() >= RENDEZVOUS_BYTES);
         let way = if bulk { Way::Rendezvous } else { Way::Eager };
-        self.send(to, id::MESSAGE, &bytes, payload, way, Some(ticket));
-    }
-
-    /// Sends a message. If the endpoint is closed, `ticket` ends with `Closed`. The caller has
-    /// checked that the peer is not known to be gone.
-    pub(super) fn send(
-        &mut self,
-        to: ProcessId,
-        id: u32,
-        header: &[u8],
-        payload: Option<SharedBuffer>,
-        way: Way,
-        ticket: Option<Ticket>,
-    ) {
-        let endpoint = self.peers[to.index()].endpoint;
-        match endpoint.and_then(|endpoint| self.worker.send(endpoint, id, header, payload, way)) {
-            Some(Sent::Gone(held)) => self.left.push(Left { ticket, held }),
-            Some(Sent::UnderWay(op)) => {
-                self.peers[to.index()].sending += 1;
-                self.note(op, Operation::Send { to, ticket });
+        match peer.endpoint {
+            Some(endpoint) => {
+                let op = self.worker.store(endpoint, &bytes, payload);
+                self.stored.push(Stored { to, op, way, ticket });
             }
-            None => {
-                if let Some(ticket) = ticket {
-                    self.done(ticket, Err(TransportError::Closed));
-                }
-            }
+            None => self.done(ticket, Err(TransportError::Closed)),
         }
     }
 
-    /// Reports the messages that have left at once.
-    pub(super) fn report_left(&mut self) {
-        if self.left.is_empty() {
+    /// Sends the stored messages back to back, then reports those that have left at once.
+    ///
+    /// The receiver's core reads the memory that a send writes, so a write takes long to complete.
+    /// The processor hides that time only if nothing reads fresh writes in between. So headers are
+    /// stored before, and payloads are dropped after all sends.
+    pub(super) fn send_stored(&mut self) {
+        if self.stored.is_empty() {
             return;
         }
-        let mut left = std::mem::take(&mut self.left);
-        for Left { ticket, held } in left.drain(..) {
-            // The payload is dropped before the handler hears of the end.
-            drop(held);
-            if let Some(ticket) = ticket {
-                self.done(ticket, Ok(()));
+        let mut stored = std::mem::take(&mut self.stored);
+        stored.retain(|Stored { to, op, way, ticket }| {
+            match self.worker.send(*op, id::MESSAGE, *way) {
+                Sent::Gone => return true,
+                Sent::UnderWay => self.is_under_way(*to, *op, Some(*ticket)),
+                Sent::Closed => {
+                    drop(self.worker.take_back(*op));
+                    self.done(*ticket, Err(TransportError::Closed));
+                }
             }
+            false
+        });
+        for Stored { op, ticket, .. } in stored.drain(..) {
+            // The payload is dropped before the handler hears of the end.
+            drop(self.worker.take_back(op));
+            self.done(ticket, Ok(()));
         }
-        self.left = left;
+        self.stored = stored;
+    }
+
+    /// Sends a message of the engine's own, without a payload.
+    pub(super) fn send(&mut self, to: ProcessId, id: u32, header: &[u8]) {
+        let Some(endpoint) = self.peers[to.index()].endpoint else { return };
+        let op = self.worker.store(endpoint, header, None);
+        match self.worker.send(op, id, Way::Eager) {
+            Sent::UnderWay => self.is_under_way(to, op, None),
+            Sent::Gone | Sent::Closed => drop(self.worker.take_back(op)),
+        }
+    }
+
+    fn is_under_way(&mut self, to: ProcessId, op: OpId, ticket: Option<Ticket>) {
+        self.peers[to.index()].sending += 1;
+        self.note(op, Operation::Send { to, ticket });
     }
 
     /// Handles a received message with any id but a hello's. A message with a wrong pass is
@@ -303,7 +314,7 @@ impl Engine {
     pub(super) fn shut_out(&mut self, peer: ProcessId, why: TransportError) {
         if self.peers[peer.index()].down.is_none() {
             let header = prefix(self.me, self.peers[peer.index()].pass);
-            self.send(peer, id::BYE, &header, None, Way::Eager, None);
+            self.send(peer, id::BYE, &header);
         }
         self.down(peer, why, true);
     }

@@ -225,3 +225,30 @@ fn free(request: *mut c_void) {
         unsafe { result::request_free(request) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_payloads_share_an_aligned_buffer() {
+        let inbox = Inbox::new();
+        let pool = Pool::new("test", None);
+        *inbox.pool.borrow_mut() = Some(pool.clone());
+        let places = [vec![1; 8], vec![2; SMALL], vec![3; 1]].map(|data| match inbox.keep(&data) {
+            Arrived::Small(place) => place,
+            Arrived::Body(_) => panic!("{} bytes are small", data.len()),
+        });
+        assert_eq!(pool.stats().live, 0);
+        let small = inbox.take_small().unwrap();
+        assert_eq!(pool.stats().live, Pool::rounded(small.len()));
+        for (place, byte) in places.into_iter().zip(1u8..) {
+            let payload = small.slice(place);
+            assert!(payload.iter().all(|found| *found == byte));
+            assert!((payload.as_ptr() as usize).is_multiple_of(ALIGNMENT));
+        }
+        assert!(inbox.take_small().is_none(), "they were taken");
+        let large = inbox.keep(&[4; SMALL + 1]);
+        assert!(matches!(large, Arrived::Body(Body::Here(bytes)) if bytes.len() == SMALL + 1));
+    }
+}
