@@ -247,12 +247,12 @@ mod tests {
 
     #[test]
     fn commands_of_the_engines_thread_need_no_lock() {
-        let queue = Queue::new(Signal::of_nobody());
+        let queue = Queue::new(Signal::default());
         assert!(discard(&queue, 1));
         assert_eq!(queue.list.lock().commands.len(), 1, "no engine runs on this thread yet");
         queue.adopt_thread();
         assert!(discard(&queue, 2));
-        let other = Queue::new(Signal::of_nobody());
+        let other = Queue::new(Signal::default());
         assert!(discard(&other, 3));
         assert_eq!((queue.list.lock().commands.len(), other.list.lock().commands.len()), (1, 1));
         std::thread::scope(|scope| {
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn engine_does_not_rest_with_its_own_commands() {
-        let queue = Queue::new(Signal::of_nobody());
+        let queue = Queue::new(Signal::default());
         queue.adopt_thread();
         assert!(discard(&queue, 1));
         assert!(!queue.rest());
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn ended_queue_returns_commands_on_every_thread() {
         for by_force in [true, false] {
-            let queue = Queue::new(Signal::of_nobody());
+            let queue = Queue::new(Signal::default());
             queue.adopt_thread();
             assert!(discard(&queue, 1));
             if by_force {

@@ -120,7 +120,7 @@ impl Engine {
         stored.retain(|Stored { to, op, way, ticket }| {
             match self.worker.send(*op, id::MESSAGE, *way) {
                 Sent::Gone => return true,
-                Sent::UnderWay => self.is_under_way(*to, *op, Some(*ticket)),
+                Sent::UnderWay => self.note_send(*to, *op, Some(*ticket)),
                 Sent::Closed => {
                     drop(self.worker.take_back(*op));
                     self.done(*ticket, Err(TransportError::Closed));
@@ -141,12 +141,12 @@ impl Engine {
         let Some(endpoint) = self.peers[to.index()].endpoint else { return };
         let op = self.worker.store(endpoint, header, None);
         match self.worker.send(op, id, Way::Eager) {
-            Sent::UnderWay => self.is_under_way(to, op, None),
+            Sent::UnderWay => self.note_send(to, op, None),
             Sent::Gone | Sent::Closed => drop(self.worker.take_back(op)),
         }
     }
 
-    fn is_under_way(&mut self, to: ProcessId, op: OpId, ticket: Option<Ticket>) {
+    fn note_send(&mut self, to: ProcessId, op: OpId, ticket: Option<Ticket>) {
         self.peers[to.index()].sending += 1;
         self.note(op, Operation::Send { to, ticket });
     }

@@ -217,11 +217,11 @@ impl Worker {
         for happened in happened.drain(..) {
             match happened {
                 Happened::Message { id, header, bytes } => {
-                    let body = match (bytes, &small) {
-                        (Arrived::Body(body), _) => body,
-                        (Arrived::Small(range), Some(small)) => Body::Here(small.slice(range)),
-                        // Cannot happen: a small payload is in the buffer.
-                        (Arrived::Small(_), None) => Body::Empty,
+                    let body = match bytes {
+                        Arrived::Body(body) => body,
+                        Arrived::Small(range) => small
+                            .as_ref()
+                            .map_or(Body::Empty, |small| Body::Here(small.slice(range))),
                     };
                     events.push(Event::Message { id, header, body })
                 }
@@ -283,9 +283,6 @@ impl Worker {
         header: &[u8],
         payload: Option<SharedBuffer>,
     ) -> OpId {
-        if let Some(payload) = &payload {
-            prepare(payload.bind());
-        }
         self.slots.insert(endpoint, header, payload.map_or(Held::Nothing, Held::Sent))
     }
 
@@ -301,6 +298,7 @@ impl Worker {
         let Some(raw) = self.endpoints[slot.endpoint.0].raw else { return Sent::Closed };
         let payload = match &slot.held {
             Held::Sent(payload) => {
+                prepare(payload.bind());
                 place(payload.device(), || (payload.as_ptr().cast_mut(), payload.len()))
             }
             _ => place(None, || (std::ptr::null_mut(), 0)),
@@ -480,8 +478,8 @@ impl Drop for Worker {
     }
 }
 
-/// Wakes a worker from any thread, as long as the worker exists.
-#[derive(Clone)]
+/// Wakes a worker from any thread, as long as the worker exists. The default wakes nobody.
+#[derive(Clone, Default)]
 pub(super) struct Signal(Arc<Mutex<Option<Awake>>>);
 
 struct Awake(NonNull<result::Worker>);
@@ -490,12 +488,6 @@ struct Awake(NonNull<result::Worker>);
 unsafe impl Send for Awake {}
 
 impl Signal {
-    /// Returns the signal of a worker that has ended, for tests.
-    #[cfg(test)]
-    pub(super) fn of_nobody() -> Self {
-        Self(Arc::new(Mutex::new(None)))
-    }
-
     /// Makes the worker's descriptor readable, if the worker still exists.
     pub(super) fn wake(&self) {
         let worker = self.0.lock();
