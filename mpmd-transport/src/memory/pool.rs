@@ -137,7 +137,13 @@ impl Pool {
     ///
     /// If the limit or the system does not allow it.
     pub fn allocate(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
-        self.reserve(bytes)?.allocate()
+        match self.inner.take_cached(bytes) {
+            Some(carved) => {
+                let block = Block { carved: Some(carved), pool: self.clone() };
+                Ok(OwnedBuffer::of_block(block, bytes))
+            }
+            None => self.reserve(bytes)?.allocate(),
+        }
     }
 
     /// Reserves `bytes` bytes without allocating pages. The reservation ends when it is dropped.
@@ -218,6 +224,23 @@ impl Inner {
             limit,
             refusal: None,
         }
+    }
+
+    /// Takes a cached block for `bytes` bytes, and locks the state only once. `None` if there is no
+    /// such block, at the limit, or if the block would make a new peak.
+    fn take_cached(&self, bytes: usize) -> Option<Carved> {
+        let class = size_class(bytes)?;
+        let mut state = self.state.lock();
+        let PoolStats { live, reserved, recent_peak, .. } = state.stats;
+        let limit = self.limit.unwrap_or(MOST);
+        let fits = live + class as u64 <= recent_peak && live + reserved + class as u64 <= limit;
+        let block = state.free.get_mut(&class).filter(|_| fits)?.pop()?;
+        let stats = &mut state.stats;
+        stats.cached -= class as u64;
+        stats.reserved += class as u64;
+        stats.peak = stats.peak.max(stats.live + stats.reserved);
+        stats.make_live(class);
+        Some(block)
     }
 
     /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the
@@ -630,8 +653,12 @@ mod tests {
         assert_eq!((pool.stats().live, pool.stats().reserved), (512, 0));
         assert!(pool.reserve(512).is_err());
         drop(buffer);
-        drop(pool.reserve(512).unwrap());
-        assert_eq!(pool.stats().peak, 512);
+        let reserved = pool.reserve(512).unwrap();
+        assert!(pool.allocate(512).is_err(), "a cached block counts, too");
+        drop(reserved);
+        drop(pool.allocate(512).unwrap());
+        let PoolStats { live, reserved, cached, peak, recent_peak, .. } = pool.stats();
+        assert_eq!((live, reserved, cached, peak, recent_peak), (0, 0, 512, 512, 512));
         pool.trim();
     }
 

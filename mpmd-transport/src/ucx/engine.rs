@@ -18,10 +18,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::leaving::Leaving;
 use super::meeting::{Address, Hello, Refusal, name_missing};
 use super::queue::{Command, Met, Queue};
-use super::result::Way;
 use super::roll_call::RollCall;
 use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
-use super::traffic::{Operation, Said};
+use super::traffic::{Operation, Said, Stored};
 use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::{Handler, TransportError};
 use crate::wire::ProcessId;
@@ -50,9 +49,9 @@ const PACE: Pace = Pace {
     first: Duration::from_micros(50),
     longest: Duration::from_micros(50),
     worth: Duration::from_micros(100),
-    looks: 1,
+    looks: 4,
     yields: 16,
-    alone: Duration::ZERO,
+    alone: Duration::from_micros(2),
     most_skipped: 0,
 };
 /// Limit of a sleep, in case UCX does not wake the engine.
@@ -105,6 +104,8 @@ pub(super) struct Engine {
     pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
+    /// Messages that were posted in this turn and are not sent yet.
+    pub(super) stored: Vec<Stored>,
     /// Calls for the handler from before a handler was set.
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
@@ -179,6 +180,7 @@ impl Engine {
             payloads: HashMap::new(),
             next_payload: 0,
             handler: None,
+            stored: Vec::new(),
             early: Vec::new(),
             leaving: None,
             roll_call: None,
@@ -191,6 +193,7 @@ impl Engine {
     }
 
     fn run(mut self) {
+        self.queue.adopt_thread();
         let (mut commands, mut events) = (Vec::new(), Vec::new());
         loop {
             // Events come before commands: so a goodbye that has arrived is handled before anything
@@ -206,6 +209,7 @@ impl Engine {
             for command in commands.drain(..) {
                 self.carry_out(command);
             }
+            self.send_stored();
             if self.meeting.is_some() {
                 self.meet();
             }
@@ -253,7 +257,11 @@ impl Engine {
         self.queue.rise();
     }
 
+    /// Carries out a command; of a post, only stores the message.
     fn carry_out(&mut self, command: Command) {
+        if !matches!(command, Command::Post { .. }) {
+            self.send_stored();
+        }
         match command {
             Command::Connect(config, reply) => self.connect(*config, reply),
             Command::Start(handler) => self.start_handler(handler),
@@ -343,7 +351,7 @@ impl Engine {
                 epoch: config.epoch,
                 token: config.token,
             };
-            self.send(peer, id::HELLO, &hello.encode(), None, Way::Eager, None);
+            self.send(peer, id::HELLO, &hello.encode());
         }
         Ok(())
     }

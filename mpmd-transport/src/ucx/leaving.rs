@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use super::engine::{Engine, after, id};
 use super::queue::Command;
-use super::result::Way;
 use super::traffic::prefix;
 use crate::transport::{Ticket, TransportError};
 use crate::wire::ProcessId;
@@ -76,7 +75,7 @@ impl Engine {
         if peer.heard_bye && !peer.answered && peer.fetching == 0 {
             peer.answered = true;
             let header = prefix(self.me, peer.pass);
-            self.send(to, id::HEARD, &header, None, Way::Eager, None);
+            self.send(to, id::HEARD, &header);
             // Closes the endpoint after the answer was sent.
             if let Some(endpoint) = self.peers[to.index()].endpoint {
                 self.worker.close(endpoint, false);
@@ -127,7 +126,7 @@ impl Engine {
             let peer = &self.peers[to.index()];
             if peer.endpoint.is_some() && peer.pass.is_some() && peer.down.is_none() {
                 let header = prefix(self.me, peer.pass);
-                self.send(to, id::BYE, &header, None, Way::Eager, None);
+                self.send(to, id::BYE, &header);
             }
         }
         // Discards after the goodbyes: to its sender, a discarded payload looks like a fetched one.

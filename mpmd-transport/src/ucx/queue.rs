@@ -1,5 +1,9 @@
-//! The queue of commands from other threads to the engine.
+//! The queue of commands to the engine.
+//!
+//! Most commands come from a handler's call, so from the engine's own thread. They need no lock and
+//! wake nobody: they wait in a list of this thread.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -67,15 +71,45 @@ struct List {
     ended: bool,
 }
 
+/// The commands that an engine's thread gives to its own engine.
+struct Own {
+    /// The address of the engine's queue; null if no engine runs on this thread.
+    queue: *const Queue,
+    commands: Vec<Command>,
+}
+
+thread_local! {
+    static OWN: RefCell<Own> =
+        const { RefCell::new(Own { queue: std::ptr::null(), commands: Vec::new() }) };
+}
+
 impl Queue {
     pub(super) fn new(signal: Signal) -> Self {
         let list = Mutex::new(List { commands: Vec::new(), ended: false });
         Self { list, some: AtomicBool::new(false), asleep: AtomicBool::new(false), signal }
     }
 
+    /// Makes this thread the engine's: its own commands need no lock from here on.
+    pub(super) fn adopt_thread(&self) {
+        OWN.with_borrow_mut(|own| own.queue = self);
+    }
+
+    /// Runs `act` on the list of this thread if it is the engine's. Otherwise returns `None`.
+    fn on_own<T>(&self, act: impl FnOnce(&mut Vec<Command>) -> T) -> Option<T> {
+        // A thread that is ending has lost its list, and is not the engine's.
+        let done = OWN.try_with(|own| {
+            let mut own = own.borrow_mut();
+            std::ptr::eq(own.queue, self).then(|| act(&mut own.commands))
+        });
+        done.ok().flatten()
+    }
+
     /// Queues a command and wakes the engine. After the engine's end, returns the command as an
     /// error.
     pub(super) fn push(&self, command: Command) -> Result<(), Command> {
+        let mut command = Some(command);
+        self.on_own(|commands| commands.extend(command.take()));
+        let Some(command) = command else { return Ok(()) };
         let mut list = self.list.lock();
         if list.ended {
             return Err(command);
@@ -91,16 +125,25 @@ impl Queue {
         Ok(())
     }
 
-    /// Moves all commands to `into`, which is empty.
+    /// Moves all commands to `into`, which is empty. Called on the engine's thread.
     pub(super) fn take(&self, into: &mut Vec<Command>) {
+        self.on_own(|commands| std::mem::swap(commands, into));
         if self.some.load(Ordering::Relaxed) && self.some.swap(false, Ordering::SeqCst) {
-            std::mem::swap(&mut self.list.lock().commands, into);
+            let mut list = self.list.lock();
+            if into.is_empty() {
+                std::mem::swap(&mut list.commands, into);
+            } else {
+                into.append(&mut list.commands);
+            }
         }
     }
 
     /// Announces that the engine is about to sleep. Returns false, and announces nothing, if there
     /// are commands.
     pub(super) fn rest(&self) -> bool {
+        if self.on_own(|commands| !commands.is_empty()).unwrap_or(false) {
+            return false;
+        }
         self.asleep.store(true, Ordering::SeqCst);
         if self.some.load(Ordering::SeqCst) {
             self.rise();
@@ -116,16 +159,38 @@ impl Queue {
 
     /// Returns all commands. If there are none, ends the queue and returns `None`.
     pub(super) fn take_or_end(&self) -> Option<Vec<Command>> {
+        let mut commands = self.on_own(std::mem::take).unwrap_or_default();
         let mut list = self.list.lock();
-        list.ended = list.commands.is_empty();
-        (!list.ended).then(|| std::mem::take(&mut list.commands))
+        commands.append(&mut list.commands);
+        list.ended = commands.is_empty();
+        drop(list);
+        if commands.is_empty() {
+            self.leave_thread();
+            return None;
+        }
+        Some(commands)
     }
 
     /// Ends the queue; returns the commands that were not carried out.
     pub(super) fn end(&self) -> Vec<Command> {
+        let mut commands = self.leave_thread();
         let mut list = self.list.lock();
         list.ended = true;
-        std::mem::take(&mut list.commands)
+        commands.append(&mut list.commands);
+        commands
+    }
+
+    /// Ends the work of [`Queue::adopt_thread`]; returns the commands of this thread.
+    fn leave_thread(&self) -> Vec<Command> {
+        let left = OWN.try_with(|own| {
+            let mut own = own.borrow_mut();
+            if !std::ptr::eq(own.queue, self) {
+                return Vec::new();
+            }
+            own.queue = std::ptr::null();
+            std::mem::take(&mut own.commands)
+        });
+        left.unwrap_or_default()
     }
 }
 
@@ -160,6 +225,76 @@ impl Drop for Waiting {
         if !self.taken {
             // After the engine's end there is nothing left to discard.
             let _ = self.queue.push(Command::Discard { payload: self.payload });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn discard(queue: &Queue, payload: u64) -> bool {
+        queue.push(Command::Discard { payload }).is_ok()
+    }
+
+    fn payloads(commands: &[Command]) -> Vec<u64> {
+        let payload = |command: &Command| match command {
+            Command::Discard { payload } => *payload,
+            _ => u64::MAX,
+        };
+        commands.iter().map(payload).collect()
+    }
+
+    #[test]
+    fn commands_of_the_engines_thread_need_no_lock() {
+        let queue = Queue::new(Signal::default());
+        assert!(discard(&queue, 1));
+        assert_eq!(queue.list.lock().commands.len(), 1, "no engine runs on this thread yet");
+        queue.adopt_thread();
+        assert!(discard(&queue, 2));
+        let other = Queue::new(Signal::default());
+        assert!(discard(&other, 3));
+        assert_eq!((queue.list.lock().commands.len(), other.list.lock().commands.len()), (1, 1));
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(discard(&queue, 4)));
+        });
+        let mut commands = Vec::new();
+        queue.take(&mut commands);
+        assert_eq!(payloads(&commands), [2, 1, 4]);
+        commands.clear();
+        queue.take(&mut commands);
+        assert!(commands.is_empty());
+        queue.end();
+    }
+
+    #[test]
+    fn engine_does_not_rest_with_its_own_commands() {
+        let queue = Queue::new(Signal::default());
+        queue.adopt_thread();
+        assert!(discard(&queue, 1));
+        assert!(!queue.rest());
+        queue.take(&mut Vec::new());
+        assert!(queue.rest());
+        queue.rise();
+        queue.end();
+    }
+
+    #[test]
+    fn ended_queue_returns_commands_on_every_thread() {
+        for by_force in [true, false] {
+            let queue = Queue::new(Signal::default());
+            queue.adopt_thread();
+            assert!(discard(&queue, 1));
+            if by_force {
+                assert_eq!(payloads(&queue.end()), [1]);
+            } else {
+                assert_eq!(queue.take_or_end().map(|commands| payloads(&commands)), Some(vec![1]));
+                assert!(queue.take_or_end().is_none());
+            }
+            assert!(!discard(&queue, 2));
+            std::thread::scope(|scope| {
+                scope.spawn(|| assert!(!discard(&queue, 3)));
+            });
         }
     }
 }

@@ -9,7 +9,6 @@
 use std::time::{Duration, Instant};
 
 use super::engine::{Engine, id};
-use super::result::Way;
 use super::traffic::prefix;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
@@ -31,7 +30,7 @@ impl Engine {
             if peer.endpoint.is_some() && peer.pass.is_some() && peer.down.is_none() {
                 peer.in_reach = false;
                 let header = prefix(self.me, peer.pass);
-                self.send(to, id::PING, &header, None, Way::Eager, None);
+                self.send(to, id::PING, &header);
             }
         }
         self.roll_call = Some(RollCall { dead, until: Instant::now() + ANSWER_WITHIN });
@@ -42,7 +41,7 @@ impl Engine {
         let peer = &self.peers[to.index()];
         if peer.down.is_none() {
             let header = prefix(self.me, peer.pass);
-            self.send(to, id::PONG, &header, None, Way::Eager, None);
+            self.send(to, id::PONG, &header);
         }
     }
 

@@ -28,29 +28,40 @@ const SHARED_MEMORY: Setting = Setting {
     variables: &["UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"],
 };
 
+/// Makes UCX send large payloads over TCP in parts of 256 KiB instead of 64. With failure detection
+/// UCX receives such payloads part by part, and each part costs system calls.
+const TCP_PARTS: Setting =
+    Setting { key: "TCP_RX_SEG_SIZE", value: "256k", variables: &["UCX_TCP_RX_SEG_SIZE"] };
+/// Before UCX 1.17, the name has no prefix.
+const TCP_PARTS_BEFORE_1_17: Setting = Setting { key: "RX_SEG_SIZE", ..TCP_PARTS };
+
 /// Returns the settings to make, as (name, value), for a library of `version` (major, minor,
 /// patch). `variable` looks up an environment variable.
 pub(super) fn unless_set(
     version: (u32, u32, u32),
     variable: impl Fn(&str) -> Option<String>,
 ) -> Vec<(&'static str, &'static str)> {
-    let shared_memory: &[Setting] = match variable("UCX_TLS") {
-        // UCX warns about settings that nothing uses.
-        Some(transports) if !names_shared_memory(&transports) => &[],
-        _ if version < (1, 17, 0) => &[SHARED_MEMORY],
-        _ => &[POSIX, SYSV],
+    let transports = variable("UCX_TLS");
+    // UCX warns about settings that nothing uses.
+    let uses = |names: &[&str]| transports.as_ref().is_none_or(|allowed| allows(allowed, names));
+    let (shared_memory, tcp): (&[Setting], &[Setting]) = match version < (1, 17, 0) {
+        true => (&[SHARED_MEMORY], &[TCP_PARTS_BEFORE_1_17]),
+        false => (&[POSIX, SYSV], &[TCP_PARTS]),
     };
-    let settings = shared_memory.iter().chain([&KEEPALIVE]);
+    let shared_memory: &[Setting] =
+        if uses(&["mm", "posix", "shm", "sm", "sysv"]) { shared_memory } else { &[] };
+    let tcp: &[Setting] = if uses(&["tcp"]) { tcp } else { &[] };
+    let settings = shared_memory.iter().chain(tcp).chain([&KEEPALIVE]);
     let free =
         settings.filter(|setting| setting.variables.iter().all(|name| variable(name).is_none()));
     free.map(|setting| (setting.key, setting.value)).collect()
 }
 
-/// Returns true if a value of `UCX_TLS` allows shared memory: by one of its names, or by a list of
-/// excluded transports.
-fn names_shared_memory(transports: &str) -> bool {
-    const NAMES: [&str; 6] = ["all", "mm", "posix", "shm", "sm", "sysv"];
-    transports.starts_with('^') || transports.split(',').any(|name| NAMES.contains(&name.trim()))
+/// Returns true if a value of `UCX_TLS` allows a transport with one of these names: it has the
+/// name, or `all`, or is a list of excluded transports.
+fn allows(transports: &str, names: &[&str]) -> bool {
+    let listed = |word: &str| word == "all" || names.contains(&word);
+    transports.starts_with('^') || transports.split(',').any(|word| listed(word.trim()))
 }
 
 #[cfg(test)]
@@ -64,25 +75,33 @@ mod tests {
                 unless_set(version, |variable| set.contains(&variable).then(|| "all".to_owned()));
             settings.into_iter().map(|(key, _)| key).collect::<Vec<_>>()
         };
-        assert_eq!(names((1, 12, 1), &[]), ["MM_ERROR_HANDLING", "KEEPALIVE_INTERVAL"]);
-        assert_eq!(names((1, 12, 1), &["UCX_SYSV_ERROR_HANDLING"]), ["KEEPALIVE_INTERVAL"]);
-        let newer = ["POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING", "KEEPALIVE_INTERVAL"];
+        let older = ["MM_ERROR_HANDLING", "RX_SEG_SIZE", "KEEPALIVE_INTERVAL"];
+        assert_eq!(names((1, 12, 1), &[]), older);
+        assert_eq!(names((1, 12, 1), &["UCX_SYSV_ERROR_HANDLING"]), older[1..]);
+        let newer = [
+            "POSIX_ERROR_HANDLING",
+            "SYSV_ERROR_HANDLING",
+            "TCP_RX_SEG_SIZE",
+            "KEEPALIVE_INTERVAL",
+        ];
         assert_eq!(names((1, 17, 0), &["UCX_TLS"]), newer);
         assert_eq!(
             names((1, 22, 0), &["UCX_POSIX_ERROR_HANDLING", "UCX_KEEPALIVE_INTERVAL"]),
-            newer[1..2]
+            newer[1..3]
         );
+        assert_eq!(names((1, 12, 1), &["UCX_TCP_RX_SEG_SIZE"]), [older[0], older[2]]);
     }
 
     #[test]
-    fn excluded_shared_memory_gets_no_settings() {
+    fn excluded_transports_get_no_settings() {
         let count = |transports: &str| {
             unless_set((1, 22, 0), |variable| {
                 (variable == "UCX_TLS").then(|| transports.to_owned())
             })
             .len()
         };
-        assert_eq!([count("tcp,self"), count("rc,ud")], [1, 1]);
-        assert_eq!([count("posix,self"), count("rc,sm"), count("^tcp"), count("all")], [3; 4]);
+        assert_eq!([count("tcp,self"), count("rc,ud")], [2, 1]);
+        assert_eq!([count("posix,self"), count("rc,sm")], [3; 2]);
+        assert_eq!([count("^tcp"), count("all"), count("sm, tcp")], [4; 3]);
     }
 }

@@ -33,6 +33,14 @@ impl Operation {
     }
 }
 
+/// A posted message that is stored and not sent yet.
+pub(super) struct Stored {
+    to: ProcessId,
+    op: OpId,
+    way: Way,
+    ticket: Ticket,
+}
+
 /// A call to the handler.
 pub(super) enum Said {
     Arrived(ProcessId, Header, Payload),
@@ -66,6 +74,7 @@ impl Engine {
         }
     }
 
+    /// Stores a message, which [`Engine::send_stored`] sends.
     pub(super) fn post(
         &mut self,
         to: ProcessId,
@@ -89,37 +98,57 @@ impl Engine {
         let bulk = header.kind == Kind::Data
             && payload.as_ref().is_some_and(|payload| payload.len() >= RENDEZVOUS_BYTES);
         let way = if bulk { Way::Rendezvous } else { Way::Eager };
-        self.send(to, id::MESSAGE, &bytes, payload, way, Some(ticket));
+        match peer.endpoint {
+            Some(endpoint) => {
+                let op = self.worker.store(endpoint, &bytes, payload);
+                self.stored.push(Stored { to, op, way, ticket });
+            }
+            None => self.done(ticket, Err(TransportError::Closed)),
+        }
     }
 
-    /// Sends a message. If the endpoint is closed, `ticket` ends with `Closed`. The caller has
-    /// checked that the peer is not known to be gone.
-    pub(super) fn send(
-        &mut self,
-        to: ProcessId,
-        id: u32,
-        header: &[u8],
-        payload: Option<SharedBuffer>,
-        way: Way,
-        ticket: Option<Ticket>,
-    ) {
-        let endpoint = self.peers[to.index()].endpoint;
-        match endpoint.and_then(|endpoint| self.worker.send(endpoint, id, header, payload, way)) {
-            Some(Sent::Gone) => {
-                if let Some(ticket) = ticket {
-                    self.done(ticket, Ok(()));
-                }
-            }
-            Some(Sent::UnderWay(op)) => {
-                self.peers[to.index()].sending += 1;
-                self.note(op, Operation::Send { to, ticket });
-            }
-            None => {
-                if let Some(ticket) = ticket {
-                    self.done(ticket, Err(TransportError::Closed));
-                }
-            }
+    /// Sends the stored messages back to back, then reports those that have left at once.
+    ///
+    /// The receiver's core reads the memory that a send writes, so a write takes long to complete.
+    /// The processor hides that time only if nothing reads fresh writes in between. So headers are
+    /// stored before, and payloads are dropped after all sends.
+    pub(super) fn send_stored(&mut self) {
+        if self.stored.is_empty() {
+            return;
         }
+        let mut stored = std::mem::take(&mut self.stored);
+        stored.retain(|Stored { to, op, way, ticket }| {
+            match self.worker.send(*op, id::MESSAGE, *way) {
+                Sent::Gone => return true,
+                Sent::UnderWay => self.note_send(*to, *op, Some(*ticket)),
+                Sent::Closed => {
+                    drop(self.worker.take_back(*op));
+                    self.done(*ticket, Err(TransportError::Closed));
+                }
+            }
+            false
+        });
+        for Stored { op, ticket, .. } in stored.drain(..) {
+            // The payload is dropped before the handler hears of the end.
+            drop(self.worker.take_back(op));
+            self.done(ticket, Ok(()));
+        }
+        self.stored = stored;
+    }
+
+    /// Sends a message of the engine's own, without a payload.
+    pub(super) fn send(&mut self, to: ProcessId, id: u32, header: &[u8]) {
+        let Some(endpoint) = self.peers[to.index()].endpoint else { return };
+        let op = self.worker.store(endpoint, header, None);
+        match self.worker.send(op, id, Way::Eager) {
+            Sent::UnderWay => self.note_send(to, op, None),
+            Sent::Gone | Sent::Closed => drop(self.worker.take_back(op)),
+        }
+    }
+
+    fn note_send(&mut self, to: ProcessId, op: OpId, ticket: Option<Ticket>) {
+        self.peers[to.index()].sending += 1;
+        self.note(op, Operation::Send { to, ticket });
     }
 
     /// Handles a received message with any id but a hello's. A message with a wrong pass is
@@ -171,6 +200,7 @@ impl Engine {
                 self.throw_away(body);
                 Payload::Empty
             }
+            Body::Empty => Payload::Empty,
             Body::Here(bytes) => Payload::Inline(bytes),
             Body::There(descriptor, bytes) => {
                 let payload = self.next_payload;
@@ -189,6 +219,7 @@ impl Engine {
             header.try_into().map_err(|_| format!("a header of {} bytes", header.len()))?;
         let header = Header::decode(header).map_err(|error| error.to_string())?;
         let bytes = match body {
+            Body::Empty => 0,
             Body::Here(bytes) => bytes.len() as u64,
             Body::There(_, bytes) => *bytes as u64,
         };
@@ -283,7 +314,7 @@ impl Engine {
     pub(super) fn shut_out(&mut self, peer: ProcessId, why: TransportError) {
         if self.peers[peer.index()].down.is_none() {
             let header = prefix(self.me, self.peers[peer.index()].pass);
-            self.send(peer, id::BYE, &header, None, Way::Eager, None);
+            self.send(peer, id::BYE, &header);
         }
         self.down(peer, why, true);
     }

@@ -5,19 +5,20 @@
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::super::result;
 use super::super::sys::{Status, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_ep_h};
 use super::HEADER_MAX;
-use crate::memory::{OwnedBuffer, Pool, SharedBuffer};
+use crate::memory::{ALIGNMENT, OwnedBuffer, Pool, SharedBuffer};
 
 /// An event that a callback has recorded.
 pub(super) enum Happened {
     Message {
         id: u32,
         header: ([u8; HEADER_MAX], usize),
-        body: Body,
+        bytes: Arrived,
     },
     /// (Number, status): the operation with this number is over.
     Ended(usize, Status),
@@ -25,8 +26,16 @@ pub(super) enum Happened {
     Failed(usize, Status),
 }
 
+/// The bytes of a message as its callback leaves them.
+pub(super) enum Arrived {
+    Body(Body),
+    /// The place of a small payload in [`Inbox::small`].
+    Small(Range<usize>),
+}
+
 /// The bytes of a message.
 pub(in super::super) enum Body {
+    Empty,
     Here(SharedBuffer),
     /// (Descriptor, number of bytes): the bytes lie with the sender.
     There(Descriptor, usize),
@@ -41,7 +50,13 @@ pub(super) struct Inbox {
     pub(super) happened: RefCell<Vec<Happened>>,
     /// The pool for copies of bytes that came with their message.
     pub(super) pool: RefCell<Option<Pool>>,
+    /// The small payloads that have come since the last [`Inbox::take_small`], each aligned.
+    small: RefCell<Vec<u8>>,
 }
+
+/// Payloads up to this many bytes that come together share one buffer: a buffer of its own would
+/// take longer than the copy.
+const SMALL: usize = 256;
 
 thread_local! {
     /// The inbox of the current call to UCX on this thread; null outside such calls.
@@ -50,7 +65,11 @@ thread_local! {
 
 impl Inbox {
     pub(super) fn new() -> Box<Self> {
-        Box::new(Self { happened: RefCell::new(Vec::new()), pool: RefCell::new(None) })
+        Box::new(Self {
+            happened: RefCell::new(Vec::new()),
+            pool: RefCell::new(None),
+            small: RefCell::new(Vec::new()),
+        })
     }
 
     /// Runs `call`; its callbacks write into this inbox.
@@ -147,26 +166,47 @@ pub(super) unsafe extern "C" fn arrived(
     // SAFETY: UCX passes parameters with every message, and always sets their attributes.
     let attributes = unsafe { (*param).recv_attr };
     let rendezvous = attributes & ucp_am_recv_attr_t::UCP_AM_RECV_ATTR_FLAG_RNDV as u64 != 0;
-    let (body, status) = match NonNull::new(data) {
+    let (bytes, status) = match NonNull::new(data) {
         Some(descriptor) if rendezvous => {
-            (Body::There(Descriptor(descriptor), bytes), Status::IN_PROGRESS)
+            let body = Body::There(Descriptor(descriptor), bytes);
+            (Arrived::Body(body), Status::IN_PROGRESS)
         }
         Some(data) if bytes > 0 => {
             // SAFETY: without the flag above, `bytes` bytes are readable there during this call.
             let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), bytes) };
-            let mut copy = None;
-            with_current(|inbox| copy = Some(inbox.copy(data)));
-            (Body::Here(copy.unwrap_or_else(|| data.to_vec().into())), Status::OK)
+            let mut kept = None;
+            with_current(|inbox| kept = Some(inbox.keep(data)));
+            let outside = || Arrived::Body(Body::Here(data.to_vec().into()));
+            (kept.unwrap_or_else(outside), Status::OK)
         }
-        _ => (Body::Here(Vec::new().into()), Status::OK),
+        _ => (Arrived::Body(Body::Empty), Status::OK),
     };
     let id = id as usize as u32;
     let header = (kept, header_bytes);
-    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Message { id, header, body }));
+    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Message { id, header, bytes }));
     status
 }
 
 impl Inbox {
+    fn keep(&self, data: &[u8]) -> Arrived {
+        if data.len() > SMALL {
+            return Arrived::Body(Body::Here(self.copy(data)));
+        }
+        let mut small = self.small.borrow_mut();
+        let start = small.len().next_multiple_of(ALIGNMENT);
+        small.resize(start, 0);
+        small.extend_from_slice(data);
+        Arrived::Small(start..start + data.len())
+    }
+
+    /// Moves the small payloads into a buffer. `None` if there are none.
+    pub(super) fn take_small(&self) -> Option<SharedBuffer> {
+        let mut small = self.small.borrow_mut();
+        let buffer = (!small.is_empty()).then(|| self.copy(&small));
+        small.clear();
+        buffer
+    }
+
     fn copy(&self, data: &[u8]) -> SharedBuffer {
         let pooled = self.pool.borrow().as_ref().and_then(|pool| pool.allocate(data.len()).ok());
         match pooled {
@@ -183,5 +223,32 @@ fn free(request: *mut c_void) {
     if let Some(request) = NonNull::new(request) {
         // SAFETY: UCX passes the request that has ended, and nobody else holds it.
         unsafe { result::request_free(request) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_payloads_share_an_aligned_buffer() {
+        let inbox = Inbox::new();
+        let pool = Pool::new("test", None);
+        *inbox.pool.borrow_mut() = Some(pool.clone());
+        let places = [vec![1; 8], vec![2; SMALL], vec![3; 1]].map(|data| match inbox.keep(&data) {
+            Arrived::Small(place) => place,
+            Arrived::Body(_) => panic!("{} bytes are small", data.len()),
+        });
+        assert_eq!(pool.stats().live, 0);
+        let small = inbox.take_small().unwrap();
+        assert_eq!(pool.stats().live, Pool::rounded(small.len()));
+        for (place, byte) in places.into_iter().zip(1u8..) {
+            let payload = small.slice(place);
+            assert!(payload.iter().all(|found| *found == byte));
+            assert!((payload.as_ptr() as usize).is_multiple_of(ALIGNMENT));
+        }
+        assert!(inbox.take_small().is_none(), "they were taken");
+        let large = inbox.keep(&[4; SMALL + 1]);
+        assert!(matches!(large, Arrived::Body(Body::Here(bytes)) if bytes.len() == SMALL + 1));
     }
 }

@@ -24,7 +24,7 @@ use super::result::{self, Bytes, Started, UcxError, Way};
 use super::sys::Status;
 use crate::memory::{DevicePlace, OwnedBuffer, Pool, SharedBuffer};
 
-use inbox::{Happened, Inbox};
+use inbox::{Arrived, Happened, Inbox};
 use slots::Slots;
 
 pub(super) use inbox::{Body, Descriptor};
@@ -93,10 +93,12 @@ pub(super) enum Event {
 
 /// The state of a message after [`Worker::send`].
 pub(super) enum Sent {
-    /// The message has left, and its memory is free.
+    /// The message has left.
     Gone,
-    /// The end of this operation will be an event.
-    UnderWay(OpId),
+    /// The end of the operation will be an event.
+    UnderWay,
+    /// The endpoint is closed.
+    Closed,
 }
 
 /// A UCX worker: receives messages, and sends them over its endpoints.
@@ -211,9 +213,16 @@ impl Worker {
     pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
         self.slots.recycle();
         let mut happened = self.inbox.happened.replace(std::mem::take(&mut self.spare));
+        let small = self.inbox.take_small();
         for happened in happened.drain(..) {
             match happened {
-                Happened::Message { id, header, body } => {
+                Happened::Message { id, header, bytes } => {
+                    let body = match bytes {
+                        Arrived::Body(body) => body,
+                        Arrived::Small(range) => small
+                            .as_ref()
+                            .map_or(Body::Empty, |small| Body::Here(small.slice(range))),
+                    };
                     events.push(Event::Message { id, header, body })
                 }
                 Happened::Failed(endpoint, status) => {
@@ -263,46 +272,61 @@ impl Worker {
         Ok(EndpointId(number))
     }
 
-    /// Sends a message. Its end is an event, unless it has left at once. Returns `None` if the
-    /// endpoint is closed.
+    /// Stores a message, to be sent by [`Worker::send`].
     ///
     /// # Panics
     ///
     /// If the header is longer than [`HEADER_MAX`].
-    pub(super) fn send(
+    pub(super) fn store(
         &mut self,
         endpoint: EndpointId,
-        id: u32,
         header: &[u8],
         payload: Option<SharedBuffer>,
-        way: Way,
-    ) -> Option<Sent> {
-        let raw = self.endpoints[endpoint.0].raw?;
-        let held = payload.map_or(Held::Nothing, Held::Sent);
-        let op = self.slots.insert(endpoint, header, held);
+    ) -> OpId {
+        self.slots.insert(endpoint, header, payload.map_or(Held::Nothing, Held::Sent))
+    }
+
+    /// Sends a stored message. If it is not under way then, the caller takes its memory back with
+    /// [`Worker::take_back`].
+    ///
+    /// # Panics
+    ///
+    /// If the message is under way already.
+    pub(super) fn send(&mut self, op: OpId, id: u32, way: Way) -> Sent {
         let slot = self.slots.get(op);
+        assert!(!slot.under_way, "a message is sent once");
+        let Some(raw) = self.endpoints[slot.endpoint.0].raw else { return Sent::Closed };
         let payload = match &slot.held {
             Held::Sent(payload) => {
+                prepare(payload.bind());
                 place(payload.device(), || (payload.as_ptr().cast_mut(), payload.len()))
             }
             _ => place(None, || (std::ptr::null_mut(), 0)),
         };
-        if let Held::Sent(payload) = &slot.held {
-            prepare(payload.bind());
-        }
-        let header = &slot.header[..header.len()];
+        slot.under_way = true;
+        let header = &slot.header[..slot.header_bytes];
         // SAFETY: the endpoint is open, and no other thread uses its worker. The slot is boxed and
-        // its payload shared. So both stay in place, unchanged, until the slot is ended: below if
-        // the message has left, else by `collect` after the callback or an error noted below.
+        // its payload shared. So both stay in place, unchanged, while the slot is under way: until
+        // the line below if the message has left, else until `collect` ends it after the callback
+        // or an error noted below. `take_back` refuses a slot under way.
         let started = self.inbox.during(|| unsafe {
             result::message_send(raw, id, header, payload, way, inbox::sent, op.0)
         });
         if let Started::Over(Status::OK) = started {
-            drop(self.slots.take_back(op));
-            return Some(Sent::Gone);
+            self.slots.get(op).under_way = false;
+            return Sent::Gone;
         }
         self.note(op, started);
-        Some(Sent::UnderWay(op))
+        Sent::UnderWay
+    }
+
+    /// Ends a message that is not under way, and returns its memory.
+    ///
+    /// # Panics
+    ///
+    /// If the message is under way.
+    pub(super) fn take_back(&mut self, op: OpId) -> Held {
+        self.slots.take_back(op)
     }
 
     /// Fetches `bytes` bytes that lie with the sender into `into`; the end is an event.
@@ -320,6 +344,7 @@ impl Worker {
         assert_eq!(into.len(), bytes, "the place for a payload has its length");
         let op = self.slots.insert(endpoint, &[], Held::Fetched(into));
         let slot = self.slots.get(op);
+        slot.under_way = true;
         let place = match &mut slot.held {
             Held::Fetched(into) => {
                 prepare(into.bind());
@@ -436,7 +461,9 @@ impl Drop for Worker {
         }
         // Descriptors that were never given back.
         for happened in self.inbox.happened.take() {
-            if let Happened::Message { body: Body::There(descriptor, _), .. } = happened {
+            if let Happened::Message { bytes: Arrived::Body(Body::There(descriptor, _)), .. } =
+                happened
+            {
                 self.discard(descriptor);
             }
         }
@@ -451,8 +478,8 @@ impl Drop for Worker {
     }
 }
 
-/// Wakes a worker from any thread, as long as the worker exists.
-#[derive(Clone)]
+/// Wakes a worker from any thread, as long as the worker exists. The default wakes nobody.
+#[derive(Clone, Default)]
 pub(super) struct Signal(Arc<Mutex<Option<Awake>>>);
 
 struct Awake(NonNull<result::Worker>);

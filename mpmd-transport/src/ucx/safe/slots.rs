@@ -21,14 +21,18 @@ pub(in super::super) enum Held {
     Fetched(OwnedBuffer),
 }
 
-/// The endpoint and the memory of an operation in flight.
+/// The endpoint and the memory of an operation.
 pub(super) struct Slot {
     pub(super) endpoint: EndpointId,
     pub(super) header: [u8; HEADER_MAX],
+    /// Number of bytes of `header` in use.
+    pub(super) header_bytes: usize,
     pub(super) held: Held,
+    /// True while UCX may use the memory.
+    pub(super) under_way: bool,
 }
 
-/// All operations in flight, by id. An id is reused only after the caller was told of its
+/// All operations, by id. An id is reused only after the caller was told of its
 /// operation's end; until then it still names that operation.
 #[derive(Default)]
 pub(super) struct Slots {
@@ -49,7 +53,9 @@ impl Slots {
                 self.slots.push(Box::new(Slot {
                     endpoint,
                     header: [0; HEADER_MAX],
+                    header_bytes: 0,
                     held: Held::Nothing,
+                    under_way: false,
                 }));
                 self.in_use.push(false);
                 self.slots.len() - 1
@@ -58,6 +64,8 @@ impl Slots {
         let slot = &mut self.slots[number];
         slot.endpoint = endpoint;
         slot.header[..header.len()].copy_from_slice(header);
+        slot.header_bytes = header.len();
+        slot.under_way = false;
         slot.held = held;
         self.in_use[number] = true;
         OpId(number)
@@ -74,9 +82,14 @@ impl Slots {
         slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
     }
 
-    /// Ends an operation before its id is given to the caller, and returns its memory. The id is
-    /// free at once.
+    /// Ends an operation that is not under way, and returns its memory. The id is free at once.
+    ///
+    /// # Panics
+    ///
+    /// If the operation is under way, or has ended.
     pub(super) fn take_back(&mut self, op: OpId) -> Held {
+        let is_at_rest = self.in_use[op.0] && !self.slots[op.0].under_way;
+        assert!(is_at_rest, "UCX uses the memory of operation {}", op.0);
         self.in_use[op.0] = false;
         self.free.push(op.0);
         std::mem::replace(&mut self.slots[op.0].held, Held::Nothing)
@@ -87,7 +100,7 @@ impl Slots {
         self.free.append(&mut self.ended);
     }
 
-    /// Ends operation number `number` and returns its (endpoint, memory), or `None` if no operation
+    /// Ends operation number `number`, of which UCX has reported the end, and returns its (endpoint, memory), or `None` if no operation
     /// has this number.
     pub(super) fn remove(&mut self, number: usize) -> Option<(EndpointId, Held)> {
         if !self.in_use.get_mut(number).is_some_and(std::mem::take) {
@@ -126,6 +139,15 @@ mod tests {
         assert!(others.contains(&again));
         let held = slots.insert(EndpointId(2), &[], Held::Sent(vec![7].into()));
         assert!(matches!(slots.take_back(held), Held::Sent(bytes) if bytes[..] == [7]));
-        assert_eq!(slots.insert(EndpointId(2), &[], Held::Nothing), held, "nobody knew of it");
+        assert_eq!(slots.insert(EndpointId(2), &[], Held::Nothing), held, "it is free at once");
+    }
+
+    #[test]
+    #[should_panic = "UCX uses the memory of operation 0"]
+    fn operation_under_way_is_not_taken_back() {
+        let mut slots = Slots::default();
+        let op = slots.insert(EndpointId(0), &[], Held::Sent(vec![7].into()));
+        slots.get(op).under_way = true;
+        slots.take_back(op);
     }
 }
