@@ -99,8 +99,10 @@ pub mod variables {
     /// A file with the costs of the links between devices, as `mpmd bench links --out` writes it.
     /// Process 0 reads it and shares it.
     pub const LINKS: &str = "MPMD_LINKS";
-    /// With `uncommitted`, the processes compare host values of any size. Otherwise release builds
-    /// compare only those of up to 64 bytes. The same on all processes.
+    /// Additional checks, with a comma between two. With `uncommitted`, the processes compare host
+    /// values of any size; otherwise release builds compare only those of up to 64 bytes. With
+    /// `replicas`, devices compare the replicas of each kernel's outputs. The same on all
+    /// processes.
     pub const CHECK: &str = "MPMD_CHECK";
     /// The file to which this process writes its plan. The process joins no job and owns no
     /// devices. It is a dry run: it runs the program only to record the operations of a job's

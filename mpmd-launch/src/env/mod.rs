@@ -71,6 +71,8 @@ pub struct JobEnv {
     pub links: Option<PathBuf>,
     /// True if the processes compare host values of any size.
     pub check_uncommitted: bool,
+    /// True if the replicas of each kernel's outputs are compared.
+    pub check_replicas: bool,
     /// Settings of a dry run, if this process is one. `process` is then the process that it stands
     /// for, or a number beyond the job.
     pub plan: Option<PlanEnv>,
@@ -269,17 +271,21 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
-    let check_uncommitted = match vars.get(ours::CHECK).as_deref() {
-        None => false,
-        Some("uncommitted") => true,
-        Some(other) => {
-            return Err(LaunchError::Variable {
-                variable: ours::CHECK.into(),
-                value: other.into(),
-                expected: "uncommitted".into(),
-            });
+    let (mut check_uncommitted, mut check_replicas) = (false, false);
+    for check in vars.get(ours::CHECK).unwrap_or_default().split(',').map(str::trim) {
+        match check {
+            "" => {}
+            "uncommitted" => check_uncommitted = true,
+            "replicas" => check_replicas = true,
+            other => {
+                return Err(LaunchError::Variable {
+                    variable: ours::CHECK.into(),
+                    value: other.into(),
+                    expected: "uncommitted, replicas, or both with a comma".into(),
+                });
+            }
         }
-    };
+    }
     if let Some(value) = vars.get("MPMD_PATIENCE") {
         return Err(LaunchError::Variable {
             variable: "MPMD_PATIENCE".into(),
@@ -320,6 +326,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         host: vars.get(ours::HOST),
         links: vars.get(ours::LINKS).map(PathBuf::from),
         check_uncommitted,
+        check_replicas,
         plan: None,
         source,
     })

@@ -46,7 +46,7 @@ fn variables_of_every_launcher_are_read() {
         ("MPMD_PEER_TIMEOUT", "1.5"),
         ("MPMD_HOST", "left"),
         ("MPMD_LINKS", "links.json"),
-        ("MPMD_CHECK", "uncommitted"),
+        ("MPMD_CHECK", "uncommitted, replicas"),
         // Our launcher has priority.
         ("RANK", "3"),
         ("SLURM_STEP_NODELIST", "x"),
@@ -59,6 +59,7 @@ fn variables_of_every_launcher_are_read() {
         (Some("left"), Some(PathBuf::from("links.json")))
     );
     assert_eq!((ours.spin, ours.check_uncommitted), (Some(Spin::Never), true));
+    assert!(ours.check_replicas);
     assert_eq!(ours.cuda_collectives, Some(mpmd_layout::topology::CudaCollectives::Nccl));
     assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
     assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
@@ -70,7 +71,7 @@ fn variables_of_every_launcher_are_read() {
         ("MASTER_ADDR", "fd00::7"),
         ("MASTER_PORT", "29500"),
     ];
-    assert!(!job(&torchrun).check_uncommitted);
+    assert!(!job(&torchrun).check_uncommitted && !job(&torchrun).check_replicas);
     assert_eq!(who(&job(&torchrun)), (5, 8, Some(1), "[fd00::7]:29500", "torchrun"));
     let with_store = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
     assert_eq!(job(&with_store).coordinator, "[fd00::7]:29501");

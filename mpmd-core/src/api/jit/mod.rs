@@ -8,6 +8,7 @@ mod call;
 mod on_cuda;
 mod plan;
 mod planned;
+mod replicas;
 mod unchanged;
 mod warm;
 
@@ -248,7 +249,11 @@ impl<K: Kernel> Jit<K> {
         prepared.start(&program.runtime);
         self.kept.lock().lists = Lists { leaves: emptied(leaves), prepared };
         program.synced(at)?;
-        y.map_err(|error| wrong(IssueProblem::Tree(error)))
+        let y = y.map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        if program.runtime.config.check_replicas {
+            program.check_replicas(self.kernel.name(), y.leaves_with_paths(), at)?;
+        }
+        Ok(y)
     }
 
     /// Calls the kernel as [`Jit::call`] does, on the leaves of a tree of this structure. Returns
@@ -278,10 +283,14 @@ impl<K: Kernel> Jit<K> {
         };
         let on = (leaves, same);
         let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
-        let arrays = bound.plan.arrays(&mut prepared.slots, op, at).collect();
+        let arrays: Vec<_> = bound.plan.arrays(&mut prepared.slots, op, at).collect();
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
         program.synced(at)?;
+        if program.runtime.config.check_replicas {
+            let paths = bound.plan.output_structure.paths();
+            program.check_replicas(self.kernel.name(), paths.into_iter().zip(&arrays), at)?;
+        }
         Ok((bound.plan.output_structure.clone(), arrays))
     }
 

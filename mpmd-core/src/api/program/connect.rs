@@ -160,6 +160,9 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     if env.check_uncommitted {
         builder.check_uncommitted.get_or_insert(true);
     }
+    if env.check_replicas {
+        builder.check_replicas.get_or_insert(true);
+    }
     if let Some(plan) = &env.plan {
         return spectate(builder, &env, plan);
     }
@@ -220,7 +223,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: transports::told(name, &opened),
-        program: version::fingerprint(&topology, builder.checks_uncommitted()),
+        program: version::fingerprint(&topology, builder.checks()),
         trouble: opened.as_ref().err().map(lack),
     };
     let members = match rendezvous.join(member) {

@@ -20,11 +20,20 @@ const NEAR: usize = 64 << 10;
 /// id.
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
+/// The additional checks that a job makes.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Checks {
+    /// Compares host values of any size.
+    pub(super) uncommitted: bool,
+    /// Compares the replicas of kernels' outputs.
+    pub(super) replicas: bool,
+}
+
 /// Returns the properties that must be equal on all processes of a job. These are the version of
-/// mpmd, the executable, the devices, and the choice to compare host values of any size.
+/// mpmd, the executable, the devices, and the checks.
 /// Command-line arguments are not included, since some may concern only one process. Their effect
 /// on the program is compared as operations are issued.
-pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> String {
+pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name =
@@ -32,13 +41,14 @@ pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> Strin
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     // The default of a build needs no text: other builds have another build id.
-    let compared = match (check_uncommitted, cfg!(debug_assertions)) {
+    let compared = match (checks.uncommitted, cfg!(debug_assertions)) {
         (true, false) => ", host values of any size compared",
         (false, true) => ", small host values compared",
         _ => "",
     };
+    let replicas = if checks.replicas { ", replicas compared" } else { "" };
     format!(
-        "{name}, build {build}, mpmd {}, {}{compared}",
+        "{name}, build {build}, mpmd {}, {}{compared}{replicas}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
@@ -104,7 +114,7 @@ mod tests {
     #[test]
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
-        let fingerprint = |topology| fingerprint(topology, cfg!(debug_assertions));
+        let fingerprint = |topology| fingerprint(topology, Checks::default());
         let ours = fingerprint(&topology);
         assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
         assert_eq!(ours, fingerprint(&topology));
@@ -125,8 +135,12 @@ mod tests {
     }
 
     #[test]
-    fn fingerprint_depends_on_check_uncommitted() {
-        let [small, all] = [false, true].map(|check| fingerprint(&Topology::even(2, 3), check));
+    fn fingerprint_depends_on_the_checks() {
+        let of = |uncommitted, replicas| {
+            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas })
+        };
+        let [small, all] = [false, true].map(|check| of(check, false));
+        assert_ne!(of(true, true), all);
         assert_ne!(small, all);
         assert!([small, all].iter().any(|program| program.contains("host values")));
     }
