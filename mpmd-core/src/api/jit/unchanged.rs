@@ -36,7 +36,10 @@ pub(super) struct Unchanged {
 impl Unchanged {
     /// Returns the number of leading inputs that are the same as before. They fit the plan.
     pub(super) fn count(&self, leaves: &[&MpmdArray]) -> usize {
-        let same = |(known, leaf): &(&WeakHandle, &&MpmdArray)| matches!(&leaf.repr, Repr::Placed(placed) if known.is(placed));
+        let same = |(known, leaf): &(&WeakHandle, &&MpmdArray)| match &leaf.repr {
+            Repr::Placed(placed) => known.is(placed),
+            Repr::Host(_) => false,
+        };
         self.leaves.iter().zip(leaves).take_while(same).count()
     }
 
