@@ -186,7 +186,7 @@ mod tests {
         let mesh = p.mesh(&[("x", 1)]).unwrap();
         let (a, b) = (group(&mut p, &mesh, 0, 1), group(&mut p, &mesh, 10, 1));
         let jit = weighted(&p, &mesh);
-        jit.call(&mut p, a.clone()).unwrap();
+        jit.call(&mut p, a.clone()).unwrap().block_until_ready().unwrap();
         let plan = jit.kept.lock().plans[0].clone();
         let mut noted = Unchanged::default();
         let hash = |noted: &mut Unchanged, x: &[MpmdArray]| {

@@ -324,6 +324,10 @@ mod tests {
             let mesh = p.mesh_of(&[("x", 1)], &[device])?;
             let copies = p.jit(Copies).on(&mesh).outputs(mesh.replicated()).build()?;
             let host = MpmdArray::from_slice(&[4], &[7u8; 4])?;
+            let y = copies.call(p, vec![host.clone(); 3])?;
+            // The first call with such arrays looks at them to make its plan.
+            y[0].block_until_ready()?;
+            let _ = copies.call(p, y)?;
             let y = copies.call(p, vec![host; 3])?;
             let created = |y: &[MpmdArray]| match &y[0].repr {
                 Repr::Placed(placed) => placed.all.arrays.get().is_some(),
