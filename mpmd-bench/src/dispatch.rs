@@ -1,5 +1,6 @@
 //! Measures the time to issue a `jit` call.
 
+use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -209,11 +210,19 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let first = p.jit(First).on(&mesh).outputs(mesh.replicated()).build()?;
     for leaves in [64, 300] {
         let xs = (0..leaves).map(|_| scalar(p, &mesh)).collect::<mpmd_core::Result<Vec<_>>>()?;
+        // Each call takes clones of the handles, so no call with as many leaves costs less.
+        let clones = Case::micros(
+            "handles cloned",
+            format!("{leaves} leaves"),
+            clone_times(options.repeats, &xs),
+        );
         let times = issue_times(p, options.repeats, |p| many.call(p, xs.clone()))?;
         let parameters = format!("no part, {leaves} leaves in, {leaves} out");
-        cases.push(Case::micros("jit issue", parameters, times));
+        let issued = Case::micros("jit issue", parameters, times);
         let times = issue_times(p, options.repeats, |p| first.call(p, xs.clone()))?;
-        cases.push(Case::micros("jit issue", format!("no part, {leaves} leaves in, 1 out"), times));
+        let parameters = format!("no part, {leaves} leaves in, 1 out");
+        let reduced = Case::micros("jit issue", parameters, times);
+        cases.extend([issued.over("clones", &clones), reduced.over("clones", &clones), clones]);
     }
     Ok(cases)
 }
@@ -307,6 +316,18 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
 
 fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
     p.array_from_fn(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
+}
+
+/// Returns the mean time to clone these handles and drop the clones in each of `repeats` batches.
+fn clone_times(repeats: usize, xs: &[MpmdArray]) -> Vec<Duration> {
+    let batch = |_| {
+        let start = Instant::now();
+        for _ in 0..BATCH {
+            drop(black_box(xs.to_vec()));
+        }
+        start.elapsed() / BATCH as u32
+    };
+    (0..repeats).map(batch).collect()
 }
 
 /// Returns the mean time to issue a call in each of `repeats` batches. The device catches up

@@ -59,7 +59,10 @@ struct Sends {
 impl State {
     /// Returns the entry of operation `op`, which must not have ended.
     fn find(&mut self, op: u64) -> Option<&mut Open> {
-        let at = self.open.partition_point(|open| open.op < op);
+        // Mostly the operation that was issued last, or the oldest one.
+        let last = self.open.len().checked_sub(1)?;
+        let at = [last, 0].into_iter().find(|at| self.open[*at].op == op);
+        let at = at.unwrap_or_else(|| self.open.partition_point(|open| open.op < op));
         self.open.get_mut(at)
     }
 

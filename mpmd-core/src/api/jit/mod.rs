@@ -20,7 +20,7 @@ use mpmd_ids::block::Mutex;
 
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
-use crate::exec::array::{MpmdArray, Repr, emptied};
+use crate::exec::array::{MpmdArray, Placed, Repr, emptied};
 use crate::exec::{AsyncBuffer, AsyncBuffers, Job, OpGuard, Rolling, Runtime};
 use crate::kernel::Kernel;
 pub use call::run_here;
@@ -343,9 +343,9 @@ enum Numbering<'a> {
     Replayed(Replayed<'a>),
 }
 
-/// Issues a call as one operation and returns its number. Marks the donated inputs, and fills `prepared` with the output buffers
-/// and jobs of this process. The caller must queue the jobs. May block while the program is too far
-/// ahead or memory is short.
+/// Issues a call as one operation and returns its number. Marks the donated inputs, and fills
+/// `prepared` with the output buffers and jobs of this process. The caller must queue the jobs. May
+/// block while the program is too far ahead or memory is short.
 fn issue<K: Kernel>(
     program: &mut Program,
     bound: &Arc<Bound<K>>,
@@ -403,12 +403,18 @@ fn prepare<K: Kernel>(
     for (seat_index, seat) in plan.seats.iter().enumerate() {
         let inputs = leaves.iter().zip(&plan.inputs).map(|(leaf, input)| match &leaf.repr {
             Repr::Host(host) => Input::Host(host.bytes().clone()),
-            Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
-            Repr::Placed(placed) => match placed.slot(seat.place.device) {
-                Some(slot) => Input::AsyncBuffer(slot.issue_use(), placed.origin.op),
-                // Cannot happen: the plan has checked that every device has its part.
-                None => Input::AsyncBuffer(AsyncBuffer::filled(Vec::new().into()).issue_use(), 0),
-            },
+            Repr::Placed(handle) if input.donated => Input::Donated(handle.clone()),
+            Repr::Placed(handle) => {
+                let placed: &Placed = handle;
+                match placed.slot(seat.place.device) {
+                    Some(slot) => Input::AsyncBuffer(slot.issue_use(), placed.origin.op),
+                    // Cannot happen: the plan has checked that every device has its part.
+                    None => {
+                        let empty = AsyncBuffer::filled(Vec::new().into());
+                        Input::AsyncBuffer(empty.issue_use(), 0)
+                    }
+                }
+            }
         });
         let memory = runtime.reserve_all(
             seat.local_index,

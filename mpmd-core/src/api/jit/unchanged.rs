@@ -36,7 +36,10 @@ pub(super) struct Unchanged {
 impl Unchanged {
     /// Returns the number of leading inputs that are the same as before. They fit the plan.
     pub(super) fn count(&self, leaves: &[&MpmdArray]) -> usize {
-        let same = |(known, leaf): &(&WeakHandle, &&MpmdArray)| matches!(&leaf.repr, Repr::Placed(placed) if known.is(placed));
+        let same = |(known, leaf): &(&WeakHandle, &&MpmdArray)| match &leaf.repr {
+            Repr::Placed(placed) => known.is(placed),
+            Repr::Host(_) => false,
+        };
         self.leaves.iter().zip(leaves).take_while(same).count()
     }
 
@@ -183,7 +186,7 @@ mod tests {
         let mesh = p.mesh(&[("x", 1)]).unwrap();
         let (a, b) = (group(&mut p, &mesh, 0, 1), group(&mut p, &mesh, 10, 1));
         let jit = weighted(&p, &mesh);
-        jit.call(&mut p, a.clone()).unwrap();
+        jit.call(&mut p, a.clone()).unwrap().block_until_ready().unwrap();
         let plan = jit.kept.lock().plans[0].clone();
         let mut noted = Unchanged::default();
         let hash = |noted: &mut Unchanged, x: &[MpmdArray]| {

@@ -38,8 +38,10 @@ struct Results {
 pub(crate) struct NewArrays {
     all: Arc<Results>,
     next: Range<u32>,
-    /// True in a dry run.
-    recorded: bool,
+    /// True if handles to the arrays are counted.
+    counted: bool,
+    /// True if one of the arrays may have to be listed for out-of-memory errors.
+    large: bool,
 }
 
 enum Arrays {
@@ -56,10 +58,6 @@ struct Remote {
 }
 
 impl Results {
-    fn new(arrays: Arrays) -> Arc<Self> {
-        Arc::new(Self { arrays: OnceLock::from(arrays), remote: None })
-    }
-
     /// Returns all arrays. Creates them if they were left out so far.
     #[inline]
     fn arrays(&self) -> &[Placed] {
@@ -90,22 +88,35 @@ impl Results {
 impl Placed {
     /// Creates an array and returns a handle to it.
     pub(super) fn into_array(self) -> MpmdArray {
-        let recorded = self.made.runtime.recorder.is_some();
-        let handle = Handle::first_of(Results::new(Arrays::One(self)), 0, recorded);
-        MpmdArray { repr: Repr::Placed(handle) }
+        Self::handles(Arrays::One(self)).next().expect("one array")
     }
 
-    /// Creates and returns one handle for each of an operation's new arrays, in order.
+    /// Creates and returns one handle for each of an operation's new arrays, in order. All have
+    /// shards on the same devices of this process.
     pub(crate) fn arrays(mut all: impl ExactSizeIterator<Item = Self>) -> NewArrays {
-        let count = all.len() as u32;
-        let arrays = match (count, all.next()) {
+        Self::handles(match (all.len(), all.next()) {
             (1, Some(one)) => Arrays::One(one),
-            (_, first) => Arrays::Several(first.into_iter().chain(all).collect()),
-        };
-        let all = Results::new(arrays);
-        let first = all.arrays().first();
-        let recorded = first.is_some_and(|array| array.made.runtime.recorder.is_some());
-        NewArrays { all, next: 0..count, recorded }
+            (count, first) => {
+                let mut several = Vec::with_capacity(count);
+                several.extend(first);
+                several.extend(all);
+                Arrays::Several(several.into())
+            }
+        })
+    }
+
+    fn handles(arrays: Arrays) -> NewArrays {
+        let all = Arc::new(Results { arrays: OnceLock::from(arrays), remote: None });
+        let arrays = all.arrays();
+        let recorded = arrays.first().is_some_and(|first| first.made.runtime.recorder.is_some());
+        let counted = arrays.first().is_some_and(|first| first.is_counted(arrays.len(), recorded));
+        let large = arrays.iter().any(Self::is_large);
+        NewArrays { next: 0..arrays.len() as u32, counted, large, all }
+    }
+
+    /// True if the array is listed for out-of-memory errors.
+    fn is_large(&self) -> bool {
+        self.shards.len().saturating_mul(self.made.bytes) as u64 >= WORTH_NAMING
     }
 
     /// Creates and returns one handle for each of an operation's new arrays, in order, if this
@@ -114,7 +125,7 @@ impl Placed {
     pub(crate) fn remote_arrays(made: &Arc<[Arc<Made>]>, first: Origin) -> NewArrays {
         let (count, remote) = (made.len() as u32, Remote { made: made.clone(), first });
         let all = Arc::new(Results { arrays: OnceLock::new(), remote: Some(remote) });
-        NewArrays { all, next: 0..count, recorded: false }
+        NewArrays { all, next: 0..count, counted: false, large: false }
     }
 
     /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
@@ -130,10 +141,11 @@ impl Iterator for NewArrays {
     #[inline]
     fn next(&mut self) -> Option<MpmdArray> {
         let (index, all) = (self.next.next()?, self.all.clone());
-        let handle = match self.all.remote {
-            Some(_) => Handle { all, index, counted: false },
-            None => Handle::first_of(all, index, self.recorded),
-        };
+        // The array's count already includes this handle.
+        let handle = Handle { all, index, counted: self.counted };
+        if self.large && handle.is_large() {
+            handle.made.runtime.holds(&handle);
+        }
         Some(MpmdArray { repr: Repr::Placed(handle) })
     }
 
@@ -145,21 +157,6 @@ impl Iterator for NewArrays {
 impl ExactSizeIterator for NewArrays {}
 
 impl Handle {
-    /// Creates the first handle to the new array at `index` of `all`; the array's count already
-    /// includes it. Lists a large array for out-of-memory errors. `recorded` is true in a dry run.
-    fn first_of(all: Arc<Results>, index: u32, recorded: bool) -> Self {
-        let arrays = all.arrays();
-        let array = &arrays[index as usize];
-        let counted = array.is_counted(arrays.len(), recorded);
-        // Most arrays are too small even in total: then nothing is looked up.
-        let large = array.shards.len().saturating_mul(array.made.bytes) as u64 >= WORTH_NAMING;
-        let handle = Self { all, index, counted };
-        if large {
-            handle.made.runtime.holds(&handle);
-        }
-        handle
-    }
-
     #[inline]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.index == other.index && Arc::ptr_eq(&self.all, &other.all)
@@ -258,6 +255,7 @@ mod tests {
     use crate::kernel::Views;
     use crate::kernel::ViewsMut;
     use crate::prelude::*;
+    use crate::simulate;
 
     /// A kernel that copies any number of arrays.
     struct Copies;
@@ -317,5 +315,41 @@ mod tests {
         more[0].block_until_ready().unwrap();
         drop((y, more));
         p.finish().unwrap();
+    }
+
+    #[test]
+    fn results_elsewhere_are_created_when_one_is_read() {
+        let results = simulate(2, 2, 1, |p| {
+            let device = p.topology().device_ids()[1];
+            let mesh = p.mesh_of(&[("x", 1)], &[device])?;
+            let copies = p.jit(Copies).on(&mesh).outputs(mesh.replicated()).build()?;
+            let host = MpmdArray::from_slice(&[4], &[7u8; 4])?;
+            let y = copies.call(p, vec![host.clone(); 3])?;
+            // The first call with such arrays looks at them to make its plan.
+            y[0].block_until_ready()?;
+            let _ = copies.call(p, y)?;
+            let y = copies.call(p, vec![host; 3])?;
+            let created = |y: &[MpmdArray]| match &y[0].repr {
+                Repr::Placed(placed) => placed.all.arrays.get().is_some(),
+                Repr::Host(_) => unreachable!("a kernel made it"),
+            };
+            let z = copies.call(p, y.clone())?;
+            let clones = (y[1].clone().is_same(&y[1]), y[1].is_same(&y[2]));
+            let origins = [&y[1], &z[2]].map(MpmdArray::origin);
+            let before = [created(&y), created(&z)];
+            z[2].block_until_ready()?;
+            let read = [created(&y), created(&z)];
+            assert_eq!([&y[1], &z[2]].map(MpmdArray::origin), origins);
+            let lines = [&y[1], &z[2]].map(|array| match &array.repr {
+                Repr::Placed(placed) => (placed.origin(), placed.origin.at.line()),
+                Repr::Host(_) => unreachable!("a kernel made it"),
+            });
+            assert_eq!(lines.map(|(origin, _)| Some(origin)), origins);
+            assert!(lines[0].1 < lines[1].1);
+            Ok((before, read, clones))
+        });
+        let [elsewhere, here] = [0, 1].map(|process: usize| *results[process].as_ref().unwrap());
+        assert_eq!(elsewhere, ([false; 2], [false, true], (true, false)));
+        assert_eq!(here, ([true; 2], [true; 2], (true, false)));
     }
 }
