@@ -32,8 +32,8 @@ pub(super) struct Slot {
     pub(super) under_way: bool,
 }
 
-/// All operations, by id. An id is reused only after the caller was told of its
-/// operation's end; until then it still names that operation.
+/// All operations, by id. An id is reused only after the caller was told of its operation's end;
+/// until then it still names that operation.
 #[derive(Default)]
 pub(super) struct Slots {
     // Boxed: a header must not move when the vector grows.
@@ -100,8 +100,8 @@ impl Slots {
         self.free.append(&mut self.ended);
     }
 
-    /// Ends operation number `number`, of which UCX has reported the end, and returns its (endpoint, memory), or `None` if no operation
-    /// has this number.
+    /// Ends operation number `number`, of which UCX has reported the end. Returns its (endpoint,
+    /// memory), or `None` if no operation has this number.
     pub(super) fn remove(&mut self, number: usize) -> Option<(EndpointId, Held)> {
         if !self.in_use.get_mut(number).is_some_and(std::mem::take) {
             return None;
