@@ -12,7 +12,7 @@ use mpmd_core::topology::DeviceId;
 use mpmd_core::{Error, IssueProblem};
 
 #[test]
-fn gradients_of_a_tree_come_back_to_the_shardings_of_its_sources() {
+fn gradients_come_back_to_the_shardings_of_the_sources() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4] {
         let delays = Duration::from_millis(1);

@@ -79,7 +79,7 @@ fn spans_of_a_step_are_nested() {
     }
 }
 
-/// Makes an array on device 1 whose values cannot be computed, and uses it.
+/// Makes an array on device 1 with values that cannot be computed, and uses it.
 fn fails(p: &mut Program) -> Result<u64> {
     let on = Sharding::single_device(DeviceId(1));
     let error = p.array_from_fn(f32s([]), &on, |_, _| Err(Error::kernel("not today")));

@@ -222,7 +222,8 @@ mod tests {
         let expected = concat!(
             r#"
 leaf   array           spec           per device  rule
-bias   f32[15]         P(data)               8 B  0 "bias|step"        dimension 0 of 15 does not divide evenly by 8 (data)
+bias   f32[15]         P(data)               8 B  0 "bias|step"        dimension 0 "#,
+            r#"of 15 does not divide evenly by 8 (data)
 w      f32[1024,4096]  P(None, data)     2.0 MiB  2 ".*w.*"
 odd_w  f32[2049,1023]  P(None, None)     8.0 MiB  2 ".*w.*"            `fsdp("#,
             r#"'data')` fits no dimension

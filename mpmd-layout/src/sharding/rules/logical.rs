@@ -46,7 +46,7 @@ impl LogicalAxes {
         self
     }
 
-    /// Gives logical names to the dimensions of all leaves whose whole name matches `pattern`, a
+    /// Gives logical names to the dimensions of all leaves with a whole name that matches `pattern`, a
     /// regular expression as in a [`Strategy`](super::Strategy). [`leaf`](Self::leaf) goes before
     /// patterns, and of several matching patterns the first counts.
     ///
