@@ -144,7 +144,8 @@ fn large_sums_are_scattered_and_then_gathered() {
         // total.
         let sent: u64 = p.metrics().bytes_sent.iter().sum();
         assert!(sent <= 2 * bytes * 3 / 4, "{sent} bytes are sent");
-        // A tree is moved in the same two steps.
+        // A tree is moved in the same two steps. The sends of the first move come before.
+        y.block_until_ready()?;
         let before = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
         let z = p.reshard(&(x.clone(),), mesh.replicated(), MoveOptions::default())?.0;
         check(&z, |index| total(index, |v| v))?;

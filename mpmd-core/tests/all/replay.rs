@@ -664,7 +664,7 @@ fn parts_and_intermediates_are_replayed() {
     for processes in [1, 2, 6] {
         let results = Simulation::new(processes, 6).delays(3, Duration::from_millis(2)).run(|p| {
             let source: Vec<DeviceId> = (0..4).map(DeviceId).collect();
-            let rows = p.mesh_of(&[("x", 4)], &source)?.sharding(spec!["x"]);
+            let rows = p.mesh_of(&[("x", 4)], &source)?.sharding(spec!["x", None]);
             let target = p.mesh_of(&[("x", 2)], &[DeviceId(4), DeviceId(5)])?;
             let to = target.sharding(spec![None, "x"]);
             let put = |p: &mut Program, first: u8| {

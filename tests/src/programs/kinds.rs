@@ -105,8 +105,8 @@ fn parts_of_a_mesh(p: &mut Program, say: &mut Say<'_>) -> Result<()> {
 fn by_an_intermediate(p: &mut Program, say: &mut Say<'_>) -> Result<()> {
     let source: Vec<DeviceId> = (0..4).map(DeviceId).collect();
     let target: Vec<DeviceId> = (6..8).map(DeviceId).collect();
-    let source = p.mesh_of(&[("x", 4)], &source)?.sharding(spec!["x"]);
-    let target = p.mesh_of(&[("x", 2)], &target)?.sharding(spec!["x"]);
+    let source = p.mesh_of(&[("x", 4)], &source)?.sharding(spec!["x", None]);
+    let target = p.mesh_of(&[("x", 2)], &target)?.sharding(spec![None, "x"]);
     let x = p.array_from_fn(f32s([8, 6]), &source, numbered(4))?;
     let before = p.operations();
     let y = p.reshard_with_intermediate_sharding(&x, &source, &target, MoveOptions::default())?;

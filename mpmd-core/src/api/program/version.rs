@@ -21,7 +21,7 @@ const NEAR: usize = 64 << 10;
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
 /// The additional checks that a job makes.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(super) struct Checks {
     /// Compares host values of any size.
     pub(super) uncommitted: bool,
@@ -114,7 +114,8 @@ mod tests {
     #[test]
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
-        let fingerprint = |topology| fingerprint(topology, Checks::default());
+        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
+        let fingerprint = |topology| fingerprint(topology, checks);
         let ours = fingerprint(&topology);
         assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
         assert_eq!(ours, fingerprint(&topology));
