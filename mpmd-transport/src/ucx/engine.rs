@@ -166,9 +166,9 @@ impl Engine {
         let worker = worker(processes)?;
         let wrong = |error: super::result::UcxError| error.environment("opening UCX");
         worker.descriptor().map_err(wrong)?;
-        let ucx = sys::library().map(sys::Library::version).unwrap_or_default();
         let moves_cuda = worker.moves_cuda();
-        let address = Address::format(&worker.address().map_err(wrong)?, &ucx, moves_cuda);
+        let address =
+            Address::format(&worker.address().map_err(wrong)?, &Address::common(), moves_cuda);
         let engine = Self {
             queue: Arc::new(Queue::new(worker.signal())),
             worker,

@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::sys;
+use super::{settings, sys};
 use crate::rendezvous::are_equal;
 use crate::transport::TransportError;
 use crate::wire::{ProcessId, VERSION};
@@ -33,7 +33,14 @@ impl Address {
         text
     }
 
-    /// Parses the address of `peer`, which must have the same wire version and UCX version.
+    /// Returns this process's text about UCX that all processes must share.
+    pub(super) fn common() -> String {
+        let version = sys::library().map(sys::Library::version).unwrap_or_default();
+        settings::common(&version, |variable| std::env::var(variable).ok())
+    }
+
+    /// Parses the address of `peer`, which must have the same wire version, UCX version and size of
+    /// parts over TCP.
     ///
     /// UCX needs one version on both sides: addresses and protocols change between versions.
     pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
@@ -52,11 +59,12 @@ impl Address {
                  every process"
             )));
         }
-        let own = sys::library().map(sys::Library::version).unwrap_or_default();
+        let own = Self::common();
         if ucx != own {
             return Err(wrong(format!(
                 "it runs UCX {ucx}, this process {own}; all processes need the same, so put one \
-                 library's folder first in LD_LIBRARY_PATH on all hosts"
+                 library's folder first in LD_LIBRARY_PATH on all hosts, and set \
+                 UCX_TCP_RX_SEG_SIZE alike or nowhere"
             )));
         }
         let worker = bytes(hex).filter(|worker| format!("{:016x}", checksum(worker)) == sum);
@@ -223,7 +231,7 @@ mod tests {
 
     #[test]
     fn address_with_another_version_or_damage_is_refused() {
-        let own = sys::library().map(sys::Library::version).unwrap_or_default();
+        let own = Address::common();
         let text = Address::format(&[0, 255, 16], &own, false);
         let with_cuda = Address::format(&[0, 255, 16], &own, true);
         assert_eq!(with_cuda, format!("{text}/cuda"));
@@ -269,7 +277,7 @@ mod tests {
 
     #[test]
     fn fuzz_ucx_address() {
-        let own = sys::library().map(sys::Library::version).unwrap_or_default();
+        let own = Address::common();
         let format = |moves_cuda| Address::format(&[0, 255, 16, 7], &own, moves_cuda).into_bytes();
         mpmd_fuzz::bytes("ucx-address", &[format(false), format(true)], |bytes| {
             let text = String::from_utf8_lossy(bytes);

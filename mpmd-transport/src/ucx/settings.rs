@@ -57,6 +57,18 @@ pub(super) fn unless_set(
     free.map(|setting| (setting.key, setting.value)).collect()
 }
 
+/// Returns a text that must be equal on all processes: the library's version, and the size of parts
+/// over TCP if the user has set it. UCX does not compare these sizes: a part from a peer with a
+/// larger one could exceed the receiver's memory.
+pub(super) fn common(version: &str, variable: impl Fn(&str) -> Option<String>) -> String {
+    let name = TCP_PARTS.variables[0];
+    match variable(name) {
+        None => version.to_owned(),
+        // Slashes divide an address.
+        Some(size) => format!("{version} with {name}={}", size.replace('/', "_")),
+    }
+}
+
 /// Returns true if a value of `UCX_TLS` allows a transport with one of these names: it has the
 /// name, or `all`, or is a list of excluded transports.
 fn allows(transports: &str, names: &[&str]) -> bool {
@@ -90,6 +102,13 @@ mod tests {
             newer[1..3]
         );
         assert_eq!(names((1, 12, 1), &["UCX_TCP_RX_SEG_SIZE"]), [older[0], older[2]]);
+    }
+
+    #[test]
+    fn size_of_tcp_parts_is_common_to_all() {
+        let size = |name: &str| (name == "UCX_TCP_RX_SEG_SIZE").then(|| "64/k".to_owned());
+        assert_eq!(common("1.13.1", |_| None), "1.13.1");
+        assert_eq!(common("1.13.1", size), "1.13.1 with UCX_TCP_RX_SEG_SIZE=64_k");
     }
 
     #[test]

@@ -46,9 +46,10 @@ impl LogicalAxes {
         self
     }
 
-    /// Gives logical names to the dimensions of all leaves with a whole name that matches `pattern`, a
-    /// regular expression as in a [`Strategy`](super::Strategy). [`leaf`](Self::leaf) goes before
-    /// patterns, and of several matching patterns the first counts.
+    /// Gives logical names to the dimensions of all leaves with a whole name that matches
+    /// `pattern`, a regular expression as in a [`Strategy`](super::Strategy).
+    /// [`leaf`](Self::leaf) goes before patterns, and of several matching patterns the first
+    /// counts.
     ///
     /// # Errors
     ///
