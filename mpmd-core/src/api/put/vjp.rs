@@ -10,6 +10,9 @@ use crate::exec::array::MpmdArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 
+/// The tree of the results of a move.
+type Moved<T> = <T as Tree>::With<MpmdArray>;
+
 /// Moves gradients back to where a [`Program::put_vjp`] came from. `T` is the tree that it moved.
 #[derive(Clone, Debug)]
 pub struct PutVjp<T> {
@@ -51,7 +54,7 @@ impl Program {
         &mut self,
         x: &T,
         to: impl Into<PrefixTree<Sharding>>,
-    ) -> Result<(T::With<MpmdArray>, PutVjp<T::With<MpmdArray>>)> {
+    ) -> Result<(Moved<T>, PutVjp<Moved<T>>)> {
         let at = self.caller(Location::caller());
         let moved = self.put_at(x, &to.into(), MoveOptions::default(), at)?;
         let back = x.leaves().into_iter().map(|leaf| leaf.sharding().map(Sharding::reduced));
