@@ -46,7 +46,8 @@ fn spans_of_a_step_are_nested() {
         let x = p.device_put(&x, stages[1].replicated())?;
         let same = p.jit(fun("same", like_first, |_, x, mut y| {
             tracing::info!("inside of the kernel");
-            Ok(y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?))
+            y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+            Ok(())
         }));
         let same = same.on(&stages[1]).outputs(stages[1].replicated()).build()?;
         same.call(p, vec![x])?[0].block_until_ready()?;
