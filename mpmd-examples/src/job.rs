@@ -29,9 +29,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use mpmd::launch::{
-    JobEnv, Launch, LaunchError, OutputMode, device_kinds, log_to_stderr, variables,
-};
+use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
 use mpmd::{Error, Program, testing::Simulation};
 
@@ -174,7 +172,7 @@ pub fn run<E: Into<anyhow::Error>>(
     devices: usize,
     program: impl Fn(&mut Program) -> Result<(), E> + Sync,
 ) -> anyhow::Result<ExitCode> {
-    log_to_stderr();
+    Program::log_to_stderr();
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
     let processes = args.processes.unwrap_or(default_processes);
     if let Some(env) = JobEnv::from_env()? {

@@ -108,7 +108,7 @@
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Error, Failure, FailureKind, HostArray, IssueError, Jit, MemoryUse,
-    MoveOptions, MpmdArray, Program, PutVjp, Recorded, Result, Sections, SplitOptions,
+    MoveOptions, MpmdArray, Program, Recorded, Result, Sections, SplitOptions,
 };
 pub use mpmd_ids::{DeviceId, ProcessId};
 pub use mpmd_layout::spec;
@@ -269,9 +269,7 @@ pub mod launch {
     //!
     //! `mpmd run` is a thin layer over [`Launch`]. [`JobEnv`] reads the variables of a launcher.
 
-    pub use mpmd_launch::{
-        JobEnv, Launch, LaunchError, OutputMode, device_kinds, log_to_stderr, variables,
-    };
+    pub use mpmd_launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 }
 
 pub mod testing {

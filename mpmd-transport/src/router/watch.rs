@@ -1,11 +1,12 @@
 //! Everything that depends on time: heartbeats, probes of slow senders, and reports of long waits.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::failure::cut;
-use super::{Action, Body, Cargo, Router};
+use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
@@ -185,31 +186,48 @@ impl<C: Cargo> Router<C> {
 
     /// Treats peers as lost from which nothing has come for the peer timeout.
     ///
-    /// If several go silent within a heartbeat, this process may be deaf instead: the queues of
-    /// UCX's shared memory are stuck behind a process that was stopped while it wrote to one. So
-    /// the job fails because of the peer for which this process waits, and all hear of it.
+    /// If all of several peers go silent within a heartbeat, this process may be deaf instead: the
+    /// queues of UCX's shared memory are stuck behind a process that was stopped while it wrote to
+    /// one. The others find that process meanwhile. Two heartbeats later, this process fails with
+    /// an error that names all.
     fn find_silent_peers(&mut self, now: Duration) {
         let (timeout, heartbeat) = (self.config.peer_timeout, self.config.heartbeat);
-        let silence = |process: &ProcessId| {
-            let peer = &self.peers[process.index()];
-            if peer.has_left() { Duration::ZERO } else { now.saturating_sub(peer.heard) }
+        let here: Vec<_> =
+            self.others().filter(|process| !self.peers[process.index()].has_left()).collect();
+        let silent_for = |limit: Duration| {
+            let silence =
+                |process: &ProcessId| now.saturating_sub(self.peers[process.index()].heard);
+            here.iter().copied().filter(|process| silence(process) > limit).collect::<Vec<_>>()
         };
-        let about_to = |process| silence(&process) > timeout.saturating_sub(heartbeat);
-        let mut silent: Vec<_> =
-            self.others().filter(|process| silence(process) > timeout).collect();
-        if silent.len() < self.others().filter(|process| about_to(*process)).count() {
+        let silent = silent_for(timeout);
+        if silent.len() < silent_for(timeout.saturating_sub(heartbeat)).len() {
             return;
         }
-        let waits_in = |process: &ProcessId| self.peers[process.index()].expected.keys().next();
-        let op = |process: &ProcessId| waits_in(process).map_or(u64::MAX, |(op, _)| *op);
-        silent.sort_by_key(op);
         let why = format!("no sign of life for {} s", timeout.as_secs_f32());
-        if let [first, _, ..] = silent[..] {
-            self.fail(self.lost_while(first, op(&first).min(self.history.count()), &why));
+        if silent.len() > 1 && silent.len() == here.len() {
+            if silent_for(timeout + 2 * heartbeat).len() < here.len() {
+                return;
+            }
+            self.fail(self.all_silent(&silent, &why));
         }
         for process in silent {
             self.lose(process, why.clone());
         }
+    }
+
+    /// Returns the failure of a process that hears none of its peers.
+    fn all_silent(&self, silent: &[ProcessId], why: &str) -> Arc<Failure> {
+        let waits = self.peers.iter().filter_map(|peer| peer.expected.keys().next());
+        let op = waits.map(|(op, _)| *op).min().unwrap_or(self.history.count());
+        let gone: Vec<_> =
+            silent.iter().map(|process| format!("process {process} is gone")).collect();
+        let message = format!(
+            "{} (from all of them {why}, perhaps since one was stopped while it wrote to this \
+             process); {} waited",
+            gone.join(", or "),
+            self.name(op)
+        );
+        Arc::new(Failure::new(FailureKind::PeerLost, silent[0], op, message))
     }
 
     fn watch_waits_for(&mut self, process: ProcessId, now: Duration) {

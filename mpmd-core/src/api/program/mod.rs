@@ -127,6 +127,12 @@ impl Program {
         Self::builder().from_env()
     }
 
+    /// Writes the `tracing` events of this process to standard error: those that the filter in
+    /// `RUST_LOG` selects, else warnings and errors. Does nothing if there is a subscriber already.
+    pub fn log_to_stderr() {
+        mpmd_launch::log_to_stderr();
+    }
+
     /// Returns a builder, for settings other than the defaults.
     pub fn builder() -> Builder {
         Builder::default()
@@ -351,7 +357,7 @@ impl Program {
         let failure = self.runtime.trouble().unwrap_or_else(|| {
             Arc::new(Failure::new(FailureKind::Left, me, self.count, format!("process {me} {how}")))
         });
-        tracing::warn!(%failure, "a program ends without `finish`");
+        tracing::debug!(%failure, "a program ends without `finish`");
         let report = self.runtime.report_of(&failure, false);
         self.runtime.leave(Some(&failure));
         // Does not compare clocks: nothing here may wait for a peer.
