@@ -189,7 +189,7 @@ impl<C: Cargo> Router<C> {
     /// If all of several peers go silent within a heartbeat, this process may be deaf instead: the
     /// queues of UCX's shared memory are stuck behind a process that was stopped while it wrote to
     /// one. The others find that process meanwhile. Two heartbeats later, this process fails with
-    /// an error that names all.
+    /// an error that names all, and after two more gives them up.
     fn find_silent_peers(&mut self, now: Duration) {
         let (timeout, heartbeat) = (self.config.peer_timeout, self.config.heartbeat);
         let here: Vec<_> =
@@ -205,10 +205,16 @@ impl<C: Cargo> Router<C> {
         }
         let why = format!("no sign of life for {} s", timeout.as_secs_f32());
         if silent.len() > 1 && silent.len() == here.len() {
-            if silent_for(timeout + 2 * heartbeat).len() < here.len() {
+            let all_for =
+                |beats| silent_for(timeout.saturating_add(beats * heartbeat)).len() == here.len();
+            let (fails, gives_up) = (all_for(2), all_for(4));
+            if fails {
+                self.fail(self.all_silent(&silent, &why));
+            }
+            // Later: those that are well must get the failure first.
+            if !gives_up {
                 return;
             }
-            self.fail(self.all_silent(&silent, &why));
         }
         for process in silent {
             self.lose(process, why.clone());
