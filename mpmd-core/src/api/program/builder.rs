@@ -168,9 +168,9 @@ impl Builder {
         self
     }
 
-    /// Makes each call of this process's program wait until its operations have ended, and return
-    /// their failure: slow, but an error has the line of its call. Off by default. `MPMD_SYNC=1`
-    /// turns it on in a program that does not set it.
+    /// Makes each kernel call, move, replay and new array of this process's program wait until its
+    /// operations have ended, and return their failure: slow, but an error has the line of its
+    /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
     pub fn sync(mut self, yes: bool) -> Self {
         self.sync = Some(yes);
         self

@@ -232,7 +232,8 @@ impl Program {
     }
 
     /// With [`Builder::sync`](super::Builder::sync), blocks until this process's operations have
-    /// ended. Every call that issues operations ends with it.
+    /// ended. Calls of kernels, moves, replays and new arrays end with it; splits and microbatches,
+    /// which only give parts of arrays new handles, do not.
     ///
     /// # Errors
     ///
