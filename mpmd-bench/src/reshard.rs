@@ -45,8 +45,9 @@ pub(crate) struct ReshardArgs {
     mib: Vec<usize>,
 }
 
-/// Measures three cases for each size and number of processes: rows to columns, rows to other
-/// devices, and replication. Prints the results; starts the jobs if this process is not in one.
+/// Measures five cases for each size and number of processes: rows to columns, rows to other
+/// devices, replication, chunks to chunks of the other dimension, and regions of different shapes
+/// to rows. Prints the results; starts the jobs if this process is not in one.
 pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
         let mut p =
@@ -92,12 +93,17 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
         let bytes = mib << 20;
         let rows = here.sharding(spec!["x"]);
         let columns = here.sharding(spec![None, "x"]);
-        for (name, to, copies) in [
-            ("rows to columns", columns, 1),
-            ("to other devices", there.sharding(spec!["x"]), 1),
-            ("replicate", here.replicated(), 4),
+        let mut turned = even.clone();
+        turned.rotate_left(1);
+        let chunks = Sharding::chunk(0, even.clone())?;
+        for (name, from, to, copies) in [
+            ("rows to columns", &rows, columns, 1),
+            ("to other devices", &rows, there.sharding(spec!["x"]), 1),
+            ("replicate", &rows, here.replicated(), 4),
+            ("chunks to chunks", &chunks, Sharding::chunk(1, turned)?, 1),
+            ("regions to rows", &regions(&even, bytes)?, rows.clone(), 1),
         ] {
-            let [times, plain] = put(p, args, bytes, &rows, &to)?;
+            let [times, plain] = put(p, args, bytes, &here, [from, &to])?;
             let parameters = format!("{mib} MiB, {} processes", p.processes());
             if p.process().0 == 0 {
                 let moved = Case::bandwidth(name, parameters, bytes * copies, times);
@@ -133,29 +139,42 @@ fn shape(bytes: usize) -> [usize; 2] {
     [rows, bytes / 4 / rows]
 }
 
+/// Returns a sharding of the matrix into four regions of different shapes.
+fn regions(devices: &[DeviceId], bytes: usize) -> mpmd_core::Result<Sharding> {
+    let [rows, columns] = shape(bytes);
+    let (top, left, right) = (rows / 4, columns / 4, columns * 3 / 4);
+    let parts = [
+        [(0, top), (0, columns)],
+        [(top, rows), (0, left)],
+        [(top, rows), (left, right)],
+        [(top, rows), (right, columns)],
+    ];
+    let parts = parts.into_iter().map(|part| part.into_iter().collect());
+    Ok(Sharding::enumerated(devices.iter().copied().zip(parts).collect())?)
+}
+
 /// Returns (the mean length of a `device_put`, that of a plain copy) in each sample. The first
 /// includes allocation, and ends when the array is on every device.
 fn put(
     p: &mut Program,
     args: &ReshardArgs,
     bytes: usize,
-    from: &Sharding,
-    to: &Sharding,
+    mesh: &Mesh,
+    [from, to]: [&Sharding; 2],
 ) -> mpmd_core::Result<[Vec<Duration>; 2]> {
-    let mesh = from.mesh().expect("a named sharding").clone();
     let x = p.array_from_fn(f32s(shape(bytes)), from, |_, mut view| Ok(view.fill(1.0f32)?))?;
     x.block_until_ready()?;
     let measures = p.process().0 == 0;
     in_turns(args, bytes, measures, |rounds| {
         // The other processes wait here while process 0 copies.
-        meet(p, &mesh)?;
+        meet(p, mesh)?;
         let start = Instant::now();
         for _ in 0..rounds {
             let y: MpmdArray =
                 p.device_put_with(&x, to, MoveOptions::default().may_alias(false))?;
             y.block_until_ready()?;
         }
-        meet(p, &mesh)?;
+        meet(p, mesh)?;
         Ok(start.elapsed())
     })
 }

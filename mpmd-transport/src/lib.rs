@@ -6,6 +6,7 @@
 //! - [`memory`]: buffers and the pools that they come from. Transports read from them and write
 //!   into them.
 //! - [`wire`]: the fixed, versioned header that every message starts with.
+//! - [`batch`]: several small messages in one.
 //! - [`control`]: the encoding of small control payloads.
 //! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and
 //!   [`ucx`].
@@ -16,6 +17,7 @@
 //! - [`probe`]: tests which system calls between processes this machine allows.
 //! - [`deadline`]: deadlines for waits that may be endless.
 
+pub mod batch;
 pub mod control;
 pub mod deadline;
 pub mod inproc;

@@ -238,6 +238,22 @@ pub trait Fetch: Send {
     fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone);
 }
 
+/// Payload bytes in memory that this process can read. They are copied when they are fetched, and
+/// freed at once.
+pub(crate) struct CopyOut(pub(crate) SharedBuffer);
+
+impl Fetch for CopyOut {
+    fn bytes(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
+        into.copy_from_slice(&self.0);
+        drop(self);
+        then(Ok(into));
+    }
+}
+
 /// Called with the filled buffer, or with the error that prevented filling it.
 pub type FetchDone = Box<dyn FnOnce(Result<OwnedBuffer, TransportError>) + Send>;
 

@@ -25,7 +25,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 pub const HEADER_BYTES: usize = 64;
 
 /// The version of the wire protocol that this crate speaks. Peers must speak the same.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 const MAGIC: [u8; 4] = *b"MPMD";
 
@@ -69,6 +69,8 @@ pub enum Kind {
     /// With zero-copy transfers: a program waits until everything lent up to operation `op` has
     /// been taken. Answered by [`Kind::Credit`] as soon as it has.
     AskTaken = 14,
+    /// `count` messages with small pieces, in the [payload](crate::batch).
+    Batch = 15,
 }
 
 impl Kind {
@@ -88,6 +90,7 @@ impl Kind {
             12 => Self::Records,
             13 => Self::Failure,
             14 => Self::AskTaken,
+            15 => Self::Batch,
             _ => return None,
         })
     }

@@ -23,6 +23,10 @@ pub(super) enum Test {
     Wake,
     /// The time of one hop around a ring of this many processes, in microseconds.
     Ring(usize),
+    /// Half the time in which a tree of 64 arrays goes to and fro, in microseconds.
+    Leaves,
+    /// The time as for `Leaves`, if the arrays move one by one.
+    OneByOne,
     /// The rate of adding up the bytes of an array after a zero-copy transfer, in GB/s.
     Read,
     /// The rate as for `Read`, while the memory is new to the reader.
@@ -45,6 +49,8 @@ impl Test {
             Self::HandoverWarmUp => "handover warm-up",
             Self::Wake => "futex wake",
             Self::Ring(_) => "ring",
+            Self::Leaves => "64 leaves",
+            Self::OneByOne => "64 one by one",
             Self::Read => "read",
             Self::ReadWarmUp => "read warm-up",
             Self::OneCopy => "one copy",
@@ -69,9 +75,8 @@ impl Test {
 
     pub(super) fn unit(self) -> &'static str {
         match self {
-            Self::Latency | Self::Handover | Self::HandoverWarmUp | Self::Wake | Self::Ring(_) => {
-                "us"
-            }
+            Self::Latency | Self::Leaves | Self::OneByOne => "us",
+            Self::Handover | Self::HandoverWarmUp | Self::Wake | Self::Ring(_) => "us",
             _ => "GB/s",
         }
     }
@@ -95,7 +100,7 @@ impl Samples {
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
-            Test::Latency => seconds * 1e6 / 2.0,
+            Test::Latency | Test::Leaves | Test::OneByOne => seconds * 1e6 / 2.0,
             Test::Handover | Test::HandoverWarmUp | Test::Wake | Test::Ring(_) => seconds * 1e6,
             _ => self.bytes as f64 / seconds / 1e9,
         });

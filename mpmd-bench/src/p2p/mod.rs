@@ -66,8 +66,9 @@ pub(crate) struct P2pArgs {
     /// arrays on devices of kind cuda.
     #[arg(long, value_enum, value_delimiter = ',')]
     level: Vec<Level>,
-    /// The cases to measure for each size: latency, bandwidth, handover, and ring, an array that
-    /// goes around all processes. Hand-overs and rings exist for arrays only, and without a peer.
+    /// The cases to measure for each size: latency, bandwidth, handover, ring (an array that goes
+    /// around all processes), and leaves (64 arrays, moved by one call and by 64). The last three
+    /// exist for arrays only, and without a peer.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
     /// Numbers of processes of the rings.
@@ -137,8 +138,8 @@ impl P2pArgs {
     fn of_pairs(&self) -> Vec<Case> {
         let is_left_out = |case: &Case| match case {
             Case::Ring => true,
-            // A peer has no hand-overs.
-            Case::Handover => self.peer,
+            // A peer has no hand-overs and no trees.
+            Case::Handover | Case::Leaves => self.peer,
             Case::Latency | Case::Bandwidth => false,
         };
         self.case.iter().copied().filter(|case| !is_left_out(case)).collect()

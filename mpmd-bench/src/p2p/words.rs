@@ -38,6 +38,8 @@ pub(super) enum Case {
     Handover,
     /// An array that goes around a ring of processes; only at level array.
     Ring,
+    /// A tree of 64 arrays of this size, moved by one call and by 64; only at level array.
+    Leaves,
 }
 
 impl Case {
@@ -47,6 +49,7 @@ impl Case {
             Self::Bandwidth => "bandwidth",
             Self::Handover => "handover",
             Self::Ring => "ring",
+            Self::Leaves => "leaves",
         }
     }
 }

@@ -20,13 +20,15 @@ use mpmd_layout::tree::{PrefixTree, Tree};
 /// The steps that move one array to its target.
 enum Route {
     Direct(PutSteps),
-    /// Gathers replicas on the source's devices first, then moves one replica to the target.
-    Via {
-        between: Sharding,
-        gather: Arc<PutPlan>,
-        replica: Box<Relabelled>,
-        onward: Arc<PutPlan>,
-    },
+    Via(Box<Via>),
+}
+
+/// Gathers replicas on the source's devices first, then moves one replica to the target.
+struct Via {
+    between: Sharding,
+    gather: Arc<PutPlan>,
+    replica: Relabelled,
+    onward: Arc<PutPlan>,
 }
 
 impl Program {
@@ -192,7 +194,7 @@ impl Program {
         let replica = first_replica(path, aval, &between)?;
         let gather = self.put_plan_between(path, aval, Some(from), &between.sharding, cache)?;
         let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;
-        Ok(Route::Via { between: between.sharding, gather, replica: Box::new(replica), onward })
+        Ok(Route::Via(Box::new(Via { between: between.sharding, gather, replica, onward })))
     }
 
     /// Issues the planned moves, grouped by source devices, and returns the results as a tree like
@@ -208,8 +210,18 @@ impl Program {
         let groups =
             groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
-        for place in groups.into_iter().flatten() {
-            moved[place] = Some(self.follow(leaves[place].1, &routes[place], options, at));
+        for group in groups {
+            let mut direct = Vec::with_capacity(group.len());
+            for place in group {
+                let array = leaves[place].1;
+                match &routes[place] {
+                    Route::Direct(steps) => direct.push((place, (array, steps))),
+                    Route::Via(via) => moved[place] = Some(self.follow(array, via, options, at)),
+                }
+            }
+            let (places, moves): (Vec<usize>, Vec<_>) = direct.into_iter().unzip();
+            let results = self.put_all(&moves, options, at);
+            places.into_iter().zip(results).for_each(|(place, array)| moved[place] = Some(array));
         }
         let mut moved = moved.into_iter().flatten();
         x.map_ref(&mut |_| moved.next().expect("every leaf is in one group"))
@@ -218,14 +230,11 @@ impl Program {
     fn follow(
         &mut self,
         array: &MpmdArray,
-        route: &Route,
+        via: &Via,
         options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let (between, gather, replica, onward) = match route {
-            Route::Direct(steps) => return self.put_along(array, steps, options, at),
-            Route::Via { between, gather, replica, onward } => (between, gather, replica, onward),
-        };
+        let Via { between, gather, replica, onward } = via;
         // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
         // no effect on it.
         let gathered = self.put_one(array, gather, options.may_alias(true), None, at);

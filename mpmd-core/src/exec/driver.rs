@@ -18,20 +18,19 @@ pub(super) struct TransportHandler(pub(super) Weak<Runtime>);
 impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         let Some(runtime) = self.0.upgrade() else { return };
-        if matches!(header.kind, Kind::Eager | Kind::Data) {
-            runtime.trace_piece(PieceStep::Arrived, (header.op, header.piece), from, header.bytes);
-        }
         let (now, announced, found) = (runtime.now(), header.payload_bytes(), payload.bytes());
+        if found != announced {
+            let sent = format!("a {:?} message of {found} bytes", header.kind);
+            let why = format!("it sent {sent}, and announced {announced}");
+            return runtime.with_router(|router| router.broken(from, &why));
+        }
+        match header.kind {
+            Kind::Batch => return runtime.take_batch(from, &payload),
+            Kind::Eager | Kind::Data => return runtime.take_pieces(from, [(header, payload)]),
+            _ => {}
+        }
+        // Control messages are read here.
         runtime.with_router(|router| match payload {
-            _ if found != announced => {
-                let sent = format!("a {:?} message of {found} bytes", header.kind);
-                router.broken(from, &format!("it sent {sent}, and announced {announced}"));
-            }
-            // Pieces keep their payload, even a small one that is already here. Control messages
-            // are read here.
-            payload if matches!(header.kind, Kind::Eager | Kind::Data) => {
-                router.arrived(from, header, payload, &[], now);
-            }
             Payload::Inline(bytes) | Payload::Lent(bytes) if bytes.device().is_none() => {
                 router.arrived(from, header, Payload::Empty, &bytes, now);
             }
@@ -41,16 +40,10 @@ impl Handler for TransportHandler {
 
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
         let Some(runtime) = self.0.upgrade() else { return };
-        runtime.trace.note(|| What::Left { ticket: ticket.0 });
-        let (loan, operation) = runtime.under_way.lock().sent(ticket);
-        drop(loan);
-        match (operation, result) {
-            (None, _) => {}
-            (Some((_, operation)), Ok(())) => operation.sent(),
-            // The loss of the peer is reported separately.
-            (Some((to, operation)), Err(error)) => {
-                operation.fail_sends(&runtime.broken_off(to, operation.op(), &error));
-            }
+        let bundle = runtime.under_way.lock().take_bundle(ticket);
+        match bundle {
+            Some(tickets) => tickets.into_iter().for_each(|ticket| runtime.done(ticket, &result)),
+            None => runtime.done(ticket, &result),
         }
     }
 
@@ -63,6 +56,38 @@ impl Handler for TransportHandler {
 }
 
 impl Runtime {
+    /// Passes pieces from a peer to the router. They keep their payloads, even small ones that are
+    /// already here.
+    pub(super) fn take_pieces(
+        self: &Arc<Self>,
+        from: ProcessId,
+        pieces: impl IntoIterator<Item = (Header, Payload)>,
+    ) {
+        let now = self.now();
+        self.with_router(|router| {
+            for (header, payload) in pieces {
+                let Header { op, piece, bytes, .. } = header;
+                self.trace_piece(PieceStep::Arrived, (op, piece), from, bytes);
+                router.arrived(from, header, payload, &[], now);
+            }
+        });
+    }
+
+    /// Ends the send of a piece: the transport no longer uses its bytes.
+    fn done(self: &Arc<Self>, ticket: Ticket, result: &Result<(), TransportError>) {
+        self.trace.note(|| What::Left { ticket: ticket.0 });
+        let (loan, operation) = self.under_way.lock().sent(ticket);
+        drop(loan);
+        match (operation, result) {
+            (None, _) => {}
+            (Some((_, operation)), Ok(())) => operation.sent(),
+            // The loss of the peer is reported separately.
+            (Some((to, operation)), Err(error)) => {
+                operation.fail_sends(&self.broken_off(to, operation.op(), error));
+            }
+        }
+    }
+
     /// Locks the router and runs `call` on it. Then carries out the actions that the router asks
     /// for, without the lock. Returns the result of `call`.
     pub(crate) fn with_router<R>(
@@ -154,7 +179,7 @@ impl Runtime {
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
                 posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
-                transport.post(to, header, payload, ticket);
+                self.post_piece(to, header, payload, ticket);
                 match handed_over {
                     HandedOver::Untaken => {}
                     HandedOver::Awaited => {
@@ -177,7 +202,7 @@ impl Runtime {
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
                 posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
-                transport.post(to, header, payload, ticket);
+                self.post_piece(to, header, payload, ticket);
             }
         }
     }

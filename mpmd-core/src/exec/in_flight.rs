@@ -10,6 +10,7 @@ use mpmd_transport::Failure;
 
 use super::async_buffer::{AsyncBuffer, Resolver};
 use crate::trace::Trace;
+use mpmd_layout::reshard;
 use mpmd_record::trace::What;
 use tracing::Span;
 
@@ -44,16 +45,26 @@ struct Open {
     bytes: u64,
     /// Number of guards of the operation; 0 once it has ended.
     parts: usize,
-    /// `None` if the program cannot wait for the operation's sends, or they have ended.
-    sends: Option<Sends>,
+    /// The sends of each result for which the program can wait, until they have ended.
+    sends: Vec<Sends>,
     /// The span of the operation in the program's log, if the log takes spans.
     span: Option<Span>,
 }
 
-/// The pieces that this process sends in an operation, until the last has left or one has failed.
+/// The pieces that this process sends of one result of an operation, until the last has left or one
+/// has failed.
 struct Sends {
+    result: u32,
     missing: usize,
     resolver: Resolver,
+}
+
+impl Open {
+    /// Takes out the sends of a result for which `ended` returns true. `None` if there are none.
+    fn take_sends(&mut self, result: u32, ended: impl FnOnce(&mut Sends) -> bool) -> Option<Sends> {
+        let at = self.sends.iter().position(|sends| sends.result == result)?;
+        ended(&mut self.sends[at]).then(|| self.sends.swap_remove(at))
+    }
 }
 
 impl State {
@@ -107,6 +118,8 @@ const RELEASED: u64 = u64::MAX;
 /// end.
 pub(crate) struct OpGuard {
     op: u64,
+    /// Index of the result of the operation that the part belongs to; 0 if it has only one.
+    result: u32,
     /// The rolling hash at the operation.
     hash: u128,
     in_flight: Arc<InFlight>,
@@ -124,7 +137,7 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        let new = Open { op, bytes, parts: 1, sends: None, span: None };
+        let new = Open { op, bytes, parts: 1, sends: Vec::new(), span: None };
         match state.open.back() {
             Some(last) if last.op >= op => {
                 let at = state.open.partition_point(|before| before.op < op);
@@ -134,7 +147,7 @@ impl InFlight {
         }
         self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
-        OpGuard { op, hash, in_flight: self.clone() }
+        OpGuard { op, result: 0, hash, in_flight: self.clone() }
     }
 
     /// Sets the span of operation `op`, which has not ended. It is closed when the operation ends.
@@ -209,12 +222,26 @@ impl OpGuard {
         self.op
     }
 
-    /// Counts the `pieces` pieces that this process sends in the operation. Returns an async buffer
-    /// without bytes. It ends when each of them is [sent](Self::sent), or with the first failure.
+    /// Returns a guard of the same operation for parts of the result with this index.
+    pub(crate) fn of_result(&self, result: u32) -> Self {
+        let mut guard = self.clone();
+        guard.result = result;
+        guard
+    }
+
+    /// Returns the name of a piece of the guard's result in messages and traces: (operation, piece
+    /// number). `id` is the piece's number in the plan of the result's move.
+    pub(crate) fn key(&self, id: u64) -> (u64, u64) {
+        (self.op, reshard::joined(id, self.result))
+    }
+
+    /// Counts the `pieces` pieces that this process sends of the guard's result. Returns an async
+    /// buffer without bytes. It ends when each of them is [sent](Self::sent), or with the first
+    /// failure.
     pub(crate) fn expect_sends(&self, pieces: usize) -> AsyncBuffer {
         let (resolver, slot) = AsyncBuffer::new();
         if let Some(open) = self.in_flight.state.lock().find(self.op) {
-            open.sends = Some(Sends { missing: pieces, resolver });
+            open.sends.push(Sends { result: self.result, missing: pieces, resolver });
         }
         slot
     }
@@ -224,10 +251,11 @@ impl OpGuard {
         self.release(true);
     }
 
-    /// Fails the operation's sends, unless they have ended.
+    /// Fails the sends of the guard's result, unless they have ended.
     pub(crate) fn fail_sends(&self, failure: &Arc<Failure>) {
         let mut state = self.in_flight.state.lock();
-        let sends = state.find(self.op).and_then(|open| open.sends.take());
+        let open = state.find(self.op);
+        let sends = open.and_then(|open| open.take_sends(self.result, |_| true));
         drop(state);
         if let Some(Sends { resolver, .. }) = sends {
             resolver.keep(Err(failure.clone()));
@@ -240,15 +268,16 @@ impl OpGuard {
         let op = std::mem::replace(&mut self.op, RELEASED);
         let mut state = self.in_flight.state.lock();
         let Some(open) = state.find(op) else { return };
-        let mut left = None;
-        if sent && let Some(sends) = &mut open.sends {
-            sends.missing -= 1;
-            left = (sends.missing == 0).then(|| open.sends.take()).flatten();
-        }
+        let left = sent.then(|| {
+            open.take_sends(self.result, |sends| {
+                sends.missing -= 1;
+                sends.missing == 0
+            })
+        });
         open.parts -= 1;
-        let (mut abandoned, mut span) = (None, None);
+        let (mut abandoned, mut span) = (Vec::new(), None);
         if open.parts == 0 {
-            (abandoned, span) = (open.sends.take(), open.span.take());
+            (abandoned, span) = (std::mem::take(&mut open.sends), open.span.take());
             let bytes = open.bytes;
             state.end(bytes);
             // Under the lock: a thread that finds no open operation may end the trace.
@@ -257,10 +286,10 @@ impl OpGuard {
         }
         drop(state);
         drop(span);
-        if let Some(Sends { resolver, .. }) = left {
+        if let Some(Sends { resolver, .. }) = left.flatten() {
             resolver.keep(Ok(Vec::new().into()));
         }
-        // Its resolver fails the sends.
+        // Their resolvers fail the sends.
         drop(abandoned);
     }
 }
@@ -270,7 +299,12 @@ impl Clone for OpGuard {
         if let Some(open) = self.in_flight.state.lock().find(self.op) {
             open.parts += 1;
         }
-        Self { op: self.op, hash: self.hash, in_flight: self.in_flight.clone() }
+        Self {
+            op: self.op,
+            result: self.result,
+            hash: self.hash,
+            in_flight: self.in_flight.clone(),
+        }
     }
 }
 

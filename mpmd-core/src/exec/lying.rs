@@ -5,7 +5,7 @@ use mpmd_fuzz::{Rng, integer, mutate};
 use mpmd_transport::router::{self, Answer, Failure, FailureKind, OpRecord};
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{
-    Handler, Header, Kind, OwnedBuffer, SharedBuffer, Ticket, TransportError, control,
+    Handler, Header, Kind, OwnedBuffer, SharedBuffer, Ticket, TransportError, batch, control,
 };
 
 use super::*;
@@ -145,8 +145,9 @@ impl Move {
             slot: AsyncBuffer::filled(bytes.clone()),
         };
         let shards: Vec<LocalShard> = self.source.iter().map(shard).collect();
-        let (mut made, _) = self.plan.run(runtime, op, &guard, &Source::Shards(&shards), false);
-        made.remove(0).slot
+        let source = Source::Shards(&shards);
+        self.plan.send(runtime, &guard, &source);
+        self.plan.receive(runtime, &guard, &source, false).remove(0).slot
     }
 
     fn check(&self, found: &SharedBuffer) {
@@ -302,7 +303,7 @@ impl Scene {
         use Kind::*;
         let count = self.runtime.router.lock().count();
         let pieces = [Eager, Eager, Data, Data, Data, Offer, Grant, Credit, AskTaken];
-        let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure];
+        let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure, Batch];
         let kind = if rng.u8(..6) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
         let theirs: Vec<_> = issued.pieces.iter().filter(|piece| piece.0 == LIAR).collect();
         let (mut op, mut piece, mut bytes) = (rng.u64(..count + 3), rng.u64(..4), 100);
@@ -335,6 +336,9 @@ impl Scene {
             _ => header.payload_bytes().min(self.garbage.len() as u64) as usize,
         };
         let bytes = text.map_or_else(|| self.garbage.slice(0..length), SharedBuffer::from);
+        if matches!(kind, Eager | Data) && rng.u8(..4) == 0 {
+            return self.lie_in_batch(rng, (header, bytes));
+        }
         let payload = match rng.u8(..6) {
             0 => Payload::Lent(bytes),
             1 if kind == Data && rng.bool() => Payload::Empty,
@@ -350,6 +354,21 @@ impl Scene {
             _ => Payload::Inline(bytes),
         };
         self.handler.arrived(LIAR, header, payload);
+    }
+
+    /// Sends copies of a message in a batch, which may be damaged.
+    fn lie_in_batch(&self, rng: &mut Rng, message: (Header, SharedBuffer)) {
+        let messages = vec![message; rng.usize(1..4)];
+        let (mut header, batch) = batch::pack(&messages, &self.runtime.staging).unwrap();
+        header.epoch = 1;
+        let mut bytes = batch.to_vec();
+        if rng.u8(..4) == 0 {
+            mutate(rng, &mut bytes);
+        }
+        if rng.u8(..8) > 0 {
+            header.bytes = bytes.len() as u64;
+        }
+        self.handler.arrived(LIAR, header, Payload::Inline(bytes.into()));
     }
 
     /// Ends all operations. Checks that those without a part of the dishonest peer ended well.

@@ -46,6 +46,7 @@ pub(crate) mod recorder;
 mod send;
 mod start;
 mod status;
+mod together;
 mod transfer;
 mod under_way;
 mod worker;
@@ -127,6 +128,8 @@ pub(crate) struct Runtime {
     pub(crate) recorder: Option<Recorder>,
     /// Payload bytes of pieces given to the transport, indexed by destination process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
+    /// Messages with pieces given to the transport, indexed by destination process.
+    pub(crate) messages_sent: Vec<AtomicU64>,
     trouble: Mutex<life_cycle::Trouble>,
     /// Notified when a peer leaves or something fails.
     changed: Condvar,
@@ -256,10 +259,26 @@ impl Runtime {
     }
 
     /// Enters the span of a kernel of operation `op` on a device, if the program's log takes spans.
+    /// `said` tells what this thread does: "ran" or "issued".
     #[inline]
-    pub(crate) fn enter_kernel(&self, op: u64, device: DeviceId) -> Option<KernelSpan> {
+    pub(crate) fn enter_kernel(
+        &self,
+        op: u64,
+        device: DeviceId,
+        said: &'static str,
+    ) -> Option<KernelSpan> {
         let operation = spans::are_on().then(|| self.in_flight.span(op))??;
-        Some(KernelSpan::enter(&operation, &device))
+        Some(KernelSpan::enter(&operation, &device, said))
+    }
+
+    /// Tells the program's log, if it takes spans, that a device has run an issued kernel of
+    /// operation `op`: for this time in nanoseconds, if it is known.
+    pub(crate) fn log_ran(&self, op: u64, device: DeviceId, took: Option<u64>) {
+        if spans::are_on()
+            && let Some(operation) = self.in_flight.span(op)
+        {
+            spans::ran(&operation, &device, took.map(|nanoseconds| nanoseconds / 1_000));
+        }
     }
 
     /// Queues a job on the thread of the device with this local index. Does not block.

@@ -58,6 +58,7 @@ impl PutPlan {
             to: piece.dst.0,
             bytes: (piece.region.elements() * item) as u64,
             step: piece.step,
+            leaf: 0,
         };
         let moved = pieces.iter().filter(|piece| piece.src != piece.dst);
         OpDescriptor {

@@ -52,8 +52,8 @@ impl Receive {
     /// so that its sender does not wait. All receives of an operation are registered within one
     /// lock of the router: it reports an operation as taken once none is left.
     pub(super) fn begin(self, runtime: &Runtime, router: &mut Router<InProcess>) {
-        let (from, Send { op, transfer, guard }) = (self.from, &self.forward);
-        let (key, hash, now) = ((*op, transfer.id), guard.hash(), runtime.now());
+        let (from, Send { transfer, guard, .. }) = (self.from, &self.forward);
+        let (key, hash, now) = (guard.key(transfer.id), guard.hash(), runtime.now());
         let bytes = (transfer.holds.elements() * transfer.item_bytes()) as u64;
         runtime.trace_piece(PieceStep::Expected, key, from, transfer.bytes as u64);
         let waiter = if self.shards.is_empty() && transfer.peers.is_empty() {
@@ -112,7 +112,7 @@ impl Receive {
             let buffer = match result {
                 Ok(buffer) => buffer,
                 Err(error) => {
-                    let failure = then.broken_off(from, self.forward.op, &error);
+                    let failure = then.broken_off(from, self.forward.guard.op(), &error);
                     return self.fail(&then, &failure);
                 }
             };
@@ -136,7 +136,7 @@ impl Receive {
         }
         let (resolver, slot) = AsyncBuffer::new();
         let issued = resolver.issue(bytes.clone());
-        let (runtime, op, from) = (runtime.clone(), self.forward.op, self.from);
+        let (runtime, op, from) = (runtime.clone(), self.forward.guard.op(), self.from);
         bytes.on_made(Box::new(move |failure| {
             issued.end(failure.map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why))));
         }));
@@ -150,7 +150,7 @@ impl Receive {
         runtime: &Runtime,
         bytes: u64,
     ) -> Result<Option<(OwnedBuffer, ReadTarget)>, Arc<Failure>> {
-        let Send { op, transfer, .. } = &self.forward;
+        let Send { transfer, guard, .. } = &self.forward;
         let by_itself = transfer.is_by_itself();
         for (at, shard) in self.shards.iter().enumerate().filter(|_| by_itself) {
             if let Some(buffer) = shard.take_whole(&transfer.region) {
@@ -170,14 +170,14 @@ impl Receive {
         }
         match runtime.staging.allocate(in_memory(bytes)) {
             Ok(buffer) => Ok(Some((buffer, ReadTarget::Staging))),
-            Err(error) => Err(runtime.out_of_memory(*op, &error.to_string())),
+            Err(error) => Err(runtime.out_of_memory(guard.op(), &error.to_string())),
         }
     }
 
     fn trace_taken(&self, runtime: &Runtime) {
-        let Send { op, transfer, .. } = &self.forward;
+        let Send { transfer, guard, .. } = &self.forward;
         let bytes = transfer.bytes as u64;
-        runtime.trace_piece(PieceStep::Taken, (*op, transfer.id), self.from, bytes);
+        runtime.trace_piece(PieceStep::Taken, guard.key(transfer.id), self.from, bytes);
     }
 
     /// Gives the region to its receivers. Other processes come first, because more processes may

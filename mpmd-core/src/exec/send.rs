@@ -26,7 +26,6 @@ pub(crate) struct Outgoing {
 /// The send of one region to peers.
 #[derive(Clone)]
 pub(super) struct Send {
-    pub(super) op: u64,
     pub(super) transfer: Arc<Transfer>,
     // Last, so that it is dropped after the memory.
     pub(super) guard: OpGuard,
@@ -88,7 +87,7 @@ impl Send {
     /// Tells the router to send `bytes` to these peers. They are the region's bytes, or contain
     /// them.
     pub(super) fn offer(&self, runtime: &Arc<Runtime>, peers: &[ProcessId], bytes: SharedBuffer) {
-        let (key, size) = ((self.op, self.transfer.id), self.transfer.bytes as u64);
+        let (key, size) = (self.guard.key(self.transfer.id), self.transfer.bytes as u64);
         for peer in peers {
             runtime.trace_piece(PieceStep::Offered, key, *peer, size);
             let outgoing =
@@ -128,13 +127,18 @@ impl Send {
         let part =
             Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
         match runtime.staging.allocate(transfer.bytes) {
-            Ok(to) => {
-                runtime.clone().read_device(self.op, &bytes, source, part, to, move |packed| {
+            Ok(to) => runtime.clone().read_device(
+                self.guard.op(),
+                &bytes,
+                source,
+                part,
+                to,
+                move |packed| {
                     self.offer_packed(&runtime, &peers, packed.map(OwnedBuffer::freeze));
-                })
-            }
+                },
+            ),
             Err(error) => {
-                let failure = runtime.out_of_memory(self.op, &error.to_string());
+                let failure = runtime.out_of_memory(self.guard.op(), &error.to_string());
                 self.offer_packed(&runtime, &peers, Err(failure));
             }
         }
@@ -146,7 +150,7 @@ impl Send {
         let transfer = &*self.transfer;
         let packed = runtime.staging.allocate(transfer.bytes);
         let mut packed = packed.map_err(|error| {
-            let (me, op) = (runtime.me, self.op);
+            let (me, op) = (runtime.me, self.guard.op());
             Arc::new(Failure::new(FailureKind::Memory, me, op, error.to_string()))
         })?;
         let Transfer { region, holds, .. } = transfer;
@@ -175,9 +179,8 @@ impl Send {
             self.guard.fail_sends(failure);
         }
         for peer in peers {
-            runtime.with_router(|router| {
-                router.poison(*peer, (self.op, self.transfer.id), failure);
-            });
+            let key = self.guard.key(self.transfer.id);
+            runtime.with_router(|router| router.poison(*peer, key, failure));
         }
     }
 }

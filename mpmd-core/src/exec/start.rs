@@ -73,7 +73,8 @@ impl Runtime {
         });
         let runtime = Arc::new(Self {
             me,
-            bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
+            bytes_sent: counters(&topology),
+            messages_sent: counters(&topology),
             status: Status::new(devices.iter().map(|device| {
                 let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
                 format!("device {}{kind}", device.id)
@@ -221,6 +222,11 @@ fn share_devices(
 
 fn copy_workers() -> usize {
     thread::available_parallelism().map_or(1, |cores| cores.get()).min(MOST_MOVERS)
+}
+
+/// Returns a counter for each process.
+fn counters(topology: &Topology) -> Vec<AtomicU64> {
+    (0..topology.processes()).map(|_| AtomicU64::new(0)).collect()
 }
 
 /// Returns the number of threads of process `me` that may poll at once, on a host with `cores`

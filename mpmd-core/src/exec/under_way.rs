@@ -33,6 +33,8 @@ pub(super) struct UnderWay {
     awaited: BTreeSet<u64>,
     /// (peer, callback) of incoming bytes that are being read, by ticket number.
     receiving: HashMap<u64, (ProcessId, FetchDone)>,
+    /// Tickets of the pieces of a batch, by the batch's ticket number.
+    bundles: HashMap<u64, Vec<Ticket>>,
     /// Peers to and from which nothing more is sent, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
@@ -127,6 +129,19 @@ impl UnderWay {
             }
             None => (None, self.sending.remove(&ticket.0)),
         }
+    }
+
+    /// Returns the ticket of a batch with pieces that have these tickets.
+    pub(super) fn bundle(&mut self, tickets: Vec<Ticket>) -> Ticket {
+        let number = self.number();
+        self.bundles.insert(number, tickets);
+        Ticket(number)
+    }
+
+    /// Returns the tickets of the pieces of a batch, with which the transport is done. `None` if
+    /// the ticket is not that of a batch.
+    pub(super) fn take_bundle(&mut self, ticket: Ticket) -> Option<Vec<Ticket>> {
+        self.bundles.remove(&ticket.0)
     }
 
     /// Returns the next ticket number. It is never 0.

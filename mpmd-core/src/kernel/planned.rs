@@ -51,7 +51,7 @@ pub(crate) fn messages(
 }
 
 fn message(from: DeviceId, to: DeviceId, bytes: u64, step: u32) -> Message {
-    Message { from: from.0, to: to.0, bytes, step }
+    Message { from: from.0, to: to.0, bytes, step, leaf: 0 }
 }
 
 #[cfg(test)]

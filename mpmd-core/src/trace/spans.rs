@@ -61,26 +61,33 @@ impl StepSpan {
     }
 }
 
-/// The span of a kernel that runs on this thread, until it is dropped. Then an event says how long
-/// it took.
+/// The span of a kernel that this thread runs or issues, until it is dropped. Then an event says
+/// how long that took.
 pub(crate) struct KernelSpan {
     span: EnteredSpan,
     since: Instant,
+    said: &'static str,
 }
 
 impl KernelSpan {
-    /// Enters the span of a kernel on a device, within that of its operation.
-    pub(crate) fn enter(operation: &Span, device: &dyn Display) -> Self {
+    /// Enters the span of a kernel on a device, within that of its operation. `said` is the text of
+    /// the event at the end: what this thread did.
+    pub(crate) fn enter(operation: &Span, device: &dyn Display, said: &'static str) -> Self {
         let span = debug_span!(target: TARGET, parent: operation, "kernel", %device).entered();
-        Self { span, since: Instant::now() }
+        Self { span, since: Instant::now(), said }
     }
 }
 
 impl Drop for KernelSpan {
     fn drop(&mut self) {
         let microseconds = self.since.elapsed().as_micros() as u64;
-        debug!(target: TARGET, parent: &*self.span, microseconds, "ran");
+        debug!(target: TARGET, parent: &*self.span, microseconds, "{}", self.said);
     }
+}
+
+/// Tells the log that a device has run an issued kernel, and for how long if that is known.
+pub(crate) fn ran(operation: &Span, device: &dyn Display, microseconds: Option<u64>) {
+    debug!(target: TARGET, parent: operation, %device, microseconds, "ran");
 }
 
 /// Tells the log of the progress of a piece within an operation.

@@ -21,6 +21,7 @@ mod cuda_moves;
 mod cuda_nccl;
 mod failures;
 mod handed_over;
+mod joined_moves;
 mod lending;
 mod many_leaves;
 mod objects;

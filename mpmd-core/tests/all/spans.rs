@@ -14,7 +14,26 @@ use mpmd_core::{Error, Program};
 
 /// Takes the text of a log.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// Makes a log of all spans, of all threads. No other test of this process may do so.
+    pub(crate) fn of_this_process() -> Self {
+        let log = Self::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_max_level(tracing::Level::DEBUG)
+            .with_writer(move || writer.clone())
+            .finish();
+        tracing::subscriber::set_global_default(subscriber).unwrap();
+        log
+    }
+
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -29,15 +48,8 @@ impl Write for Log {
 #[test]
 fn spans_of_a_step_are_nested() {
     let _limit = watchdog(60);
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_max_level(tracing::Level::DEBUG)
-        .with_writer(move || writer.clone())
-        .finish();
-    // For all threads: kernels run on those of devices. No other test of this program looks at it.
-    tracing::subscriber::set_global_default(subscriber).unwrap();
+    // Kernels run on the threads of devices.
+    let log = Log::of_this_process();
     let results = simulation(2, 2).run(|p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
         let x = p.device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated())?;
@@ -54,7 +66,7 @@ fn spans_of_a_step_are_nested() {
         Ok(())
     });
     results.into_iter().for_each(Result::unwrap);
-    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let text = log.text();
     let line = |what: &str| {
         let mut lines =
             text.lines().filter(|line| line.contains("stage{number=1 role=\"forward\"}"));

@@ -13,6 +13,8 @@ pub use group::groups_by_devices;
 pub use intermediate::{
     Intermediate, NoIntermediate, WhyNoIntermediate, find_intermediate_sharding,
 };
-pub use plan::{Delivery, Origin, Part, Piece, Plan, ReshardError, Summary, plan};
+pub use plan::{
+    Delivery, MOST_JOINED, Origin, Part, Piece, Plan, ReshardError, Summary, joined, plan,
+};
 #[doc(hidden)]
 pub use reduce::scattered;

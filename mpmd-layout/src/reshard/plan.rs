@@ -16,6 +16,9 @@ const TERM_BITS: u32 = 10;
 const TILE_BITS: u32 = 20;
 const PIECE_BITS: u32 = 13;
 
+/// Maximum number of leaves that may move in one operation ([`joined`]).
+pub const MOST_JOINED: usize = 1 << TERM_BITS;
+
 /// A plan of the moves that fill every destination region exactly once.
 ///
 /// A pure function of the two layouts, the topology and the size of an element, and so the same on
@@ -381,6 +384,12 @@ impl Summary {
     pub fn bytes_over(&self, class: LinkClass) -> u64 {
         self.bytes[class as usize]
     }
+}
+
+/// Returns the number of delivery `id` of the leaf with index `leaf`, for leaves that move in one
+/// operation. None of them may have partial sums: `leaf` takes the place of the partial sum.
+pub fn joined(id: u64, leaf: u32) -> u64 {
+    id | u64::from(leaf) << (2 * TILE_BITS + PIECE_BITS)
 }
 
 fn number(term: usize, a: u32, b: u32, piece: usize) -> u64 {

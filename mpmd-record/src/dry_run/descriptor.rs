@@ -91,6 +91,14 @@ pub struct Message {
     /// more than the level of the message that brings them. For collectives it is the round,
     /// counted over all collectives.
     pub step: u32,
+    /// Index of the array that moves, if the operation moves several. 0 for collectives.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub leaf: u32,
+}
+
+/// Plans of earlier versions have no index.
+fn is_first(leaf: &u32) -> bool {
+    *leaf == 0
 }
 
 impl OpDescriptor {

@@ -57,7 +57,7 @@ pub enum Computed {
 }
 
 /// The meaning of a transfer of a planned flow: all pieces of one step of an operation from one
-/// process to another.
+/// process to another that are ready at the same time.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Sent {
     /// Number of the operation that moves the data.
@@ -67,7 +67,7 @@ pub struct Sent {
 }
 
 /// The nodes and transfers that must be complete before some work on a process can begin.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 struct Ready {
     nodes: BTreeSet<u32>,
     transfers: BTreeSet<u32>,
@@ -217,47 +217,60 @@ impl Builder<'_> {
     }
 
     fn put(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
-        let source = takes.first().and_then(|taken| taken.array);
-        let result = Array { operation, result: 0 };
-        let at_source = |this: &Self, device: u32| {
+        let at_source = |this: &Self, leaf: u32, device: u32| {
+            let source = takes.get(leaf as usize).and_then(|taken| taken.array);
             source.and_then(|array| this.ready.get(&(array, device)).cloned()).unwrap_or_default()
         };
+        let array = |leaf: u32| Array { operation, result: leaf };
         // A device keeps or copies the parts that it already has.
-        for shard in descriptor.results.iter().flatten() {
-            let own = at_source(self, shard.device);
-            self.ready.insert((result, shard.device), own);
+        for (leaf, shards) in (0..).zip(&descriptor.results) {
+            for shard in shards {
+                let own = at_source(self, leaf, shard.device);
+                self.ready.insert((array(leaf), shard.device), own);
+            }
         }
         let mut messages = &descriptor.messages[..];
         while let Some(step) = messages.first().map(|message| message.step) {
             let (now, later) =
                 messages.split_at(messages.partition_point(|message| message.step <= step));
             messages = later;
-            let mut bundles: BTreeMap<(u32, u32), (Bundle, BTreeSet<u32>)> = BTreeMap::new();
-            let mut within: Vec<(u32, Ready)> = Vec::new();
+            let mut leaves: BTreeMap<(u32, u32, u32), (Bundle, BTreeSet<u32>)> = BTreeMap::new();
+            let mut within: Vec<((Array, u32), Ready)> = Vec::new();
             for message in now {
                 let (from, to) = (self.process_of(message.from), self.process_of(message.to));
                 let has = match step {
-                    1 => at_source(self, message.from),
-                    _ => self.ready.get(&(result, message.from)).cloned().unwrap_or_default(),
+                    1 => at_source(self, message.leaf, message.from),
+                    _ => {
+                        let source = (array(message.leaf), message.from);
+                        self.ready.get(&source).cloned().unwrap_or_default()
+                    }
                 };
                 if from == to {
-                    within.push((message.to, has));
+                    within.push(((array(message.leaf), message.to), has));
                     continue;
                 }
-                let (bundle, targets) = bundles.entry((from, to)).or_default();
+                let (bundle, targets) = leaves.entry((from, to, message.leaf)).or_default();
                 bundle.bytes += message.bytes;
                 bundle.messages += 1;
                 bundle.after.with(&has);
                 targets.insert(message.to);
             }
-            for ((from, to), (bundle, targets)) in bundles {
-                let transfer = self.transfer(operation, from, to, bundle);
-                for device in targets {
-                    self.ready.entry((result, device)).or_default().transfers.insert(transfer);
+            // Leaves that are ready at the same time leave together.
+            let mut together: BTreeMap<(u32, u32, Ready), (Bundle, Vec<_>)> = BTreeMap::new();
+            for ((from, to, leaf), (bundle, devices)) in leaves {
+                let (all, targets) = together.entry((from, to, bundle.after)).or_default();
+                all.bytes += bundle.bytes;
+                all.messages += bundle.messages;
+                targets.extend(devices.into_iter().map(|device| (array(leaf), device)));
+            }
+            for ((from, to, after), (bundle, targets)) in together {
+                let transfer = self.transfer(operation, from, to, Bundle { after, ..bundle });
+                for target in targets {
+                    self.ready.entry(target).or_default().transfers.insert(transfer);
                 }
             }
-            for (device, has) in within {
-                self.ready.entry((result, device)).or_default().with(&has);
+            for (target, has) in within {
+                self.ready.entry(target).or_default().with(&has);
             }
         }
     }
@@ -439,7 +452,7 @@ mod tests {
         plan.processes = 3;
         plan.devices = vec![0, 1, 2];
         plan.descriptors[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
-        plan.descriptors[1].messages.push(Message { from: 1, to: 2, bytes: 64, step: 2 });
+        plan.descriptors[1].messages.push(Message { from: 1, to: 2, bytes: 64, step: 2, leaf: 0 });
         let PlannedFlow { flow, nodes, .. } = plan.flow();
         let [first, second] = [flow.transfers[0], flow.transfers[1]];
         assert_eq!((first.from, first.to, second.from, second.to), (0, 1, 1, 2));
@@ -451,7 +464,8 @@ mod tests {
     fn collectives_wait_for_all_participants() {
         let mut plan = small();
         plan.descriptors[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
-        let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1 });
+        let [to, back] =
+            [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1, leaf: 0 });
         plan.descriptors[2].messages = vec![to, back];
         let PlannedFlow { flow, nodes, .. } = plan.flow();
         let find = |what: Computed| -> Vec<usize> {

@@ -346,7 +346,8 @@ mod tests {
         let mut plan = small();
         plan.devices = vec![0, 0];
         plan.descriptors[1].results[0][0].memory = Memory::Of(0);
-        plan.descriptors[1].messages = vec![Message { from: 0, to: 1, bytes: 64, step: 1 }];
+        plan.descriptors[1].messages =
+            vec![Message { from: 0, to: 1, bytes: 64, step: 1, leaf: 0 }];
         let memory = plan.memory(&plan.flow());
         assert_eq!(memory.devices[0].in_order.bytes, Pool::rounded(64));
         assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "its kernel's result");

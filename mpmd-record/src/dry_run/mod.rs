@@ -384,7 +384,7 @@ pub(crate) mod tests {
             what: "put".into(),
             kind: Kind::Put,
             results: vec![vec![own(1)]],
-            messages: vec![Message { from: 0, to: 1, bytes: 64, step: 1 }],
+            messages: vec![Message { from: 0, to: 1, bytes: 64, step: 1, leaf: 0 }],
         };
         let call = OpDescriptor {
             what: "jit k".into(),

@@ -543,6 +543,8 @@ impl<C: Cargo> Router<C> {
                 }
             }
             Kind::AskTaken => self.asked_taken(from, header.op),
+            // The driver passes on the messages in it instead.
+            Kind::Batch => {}
             Kind::Probe => self.probed(from, header, now),
             Kind::Answer => self.answered(from, control),
             Kind::Heartbeat | Kind::Step => self.compare(from, header.count, header.hash, now),

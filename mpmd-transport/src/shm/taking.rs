@@ -11,8 +11,8 @@ use super::note::LoanId;
 use super::peer::{Inbound, NoSegment, Peer};
 use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
 use super::shared::Shared;
-use crate::memory::{Fences, OwnedBuffer, SharedBuffer};
-use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
+use crate::memory::{Fences, SharedBuffer};
+use crate::transport::{CopyOut, Handler, Payload, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
 impl Shared {
@@ -197,6 +197,7 @@ impl Shared {
         if !is_device {
             let bytes = SharedBuffer::lent(Box::new(borrowed));
             return Ok(match is_copied {
+                // The lender's memory is limited: it gets the loan back as soon as it is fetched.
                 true => Payload::Waiting(Box::new(CopyOut(bytes))),
                 false => Payload::Lent(bytes),
             });
@@ -263,19 +264,4 @@ enum Event {
     Retired(Vec<u32>),
     Announced(u32),
     Goodbye,
-}
-
-/// A loan from a lender with limited memory: copied when it is fetched, and given back at once.
-struct CopyOut(SharedBuffer);
-
-impl Fetch for CopyOut {
-    fn bytes(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
-        into.copy_from_slice(&self.0);
-        drop(self);
-        then(Ok(into));
-    }
 }

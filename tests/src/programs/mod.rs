@@ -10,6 +10,7 @@ mod handing;
 mod holdings;
 mod joining;
 mod kinds;
+mod leaves;
 mod lending;
 mod looping;
 mod parts;
@@ -65,6 +66,7 @@ const ALL: &[Named] = &[
     Named { name: "transfers", settings: |b| b, devices: 8, run: transfers::shapes },
     Named { name: "routing", settings: |b| b, devices: 4, run: routing::table },
     Named { name: "kinds", settings: |b| b, devices: 8, run: kinds::moves },
+    Named { name: "leaves", settings: |b| b, devices: 8, run: leaves::moves },
     Named { name: "eager_limit", settings: |b| b, devices: 8, run: transfers::eager_limit },
     Named { name: "large", settings: |b| b, devices: 8, run: transfers::large },
     Named { name: "crossing", settings: |b| b, devices: 2, run: tight::crossing },

@@ -11,6 +11,7 @@ over_each_carrier! {
     transfers_are_the_same_on_several_hosts
     every_cell_of_the_routing_table_works
     chunks_lists_parts_and_intermediates_move_alike
+    many_leaves_of_mixed_sizes_move_alike
     arrays_come_back_from_a_tour_as_they_were
     messages_around_eager_limit_and_beyond_credit_arrive
     a_large_array_arrives_whole
@@ -104,6 +105,17 @@ fn chunks_lists_parts_and_intermediates_move_alike(carrier: Carrier) {
             let threads = sorted(&simulated("kinds", processes, &[]));
             assert_eq!(threads, alone, "{processes} processes inproc");
         }
+    }
+}
+
+fn many_leaves_of_mixed_sizes_move_alike(carrier: Carrier) {
+    let alone = sorted(&simulated("leaves", 1, &[]));
+    // 20 large leaves, and all others together.
+    assert_eq!(alone.iter().filter(|line| line.ends_with(" took 21 operations")).count(), 3);
+    assert_eq!(alone.iter().filter(|line| line.contains(" leaf ")).count(), 1_000 * (2 + 8 + 1));
+    for processes in [2, 4].into_iter().filter(|processes| carrier.takes(*processes)) {
+        // Not by assert_eq: the lines are many.
+        assert!(over(carrier, "leaves", processes) == alone, "{processes} processes");
     }
 }
 

@@ -130,7 +130,7 @@ impl<K: Kernel> DeviceCall<K> {
             outputs.push(buffer);
         })?;
         runtime.trace_start(seat.local_index, call.op, started, since, last);
-        let span = runtime.enter_kernel(call.op, seat.place.device);
+        let span = runtime.enter_kernel(call.op, seat.place.device, "ran");
         let ran = call.run(context, arrived, outputs, made, held);
         drop(span);
         arrived.clear();
@@ -149,7 +149,9 @@ impl<K: Kernel> DeviceCall<K> {
         runtime.status.device_ends(seat.local_index, op);
         runtime.trace_end(seat.local_index, op);
         match result {
-            Ok(()) => self.results(&call).for_each(|buffer| resolvers.keep_next(Ok(buffer))),
+            Ok(()) => runtime.send_together(|| {
+                self.results(&call).for_each(|buffer| resolvers.keep_next(Ok(buffer)));
+            }),
             Err(failure) => {
                 // Freed first: threads that wait for memory check it when operations end.
                 self.clear();

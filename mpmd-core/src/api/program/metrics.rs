@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lru::LruCache;
 
@@ -20,6 +20,9 @@ pub struct Metrics {
     /// Payload bytes of arrays and collectives given to the transport, indexed by destination
     /// process.
     pub bytes_sent: Vec<u64>,
+    /// Number of messages with these bytes, indexed by destination process. Small arrays that leave
+    /// together are one message.
+    pub messages_sent: Vec<u64>,
     /// This process's memory use, and its lent and borrowed memory.
     pub holdings: Holdings,
 }
@@ -87,10 +90,13 @@ impl PlanCache {
 impl Program {
     /// Returns the current values of this process's counters.
     pub fn metrics(&self) -> Metrics {
-        let sent = self.runtime.bytes_sent.iter();
+        let values = |counters: &[AtomicU64]| {
+            counters.iter().map(|counter| counter.load(Ordering::Relaxed)).collect()
+        };
         Metrics {
             plan_cache: self.put_plans.metrics(),
-            bytes_sent: sent.map(|bytes| bytes.load(Ordering::Relaxed)).collect(),
+            bytes_sent: values(&self.runtime.bytes_sent),
+            messages_sent: values(&self.runtime.messages_sent),
             holdings: self.holdings(),
         }
     }

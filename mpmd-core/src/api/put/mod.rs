@@ -1,9 +1,10 @@
 //! Moving arrays: `device_put`, and creation of arrays on their owners.
 //!
 //! [`Program::device_put`] checks and plans all leaves first, then issues one or two operations for
-//! each. This process's part of a move is in `PutPlan::run`.
+//! each, or one for several small leaves. This process's part of a move is in `PutPlan`.
 
 mod array_from_fn;
+mod join;
 mod options;
 mod plan;
 mod vjp;
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Origin, Placed, Repr, Sends};
-use crate::exec::{PutPlan, Source};
+use crate::exec::{AsyncBuffer, OpGuard, PutPlan, Source};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 pub use options::MoveOptions;
@@ -90,10 +91,8 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
-        let mut moved = Vec::with_capacity(leaves.len());
-        for ((_, array), steps) in leaves.into_iter().zip(plans) {
-            moved.push(self.put_along(array, &steps, options, at));
-        }
+        let moves: Vec<_> = leaves.iter().map(|(_, array)| *array).zip(&plans).collect();
+        let moved = self.put_all(&moves, options, at);
         self.synced(at)?;
         let mut moved = moved.into_iter();
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
@@ -113,13 +112,37 @@ impl Program {
                 problem.at(at, "device_put")
             })?);
         }
-        let moves = moves.iter().zip(plans);
-        let put = |((array, _), steps): (&(&MpmdArray, &Sharding), PutSteps)| {
-            self.put_along(array, &steps, MoveOptions::default(), at)
-        };
-        let moved = moves.map(put).collect();
+        let moves: Vec<_> = moves.iter().map(|(array, _)| *array).zip(&plans).collect();
+        let moved = self.put_all(&moves, MoveOptions::default(), at);
         self.synced(at)?;
         Ok(moved)
+    }
+
+    /// Issues the planned moves of arrays and returns handles to the results. [Joins](join) the
+    /// moves of small arrays between the same devices in one operation.
+    pub(crate) fn put_all(
+        &mut self,
+        moves: &[(&MpmdArray, &PutSteps)],
+        options: MoveOptions,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        if let [(array, steps)] = moves {
+            return vec![self.put_along(array, steps, options, at)];
+        }
+        let mut moved: Vec<Option<MpmdArray>> = vec![None; moves.len()];
+        for joined in join::groups(moves) {
+            if let [alone] = joined[..] {
+                let (array, steps) = moves[alone];
+                moved[alone] = Some(self.put_along(array, steps, options, at));
+                continue;
+            }
+            let (arrays, plans): (Vec<&MpmdArray>, Vec<_>) =
+                joined.iter().map(|place| (moves[*place].0, moves[*place].1.last.clone())).unzip();
+            let mut results = Vec::with_capacity(joined.len());
+            self.issue_put(&arrays, &plans, options, None, None, at, &mut results);
+            joined.into_iter().zip(results).for_each(|(place, array)| moved[place] = Some(array));
+        }
+        moved.into_iter().map(|array| array.expect("every array is in one group")).collect()
     }
 
     /// Issues the planned move of `array`, as one operation or two, and returns a handle to the
@@ -150,76 +173,108 @@ impl Program {
         before: Option<&MpmdArray>,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        self.issue_put(array, plan, options, before, None, at)
+        let mut moved = Vec::with_capacity(1);
+        let plan = std::slice::from_ref(plan);
+        self.issue_put(&[array], plan, options, before, None, at, &mut moved);
+        moved.pop().expect("one was moved")
     }
 
-    /// Issues a move, or issues it again in a replay, and returns a handle to the result. Starts
-    /// this process's part, and releases the local shards of a donated source.
+    /// Issues a move of arrays by their plans as one operation, or issues it again in a replay, and
+    /// appends handles to the results to `moved`. Starts this process's part, and releases the
+    /// local shards of donated sources. Only a move of one array has a `before`.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one operation")]
     fn issue_put(
         &mut self,
-        array: &MpmdArray,
-        plan: &Arc<PutPlan>,
+        arrays: &[&MpmdArray],
+        plans: &[Arc<PutPlan>],
         options: MoveOptions,
         before: Option<&MpmdArray>,
         replayed: Option<Replayed<'_>>,
         at: &'static Location<'static>,
-    ) -> MpmdArray {
+        moved: &mut Vec<MpmdArray>,
+    ) {
         let MoveOptions { donate, may_alias, .. } = options;
         let flags = u64::from(donate) | u64::from(may_alias) << 1;
-        let origin = array.origin();
-        let (source, leaf) = origin.unwrap_or_default();
         let dry_run = self.is_dry_run();
-        let before_sends = before.and_then(MpmdArray::sends);
+        let is_idle = plans.iter().all(|plan| plan.is_idle());
         let again = || {
             // A process that holds a shard of a donated source must release it, even if it takes no
             // other part in the move.
-            let lets_go = donate && !array.shards().is_empty();
-            let here = lets_go || !plan.is_idle() || dry_run;
-            let (plan, continues) = (plan.clone(), before.is_some());
-            here.then(|| Arc::new(PutAgain { plan, options, continues }) as Arc<dyn Again>)
+            let lets_go = donate && arrays.iter().any(|array| !array.shards().is_empty());
+            let here = lets_go || !is_idle || dry_run;
+            let (plans, continues) = (plans.to_vec(), before.is_some());
+            here.then(|| Arc::new(PutAgain { plans, options, continues }) as Arc<dyn Again>)
         };
-        let words = [0x9a7, plan.fingerprint, flags, source, u64::from(leaf)];
+        let words = arrays.iter().zip(plans).flat_map(|(array, plan)| {
+            let (source, leaf) = array.origin().unwrap_or_default();
+            [0x9a7, plan.fingerprint, flags, source, u64::from(leaf)]
+        });
+        let known = match plans {
+            [plan] => Some(&plan.known_descriptors[usize::from(may_alias)]),
+            _ => None,
+        };
         let (op, guard) = self.issue_op(
             words,
             NewOp {
-                part: if plan.is_idle() { Part::Idle } else { Part::Work(plan.bytes()) },
-                takes: &[array],
+                part: match is_idle {
+                    true => Part::Idle,
+                    false => Part::Work(plans.iter().map(|plan| plan.bytes()).sum()),
+                },
+                takes: arrays,
                 donates: &|_| donate,
-                source: origin.map(|(op, _)| op),
-                known: Some(&plan.known_descriptors[usize::from(may_alias)]),
+                source: arrays[0].origin().map(|(op, _)| op),
+                known,
                 again: &again,
                 replayed,
-                ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor(may_alias))
+                ..NewOp::new(at, &|| join::what(plans), &|| join::descriptor(plans, may_alias))
             },
         );
-        let (shards, left) = guard.map_or_else(Default::default, |guard| {
-            let source = match &array.repr {
-                Repr::Host(host) => Source::Host(host),
-                Repr::Placed(placed) => Source::Shards(&placed.shards),
-            };
-            plan.run(&self.runtime, op, &guard, &source, may_alias)
-        });
-        if donate && let Repr::Placed(placed) = &array.repr {
-            placed.donate(op, at);
-            let failure = placed.donated_failure();
-            for shard in placed.shards.iter() {
-                // Takes effect after every use that was issued before: each of them has registered
-                // with the slot.
-                shard.slot.give_up(failure.clone());
-            }
-        }
-        let before = before_sends.cloned();
-        let sends = match left {
-            Some(left) => Some(Sends { op, left, before: before.map(Box::new) }),
-            None => before,
+        let runtime = self.runtime.clone();
+        let guards: Vec<OpGuard> = match (&guard, plans) {
+            (None, _) => Vec::new(),
+            (Some(guard), [_]) => vec![guard.clone()],
+            (Some(guard), _) => (0..plans.len() as u32).map(|i| guard.of_result(i)).collect(),
         };
-        Placed::array_after(sends, plan.made.clone(), shards, Origin { op, leaf: 0, at })
+        let parts = || arrays.iter().zip(plans).zip(&guards);
+        let send = |((array, plan), guard): ((&&MpmdArray, &Arc<PutPlan>), &OpGuard)| {
+            plan.send(&runtime, guard, &source_of(array))
+        };
+        let left: Vec<Option<AsyncBuffer>> = runtime.send_together(|| parts().map(send).collect());
+        let mut left = left.into_iter();
+        for (leaf, (array, plan)) in arrays.iter().zip(plans).enumerate() {
+            let guard = guards.get(leaf);
+            let receive = |guard| plan.receive(&runtime, guard, &source_of(array), may_alias);
+            let shards = guard.map_or_else(Vec::new, receive);
+            if donate && let Repr::Placed(placed) = &array.repr {
+                placed.donate(op, at);
+                let failure = placed.donated_failure();
+                for shard in placed.shards.iter() {
+                    // Takes effect after every use that was issued before: each of them has
+                    // registered with the slot.
+                    shard.slot.give_up(failure.clone());
+                }
+            }
+            let before = before.and_then(MpmdArray::sends).cloned();
+            let sends = match left.next().flatten() {
+                Some(left) => Some(Sends { op, left, before: before.map(Box::new) }),
+                None => before,
+            };
+            let origin = Origin { op, leaf: leaf as u32, at };
+            moved.push(Placed::array_after(sends, plan.made.clone(), shards, origin));
+        }
+    }
+}
+
+fn source_of(array: &MpmdArray) -> Source<'_> {
+    match &array.repr {
+        Repr::Host(host) => Source::Host(host),
+        Repr::Placed(placed) => Source::Shards(&placed.shards),
     }
 }
 
 /// A recorded move, which a replay issues again on other arrays.
 struct PutAgain {
-    plan: Arc<PutPlan>,
+    plans: Vec<Arc<PutPlan>>,
     options: MoveOptions,
     /// True if the source is the result of the same move's last step.
     continues: bool,
@@ -234,11 +289,8 @@ impl Again for PutAgain {
         at: &'static Location<'static>,
         made: &mut Vec<MpmdArray>,
     ) {
-        let put = |x: &&MpmdArray| {
-            let before = self.continues.then_some(*x);
-            program.issue_put(x, &self.plan, self.options, before, Some(replayed), at)
-        };
-        made.extend(x.iter().map(put));
+        let before = x.first().copied().filter(|_| self.continues);
+        program.issue_put(x, &self.plans, self.options, before, Some(replayed), at, made);
     }
 }
 

@@ -221,6 +221,14 @@ impl PutPlan {
         })
     }
 
+    /// True if the move may share an operation with those of other leaves: it has at most `most`
+    /// bytes, and no partial sums, whose indices the numbers of its pieces would need.
+    pub(crate) fn is_joinable(&self, most: usize) -> bool {
+        let PutWhat { aval, from, to } = &*self.what;
+        let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
+        aval.elements() * aval.dtype().size() <= most && from.iter().all(whole) && whole(to)
+    }
+
     /// True if this process neither sends, receives nor owns any part of the move.
     pub(crate) fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.targets.is_empty()
@@ -231,28 +239,38 @@ impl PutPlan {
         self.bytes
     }
 
-    /// Starts this process's part of operation `op`. Returns (the shards that it will own, an async
-    /// buffer that ends with its sends if it has any). Does not wait for the move. May block while
-    /// there is no memory for the shards, or, the first time, for a kernel's compilation.
-    ///
-    /// With `may_alias` a shard may share memory with the source: arrays never change.
-    pub(crate) fn run(
+    /// Registers this process's sends of the move, and returns an async buffer that ends with them,
+    /// or `None` if there are none. Never blocks. Call it before [`PutPlan::receive`]: peers wait
+    /// for the pieces, and the rest may take a while.
+    pub(crate) fn send(
         &self,
         runtime: &Arc<Runtime>,
-        op: u64,
         guard: &OpGuard,
         source: &Source<'_>,
-        may_alias: bool,
-    ) -> (Vec<LocalShard>, Option<AsyncBuffer>) {
+    ) -> Option<AsyncBuffer> {
         let sent = (self.sends > 0).then(|| guard.expect_sends(self.sends));
-        let mut start = Start { plan: self, runtime, op, guard, source, shards: Vec::new() };
-        // Sends first, because peers wait for the pieces: opening the shards below may take a
-        // while.
+        let start = Start { plan: self, runtime, guard, source, shards: Vec::new() };
         for transfer in self.transfers.iter().filter(|transfer| !transfer.peers.is_empty()) {
             if let Origin::Device(device) = transfer.origin {
                 start.send(transfer, device);
             }
         }
+        sent
+    }
+
+    /// Opens the shards that this process will own, and registers the pieces that they wait for.
+    /// Returns the shards. Does not wait for the move. May block while there is no memory for the
+    /// shards, or, the first time, for a kernel's compilation.
+    ///
+    /// With `may_alias` a shard may share memory with the source: arrays never change.
+    pub(crate) fn receive(
+        &self,
+        runtime: &Arc<Runtime>,
+        guard: &OpGuard,
+        source: &Source<'_>,
+        may_alias: bool,
+    ) -> Vec<LocalShard> {
+        let mut start = Start { plan: self, runtime, guard, source, shards: Vec::new() };
         let mut result = Vec::with_capacity(self.targets.len());
         for target in &self.targets {
             let (slot, shard) = start.open(target, may_alias);
@@ -260,7 +278,7 @@ impl PutPlan {
             result.push(LocalShard { device: target.device, slot });
         }
         start.receive();
-        (result, sent)
+        result
     }
 
     /// Returns the device function that adds the partial sums of a shard, or `None` if the host
@@ -439,7 +457,7 @@ mod tests {
             Simulation::new(3, 6).zero_copy(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
         let results = simulation.run(|p| {
             let x = p.array_from_fn(
-                f32s([8, 8]),
+                f32s([64, 64]),
                 &Sharding::single_device(DeviceId(0)),
                 |_, mut view| {
                     let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
@@ -452,7 +470,8 @@ mod tests {
             let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
             for shard in shards {
                 let columns = shard.region.range(1);
-                let values = (0..8).flat_map(|i| columns.clone().map(move |j| (i * 8 + j) as f32));
+                let values =
+                    (0..64).flat_map(|i| columns.clone().map(move |j| (i * 64 + j) as f32));
                 assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
             }
             for process in 0..3 {
@@ -462,6 +481,6 @@ mod tests {
         });
         let peaks: Vec<u64> = results.into_iter().map(Result::unwrap).collect();
         assert_eq!(peaks[0], 0, "the sender packs nothing");
-        assert_eq!(peaks[1] + peaks[2], 2 * 8 * 4 * 4, "each half once");
+        assert_eq!(peaks[1] + peaks[2], 2 * 64 * 32 * 4, "each half once");
     }
 }

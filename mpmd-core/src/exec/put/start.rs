@@ -23,7 +23,6 @@ use mpmd_layout::topology::DeviceId;
 pub(super) struct Start<'a> {
     pub(super) plan: &'a PutPlan,
     pub(super) runtime: &'a Arc<Runtime>,
-    pub(super) op: u64,
     pub(super) guard: &'a OpGuard,
     pub(super) source: &'a Source<'a>,
     /// Assembly of each target; `None` if the shard is not assembled from pieces.
@@ -44,13 +43,14 @@ impl Start<'_> {
     }
 
     fn send_of(&self, transfer: &Arc<Transfer>) -> Send {
-        Send { op: self.op, transfer: transfer.clone(), guard: self.guard.clone() }
+        Send { transfer: transfer.clone(), guard: self.guard.clone() }
     }
 
     /// Reserves the memory of a shard of this process. Returns (its async buffer, its assembly),
     /// and no assembly if the shard needs no pieces. If there is no memory, the shard fails.
     pub(super) fn open(&self, target: &Target, may_alias: bool) -> (AsyncBuffer, Option<Assembly>) {
-        let Self { plan, runtime, op, guard, source, .. } = *self;
+        let Self { plan, runtime, guard, source, .. } = *self;
+        let op = guard.op();
         if target.region.is_empty() {
             return (AsyncBuffer::filled(Vec::new().into()), None);
         }
@@ -117,7 +117,8 @@ impl Start<'_> {
         reservation: Reservation,
         resolver: Resolver,
     ) -> Option<Assembly> {
-        let Self { plan, runtime, op, guard, .. } = *self;
+        let Self { plan, runtime, guard, .. } = *self;
+        let op = guard.op();
         let (item, region) = (plan.item_bytes(), target.region.clone());
         let on_host = target.pieces.len() > 1 && sum.is_none();
         let missing =
@@ -173,7 +174,7 @@ impl Start<'_> {
 
     /// Queues the filling with zeros of a host shard to which no piece contributes.
     fn zeros(&self, reservation: Reservation, resolver: Resolver) {
-        let (me, op, guard) = (self.runtime.me, self.op, self.guard.clone());
+        let (me, op, guard) = (self.runtime.me, self.guard.op(), self.guard.clone());
         self.runtime.move_data(Box::new(move || {
             let zeros = reservation.allocate().map(|mut buffer| {
                 buffer.fill(0);

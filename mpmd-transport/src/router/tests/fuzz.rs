@@ -64,7 +64,7 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
     use Kind::*;
     let count = job.routers[0].count();
     let pieces = [Eager, Eager, Offer, Grant, Data, Data, Credit, AskTaken];
-    let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure];
+    let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure, Batch];
     let kind = if rng.u8(..5) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
     let op = if rng.u8(..12) > 0 { rng.u64(..count + 3) } else { integer(rng) };
     let piece = if rng.u8(..12) > 0 { rng.u64(..4) } else { integer(rng) };

@@ -241,8 +241,8 @@ fn segment(rng: &mut Rng) -> u32 {
 }
 
 fn header(rng: &mut Rng, bytes: u64) -> Header {
-    use Kind::{Answer, AskTaken, Credit, Data, Eager, Grant, Probe, Records};
-    let kinds = [Data, Data, Eager, Grant, Credit, AskTaken, Probe, Answer, Records];
+    use Kind::{Answer, AskTaken, Batch, Credit, Data, Eager, Grant, Probe, Records};
+    let kinds = [Data, Data, Eager, Grant, Credit, AskTaken, Probe, Answer, Records, Batch];
     let kind = kinds[rng.usize(..kinds.len())];
     Header { bytes, op: rng.u64(..9), piece: number(rng), count: number(rng), ..Header::new(kind) }
 }

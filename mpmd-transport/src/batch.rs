@@ -1,0 +1,144 @@
+//! Several small messages for one process in one ([`Kind::Batch`]).
+//!
+//! The payload is a sequence of messages, each a header with its payload. Only messages that carry
+//! pieces travel so.
+
+use crate::memory::{OutOfMemory, Pool, SharedBuffer};
+use crate::transport::{CopyOut, Payload};
+use crate::wire::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES};
+
+/// Largest payload in bytes of a message that travels in a batch. A copy of more costs more than a
+/// message.
+pub const MOST_BATCHED: usize = 4 << 10;
+
+/// Largest number of bytes of a batch. A receiver that has not taken one of its pieces keeps all.
+pub const MOST_BATCH: usize = 128 << 10;
+
+/// Returns the bytes that a message takes in a batch.
+pub fn size(payload: &SharedBuffer) -> usize {
+    HEADER_BYTES + payload.len()
+}
+
+/// Copies messages to a batch, in memory of `pool`. Together they have at most
+/// [`MAX_CONTROL_BYTES`].
+///
+/// # Errors
+///
+/// If there is no memory.
+pub fn pack(
+    messages: &[(Header, SharedBuffer)],
+    pool: &Pool,
+) -> Result<(Header, SharedBuffer), OutOfMemory> {
+    let bytes = messages.iter().map(|(_, payload)| size(payload)).sum();
+    debug_assert!(bytes as u64 <= MAX_CONTROL_BYTES, "a batch of {bytes} bytes");
+    let mut batch = pool.allocate(bytes)?;
+    let mut rest = &mut batch[..];
+    for (header, payload) in messages {
+        let (message, others) = rest.split_at_mut(size(payload));
+        message[..HEADER_BYTES].copy_from_slice(&header.encode());
+        message[HEADER_BYTES..].copy_from_slice(payload);
+        rest = others;
+    }
+    let epoch = messages.first().map_or(0, |(header, _)| header.epoch);
+    let count = messages.len() as u64;
+    let header = Header { epoch, count, bytes: bytes as u64, ..Header::new(Kind::Batch) };
+    Ok((header, batch.freeze()))
+}
+
+/// Returns the messages of a batch. Their payloads are copied when they are fetched.
+///
+/// # Errors
+///
+/// A text that tells what is wrong with the batch, after "it sent". It is the sender's fault.
+pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
+    let mut messages = Vec::new();
+    let mut at = 0;
+    while at < batch.len() {
+        let (header, _) = batch[at..]
+            .split_first_chunk::<HEADER_BYTES>()
+            .ok_or_else(|| format!("a batch of {} bytes that ends within a header", batch.len()))?;
+        let header = Header::decode(header).map_err(|error| format!("a batch with {error}"))?;
+        if !matches!(header.kind, Kind::Eager | Kind::Data) {
+            return Err(format!("a batch with a message of kind {:?}", header.kind));
+        }
+        at += HEADER_BYTES;
+        let left = batch.len() - at;
+        let bytes = usize::try_from(header.bytes).ok().filter(|bytes| *bytes <= left);
+        let bytes = bytes.ok_or_else(|| {
+            format!("a batch with a piece of {} bytes, of which it has {left}", header.bytes)
+        })?;
+        let payload = match bytes {
+            0 => Payload::Empty,
+            _ => Payload::Waiting(Box::new(CopyOut(batch.slice(at..at + bytes)))),
+        };
+        messages.push((header, payload));
+        at += bytes;
+    }
+    Ok(messages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(kind: Kind, piece: u64, bytes: &[u8]) -> (Header, SharedBuffer) {
+        let header = Header { piece, bytes: bytes.len() as u64, ..Header::new(kind) };
+        (header, bytes.to_vec().into())
+    }
+
+    fn packed(messages: &[(Header, SharedBuffer)]) -> SharedBuffer {
+        let (header, bytes) = pack(messages, &Pool::new("test", None)).unwrap();
+        assert_eq!((header.kind, header.count), (Kind::Batch, messages.len() as u64));
+        assert_eq!(header.bytes, bytes.len() as u64);
+        bytes
+    }
+
+    #[test]
+    fn messages_come_out_of_a_batch_as_they_went_in() {
+        let sent = [
+            piece(Kind::Eager, 3, b"first"),
+            piece(Kind::Data, 4, b""),
+            piece(Kind::Data, 5, b"another"),
+        ];
+        let found = unpack(&packed(&sent)).unwrap();
+        assert_eq!(found.len(), sent.len());
+        for ((header, payload), (sent, bytes)) in found.into_iter().zip(&sent) {
+            assert_eq!(header, *sent);
+            match payload {
+                Payload::Empty => assert!(bytes.is_empty()),
+                Payload::Waiting(fetch) => {
+                    let (into, bytes) =
+                        (Pool::new("test", None).allocate(bytes.len()), bytes.clone());
+                    let check = move |read: Result<crate::OwnedBuffer, _>| {
+                        assert_eq!(read.unwrap()[..], bytes[..]);
+                    };
+                    fetch.fetch(into.unwrap(), Box::new(check));
+                }
+                _ => panic!("no copy of its own"),
+            }
+        }
+        assert!(unpack(&Vec::new().into()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn damaged_batch_is_refused() {
+        let whole = packed(&[piece(Kind::Eager, 1, b"abc"), piece(Kind::Data, 2, b"de")]);
+        let refused = |bytes: &[u8]| unpack(&bytes.to_vec().into()).err().unwrap_or_default();
+        // Every cut, except between the two messages.
+        for end in (1..whole.len()).filter(|end| *end != HEADER_BYTES + 3) {
+            let why = refused(&whole[..end]);
+            assert!(
+                why.contains("ends within a header") || why.contains("of which"),
+                "{end}: {why}"
+            );
+        }
+        assert!(refused(&[7; HEADER_BYTES]).contains("not an mpmd message"));
+        let mut long = whole.to_vec();
+        long[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert!(!refused(&long).is_empty());
+        for kind in [Kind::Batch, Kind::Poison, Kind::Goodbye, Kind::Credit, Kind::Failure] {
+            let header = Header::new(kind).encode();
+            assert!(refused(&header).contains("of kind"), "{kind:?}");
+        }
+    }
+}
