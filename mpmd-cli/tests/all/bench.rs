@@ -85,20 +85,21 @@ fn resharding_is_measured_beside_a_plain_copy() {
     let said = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1,2", "--json"]);
     let lines = lines(&said);
     let count = |name: &str| lines.iter().filter(|line| line["name"] == name).count();
-    for name in ["rows to columns", "to other devices", "replicate"] {
+    let moves = ["rows to columns", "replicate", "chunks to chunks", "regions to rows"];
+    for name in moves.into_iter().chain(["to other devices"]) {
         assert_eq!(count(name), 2, "{said}");
     }
     assert_eq!(count("copy_region"), 1, "{said}");
     // One copy beside each of the others, and copies by several threads where there are cores.
     let copies = lines.iter().filter(|line| line["name"] == "memcpy");
     let by_one = |line: &&Value| line["parameters"] == "1 MiB, 1 thread";
-    assert_eq!(copies.filter(by_one).count(), 7, "{said}");
+    assert_eq!(copies.filter(by_one).count(), 11, "{said}");
     for line in &lines {
         assert_measured(line, 1);
         assert_eq!(line["of_memcpy"].is_number(), line["name"] != "memcpy", "{line}");
     }
     let table = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1"]);
-    assert_eq!(table.lines().filter(|line| line.ends_with(" of memcpy")).count(), 4, "{table}");
+    assert_eq!(table.lines().filter(|line| line.ends_with(" of memcpy")).count(), 6, "{table}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! between two processes of a host.
 
 use std::ffi::{c_int, c_void};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -225,13 +225,14 @@ fn lanes_between_processes(ways: Option<&str>) -> String {
     if let Some(ways) = ways {
         command.env("UCX_TLS", ways);
     }
-    let mut child = Ending(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap());
+    let mut child = Ending(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap());
     let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map_while(Result::ok);
     let address =
         lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
     let address = address.expect("the other process says its address");
     let transport = opened.connect(config(0, vec![own, address])).unwrap();
     let lanes = transport.lanes(id(1)).to_owned();
+    drop(child.0.stdin.take());
     transport.shutdown(Duration::from_secs(10));
     let left = lines.count();
     assert!(child.0.wait().unwrap().success(), "the other process has failed, {left} lines after");
@@ -247,6 +248,8 @@ fn the_other_process() {
     println!("{MARK}{own}");
     std::io::stdout().flush().unwrap();
     let transport = opened.connect(config(1, vec![parent, own])).unwrap();
+    // A closed endpoint has no lanes: the parent ends its input once it has read them.
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
     transport.shutdown(Duration::from_secs(10));
 }
 
