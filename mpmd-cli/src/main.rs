@@ -7,6 +7,7 @@ mod files;
 mod plan;
 mod run;
 mod schedule;
+mod top;
 mod trace;
 
 use std::process::ExitCode;
@@ -30,6 +31,8 @@ struct Cli {
 enum Command {
     /// Run a program as several processes on this machine
     Run(run::Run),
+    /// Show what the processes of a running job do, refreshed every second
+    Top(top::TopArgs),
     /// Ask the planners: layouts, chunks, rules, resharding
     Plan(plan::PlanArgs),
     /// Read the files of a traced run: the time of each operation, and the waits between processes
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
     mpmd_launch::log_to_stderr();
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
+        Command::Top(args) => top::top(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Trace(args) => trace::trace(&args),
         Command::Draw(args) => draw::draw(&args),

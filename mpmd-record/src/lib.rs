@@ -1,12 +1,14 @@
 //! Records of programs, and views of them.
 //!
+//! - [`activity`]: the current activity of a running process.
 //! - [`dry_run`]: the operations that a dry run writes down, as a flow that can be proved, and the
 //!   memory and traffic that they will need.
 //! - [`trace`]: the events that a run writes down, merged over its processes, as timelines, costs
 //!   and Perfetto's JSON.
 //!
-//! The core writes both. Everything here is a function of them; only [`trace::ProcessTrace`] reads
+//! The core writes all of them. Everything here is a function of them; only [`trace::ProcessTrace`] reads
 //! files.
 
+pub mod activity;
 pub mod dry_run;
 pub mod trace;

@@ -9,4 +9,5 @@ mod plan;
 mod plan_reshard;
 mod run;
 mod schedule;
+mod top;
 mod trace;

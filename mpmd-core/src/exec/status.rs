@@ -1,16 +1,19 @@
 //! The current activity of this process, and hang reports.
 
 use std::collections::VecDeque;
-use std::fmt::Write;
 use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use mpmd_ids::block::{Instant, Mutex};
+use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
 
 use super::Runtime;
 
 /// The current activity of the program thread and of the devices.
 pub(crate) struct Status {
     program: Mutex<Doing>,
+    /// Number of steps that the program has ended.
+    steps: AtomicU64,
     /// By device: (name, its operations that have not ended, in order). The device works on the
     /// first. Only a device that runs asynchronously has more than one.
     devices: Vec<(String, Mutex<VecDeque<Running>>)>,
@@ -40,6 +43,7 @@ impl Status {
     pub(crate) fn new(devices: impl IntoIterator<Item = String>) -> Self {
         Self {
             program: Mutex::new(Doing::Program),
+            steps: AtomicU64::new(0),
             devices: devices.into_iter().map(|name| (name, Mutex::default())).collect(),
         }
     }
@@ -87,33 +91,47 @@ impl Status {
             .min()
     }
 
+    /// Sets the number of steps that the program has ended.
+    pub(crate) fn step_ends(&self, step: u64) {
+        self.steps.store(step, Ordering::Relaxed);
+    }
+
     /// Describes the current activity in one line for a hang report. `name` returns the description
     /// of an operation with its label and line, if it is known.
-    pub(crate) fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
-        let mut text = match *self.program.lock() {
-            Doing::Program => "its program runs code of its own".to_owned(),
-            Doing::Waiting(call, at) => format!("its program waits in {call} at {at}"),
-            Doing::Finishing => "its program has ended".to_owned(),
-        };
-        for (device, running) in &self.devices {
+    fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
+        let program = format!("its program {}", self.program.lock().describe());
+        self.devices(name).iter().fold(program, |text, device| format!("{text}; {device}"))
+    }
+
+    /// Returns the current activity of each device. `name` is as in [`describe`](Self::describe).
+    fn devices(&self, name: impl Fn(u64) -> Option<String>) -> Vec<DeviceActivity> {
+        let activity = |(device, running): &(String, Mutex<VecDeque<Running>>)| {
             let (first, behind) = {
                 let running = running.lock();
                 (running.front().cloned(), running.len().saturating_sub(1))
             };
-            let Some(Running { op, call, seen }) = first else {
-                let _ = write!(text, "; {device} is idle");
-                continue;
-            };
-            let operation = name(op).unwrap_or_else(|| format!("operation {op} ({call})"));
-            let _ = write!(text, "; {device} is at {operation}");
-            if let Some(seen) = seen {
-                let _ = write!(text, ", for {:.1} s", seen.elapsed().as_secs_f32());
+            let seen = first.as_ref().and_then(|first| first.seen);
+            DeviceActivity {
+                device: device.clone(),
+                operation: first.map(|Running { op, call, .. }| {
+                    name(op).unwrap_or_else(|| format!("operation {op} ({call})"))
+                }),
+                seconds: seen.map(|seen| seen.elapsed().as_secs_f32()),
+                behind,
             }
-            if behind > 0 {
-                let _ = write!(text, " ({behind} more issued to it)");
-            }
+        };
+        self.devices.iter().map(activity).collect()
+    }
+}
+
+impl Doing {
+    /// Describes this as what "its program" does.
+    fn describe(self) -> String {
+        match self {
+            Self::Program => "runs code of its own".to_owned(),
+            Self::Waiting(call, at) => format!("waits in {call} at {at}"),
+            Self::Finishing => "has ended".to_owned(),
         }
-        text
     }
 }
 
@@ -133,6 +151,44 @@ impl Runtime {
             chain = self.router.lock().last_words();
         }
         chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
+    }
+
+    /// Returns the current activity of this process. Does not block.
+    pub(crate) fn activity(&self) -> Activity {
+        let values = |counters: &[AtomicU64]| {
+            counters.iter().map(|counter| counter.load(Ordering::Relaxed)).collect()
+        };
+        let counts = self.in_flight.counts();
+        let devices = self.status.devices(|op| self.router.lock().describe(op));
+        let running = self.status.lowest();
+        let (issued, waits) = {
+            let router = self.router.lock();
+            (router.count(), router.chain(running))
+        };
+        let pools = self.devices.iter().map(|device| device.pool.stats());
+        let memory = MemoryActivity {
+            limit: self.config.device_memory.map(|bytes| bytes * self.devices.len() as u64),
+            host: self.host_memory.stats().live,
+            lent: counts.lent,
+            ..MemoryActivity::default()
+        };
+        Activity {
+            pid: std::process::id(),
+            steps: self.status.steps.load(Ordering::Relaxed),
+            issued,
+            in_flight: counts.ops,
+            in_flight_bytes: counts.bytes,
+            program: self.status.program.lock().describe(),
+            devices,
+            waits,
+            memory: pools.fold(memory, |sum, stats| MemoryActivity {
+                live: sum.live + stats.live,
+                peak: sum.peak + stats.peak_live,
+                ..sum
+            }),
+            bytes_sent: values(&self.bytes_sent),
+            messages_sent: values(&self.messages_sent),
+        }
     }
 
     /// Writes to the log and to stderr that something has waited longer than the peer timeout.

@@ -2,13 +2,13 @@
 //!
 //! Pure: it is given the clients' requests and the time, and answers with [`Action`]s.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::block::Instant;
 
-use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
+use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, ProcessStatus, Reply, Request};
 use super::{Member, RendezvousError, Report};
 pub(super) use crate::deadline::after;
 pub(super) use crate::strangers::Link;
@@ -40,6 +40,9 @@ pub(super) struct Job {
     values: HashMap<String, Vec<u8>>,
     gets: Vec<Get>,
     barriers: BTreeMap<String, Vec<Arrival>>,
+    looks: Vec<Look>,
+    /// Number of looks so far.
+    looked: u64,
     /// (Process, its failure), in order of arrival, at most one from each process.
     reports: Vec<(ProcessId, Report)>,
     ticked: Instant,
@@ -82,6 +85,18 @@ struct Arrival {
     wait: Wait,
 }
 
+/// A look at the job for which the status of some processes is still missing.
+struct Look {
+    number: u64,
+    link: Link,
+    ask: u64,
+    missing: BTreeSet<ProcessId>,
+    until: Instant,
+}
+
+/// The longest time that an observer waits for the status of a process.
+const LOOK_WITHIN: Duration = Duration::from_secs(1);
+
 impl Job {
     pub(super) fn new(processes: usize, peer_timeout: Duration, now: Instant) -> Self {
         Self {
@@ -94,6 +109,8 @@ impl Job {
             values: HashMap::new(),
             gets: Vec::new(),
             barriers: BTreeMap::new(),
+            looks: Vec::new(),
+            looked: 0,
             reports: Vec::new(),
             ticked: now,
             actions: Vec::new(),
@@ -177,6 +194,17 @@ impl Job {
                 let result = self.report(process, report);
                 self.answer(link, ask, result);
             }
+            Request::Look { ask } => {
+                if let Err(refusal) = self.look(link, ask, now) {
+                    self.answer(link, ask, Err(refusal));
+                }
+            }
+            Request::Status { look, status } => {
+                if let Some(process) = process {
+                    let status = passed_on(status);
+                    self.seen(process, &status, |one| one.number == look);
+                }
+            }
             Request::Leave { ask } => {
                 self.answer(link, ask, Ok(Answer::Done));
                 self.forget(link);
@@ -206,9 +234,10 @@ impl Job {
             .map(|seat| seat.waits.until)
             .chain([self.gather_until])
             .filter(|_| self.phase == Phase::Gathering);
+        let looks = self.looks.iter().map(|look| look.until);
         // Often enough for pings even if nothing else is due, and to notice that the server was
         // stopped.
-        waits.chain(arrivals).chain(joins).fold(after(now, self.ping), Instant::min)
+        waits.chain(arrivals).chain(joins).chain(looks).fold(after(now, self.ping), Instant::min)
     }
 
     /// Sends pings, and drops clients that no longer answer.
@@ -250,6 +279,9 @@ impl Job {
         let arrivals = self.barriers.values_mut().flatten().map(|arrival| &mut arrival.wait);
         for wait in seats.chain(gets).chain(arrivals) {
             wait.until = after(wait.until, stopped);
+        }
+        for look in &mut self.looks {
+            look.until = after(look.until, stopped);
         }
     }
 
@@ -310,6 +342,12 @@ impl Job {
         self.barriers.retain(|_, arrivals| !arrivals.is_empty());
         for (link, ask, error) in answers {
             self.answer(link, ask, Err(error));
+        }
+        let late = self.looks.iter().filter(|look| now >= look.until);
+        let silent: BTreeSet<_> = late.flat_map(|look| look.missing.iter().copied()).collect();
+        for process in silent {
+            let status = Err(format!("no answer within {LOOK_WITHIN:?}"));
+            self.seen(process, &status, |look| now >= look.until);
         }
     }
 
@@ -444,6 +482,62 @@ impl Job {
         Ok(())
     }
 
+    /// Asks every process of a running job for its status, for the client of `link`. Of others it
+    /// says at once why they have none.
+    fn look(&mut self, link: Link, ask: u64, now: Instant) -> Result<(), RendezvousError> {
+        if let Phase::Failed(error) = &self.phase {
+            return Err(error.clone());
+        }
+        if self.looks.iter().any(|look| look.link == link) {
+            let (what, when) = ("looking at the job".into(), "once at a time".into());
+            return Err(RendezvousError::OutOfTurn { what, when });
+        }
+        if let Some(client) = self.links.get_mut(&link) {
+            // It may look for as long as the job runs and need not join.
+            client.join_by = after(now, Duration::MAX);
+        }
+        self.looked += 1;
+        let mut missing = BTreeSet::new();
+        for (process, seat) in processes(self.seats.len()).zip(&self.seats) {
+            let why = match seat {
+                None => "it has not joined yet".to_owned(),
+                Some(Seat { ended: Some(why), .. }) => why.clone(),
+                Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
+                Some(seat) => {
+                    missing.insert(process);
+                    self.actions.push(Action::Say(seat.link, Reply::Look { look: self.looked }));
+                    continue;
+                }
+            };
+            self.actions.push(Action::Say(link, Reply::Status { ask, process, status: Err(why) }));
+        }
+        match missing.is_empty() {
+            true => self.answer(link, ask, Ok(Answer::Done)),
+            false => {
+                let until = after(now, LOOK_WITHIN);
+                self.looks.push(Look { number: self.looked, link, ask, missing, until });
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes on the status of `process` to the looks that miss it and for which `is_for` returns
+    /// true, and ends those that miss no other.
+    fn seen(&mut self, process: ProcessId, status: &ProcessStatus, is_for: impl Fn(&Look) -> bool) {
+        for look in &mut self.looks {
+            if is_for(look) && look.missing.remove(&process) {
+                let (ask, status) = (look.ask, status.clone());
+                self.actions.push(Action::Say(look.link, Reply::Status { ask, process, status }));
+            }
+        }
+        let (complete, open) =
+            self.looks.drain(..).partition(|look: &Look| look.missing.is_empty());
+        self.looks = open;
+        for Look { link, ask, .. } in complete {
+            self.answer(link, ask, Ok(Answer::Done));
+        }
+    }
+
     fn report(
         &mut self,
         process: Option<ProcessId>,
@@ -468,6 +562,7 @@ impl Job {
             arrivals.retain(|arrival| arrival.link != link);
         }
         self.barriers.retain(|_, arrivals| !arrivals.is_empty());
+        self.looks.retain(|look| look.link != link);
         self.links.remove(&link)?.process
     }
 
@@ -482,6 +577,7 @@ impl Job {
         if let Some(seat) = &mut self.seats[process.index()] {
             seat.ended = Some(why.to_owned());
         }
+        self.seen(process, &Err(why.to_owned()), |_| true);
         if died {
             let others: Vec<Link> = self
                 .links
@@ -541,6 +637,15 @@ pub(super) fn ping_interval(peer_timeout: Duration) -> Duration {
 
 fn processes(count: usize) -> impl Iterator<Item = ProcessId> {
     (0..count).map(|process| ProcessId(process as u32))
+}
+
+/// Returns a status that fits a message.
+fn passed_on(status: ProcessStatus) -> ProcessStatus {
+    let (bytes, most) = match &status {
+        Ok(status) => (status.len(), MAX_VALUE_BYTES),
+        Err(why) => (why.len(), MAX_KEY_BYTES),
+    };
+    if bytes <= most { status } else { Err(format!("its status has {bytes} bytes")) }
 }
 
 fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> {

@@ -3,7 +3,7 @@
 //! One small service at one address, a [`Server`], runs in process 0 or in the launcher. Every
 //! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
 //! addresses ([`Rendezvous::join`]), share small values, meet at barriers and compare clocks. They
-//! also hear at once when one of them dies. A process that fails reports the reason to the server's
+//! also hear at once when one of them dies. An [`Observer`] asks all of them for their status. A process that fails reports the reason to the server's
 //! owner ([`Rendezvous::report`]). Large or frequent data goes over the transports instead.
 //!
 //! The wire, all little-endian. A client opens with a fixed preamble:
@@ -36,13 +36,16 @@
 //! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
 //!   does no I/O.
 //! - `server`: runs `job` over sockets.
-//! - `client`: a process's connection to the server.
+//! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
+//! - `connection`: requests and answers, for both.
 //! - `connect`: how a client connects to the server.
 
 mod client;
 mod connect;
+mod connection;
 mod error;
 mod job;
+mod observer;
 mod protocol;
 mod server;
 mod token;
@@ -54,6 +57,7 @@ use crate::wire::ProcessId;
 
 pub use client::{ClockOffset, JoinConfig, Rendezvous};
 pub use error::RendezvousError;
+pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};
 pub(crate) use token::are_equal;

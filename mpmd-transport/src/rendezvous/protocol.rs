@@ -13,7 +13,7 @@ use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -93,15 +93,52 @@ impl Greeting {
 /// A client's message. `ask` is a number that the answer repeats.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Request {
-    Join { ask: u64, process: ProcessId, processes: u64, peer_timeout: Duration, member: Member },
-    Set { ask: u64, key: String, value: Vec<u8> },
-    Get { ask: u64, key: String, peer_timeout: Duration },
-    Barrier { ask: u64, name: String, peer_timeout: Duration },
-    Clock { ask: u64 },
-    Leave { ask: u64 },
+    Join {
+        ask: u64,
+        process: ProcessId,
+        processes: u64,
+        peer_timeout: Duration,
+        member: Member,
+    },
+    Set {
+        ask: u64,
+        key: String,
+        value: Vec<u8>,
+    },
+    Get {
+        ask: u64,
+        key: String,
+        peer_timeout: Duration,
+    },
+    Barrier {
+        ask: u64,
+        name: String,
+        peer_timeout: Duration,
+    },
+    Clock {
+        ask: u64,
+    },
+    Leave {
+        ask: u64,
+    },
     Pong,
-    Report { ask: u64, report: Report },
+    Report {
+        ask: u64,
+        report: Report,
+    },
+    /// Asks for the status of every process. The client need not have joined.
+    Look {
+        ask: u64,
+    },
+    /// The answer of a process to [`Reply::Look`].
+    Status {
+        look: u64,
+        status: ProcessStatus,
+    },
 }
+
+/// The status of a process in its own words, or the reason why there is none.
+pub(super) type ProcessStatus = Result<Vec<u8>, String>;
 
 /// A server's message.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -118,6 +155,17 @@ pub(super) enum Reply {
     /// The server drops this client and closes the connection.
     Dropped {
         why: String,
+    },
+    /// Asks this process for its status. Its answer repeats the number `look`.
+    Look {
+        look: u64,
+    },
+    /// The status of one process, for the client's request [`Request::Look`]. One comes for each
+    /// process, and then [`Answer::Done`].
+    Status {
+        ask: u64,
+        process: ProcessId,
+        status: ProcessStatus,
     },
 }
 
@@ -319,6 +367,9 @@ mod tests {
             Request::Clock { ask: 70_000 },
             Request::Leave { ask: 6 },
             Request::Pong,
+            Request::Look { ask: 7 },
+            Request::Status { look: 8, status: Ok(vec![3; 25]) },
+            Request::Status { look: 9, status: Err("it starts".into()) },
         ];
         let (name, why) = ("b".to_owned(), "it has gone".to_owned());
         let missing =
@@ -332,6 +383,9 @@ mod tests {
             answer(Err(missing)),
             Reply::Ping,
             Reply::Down { process, why: why.clone() },
+            Reply::Look { look: 8 },
+            Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },
+            Reply::Status { ask: 7, process, status: Err(why.clone()) },
             Reply::Dropped { why },
         ];
         let mut samples: Vec<Vec<u8>> =

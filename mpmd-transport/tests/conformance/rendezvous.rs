@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, MAX_VALUE_BYTES, Member, Rendezvous, RendezvousError, Report, Server,
-    ServerConfig, Token, VERSION,
+    Down, JoinConfig, MAX_VALUE_BYTES, Member, Observer, Rendezvous, RendezvousError, Report,
+    Server, ServerConfig, Token, VERSION,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -628,4 +628,26 @@ fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
             Err(e) => panic!("the server neither answers nor closes: {e}"),
         }
     }
+}
+
+#[test]
+fn observer_looks_at_a_running_job_and_sees_its_end() {
+    let server = server(2, LONG);
+    let address = server.address().to_string();
+    let mut processes = meet(&server, 2);
+    let wrong = Observer::connect(&address, Token::new([1; 32]), LONG);
+    assert!(matches!(wrong, Err(RendezvousError::Token { .. })), "{wrong:?}");
+    let observer = Observer::connect(&address, token(), LONG).unwrap();
+    processes[0].on_look(Box::new(|| b"fine".to_vec()));
+    let seen = observer.look(LONG).unwrap();
+    assert_eq!(seen[&ProcessId(0)], Ok(b"fine".to_vec()));
+    assert_eq!(seen[&ProcessId(1)], Err("it is starting".to_owned()));
+    drop(processes.pop());
+    let gone = downs(&processes[0]).recv_timeout(LONG).unwrap();
+    let Down::Process(ProcessId(1), why) = gone else { panic!("{gone:?}") };
+    assert_eq!(observer.look(LONG).unwrap()[&ProcessId(1)], Err(why));
+    processes[0].leave().unwrap();
+    drop(server);
+    let ended = observer.look(LONG);
+    assert!(matches!(ended, Err(RendezvousError::ServerGone { .. })), "{ended:?}");
 }

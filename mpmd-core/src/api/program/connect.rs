@@ -43,10 +43,15 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    /// Registers a callback that tells the runtime when the rendezvous reports the loss of a
-    /// process, or is lost itself.
+    /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a process,
+    /// or is lost itself. The other tells observers the activity of this process.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
+        let observed = runtime.clone();
+        self.rendezvous.on_look(Box::new(move || {
+            let activity = observed.upgrade().map(|runtime| runtime.activity());
+            serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
+        }));
         self.rendezvous.on_down(Box::new(move |down| {
             let Some(runtime) = runtime.upgrade() else { return };
             match down {

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use mpmd_ids::ProcessId;
+use mpmd_layout::bytes_text;
 
 use super::Program;
 
@@ -112,13 +113,13 @@ impl fmt::Display for Holdings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MemoryUse { live, cached, peak_live, mapped, host_live, .. } = self.memory;
         let (live, cached, peak, mapped) =
-            (Bytes(live), Bytes(cached), Bytes(peak_live), Bytes(mapped));
+            (bytes_text(live), bytes_text(cached), bytes_text(peak_live), bytes_text(mapped));
         write!(f, "memory of process {}: {live} live, {cached} cached, ", self.process)?;
         let (lent, borrowed) = (Shares(&self.lent_to, "to"), Shares(&self.borrowed_from, "from"));
         write!(f, "{lent} lent{lent:#}, {borrowed} borrowed{borrowed:#}, ")?;
         write!(f, "{peak} at most, {mapped} mapped")?;
         if host_live > 0 {
-            write!(f, "; {} live in the host's", Bytes(host_live))?;
+            write!(f, "; {} live in the host's", bytes_text(host_live))?;
         }
         Ok(())
     }
@@ -135,30 +136,12 @@ impl fmt::Display for Shares<'_> {
         if !f.alternate() {
             return match bytes.iter().sum() {
                 0 => f.write_str("nothing"),
-                sum => write!(f, "{}", Bytes(sum)),
+                sum => write!(f, "{}", bytes_text(sum)),
             };
         }
         let each: Vec<String> =
-            each.map(|(peer, bytes)| format!("{word} {peer}: {}", Bytes(*bytes))).collect();
+            each.map(|(peer, bytes)| format!("{word} {peer}: {}", bytes_text(*bytes))).collect();
         if each.is_empty() { Ok(()) } else { write!(f, " ({})", each.join(", ")) }
-    }
-}
-
-/// Displays a number of bytes with a unit: `512 B`, `4.0 KiB`, `1.5 GiB`.
-struct Bytes(u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut value = self.0 as f64;
-        let mut unit = "B";
-        for larger in ["KiB", "MiB", "GiB", "TiB"] {
-            // Rounds up, so that 1023.96 KiB are shown as 1.0 MiB.
-            if value < 1023.95 {
-                break;
-            }
-            (value, unit) = (value / 1024.0, larger);
-        }
-        if unit == "B" { write!(f, "{} B", self.0) } else { write!(f, "{value:.1} {unit}") }
     }
 }
 

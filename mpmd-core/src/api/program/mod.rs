@@ -287,6 +287,7 @@ impl Program {
         // Makes each step distinct. Otherwise equal steps could hide an operation that one of them
         // lacks.
         self.hash = self.hash.mix(0x57e9).mix(step);
+        self.runtime.status.step_ends(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.record_step()?;
         self.runtime.trace.note(|| What::StepEnd { step, op: self.count });

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::error::RulesError;
 use crate::aval::ShapedArray;
+use crate::bytes_text;
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
@@ -177,19 +178,6 @@ impl Inferred {
         let (aval, spec) = (leaf.aval.to_string(), leaf.spec.to_string());
         [name, aval, spec, bytes_text(leaf.bytes_per_device), rule, leaf.notes.join("; ")]
     }
-}
-
-/// Formats bytes with a unit: `512 B`, `4.0 KiB`, `1.5 GiB`.
-fn bytes_text(bytes: u64) -> String {
-    let mut amount = bytes as f64;
-    let mut unit = "B";
-    for larger in ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] {
-        if amount < 1024.0 {
-            break;
-        }
-        (amount, unit) = (amount / 1024.0, larger);
-    }
-    if unit == "B" { format!("{bytes} B") } else { format!("{amount:.1} {unit}") }
 }
 
 #[cfg(test)]

@@ -86,6 +86,7 @@ impl Table {
         assert!(self.job.present() <= self.job.seats.len());
         assert!(self.job.links.keys().eq(self.asks.keys()));
         let waits = self.job.gets.len() + self.job.barriers.values().map(Vec::len).sum::<usize>();
+        let waits = waits + self.job.looks.len();
         assert!(waits <= self.asks.values().map(Vec::len).sum());
     }
 }
@@ -97,8 +98,9 @@ fn ask_of(request: &Request) -> Option<u64> {
         | Request::Get { ask, .. }
         | Request::Barrier { ask, .. }
         | Request::Report { ask, .. }
+        | Request::Look { ask }
         | Request::Leave { ask } => Some(*ask),
-        Request::Clock { .. } | Request::Pong => None,
+        Request::Clock { .. } | Request::Status { .. } | Request::Pong => None,
     }
 }
 
@@ -119,7 +121,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
         1 => Duration::ZERO,
         _ => Duration::new(integer(rng), rng.u32(..1_000_000_000)),
     };
-    match rng.u8(..9) {
+    match rng.u8(..12) {
         0..3 => {
             let process = if rng.u8(..8) == 0 { integer(rng) as u32 } else { rng.u32(..5) };
             let processes = if rng.u8(..8) == 0 { integer(rng) } else { processes as u64 };
@@ -142,6 +144,11 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));
             Request::Report { ask, report: Report { failure, hash: rng.bool().then_some(5) } }
         }
+        8 | 9 => Request::Look { ask },
+        10 if rng.bool() => {
+            Request::Status { look: rng.u64(..9), status: Ok(vec![3; rng.usize(..40)]) }
+        }
+        10 => Request::Status { look: rng.u64(..9), status: Err(text(rng)) },
         _ if rng.bool() => Request::Clock { ask },
         _ => Request::Pong,
     }
@@ -166,5 +173,6 @@ fn fuzz_rendezvous_job() {
         }
         assert!(table.asks.is_empty(), "unanswered requests: {:?}", table.asks);
         assert!(table.job.gets.is_empty() && table.job.barriers.is_empty());
+        assert!(table.job.looks.is_empty());
     });
 }

@@ -305,3 +305,106 @@ fn too_long_keys_hosts_and_programs_are_refused() {
         assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");
     }
 }
+
+/// Takes the replies to the client of `link`: (statuses by process, final answer).
+fn seen(
+    said: &[(Link, Reply)],
+    to: Link,
+) -> (Vec<(u32, Result<Vec<u8>, String>)>, Option<Result<Answer, RendezvousError>>) {
+    let (mut statuses, mut end) = (Vec::new(), None);
+    for (_, reply) in said.iter().filter(|(link, _)| *link == to) {
+        assert!(end.is_none(), "nothing follows the end: {reply:?}");
+        match reply {
+            Reply::Status { ask: 3, process, status } => {
+                statuses.push((process.0, status.clone()));
+            }
+            Reply::Answer { ask: 3, result } => end = Some(result.clone()),
+            other => panic!("{other:?}"),
+        }
+    }
+    (statuses, end)
+}
+
+#[test]
+fn observer_sees_each_process_or_the_reason_why_not() {
+    let mut table = Table::running(4);
+    let observer = 77;
+    table.job.opened(observer, table.now);
+    table.job.said(observer, Request::Look { ask: 3 }, table.now);
+    let look = table.said();
+    let asked: Vec<_> = look.iter().map(|(link, _)| *link).collect();
+    assert_eq!(asked, [10, 11, 12, 13]);
+    let Reply::Look { look } = look[0].1 else { panic!("{look:?}") };
+    // A second look has to wait for the first. A stranger's status, one for another look and a
+    // second one are ignored.
+    table.job.said(observer, Request::Look { ask: 4 }, table.now);
+    assert!(matches!(errors(table.said())[..], [(77, RendezvousError::OutOfTurn { .. })]));
+    let status = |look, byte| Request::Status { look, status: Ok(vec![byte]) };
+    table.job.said(observer, status(look, 9), table.now);
+    table.job.said(11, status(look + 1, 9), table.now);
+    table.job.said(11, status(look, 1), table.now);
+    table.job.said(11, status(look, 9), table.now);
+    let long = Request::Status { look, status: Ok(vec![0; MAX_VALUE_BYTES + 1]) };
+    table.job.said(12, long, table.now);
+    table.job.closed(13, "it was killed");
+    let said: Vec<_> = table
+        .said()
+        .into_iter()
+        .filter(|(_, reply)| !matches!(reply, Reply::Down { .. }))
+        .collect();
+    let (statuses, end) = seen(&said, observer);
+    let long = Err(format!("its status has {} bytes", MAX_VALUE_BYTES + 1));
+    assert_eq!(statuses, [(1, Ok(vec![1])), (2, long), (3, Err("it was killed".into()))]);
+    assert_eq!(end, None);
+    // Process 0 is stopped.
+    table.pass(Duration::from_secs(1), &[11, 12, observer]);
+    let (statuses, end) = seen(&table.said(), observer);
+    assert_eq!(statuses, [(0, Err("no answer within 1s".into()))]);
+    assert_eq!(end, Some(Ok(Answer::Done)));
+    // The ended process is known at the next look.
+    table.job.said(observer, Request::Look { ask: 3 }, table.now);
+    let (statuses, _) = seen(&table.said(), observer);
+    assert_eq!(statuses, [(3, Err("it was killed".into()))]);
+    // An observer that goes leaves nothing behind.
+    table.job.closed(observer, "it was closed");
+    assert!(table.job.looks.is_empty() && table.job.present() == 3);
+}
+
+#[test]
+fn observer_may_stay_without_joining() {
+    let mut table = Table::running(1);
+    table.job.opened(77, table.now);
+    table.job.opened(78, table.now);
+    table.job.said(77, Request::Look { ask: 3 }, table.now);
+    table.pass(TIME_LIMIT * 10, &[10, 77, 78]);
+    let dropped: Vec<_> = table
+        .said()
+        .into_iter()
+        .filter(|(_, reply)| matches!(reply, Reply::Dropped { .. }))
+        .collect();
+    assert!(matches!(dropped[..], [(78, _)]), "{dropped:?}");
+    // Without a sign of life it is dropped like any client, and the job runs on.
+    table.pass(TIME_LIMIT * 2, &[10]);
+    assert!(table.said().iter().any(|(link, reply)| {
+        *link == 77 && matches!(reply, Reply::Dropped { why } if why.contains("silent"))
+    }));
+    assert_eq!(table.job.present(), 1);
+}
+
+#[test]
+fn look_at_an_incomplete_job_names_the_missing() {
+    let mut table = Table::new(2);
+    table.join(1, "");
+    table.job.opened(77, table.now);
+    table.job.said(77, Request::Look { ask: 3 }, table.now);
+    let (statuses, end) = seen(&table.said(), 77);
+    let [missing, waits] =
+        ["it has not joined yet", "it waits for others to join"].map(|why| Err(why.to_owned()));
+    assert_eq!(statuses, [(0, missing), (1, waits)]);
+    assert_eq!(end, Some(Ok(Answer::Done)));
+    table.pass(TIME_LIMIT, &[11, 77]);
+    table.said();
+    table.job.said(77, Request::Look { ask: 3 }, table.now);
+    let (_, end) = seen(&table.said(), 77);
+    assert!(matches!(end, Some(Err(RendezvousError::Missing { .. }))), "{end:?}");
+}

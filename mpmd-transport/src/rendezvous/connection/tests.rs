@@ -1,19 +1,6 @@
-//! Tests of clock comparison and of faulty servers.
+//! Tests of faulty servers.
 
 use super::*;
-
-#[test]
-fn clock_offset_comes_from_quickest_trip() {
-    // The server's clock is a second ahead. Each direction takes its own time.
-    let trip = |asked: i64, there: i64, back: i64| {
-        (asked, asked + there + 1_000_000_000, asked + there + back)
-    };
-    let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
-    assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
-    // A trip during which the clock was set back is ignored.
-    assert_eq!(quickest(&[(10, 7, 4), trip(5_000, 40, 60)]), quickest(&[trip(5_000, 40, 60)]));
-    assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
-}
 
 /// Returns a client's connection in a job of two, and the server's end, which the test plays.
 fn connection() -> (Connection, TcpStream) {
@@ -24,7 +11,7 @@ fn connection() -> (Connection, TcpStream) {
 }
 
 #[test]
-fn too_many_members_or_downs_are_refused() {
+fn too_many_members_statuses_or_downs_are_refused() {
     let (connection, _server) = connection();
     let members = |more| {
         let members = vec![Member::default(); 2].into();
@@ -36,6 +23,12 @@ fn too_many_members_or_downs_are_refused() {
     );
     let down = |process| Reply::Down { process: ProcessId(process), why: String::new() };
     assert!(connection.hear(down(2)).unwrap_err().contains("process 2 is down, of 2"));
+    let status = |ask| Reply::Status { ask, process: ProcessId(1), status: Ok(vec![7]) };
+    (0..2).for_each(|_| connection.hear(status(5)).unwrap());
+    assert!(connection.state.lock().statuses.is_empty(), "the look has timed out");
+    connection.state.lock().asks.insert(5, mpsc::channel().0);
+    assert_eq!(connection.hear(status(5)), Ok(()));
+    assert!(connection.hear(status(5)).unwrap_err().contains("status of process 1 twice"));
     (0..100).for_each(|_| connection.hear(down(1)).unwrap());
     assert!(connection.state.lock().untold.len() <= 3);
 }
@@ -64,6 +57,8 @@ fn fuzz_rendezvous_replies() {
                 0 => Reply::Ping,
                 1 => Reply::Dropped { why },
                 2..5 => Reply::Down { process, why },
+                8 => Reply::Look { look: ask },
+                9 => Reply::Status { ask, process, status: Ok(why.into_bytes()) },
                 5..8 => {
                     let (sender, answer) = mpsc::channel();
                     connection.state.lock().asks.insert(ask, sender);

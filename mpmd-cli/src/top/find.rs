@@ -1,0 +1,80 @@
+//! Finds the address and the token of a running job.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+
+use anyhow::{Context as _, Result, bail};
+use mpmd_launch::{JobEnv, variables};
+use mpmd_transport::rendezvous::Token;
+
+/// Returns (address of the rendezvous, token) of the job that `words` name: a process id or an
+/// address. Without words, those of the only job of this user on this machine.
+pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
+    let Some(words) = words else { return only_job() };
+    if let Ok(pid) = words.parse() {
+        let Some(env) = job_of(pid)? else {
+            bail!("process {pid} belongs to no job: a job has a launcher, such as mpmd run");
+        };
+        return Ok((env.coordinator, env.token));
+    }
+    if !words.contains(':') {
+        bail!("{words:?} is neither a process id nor an address, host:port");
+    }
+    let token = std::env::var(variables::JOB_TOKEN).with_context(|| {
+        format!(
+            "the token of the job is needed, in {}; a process id of the job on this machine would \
+             do instead of the address",
+            variables::JOB_TOKEN
+        )
+    })?;
+    let token = token.trim().parse().with_context(|| format!("in {}", variables::JOB_TOKEN))?;
+    Ok((words.to_owned(), token))
+}
+
+/// Returns the environment of the job of a process. `None` if no launcher has started the process.
+fn job_of(pid: u32) -> Result<Option<JobEnv>> {
+    let file = format!("/proc/{pid}/environ");
+    let bytes =
+        fs::read(&file).with_context(|| format!("reading the variables of process {pid}"))?;
+    let text = String::from_utf8_lossy(&bytes);
+    let variables: HashMap<&str, &str> =
+        text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
+    let look = |name: &str| variables.get(name).map(|value| (*value).to_owned());
+    JobEnv::from_vars(&look).with_context(|| format!("in the variables of process {pid}"))
+}
+
+fn only_job() -> Result<(String, Token)> {
+    let jobs = jobs();
+    let (mut addresses, found) = (jobs.keys(), jobs.len());
+    match (addresses.next(), found) {
+        (Some(address), 1) => Ok((address.clone(), jobs[address].1.clone())),
+        (None, _) => bail!("no job of this user runs on this machine"),
+        _ => {
+            let lines = jobs.iter().map(|(address, (pid, _))| format!("\n  {pid}  at {address}"));
+            let lines: String = lines.collect();
+            bail!("{found} jobs run on this machine; name one by a process id:{lines}")
+        }
+    }
+}
+
+/// Returns the jobs of this user on this machine by address: (the lowest process id, token).
+fn jobs() -> BTreeMap<String, (u32, Token)> {
+    let user = rustix::process::geteuid().as_raw();
+    let folders = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = folders.filter_map(|folder| {
+        let pid: u32 = folder.file_name().to_str()?.parse().ok()?;
+        (folder.metadata().ok()?.uid() == user && pid != std::process::id()).then_some(pid)
+    });
+    let mut jobs = BTreeMap::new();
+    for pid in pids {
+        // A process that ends meanwhile, or has variables of its own, is none of a job.
+        let Ok(Some(env)) = job_of(pid) else { continue };
+        if env.plan.is_some() || (env.processes == 1 && !env.hosted) {
+            continue;
+        }
+        let (first, _) = jobs.entry(env.coordinator).or_insert((pid, env.token));
+        *first = pid.min(*first);
+    }
+    jobs
+}

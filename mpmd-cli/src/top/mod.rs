@@ -1,0 +1,164 @@
+//! `mpmd top`: the activity of the processes of a running job.
+
+mod find;
+mod show;
+
+use std::io::IsTerminal as _;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use mpmd_record::activity::Activity;
+use mpmd_transport::rendezvous::{Observer, RendezvousError};
+use serde::Serialize;
+
+use crate::files::say;
+use crate::run::seconds;
+
+/// Time limit for the connection to the job and for its answers.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Clears a terminal and sets its cursor to the upper left corner.
+const CLEAR: &str = "\x1b[H\x1b[2J";
+
+/// Arguments of `mpmd top`.
+#[derive(Args, Debug)]
+pub(crate) struct TopArgs {
+    /// The job: the id of one of its processes on this machine, or the address of its rendezvous as
+    /// host:port, with the job's token in MPMD_JOB_TOKEN. By default the only job of this user on
+    /// this machine
+    #[arg(value_name = "PID|ADDRESS")]
+    job: Option<String>,
+    /// Time between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    interval: Duration,
+    /// End after the first full look, which takes one interval
+    #[arg(long)]
+    once: bool,
+    /// Print one line of JSON for each look instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// One look at a job.
+#[derive(Debug, Default, Serialize)]
+struct Look {
+    /// The address of the job's rendezvous.
+    job: String,
+    /// Time since the look before, in seconds.
+    seconds: f64,
+    processes: Vec<Seen>,
+}
+
+/// One process in a look.
+#[derive(Debug, Default, Serialize)]
+struct Seen {
+    process: u32,
+    /// The reason why the activity is not known, else `None`.
+    unknown: Option<String>,
+    activity: Option<Activity>,
+    /// Bytes that the process has sent per second since the look before.
+    sent_per_second: Option<f64>,
+    /// Bytes that others have sent to the process per second since the look before.
+    received_per_second: Option<f64>,
+}
+
+/// Shows a job until it ends.
+pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
+    let (address, token) = find::job(args.job.as_deref())?;
+    let observer = Observer::connect(&address, token, TIMEOUT)
+        .with_context(|| format!("attaching to the job at {address}"))?;
+    let clears = std::io::stdout().is_terminal() && !args.json && !args.once;
+    let mut before = (Instant::now(), look(&observer, &address)?);
+    loop {
+        std::thread::sleep(args.interval);
+        let now = Instant::now();
+        let mut seen = match look(&observer, &address) {
+            Err(error) if !args.once && has_ended(&error) => {
+                if !args.json {
+                    say(&format!("the job has ended: {error}\n"))?;
+                }
+                return Ok(ExitCode::SUCCESS);
+            }
+            seen => seen?,
+        };
+        seen.compare(&before.1, now - before.0);
+        let text = match args.json {
+            true => format!("{}\n", serde_json::to_string(&seen)?),
+            false => show::text(&seen),
+        };
+        say(&format!("{}{text}", if clears { CLEAR } else { "" }))?;
+        if args.once {
+            return Ok(ExitCode::SUCCESS);
+        }
+        before = (now, seen);
+    }
+}
+
+fn has_ended(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(RendezvousError::ServerGone { .. }))
+}
+
+/// Asks all processes of a job for their activity.
+fn look(observer: &Observer, address: &str) -> Result<Look> {
+    let known = |(process, status): (mpmd_ids::ProcessId, Result<Vec<u8>, String>)| {
+        let activity = status.and_then(|status| {
+            serde_json::from_slice(&status).map_err(|error| {
+                format!("it runs another version of mpmd: its status cannot be read ({error})")
+            })
+        });
+        let (activity, unknown) = match activity {
+            Ok(activity) => (Some(activity), None),
+            Err(why) => (None, Some(why)),
+        };
+        Seen { process: process.0, unknown, activity, ..Seen::default() }
+    };
+    let processes = observer.look(TIMEOUT)?.into_iter().map(known).collect();
+    Ok(Look { job: address.to_owned(), processes, ..Look::default() })
+}
+
+impl Look {
+    /// Adds the rates since an earlier look, `passed` ago.
+    fn compare(&mut self, before: &Look, passed: Duration) {
+        self.seconds = passed.as_secs_f64();
+        // By process: the bytes sent to each process since the earlier look.
+        let grown = |now: &Seen| {
+            let earlier = before.processes.iter().find(|seen| seen.process == now.process)?;
+            let (earlier, now) = (earlier.activity.as_ref()?, now.activity.as_ref()?);
+            let pairs = now.bytes_sent.iter().zip(&earlier.bytes_sent);
+            Some(pairs.map(|(now, earlier)| now.saturating_sub(*earlier)).collect::<Vec<_>>())
+        };
+        let grown: Vec<_> = self.processes.iter().map(grown).collect();
+        let per_second = |bytes: u64| bytes as f64 / self.seconds;
+        for (at, seen) in self.processes.iter_mut().enumerate() {
+            let Some(sent) = &grown[at] else { continue };
+            let to_it = |sent: &Vec<u64>| sent.get(seen.process as usize).copied().unwrap_or(0);
+            let received = grown.iter().flatten().map(to_it).sum();
+            seen.sent_per_second = Some(per_second(sent.iter().sum()));
+            seen.received_per_second = Some(per_second(received));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(process: u32, sent: Option<[u64; 3]>) -> Seen {
+        let activity = |sent: [u64; 3]| Activity { bytes_sent: sent.into(), ..Activity::default() };
+        Seen { process, activity: sent.map(activity), ..Seen::default() }
+    }
+
+    #[test]
+    fn rates_are_those_since_the_look_before() {
+        let before = [seen(0, Some([0, 10, 10])), seen(1, Some([5, 0, 0])), seen(2, None)];
+        let now = [seen(0, Some([0, 30, 10])), seen(1, Some([5, 0, 8])), seen(2, Some([9, 0, 0]))];
+        let before = Look { processes: before.into(), ..Look::default() };
+        let mut look = Look { processes: now.into(), ..Look::default() };
+        look.compare(&before, Duration::from_secs(2));
+        let rates = |seen: &Seen| (seen.sent_per_second, seen.received_per_second);
+        let rates: Vec<_> = look.processes.iter().map(rates).collect();
+        assert_eq!(rates, [(Some(10.0), Some(0.0)), (Some(4.0), Some(10.0)), (None, None)]);
+    }
+}

@@ -1,0 +1,131 @@
+//! A look at a job as text.
+
+use std::fmt::Write as _;
+
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use mpmd_layout::bytes_text;
+use mpmd_record::activity::Activity;
+
+use super::{Look, Seen};
+
+/// Returns a table with a row of numbers for each process. Below it stand, for each process, the
+/// activity of its program and devices, and its waits.
+pub(super) fn text(look: &Look) -> String {
+    let head =
+        ["process", "pid", "step", "issued", "in flight", "memory", "lent", "sent", "received"];
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(head).add_rows(look.processes.iter().map(row));
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2)).set_cell_alignment(CellAlignment::Right);
+    }
+    let mut text = format!("job at {}\n{}\n", look.job, table.trim_fmt());
+    for seen in &look.processes {
+        let _ = write!(text, "\nprocess {}: ", seen.process);
+        match (&seen.activity, &seen.unknown) {
+            (Some(activity), _) => doing(&mut text, activity),
+            (None, why) => text.push_str(why.as_deref().unwrap_or("unknown")),
+        }
+    }
+    text.push('\n');
+    text
+}
+
+fn row(seen: &Seen) -> Vec<String> {
+    let process = seen.process.to_string();
+    let Some(activity) = &seen.activity else { return vec![process] };
+    let memory = activity.memory;
+    let of = memory.limit.map_or_else(String::new, |limit| format!(" of {}", bytes_text(limit)));
+    let rate = |rate: Option<f64>| {
+        rate.map_or_else(|| "-".to_owned(), |rate| format!("{}/s", bytes_text(rate as u64)))
+    };
+    vec![
+        process,
+        activity.pid.to_string(),
+        activity.steps.to_string(),
+        activity.issued.to_string(),
+        format!("{} ({})", activity.in_flight, bytes_text(activity.in_flight_bytes)),
+        format!("{}{of}", bytes_text(memory.live + memory.host)),
+        bytes_text(memory.lent),
+        rate(seen.sent_per_second),
+        rate(seen.received_per_second),
+    ]
+}
+
+/// Adds the activity of a process: its program on the line that has begun, and its devices and waits
+/// on lines of their own.
+fn doing(text: &mut String, activity: &Activity) {
+    let _ = write!(text, "its program {}", activity.program);
+    let (idle, busy): (Vec<_>, Vec<_>) =
+        activity.devices.iter().partition(|device| device.operation.is_none());
+    for device in busy {
+        let _ = write!(text, "\n  {device}");
+    }
+    match idle.len() {
+        0 => {}
+        1 => text.push_str(&format!("\n  {} is idle", idle[0].device)),
+        several => text.push_str(&format!("\n  {several} devices are idle")),
+    }
+    for wait in &activity.waits {
+        let _ = write!(text, "\n  {wait}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_record::activity::{DeviceActivity, MemoryActivity};
+
+    use super::*;
+
+    #[test]
+    fn table_has_numbers_and_activities_of_each_process() {
+        let device = |number: u32, operation: Option<&str>| DeviceActivity {
+            device: format!("device {number}"),
+            operation: operation.map(str::to_owned),
+            seconds: operation.map(|_| 1.25),
+            behind: 2,
+        };
+        let activity = Activity {
+            pid: 77,
+            steps: 3,
+            issued: 1200,
+            in_flight: 4,
+            in_flight_bytes: 2048,
+            program: "waits in a read of an array at src/main.rs:7:9".into(),
+            devices: vec![
+                device(0, Some("operation 9 (jit f) at src/main.rs:5:1")),
+                device(1, None),
+            ],
+            waits: vec!["process 0 waits in operation 8".into()],
+            memory: MemoryActivity {
+                live: 1024,
+                host: 1024,
+                limit: Some(4096),
+                ..Default::default()
+            },
+            ..Activity::default()
+        };
+        let known = Seen {
+            activity: Some(activity),
+            sent_per_second: Some(3.0 * 1024.0),
+            ..Seen::default()
+        };
+        let gone = Seen { process: 1, unknown: Some("it was killed".into()), ..Seen::default() };
+        let look = Look { job: "127.0.0.1:7".into(), seconds: 1.0, processes: vec![known, gone] };
+        let text = text(&look);
+        let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+        let words = |at: usize| lines[at].split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(lines[0], "job at 127.0.0.1:7");
+        assert_eq!(words(2), "0 77 3 1200 4 (2.0 KiB) 2.0 KiB of 4.0 KiB 0 B 3.0 KiB/s -");
+        assert_eq!(words(3), "1");
+        let rest = [
+            "",
+            "process 0: its program waits in a read of an array at src/main.rs:7:9",
+            "  device 0 is at operation 9 (jit f) at src/main.rs:5:1, for 1.2 s (2 more issued to it)",
+            "  device 1 is idle",
+            "  process 0 waits in operation 8",
+            "process 1: it was killed",
+        ];
+        assert_eq!(lines[4..], rest);
+    }
+}

@@ -1,0 +1,181 @@
+//! `mpmd top` beside jobs of two processes, which are this test program again.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use mpmd_core::prelude::*;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::common::{Told, call};
+
+/// Time limit for a state of the job to be seen.
+const LONG: Duration = Duration::from_secs(40);
+
+/// The variable with the file that process 0 waits for before it issues its part.
+const GO: &str = "MPMD_TEST_GO";
+
+/// A job whose processes wait for each other. It is ended when this is dropped.
+struct Job {
+    launcher: Child,
+    go: PathBuf,
+    /// The process ids of the two processes.
+    pids: [u32; 2],
+}
+
+impl Job {
+    fn start(name: &str) -> Self {
+        let go = Path::new(env!("CARGO_TARGET_TMPDIR"))
+            .join(format!("{}-{name}.go", std::process::id()));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+        command.args(["run", "-n", "2", "--no-prefix", "--grace", "1", "--"]);
+        command.arg(std::env::current_exe().unwrap());
+        command.args(["--exact", "top::program_of_the_job", "--ignored", "--nocapture"]);
+        command.env(GO, &go).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut launcher = command.spawn().unwrap();
+        let lines = BufReader::new(launcher.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let mut pids = [None; 2];
+        for line in lines {
+            // The test harness may begin the line with the name of its test.
+            let Some((_, words)) = line.split_once("this is process ") else { continue };
+            let (process, pid) = words.split_once(": ").unwrap();
+            pids[process.parse::<usize>().unwrap()] = Some(pid.parse().unwrap());
+            if pids.iter().all(Option::is_some) {
+                break;
+            }
+        }
+        Self { launcher, go, pids: pids.map(|pid| pid.expect("both processes start")) }
+    }
+
+    /// Looks at the job until `is_seen` returns true, and returns that look.
+    fn until(&self, is_seen: impl Fn(&[Value]) -> bool) -> Vec<Value> {
+        let begin = Instant::now();
+        loop {
+            let told = top(&[&self.pids[0].to_string(), "--once", "--json", "--interval", "0.1"]);
+            let look: Value = serde_json::from_str(&told.stdout).unwrap_or_default();
+            let processes = look["processes"].as_array().cloned().unwrap_or_default();
+            if is_seen(&processes) {
+                return processes;
+            }
+            assert!(begin.elapsed() < LONG, "{told:?}");
+        }
+    }
+
+    fn send(&self, process: usize, signal: Signal) {
+        kill_process(Pid::from_raw(self.pids[process].cast_signed()).unwrap(), signal).unwrap();
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let _ = std::fs::write(&self.go, "");
+        let _ = kill_process(Pid::from_child(&self.launcher), Signal::TERM);
+        let _ = self.launcher.wait();
+        let _ = std::fs::remove_file(&self.go);
+    }
+}
+
+fn top(args: &[&str]) -> Told {
+    call(&[&["top"], args].concat(), "")
+}
+
+#[test]
+#[ignore = "a process of the jobs of these tests"]
+fn program_of_the_job() {
+    let go = PathBuf::from(std::env::var_os(GO).expect("started by a test"));
+    let mut program = Program::from_env().unwrap();
+    let p = &mut program;
+    println!("\nthis is process {}: {}", p.process(), std::process::id());
+    let stages = p.mesh(&[("stage", 2)]).unwrap().split("stage").unwrap();
+    let begin = Instant::now();
+    while p.process().0 == 0 && !go.exists() && begin.elapsed() < LONG {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let x = p.device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated()).unwrap();
+    let x = p.device_put(&x, stages[1].replicated()).unwrap();
+    if let Some(value) = x.to_host().unwrap() {
+        assert_eq!(value.to_vec::<f32>().unwrap(), [1.0]);
+    }
+    program.finish().unwrap();
+}
+
+#[test]
+fn waits_stops_and_ends_of_processes_are_shown() {
+    let job = Job::start("waits");
+    let waits = |processes: &[Value]| {
+        processes.len() == 2 && processes[1]["activity"]["waits"][0].is_string()
+    };
+    let seen = job.until(waits);
+    let activity = |process: usize| &seen[process]["activity"];
+    assert_eq!(activity(0)["pid"], job.pids[0]);
+    assert_eq!(activity(0)["program"], "runs code of its own");
+    let doing = activity(1)["program"].as_str().unwrap();
+    assert!(doing.contains("waits in") && doing.contains("top.rs"), "{doing}");
+    let wait = activity(1)["waits"][0].as_str().unwrap();
+    assert!(wait.contains("process 1 waits in operation 2 (device_put"), "{wait}");
+    assert_eq!(activity(1)["issued"], 2);
+    assert_eq!(seen[0]["sent_per_second"], 0.0);
+    // As a table.
+    let told = top(&[&job.pids[1].to_string(), "--once", "--interval", "0.1"]);
+    assert_eq!((told.status, &*told.stderr), (Some(0), ""), "{told:?}");
+    assert!(told.stdout.contains("process 1: its program waits in"), "{told:?}");
+    // A stopped process does not answer; looking at it does no harm.
+    job.send(1, Signal::STOP);
+    let unknown = |process: usize, why: &'static str| {
+        move |seen: &[Value]| {
+            seen.get(process).is_some_and(|seen| seen["unknown"].to_string().contains(why))
+        }
+    };
+    job.until(unknown(1, "no answer within 1s"));
+    job.send(1, Signal::CONT);
+    job.until(waits);
+    job.send(1, Signal::KILL);
+    job.until(unknown(1, "closed"));
+}
+
+#[test]
+fn top_ends_with_the_job() {
+    let mut job = Job::start("end");
+    std::fs::write(&job.go, "").unwrap();
+    let told = top(&[&job.pids[0].to_string(), "--interval", "0.05"]);
+    // The job may have ended before.
+    match told.status {
+        Some(0) => assert!(told.stdout.contains("the job has ended: "), "{told:?}"),
+        _ => assert!(told.stderr.contains("mpmd: "), "{told:?}"),
+    }
+    assert!(job.launcher.wait().unwrap().success());
+}
+
+#[test]
+fn wrong_jobs_and_tokens_are_refused() {
+    let refused = |args: &[&str], token: Option<&str>, text: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+        command.arg("top").args(args).env_remove("MPMD_JOB_TOKEN").stdin(Stdio::null());
+        let output = command.envs(token.map(|token| ("MPMD_JOB_TOKEN", token))).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(text), "{args:?}: {said}");
+    };
+    refused(&["here"], None, "neither a process id nor an address");
+    refused(&["127.0.0.1:7"], None, "token of the job is needed, in MPMD_JOB_TOKEN");
+    refused(&["127.0.0.1:7"], Some("abc"), "in MPMD_JOB_TOKEN");
+    refused(&[&std::process::id().to_string()], None, "belongs to no job");
+    refused(&["4294967295"], None, "reading the variables of process 4294967295");
+    let job = Job::start("tokens");
+    let variables = std::fs::read(format!("/proc/{}/environ", job.pids[0])).unwrap();
+    let variables = String::from_utf8_lossy(&variables);
+    let find = |name: &str| variables.split('\0').find_map(|text| text.strip_prefix(name));
+    let address = find("MPMD_COORDINATOR=").unwrap();
+    refused(&[address], Some(&"7".repeat(64)), "token");
+    let right = find("MPMD_JOB_TOKEN=").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    command.args(["top", address, "--once", "--interval", "0.05"]).env("MPMD_JOB_TOKEN", right);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("process 0: its program runs"), "{output:?}");
+    // The job has not noticed anything.
+    std::fs::write(&job.go, "").unwrap();
+    let mut job = job;
+    assert!(job.launcher.wait().unwrap().success());
+}

@@ -1,0 +1,77 @@
+//! The current activity of a running process: what `mpmd top` shows and hang reports say.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The current activity of one process of a job.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Activity {
+    /// The process id in the operating system.
+    pub pid: u32,
+    /// Number of steps that the program has ended.
+    pub steps: u64,
+    /// Number of operations that the program has issued.
+    pub issued: u64,
+    /// Number of operations with a part on this process that have not ended.
+    pub in_flight: usize,
+    /// Bytes of memory that these operations have reserved for their results.
+    pub in_flight_bytes: u64,
+    /// The activity of the program thread.
+    pub program: String,
+    /// The activity of each device of the process.
+    pub devices: Vec<DeviceActivity>,
+    /// The chain of waits from the oldest operation for which this process waits, to its cause: one
+    /// line for each link. Empty if it waits for no other process.
+    pub waits: Vec<String>,
+    /// The memory of the process, in bytes.
+    pub memory: MemoryActivity,
+    /// Payload bytes of arrays and collectives sent so far, indexed by destination process.
+    pub bytes_sent: Vec<u64>,
+    /// Number of messages with these bytes, indexed by destination process.
+    pub messages_sent: Vec<u64>,
+}
+
+/// The current activity of one device.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct DeviceActivity {
+    /// The name of the device.
+    pub device: String,
+    /// The operation on which the device works, with its label and line. `None` if it is idle.
+    pub operation: Option<String>,
+    /// Time for which the device has worked on it, in seconds. It is measured at intervals, so it
+    /// is `None` for an operation that began a moment ago.
+    pub seconds: Option<f32>,
+    /// Number of operations issued to the device behind this one.
+    pub behind: usize,
+}
+
+/// The memory of a process, in bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct MemoryActivity {
+    /// Device memory in use now.
+    pub live: u64,
+    /// Largest device memory in use so far.
+    pub peak: u64,
+    /// The sum of the limits of the process's devices. `None` without limits.
+    pub limit: Option<u64>,
+    /// Host memory that arrays use now.
+    pub host: u64,
+    /// Memory lent to other processes and not returned yet.
+    pub lent: u64,
+}
+
+impl fmt::Display for DeviceActivity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device, operation, seconds, behind } = self;
+        let Some(operation) = operation else { return write!(f, "{device} is idle") };
+        write!(f, "{device} is at {operation}")?;
+        if let Some(seconds) = seconds {
+            write!(f, ", for {seconds:.1} s")?;
+        }
+        if *behind > 0 {
+            write!(f, " ({behind} more issued to it)")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,356 @@
+//! A connection to the rendezvous server: requests and their answers, and what the server says by
+//! itself.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::connect::meet;
+use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
+use super::server::clock;
+use super::{Down, JoinConfig, Member, RendezvousError};
+use crate::wire::ProcessId;
+
+/// Connects to the server and starts a thread that reads the connection. Returns the connection and
+/// the address of its end here.
+pub(super) fn open(config: &JoinConfig) -> Result<(Arc<Connection>, SocketAddr), RendezvousError> {
+    let (stream, ping) = meet(config)?;
+    let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
+        doing: format!("{doing} the connection to the rendezvous service"),
+        why: e.to_string(),
+    };
+    let local = stream.local_addr().map_err(|e| environment("asking for the address of", e))?;
+    // The server pings at an interval that follows its own peer timeout. A shorter one here
+    // must not expire between two pings.
+    let silence = config.peer_timeout.max(ping.saturating_mul(4));
+    // Reads are short, so that the thread notices silence. A whole write may take the full
+    // timeout.
+    stream
+        .set_read_timeout(Some(
+            (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1)),
+        ))
+        .and_then(|()| stream.set_write_timeout(Some(silence)))
+        .map_err(|e| environment("setting up", e))?;
+    let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
+    let link = Arc::new(Connection {
+        server: config.server.clone(),
+        processes: config.processes,
+        stream,
+        writing: Mutex::new(()),
+        state: Mutex::new(State::default()),
+    });
+    let listener = link.clone();
+    std::thread::Builder::new()
+        .name("mpmd-rendezvous".into())
+        .spawn(move || listener.listen(read, silence))
+        .map_err(|e| environment("starting a thread for", e))?;
+    Ok((link, local))
+}
+
+/// A connection to the server. Any thread may send requests; one thread reads the answers.
+pub(super) struct Connection {
+    pub(super) server: String,
+    /// Number of processes in the job, as far as this process knows.
+    pub(super) processes: usize,
+    pub(super) stream: TcpStream,
+    /// Held while a whole message is written. Closing the connection does not need it.
+    pub(super) writing: Mutex<()>,
+    pub(super) state: Mutex<State>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) asked: u64,
+    pub(super) asks: HashMap<u64, mpsc::Sender<Answered>>,
+    /// The members received so far: the answer to `join` may come in parts.
+    pub(super) members: Vec<Member>,
+    /// The reason why no more requests can be made; `None` while the connection stands.
+    pub(super) ended: Option<RendezvousError>,
+    /// True once the job is complete. From then on this process can do without the server.
+    pub(super) joined: bool,
+    /// The reason why no answer is expected at the moment: the server of a running job is silent.
+    /// `None` while it is heard.
+    pub(super) silent: Option<RendezvousError>,
+    /// True once the loss of the server has been reported, which is done once.
+    pub(super) loss_told: bool,
+    pub(super) leaving: bool,
+    pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
+    pub(super) untold: Vec<Down>,
+    /// Returns the status of this process; `None` while it starts.
+    pub(super) describe: Option<Arc<Describe>>,
+    /// The statuses received so far for a look at the job.
+    pub(super) statuses: BTreeMap<ProcessId, ProcessStatus>,
+}
+
+/// A function that returns the status of this process, in any encoding.
+pub(super) type Describe = dyn Fn() -> Vec<u8> + Send + Sync;
+
+/// (Time of the answer in nanoseconds since 1970 by this process's clock, answer).
+type Answered = (i64, Result<Answer, RendezvousError>);
+
+/// Time to wait for an answer beyond the peer timeout: the server's error, which names the late
+/// processes, should come first.
+const SLACK: Duration = Duration::from_secs(2);
+
+/// The largest number of statuses that are kept: that of the processes of the largest job.
+const MOST_STATUSES: usize = 1 << 20;
+
+impl Connection {
+    /// Sends a request and blocks until its answer comes, at most `peer_timeout` plus [`SLACK`].
+    /// Returns (time of the answer in nanoseconds since 1970, answer). If the server is silent, the
+    /// request is still sent, but fails at once.
+    pub(super) fn ask(
+        &self,
+        peer_timeout: Duration,
+        request: impl FnOnce(u64) -> Request,
+    ) -> Result<(i64, Answer), RendezvousError> {
+        let (sender, answer) = mpsc::channel();
+        let ask = {
+            let mut state = self.state.lock();
+            if let Some(error) = &state.ended {
+                return Err(error.clone());
+            }
+            state.asked += 1;
+            let ask = state.asked;
+            state.asks.insert(ask, sender);
+            ask
+        };
+        if let Err(error) = protocol::frame(&request(ask)).and_then(|frame| self.write(&frame)) {
+            self.state.lock().asks.remove(&ask);
+            return Err(error);
+        }
+        if let Some(silent) = self.silence_of(ask) {
+            return Err(silent);
+        }
+        let answered = wait_awake(&answer, peer_timeout.saturating_add(SLACK));
+        self.state.lock().asks.remove(&ask);
+        match answered {
+            Ok((when, result)) => result.map(|answer| (when, answer)),
+            Err(RecvTimeoutError::Timeout) => Err(self
+                .gone(format!("it has not answered for {:?}", peer_timeout.saturating_add(SLACK)))),
+            Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
+        }
+    }
+
+    /// If the server is silent, withdraws request `ask` and returns the error. Otherwise returns
+    /// `None`.
+    fn silence_of(&self, ask: u64) -> Option<RendezvousError> {
+        let mut state = self.state.lock();
+        let silent = state.silent.clone()?;
+        state.asks.remove(&ask);
+        Some(silent)
+    }
+
+    /// Sends a message that has no answer.
+    fn say(&self, message: &Request) -> Result<(), String> {
+        let frame = protocol::frame(message).map_err(|e| e.to_string())?;
+        self.write(&frame).map_err(|e| e.to_string())
+    }
+
+    fn write(&self, frame: &[u8]) -> Result<(), RendezvousError> {
+        let _writing = self.writing.lock();
+        (&self.stream).write_all(frame).map_err(|e| {
+            // Part of a message may have been sent: no other message can follow it.
+            let _ = self.stream.shutdown(Shutdown::Both);
+            let ended = self.state.lock().ended.clone();
+            ended.unwrap_or_else(|| self.gone(e.to_string()))
+        })
+    }
+
+    /// Reads until the connection ends, and answers pings. If the server is silent, the connection
+    /// ends unless this process has joined. A running job goes on, as the server may come back.
+    fn listen(&self, mut stream: TcpStream, silence: Duration) {
+        let mut frames = Frames::default();
+        let mut bytes = vec![0; 16 * 1024];
+        let (mut heard, mut looked) = (Instant::now(), Instant::now());
+        let why = 'connected: loop {
+            let read = stream.read(&mut bytes);
+            let now = Instant::now();
+            // If this process itself was stopped, it cannot call the server silent.
+            if now.duration_since(looked) > silence / 2 {
+                heard = now;
+            }
+            looked = now;
+            match read {
+                Ok(0) => break "the connection was closed".to_owned(),
+                Ok(n) => {
+                    heard = now;
+                    self.state.lock().silent = None;
+                    frames.push(&bytes[..n]);
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if now.duration_since(heard) > silence {
+                        let why = format!("it has been silent for {silence:?}");
+                        if !self.goes_on_without(&why) {
+                            break why;
+                        }
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => break e.to_string(),
+            }
+            loop {
+                match frames.next::<Reply>() {
+                    Ok(Some(reply)) => {
+                        if let Err(why) = self.hear(reply) {
+                            break 'connected why;
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(why) => break 'connected format!("it said something senseless: {why}"),
+                }
+            }
+        };
+        let is_loss = self.state.lock().ended.is_none();
+        self.end(self.gone(why.clone()));
+        if is_loss {
+            self.tell_loss(why);
+        }
+    }
+
+    /// If this process has joined: records that the server is silent, fails all pending requests
+    /// and returns true. Otherwise has no effect and returns false.
+    fn goes_on_without(&self, why: &str) -> bool {
+        let mut state = self.state.lock();
+        if !state.joined {
+            return false;
+        }
+        let error = state.silent.get_or_insert_with(|| self.gone(why.to_owned())).clone();
+        let waiting = std::mem::take(&mut state.asks);
+        drop(state);
+        for asker in waiting.into_values() {
+            let _ = asker.send((0, Err(error.clone())));
+        }
+        self.tell_loss(why.to_owned());
+        true
+    }
+
+    /// Reports to the function of `on_down`, once, that the server is lost to this process. Reports
+    /// nothing while this process leaves.
+    fn tell_loss(&self, why: String) {
+        let mut state = self.state.lock();
+        if state.leaving || std::mem::replace(&mut state.loss_told, true) {
+            return;
+        }
+        drop(state);
+        self.tell(Down::Server(why));
+    }
+
+    pub(super) fn hear(&self, reply: Reply) -> Result<(), String> {
+        match reply {
+            Reply::Ping => self.say(&Request::Pong)?,
+            Reply::Look { look } => {
+                let describe = self.state.lock().describe.clone();
+                let status = describe.map(|describe| describe()).ok_or("it is starting".to_owned());
+                self.say(&Request::Status { look, status })?;
+            }
+            Reply::Status { ask, process, status } => {
+                let mut state = self.state.lock();
+                // A look that has timed out is no longer open.
+                if state.asks.contains_key(&ask)
+                    && (state.statuses.len() >= MOST_STATUSES
+                        || state.statuses.insert(process, status).is_some())
+                {
+                    return Err(format!("it told the status of process {process} twice"));
+                }
+            }
+            Reply::Answer { ask, mut result } => {
+                let mut state = self.state.lock();
+                if let Ok(Answer::Members { members, more }) = &mut result {
+                    state.members.extend_from_slice(members);
+                    if state.members.len() > self.processes {
+                        return Err(format!(
+                            "it names more members than the job has, {}",
+                            self.processes
+                        ));
+                    }
+                    if *more {
+                        return Ok(());
+                    }
+                    *members = std::mem::take(&mut state.members).into();
+                    state.joined = true;
+                }
+                let asker = state.asks.remove(&ask);
+                drop(state);
+                if let Some(asker) = asker {
+                    // A request that has timed out has no receiver any more.
+                    let _ = asker.send((clock(), result));
+                }
+            }
+            Reply::Down { process, .. } if process.index() >= self.processes => {
+                return Err(format!(
+                    "it says that process {process} is down, of {}",
+                    self.processes
+                ));
+            }
+            Reply::Down { process, why } => self.tell(Down::Process(process, why)),
+            Reply::Dropped { why } => return Err(format!("it has given this process up: {why}")),
+        }
+        Ok(())
+    }
+
+    fn tell(&self, down: Down) {
+        let mut state = self.state.lock();
+        match state.tell.clone() {
+            Some(tell) => {
+                drop(state);
+                tell(down);
+            }
+            // Each process goes down once. A server that reports more than that is faulty.
+            None if state.untold.len() > self.processes => {}
+            None => state.untold.push(down),
+        }
+    }
+
+    /// Closes the connection. All pending requests fail with `why`, or with the earlier reason if
+    /// it had ended before.
+    pub(super) fn end(&self, why: RendezvousError) {
+        let mut state = self.state.lock();
+        let why = state.ended.get_or_insert(why).clone();
+        let waiting = std::mem::take(&mut state.asks);
+        drop(state);
+        for asker in waiting.into_values() {
+            let _ = asker.send((0, Err(why.clone())));
+        }
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn gone(&self, why: String) -> RendezvousError {
+        RendezvousError::ServerGone { server: self.server.clone(), why }
+    }
+
+    pub(super) fn senseless(&self, answer: &Answer) -> RendezvousError {
+        let kind = match answer {
+            Answer::Done => "done",
+            Answer::Members { .. } => "members",
+            Answer::Value(_) => "a value",
+            Answer::Clock(_) => "a time",
+        };
+        self.gone(format!("it answered with {kind}, which was not asked for"))
+    }
+}
+
+/// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly
+/// counts: the whole job may have been stopped.
+fn wait_awake(
+    answer: &mpsc::Receiver<Answered>,
+    peer_timeout: Duration,
+) -> Result<Answered, RecvTimeoutError> {
+    const SLICE: Duration = Duration::from_secs(1);
+    let mut left = peer_timeout;
+    loop {
+        let slice = left.min(SLICE);
+        match answer.recv_timeout(slice) {
+            Err(RecvTimeoutError::Timeout) if left > slice => left -= slice,
+            answered => return answered,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,73 @@
+//! A look at a running job from outside of it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::connection::{Connection, open};
+use super::protocol::{Answer, Request};
+use super::{JoinConfig, RendezvousError, Token};
+use crate::wire::ProcessId;
+
+/// A connection to a job's [`Server`](super::Server) that is not a process of the job and cannot
+/// change it.
+///
+/// It asks all processes for their status. A process answers by the function of
+/// [`Rendezvous::on_look`](super::Rendezvous::on_look).
+pub struct Observer {
+    link: Arc<Connection>,
+}
+
+impl Observer {
+    /// Connects to the server at `server`, a `host:port`, with the job's token. Starts a thread that
+    /// reads the connection. Waits at most `timeout` for the server.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Rendezvous::connect`](super::Rendezvous::connect), except
+    /// [`NoSuchProcess`](RendezvousError::NoSuchProcess).
+    pub fn connect(server: &str, token: Token, timeout: Duration) -> Result<Self, RendezvousError> {
+        let process = ProcessId(0);
+        // An observer hears of no process that leaves, and so needs no number of processes.
+        let config = JoinConfig {
+            server: server.to_owned(),
+            process,
+            processes: 0,
+            token,
+            peer_timeout: timeout,
+        };
+        Ok(Self { link: open(&config)?.0 })
+    }
+
+    /// Returns the status of each process in its own encoding, or the reason why there is none: the
+    /// process has not joined, is starting, has ended, or has not answered within a second. Blocks
+    /// until all have answered, at most `timeout` plus two seconds.
+    ///
+    /// # Errors
+    ///
+    /// [`ServerGone`](RendezvousError::ServerGone) if the job has ended or no answer comes. The error
+    /// of a job that can never be complete. [`OutOfTurn`](RendezvousError::OutOfTurn) if another
+    /// thread looks through this observer.
+    pub fn look(
+        &self,
+        timeout: Duration,
+    ) -> Result<BTreeMap<ProcessId, Result<Vec<u8>, String>>, RendezvousError> {
+        self.link.state.lock().statuses.clear();
+        match self.link.ask(timeout, |ask| Request::Look { ask })?.1 {
+            Answer::Done => Ok(std::mem::take(&mut self.link.state.lock().statuses)),
+            other => Err(self.link.senseless(&other)),
+        }
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        self.link.end(RendezvousError::Left);
+    }
+}
+
+impl std::fmt::Debug for Observer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Observer(of {})", self.link.server)
+    }
+}
