@@ -55,6 +55,10 @@ pub(crate) struct Run {
     /// Have each process record its operations in a file in this folder, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
+    /// Have each device write its inputs of the operation with this number to a safetensors file in
+    /// this folder, `dump` by default. Messages, traces and `mpmd top` give the numbers of operations
+    #[arg(long, value_name = "OP[:DIR]", value_parser = dump)]
+    dump: Option<String>,
     /// Print lines as they are, without the rank of the process that wrote them
     #[arg(long)]
     no_prefix: bool,
@@ -93,6 +97,9 @@ impl Run {
             // Made absolute: the program may change its working directory.
             let folder = std::path::absolute(folder).context("finding the folder for the trace")?;
             launch = launch.env(variables::TRACE, folder);
+        }
+        if let Some(dump) = &self.dump {
+            launch = launch.env(variables::DUMP, dump);
         }
         let outcome = launch
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
@@ -152,6 +159,17 @@ fn is_program(file: &Path) -> bool {
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
     device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
+}
+
+/// Returns the value of [`variables::DUMP`] with an absolute folder: the program may change its
+/// working directory.
+fn dump(text: &str) -> Result<String, String> {
+    let (op, folder) = text.split_once(':').unwrap_or((text, "dump"));
+    if !op.parse::<u64>().is_ok_and(|op| op > 0) || folder.is_empty() {
+        return Err("not the number of an operation, from 1, or number:folder".to_owned());
+    }
+    let folder = std::path::absolute(folder).map_err(|error| error.to_string())?;
+    Ok(format!("{op}:{}", folder.display()))
 }
 
 fn bind() -> impl TypedValueParser<Value = Bind> {

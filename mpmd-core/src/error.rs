@@ -35,6 +35,14 @@ pub enum Error {
     /// An operation could not complete. Operations that depend on it fail with the same failure.
     #[error("{0}")]
     Failed(#[from] Arc<Failure>),
+    /// A dump of an operation's inputs cannot be read.
+    #[error("{}: {why}", path.display())]
+    Dump {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
     /// The values of an array cannot be read on this process. The caller is at fault.
     #[error("{at}: {why}")]
     Read {

@@ -49,6 +49,8 @@ pub use api::replay::Recorded;
 pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
 pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
+#[doc(hidden)]
+pub use exec::dump::safetensors_dtype;
 pub use exec::host_array::HostArray;
 pub use exec::object::ObjectRef;
 pub use kernel::cuda;

@@ -21,9 +21,9 @@ pub struct Activity {
     pub program: String,
     /// The activity of each device of the process.
     pub devices: Vec<DeviceActivity>,
-    /// The chain of waits from the oldest operation for which this process waits, to its cause: one
-    /// line for each link. Empty if it waits for no other process.
-    pub waits: Vec<String>,
+    /// The oldest operation for which this process waits, and the other process. `None` if it waits
+    /// for no other.
+    pub wait: Option<String>,
     /// The memory of the process, in bytes.
     pub memory: MemoryActivity,
     /// Payload bytes of arrays and collectives sent so far, indexed by destination process.

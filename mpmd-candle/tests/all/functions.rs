@@ -1,6 +1,6 @@
 //! Functions of tensors as kernels.
 
-use mpmd_candle::{DType, Tensor, function};
+use mpmd_candle::{DType, Tensor, Var, function};
 use mpmd_core::prelude::*;
 use mpmd_core::{Simulation, run_here};
 use mpmd_layout::aval::DType as ArrayType;
@@ -81,4 +81,62 @@ fn wrong_output_shape_fails_the_call() {
     let wrong = function(|x: Tensor| x.to_dtype(DType::F64)).like_input();
     let error = run_here(wrong, &host(&[2], &[1.0, 2.0])).unwrap_err().to_string();
     assert!(error.contains("returned f64[2], and f32[2] was declared"), "{error}");
+}
+
+/// The model of the test below: this on the first mesh, [`second`] on the other.
+fn first(x: &Tensor) -> candle_core::Result<Tensor> {
+    (x * 1.5)?.tanh()
+}
+
+/// The loss of each element; the sum of all is the loss.
+fn second(y: &Tensor) -> candle_core::Result<Tensor> {
+    y.sqr()?.exp()
+}
+
+/// The gradient of `loss(x)` summed over all elements.
+fn gradient(
+    x: &Tensor,
+    loss: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+) -> candle_core::Result<Tensor> {
+    let x = Var::from_tensor(x)?;
+    let gradients = loss(&x)?.sum_all()?.backward()?;
+    Ok(gradients.get(&x).expect("the loss depends on x").clone())
+}
+
+/// A move between two meshes is differentiable: candle's gradients of the two parts, with the move
+/// of [`Program::put_vjp`] between them, are the gradient of the whole, to the bit.
+#[test]
+fn gradient_goes_through_a_move_between_meshes() {
+    let values: Vec<f32> = (0..24).map(|i| i as f32 / 24.0 - 0.4).collect();
+    let whole = Tensor::from_slice(&values, (4, 6), &candle_core::Device::Cpu).unwrap();
+    let whole = gradient(&whole, |x| second(&first(x)?)).unwrap();
+    let whole: Vec<f32> = whole.flatten_all().unwrap().to_vec1().unwrap();
+    for processes in [1, 2, 4] {
+        let results = Simulation::new(processes, 4).run(|p| {
+            let meshes = p.mesh(&[("stage", 2), ("part", 2)])?.split("stage")?;
+            let rows = meshes[0].sharding(spec!["part"]);
+            let columns = meshes[1].sharding(spec![None, "part"]);
+            let forward = function(|x: Tensor| first(&x)).like_input();
+            let forward = p.jit(forward).on(&meshes[0]).outputs(rows.clone()).build()?;
+            let of_second = function(|y: Tensor| gradient(&y, second)).like_input();
+            let of_second = p.jit(of_second).on(&meshes[1]).outputs(columns.clone()).build()?;
+            let of_first = function(|x: Tensor, dy: Tensor| gradient(&x, |x| first(x)? * &dy))
+                .outputs(|(x, _)| Ok(x.clone()));
+            let of_first = p.jit(of_first).on(&meshes[0]).outputs(rows.clone()).build()?;
+
+            let x = MpmdArray::from_slice(&[4, 6], &values)?;
+            let x = p.device_put(&x, rows.clone())?;
+            let y = forward.call(p, x.clone())?;
+            let (y, vjp) = p.put_vjp(&y, columns)?;
+            let dy = of_second.call(p, y)?;
+            let dy = vjp.call(p, &dy)?;
+            assert_eq!(dy.sharding(), Some(&rows));
+            let dx = of_first.call(p, (x, dy))?;
+            let dx = p.device_put(&dx, meshes[0].replicated())?;
+            Ok(dx.to_host()?.map(|dx| dx.to_vec::<f32>()).transpose()?)
+        });
+        let found: Vec<_> = results.into_iter().filter_map(|result| result.unwrap()).collect();
+        assert_eq!(found.len(), if processes == 4 { 2 } else { 1 }, "{processes} processes");
+        assert!(found.iter().all(|found| *found == whole), "{found:?} and not {whole:?}");
+    }
 }

@@ -59,16 +59,44 @@ fn doing(text: &mut String, activity: &Activity) {
     let (idle, busy): (Vec<_>, Vec<_>) =
         activity.devices.iter().partition(|device| device.operation.is_none());
     for device in busy {
-        let _ = write!(text, "\n  {device}");
+        let _ = write!(text, "\n  {}", brief(&device.to_string()));
     }
     match idle.len() {
         0 => {}
         1 => text.push_str(&format!("\n  {} is idle", idle[0].device)),
         several => text.push_str(&format!("\n  {several} devices are idle")),
     }
-    for wait in &activity.waits {
-        let _ = write!(text, "\n  {wait}");
+    if let Some(wait) = &activity.wait {
+        let _ = write!(text, "\n  {}", brief(wait));
     }
+}
+
+/// Shortens the description of an operation: long lists of arrays become `(…)`, and the place of the
+/// operation in a replayed step is left out.
+fn brief(text: &str) -> String {
+    const LONGEST_LIST: usize = 24;
+    let mut text = text.to_owned();
+    if let Some(at) = text.find(" of the step recorded at ") {
+        let start = text[..at].rfind(", ").unwrap_or(at);
+        let end = text[start..].find(')').map_or(text.len(), |end| start + end);
+        text.replace_range(start..end, "");
+    }
+    if let Some(start) = text.find(" of (").map(|start| start + " of ".len())
+        && let Some(end) = closing(&text[start..]).map(|end| start + end)
+        && end - start > LONGEST_LIST
+    {
+        text.replace_range(start + 1..end, "…");
+    }
+    text
+}
+
+/// Returns the place of the parenthesis that closes the first one. `None` if none does.
+fn closing(text: &str) -> Option<usize> {
+    let mut depth = 0;
+    text.bytes().position(|byte| {
+        depth += i32::from(byte == b'(') - i32::from(byte == b')');
+        depth == 0
+    })
 }
 
 #[cfg(test)]
@@ -96,7 +124,7 @@ mod tests {
                 device(0, Some("operation 9 (jit f) at src/main.rs:5:1")),
                 device(1, None),
             ],
-            waits: vec!["process 0 waits in operation 8".into()],
+            wait: Some("process 0 waits in operation 8".into()),
             memory: MemoryActivity {
                 live: 1024,
                 host: 1024,
@@ -127,5 +155,18 @@ mod tests {
             "process 1: it was killed",
         ];
         assert_eq!(lines[4..], rest);
+    }
+
+    #[test]
+    fn descriptions_of_operations_are_shortened() {
+        let replayed = "1 of 123 of the step recorded at a.rs:1:2 and replayed at a.rs:1:2";
+        let list = "f32[128] P(None), f32[128,512] P(None, model), and 27 more";
+        let long =
+            format!("at operation 9 (jit f on [0] of ({list}); stage 0 at b.rs:3:4, {replayed})");
+        assert_eq!(brief(&long), "at operation 9 (jit f on [0] of (…); stage 0 at b.rs:3:4)");
+        let alone = format!("operation 9 (jit f of ({list})) at b.rs:3:4");
+        assert_eq!(brief(&alone), "operation 9 (jit f of (…)) at b.rs:3:4");
+        let put = "operation 8 (device_put of f32[2] from P(x) on [0] to P() on [1]) at c.rs:5:6";
+        assert_eq!(brief(put), put);
     }
 }

@@ -315,3 +315,17 @@ fn binding_is_a_choice_and_a_line_says_if_it_fails() {
     let output = mpmd(&["-n", "1", "--bind", "socket"], "exit 0").output().unwrap();
     assert!(text(&output.stderr).contains("possible values: none, core, numa"), "{output:?}");
 }
+
+#[test]
+fn dump_names_an_operation_and_an_absolute_folder() {
+    let here = std::env::current_dir().unwrap();
+    for (asked, folder) in [("12", here.join("dump")), ("12:/tmp/x", "/tmp/x".into())] {
+        let output = mpmd(&["-n", "1", "--no-prefix", "--dump", asked], "echo $MPMD_DUMP").output();
+        assert_eq!(lines(&output.unwrap()), [format!("12:{}", folder.display())]);
+    }
+    for wrong in ["0", "x", "3:"] {
+        let output = mpmd(&["-n", "1", "--dump", wrong], "echo started").output().unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
+        assert!(text(&output.stderr).contains("not the number of an operation"), "{output:?}");
+    }
+}

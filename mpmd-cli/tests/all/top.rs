@@ -104,16 +104,15 @@ fn program_of_the_job() {
 #[test]
 fn waits_stops_and_ends_of_processes_are_shown() {
     let job = Job::start("waits");
-    let waits = |processes: &[Value]| {
-        processes.len() == 2 && processes[1]["activity"]["waits"][0].is_string()
-    };
+    let waits =
+        |processes: &[Value]| processes.len() == 2 && processes[1]["activity"]["wait"].is_string();
     let seen = job.until(waits);
     let activity = |process: usize| &seen[process]["activity"];
     assert_eq!(activity(0)["pid"], job.pids[0]);
     assert_eq!(activity(0)["program"], "runs code of its own");
     let doing = activity(1)["program"].as_str().unwrap();
     assert!(doing.contains("waits in") && doing.contains("top.rs"), "{doing}");
-    let wait = activity(1)["waits"][0].as_str().unwrap();
+    let wait = activity(1)["wait"].as_str().unwrap();
     assert!(wait.contains("process 1 waits in operation 2 (device_put"), "{wait}");
     assert_eq!(activity(1)["issued"], 2);
     assert_eq!(seen[0]["sent_per_second"], 0.0);

@@ -207,6 +207,7 @@ impl Scene {
             check_uncommitted: false,
             check_replicas: false,
             sync: false,
+            dump: None,
             device_memory: None,
             cuda: Vec::new(),
             trace: Trace::default(),

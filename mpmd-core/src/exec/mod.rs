@@ -27,6 +27,7 @@ mod chunks;
 #[cfg(test)]
 mod driven;
 mod driver;
+pub(crate) mod dump;
 mod exchange;
 mod hash;
 pub(crate) mod host_array;
@@ -63,6 +64,7 @@ use mpmd_transport::{Payload, Pool, Transport};
 use assembly::{Assembly, DeviceAssembly, HostAssembly};
 pub(crate) use async_buffer::{AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers};
 use chunks::Chunks;
+pub(crate) use dump::Dump;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round};
 pub(crate) use hash::{OriginMap, Rolling};
 pub(crate) use in_flight::{Counts, InFlight, OnLoan, OpGuard};
@@ -154,6 +156,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) check_replicas: bool,
     /// True if each call of the program waits for its operations.
     pub(crate) sync: bool,
+    /// The operation whose inputs are written to files, if any.
+    pub(crate) dump: Option<Dump>,
     /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,

@@ -161,9 +161,10 @@ impl Runtime {
         let counts = self.in_flight.counts();
         let devices = self.status.devices(|op| self.router.lock().describe(op));
         let running = self.status.lowest();
-        let (issued, waits) = {
+        let (issued, wait) = {
             let router = self.router.lock();
-            (router.count(), router.chain(running))
+            // The other links are what other processes said some time ago.
+            (router.count(), router.chain(running).into_iter().next())
         };
         let pools = self.devices.iter().map(|device| device.pool.stats());
         let memory = MemoryActivity {
@@ -180,7 +181,7 @@ impl Runtime {
             in_flight_bytes: counts.bytes,
             program: self.status.program.lock().describe(),
             devices,
-            waits,
+            wait,
             memory: pools.fold(memory, |sum, stats| MemoryActivity {
                 live: sum.live + stats.live,
                 peak: sum.peak + stats.peak_live,

@@ -19,6 +19,7 @@ mod cuda_calls;
 mod cuda_kernels;
 mod cuda_moves;
 mod cuda_nccl;
+mod dump;
 mod failures;
 mod handed_over;
 mod joined_moves;

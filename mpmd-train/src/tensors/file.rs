@@ -8,10 +8,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mpmd_core::{Error, Result};
+use mpmd_core::{Error, Result, safetensors_dtype};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::runs::runs;
 
@@ -66,7 +66,8 @@ impl TensorFile {
     /// If the file has no such array, or one of a dtype that this project lacks.
     pub fn aval(&self, name: &str) -> Result<ShapedArray> {
         let info = self.info(name)?;
-        let known = DType::ALL.into_iter().find(|known| dtype(*known) == Some(info.dtype));
+        let known =
+            DType::ALL.into_iter().find(|known| safetensors_dtype(*known) == Some(info.dtype));
         let known = known
             .ok_or_else(|| self.failed(name, &format!("dtype {:?} is unknown", info.dtype)))?;
         Ok(ShapedArray::try_new(&info.shape, known)?)
@@ -131,7 +132,7 @@ pub fn header(
     for (name, aval) in arrays {
         let start = offset;
         offset += aval.bytes();
-        let dtype = dtype(aval.dtype()).ok_or_else(|| {
+        let dtype = safetensors_dtype(aval.dtype()).ok_or_else(|| {
             Error::kernel(format!("{name}: safetensors has no dtype {}", aval.dtype()))
         })?;
         let (shape, data_offsets) = (aval.shape().to_vec(), (start, offset));
@@ -172,26 +173,6 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
         return Err(format!("cut off: it has {found} bytes of {expected}"));
     }
     Ok((header, start))
-}
-
-/// Returns safetensors' name of a dtype, if it has one.
-fn dtype(dtype: DType) -> Option<Dtype> {
-    Some(match dtype {
-        DType::Bool => Dtype::BOOL,
-        DType::U8 => Dtype::U8,
-        DType::I8 => Dtype::I8,
-        DType::U16 => Dtype::U16,
-        DType::I16 => Dtype::I16,
-        DType::U32 => Dtype::U32,
-        DType::I32 => Dtype::I32,
-        DType::U64 => Dtype::U64,
-        DType::I64 => Dtype::I64,
-        DType::Bf16 => Dtype::BF16,
-        DType::F16 => Dtype::F16,
-        DType::F32 => Dtype::F32,
-        DType::F64 => Dtype::F64,
-        _ => return None,
-    })
 }
 
 #[cfg(test)]

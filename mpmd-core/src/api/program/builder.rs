@@ -14,7 +14,7 @@ use super::{Membership, Program, connect};
 use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::exec::recorder::{Order, Recorder};
-use crate::exec::{Runtime, RuntimeConfig};
+use crate::exec::{Dump, Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::variables;
 use mpmd_layout::topology::{
@@ -43,6 +43,7 @@ pub struct Builder {
     pub(super) links: Option<Links>,
     pub(super) check_uncommitted: Option<bool>,
     pub(super) check_replicas: Option<bool>,
+    pub(super) dump: Option<Dump>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
 }
@@ -64,6 +65,7 @@ impl Default for Builder {
             links: None,
             check_uncommitted: None,
             check_replicas: None,
+            dump: None,
             trace: None,
             sync: None,
         }
@@ -173,6 +175,17 @@ impl Builder {
     /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
     pub fn sync(mut self, yes: bool) -> Self {
         self.sync = Some(yes);
+        self
+    }
+
+    /// Writes the inputs of operation `op` on each device of this process to the file
+    /// `operation-<op>-device-<device>.safetensors` in this folder, as they are before it. The call
+    /// of the operation blocks until they are there. [`HostArray::read_dump`] reads the file. Off by
+    /// default; `MPMD_DUMP` turns it on in a program that does not set it.
+    ///
+    /// [`HostArray::read_dump`]: crate::HostArray::read_dump
+    pub fn dump(mut self, op: u64, folder: impl Into<PathBuf>) -> Self {
+        self.dump = Some(Dump { op, folder: folder.into() });
         self
     }
 
@@ -433,6 +446,7 @@ impl Builder {
             check_uncommitted: self.checks_uncommitted(),
             check_replicas: self.check_replicas.unwrap_or(false),
             sync: self.sync.unwrap_or(false),
+            dump: self.dump.clone(),
             cuda,
             trace,
         }

@@ -115,21 +115,7 @@ impl MpmdArray {
                 placed.describe(),
                 placed.made.runtime.me
             ))),
-            Repr::Placed(placed) => {
-                let buffers = self.wait(at)?;
-                let shards = placed.shards.iter().zip(buffers);
-                shards
-                    .map(|(shard, buffer)| {
-                        let region = placed.region(shard.device);
-                        let aval = ShapedArray::try_new(&region.shape(), placed.made.aval.dtype())?;
-                        Ok(Shard {
-                            device: shard.device,
-                            region,
-                            data: HostArray::from_bytes(aval, buffer)?,
-                        })
-                    })
-                    .collect()
-            }
+            Repr::Placed(_) => self.shards_here(at),
         }
     }
 
@@ -205,6 +191,19 @@ impl MpmdArray {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns the shards that this process holds, even if they are partial sums. Blocks until they
+    /// are ready. Empty for an uncommitted array.
+    pub(crate) fn shards_here(&self, at: &'static Location<'static>) -> Result<Vec<Shard>> {
+        let Repr::Placed(placed) = &self.repr else { return Ok(Vec::new()) };
+        let shards = placed.shards.iter().zip(self.wait(at)?);
+        let values = shards.map(|(shard, buffer)| {
+            let region = placed.region(shard.device);
+            let aval = ShapedArray::try_new(&region.shape(), placed.made.aval.dtype())?;
+            Ok(Shard { device: shard.device, region, data: HostArray::from_bytes(aval, buffer)? })
+        });
+        values.collect()
     }
 
     fn wait(&self, at: &'static Location<'static>) -> Result<Vec<SharedBuffer>> {
