@@ -56,7 +56,8 @@ pub(crate) struct Run {
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
     /// Have each device write its inputs of the operation with this number to a safetensors file in
-    /// this folder, `dump` by default. Messages, traces and `mpmd top` give the numbers of operations
+    /// this folder, `dump` by default. Messages, traces and `mpmd top` give the numbers of
+    /// operations
     #[arg(long, value_name = "OP[:DIR]", value_parser = dump)]
     dump: Option<String>,
     /// Print lines as they are, without the rank of the process that wrote them

@@ -6,8 +6,8 @@
 //! - [`trace`]: the events that a run writes down, merged over its processes, as timelines, costs
 //!   and Perfetto's JSON.
 //!
-//! The core writes all of them. Everything here is a function of them; only [`trace::ProcessTrace`] reads
-//! files.
+//! The core writes all of them. Everything here is a function of them; only
+//! [`trace::ProcessTrace`] reads files.
 
 pub mod activity;
 pub mod dry_run;

@@ -52,7 +52,7 @@ fn row(seen: &Seen) -> Vec<String> {
     ]
 }
 
-/// Adds the activity of a process: its program on the line that has begun, and its devices and waits
+/// Adds the activity of a process: its program on the line that has begun, and its devices and wait
 /// on lines of their own.
 fn doing(text: &mut String, activity: &Activity) {
     let _ = write!(text, "its program {}", activity.program);
@@ -71,8 +71,8 @@ fn doing(text: &mut String, activity: &Activity) {
     }
 }
 
-/// Shortens the description of an operation: long lists of arrays become `(…)`, and the place of the
-/// operation in a replayed step is left out.
+/// Shortens the description of an operation: long lists of arrays become `(…)`, and the place of
+/// the operation in a replayed step is left out.
 fn brief(text: &str) -> String {
     const LONGEST_LIST: usize = 24;
     let mut text = text.to_owned();
@@ -120,10 +120,7 @@ mod tests {
             in_flight: 4,
             in_flight_bytes: 2048,
             program: "waits in a read of an array at src/main.rs:7:9".into(),
-            devices: vec![
-                device(0, Some("operation 9 (jit f) at src/main.rs:5:1")),
-                device(1, None),
-            ],
+            devices: vec![device(0, Some("operation 9 (jit f) at a.rs:5:1")), device(1, None)],
             wait: Some("process 0 waits in operation 8".into()),
             memory: MemoryActivity {
                 live: 1024,
@@ -149,7 +146,7 @@ mod tests {
         let rest = [
             "",
             "process 0: its program waits in a read of an array at src/main.rs:7:9",
-            "  device 0 is at operation 9 (jit f) at src/main.rs:5:1, for 1.2 s (2 more issued to it)",
+            "  device 0 is at operation 9 (jit f) at a.rs:5:1, for 1.2 s (2 more issued to it)",
             "  device 1 is idle",
             "  process 0 waits in operation 8",
             "process 1: it was killed",

@@ -128,8 +128,8 @@ impl View for Tensor<'_> {
 }
 
 impl HostArray {
-    /// Reads a dump of `mpmd run --dump`: the inputs of one operation on one device, in the order of
-    /// their leaves. [`run_here`](crate::run_here) runs the operation's kernel on them again. An
+    /// Reads a dump of `mpmd run --dump`: the inputs of one operation on one device, in the order
+    /// of their leaves. [`run_here`](crate::run_here) runs the operation's kernel on them again. An
     /// input that was not on the device is left out.
     ///
     /// ```no_run

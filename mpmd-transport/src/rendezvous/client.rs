@@ -187,8 +187,8 @@ impl Rendezvous {
         }
     }
 
-    /// Sets the function that returns the status of this process, in any encoding, each time that an
-    /// [`Observer`](super::Observer) looks at the job. Before this call the observer hears that
+    /// Sets the function that returns the status of this process, in any encoding, each time that
+    /// an [`Observer`](super::Observer) looks at the job. Before this call the observer hears that
     /// the process is starting.
     ///
     /// `describe` runs on the thread that also answers the server's pings, so it must not block. A

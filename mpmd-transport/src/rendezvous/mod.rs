@@ -3,8 +3,9 @@
 //! One small service at one address, a [`Server`], runs in process 0 or in the launcher. Every
 //! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
 //! addresses ([`Rendezvous::join`]), share small values, meet at barriers and compare clocks. They
-//! also hear at once when one of them dies. An [`Observer`] asks all of them for their status. A process that fails reports the reason to the server's
-//! owner ([`Rendezvous::report`]). Large or frequent data goes over the transports instead.
+//! also hear at once when one of them dies. A process that fails reports the reason to the server's
+//! owner ([`Rendezvous::report`]). An [`Observer`] asks all of them for their status. Large or
+//! frequent data goes over the transports instead.
 //!
 //! The wire, all little-endian. A client opens with a fixed preamble:
 //!

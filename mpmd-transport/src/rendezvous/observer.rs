@@ -19,8 +19,8 @@ pub struct Observer {
 }
 
 impl Observer {
-    /// Connects to the server at `server`, a `host:port`, with the job's token. Starts a thread that
-    /// reads the connection. Waits at most `timeout` for the server.
+    /// Connects to the server at `server`, a `host:port`, with the job's token. Starts a thread
+    /// that reads the connection. Waits at most `timeout` for the server.
     ///
     /// # Errors
     ///
@@ -45,9 +45,9 @@ impl Observer {
     ///
     /// # Errors
     ///
-    /// [`ServerGone`](RendezvousError::ServerGone) if the job has ended or no answer comes. The error
-    /// of a job that can never be complete. [`OutOfTurn`](RendezvousError::OutOfTurn) if another
-    /// thread looks through this observer.
+    /// [`ServerGone`](RendezvousError::ServerGone) if the job has ended or no answer comes. The
+    /// error of a job that can never be complete. [`OutOfTurn`](RendezvousError::OutOfTurn) if
+    /// another thread looks through this observer.
     pub fn look(
         &self,
         timeout: Duration,

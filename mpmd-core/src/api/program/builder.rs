@@ -180,8 +180,8 @@ impl Builder {
 
     /// Writes the inputs of operation `op` on each device of this process to the file
     /// `operation-<op>-device-<device>.safetensors` in this folder, as they are before it. The call
-    /// of the operation blocks until they are there. [`HostArray::read_dump`] reads the file. Off by
-    /// default; `MPMD_DUMP` turns it on in a program that does not set it.
+    /// of the operation blocks until they are there. [`HostArray::read_dump`] reads the file. Off
+    /// by default; `MPMD_DUMP` turns it on in a program that does not set it.
     ///
     /// [`HostArray::read_dump`]: crate::HostArray::read_dump
     pub fn dump(mut self, op: u64, folder: impl Into<PathBuf>) -> Self {

@@ -43,8 +43,8 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a process,
-    /// or is lost itself. The other tells observers the activity of this process.
+    /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
+    /// process, or is lost itself. The other tells observers the activity of this process.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
         let observed = runtime.clone();

@@ -310,7 +310,7 @@ fn too_long_keys_hosts_and_programs_are_refused() {
 fn seen(
     said: &[(Link, Reply)],
     to: Link,
-) -> (Vec<(u32, Result<Vec<u8>, String>)>, Option<Result<Answer, RendezvousError>>) {
+) -> (Vec<(u32, ProcessStatus)>, Option<Result<Answer, RendezvousError>>) {
     let (mut statuses, mut end) = (Vec::new(), None);
     for (_, reply) in said.iter().filter(|(link, _)| *link == to) {
         assert!(end.is_none(), "nothing follows the end: {reply:?}");
