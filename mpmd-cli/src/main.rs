@@ -31,7 +31,7 @@ struct Cli {
 enum Command {
     /// Run a program as several processes on this machine
     Run(run::Run),
-    /// Show what the processes of a running job do, refreshed every second
+    /// Show the activity of the processes of a running job, refreshed every second
     Top(top::TopArgs),
     /// Ask the planners: layouts, chunks, rules, resharding
     Plan(plan::PlanArgs),

@@ -40,7 +40,7 @@ pub enum Error {
     Dump {
         /// The file.
         path: std::path::PathBuf,
-        /// What is wrong with it.
+        /// The fault of the file.
         why: String,
     },
     /// The values of an array cannot be read on this process. The caller is at fault.

@@ -1,4 +1,4 @@
-//! The current activity of a running process: what `mpmd top` shows and hang reports say.
+//! The current activity of a running process, for `mpmd top` and hang reports.
 
 use std::fmt;
 

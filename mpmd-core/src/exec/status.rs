@@ -125,7 +125,7 @@ impl Status {
 }
 
 impl Doing {
-    /// Describes this as what "its program" does.
+    /// Describes this as the predicate of "its program".
     fn describe(self) -> String {
         match self {
             Self::Program => "runs code of its own".to_owned(),
@@ -163,7 +163,7 @@ impl Runtime {
         let running = self.status.lowest();
         let (issued, wait) = {
             let router = self.router.lock();
-            // The other links are what other processes said some time ago.
+            // The other links are older answers of other processes.
             (router.count(), router.chain(running).into_iter().next())
         };
         let pools = self.devices.iter().map(|device| device.pool.stats());

@@ -1,5 +1,5 @@
-//! A connection to the rendezvous server: requests and their answers, and what the server says by
-//! itself.
+//! A connection to the rendezvous server: requests and their answers, and the server's own
+//! messages.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{ErrorKind, Read, Write};

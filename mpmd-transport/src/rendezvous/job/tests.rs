@@ -306,11 +306,10 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     }
 }
 
-/// Takes the replies to the client of `link`: (statuses by process, final answer).
-fn seen(
-    said: &[(Link, Reply)],
-    to: Link,
-) -> (Vec<(u32, ProcessStatus)>, Option<Result<Answer, RendezvousError>>) {
+/// A look as its client sees it: (statuses by process, final answer).
+type Seen = (Vec<(u32, ProcessStatus)>, Option<Result<Answer, RendezvousError>>);
+
+fn seen(said: &[(Link, Reply)], to: Link) -> Seen {
     let (mut statuses, mut end) = (Vec::new(), None);
     for (_, reply) in said.iter().filter(|(link, _)| *link == to) {
         assert!(end.is_none(), "nothing follows the end: {reply:?}");
