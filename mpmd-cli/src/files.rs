@@ -35,9 +35,14 @@ pub(crate) fn write_output(file: Option<&PathBuf>, content: &str) -> Result<()> 
 
 /// Writes to standard output. A closed pipe is not an error: the reader may have seen enough.
 pub(crate) fn say(text: &str) -> Result<()> {
+    say_to_reader(text).map(drop)
+}
+
+/// Writes to standard output. Returns false if it is a closed pipe: nobody reads any more.
+pub(crate) fn say_to_reader(text: &str) -> Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        done => done.context("cannot write to standard output"),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        done => done.map(|()| true).context("cannot write to standard output"),
     }
 }

@@ -165,10 +165,7 @@ pub(crate) fn kinds(text: &str) -> Result<String, String> {
 /// Returns the value of [`variables::DUMP`] with an absolute folder: the program may change its
 /// working directory.
 fn dump(text: &str) -> Result<String, String> {
-    let (op, folder) = text.split_once(':').unwrap_or((text, "dump"));
-    if !op.parse::<u64>().is_ok_and(|op| op > 0) || folder.is_empty() {
-        return Err("not the number of an operation, from 1, or number:folder".to_owned());
-    }
+    let (op, folder) = mpmd_launch::dump(text).map_err(|error| error.to_string())?;
     let folder = std::path::absolute(folder).map_err(|error| error.to_string())?;
     Ok(format!("{op}:{}", folder.display()))
 }

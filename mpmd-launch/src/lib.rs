@@ -24,6 +24,7 @@
 mod bind;
 mod cause;
 mod device;
+mod dump;
 mod end;
 mod env;
 mod error;
@@ -39,6 +40,7 @@ pub use cause::{ExitKind, Failure};
 #[doc(hidden)]
 pub use device::kinds_by_process;
 pub use device::{cuda_collectives, device_kinds};
+pub use dump::dump;
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
 pub use log::log_to_stderr;

@@ -13,11 +13,14 @@ use mpmd_record::activity::Activity;
 use mpmd_transport::rendezvous::{Observer, RendezvousError};
 use serde::Serialize;
 
-use crate::files::say;
+use crate::files::{say, say_to_reader};
 use crate::run::seconds;
 
 /// Time limit for the connection to the job and for its answers.
 const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The shortest time between two looks: each asks all processes.
+const SHORTEST: Duration = Duration::from_millis(20);
 
 /// Clears a terminal and sets its cursor to the upper left corner.
 const CLEAR: &str = "\x1b[H\x1b[2J";
@@ -30,7 +33,7 @@ pub(crate) struct TopArgs {
     /// this machine
     #[arg(value_name = "PID|ADDRESS")]
     job: Option<String>,
-    /// Time between two looks
+    /// Time between two looks, at least 0.02
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
     interval: Duration,
     /// End after the first full look, which takes one interval
@@ -72,7 +75,7 @@ pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
     let clears = std::io::stdout().is_terminal() && !args.json && !args.once;
     let mut before = (Instant::now(), look(&observer, &address)?);
     loop {
-        std::thread::sleep(args.interval);
+        std::thread::sleep(args.interval.max(SHORTEST));
         let now = Instant::now();
         let mut seen = match look(&observer, &address) {
             Err(error) if !args.once && has_ended(&error) => {
@@ -88,8 +91,8 @@ pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
             true => format!("{}\n", serde_json::to_string(&seen)?),
             false => show::text(&seen),
         };
-        say(&format!("{}{text}", if clears { CLEAR } else { "" }))?;
-        if args.once {
+        let is_read = say_to_reader(&format!("{}{text}", if clears { CLEAR } else { "" }))?;
+        if args.once || !is_read {
             return Ok(ExitCode::SUCCESS);
         }
         before = (now, seen);

@@ -326,6 +326,6 @@ fn dump_names_an_operation_and_an_absolute_folder() {
     for wrong in ["0", "x", "3:"] {
         let output = mpmd(&["-n", "1", "--dump", wrong], "echo started").output().unwrap();
         assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
-        assert!(text(&output.stderr).contains("not the number of an operation"), "{output:?}");
+        assert!(text(&output.stderr).contains("the number of an operation, from 1"), "{output:?}");
     }
 }

@@ -134,17 +134,43 @@ fn waits_stops_and_ends_of_processes_are_shown() {
     job.until(unknown(1, "closed"));
 }
 
+/// Starts `mpmd top` beside a job, and waits for its first line of output.
+fn watching(job: &Job, args: &[&str]) -> (Child, impl Iterator<Item = String>) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    command.args(["top", &job.pids[0].to_string(), "--interval", "0.05"]).args(args);
+    let mut top = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(top.stdout.take().unwrap()).lines().map_while(Result::ok);
+    assert!(lines.next().is_some_and(|line| line.contains("job")), "it shows the job");
+    (top, lines)
+}
+
 #[test]
 fn top_ends_with_the_job() {
     let mut job = Job::start("end");
+    let (mut top, lines) = watching(&job, &[]);
     std::fs::write(&job.go, "").unwrap();
-    let told = top(&[&job.pids[0].to_string(), "--interval", "0.05"]);
-    // The job may have ended before.
-    match told.status {
-        Some(0) => assert!(told.stdout.contains("the job has ended: "), "{told:?}"),
-        _ => assert!(told.stderr.contains("mpmd: "), "{told:?}"),
-    }
+    let last = lines.last().unwrap();
+    assert!(last.contains("the job has ended: "), "{last}");
+    assert!(top.wait().unwrap().success());
     assert!(job.launcher.wait().unwrap().success());
+}
+
+#[test]
+fn top_ends_with_its_reader() {
+    let job = Job::start("reader");
+    let (mut top, lines) = watching(&job, &["--json"]);
+    drop(lines);
+    let begin = Instant::now();
+    while top.try_wait().unwrap().is_none() {
+        let in_time = begin.elapsed() < LONG;
+        if !in_time {
+            top.kill().unwrap();
+            top.wait().unwrap();
+        }
+        assert!(in_time, "it still runs");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(top.wait().unwrap().success());
 }
 
 #[test]

@@ -7,7 +7,6 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::panic::Location;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use mpmd_transport::SharedBuffer;
 use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
@@ -24,20 +23,6 @@ use mpmd_layout::topology::DeviceId;
 pub(crate) struct Dump {
     pub(crate) op: u64,
     pub(crate) folder: PathBuf,
-}
-
-/// The folder of a dump that names none.
-const FOLDER: &str = "dump";
-
-impl FromStr for Dump {
-    type Err = ();
-
-    /// Reads `OP` or `OP:FOLDER`.
-    fn from_str(text: &str) -> Result<Self, ()> {
-        let (op, folder) = text.split_once(':').unwrap_or((text, FOLDER));
-        let op = op.parse().ok().filter(|op| *op > 0).ok_or(())?;
-        if folder.is_empty() { Err(()) } else { Ok(Self { op, folder: folder.into() }) }
-    }
 }
 
 impl Dump {
@@ -186,19 +171,4 @@ pub fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
         DType::F64 => Dtype::F64,
         _ => return None,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn dump_is_a_number_and_perhaps_a_folder() {
-        let dump = |op, folder: &str| Ok(Dump { op, folder: folder.into() });
-        assert_eq!("12".parse(), dump(12, "dump"));
-        assert_eq!("7:/tmp/a:b".parse(), dump(7, "/tmp/a:b"));
-        for wrong in ["", "0", "x", "-1", "3:", ":/tmp"] {
-            assert_eq!(wrong.parse::<Dump>(), Err(()), "{wrong}");
-        }
-    }
 }

@@ -149,11 +149,8 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     if let (None, Ok(text)) = (&builder.dump, std::env::var(mpmd_launch::variables::DUMP))
         && !text.is_empty()
     {
-        builder.dump = Some(text.parse().map_err(|()| LaunchError::Variable {
-            variable: mpmd_launch::variables::DUMP.into(),
-            value: text,
-            expected: "the number of an operation, or number:folder".into(),
-        })?);
+        let (op, folder) = mpmd_launch::dump(&text)?;
+        builder = builder.dump(op, folder);
     }
     let Some(env) = JobEnv::from_env()? else {
         if let (None, Ok(text)) = (&builder.kinds, std::env::var(mpmd_launch::variables::DEVICE))
