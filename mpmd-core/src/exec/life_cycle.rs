@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Instant, mpsc};
+use mpmd_ids::block::{mpsc, now, since};
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;
 use mpmd_transport::router::{Failure, Router};
@@ -79,12 +79,12 @@ impl Runtime {
     /// expires. Fails if an operation has failed or a peer is lost.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
-        let (mut since, mut asked) = (Instant::now(), false);
+        let (mut begin, mut asked) = (now(), false);
         loop {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
             }
-            let waited = since.elapsed();
+            let waited = since(begin);
             if !asked && waited >= self.config.peer_timeout / 2 {
                 self.with_router(Router::ask_all);
                 asked = true;
@@ -95,7 +95,7 @@ impl Runtime {
                     "process {} has ended, and waits for others:\n  {said}",
                     self.me
                 ));
-                (since, asked) = (Instant::now(), false);
+                (begin, asked) = (now(), false);
             }
             // Both under one lock: `trouble` may not have the router's failure yet.
             let (all_left, trouble) =
@@ -142,9 +142,8 @@ impl Runtime {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.peer_timeout / 2;
         let wait = || {
-            self.in_flight.wait_until(after(Instant::now(), half), |counts| {
-                counts.ops == 0 && counts.reads == 0
-            })
+            self.in_flight
+                .wait_until(after(now(), half), |counts| counts.ops == 0 && counts.reads == 0)
         };
         loop {
             if wait() {
@@ -169,10 +168,10 @@ impl Runtime {
     /// Blocks until every operation and user closure of this process has ended, but at most for
     /// `within`. Also returns once an operation has failed or a peer is lost.
     pub(crate) fn wait_briefly(&self, within: Duration) {
-        let until = Instant::now() + within;
-        let left = || until.saturating_duration_since(Instant::now());
+        let until = now() + within;
+        let left = || until.saturating_duration_since(now());
         // In short waits: a failure need not end an operation.
-        let look = || Instant::now() + left().min(TICK);
+        let look = || now() + left().min(TICK);
         let is_idle =
             || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
         loop {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Instant, mpsc};
+use mpmd_ids::block::{mpsc, now};
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
@@ -181,7 +181,7 @@ impl Runtime {
         let mut left = self.config.peer_timeout;
         loop {
             let slice = left.min(SLICE);
-            if self.in_flight.wait_until(Instant::now() + slice, |counts| counts.ended > ended) {
+            if self.in_flight.wait_until(now() + slice, |counts| counts.ended > ended) {
                 return true;
             }
             left -= slice;

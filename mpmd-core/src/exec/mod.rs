@@ -57,7 +57,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy};
+use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
 use mpmd_transport::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
@@ -176,7 +176,7 @@ pub(crate) struct LocalDevice {
 impl Runtime {
     /// Returns the time since this runtime started. It is the router's clock.
     pub(crate) fn now(&self) -> Duration {
-        self.start.elapsed()
+        since(self.start)
     }
 
     /// Returns the transport's name, or `none` without a transport.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Wake, Waker};
 use std::time::Duration;
 
-use mpmd_ids::block::{CoreBudget, Gap, Instant, Pace, Spin, SpinPolicy, thread};
+use mpmd_ids::block::{CoreBudget, Gap, Instant, Pace, Spin, SpinPolicy, now, thread};
 use mpmd_transport::Transport;
 
 use super::async_buffer::{AsyncBuffer, Outcome};
@@ -92,14 +92,14 @@ impl Parker {
             return until.peek(slot);
         }
         let Some(transport) = self.door() else { return until.sleep(slot, deadline) };
-        let mut gap = POLICY.with(|policy| policy.begin_as(self.setting, Instant::now()));
+        let mut gap = POLICY.with(|policy| policy.begin_as(self.setting, now()));
         if let Some(deadline) = deadline {
             gap.poll_until(deadline);
         }
         let found = self.look(&**transport, until, slot, &mut gap);
         let outcome =
             if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
-        POLICY.with(|policy| policy.end(&gap, Instant::now()));
+        POLICY.with(|policy| policy.end(&gap, now()));
         outcome
     }
 
@@ -207,7 +207,7 @@ fn sleep(
         if let Poll::Ready(outcome) = until.poll(slot, &mut wait, bell) {
             break Some(outcome);
         }
-        let now = Instant::now();
+        let now = now();
         if deadline.is_some_and(|deadline| now >= deadline) {
             break None;
         }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, CoreBudget, Instant, Mutex, Spin, SpinPolicy, host_cores, thread};
+use mpmd_ids::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
 use mpmd_transport::memory::Arena;
 use mpmd_transport::router::{Failure, FailureKind, Router};
 use mpmd_transport::{Pool, Transport, router};
@@ -88,7 +88,7 @@ impl Runtime {
             devices,
             in_flight: Arc::new(InFlight::traced(config.trace.clone())),
             trace: config.trace.clone(),
-            start: Instant::now(),
+            start: now(),
             router: Mutex::new(router),
             transport,
             zero_copy,

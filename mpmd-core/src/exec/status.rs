@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use mpmd_ids::block::{Instant, Mutex};
+use mpmd_ids::block::{Instant, Mutex, now, since};
 use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
 
 use super::Runtime;
@@ -77,7 +77,7 @@ impl Status {
     pub(crate) fn tick(&self) {
         for (_, running) in &self.devices {
             if let Some(Running { seen: seen @ None, .. }) = running.lock().front_mut() {
-                *seen = Some(Instant::now());
+                *seen = Some(now());
             }
         }
     }
@@ -116,7 +116,7 @@ impl Status {
                 operation: first.map(|Running { op, call, .. }| {
                     name(op).unwrap_or_else(|| format!("operation {op} ({call})"))
                 }),
-                seconds: seen.map(|seen| seen.elapsed().as_secs_f32()),
+                seconds: seen.map(|seen| since(seen).as_secs_f32()),
                 behind,
             }
         };

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, thread};
+use mpmd_ids::block::{Condvar, Instant, Mutex, since, thread};
 use mpmd_record::trace::Label;
 use mpmd_record::trace::file::{self, Chunk};
 use mpmd_record::trace::{About, Event, What};
@@ -244,7 +244,7 @@ impl Drop for Waiting<'_> {
 
 impl Recorder {
     fn now(&self) -> u64 {
-        self.start.elapsed().as_nanos() as u64
+        since(self.start).as_nanos() as u64
     }
 
     fn push(&self, event: Event) {

@@ -8,7 +8,7 @@ use std::fmt::Display;
 use std::panic::Location;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::Instant;
+use mpmd_ids::block::{Instant, now, since};
 use tracing::span::EnteredSpan;
 use tracing::{Level, Span, debug, debug_span};
 
@@ -74,13 +74,13 @@ impl KernelSpan {
     /// the event at the end: what this thread did.
     pub(crate) fn enter(operation: &Span, device: &dyn Display, said: &'static str) -> Self {
         let span = debug_span!(target: TARGET, parent: operation, "kernel", %device).entered();
-        Self { span, since: Instant::now(), said }
+        Self { span, since: now(), said }
     }
 }
 
 impl Drop for KernelSpan {
     fn drop(&mut self) {
-        let microseconds = self.since.elapsed().as_micros() as u64;
+        let microseconds = since(self.since).as_micros() as u64;
         debug!(target: TARGET, parent: &*self.span, microseconds, "{}", self.said);
     }
 }

@@ -1,29 +1,43 @@
 //! The one module through which the framework blocks: threads, locks, condition variables,
 //! channels, time, and the policy for spinning before sleeping.
 //!
-//! In production these are plain re-exports. Core, router, the in-process transport and the state
-//! of the rendezvous take them from here only. So a simulation can replace them in one place.
-//! `cargo xtask tidy` checks this.
+//! In production these are thin layers over `parking_lot` and the standard library. Core, router,
+//! the in-process transport and the state of the rendezvous take them from here only. So a
+//! [simulated world](simulated) can replace them in one place: then a seed decides the order of the
+//! threads, and time passes only when all of them wait. `cargo xtask tidy` checks this.
+
+use std::time::Duration;
 
 pub use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+pub use parking_lot::RwLock;
 
 mod cores;
+mod lock;
+pub mod mpsc;
 mod spin;
+pub mod thread;
+mod world;
 
 pub use cores::{CORES, host_cores};
+pub use lock::{Condvar, Mutex, MutexGuard, WaitTimeoutResult};
 pub use spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
+pub use world::{WorldReport, simulated};
 
-/// Channels.
-pub mod mpsc {
-    pub use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+/// Returns the current time, which is simulated in a simulated world.
+#[inline]
+pub fn now() -> Instant {
+    world::me().map_or_else(Instant::now, |me| me.now())
 }
 
-/// Threads.
-pub mod thread {
-    pub use std::thread::{
-        Builder, JoinHandle, ThreadId, available_parallelism, current, panicking, scope, sleep,
-        spawn, yield_now,
-    };
+/// Returns the time since `then`, zero if that is to come.
+#[inline]
+pub fn since(then: Instant) -> Duration {
+    now().saturating_duration_since(then)
+}
+
+/// True in a simulated world, where no thread polls.
+#[inline]
+pub(crate) fn is_simulated() -> bool {
+    world::me().is_some()
 }

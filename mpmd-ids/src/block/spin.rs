@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{Instant, thread};
+use super::{Instant, is_simulated, now, thread};
 
 /// Shorter polling times are not worth a poll.
 const SHORTEST: Duration = Duration::from_micros(1);
@@ -131,6 +131,7 @@ impl SpinPolicy {
     /// Same as [`begin`](Self::begin), with another setting.
     pub fn begin_as(&self, setting: Spin, now: Instant) -> Gap {
         let window = match setting {
+            _ if is_simulated() => Duration::ZERO,
             Spin::Auto if self.is_due() => {
                 Duration::from_nanos(self.window.load(Ordering::Relaxed))
             }
@@ -162,7 +163,7 @@ impl SpinPolicy {
         if let Some(found) = found() {
             return Some(found);
         }
-        let mut gap = self.begin(Instant::now());
+        let mut gap = self.begin(now());
         if !gap.polls() {
             return None;
         }
@@ -222,7 +223,7 @@ impl Gap {
     /// Notes a poll without work, and pauses for a moment. Returns false if the thread should
     /// sleep instead of polling again.
     pub fn wait(&mut self) -> bool {
-        match self.idle(Instant::now) {
+        match self.idle(now) {
             Idle::Look => std::hint::spin_loop(),
             Idle::Yield => thread::yield_now(),
             Idle::Sleep => return false,

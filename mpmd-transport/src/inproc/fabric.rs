@@ -8,7 +8,7 @@ use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, thread};
+use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
 
 use crate::deadline::after;
 use crate::memory::{OwnedBuffer, SharedBuffer};
@@ -169,7 +169,7 @@ impl Core {
         let node = state.node(from);
         let sequence = node.posted[to.index()];
         node.posted[to.index()] += 1;
-        let due = Instant::now() + self.faults.delay_of(from, to, sequence);
+        let due = now() + self.faults.delay_of(from, to, sequence);
         let message = state.next;
         let is_data = header.kind == Kind::Data;
         let open =
@@ -237,7 +237,7 @@ impl Core {
         if state.node(on).thread == Thread::Ended {
             return Err(event);
         }
-        let now = Instant::now();
+        let now = now();
         self.push(&mut state, on, now, event);
         Ok(())
     }
@@ -247,7 +247,7 @@ impl Core {
     }
 
     pub(super) fn shutdown(&self, process: ProcessId, deadline: Duration) {
-        let until = after(Instant::now(), deadline);
+        let until = after(now(), deadline);
         let mut state = self.state.lock();
         match state.node(process).life {
             Life::Alive => state.node(process).life = Life::Closing,
@@ -263,7 +263,7 @@ impl Core {
         self.retire(state, process, Life::Closed);
         let mut state = self.state.lock();
         self.stop(&mut state, process);
-        let until = until.max(Instant::now() + LAST_CALL);
+        let until = until.max(now() + LAST_CALL);
         while let Thread::Running { id, .. } = state.node(process).thread {
             let own = id == Some(thread::current().id());
             if own || changed.wait_until(&mut state, until).timed_out() {
@@ -368,7 +368,7 @@ impl Core {
     }
 
     fn push_now(&self, state: &mut State, to: ProcessId, event: Event) {
-        self.push(state, to, Instant::now(), event);
+        self.push(state, to, now(), event);
     }
 
     fn push(&self, state: &mut State, to: ProcessId, due: Instant, event: Event) {
@@ -427,7 +427,7 @@ impl Core {
             let node = state.node(process);
             let due = node.queue.peek().map(|queued| queued.due);
             match due {
-                Some(due) if due <= Instant::now() => {
+                Some(due) if due <= now() => {
                     return node.queue.pop().map(|queued| queued.event);
                 }
                 _ if matches!(node.thread, Thread::Running { stop: true, .. }) => return None,

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use mpmd_ids::block::{Mutex, MutexGuard, now};
 
 use super::segment::Segment;
 use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition};
@@ -303,10 +303,10 @@ impl Inner {
     /// Maps a new segment of `bytes` bytes. If there is no memory for it, waits up to half a second
     /// until peers have closed freed device memory.
     fn map_when_freed(&self, bytes: usize) -> io::Result<Arc<Segment>> {
-        let until = Instant::now() + FREED_WITHIN;
+        let until = now() + FREED_WITHIN;
         loop {
             match self.arena.map(bytes) {
-                Err(_) if self.arena.has_leaving() && Instant::now() < until => {
+                Err(_) if self.arena.has_leaving() && now() < until => {
                     std::thread::sleep(FREED_LOOK)
                 }
                 mapped => return mapped,

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::Instant;
+use mpmd_ids::block::now;
 use mpmd_transport::control;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind};
@@ -133,7 +133,7 @@ impl Program {
         let _waiting = runtime.trace.wait("broadcast_value", at);
         let outcome = loop {
             // The router reports a silent sender. This timeout only wakes this process's wait.
-            let deadline = after(Instant::now(), runtime.config.peer_timeout);
+            let deadline = after(now(), runtime.config.peer_timeout);
             if let Some(outcome) = runtime.parker.wait(&slot, Some(deadline)) {
                 break outcome;
             }

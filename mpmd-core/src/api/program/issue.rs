@@ -5,7 +5,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::block::Instant;
+use mpmd_ids::block::now;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{OpRecord, Span};
 
@@ -265,7 +265,7 @@ impl Program {
         let _doing = runtime.status.enter(Doing::Waiting(what, at));
         let _waiting = runtime.trace.wait(what, at);
         loop {
-            let deadline = after(Instant::now(), runtime.config.peer_timeout);
+            let deadline = after(now(), runtime.config.peer_timeout);
             if runtime.in_flight.wait_until(deadline, &enough) {
                 return;
             }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::thread;
+use mpmd_ids::block::{WorldReport, simulated, thread};
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -49,14 +49,18 @@ pub struct Simulation {
     builder: Builder,
     faults: Faults,
     lost: Option<(ProcessId, u64)>,
+    seed: Option<u64>,
 }
+
+/// The simulated time after which a seeded run counts as hung.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 impl Simulation {
     /// Creates a job of `processes` processes with `devices` devices in total. Messages arrive at
     /// once and in order.
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
-        Self { processes, builder, faults: Faults::default(), lost: None }
+        Self { processes, builder, faults: Faults::default(), lost: None, seed: None }
     }
 
     /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake
@@ -90,6 +94,16 @@ impl Simulation {
         self
     }
 
+    /// Fixes the order of all events by a seed: the thread that runs after each lock, wait, wake-up
+    /// and channel operation, the arrival of each message within 2 ms, and the end of each time
+    /// limit. Time is simulated: an hour of waiting takes no time. The same seed gives the same run.
+    ///
+    /// The program may block on arrays, locks and channels of this library only: one thread of the
+    /// job runs at a time. A run that hangs exits the process with code 101 and says why.
+    pub fn seed(self, seed: u64) -> Self {
+        Self { seed: Some(seed), ..self.delays(seed, Duration::from_millis(2)) }
+    }
+
     /// Runs the program on every process and blocks until all have ended. Returns the result of
     /// each, by process. A panic of the program continues in the caller.
     pub fn run<T: Send>(
@@ -100,6 +114,25 @@ impl Simulation {
             // All get the error here: if one process failed alone, the others would not hear of it.
             return (0..self.processes).map(|_| Err(error.clone())).collect();
         }
+        match self.seed {
+            Some(seed) => self.run_seeded(seed, program).0,
+            None => self.run_processes(program),
+        }
+    }
+
+    /// Runs the program in a simulated world. Returns the results, and the report of the world.
+    fn run_seeded<T: Send>(
+        &self,
+        seed: u64,
+        program: impl Fn(&mut Program) -> Result<T> + Sync,
+    ) -> (Vec<Result<T>>, WorldReport) {
+        simulated(seed, LONGEST, || self.run_processes(program))
+    }
+
+    fn run_processes<T: Send>(
+        &self,
+        program: impl Fn(&mut Program) -> Result<T> + Sync,
+    ) -> Vec<Result<T>> {
         let fabric = Fabric::new(self.processes, self.faults.clone());
         let one = |process: ProcessId| -> Result<T> {
             let mut p = self.builder.clone().over(fabric.endpoint(process))?;
@@ -135,5 +168,40 @@ impl Program {
                 runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
             }
         }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MpmdArray;
+
+    /// Moves an array around a ring of all processes, twice.
+    fn ring(p: &mut Program) -> Result<Option<Vec<f32>>> {
+        let devices = p.mesh(&[("x", 4)])?.split("x")?;
+        let mut x = p.device_put(
+            &MpmdArray::from_slice(&[3], &[1.0f32, 2.0, 3.0])?,
+            devices[0].replicated(),
+        )?;
+        for step in 1..=8 {
+            x = p.device_put(&x, devices[step % 4].replicated())?;
+        }
+        Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?)
+    }
+
+    #[test]
+    fn seed_fixes_the_whole_run() {
+        let run = |processes, seed| {
+            let (results, report) = Simulation::new(processes, 4).run_seeded(seed, ring);
+            let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
+            assert_eq!(results[0], Some(vec![1.0, 2.0, 3.0]));
+            report
+        };
+        for processes in [1, 2, 4] {
+            let reports = [run(processes, 7), run(processes, 7), run(processes, 8)];
+            eprintln!("{reports:?}");
+            assert_eq!(reports[0], reports[1]);
+            assert_ne!(reports[0].history, reports[2].history);
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::block::{Instant, Mutex};
+use mpmd_ids::block::{Instant, Mutex, now};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::deadline::after;
 
@@ -228,7 +228,7 @@ impl MpmdArray {
         if let Err(problem) = placed.check_usable("") {
             return Err(Error::Read { at, why: format!("the array {problem}") });
         }
-        let deadline = timeout.map(|timeout| after(Instant::now(), timeout));
+        let deadline = timeout.map(|timeout| after(now(), timeout));
         placed.ask_taken();
         for part in placed.parts() {
             match placed.wait_look(part, deadline, at) {
@@ -285,12 +285,12 @@ impl Placed {
         let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
         let _waiting = runtime.trace.wait("a read of an array", at);
         loop {
-            let peer_timeout = after(Instant::now(), runtime.config.peer_timeout);
+            let peer_timeout = after(now(), runtime.config.peer_timeout);
             let until = deadline.map_or(peer_timeout, |deadline| deadline.min(peer_timeout));
             if let Some(outcome) = runtime.parker.wait(slot, Some(until)) {
                 return Some(outcome);
             }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            if deadline.is_some_and(|deadline| now() >= deadline) {
                 return None;
             }
             runtime.report_hang(&format!(

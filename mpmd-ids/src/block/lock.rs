@@ -1,0 +1,198 @@
+//! Locks and condition variables.
+
+use std::ops::{Deref, DerefMut};
+use std::time::{Duration, Instant};
+
+use super::world::{self, Key};
+
+/// A mutual exclusion lock without poison, as that of `parking_lot`.
+#[derive(Debug, Default)]
+pub struct Mutex<T>(parking_lot::Mutex<T>);
+
+/// Holds a [`Mutex`]'s lock until it is dropped.
+pub struct MutexGuard<'a, T> {
+    // Dropped before `released`.
+    held: parking_lot::MutexGuard<'a, T>,
+    released: Released,
+}
+
+/// Wakes the simulated threads that wait for a lock when it is dropped.
+struct Released(Key);
+
+impl<T> Mutex<T> {
+    /// Creates an unlocked mutex.
+    pub const fn new(value: T) -> Self {
+        Self(parking_lot::Mutex::new(value))
+    }
+
+    /// Blocks until the lock is free, and takes it.
+    #[inline]
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        let held = match world::me() {
+            None => self.0.lock(),
+            Some(me) => {
+                me.pause();
+                loop {
+                    if let Some(held) = self.0.try_lock() {
+                        break held;
+                    }
+                    me.wait(self.key(), None);
+                }
+            }
+        };
+        MutexGuard { held, released: Released(self.key()) }
+    }
+
+    /// Takes the lock if it is free.
+    #[inline]
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        if let Some(me) = world::me() {
+            me.pause();
+        }
+        self.0.try_lock().map(|held| MutexGuard { held, released: Released(self.key()) })
+    }
+
+    /// Returns the value, which needs no lock.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut()
+    }
+
+    /// Returns the value.
+    pub fn into_inner(self) -> T {
+        self.0.into_inner()
+    }
+
+    fn key(&self) -> Key {
+        std::ptr::from_ref(self).addr()
+    }
+}
+
+impl<T> MutexGuard<'_, T> {
+    /// Calls `f` without the lock, and takes it again.
+    pub fn unlocked<R>(guard: &mut Self, f: impl FnOnce() -> R) -> R {
+        let mutex = parking_lot::MutexGuard::mutex(&guard.held);
+        let key = guard.released.0;
+        parking_lot::MutexGuard::unlocked(&mut guard.held, || {
+            let Some(me) = world::me() else { return f() };
+            me.wake_all(key);
+            let result = f();
+            // No other thread runs between the last look and the lock.
+            while mutex.is_locked() {
+                me.wait(key, None);
+            }
+            result
+        })
+    }
+}
+
+impl<T> Deref for MutexGuard<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.held
+    }
+}
+
+impl<T> DerefMut for MutexGuard<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.held
+    }
+}
+
+impl Drop for Released {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(me) = world::me() {
+            me.wake_all(self.0);
+        }
+    }
+}
+
+/// A condition variable, as that of `parking_lot`.
+#[derive(Debug, Default)]
+pub struct Condvar(parking_lot::Condvar);
+
+/// Tells if a wait ended at its deadline.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct WaitTimeoutResult(bool);
+
+impl WaitTimeoutResult {
+    /// True if the wait ended at its deadline.
+    pub fn timed_out(self) -> bool {
+        self.0
+    }
+}
+
+impl Condvar {
+    /// Creates a condition variable.
+    pub const fn new() -> Self {
+        Self(parking_lot::Condvar::new())
+    }
+
+    /// Releases the lock, blocks until a notification, and takes the lock again. Takes it again
+    /// without a notification at times.
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        match world::me() {
+            None => self.0.wait(&mut guard.held),
+            Some(me) => _ = self.simulate(&me, guard, None),
+        }
+    }
+
+    /// Same as [`wait`](Self::wait), at most until `deadline`.
+    pub fn wait_until<T>(
+        &self,
+        guard: &mut MutexGuard<'_, T>,
+        deadline: Instant,
+    ) -> WaitTimeoutResult {
+        WaitTimeoutResult(match world::me() {
+            None => self.0.wait_until(&mut guard.held, deadline).timed_out(),
+            Some(me) => !self.simulate(&me, guard, Some(deadline)),
+        })
+    }
+
+    /// Same as [`wait`](Self::wait), at most for `time`.
+    pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) -> WaitTimeoutResult {
+        match world::me() {
+            None => WaitTimeoutResult(self.0.wait_for(&mut guard.held, time).timed_out()),
+            Some(me) => WaitTimeoutResult(!self.simulate(&me, guard, Some(me.now() + time))),
+        }
+    }
+
+    /// Wakes a thread that waits, if there is one.
+    pub fn notify_one(&self) {
+        match world::me() {
+            None => _ = self.0.notify_one(),
+            Some(me) => {
+                me.wake_one(self.key());
+                me.pause();
+            }
+        }
+    }
+
+    /// Wakes all threads that wait.
+    pub fn notify_all(&self) {
+        match world::me() {
+            None => _ = self.0.notify_all(),
+            Some(me) => {
+                me.wake_all(self.key());
+                me.pause();
+            }
+        }
+    }
+
+    /// Waits as a thread of a world. Returns false at the deadline.
+    fn simulate<T>(
+        &self,
+        me: &world::Me,
+        guard: &mut MutexGuard<'_, T>,
+        deadline: Option<Instant>,
+    ) -> bool {
+        MutexGuard::unlocked(guard, || me.wait(self.key(), deadline))
+    }
+
+    fn key(&self) -> Key {
+        std::ptr::from_ref(self).addr()
+    }
+}

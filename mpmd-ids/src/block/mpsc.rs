@@ -1,0 +1,151 @@
+//! Channels.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvError, SendError, TryRecvError};
+use std::time::Duration;
+
+pub use std::sync::mpsc::RecvTimeoutError;
+
+use super::world::{self, Key};
+
+/// Creates a channel without a limit. Its receiver gets values in the order of their sending.
+pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
+    let (sender, receiver) = mpsc::channel();
+    let channel = Arc::new(Channel(0));
+    (Sender { sender, wake: Wake(channel.clone()) }, Receiver { receiver, channel })
+}
+
+/// The sending half of a channel.
+pub struct Sender<T> {
+    // Dropped before `wake`: the receiver then sees that no sender is left.
+    sender: mpsc::Sender<T>,
+    wake: Wake,
+}
+
+/// The receiving half of a channel.
+pub struct Receiver<T> {
+    receiver: mpsc::Receiver<T>,
+    channel: Arc<Channel>,
+}
+
+/// The identity of a channel: its address.
+struct Channel(#[expect(dead_code, reason = "gives the channel an address of its own")] u8);
+
+/// Wakes the receiver of a simulated channel when it is dropped.
+#[derive(Clone)]
+struct Wake(Arc<Channel>);
+
+impl Channel {
+    fn key(&self) -> Key {
+        std::ptr::from_ref(self).addr()
+    }
+}
+
+impl Drop for Wake {
+    fn drop(&mut self) {
+        if let Some(me) = world::me() {
+            me.wake_all(self.0.key());
+        }
+    }
+}
+
+impl<T> Clone for Sender<T> {
+    fn clone(&self) -> Self {
+        Self { sender: self.sender.clone(), wake: self.wake.clone() }
+    }
+}
+
+impl<T> Sender<T> {
+    /// Sends a value. Does not block.
+    ///
+    /// # Errors
+    ///
+    /// With the value, if there is no receiver any more.
+    pub fn send(&self, value: T) -> Result<(), SendError<T>> {
+        self.sender.send(value)?;
+        if let Some(me) = world::me() {
+            me.wake_all(self.wake.0.key());
+            me.pause();
+        }
+        Ok(())
+    }
+}
+
+impl<T> Receiver<T> {
+    /// Blocks for the next value.
+    ///
+    /// # Errors
+    ///
+    /// If there is no value and no sender any more.
+    pub fn recv(&self) -> Result<T, RecvError> {
+        let Some(me) = world::me() else { return self.receiver.recv() };
+        loop {
+            match self.receiver.try_recv() {
+                Ok(value) => return Ok(value),
+                Err(TryRecvError::Disconnected) => return Err(RecvError),
+                Err(TryRecvError::Empty) => _ = me.wait(self.channel.key(), None),
+            }
+        }
+    }
+
+    /// Blocks for the next value, at most for `time`.
+    ///
+    /// # Errors
+    ///
+    /// After `time`, or if there is no value and no sender any more.
+    pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
+        let Some(me) = world::me() else { return self.receiver.recv_timeout(time) };
+        let deadline = me.now() + time;
+        let mut is_late = false;
+        loop {
+            match self.receiver.try_recv() {
+                Ok(value) => return Ok(value),
+                Err(TryRecvError::Disconnected) => return Err(RecvTimeoutError::Disconnected),
+                Err(TryRecvError::Empty) if is_late => return Err(RecvTimeoutError::Timeout),
+                Err(TryRecvError::Empty) => is_late = !me.wait(self.channel.key(), Some(deadline)),
+            }
+        }
+    }
+
+    /// Returns the next value if there is one.
+    ///
+    /// # Errors
+    ///
+    /// If there is none.
+    pub fn try_recv(&self) -> Result<T, TryRecvError> {
+        if let Some(me) = world::me() {
+            me.pause();
+        }
+        self.receiver.try_recv()
+    }
+
+    /// Returns the values that are there, without waiting for more.
+    pub fn try_iter(&self) -> impl Iterator<Item = T> {
+        std::iter::from_fn(|| self.try_recv().ok())
+    }
+
+    /// Returns the values until no sender is left. Blocks for each.
+    pub fn iter(&self) -> impl Iterator<Item = T> {
+        std::iter::from_fn(|| self.recv().ok())
+    }
+}
+
+impl<T> IntoIterator for Receiver<T> {
+    type Item = T;
+    type IntoIter = IntoIter<T>;
+
+    fn into_iter(self) -> IntoIter<T> {
+        IntoIter(self)
+    }
+}
+
+/// The values of a channel until no sender is left.
+pub struct IntoIter<T>(Receiver<T>);
+
+impl<T> Iterator for IntoIter<T> {
+    type Item = T;
+
+    fn next(&mut self) -> Option<T> {
+        self.0.recv().ok()
+    }
+}

@@ -1,0 +1,189 @@
+//! Threads.
+
+use std::cell::RefCell;
+use std::io;
+use std::time::Duration;
+
+pub use std::thread::{ThreadId, available_parallelism, current, panicking};
+
+use super::now;
+use super::world::{self, Me};
+
+/// Starts threads with a name.
+#[derive(Debug, Default)]
+pub struct Builder {
+    name: Option<String>,
+}
+
+/// A handle to a thread, by which its end can be waited for.
+pub struct JoinHandle<T> {
+    real: std::thread::JoinHandle<T>,
+    simulated: Option<Me>,
+}
+
+/// The result of a thread: an error with its panic, if it panicked.
+pub type Result<T> = std::thread::Result<T>;
+
+impl Builder {
+    /// Creates a builder of threads without a name.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the thread's name.
+    pub fn name(mut self, name: String) -> Self {
+        self.name = Some(name);
+        self
+    }
+
+    /// Starts a thread that runs `f`.
+    ///
+    /// # Errors
+    ///
+    /// If the system gives no thread.
+    pub fn spawn<F, T>(self, f: F) -> io::Result<JoinHandle<T>>
+    where
+        F: FnOnce() -> T + Send + 'static,
+        T: Send + 'static,
+    {
+        let name = self.name.unwrap_or_default();
+        let (simulated, f) = of_world(&name, f);
+        let real = std::thread::Builder::new().name(name).spawn(f);
+        // Without the thread, the world would wait for it forever.
+        let real = real.inspect_err(|_| simulated.iter().for_each(Me::never_starts))?;
+        Ok(JoinHandle { real, simulated })
+    }
+}
+
+/// Returns the simulated thread that a thread of a world starts, and `f` as its action.
+fn of_world<T, F: FnOnce() -> T>(name: &str, f: F) -> (Option<Me>, impl FnOnce() -> T + use<T, F>) {
+    let simulated = world::me().map(|me| me.add(name));
+    let child = simulated.clone();
+    let action = move || {
+        let _entered = child.map(Me::enter);
+        f()
+    };
+    (simulated, action)
+}
+
+/// Starts a thread that runs `f`.
+///
+/// # Panics
+///
+/// If the system gives no thread.
+pub fn spawn<F, T>(f: F) -> JoinHandle<T>
+where
+    F: FnOnce() -> T + Send + 'static,
+    T: Send + 'static,
+{
+    Builder::new().spawn(f).expect("the system gives a thread")
+}
+
+impl<T> JoinHandle<T> {
+    /// Blocks until the thread has ended, and returns its result.
+    ///
+    /// # Errors
+    ///
+    /// With the thread's panic.
+    pub fn join(self) -> Result<T> {
+        join_simulated(self.simulated.as_ref());
+        self.real.join()
+    }
+
+    /// True once the thread has run its function.
+    pub fn is_finished(&self) -> bool {
+        match &self.simulated {
+            Some(thread) => thread.has_ended(),
+            None => self.real.is_finished(),
+        }
+    }
+}
+
+fn join_simulated(thread: Option<&Me>) {
+    if let (Some(thread), Some(me)) = (thread, world::me()) {
+        thread.join(&me);
+    }
+}
+
+/// Threads that may borrow from the function that starts them.
+pub struct Scope<'scope, 'env> {
+    real: &'scope std::thread::Scope<'scope, 'env>,
+    simulated: RefCell<Vec<Me>>,
+}
+
+/// A handle to a thread of a [`Scope`].
+pub struct ScopedJoinHandle<'scope, T> {
+    real: std::thread::ScopedJoinHandle<'scope, T>,
+    simulated: Option<Me>,
+}
+
+/// Calls `f`, and waits until the threads that it starts in the scope have ended.
+pub fn scope<'env, F, T>(f: F) -> T
+where
+    F: for<'scope> FnOnce(&Scope<'scope, 'env>) -> T,
+{
+    std::thread::scope(|real| {
+        // The real scope would wait without letting the threads run.
+        let scope = JoinsAll(Scope { real, simulated: RefCell::default() });
+        f(&scope.0)
+    })
+}
+
+/// Waits for all simulated threads of a scope when it is dropped.
+struct JoinsAll<'scope, 'env>(Scope<'scope, 'env>);
+
+impl Drop for JoinsAll<'_, '_> {
+    fn drop(&mut self) {
+        self.0.simulated.borrow().iter().for_each(|thread| join_simulated(Some(thread)));
+    }
+}
+
+impl<'scope> Scope<'scope, '_> {
+    /// Starts a thread that runs `f`.
+    ///
+    /// # Panics
+    ///
+    /// If the system gives no thread.
+    pub fn spawn<F, T>(&self, f: F) -> ScopedJoinHandle<'scope, T>
+    where
+        F: FnOnce() -> T + Send + 'scope,
+        T: Send + 'scope,
+    {
+        let (simulated, f) = of_world("", f);
+        self.simulated.borrow_mut().extend(simulated.clone());
+        ScopedJoinHandle { real: self.real.spawn(f), simulated }
+    }
+}
+
+impl<T> ScopedJoinHandle<'_, T> {
+    /// Blocks until the thread has ended, and returns its result.
+    ///
+    /// # Errors
+    ///
+    /// With the thread's panic.
+    pub fn join(self) -> Result<T> {
+        join_simulated(self.simulated.as_ref());
+        self.real.join()
+    }
+}
+
+/// Blocks for this time.
+pub fn sleep(time: Duration) {
+    match world::me() {
+        None => std::thread::sleep(time),
+        Some(me) => {
+            // Nothing has the address of a value on this stack.
+            let until = now() + time;
+            let key = std::ptr::from_ref(&until).addr();
+            while me.wait(key, Some(until)) {}
+        }
+    }
+}
+
+/// Lets another thread run.
+pub fn yield_now() {
+    match world::me() {
+        None => std::thread::yield_now(),
+        Some(me) => me.give_way(),
+    }
+}

@@ -1,0 +1,339 @@
+//! A simulated world: real threads of which one runs at a time, in an order and at times that a
+//! seed decides.
+//!
+//! A thread of the world runs until it blocks, or until it comes to a point where another may run:
+//! a lock, a wake-up, a channel operation, a new thread. There the world draws the next thread. If
+//! none can run, the simulated clock jumps to the earliest deadline. So the same seed gives the same
+//! run, and waiting costs nothing.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+/// Number of worlds. Without one, a primitive of [`super`] costs one load more than the real one.
+static WORLDS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static ME: RefCell<Option<Me>> = const { RefCell::new(None) };
+}
+
+/// The identity of a thread of a world.
+#[derive(Clone)]
+pub(super) struct Me {
+    world: Arc<World>,
+    thread: usize,
+}
+
+/// The address of the lock, condition variable or other thing that a thread waits for. It is only
+/// compared, so a run does not depend on it.
+pub(super) type Key = usize;
+
+struct World {
+    state: Mutex<State>,
+    epoch: Instant,
+    /// The simulated time after which the run counts as hung.
+    longest: Duration,
+}
+
+struct State {
+    random: fastrand::Rng,
+    /// Simulated time since the epoch.
+    now: Duration,
+    threads: Vec<Thread>,
+    /// FNV-1a hash of all switches so far.
+    history: u64,
+    switches: u64,
+}
+
+struct Thread {
+    name: String,
+    status: Status,
+    /// Notified when the thread may run.
+    turn: Arc<Condvar>,
+    runs: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Status {
+    Ready,
+    /// Until a wake-up of the key or the time; `timed_out` tells which came.
+    Waiting {
+        key: Key,
+        until: Option<Duration>,
+    },
+    TimedOut,
+    Ended,
+}
+
+/// The end of a run in a simulated world.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct WorldReport {
+    /// Simulated time of the run.
+    pub time: Duration,
+    /// Number of changes from one thread to another.
+    pub switches: u64,
+    /// A hash of all changes, with their times. Equal for equal runs.
+    pub history: u64,
+}
+
+/// Returns the identity of the calling thread in its world. `None` in the real world.
+#[inline]
+pub(super) fn me() -> Option<Me> {
+    if WORLDS.load(Ordering::Relaxed) == 0 { None } else { find_me() }
+}
+
+#[cold]
+fn find_me() -> Option<Me> {
+    // Destructors of thread-local values run in the real world.
+    ME.try_with(|me| me.borrow().clone()).ok().flatten()
+}
+
+/// Runs `f` as the first thread of a new world with this seed. Then waits until all other threads of
+/// the world have ended. Returns the result of `f` and a report.
+///
+/// Exits the process with code 101 and a report on stderr if a thread still waits after the
+/// simulated time `longest`, or if all threads wait without a deadline: then they wait forever.
+///
+/// # Panics
+///
+/// With the panic of `f`, or if the calling thread already belongs to a world.
+pub fn simulated<T>(seed: u64, longest: Duration, f: impl FnOnce() -> T) -> (T, WorldReport) {
+    assert!(me().is_none(), "a simulated world within another");
+    let state = State {
+        random: fastrand::Rng::with_seed(seed),
+        now: Duration::ZERO,
+        threads: Vec::new(),
+        history: 0xcbf2_9ce4_8422_2325,
+        switches: 0,
+    };
+    let world = Arc::new(World { state: Mutex::new(state), epoch: Instant::now(), longest });
+    let me = Me { world: world.clone(), thread: world.add("first") };
+    world.state.lock().threads[0].runs = true;
+    WORLDS.fetch_add(1, Ordering::Relaxed);
+    ME.set(Some(me.clone()));
+    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
+    while me.world.state.lock().threads[1..].iter().any(|thread| thread.status != Status::Ended) {
+        me.wait(world.ends(), None);
+    }
+    ME.set(None);
+    WORLDS.fetch_sub(1, Ordering::Relaxed);
+    let state = world.state.lock();
+    let report = WorldReport { time: state.now, switches: state.switches, history: state.history };
+    match result {
+        Ok(result) => (result, report),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+impl Me {
+    /// The simulated time.
+    pub(super) fn now(&self) -> Instant {
+        self.world.epoch + self.world.state.lock().now
+    }
+
+    /// Lets another thread run, if the world draws one.
+    pub(super) fn pause(&self) {
+        let mut state = self.world.state.lock();
+        // Mostly the same thread goes on: a change costs two system calls.
+        if state.random.u8(..8) == 0 {
+            self.world.switch(&mut state, self.thread);
+        }
+    }
+
+    /// Lets another thread run, if there is one.
+    pub(super) fn give_way(&self) {
+        let mut state = self.world.state.lock();
+        // Time passes for a thread that polls, or it could poll forever.
+        state.now += Duration::from_micros(1);
+        self.world.expire(&mut state);
+        self.world.switch(&mut state, self.thread);
+    }
+
+    /// Waits for a wake-up of `key`, at most until `until`. Returns false if the time came first.
+    pub(super) fn wait(&self, key: Key, until: Option<Instant>) -> bool {
+        let mut state = self.world.state.lock();
+        let until = until.map(|until| until.saturating_duration_since(self.world.epoch));
+        state.threads[self.thread].status = Status::Waiting { key, until };
+        self.world.switch(&mut state, self.thread);
+        let thread = &mut state.threads[self.thread];
+        let woken = thread.status != Status::TimedOut;
+        thread.status = Status::Ready;
+        woken
+    }
+
+    /// Wakes all threads that wait for `key`.
+    pub(super) fn wake_all(&self, key: Key) {
+        let mut state = self.world.state.lock();
+        for thread in state.threads.iter_mut().filter(|thread| thread.waits_for(key)) {
+            thread.status = Status::Ready;
+        }
+    }
+
+    /// Wakes one of the threads that wait for `key`. The world draws it.
+    pub(super) fn wake_one(&self, key: Key) {
+        let mut state = self.world.state.lock();
+        let State { random, threads, .. } = &mut *state;
+        let waiting: Vec<usize> =
+            (0..threads.len()).filter(|thread| threads[*thread].waits_for(key)).collect();
+        if let Some(drawn) = random.choice(waiting) {
+            threads[drawn].status = Status::Ready;
+        }
+    }
+
+    /// Adds a thread to the world, which [`enter`](Self::enter)s it as its first action.
+    pub(super) fn add(&self, name: &str) -> Self {
+        Self { world: self.world.clone(), thread: self.world.add(name) }
+    }
+
+    /// Makes the calling thread this thread of the world. Returns when it may run. It ends when the
+    /// result is dropped.
+    pub(super) fn enter(self) -> Entered {
+        ME.set(Some(self.clone()));
+        let mut state = self.world.state.lock();
+        self.world.until_turn(&mut state, self.thread);
+        drop(state);
+        Entered(self)
+    }
+
+    /// Notes that the system has given no thread for this one.
+    pub(super) fn never_starts(&self) {
+        self.world.state.lock().threads[self.thread].status = Status::Ended;
+    }
+
+    /// Waits until this thread, another one than the caller's, has ended.
+    pub(super) fn join(&self, caller: &Me) {
+        while self.world.state.lock().threads[self.thread].status != Status::Ended {
+            caller.wait(self.world.ends(), None);
+        }
+    }
+
+    /// True once this thread has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.world.state.lock().threads[self.thread].status == Status::Ended
+    }
+}
+
+/// A thread that runs in a world, until this is dropped.
+pub(super) struct Entered(Me);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let Me { world, thread } = &self.0;
+        ME.set(None);
+        let ends = world.ends();
+        let mut state = world.state.lock();
+        for other in state.threads.iter_mut().filter(|other| other.waits_for(ends)) {
+            other.status = Status::Ready;
+        }
+        state.threads[*thread].status = Status::Ended;
+        world.switch(&mut state, *thread);
+    }
+}
+
+impl Thread {
+    fn waits_for(&self, key: Key) -> bool {
+        matches!(self.status, Status::Waiting { key: of, .. } if of == key)
+    }
+}
+
+impl World {
+    fn add(&self, name: &str) -> usize {
+        let mut state = self.state.lock();
+        state.threads.push(Thread {
+            name: name.to_owned(),
+            status: Status::Ready,
+            turn: Arc::default(),
+            runs: false,
+        });
+        state.threads.len() - 1
+    }
+
+    /// The key of threads that wait for the end of others.
+    fn ends(&self) -> Key {
+        std::ptr::from_ref(self).addr()
+    }
+
+    /// Wakes the threads with deadlines that have come.
+    fn expire(&self, state: &mut State) {
+        let now = state.now;
+        for thread in &mut state.threads {
+            if let Status::Waiting { until: Some(until), .. } = thread.status
+                && until <= now
+            {
+                thread.status = Status::TimedOut;
+            }
+        }
+    }
+
+    /// Draws the next thread and, if that is not `thread`, lets it run. Returns when `thread` may
+    /// run again, or at once if it has ended.
+    fn switch(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
+        let drawn = loop {
+            let ready = |thread: &Thread| matches!(thread.status, Status::Ready | Status::TimedOut);
+            let State { threads, random, .. } = &mut **state;
+            let ready: Vec<usize> = (0..threads.len()).filter(|i| ready(&threads[*i])).collect();
+            if let Some(drawn) = random.choice(ready) {
+                break drawn;
+            }
+            let deadlines = threads.iter().filter_map(|thread| match thread.status {
+                Status::Waiting { until, .. } => until,
+                _ => None,
+            });
+            match deadlines.min() {
+                Some(earliest) if earliest <= self.longest => {
+                    state.now = state.now.max(earliest);
+                    self.expire(state);
+                }
+                // The last thread of the world has ended.
+                None if threads.iter().all(|thread| thread.status == Status::Ended) => return,
+                _ => self.hang(state),
+            }
+        };
+        if drawn == thread {
+            return;
+        }
+        state.switches += 1;
+        let time = u64::try_from(state.now.as_nanos()).unwrap_or(u64::MAX);
+        for word in [drawn as u64, time] {
+            state.history = (state.history ^ word).wrapping_mul(0x0100_0000_01b3);
+        }
+        state.threads[thread].runs = false;
+        state.threads[drawn].runs = true;
+        state.threads[drawn].turn.notify_one();
+        if state.threads[thread].status != Status::Ended {
+            self.until_turn(state, thread);
+        }
+    }
+
+    fn until_turn(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
+        let turn = state.threads[thread].turn.clone();
+        while !state.threads[thread].runs {
+            turn.wait(state);
+        }
+    }
+
+    /// Reports a hang and exits the process: the threads would wait forever.
+    fn hang(&self, state: &State) -> ! {
+        eprintln!("{state}");
+        std::process::exit(101)
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the simulation hangs after {:?} of simulated time:", self.now)?;
+        for thread in self.threads.iter().filter(|thread| thread.status != Status::Ended) {
+            let state = match thread.status {
+                Status::Waiting { until: None, .. } => "waits without a deadline",
+                Status::Waiting { .. } => "waits with a deadline",
+                _ => "could run",
+            };
+            write!(f, "\n  {}: {state}", thread.name)?;
+        }
+        Ok(())
+    }
+}
