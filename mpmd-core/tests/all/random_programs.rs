@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 use super::simulations::{simulation, zero_copy};
 use crate::common::kernels::{fun, like_first};
 use crate::common::watchdog;
-use mpmd_core::ProcessId;
 use mpmd_core::pipeline::flow::Flow;
 use mpmd_core::plan::Plan;
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, uniform_f32};
 use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
 use mpmd_core::topology::{DeviceId, Mesh};
+use mpmd_core::{ProcessId, Simulation};
+use mpmd_ids::block::{block_on, thread};
 
 const ROWS: usize = 16;
 const COLUMNS: usize = 8;
@@ -266,7 +267,7 @@ fn execute(p: &mut Program, steps: &[RandomStep]) -> Result<Shards> {
                 let factor = MpmdArray::scalar(*factor);
                 let scale = fun("scale", like_first, |cx, x, mut y| {
                     // Devices run at different speeds.
-                    std::thread::sleep(Duration::from_micros(u64::from(cx.device().0 % 3) * 200));
+                    thread::sleep(Duration::from_micros(u64::from(cx.device().0 % 3) * 200));
                     let factor = x[1].scalar::<f32>()?;
                     let pairs = y[0].as_mut_slice::<f32>()?.iter_mut().zip(x[0].as_slice::<f32>()?);
                     pairs.for_each(|(y, x)| *y = x * factor);
@@ -339,9 +340,7 @@ fn execute(p: &mut Program, steps: &[RandomStep]) -> Result<Shards> {
                 arrays.extend(parts.into_iter().map(Some));
             }
             RandomStep::Then { source } => array(source).then(drop),
-            RandomStep::Await { source } => {
-                drop(futures::executor::block_on(array(source).into_future())?)
-            }
+            RandomStep::Await { source } => drop(block_on(array(source).into_future())?),
             RandomStep::Drop { source } => arrays[*source] = None,
             RandomStep::Agree { from, value } => {
                 let from = ProcessId(from % p.processes() as u32);
@@ -377,6 +376,37 @@ fn processes_of(seed: u64, devices: usize) -> (usize, Vec<usize>) {
     (processes, hosts)
 }
 
+/// Returns the job of a seed's program: its processes, hosts, zero-copy transfers and limits.
+fn job(seed: u64, devices: usize) -> (usize, Simulation) {
+    let (processes, hosts) = processes_of(seed, devices);
+    let mut simulation = simulation(processes, devices);
+    if seed % 4 == 0 {
+        simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
+    }
+    simulation = simulation.settings(|b| b.hosts(&hosts));
+    if zero_copy() && seed % 4 > 1 {
+        // Some pairs use no zero-copy transfers: those of different hosts, or others.
+        let groups: Vec<usize> = hosts.iter().map(|host| (host * seed as usize) % 3).collect();
+        simulation = simulation.zero_copy(&groups);
+    }
+    (processes, simulation)
+}
+
+/// Panics unless the processes hold the shards of the program on one process, each once.
+fn assert_same(seed: u64, found: Vec<Shards>, alone: &Shards) {
+    let (processes, mut together) = (found.len(), Shards::new());
+    for (key, bytes) in found.into_iter().flatten() {
+        assert!(together.insert(key, bytes).is_none(), "seed {seed}: {key:?} has two owners");
+    }
+    assert_eq!(together.len(), alone.len(), "seed {seed} on {processes} processes");
+    for (key, bytes) in alone {
+        assert!(
+            together.get(key) == Some(bytes),
+            "seed {seed} on {processes} processes: {key:?} differs"
+        );
+    }
+}
+
 fn run_seeds(seeds: std::ops::Range<u64>) {
     let _limit = watchdog(180);
     for seed in seeds {
@@ -384,36 +414,56 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
         let steps = program(seed, devices);
         let alone = simulation(1, devices).run(|p| execute(p, &steps)).remove(0);
         let alone = alone.unwrap_or_else(|error| panic!("seed {seed} alone: {error}\n{steps:#?}"));
-        let (processes, hosts) = processes_of(seed, devices);
-        let mut simulation = simulation(processes, devices).delays(seed, Duration::from_millis(1));
-        if seed % 4 == 0 {
-            simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
-        }
-        simulation = simulation.settings(|b| b.hosts(&hosts));
-        if zero_copy() && seed % 4 > 1 {
-            // Some pairs use no zero-copy transfers: those of different hosts, or others.
-            let groups: Vec<usize> = hosts.iter().map(|host| (host * seed as usize) % 3).collect();
-            simulation = simulation.zero_copy(&groups);
-        }
-        let mut together = Shards::new();
-        for (process, shards) in simulation.run(|p| execute(p, &steps)).into_iter().enumerate() {
-            let shards =
-                shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"));
-            for (key, bytes) in shards {
-                assert!(
-                    together.insert(key, bytes).is_none(),
-                    "seed {seed}: {key:?} has two owners"
-                );
-            }
-        }
-        assert_eq!(together.len(), alone.len(), "seed {seed} on {processes} processes");
-        for (key, bytes) in &alone {
-            assert!(
-                together.get(key) == Some(bytes),
-                "seed {seed} on {processes} processes: {key:?} differs"
-            );
+        let simulation = job(seed, devices).1.delays(seed, Duration::from_millis(1));
+        let results = simulation.run(|p| execute(p, &steps)).into_iter().enumerate();
+        let found = results.map(|(process, shards)| {
+            shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"))
+        });
+        assert_same(seed, found.collect(), &alone);
+    }
+}
+
+/// Runs the program of a seed in a simulated world, where the seed decides the order of all events.
+/// One in ten loses a process at an operation that the seed decides.
+fn explore(seed: u64) {
+    let devices = [4, 6, 8][seed as usize % 3];
+    let steps = program(seed / 16, devices);
+    let alone = Simulation::new(1, devices).seed(seed).run(|p| execute(p, &steps)).remove(0);
+    let alone = alone.unwrap_or_else(|error| panic!("seed {seed} alone: {error}\n{steps:#?}"));
+    let (processes, simulation) = job(seed, devices);
+    let simulation = simulation.seed(seed);
+    if seed % 10 != 0 {
+        let results = simulation.run(|p| execute(p, &steps)).into_iter().enumerate();
+        let found = results.map(|(process, shards)| {
+            shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"))
+        });
+        return assert_same(seed, found.collect(), &alone);
+    }
+    let mut random = Random(seed);
+    let lost = ProcessId(random.below(processes) as u32);
+    let op = 1 + random.below(STEPS) as u64;
+    let results = simulation.lose(lost, op).run(|p| execute(p, &steps));
+    for (process, result) in results.into_iter().enumerate() {
+        match result {
+            // The program had ended before, or this process needed nothing from the lost one.
+            Ok(found) => assert!(
+                found.iter().all(|(key, bytes)| alone.get(key) == Some(bytes)),
+                "seed {seed}, process {process} has other bits"
+            ),
+            Err(error) => assert!(
+                error.to_string().contains(&format!("process {lost}")),
+                "seed {seed}, process {process}: the error does not name process {lost}: {error}"
+            ),
         }
     }
+}
+
+#[test]
+fn orders_of_seeds_0_to_999_give_the_same_bits() {
+    let _limit = watchdog(180);
+    let range = std::env::var("MPMD_SEEDS").unwrap_or("0..1000".into());
+    let (from, to) = range.split_once("..").expect("from..to");
+    (from.parse().unwrap()..to.parse().unwrap()).for_each(explore);
 }
 
 #[test]

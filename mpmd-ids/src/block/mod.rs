@@ -13,6 +13,7 @@ pub use std::time::{Instant, SystemTime, UNIX_EPOCH};
 pub use parking_lot::RwLock;
 
 mod cores;
+mod future;
 mod lock;
 pub mod mpsc;
 mod spin;
@@ -20,6 +21,7 @@ pub mod thread;
 mod world;
 
 pub use cores::{CORES, host_cores};
+pub use future::block_on;
 pub use lock::{Condvar, Mutex, MutexGuard, WaitTimeoutResult};
 pub use spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
 pub use world::{WorldReport, simulated};
