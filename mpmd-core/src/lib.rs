@@ -41,8 +41,8 @@ pub use api::object::{
     ObjectBytes, RunMethod, Saved, method,
 };
 pub use api::program::{
-    Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate,
-    transports,
+    Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, SimulationReport,
+    simulate, transports,
 };
 pub use api::put::{MoveOptions, PutVjp};
 pub use api::replay::Recorded;

@@ -84,8 +84,7 @@ impl Runtime {
         if let Ok(reservation) = pool.reserve_all(sizes) {
             return Ok(reservation);
         }
-        // True while returns of lent memory are still waited for.
-        let mut patient = true;
+        let mut patient = self.is_patient();
         loop {
             let before = self.in_flight.counts();
             let error = match pool.reserve_all(sizes) {
@@ -138,8 +137,7 @@ impl Runtime {
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<(OwnedBuffer, Option<SharedBuffer>), OutOfMemory> {
-        // True while returns of lent memory are still waited for.
-        let mut patient = true;
+        let mut patient = self.is_patient();
         loop {
             // Read first, so that an operation that ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
@@ -171,6 +169,12 @@ impl Runtime {
                 ));
             }
         }
+    }
+
+    /// True if operations wait for returns of lent memory. After one has waited in vain, others
+    /// would only delay the error.
+    fn is_patient(&self) -> bool {
+        self.trouble().is_none_or(|failure| failure.kind != FailureKind::Memory)
     }
 
     /// Waits until the count of ended operations exceeds `ended`. Returns false if it does not

@@ -73,7 +73,7 @@ use memory::Holders;
 /// The router's view of a replayed step.
 pub(crate) use mpmd_transport::router::{Span, Values};
 pub(crate) use parker::Parker;
-pub(crate) use put::{PutPlan, Source};
+pub(crate) use put::{PutPlan, PutWhat, Source};
 pub(crate) use reach::follow;
 pub(crate) use receive::Waiter;
 pub(crate) use send::Outgoing;
@@ -109,7 +109,7 @@ pub(crate) struct Runtime {
     /// Spin policy of the program thread when it waits for arrays and cannot drive the transport.
     pub(crate) wait_spin: SpinPolicy,
     start: Instant,
-    router: Mutex<Router<InProcess>>,
+    pub(crate) router: Mutex<Router<InProcess>>,
     transport: Option<Arc<dyn Transport>>,
     /// By process: true if pieces to and from it are transferred zero-copy.
     zero_copy: Vec<bool>,

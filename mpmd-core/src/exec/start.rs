@@ -221,7 +221,7 @@ fn share_devices(
 }
 
 fn copy_workers() -> usize {
-    thread::available_parallelism().map_or(1, |cores| cores.get()).min(MOST_MOVERS)
+    thread::available_parallelism().min(MOST_MOVERS)
 }
 
 /// Returns a counter for each process.

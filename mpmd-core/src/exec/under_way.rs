@@ -1,6 +1,6 @@
 //! Payloads that the transport is moving, and their end when the peer falls silent.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
@@ -18,9 +18,9 @@ use super::{OnLoan, OpGuard, Runtime};
 #[derive(Default)]
 pub(super) struct UnderWay {
     /// (peer, guard of the operation) of bytes that are being sent, by ticket number.
-    sending: HashMap<u64, (ProcessId, OpGuard)>,
+    sending: BTreeMap<u64, (ProcessId, OpGuard)>,
     /// (peer, operation, loan) of memory lent by zero-copy transfer, by ticket number.
-    lent: HashMap<u64, (ProcessId, u64, OnLoan)>,
+    lent: BTreeMap<u64, (ProcessId, u64, OnLoan)>,
     /// Guards of operations with zero-copy payloads that a peer has not taken yet, by (peer,
     /// operation, ticket number). Only those stay in flight, because a peer may keep a payload
     /// forever once taken.
@@ -32,9 +32,9 @@ pub(super) struct UnderWay {
     /// Operations that the program waits for because of their sends, and some that have ended.
     awaited: BTreeSet<u64>,
     /// (peer, callback) of incoming bytes that are being read, by ticket number.
-    receiving: HashMap<u64, (ProcessId, FetchDone)>,
+    receiving: BTreeMap<u64, (ProcessId, FetchDone)>,
     /// Tickets of the pieces of a batch, by the batch's ticket number.
-    bundles: HashMap<u64, Vec<Ticket>>,
+    bundles: BTreeMap<u64, Vec<Ticket>>,
     /// Peers to and from which nothing more is sent, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
@@ -216,21 +216,27 @@ impl Runtime {
         }
         let mut under_way = self.under_way.lock();
         under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
-        let sending: Vec<_> = under_way.sending.extract_if(|_, (to, _)| *to == peer).collect();
-        let lent: Vec<_> = under_way.lent.extract_if(|_, (to, ..)| *to == peer).collect();
+        let sending = take_if(&mut under_way.sending, |(to, _)| *to == peer);
+        let lent = take_if(&mut under_way.lent, |(to, ..)| *to == peer);
         let untaken = under_way.never_taken(peer);
-        let mut receiving: Vec<_> =
-            under_way.receiving.extract_if(|_, (from, _)| *from == peer).collect();
+        let receiving = take_if(&mut under_way.receiving, |(from, _)| *from == peer);
         // Dropping these guards calls into the rest of the runtime, so the lock is released first.
         drop(under_way);
         drop(lent);
-        let sending = sending.into_iter().map(|(_, (_, operation))| operation);
+        let sending = sending.into_iter().map(|(_, operation)| operation);
         sending.chain(untaken).for_each(|operation| self.never_taken(peer, operation));
-        receiving.sort_unstable_by_key(|(number, _)| *number);
-        for (_, (_, then)) in receiving {
+        for (_, then) in receiving {
             then(Err(TransportError::PeerGone { peer, why: why.to_owned() }));
         }
     }
+}
+
+/// Takes the values for which `is_taken` out of a map, in the order of their keys.
+fn take_if<V>(map: &mut BTreeMap<u64, V>, is_taken: impl Fn(&V) -> bool) -> Vec<V> {
+    let (taken, left) = std::mem::take(map).into_iter().partition(|(_, value)| is_taken(value));
+    *map = left;
+    let taken: BTreeMap<u64, V> = taken;
+    taken.into_values().collect()
 }
 
 #[cfg(test)]

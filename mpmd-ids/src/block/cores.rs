@@ -1,6 +1,6 @@
 //! The number of cores that a job has on this host.
 
-use std::thread::available_parallelism;
+use super::thread::available_parallelism;
 
 /// The variable with the number of cores that a job has on this host. A launcher sets it for
 /// processes that it binds to a part of the host's cores.
@@ -9,8 +9,7 @@ pub const CORES: &str = "MPMD_CORES";
 /// Returns the number of cores that the processes of this job share on this host: the value of
 /// [`CORES`], else the number of cores that this process may use. An invalid value counts as unset.
 pub fn host_cores() -> usize {
-    let own = available_parallelism().map_or(1, usize::from);
-    of(std::env::var(CORES).ok().as_deref(), own)
+    of(std::env::var(CORES).ok().as_deref(), available_parallelism())
 }
 
 fn of(value: Option<&str>, own: usize) -> usize {

@@ -32,12 +32,14 @@ impl<T> Mutex<T> {
             None => self.0.lock(),
             Some(me) => {
                 me.pause();
-                loop {
+                let held = loop {
                     if let Some(held) = self.0.try_lock() {
                         break held;
                     }
                     me.wait(self.key(), None);
-                }
+                };
+                me.has_locked();
+                held
             }
         };
         MutexGuard { held, released: Released(self.key()) }
@@ -46,10 +48,11 @@ impl<T> Mutex<T> {
     /// Takes the lock if it is free.
     #[inline]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        if let Some(me) = world::me() {
-            me.pause();
-        }
-        self.0.try_lock().map(|held| MutexGuard { held, released: Released(self.key()) })
+        let me = world::me();
+        me.iter().for_each(world::Me::pause);
+        let held = self.0.try_lock()?;
+        me.iter().for_each(world::Me::has_locked);
+        Some(MutexGuard { held, released: Released(self.key()) })
     }
 
     /// Returns the value, which needs no lock.
@@ -74,12 +77,13 @@ impl<T> MutexGuard<'_, T> {
         let key = guard.released.0;
         parking_lot::MutexGuard::unlocked(&mut guard.held, || {
             let Some(me) = world::me() else { return f() };
-            me.wake_all(key);
+            me.has_unlocked(key);
             let result = f();
             // No other thread runs between the last look and the lock.
             while mutex.is_locked() {
                 me.wait(key, None);
             }
+            me.has_locked();
             result
         })
     }
@@ -105,7 +109,7 @@ impl Drop for Released {
     #[inline]
     fn drop(&mut self) {
         if let Some(me) = world::me() {
-            me.wake_all(self.0);
+            me.has_unlocked(self.0);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::io;
 use std::time::Duration;
 
-pub use std::thread::{ThreadId, available_parallelism, current, panicking};
+pub use std::thread::{ThreadId, current, panicking};
 
 use super::now;
 use super::world::{self, Me};
@@ -97,6 +97,15 @@ impl<T> JoinHandle<T> {
             None => self.real.is_finished(),
         }
     }
+}
+
+/// Returns the number of cores that this process may use. In a simulated world it is 2 on every
+/// machine.
+pub fn available_parallelism() -> usize {
+    if super::is_simulated() {
+        return 2;
+    }
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn join_simulated(thread: Option<&Me>) {

@@ -35,8 +35,18 @@ pub(super) type Key = usize;
 struct World {
     state: Mutex<State>,
     epoch: Instant,
+    settings: WorldSettings,
+}
+
+/// The settings of a [simulated] world.
+#[derive(Clone, Debug)]
+pub struct WorldSettings {
+    /// Decides the order of all events, and the time between them.
+    pub seed: u64,
     /// The simulated time after which the run counts as hung.
-    longest: Duration,
+    pub longest: Duration,
+    /// True to keep the [log](WorldReport::log) of all events.
+    pub log: bool,
 }
 
 struct State {
@@ -44,9 +54,12 @@ struct State {
     /// Simulated time since the epoch.
     now: Duration,
     threads: Vec<Thread>,
+    /// Groups that are stopped, and until when.
+    stops: Vec<(u32, Duration)>,
     /// FNV-1a hash of all switches so far.
     history: u64,
     switches: u64,
+    log: String,
 }
 
 struct Thread {
@@ -55,6 +68,10 @@ struct Thread {
     /// Notified when the thread may run.
     turn: Arc<Condvar>,
     runs: bool,
+    /// The group that it stops and continues with.
+    group: Option<u32>,
+    /// Number of locks that it holds. A thread with locks does not stop: groups may share them.
+    locks: usize,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -70,7 +87,7 @@ enum Status {
 }
 
 /// The end of a run in a simulated world.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct WorldReport {
     /// Simulated time of the run.
     pub time: Duration,
@@ -78,6 +95,9 @@ pub struct WorldReport {
     pub switches: u64,
     /// A hash of all changes, with their times. Equal for equal runs.
     pub history: u64,
+    /// A line for each event: its time in nanoseconds, and the name of the thread that runs from
+    /// then on, or a [note](note). Empty if the settings do not ask for it.
+    pub log: String,
 }
 
 /// Returns the identity of the calling thread in its world. `None` in the real world.
@@ -96,22 +116,24 @@ fn find_me() -> Option<Me> {
 /// the world have ended. Returns the result of `f` and a report.
 ///
 /// Exits the process with code 101 and a report on stderr if a thread still waits after the
-/// simulated time `longest`, or if all threads wait without a deadline: then they wait forever.
+/// simulated time [`longest`](WorldSettings::longest), or if all threads wait without a deadline: then they wait forever.
 ///
 /// # Panics
 ///
 /// With the panic of `f`, or if the calling thread already belongs to a world.
-pub fn simulated<T>(seed: u64, longest: Duration, f: impl FnOnce() -> T) -> (T, WorldReport) {
+pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, WorldReport) {
     assert!(me().is_none(), "a simulated world within another");
     let state = State {
-        random: fastrand::Rng::with_seed(seed),
+        random: fastrand::Rng::with_seed(settings.seed),
         now: Duration::ZERO,
         threads: Vec::new(),
+        stops: Vec::new(),
         history: 0xcbf2_9ce4_8422_2325,
         switches: 0,
+        log: String::new(),
     };
-    let world = Arc::new(World { state: Mutex::new(state), epoch: Instant::now(), longest });
-    let me = Me { world: world.clone(), thread: world.add("first") };
+    let world = Arc::new(World { state: Mutex::new(state), epoch: Instant::now(), settings });
+    let me = Me { world: world.clone(), thread: world.add("first", None) };
     world.state.lock().threads[0].runs = true;
     WORLDS.fetch_add(1, Ordering::Relaxed);
     ME.set(Some(me.clone()));
@@ -121,11 +143,36 @@ pub fn simulated<T>(seed: u64, longest: Duration, f: impl FnOnce() -> T) -> (T, 
     }
     ME.set(None);
     WORLDS.fetch_sub(1, Ordering::Relaxed);
-    let state = world.state.lock();
-    let report = WorldReport { time: state.now, switches: state.switches, history: state.history };
+    let mut state = world.state.lock();
+    let log = std::mem::take(&mut state.log);
+    let State { now: time, switches, history, .. } = *state;
+    let report = WorldReport { time, switches, history, log };
     match result {
         Ok(result) => (result, report),
         Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+/// Writes a note into the log of the calling thread's world, if that keeps one.
+pub fn note(text: fmt::Arguments<'_>) {
+    if let Some(Me { world, .. }) = me() {
+        world.state.lock().note(text, &world.settings);
+    }
+}
+
+/// Puts the calling thread, and those that it starts from now on, into a group that can
+/// [stop](stop_group). Does nothing outside a simulated world.
+pub fn join_group(group: u32) {
+    if let Some(me) = me() {
+        me.join_group(group);
+    }
+}
+
+/// Stops all threads of a group for this time, as if their process got a signal. Does nothing
+/// outside a simulated world.
+pub fn stop_group(group: u32, time: Duration) {
+    if let Some(me) = me() {
+        me.stop_group(group, time);
     }
 }
 
@@ -135,13 +182,51 @@ impl Me {
         self.world.epoch + self.world.state.lock().now
     }
 
-    /// Lets another thread run, if the world draws one.
+    /// Lets another thread run, if the world draws one. Some time may pass.
     pub(super) fn pause(&self) {
         let mut state = self.world.state.lock();
+        let drawn = state.random.u16(..);
+        // Now and then a thread is slow, so that time limits end while others could run.
+        let slow = match drawn {
+            0 => Duration::from_millis(state.random.u64(1..200)),
+            1..2048 => Duration::from_nanos(state.random.u64(100..50_000)),
+            _ => Duration::ZERO,
+        };
+        if !slow.is_zero() {
+            state.now += slow;
+            self.world.expire(&mut state);
+        }
         // Mostly the same thread goes on: a change costs two system calls.
-        if state.random.u8(..8) == 0 {
+        if drawn.is_multiple_of(8) {
             self.world.switch(&mut state, self.thread);
         }
+    }
+
+    /// Counts a lock that this thread has taken.
+    pub(super) fn has_locked(&self) {
+        self.world.state.lock().threads[self.thread].locks += 1;
+    }
+
+    /// Counts a lock that this thread has released, and wakes the threads that wait for it.
+    pub(super) fn has_unlocked(&self, key: Key) {
+        let mut state = self.world.state.lock();
+        state.threads[self.thread].locks -= 1;
+        state.wake_all(key);
+    }
+
+    /// Puts this thread, and those that it starts from now on, into a group.
+    fn join_group(&self, group: u32) {
+        self.world.state.lock().threads[self.thread].group = Some(group);
+    }
+
+    /// Stops all threads of a group for this time. A thread that holds locks stops when it has
+    /// released them.
+    fn stop_group(&self, group: u32, time: Duration) {
+        let mut state = self.world.state.lock();
+        let until = state.now + time;
+        state.note(format_args!("group {group} stops for {time:?}"), &self.world.settings);
+        state.stops.push((group, until));
+        self.world.switch(&mut state, self.thread);
     }
 
     /// Lets another thread run, if there is one.
@@ -168,9 +253,7 @@ impl Me {
     /// Wakes all threads that wait for `key`.
     pub(super) fn wake_all(&self, key: Key) {
         let mut state = self.world.state.lock();
-        for thread in state.threads.iter_mut().filter(|thread| thread.waits_for(key)) {
-            thread.status = Status::Ready;
-        }
+        state.wake_all(key);
     }
 
     /// Wakes one of the threads that wait for `key`. The world draws it.
@@ -186,7 +269,8 @@ impl Me {
 
     /// Adds a thread to the world, which [`enter`](Self::enter)s it as its first action.
     pub(super) fn add(&self, name: &str) -> Self {
-        Self { world: self.world.clone(), thread: self.world.add(name) }
+        let group = self.world.state.lock().threads[self.thread].group;
+        Self { world: self.world.clone(), thread: self.world.add(name, group) }
     }
 
     /// Makes the calling thread this thread of the world. Returns when it may run. It ends when the
@@ -224,11 +308,8 @@ impl Drop for Entered {
     fn drop(&mut self) {
         let Me { world, thread } = &self.0;
         ME.set(None);
-        let ends = world.ends();
         let mut state = world.state.lock();
-        for other in state.threads.iter_mut().filter(|other| other.waits_for(ends)) {
-            other.status = Status::Ready;
-        }
+        state.wake_all(world.ends());
         state.threads[*thread].status = Status::Ended;
         world.switch(&mut state, *thread);
     }
@@ -240,14 +321,47 @@ impl Thread {
     }
 }
 
+impl State {
+    fn wake_all(&mut self, key: Key) {
+        for thread in self.threads.iter_mut().filter(|thread| thread.waits_for(key)) {
+            thread.status = Status::Ready;
+        }
+    }
+
+    fn can_run(&self, thread: &Thread) -> bool {
+        let stopped = |group| self.stops.iter().any(|stop| stop.0 == group && stop.1 > self.now);
+        matches!(thread.status, Status::Ready | Status::TimedOut)
+            && !(thread.locks == 0 && thread.group.is_some_and(stopped))
+    }
+
+    /// The next time at which a thread may run again.
+    fn next_deadline(&self) -> Option<Duration> {
+        let waits = self.threads.iter().filter_map(|thread| match thread.status {
+            Status::Waiting { until, .. } => until,
+            _ => None,
+        });
+        let stops = self.stops.iter().map(|(_, until)| *until).filter(|until| *until > self.now);
+        waits.chain(stops).min()
+    }
+
+    fn note(&mut self, text: fmt::Arguments<'_>, settings: &WorldSettings) {
+        if settings.log {
+            let line = format!("{} {text}\n", self.now.as_nanos());
+            self.log.push_str(&line);
+        }
+    }
+}
+
 impl World {
-    fn add(&self, name: &str) -> usize {
+    fn add(&self, name: &str, group: Option<u32>) -> usize {
         let mut state = self.state.lock();
         state.threads.push(Thread {
             name: name.to_owned(),
             status: Status::Ready,
             turn: Arc::default(),
             runs: false,
+            group,
+            locks: 0,
         });
         state.threads.len() - 1
     }
@@ -273,23 +387,18 @@ impl World {
     /// run again, or at once if it has ended.
     fn switch(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
         let drawn = loop {
-            let ready = |thread: &Thread| matches!(thread.status, Status::Ready | Status::TimedOut);
-            let State { threads, random, .. } = &mut **state;
-            let ready: Vec<usize> = (0..threads.len()).filter(|i| ready(&threads[*i])).collect();
-            if let Some(drawn) = random.choice(ready) {
+            let ready: Vec<usize> =
+                (0..state.threads.len()).filter(|i| state.can_run(&state.threads[*i])).collect();
+            if let Some(drawn) = state.random.choice(ready) {
                 break drawn;
             }
-            let deadlines = threads.iter().filter_map(|thread| match thread.status {
-                Status::Waiting { until, .. } => until,
-                _ => None,
-            });
-            match deadlines.min() {
-                Some(earliest) if earliest <= self.longest => {
+            match state.next_deadline() {
+                Some(earliest) if earliest <= self.settings.longest => {
                     state.now = state.now.max(earliest);
                     self.expire(state);
                 }
                 // The last thread of the world has ended.
-                None if threads.iter().all(|thread| thread.status == Status::Ended) => return,
+                None if state.threads.iter().all(|thread| thread.status == Status::Ended) => return,
                 _ => self.hang(state),
             }
         };
@@ -300,6 +409,10 @@ impl World {
         let time = u64::try_from(state.now.as_nanos()).unwrap_or(u64::MAX);
         for word in [drawn as u64, time] {
             state.history = (state.history ^ word).wrapping_mul(0x0100_0000_01b3);
+        }
+        if self.settings.log {
+            let line = format!("{time} {}\n", state.threads[drawn].name);
+            state.log.push_str(&line);
         }
         state.threads[thread].runs = false;
         state.threads[drawn].runs = true;

@@ -5,7 +5,7 @@
 //! removed.
 
 use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
 use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
@@ -43,9 +43,11 @@ pub(super) struct Node {
     life: Life,
     queue: BinaryHeap<Queued>,
     /// Messages that this process has posted and that have not ended yet, by number.
-    open: HashMap<u64, Open>,
+    open: BTreeMap<u64, Open>,
     /// Number of messages posted so far to each process, by the receiver's index.
     posted: Vec<u64>,
+    /// The time until which messages to each process are held back, by the receiver's index.
+    held: Vec<Option<Instant>>,
     thread: Thread,
 }
 
@@ -98,8 +100,9 @@ impl Core {
         let node = |_| Node {
             life: Life::Alive,
             queue: BinaryHeap::new(),
-            open: HashMap::new(),
+            open: BTreeMap::new(),
             posted: vec![0; processes],
+            held: vec![None; processes],
             thread: Thread::NotStarted,
         };
         let state = State { nodes: (0..processes).map(node).collect(), next: 0 };
@@ -169,7 +172,8 @@ impl Core {
         let node = state.node(from);
         let sequence = node.posted[to.index()];
         node.posted[to.index()] += 1;
-        let due = now() + self.faults.delay_of(from, to, sequence);
+        let sent = node.held[to.index()].map_or_else(now, |until| until.max(now()));
+        let due = sent + self.faults.delay_of(from, to, sequence);
         let message = state.next;
         let is_data = header.kind == Kind::Data;
         let open =
@@ -240,6 +244,14 @@ impl Core {
         let now = now();
         self.push(&mut state, on, now, event);
         Ok(())
+    }
+
+    pub(super) fn hold(&self, from: ProcessId, to: ProcessId, time: Duration) {
+        self.state.lock().node(from).held[to.index()] = Some(now() + time);
+    }
+
+    pub(super) fn under_way(&self) -> usize {
+        self.state.lock().nodes.iter().map(|node| node.open.len()).sum()
     }
 
     pub(super) fn kill(&self, process: ProcessId) {

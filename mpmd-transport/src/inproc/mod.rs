@@ -72,6 +72,23 @@ impl Fabric {
     }
 }
 
+impl Fabric {
+    /// Holds back the messages that `from` posts to `to` within `time` from now, and delivers them
+    /// afterwards.
+    ///
+    /// # Panics
+    ///
+    /// If the job has no such processes.
+    pub fn hold(&self, from: ProcessId, to: ProcessId, time: Duration) {
+        self.endpoints[from.index()].core.hold(from, to, time);
+    }
+
+    /// Returns the number of messages that were posted and have not ended.
+    pub fn under_way(&self) -> usize {
+        self.endpoints.first().map_or(0, |endpoint| endpoint.core.under_way())
+    }
+}
+
 impl fmt::Debug for Fabric {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Fabric({} processes)", self.endpoints.len())

@@ -1,5 +1,6 @@
 //! Departures of processes, in order or not, and the failure of operations that wait for them.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,10 +36,10 @@ impl<C: Cargo> Router<C> {
         }
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
-        let ready: Vec<_> = peer.ready.drain().collect();
+        let ready = std::mem::take(&mut peer.ready);
         let granted = std::mem::take(&mut peer.granted);
         peer.kept -= granted.len() as u64 * KEPT_OVERHEAD;
-        let first_ready = ready.iter().map(|((op, _), _)| *op).min();
+        let first_ready = ready.keys().next().map(|(op, _)| *op);
         self.discard(process, ready);
         for ((op, _), expected) in expected {
             let failure = self.lost(process, op);
@@ -172,7 +173,7 @@ impl<C: Cargo> Router<C> {
                 });
             }
             // It sends no more grants, however long its connection stays.
-            let ready: Vec<_> = peer.ready.drain().collect();
+            let ready = std::mem::take(&mut peer.ready);
             self.discard(from, ready);
             self.actions.push(Action::PeerLost(failure));
             return;
@@ -196,7 +197,7 @@ impl<C: Cargo> Router<C> {
         peer.down.is_some().then(|| self.lost(process, op))
     }
 
-    fn discard(&mut self, to: ProcessId, ready: Vec<(PieceKey, Ready<C>)>) {
+    fn discard(&mut self, to: ProcessId, ready: BTreeMap<PieceKey, Ready<C>>) {
         let discard = |(_, ready): (_, Ready<C>)| Action::Discard { to, cargo: ready.cargo };
         self.actions.extend(ready.into_iter().map(discard));
     }
@@ -224,7 +225,7 @@ impl<C: Cargo> Router<C> {
             }
             let discard =
                 |(_, ready): (_, Ready<C>)| Action::Discard { to: process, cargo: ready.cargo };
-            self.actions.extend(peer.ready.drain().map(discard));
+            self.actions.extend(std::mem::take(&mut peer.ready).into_iter().map(discard));
         }
         self.early.clear();
         self.parked.clear();

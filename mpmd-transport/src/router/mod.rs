@@ -39,7 +39,7 @@ mod history;
 mod peer;
 mod watch;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
@@ -189,7 +189,7 @@ pub struct Router<C: Cargo> {
     /// Messages for operations that this process has not issued yet, by operation number: (sender,
     /// header, payload).
     parked: BTreeMap<u64, Vec<(ProcessId, Header, C::Incoming)>>,
-    early: HashMap<(ProcessId, PieceKey), Early<C>>,
+    early: BTreeMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
     next_heartbeat: Duration,
     /// The time of the last [`Router::tick`], on the driver's clock.
@@ -217,7 +217,7 @@ impl<C: Cargo> Router<C> {
             config,
             history: History::default(),
             parked: BTreeMap::new(),
-            early: HashMap::new(),
+            early: BTreeMap::new(),
             failed: None,
             next_heartbeat: Duration::ZERO,
             ticked: Duration::ZERO,
@@ -575,7 +575,11 @@ impl<C: Cargo> Router<C> {
 
     /// Forgets messages and grants that arrived for operation `op`, which has ended here.
     pub fn forget(&mut self, op: u64) {
-        for ((from, _), early) in self.early.extract_if(|(_, key), _| key.0 == op) {
+        let ended: Vec<_> =
+            self.early.keys().filter(|(_, key)| key.0 == op).copied().collect();
+        for (from, early) in
+            ended.into_iter().filter_map(|key| Some((key.0, self.early.remove(&key)?)))
+        {
             self.peers[from.index()].kept -= early.cost();
             self.to_tell.push(from);
         }

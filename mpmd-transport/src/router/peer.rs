@@ -1,6 +1,6 @@
 //! The router's state for one peer.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,8 +72,8 @@ pub(super) struct Peer<C: Cargo> {
     /// The pieces that this process expects from the peer, sorted, so that failures and probes come
     /// in operation order.
     pub(super) expected: BTreeMap<PieceKey, Expected<C>>,
-    pub(super) ready: HashMap<PieceKey, Ready<C>>,
-    pub(super) granted: HashMap<PieceKey, u128>,
+    pub(super) ready: BTreeMap<PieceKey, Ready<C>>,
+    pub(super) granted: BTreeMap<PieceKey, u128>,
     /// The peer's latest answer to a probe.
     pub(super) answer: Option<Answer>,
     /// The peer's recent operations, if it disagreed and has sent them.
@@ -102,8 +102,8 @@ impl<C: Cargo> Default for Peer<C> {
             unclaimed: 0,
             kept: 0,
             expected: BTreeMap::new(),
-            ready: HashMap::new(),
-            granted: HashMap::new(),
+            ready: BTreeMap::new(),
+            granted: BTreeMap::new(),
             answer: None,
             shown: None,
             disputed: None,

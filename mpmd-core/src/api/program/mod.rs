@@ -42,7 +42,7 @@ pub(crate) use issue::{Again, NewOp, Part, Replayed};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
 pub(crate) use recording::{ArrayOrigin, Donation, Input, Noted, Recording};
-pub use simulate::{Simulation, simulate};
+pub use simulate::{Simulation, SimulationReport, simulate};
 
 use crate::error::{Error, Result};
 use crate::exec::recorder::Recorder;

@@ -12,7 +12,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::PutSteps;
-use crate::exec::PutPlan;
+use crate::exec::{PutPlan, PutWhat};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::reshard::MOST_JOINED;
 use mpmd_layout::topology::DeviceId;
@@ -47,16 +47,20 @@ pub(super) fn groups(moves: &[(&MpmdArray, &PutSteps)]) -> Vec<Vec<usize>> {
 pub(super) fn what(plans: &[Arc<PutPlan>]) -> Arc<dyn fmt::Display + Send + Sync> {
     match plans {
         [plan] => plan.what.clone(),
-        _ => Arc::new(JoinedWhat(plans.to_vec())),
+        _ => Arc::new(JoinedWhat { leaves: plans.len(), first: plans[0].what.clone() }),
     }
 }
 
-/// Describes moves that share an operation, by their number and the first of them.
-struct JoinedWhat(Vec<Arc<PutPlan>>);
+/// Describes moves that share an operation. It holds no plan: the runtime keeps descriptions, and
+/// plans hold the runtime.
+struct JoinedWhat {
+    leaves: usize,
+    first: Arc<PutWhat>,
+}
 
 impl fmt::Display for JoinedWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "device_put of {} leaves; the first: {}", self.0.len(), self.0[0].what)
+        write!(f, "device_put of {} leaves; the first: {}", self.leaves, self.first)
     }
 }
 

@@ -1,14 +1,15 @@
 //! Simulation of a job's processes inside one process, to test programs with message delays,
 //! reordering and fault injection.
 
-use std::sync::Arc;
+mod faults;
+
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{WorldReport, simulated, thread};
+use mpmd_ids::block::{WorldReport, WorldSettings, join_group, simulated, thread};
 use mpmd_transport::inproc::{Fabric, Faults};
-use mpmd_transport::router::{Failure, FailureKind};
 
+use self::faults::{Fault, Later, Over, Parts, vanish};
 use super::{Builder, Program};
 use crate::error::Result;
 
@@ -47,9 +48,27 @@ pub fn simulate<T: Send>(
 pub struct Simulation {
     processes: usize,
     builder: Builder,
-    faults: Faults,
+    delays: Faults,
     lost: Option<(ProcessId, u64)>,
-    seed: Option<u64>,
+    later: Vec<Later>,
+    world: Option<WorldSettings>,
+}
+
+/// How a [seeded](Simulation::seed) simulation went.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct SimulationReport {
+    /// Simulated time of the run.
+    pub time: Duration,
+    /// Number of changes from one thread to another.
+    pub switches: u64,
+    /// A hash of all events and their times: equal for equal runs.
+    pub history: u64,
+    /// A line for each event, if [asked for](Simulation::log).
+    pub log: String,
+    /// What the job has left behind although it should not: memory in use, messages under way, a
+    /// runtime. A line for each, without those that the results of the program hold.
+    pub left: Vec<String>,
 }
 
 /// The simulated time after which a seeded run counts as hung.
@@ -60,14 +79,15 @@ impl Simulation {
     /// once and in order.
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
-        Self { processes, builder, faults: Faults::default(), lost: None, seed: None }
+        let delays = Faults::default();
+        Self { processes, builder, delays, lost: None, later: Vec::new(), world: None }
     }
 
     /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake
     /// each other.
     pub fn delays(mut self, seed: u64, longest: Duration) -> Self {
-        self.faults.seed = seed;
-        self.faults.delay = Some(Duration::ZERO..=longest);
+        self.delays.seed = seed;
+        self.delays.delay = Some(Duration::ZERO..=longest);
         self
     }
 
@@ -75,7 +95,7 @@ impl Simulation {
     /// a host that share memory. A receiver then uses an array in the sender's memory. `groups` is
     /// indexed by process; processes beyond its end always copy. By default all processes copy.
     pub fn zero_copy(mut self, groups: &[usize]) -> Self {
-        self.faults.hosts = groups.to_vec();
+        self.delays.hosts = groups.to_vec();
         self
     }
 
@@ -94,14 +114,52 @@ impl Simulation {
         self
     }
 
+    /// Injects a fault: process `process` disappears without a message at this time after the start
+    /// of the job, in the middle of whatever it does.
+    pub fn lose_after(self, process: ProcessId, after: Duration) -> Self {
+        self.later(after, Fault::Lose(process))
+    }
+
+    /// Injects a fault: process `process` stops for `time`, at a time after the start of the job,
+    /// and then goes on. Does nothing without a [seed](Simulation::seed).
+    pub fn stop_after(self, process: ProcessId, after: Duration, time: Duration) -> Self {
+        self.later(after, Fault::Stop(process, time))
+    }
+
+    /// Injects a fault: for `time`, from a time after the start of the job, the messages from one
+    /// process to another are held back. Then they arrive.
+    pub fn hold_after(
+        self,
+        from: ProcessId,
+        to: ProcessId,
+        after: Duration,
+        time: Duration,
+    ) -> Self {
+        self.later(after, Fault::Hold(from, to, time))
+    }
+
+    fn later(mut self, after: Duration, fault: Fault) -> Self {
+        self.later.push(Later { after, fault });
+        self
+    }
+
     /// Fixes the order of all events by a seed: the thread that runs after each lock, wait, wake-up
     /// and channel operation, the arrival of each message within 2 ms, and the end of each time
     /// limit. Time is simulated: an hour of waiting takes no time. The same seed gives the same run.
     ///
     /// The program may block on arrays, locks and channels of this library only: one thread of the
     /// job runs at a time. A run that hangs exits the process with code 101 and says why.
-    pub fn seed(self, seed: u64) -> Self {
-        Self { seed: Some(seed), ..self.delays(seed, Duration::from_millis(2)) }
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.world = Some(WorldSettings { seed, longest: LONGEST, log: false });
+        self.delays(seed, Duration::from_millis(2))
+    }
+
+    /// Keeps a log of all events of a [seeded](Simulation::seed) run, for its report.
+    pub fn log(mut self) -> Self {
+        if let Some(world) = &mut self.world {
+            world.log = true;
+        }
+        self
     }
 
     /// Runs the program on every process and blocks until all have ended. Returns the result of
@@ -110,49 +168,76 @@ impl Simulation {
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
     ) -> Vec<Result<T>> {
-        if let Err(error) = self.builder.can_have_devices(self.processes) {
-            // All get the error here: if one process failed alone, the others would not hear of it.
-            return (0..self.processes).map(|_| Err(error.clone())).collect();
-        }
-        match self.seed {
-            Some(seed) => self.run_seeded(seed, program).0,
-            None => self.run_processes(program),
+        match &self.world {
+            Some(world) => self.run_in(world, program).0,
+            None => self.run_processes(program).0,
         }
     }
 
-    /// Runs the program in a simulated world. Returns the results, and the report of the world.
-    fn run_seeded<T: Send>(
+    /// Same as [`run`](Self::run), with a report.
+    ///
+    /// # Panics
+    ///
+    /// Without a [seed](Simulation::seed).
+    pub fn run_reported<T: Send>(
         &self,
-        seed: u64,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
-    ) -> (Vec<Result<T>>, WorldReport) {
-        simulated(seed, LONGEST, || self.run_processes(program))
+    ) -> (Vec<Result<T>>, SimulationReport) {
+        let world = self.world.as_ref().expect("a simulation with a report has a seed");
+        self.run_in(world, program)
+    }
+
+    fn run_in<T: Send>(
+        &self,
+        world: &WorldSettings,
+        program: impl Fn(&mut Program) -> Result<T> + Sync,
+    ) -> (Vec<Result<T>>, SimulationReport) {
+        let ((results, parts), report) =
+            simulated(world.clone(), || self.run_processes(program));
+        let WorldReport { time, switches, history, log } = report;
+        // All threads of the world have ended, so nothing is about to be dropped.
+        (results, SimulationReport { time, switches, history, log, left: parts.left() })
     }
 
     fn run_processes<T: Send>(
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
-    ) -> Vec<Result<T>> {
-        let fabric = Fabric::new(self.processes, self.faults.clone());
+    ) -> (Vec<Result<T>>, Parts) {
+        let parts = Parts::new(Fabric::new(self.processes, self.delays.clone()));
+        if let Err(error) = self.builder.can_have_devices(self.processes) {
+            // All get the error here: if one process failed alone, the others would not hear of it.
+            return ((0..self.processes).map(|_| Err(error.clone())).collect(), parts);
+        }
         let one = |process: ProcessId| -> Result<T> {
-            let mut p = self.builder.clone().over(fabric.endpoint(process))?;
+            join_group(process.0);
+            let mut p = self.builder.clone().over(parts.fabric.endpoint(process))?;
+            parts.add(&p);
             if let Some((lost, op)) = self.lost
                 && lost == process
             {
-                p.vanish_at(op, fabric.clone());
+                p.vanish_at(op, parts.fabric.clone());
             }
             let result = program(&mut p);
             p.conclude(result)
         };
-        thread::scope(|scope| {
+        let results = thread::scope(|scope| {
+            let over = Over::default();
+            let faults = self.later.iter().map(|later| {
+                let (parts, over) = (&parts, over.clone());
+                scope.spawn(move || over.unless_within(later.after, || later.fault.inject(parts)))
+            });
+            let faults: Vec<_> = faults.collect();
             let threads: Vec<_> = (0..self.processes as u32)
                 .map(|process| scope.spawn(move || one(ProcessId(process))))
                 .collect();
-            let joined = threads.into_iter().map(|thread| {
-                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            });
-            joined.collect()
-        })
+            let ends: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+            over.say();
+            let injected = faults.into_iter().map(|fault| fault.join().map(|()| None));
+            let ends = ends.into_iter().map(|end| end.map(Some)).chain(injected);
+            let ends = ends.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            ends.flatten().collect()
+        });
+        (results, parts)
     }
 }
 
@@ -162,10 +247,7 @@ impl Program {
     fn vanish_at(&mut self, at: u64, fabric: Fabric) {
         self.on_issue = Some(Box::new(move |op, runtime| {
             if op == at {
-                let me = runtime.me;
-                fabric.kill(me);
-                let message = format!("process {me} was lost in simulation at operation {op}");
-                runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
+                vanish(runtime, &fabric, op);
             }
         }));
     }
@@ -192,14 +274,15 @@ mod tests {
     #[test]
     fn seed_fixes_the_whole_run() {
         let run = |processes, seed| {
-            let (results, report) = Simulation::new(processes, 4).run_seeded(seed, ring);
+            let (results, report) = Simulation::new(processes, 4).seed(seed).log().run_reported(ring);
             let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
             assert_eq!(results[0], Some(vec![1.0, 2.0, 3.0]));
+            assert_eq!(report.left, [""; 0]);
+            assert_eq!(report.log.lines().count() as u64, report.switches);
             report
         };
         for processes in [1, 2, 4] {
             let reports = [run(processes, 7), run(processes, 7), run(processes, 8)];
-            eprintln!("{reports:?}");
             assert_eq!(reports[0], reports[1]);
             assert_ne!(reports[0].history, reports[2].history);
         }

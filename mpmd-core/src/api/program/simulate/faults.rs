@@ -1,0 +1,134 @@
+//! Faults of a simulation, and what a job has left behind.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::{Condvar, Mutex, note, now, stop_group};
+use mpmd_transport::Pool;
+use mpmd_transport::inproc::Fabric;
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::super::Program;
+use crate::exec::Runtime;
+
+/// A fault at a time after the start of the job.
+#[derive(Clone, Debug)]
+pub(super) struct Later {
+    pub(super) after: Duration,
+    pub(super) fault: Fault,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Fault {
+    Lose(ProcessId),
+    Stop(ProcessId, Duration),
+    Hold(ProcessId, ProcessId, Duration),
+}
+
+impl Fault {
+    pub(super) fn inject(&self, parts: &Parts) {
+        note(format_args!("{self:?}"));
+        match *self {
+            Self::Lose(process) => match parts.runtime(process) {
+                Some(runtime) => {
+                    let op = runtime.router.lock().count();
+                    vanish(&runtime, &parts.fabric, op);
+                }
+                None => parts.fabric.kill(process),
+            },
+            Self::Stop(process, time) => stop_group(process.0, time),
+            Self::Hold(from, to, time) => parts.fabric.hold(from, to, time),
+        }
+    }
+}
+
+/// Kills the process of a runtime at operation `op`: its operations fail, and the other processes
+/// hear nothing more from it.
+pub(super) fn vanish(runtime: &Arc<Runtime>, fabric: &Fabric, op: u64) {
+    let me = runtime.me;
+    fabric.kill(me);
+    let message = format!("process {me} was lost in simulation at operation {op}");
+    runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
+}
+
+/// Tells when a job is over.
+#[derive(Clone, Default)]
+pub(super) struct Over(Arc<(Mutex<bool>, Condvar)>);
+
+impl Over {
+    pub(super) fn say(&self) {
+        *self.0.0.lock() = true;
+        self.0.1.notify_all();
+    }
+
+    /// Calls `then` after this time, unless the job is over before.
+    pub(super) fn unless_within(&self, time: Duration, then: impl FnOnce()) {
+        let until = now() + time;
+        let mut is_over = self.0.0.lock();
+        while !*is_over {
+            if self.0.1.wait_until(&mut is_over, until).timed_out() {
+                drop(is_over);
+                return then();
+            }
+        }
+    }
+}
+
+/// The parts of a job that must be gone at its end.
+pub(super) struct Parts {
+    pub(super) fabric: Fabric,
+    processes: Mutex<Vec<Process>>,
+}
+
+struct Process {
+    me: ProcessId,
+    runtime: Weak<Runtime>,
+    pools: Vec<(String, Pool)>,
+}
+
+impl Parts {
+    pub(super) fn new(fabric: Fabric) -> Self {
+        Self { fabric, processes: Mutex::default() }
+    }
+
+    pub(super) fn add(&self, p: &Program) {
+        let runtime = &p.runtime;
+        let of_devices = runtime.devices.iter().map(|device| {
+            (format!("device {}", device.id), device.pool.clone())
+        });
+        let mut pools: Vec<_> = of_devices.collect();
+        pools.push(("host memory".to_owned(), runtime.host_memory.clone()));
+        pools.push(("staging".to_owned(), runtime.staging.clone()));
+        let process = Process { me: runtime.me, runtime: Arc::downgrade(runtime), pools };
+        self.processes.lock().push(process);
+    }
+
+    fn runtime(&self, process: ProcessId) -> Option<Arc<Runtime>> {
+        let processes = self.processes.lock();
+        processes.iter().find(|one| one.me == process)?.runtime.upgrade()
+    }
+
+    /// Describes what is left of the job, a line for each thing. Call it when all threads of the job
+    /// have ended.
+    pub(super) fn left(self) -> Vec<String> {
+        let mut left = Vec::new();
+        for Process { me, runtime, pools } in self.processes.into_inner() {
+            if runtime.strong_count() > 0 {
+                left.push(format!("process {me}: its runtime"));
+            }
+            for (of, pool) in pools {
+                let stats = pool.stats();
+                let (live, reserved) = (stats.live, stats.reserved);
+                if live + reserved > 0 {
+                    left.push(format!("process {me}, {of}: {live} B in use, {reserved} reserved"));
+                }
+            }
+        }
+        let under_way = self.fabric.under_way();
+        if under_way > 0 {
+            left.push(format!("{under_way} messages under way"));
+        }
+        left
+    }
+}

@@ -1,0 +1,263 @@
+//! The job of a seed: its program, its processes, and the faults that hit it.
+
+use std::collections::{BTreeSet, HashSet};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use fastrand::Rng;
+use mpmd_core::{ProcessId, Simulation, SimulationReport};
+
+use crate::execute::{Shards, Wrongs, execute};
+use crate::kernels::{Failing, INJECTED};
+use crate::program::{STEPS, Step, program};
+
+/// Number of consecutive seeds that share a program. They differ in processes, order and faults.
+pub(crate) const ORDERS: u64 = 16;
+
+/// One in so many seeds has faults.
+const FAULTY: u64 = 10;
+
+/// The time without a message after which a process counts as lost: the default.
+const PEER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The simulated time in which every job must end, whatever happens.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// A job that a seed decides.
+#[derive(Debug)]
+pub(crate) struct Case {
+    seed: u64,
+    devices: usize,
+    processes: usize,
+    /// The host of each process.
+    hosts: Vec<usize>,
+    /// Groups of processes with zero-copy transfers; none if empty.
+    zero_copy: Vec<usize>,
+    /// True if the program may be 3 operations ahead only.
+    is_short: bool,
+    pub(crate) steps: Vec<Step>,
+    faults: Vec<Fault>,
+    /// Steps that are left out, to make the job smaller.
+    pub(crate) removed: BTreeSet<usize>,
+}
+
+/// A fault that hits a job.
+#[derive(Clone, Debug)]
+pub(crate) enum Fault {
+    /// A process dies when it issues an operation.
+    LoseAt(ProcessId, u64),
+    /// A process dies at a time.
+    LoseAfter(ProcessId, Duration),
+    /// A process stops at a time, for a time.
+    Stop(ProcessId, Duration, Duration),
+    /// Messages between two processes are held back from a time on, for a time.
+    Hold(ProcessId, ProcessId, Duration, Duration),
+    /// Devices have few bytes of memory.
+    Memory(u64),
+    /// The inputs of an operation are to be written to a disk that has no room.
+    Disk(u64),
+    /// The kernel or method of a step fails.
+    Kernel(usize, Failing),
+    /// A process leaves out a step.
+    Diverge(ProcessId, usize),
+}
+
+impl Case {
+    /// Returns the job of a seed.
+    pub(crate) fn new(seed: u64) -> Self {
+        let of_program = seed / ORDERS;
+        let devices: usize = [4, 6, 8, 4, 6, 8, 8, 5, 7, 3][of_program as usize % 10];
+        let mut random = Rng::with_seed(seed);
+        let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
+        let processes = counts[random.usize(..counts.len())];
+        // All on one host, in pairs, or each on its own.
+        let kind = random.usize(..3);
+        let hosts: Vec<usize> = (0..processes).map(|i| [0, i / 2, i][kind]).collect();
+        // Some pairs use no zero-copy transfers: those of different hosts, or others.
+        let zero_copy = match random.u8(..4) {
+            0 | 1 => Vec::new(),
+            2 => vec![0; processes],
+            _ => hosts.iter().map(|host| host % 3).collect(),
+        };
+        let is_short = random.u8(..4) == 0;
+        let steps = program(of_program, devices);
+        let faults = match seed.is_multiple_of(FAULTY) {
+            true => (0..random.usize(1..3)).map(|_| Fault::random(&mut random, processes)).collect(),
+            false => Vec::new(),
+        };
+        let removed = BTreeSet::new();
+        Self { seed, devices, processes, hosts, zero_copy, is_short, steps, faults, removed }
+    }
+
+    /// Keeps only the faults with these numbers.
+    pub(crate) fn keep_faults(&mut self, keeps: impl Fn(usize) -> bool) {
+        let mut number = 0..;
+        self.faults.retain(|_| number.next().is_some_and(&keeps));
+    }
+
+    /// Number of faults.
+    pub(crate) fn faults(&self) -> usize {
+        self.faults.len()
+    }
+
+    /// Runs the program on one process without faults. Returns the shards of all devices.
+    pub(crate) fn run_alone(&self) -> Result<Shards, String> {
+        let alive = Arc::default();
+        let simulation = Simulation::new(1, self.devices).seed(self.seed / ORDERS);
+        let (mut results, _) = simulation
+            .run_reported(|p| execute(p, &self.steps, &self.removed, &Wrongs::default(), &alive));
+        results.remove(0).map_err(|error| format!("alone: {error}"))
+    }
+
+    /// Runs the job, and compares it with the run on one process. Returns the report, or what is
+    /// wrong.
+    pub(crate) fn run(&self, alone: &Shards, log: bool) -> Result<SimulationReport, String> {
+        let alive = Arc::<AtomicUsize>::default();
+        let wrongs = self.wrongs();
+        let simulation = self.simulation();
+        let simulation = if log { simulation.log() } else { simulation };
+        let (results, report) = simulation
+            .run_reported(|p| execute(p, &self.steps, &self.removed, &wrongs, &alive));
+        let mut found = Vec::new();
+        for (process, result) in (0..).map(ProcessId).zip(results) {
+            match result {
+                Ok(shards) => found.push(shards),
+                Err(error) => self.check_error(process, &error.to_string())?,
+            }
+        }
+        let is_whole = found.len() == self.processes;
+        check_shards(found, alone, is_whole)?;
+        let objects = alive.load(Ordering::Relaxed);
+        match &report.left[..] {
+            [] if objects > 0 => Err(format!("{objects} objects are left")),
+            [] if report.time > LONGEST => Err(format!("it took {:?}", report.time)),
+            [] => Ok(report),
+            left => Err(format!("left: {}", left.join("; "))),
+        }
+    }
+
+    fn simulation(&self) -> Simulation {
+        let mut simulation = Simulation::new(self.processes, self.devices)
+            .zero_copy(&self.zero_copy)
+            .settings(|settings| settings.hosts(&self.hosts))
+            .seed(self.seed);
+        if self.is_short {
+            simulation = simulation.settings(|settings| settings.run_ahead(3, 1 << 10));
+        }
+        for fault in &self.faults {
+            simulation = match *fault {
+                Fault::LoseAt(process, op) => simulation.lose(process, op),
+                Fault::LoseAfter(process, after) => simulation.lose_after(process, after),
+                Fault::Stop(process, after, time) => simulation.stop_after(process, after, time),
+                Fault::Hold(from, to, after, time) => simulation.hold_after(from, to, after, time),
+                Fault::Memory(bytes) => simulation.settings(|s| s.device_memory(bytes)),
+                Fault::Disk(op) => simulation.settings(|s| s.dump(op, FULL_DISK)),
+                Fault::Kernel(..) | Fault::Diverge(..) => simulation,
+            };
+        }
+        simulation
+    }
+
+    fn wrongs(&self) -> Wrongs {
+        let mut wrongs = Wrongs::default();
+        for fault in &self.faults {
+            match *fault {
+                Fault::Kernel(step, failing) => wrongs.fails = Some((step, failing)),
+                Fault::Diverge(process, step) => wrongs.leaves_out = Some((process, step)),
+                _ => {}
+            }
+        }
+        wrongs
+    }
+
+    /// Fails unless the error of a process names an injected fault.
+    fn check_error(&self, process: ProcessId, error: &str) -> Result<(), String> {
+        match self.faults.iter().any(|fault| fault.explains(process, error)) {
+            true => Ok(()),
+            false => Err(format!("process {process}: {error}")),
+        }
+    }
+}
+
+/// A folder on a disk without room: the system's device that is always full.
+const FULL_DISK: &str = "/dev/full";
+
+impl Fault {
+    fn random(random: &mut Rng, processes: usize) -> Self {
+        let process = ProcessId(random.u32(..processes as u32));
+        let op = random.u64(1..2 * STEPS as u64);
+        let step = random.usize(..STEPS);
+        // Mostly while the program runs, which takes some tens of milliseconds.
+        let after = Duration::from_micros(1 << random.u32(4..17)).mul_f64(1.0 + random.f64());
+        let time = match random.u8(..4) {
+            0 => PEER_TIMEOUT * 2,
+            _ => Duration::from_micros(1 << random.u32(4..24)),
+        };
+        match random.u8(..9) {
+            0 | 1 => Self::LoseAt(process, op),
+            2 => Self::LoseAfter(process, after),
+            3 => Self::Stop(process, after, time),
+            4 => {
+                let to = (process.0 + random.u32(1..processes as u32)) % processes as u32;
+                Self::Hold(process, ProcessId(to), after, time)
+            }
+            5 => Self::Memory(1 << random.u32(9..14)),
+            6 => Self::Disk(op),
+            7 => {
+                let failing = if random.bool() { Failing::Error } else { Failing::Panic };
+                Self::Kernel(step, failing)
+            }
+            _ => Self::Diverge(process, step),
+        }
+    }
+
+    /// True if this fault may be the cause of an error on process `on`.
+    fn explains(&self, on: ProcessId, error: &str) -> bool {
+        let names = |process: ProcessId| error.contains(&format!("process {process}"));
+        match *self {
+            Self::LoseAt(lost, _) | Self::LoseAfter(lost, _) => on == lost || names(lost),
+            Self::Stop(process, _, time) => {
+                time >= PEER_TIMEOUT && (on == process || names(process))
+            }
+            Self::Hold(from, to, _, time) => time >= PEER_TIMEOUT && (names(from) || names(to)),
+            Self::Memory(_) => error.contains("out of memory"),
+            Self::Disk(_) => error.contains(FULL_DISK),
+            Self::Kernel(..) => error.contains(INJECTED),
+            Self::Diverge(..) => error.contains("diverged"),
+        }
+    }
+}
+
+/// Fails unless all shards have the bits of those on one process, each on one process only. With
+/// `is_whole` all of them must be there.
+fn check_shards(found: Vec<Shards>, alone: &Shards, is_whole: bool) -> Result<(), String> {
+    let mut seen = HashSet::new();
+    for (key, bytes) in found.into_iter().flatten() {
+        if !seen.insert(key) {
+            return Err(format!("array {} has two owners of device {}", key.0, key.1));
+        }
+        if alone.get(&key) != Some(&bytes) {
+            return Err(format!("array {} has other bits on device {}", key.0, key.1));
+        }
+    }
+    match is_whole && seen.len() != alone.len() {
+        true => Err(format!("{} shards of {}", seen.len(), alone.len())),
+        false => Ok(()),
+    }
+}
+
+impl fmt::Display for Case {
+    /// Shows the job: its processes, its faults and the steps that are left.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (processes, devices) = (self.processes, self.devices);
+        write!(f, "{processes} processes with {devices} devices on hosts {:?}", self.hosts)?;
+        write!(f, ", zero-copy {:?}", self.zero_copy)?;
+        write!(f, "{}", if self.is_short { ", 3 operations ahead" } else { "" })?;
+        self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))?;
+        let steps = self.steps.iter().enumerate().filter(|(i, _)| !self.removed.contains(i));
+        let mut steps = steps;
+        steps.try_for_each(|(i, step)| write!(f, "\n  step {i}: {step:?}"))
+    }
+}

@@ -1,0 +1,59 @@
+//! Makes the job of a red seed smaller, as long as it stays red.
+
+use crate::Arguments;
+use crate::case::Case;
+use crate::explore::run_worker;
+use crate::program::STEPS;
+use crate::worker::Line;
+
+/// Leaves out faults and steps of a red seed's job, and prints the smallest job that is red.
+pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
+    let mut job = Arguments { from: seed, seeds: 1, first: false, ..arguments.clone() };
+    for fault in 0..Case::new(seed).faults() {
+        let mut less = job.clone();
+        less.without_faults.push(fault);
+        if is_red(&less)? {
+            job = less;
+        }
+    }
+    // First large parts, then single steps.
+    let mut size = STEPS / 2;
+    while size > 0 {
+        for from in (0..STEPS).step_by(size) {
+            let steps = (from..STEPS.min(from + size)).filter(|step| !job.without.contains(step));
+            let steps: Vec<usize> = steps.collect();
+            let mut less = job.clone();
+            less.without.extend(&steps);
+            if !steps.is_empty() && is_red(&less)? {
+                job = less;
+            }
+        }
+        size /= 2;
+    }
+    let mut case = Case::new(seed);
+    case.removed.extend(&job.without);
+    case.keep_faults(|fault| !job.without_faults.contains(&fault));
+    println!("{case}\n  again: cargo xtask explore --from {seed} --seeds 1{}", without(&job));
+    Ok(())
+}
+
+/// Returns the options that leave out what is left out.
+fn without(job: &Arguments) -> String {
+    let option = |name: &str, numbers: &[usize]| match numbers {
+        [] => String::new(),
+        numbers => {
+            let numbers: Vec<_> = numbers.iter().map(usize::to_string).collect();
+            format!(" --{name} {}", numbers.join(","))
+        }
+    };
+    option("without", &job.without) + &option("without-faults", &job.without_faults)
+}
+
+fn is_red(job: &Arguments) -> anyhow::Result<bool> {
+    let mut is_red = false;
+    let died = run_worker(job, 0, |line| {
+        is_red |= matches!(line, Line::Red(..));
+        true
+    })?;
+    Ok(is_red || died.is_some())
+}
