@@ -106,10 +106,11 @@ impl fmt::Debug for HostArray {
 impl Leaf for HostArray {}
 
 /// Copies bytes to memory that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer
-/// vector.
+/// vector. Never the whole of it, which a kernel could update in place: that would then depend on
+/// the address.
 fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
-    let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT - 1);
-    let padding = (padded.as_ptr() as usize).wrapping_neg() % ALIGNMENT;
+    let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT);
+    let padding = ALIGNMENT - padded.as_ptr() as usize % ALIGNMENT;
     padded.resize(padding, 0);
     padded.extend_from_slice(bytes);
     SharedBuffer::from(padded).slice(padding..padding + bytes.len())

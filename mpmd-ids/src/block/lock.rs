@@ -27,6 +27,7 @@ impl<T> Mutex<T> {
 
     /// Blocks until the lock is free, and takes it.
     #[inline]
+    #[track_caller]
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let held = match world::me() {
             None => self.0.lock(),
@@ -47,6 +48,7 @@ impl<T> Mutex<T> {
 
     /// Takes the lock if it is free.
     #[inline]
+    #[track_caller]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let me = world::me();
         me.iter().for_each(world::Me::pause);
@@ -165,6 +167,7 @@ impl Condvar {
     }
 
     /// Wakes a thread that waits, if there is one.
+    #[track_caller]
     pub fn notify_one(&self) {
         match world::me() {
             None => _ = self.0.notify_one(),
@@ -176,6 +179,7 @@ impl Condvar {
     }
 
     /// Wakes all threads that wait.
+    #[track_caller]
     pub fn notify_all(&self) {
         match world::me() {
             None => _ = self.0.notify_all(),

@@ -61,6 +61,7 @@ impl<T> Sender<T> {
     /// # Errors
     ///
     /// With the value, if there is no receiver any more.
+    #[track_caller]
     pub fn send(&self, value: T) -> Result<(), SendError<T>> {
         self.sender.send(value)?;
         if let Some(me) = world::me() {
@@ -112,6 +113,7 @@ impl<T> Receiver<T> {
     /// # Errors
     ///
     /// If there is none.
+    #[track_caller]
     pub fn try_recv(&self) -> Result<T, TryRecvError> {
         if let Some(me) = world::me() {
             me.pause();

@@ -8,6 +8,7 @@
 
 use std::cell::RefCell;
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -95,8 +96,9 @@ pub struct WorldReport {
     pub switches: u64,
     /// A hash of all changes, with their times. Equal for equal runs.
     pub history: u64,
-    /// A line for each event: its time in nanoseconds, and the name of the thread that runs from
-    /// then on, or a [note](note). Empty if the settings do not ask for it.
+    /// A line for each event: its time in nanoseconds, and the point at which a thread could be
+    /// changed, the thread that goes on, or a [note](note()). Empty if the settings do not ask for
+    /// it.
     pub log: String,
 }
 
@@ -156,7 +158,7 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
 /// Writes a note into the log of the calling thread's world, if that keeps one.
 pub fn note(text: fmt::Arguments<'_>) {
     if let Some(Me { world, .. }) = me() {
-        world.state.lock().note(text, &world.settings);
+        world.state.lock().note(text, &world);
     }
 }
 
@@ -183,8 +185,10 @@ impl Me {
     }
 
     /// Lets another thread run, if the world draws one. Some time may pass.
+    #[track_caller]
     pub(super) fn pause(&self) {
         let mut state = self.world.state.lock();
+        state.note(format_args!("thread {} at {}", self.thread, Location::caller()), &self.world);
         let drawn = state.random.u16(..);
         // Now and then a thread is slow, so that time limits end while others could run.
         let slow = match drawn {
@@ -224,7 +228,7 @@ impl Me {
     fn stop_group(&self, group: u32, time: Duration) {
         let mut state = self.world.state.lock();
         let until = state.now + time;
-        state.note(format_args!("group {group} stops for {time:?}"), &self.world.settings);
+        state.note(format_args!("group {group} stops for {time:?}"), &self.world);
         state.stops.push((group, until));
         self.world.switch(&mut state, self.thread);
     }
@@ -344,8 +348,8 @@ impl State {
         waits.chain(stops).min()
     }
 
-    fn note(&mut self, text: fmt::Arguments<'_>, settings: &WorldSettings) {
-        if settings.log {
+    fn note(&mut self, text: fmt::Arguments<'_>, world: &World) {
+        if world.settings.log {
             let line = format!("{} {text}\n", self.now.as_nanos());
             self.log.push_str(&line);
         }
@@ -411,8 +415,8 @@ impl World {
             state.history = (state.history ^ word).wrapping_mul(0x0100_0000_01b3);
         }
         if self.settings.log {
-            let line = format!("{time} {}\n", state.threads[drawn].name);
-            state.log.push_str(&line);
+            let text = format!("thread {drawn} ({}) goes on", state.threads[drawn].name);
+            state.note(format_args!("{text}"), self);
         }
         state.threads[thread].runs = false;
         state.threads[drawn].runs = true;

@@ -575,8 +575,7 @@ impl<C: Cargo> Router<C> {
 
     /// Forgets messages and grants that arrived for operation `op`, which has ended here.
     pub fn forget(&mut self, op: u64) {
-        let ended: Vec<_> =
-            self.early.keys().filter(|(_, key)| key.0 == op).copied().collect();
+        let ended: Vec<_> = self.early.keys().filter(|(_, key)| key.0 == op).copied().collect();
         for (from, early) in
             ended.into_iter().filter_map(|key| Some((key.0, self.early.remove(&key)?)))
         {

@@ -84,7 +84,9 @@ impl Case {
         let is_short = random.u8(..4) == 0;
         let steps = program(of_program, devices);
         let faults = match seed.is_multiple_of(FAULTY) {
-            true => (0..random.usize(1..3)).map(|_| Fault::random(&mut random, processes)).collect(),
+            true => {
+                (0..random.usize(1..3)).map(|_| Fault::random(&mut random, processes)).collect()
+            }
             false => Vec::new(),
         };
         let removed = BTreeSet::new();
@@ -118,8 +120,8 @@ impl Case {
         let wrongs = self.wrongs();
         let simulation = self.simulation();
         let simulation = if log { simulation.log() } else { simulation };
-        let (results, report) = simulation
-            .run_reported(|p| execute(p, &self.steps, &self.removed, &wrongs, &alive));
+        let (results, report) =
+            simulation.run_reported(|p| execute(p, &self.steps, &self.removed, &wrongs, &alive));
         let mut found = Vec::new();
         for (process, result) in (0..).map(ProcessId).zip(results) {
             match result {

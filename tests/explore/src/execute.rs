@@ -82,14 +82,15 @@ impl Execution<'_> {
         match step {
             Step::Make { rows, to, key } => {
                 let key = Key(*key);
-                let made = p.array_from_fn(f32s([*rows, COLUMNS]), to, move |region, mut view| {
-                    let elements = region
-                        .range(0)
-                        .flat_map(|i| region.range(1).map(move |j| (i * COLUMNS + j) as u64));
-                    let values = view.as_mut_slice::<f32>()?.iter_mut();
-                    values.zip(elements).for_each(|(value, i)| *value = uniform_f32(key, i));
-                    Ok(())
-                })?;
+                let made =
+                    p.array_from_fn(f32s([*rows, COLUMNS]), to, move |region, mut view| {
+                        let elements = region
+                            .range(0)
+                            .flat_map(|i| region.range(1).map(move |j| (i * COLUMNS + j) as u64));
+                        let values = view.as_mut_slice::<f32>()?.iter_mut();
+                        values.zip(elements).for_each(|(value, i)| *value = uniform_f32(key, i));
+                        Ok(())
+                    })?;
                 self.arrays.push(Some(made));
             }
             Step::Host { rows, to, value } => {

@@ -13,6 +13,7 @@ use anyhow::Context as _;
 use crate::Arguments;
 use crate::shrink::shrink;
 use crate::worker::Line;
+use crate::worker::job_of;
 
 /// The time limit for a job, in real time: a job that takes this long spins.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -68,6 +69,9 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             true => shrink(arguments, *seed)?,
             false => println!("  again: cargo xtask explore --from {seed} --seeds 1 --shrink"),
         }
+    }
+    if arguments.seeds == 1 && !arguments.shrink {
+        println!("{}", job_of(arguments, arguments.from));
     }
     let seconds = begin.elapsed().as_secs_f64();
     println!(
@@ -169,9 +173,8 @@ struct Worker(Child);
 impl Worker {
     fn start(arguments: &Arguments, core: usize) -> anyhow::Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        let joined = |numbers: &[usize]| {
-            numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
-        };
+        let joined =
+            |numbers: &[usize]| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
         command.arg(format!("--worker={core}"));
         command.arg(format!("--from={}", arguments.from));
         command.arg(format!("--seeds={}", arguments.seeds));

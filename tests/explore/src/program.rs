@@ -263,9 +263,9 @@ impl Maker {
 
     fn alike(&self, alive: &[usize], known: &Known) -> Vec<usize> {
         let is_like = |i: &usize| {
-            self.arrays[*i].as_ref().is_some_and(|other| {
-                other.rows == known.rows && other.sharding == known.sharding
-            })
+            self.arrays[*i]
+                .as_ref()
+                .is_some_and(|other| other.rows == known.rows && other.sharding == known.sharding)
         };
         alive.iter().copied().filter(is_like).collect()
     }

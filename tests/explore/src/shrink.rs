@@ -4,7 +4,7 @@ use crate::Arguments;
 use crate::case::Case;
 use crate::explore::run_worker;
 use crate::program::STEPS;
-use crate::worker::Line;
+use crate::worker::{Line, job_of};
 
 /// Leaves out faults and steps of a red seed's job, and prints the smallest job that is red.
 pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
@@ -30,9 +30,7 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
         }
         size /= 2;
     }
-    let mut case = Case::new(seed);
-    case.removed.extend(&job.without);
-    case.keep_faults(|fault| !job.without_faults.contains(&fault));
+    let case = job_of(&job, seed);
     println!("{case}\n  again: cargo xtask explore --from {seed} --seeds 1{}", without(&job));
     Ok(())
 }

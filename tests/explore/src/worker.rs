@@ -83,9 +83,7 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
     let mut alone: Option<(u64, Result<Shards, String>)> = None;
     for seed in arguments.from..arguments.from + arguments.seeds {
         say(&Line::Start(seed))?;
-        let mut case = Case::new(seed);
-        case.removed.extend(&arguments.without);
-        case.keep_faults(|fault| !arguments.without_faults.contains(&fault));
+        let case = job_of(arguments, seed);
         if alone.as_ref().is_none_or(|(program, _)| *program != seed / ORDERS) {
             alone = Some((seed / ORDERS, case.run_alone()));
         }
@@ -103,6 +101,14 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
         })?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the job of a seed, without what the arguments leave out.
+pub(crate) fn job_of(arguments: &Arguments, seed: u64) -> Case {
+    let mut case = Case::new(seed);
+    case.removed.extend(&arguments.without);
+    case.keep_faults(|fault| !arguments.without_faults.contains(&fault));
+    case
 }
 
 fn run(case: &Case, alone: &Shards, arguments: &Arguments) -> Result<SimulationReport, String> {

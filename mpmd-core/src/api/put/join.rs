@@ -12,8 +12,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::PutSteps;
-use crate::exec::{PutPlan, PutWhat};
 use crate::exec::array::MpmdArray;
+use crate::exec::{PutPlan, PutWhat};
 use mpmd_layout::reshard::MOST_JOINED;
 use mpmd_layout::topology::DeviceId;
 use mpmd_record::dry_run::{Memory, OpDescriptor};

@@ -94,9 +94,10 @@ impl Parts {
 
     pub(super) fn add(&self, p: &Program) {
         let runtime = &p.runtime;
-        let of_devices = runtime.devices.iter().map(|device| {
-            (format!("device {}", device.id), device.pool.clone())
-        });
+        let of_devices = runtime
+            .devices
+            .iter()
+            .map(|device| (format!("device {}", device.id), device.pool.clone()));
         let mut pools: Vec<_> = of_devices.collect();
         pools.push(("host memory".to_owned(), runtime.host_memory.clone()));
         pools.push(("staging".to_owned(), runtime.staging.clone()));
