@@ -6,7 +6,7 @@
 //! none can run, the simulated clock jumps to the earliest deadline. So the same seed gives the same
 //! run, and waiting costs nothing.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -20,6 +20,8 @@ static WORLDS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static ME: RefCell<Option<Me>> = const { RefCell::new(None) };
+    /// Number of locks that this thread holds.
+    static LOCKS: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The identity of a thread of a world.
@@ -71,8 +73,8 @@ struct Thread {
     runs: bool,
     /// The group that it stops and continues with.
     group: Option<u32>,
-    /// Number of locks that it holds. A thread with locks does not stop: groups may share them.
-    locks: usize,
+    /// True if it held locks when it ran last. Such a thread does not stop: groups share locks.
+    has_locks: bool,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -208,14 +210,13 @@ impl Me {
 
     /// Counts a lock that this thread has taken.
     pub(super) fn has_locked(&self) {
-        self.world.state.lock().threads[self.thread].locks += 1;
+        LOCKS.set(LOCKS.get() + 1);
     }
 
     /// Counts a lock that this thread has released, and wakes the threads that wait for it.
     pub(super) fn has_unlocked(&self, key: Key) {
-        let mut state = self.world.state.lock();
-        state.threads[self.thread].locks -= 1;
-        state.wake_all(key);
+        LOCKS.set(LOCKS.get() - 1);
+        self.wake_all(key);
     }
 
     /// Puts this thread, and those that it starts from now on, into a group.
@@ -335,7 +336,7 @@ impl State {
     fn can_run(&self, thread: &Thread) -> bool {
         let stopped = |group| self.stops.iter().any(|stop| stop.0 == group && stop.1 > self.now);
         matches!(thread.status, Status::Ready | Status::TimedOut)
-            && !(thread.locks == 0 && thread.group.is_some_and(stopped))
+            && !(!thread.has_locks && thread.group.is_some_and(stopped))
     }
 
     /// The next time at which a thread may run again.
@@ -365,7 +366,7 @@ impl World {
             turn: Arc::default(),
             runs: false,
             group,
-            locks: 0,
+            has_locks: false,
         });
         state.threads.len() - 1
     }
@@ -390,6 +391,7 @@ impl World {
     /// Draws the next thread and, if that is not `thread`, lets it run. Returns when `thread` may
     /// run again, or at once if it has ended.
     fn switch(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
+        state.threads[thread].has_locks = LOCKS.get() > 0;
         let drawn = loop {
             let ready: Vec<usize> =
                 (0..state.threads.len()).filter(|i| state.can_run(&state.threads[*i])).collect();
