@@ -13,7 +13,7 @@ use mpmd_core::{MpmdObject, ProcessId, method};
 use mpmd_ids::block::block_on;
 
 use crate::kernels::{Failing, Op, Total, Work};
-use crate::program::{COLUMNS, ROWS, Step, alone};
+use crate::program::{Step, alone};
 
 /// The bytes of the shards that a process holds at the end, by (array, device).
 pub(crate) type Shards = BTreeMap<(usize, DeviceId), Vec<u8>>;
@@ -80,22 +80,22 @@ impl Execution<'_> {
 
     fn step(&mut self, p: &mut Program, step: &Step, fails: Option<Failing>) -> Result<()> {
         match step {
-            Step::Make { rows, to, key } => {
-                let key = Key(*key);
+            Step::Make { shape: [rows, columns], to, key } => {
+                let (key, columns) = (Key(*key), *columns);
                 let made =
-                    p.array_from_fn(f32s([*rows, COLUMNS]), to, move |region, mut view| {
+                    p.array_from_fn(f32s([*rows, columns]), to, move |region, mut view| {
                         let elements = region
                             .range(0)
-                            .flat_map(|i| region.range(1).map(move |j| (i * COLUMNS + j) as u64));
+                            .flat_map(|i| region.range(1).map(move |j| (i * columns + j) as u64));
                         let values = view.as_mut_slice::<f32>()?.iter_mut();
                         values.zip(elements).for_each(|(value, i)| *value = uniform_f32(key, i));
                         Ok(())
                     })?;
                 self.arrays.push(Some(made));
             }
-            Step::Host { rows, to, value } => {
-                let values: Vec<f32> = (0..rows * COLUMNS).map(|i| value + i as f32).collect();
-                let host = MpmdArray::from_slice(&[*rows, COLUMNS], &values)?;
+            Step::Host { shape, to, value } => {
+                let values: Vec<f32> = (0..shape[0] * shape[1]).map(|i| value + i as f32).collect();
+                let host = MpmdArray::from_slice(shape, &values)?;
                 self.arrays.push(Some(p.device_put(&host, to)?));
             }
             Step::Put { source, to, options } => {
@@ -144,8 +144,8 @@ impl Execution<'_> {
                 let object = p.object(&mesh, move |_| Ok(Total::new(&alive)))?;
                 self.objects.push(Some((mesh, object)));
             }
-            Step::Append { object, value } => {
-                let appended = self.append(p, *object, *value, fails)?;
+            Step::Append { object, value, shape } => {
+                let appended = self.append(p, *object, (*value, *shape), fails)?;
                 self.arrays.push(appended);
             }
             Step::DropObject { object } => self.objects[*object] = None,
@@ -185,12 +185,12 @@ impl Execution<'_> {
         &self,
         p: &mut Program,
         object: usize,
-        value: f32,
+        (value, shape): (f32, [usize; 2]),
         fails: Option<Failing>,
     ) -> Result<Option<MpmdArray>> {
         let Some((mesh, object)) = &self.objects[object] else { return Ok(None) };
         let append = method(
-            |_: &ShapedArray| f32s([ROWS, COLUMNS]),
+            move |_: &ShapedArray| f32s(shape),
             move |total: &mut Total, x: View<f32>, mut y: mpmd_core::kernel::ViewMut<f32>| {
                 total.sum += x[0];
                 y.fill(total.sum);

@@ -8,8 +8,9 @@ use mpmd_core::topology::{DeviceId, Mesh};
 
 /// Rows of an array that was not divided.
 pub(crate) const ROWS: usize = 16;
-/// Columns of every array.
-pub(crate) const COLUMNS: usize = 8;
+/// Columns of the arrays of most programs, and of others. Pieces of the latter are too large to be
+/// sent at once: the receiver grants them.
+const COLUMNS: [usize; 2] = [8, 1024];
 /// Number of steps of a program.
 pub(crate) const STEPS: usize = 40;
 
@@ -18,9 +19,9 @@ pub(crate) const STEPS: usize = 40;
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// Makes an array on its devices.
-    Make { rows: usize, to: Sharding, key: u64 },
+    Make { shape: [usize; 2], to: Sharding, key: u64 },
     /// Moves a value of every process to devices.
-    Host { rows: usize, to: Sharding, value: f32 },
+    Host { shape: [usize; 2], to: Sharding, value: f32 },
     /// Moves an array.
     Put { source: usize, to: Sharding, options: MoveOptions },
     /// Moves several arrays in one call.
@@ -40,7 +41,7 @@ pub(crate) enum Step {
     /// Makes an object on a device.
     Object { device: DeviceId },
     /// Calls a method of an object, which returns an array.
-    Append { object: usize, value: f32 },
+    Append { object: usize, value: f32, shape: [usize; 2] },
     /// Drops the last handle of an object.
     DropObject { object: usize },
     /// Has a closure called when an array is there.
@@ -112,7 +113,8 @@ struct Known {
 /// programs.
 pub(crate) fn program(seed: u64, devices: usize) -> Vec<Step> {
     let random = Rng::with_seed(seed);
-    let mut maker = Maker { random, devices, arrays: Vec::new(), objects: Vec::new() };
+    let columns = COLUMNS[usize::from(seed % 8 == 7)];
+    let mut maker = Maker { random, devices, columns, arrays: Vec::new(), objects: Vec::new() };
     let mut steps = Vec::new();
     while steps.len() < STEPS {
         steps.extend(maker.step());
@@ -123,6 +125,7 @@ pub(crate) fn program(seed: u64, devices: usize) -> Vec<Step> {
 struct Maker {
     random: Rng,
     devices: usize,
+    columns: usize,
     /// `None` for an array that was dropped or donated.
     arrays: Vec<Option<Known>>,
     /// The device of each object; `None` once it is dropped.
@@ -204,9 +207,10 @@ impl Maker {
         let (rows, key) = ([ROWS, ROWS / 2][self.random.usize(..2)], self.random.u64(..1000));
         let to = self.sharding(rows);
         self.adds(Known { rows, sharding: to.clone() });
+        let shape = [rows, self.columns];
         match self.random.u8(..3) {
-            0 => Step::Host { rows, to, value: key as f32 },
-            _ => Step::Make { rows, to, key },
+            0 => Step::Host { shape, to, value: key as f32 },
+            _ => Step::Make { shape, to, key },
         }
     }
 
@@ -221,7 +225,8 @@ impl Maker {
             (Some(object), 1..7) => {
                 let device = self.objects[object].expect("it is alive");
                 self.adds(Known { rows: ROWS, sharding: alone(device).replicated() });
-                Step::Append { object, value: f32::from(self.random.u8(..)) }
+                let (value, shape) = (f32::from(self.random.u8(..)), [ROWS, self.columns]);
+                Step::Append { object, value, shape }
             }
             _ => {
                 let device = DeviceId(self.random.u32(..self.devices as u32));
@@ -235,11 +240,11 @@ impl Maker {
         let m = self.random.usize(1..3);
         let rows = known.rows / m;
         // Its parts must still divide over the mesh: each device's rows must be divisible.
-        let layout = known.sharding.layout(&[known.rows, COLUMNS]).ok()?;
+        let layout = known.sharding.layout(&[known.rows, self.columns]).ok()?;
         let divisible = |region: &Region| region.range(0).len().is_multiple_of(m);
         // Enumerated parts apply to one shape only.
         if !layout.regions().iter().all(divisible)
-            || known.sharding.layout(&[rows, COLUMNS]).is_err()
+            || known.sharding.layout(&[rows, self.columns]).is_err()
         {
             return None;
         }
@@ -304,7 +309,7 @@ impl Maker {
                 }
             }
             let sharding = mesh.sharding(Spec::new(entries.to_vec()));
-            if sharding.layout(&[rows, COLUMNS]).is_ok() {
+            if sharding.layout(&[rows, self.columns]).is_ok() {
                 return sharding;
             }
         }
@@ -313,7 +318,7 @@ impl Maker {
     /// Returns a sharding with one part for each device, made by random cuts from side to side.
     /// Some parts may be empty.
     fn parts(&mut self, devices: Vec<DeviceId>, rows: usize) -> Sharding {
-        let mut parts = vec![Region::full(&[rows, COLUMNS])];
+        let mut parts = vec![Region::full(&[rows, self.columns])];
         while parts.len() < devices.len() {
             let part = parts.swap_remove(self.random.usize(..parts.len()));
             let dim = self.random.usize(..2);
