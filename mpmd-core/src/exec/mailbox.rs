@@ -1,6 +1,6 @@
 //! Contributions to collectives between the devices of one process.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use mpmd_ids::block::Mutex;
 
@@ -14,7 +14,7 @@ pub(super) type Key = (u64, u64);
 /// The first poster or taker creates the entry. It is removed once the contribution was posted and
 /// all its takers have called, even those that do not need it.
 #[derive(Default)]
-pub(crate) struct Mailbox(Mutex<HashMap<Key, Letter>>);
+pub(crate) struct Mailbox(Mutex<BTreeMap<Key, Letter>>);
 
 struct Letter {
     /// `None` once the contribution is posted, or a taker fetches it from another process.
@@ -70,9 +70,11 @@ impl Mailbox {
 
     /// Drops all entries of an operation. Contributions that were not posted fail.
     pub(super) fn forget(&self, op: u64) {
-        let left = {
+        let left: Vec<Letter> = {
             let mut mail = self.0.lock();
-            mail.extract_if(|key, _| key.0 == op).collect::<Vec<_>>()
+            let keys: Vec<Key> =
+                mail.range((op, 0)..=(op, u64::MAX)).map(|(key, _)| *key).collect();
+            keys.iter().filter_map(|key| mail.remove(key)).collect()
         };
         // Dropped resolvers fail their buffers and run callbacks, so they are dropped outside the
         // lock.
