@@ -152,9 +152,10 @@ impl Execution<'_> {
             Step::Then { source } => self.array(*source).then(drop),
             Step::Await { source } => drop(block_on(self.array(*source).into_future())?),
             Step::Drop { source } => self.arrays[*source] = None,
-            Step::Agree { from, value } => {
+            Step::Agree { from, value, count } => {
                 let from = ProcessId(from % p.processes() as u32);
-                assert_eq!(p.broadcast_value(from, *value, || Ok(*value))?, *value);
+                let values = vec![*value; *count];
+                assert_eq!(p.broadcast_value(from, values.clone(), || Ok(values.clone()))?, values);
             }
             Step::Compare => p.step_end()?,
         }

@@ -50,8 +50,8 @@ pub(crate) enum Step {
     Await { source: usize },
     /// Drops the program's handle of an array.
     Drop { source: usize },
-    /// Agrees on a value of one process.
-    Agree { from: u32, value: u64 },
+    /// Agrees on values of one process.
+    Agree { from: u32, value: u64, count: usize },
     /// Compares the programs of all processes.
     Compare,
 }
@@ -179,7 +179,11 @@ impl Maker {
                 Step::Drop { source }
             }
             (14, _) => match self.random.u8(..4) {
-                0 => Step::Agree { from: self.random.u32(..), value: self.random.u64(..1000) },
+                0 => Step::Agree {
+                    from: self.random.u32(..),
+                    value: self.random.u64(..1000),
+                    count: [1, 20_000][self.random.usize(..2)],
+                },
                 1 => Step::Then { source },
                 2 => Step::Await { source },
                 _ => Step::Compare,
