@@ -14,7 +14,8 @@ use super::start::TICK;
 use super::{Doing, Runtime};
 use crate::warning::warn_user;
 
-/// Time limit for the transport to flush when it closes.
+/// Time limit for the transport to flush when it closes after a failure. Without one it is the peer
+/// timeout: a peer that does not hear the goodbye takes this process for lost.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
 
 /// Time limit for NCCL communicators to close.
@@ -121,8 +122,8 @@ impl Runtime {
     }
 
     /// Leaves the job: says goodbye to the peers, with the failure if there is one, and ends the
-    /// ticker. Gives the NCCL communicators 5 seconds to close and the transport 2 seconds to
-    /// flush.
+    /// ticker. Gives the NCCL communicators 5 seconds to close. Gives the transport the peer timeout
+    /// to flush, and 2 seconds after a failure.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
         self.with_router(|router| router.goodbye(failure, self.now()));
         if let Some(failure) = failure {
@@ -131,7 +132,8 @@ impl Runtime {
         }
         self.communicators.close(CLOSE_WITHIN);
         if let Some(transport) = &self.transport {
-            transport.shutdown(FLUSH_WITHIN);
+            let without_failure = failure.is_none().then_some(self.config.peer_timeout);
+            transport.shutdown(without_failure.unwrap_or(FLUSH_WITHIN));
         }
         self.stopped.store(true, Ordering::Relaxed);
     }

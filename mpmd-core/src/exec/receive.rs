@@ -294,7 +294,11 @@ impl Runtime {
             let message = format!("operation {op} waited for process {peer}: {error}");
             return Arc::new(Failure::new(FailureKind::Transport, peer, op, message));
         }
-        self.router.lock().lost_while(peer, op, &driver::reason(error))
+        // A peer that has failed closes its end. Its failure is the cause, if it has said so.
+        let router = self.router.lock();
+        router
+            .why_never(peer, op)
+            .unwrap_or_else(|| router.lost_while(peer, op, &driver::reason(error)))
     }
 
     /// Creates the failure of operation `op`, which borrowed bytes from process `from` that were

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::block::thread;
+use mpmd_ids::block::{note, thread};
 
 use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
@@ -41,6 +41,8 @@ impl Delivery {
         while let (Some(handler), Some(event)) = (&self.handler, self.core.next(self.process)) {
             match event {
                 Event::Arrival { from, message, header } => {
+                    let (me, Header { kind, op, piece, .. }) = (self.process, header);
+                    note(format_args!("{me} gets from {from}: {kind:?} {op}, piece {piece}"));
                     self.arrival(handler.as_ref(), from, message, header)
                 }
                 Event::Copy { from, message, into, then } => {

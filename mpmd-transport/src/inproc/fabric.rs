@@ -8,7 +8,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
+use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, note, now, thread};
 
 use crate::deadline::after;
 use crate::memory::{OwnedBuffer, SharedBuffer};
@@ -143,6 +143,8 @@ impl Core {
         payload: Option<SharedBuffer>,
         ticket: Ticket,
     ) {
+        let Header { kind, op, piece, .. } = header;
+        note(format_args!("{from} posts to {to}: {kind:?} of operation {op}, piece {piece}"));
         let mut state = self.state.lock();
         let refused = match (state.node(from).life, state.node(to).life) {
             (Life::Closing | Life::Closed, _) => Some(TransportError::Closed),

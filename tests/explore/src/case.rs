@@ -116,30 +116,51 @@ impl Case {
         results.remove(0).map_err(|error| format!("alone: {error}"))
     }
 
-    /// Runs the job, and compares it with the run on one process. Returns the report, or what is
+    /// Runs the job, and compares it with the run on one process. Returns the report, and what is
     /// wrong.
-    pub(crate) fn run(&self, alone: &Shards, log: bool) -> Result<SimulationReport, String> {
+    pub(crate) fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>) {
         let alive = Arc::<AtomicUsize>::default();
         let wrongs = self.wrongs();
         let simulation = self.simulation();
         let simulation = if log { simulation.log() } else { simulation };
         let (results, report) =
             simulation.run_reported(|p| execute(p, &self.steps, &self.removed, &wrongs, &alive));
+        let objects = alive.load(Ordering::Relaxed);
+        let checked = self.check(results, alone, &report, objects);
+        (report, checked)
+    }
+
+    /// Checks the results of a run, and that it left no object.
+    fn check(
+        &self,
+        results: Vec<mpmd_core::Result<Shards>>,
+        alone: &Shards,
+        report: &SimulationReport,
+        objects: usize,
+    ) -> Result<(), String> {
         let mut found = Vec::new();
+        let (mut errors, mut is_explained) = (Vec::new(), true);
         for (process, result) in (0..).map(ProcessId).zip(results) {
             match result {
                 Ok(shards) => found.push(shards),
-                Err(error) => self.check_error(process, &error.to_string())?,
+                Err(error) => {
+                    let error = error.to_string();
+                    let explains = |fault: &Fault| fault.explains(process, &error);
+                    is_explained &= self.faults.iter().any(explains);
+                    errors.push(format!("process {process}: {error}"));
+                }
             }
+        }
+        if !is_explained {
+            return Err(errors.join("\n  "));
         }
         let is_whole = found.len() == self.processes;
         check_shards(found, alone, is_whole)?;
         let longest = if self.faults.is_empty() { USUAL } else { LONGEST };
-        let objects = alive.load(Ordering::Relaxed);
         match &report.left[..] {
             [] if objects > 0 => Err(format!("{objects} objects are left")),
             [] if report.time > longest => Err(format!("it took {:?}", report.time)),
-            [] => Ok(report),
+            [] => Ok(()),
             left => Err(format!("left: {}", left.join("; "))),
         }
     }
@@ -176,14 +197,6 @@ impl Case {
             }
         }
         wrongs
-    }
-
-    /// Fails unless the error of a process names an injected fault.
-    fn check_error(&self, process: ProcessId, error: &str) -> Result<(), String> {
-        match self.faults.iter().any(|fault| fault.explains(process, error)) {
-            true => Ok(()),
-            false => Err(format!("process {process}: {error}")),
-        }
     }
 }
 

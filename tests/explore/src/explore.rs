@@ -27,7 +27,14 @@ struct Found {
     histories: HashSet<u64>,
     switches: u64,
     simulated: Duration,
-    red: Vec<(u64, String)>,
+    red: Vec<u64>,
+}
+
+impl Found {
+    fn add_red(&mut self, seed: u64, why: &str) {
+        println!("seed {seed} is red: {why}");
+        self.red.push(seed);
+    }
 }
 
 /// Runs the jobs of all seeds, and prints the red ones. Fails if there are any.
@@ -62,12 +69,11 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     })?;
     let found = found.into_inner().expect("no worker thread panicked");
     let mut red = found.red;
-    red.sort();
-    for (seed, why) in &red {
-        println!("\nseed {seed} is red: {why}");
+    red.sort_unstable();
+    for seed in &red {
         match arguments.shrink {
             true => shrink(arguments, *seed)?,
-            false => println!("  again: cargo xtask explore --from {seed} --seeds 1 --shrink"),
+            false => println!("again: cargo xtask explore --from {seed} --seeds 1 --shrink"),
         }
     }
     if arguments.seeds == 1 && !arguments.shrink {
@@ -110,7 +116,7 @@ fn run_range(
                 }
                 Line::Red(seed, why) => {
                     found.seeds += 1;
-                    found.red.push((seed, why));
+                    found.add_red(seed, &why);
                     stopped.fetch_or(arguments.first, Ordering::Relaxed);
                 }
             }
@@ -119,7 +125,7 @@ fn run_range(
         if let Some(why) = died {
             let mut found = found.lock().expect("no worker thread panicked");
             found.seeds += 1;
-            found.red.push((next - 1, why));
+            found.add_red(next - 1, &why);
             stopped.fetch_or(arguments.first, Ordering::Relaxed);
         }
     }

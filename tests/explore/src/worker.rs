@@ -91,9 +91,6 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
         let ran = of_one.map_err(Clone::clone).and_then(|shards| run(&case, shards, arguments));
         say(&match ran {
             Ok(report) => {
-                if let Some(file) = &arguments.log {
-                    std::fs::write(file, &report.log).context("the log")?;
-                }
                 let nanos = u64::try_from(report.time.as_nanos())?;
                 Line::Done(seed, (report.history, report.switches, nanos))
             }
@@ -113,14 +110,17 @@ pub(crate) fn job_of(arguments: &Arguments, seed: u64) -> Case {
 
 fn run(case: &Case, alone: &Shards, arguments: &Arguments) -> Result<SimulationReport, String> {
     let log = arguments.twice || arguments.log.is_some();
-    let report = case.run(alone, log);
+    let (report, checked) = case.run(alone, log);
+    if let Some(file) = &arguments.log {
+        std::fs::write(file, &report.log).map_err(|error| error.to_string())?;
+    }
     let panics = std::mem::take(&mut *PANICS.lock().unwrap_or_else(|e| e.into_inner()));
     if !panics.is_empty() {
         return Err(panics.join("\n"));
     }
-    let report = report?;
+    checked?;
     if arguments.twice {
-        let again = case.run(alone, true)?;
+        let again = case.run(alone, true).0;
         if again != report {
             let same = report.log.lines().zip(again.log.lines()).take_while(|(a, b)| a == b);
             return Err(format!("two runs differ from event {} on", same.count()));
