@@ -98,10 +98,19 @@ impl<C: Cargo> Router<C> {
         if self.failed.is_some() {
             return;
         }
-        let mine = self.history.show(op);
-        let theirs = self.peers[with.index()].shown.clone().unwrap_or_default();
-        let (op, message) = first_difference(self.config.process, &mine, with, &theirs);
-        let failure = Failure::new(FailureKind::Diverged, self.config.process, op, message);
+        let me = self.config.process;
+        let (op, message) = match &self.peers[with.index()].shown {
+            Some(theirs) => first_difference(me, &self.history.show(op), with, theirs),
+            None => {
+                let what = self.name(op);
+                let message = format!(
+                    "the programs diverged: processes {me} and {with} differ at {what} or before \
+                     it; process {with} has not said in time what it has issued"
+                );
+                (op, message)
+            }
+        };
+        let failure = Failure::new(FailureKind::Diverged, me, op, message);
         self.fail(Arc::new(Failure { other: Some(with), ..failure }));
     }
 }

@@ -202,9 +202,21 @@ impl<C: Cargo> Router<C> {
         self.actions.extend(ready.into_iter().map(discard));
     }
 
+    /// Returns the failure of operation `op`, which needs a peer that is down. A peer that left in
+    /// order had ended all of its operations before, so it never issued this one.
     pub(super) fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
-        let why = self.peers[process.index()].down.as_deref().unwrap_or("unknown");
-        self.lost_while(process, op, why)
+        let peer = &self.peers[process.index()];
+        if let Some(Goodbye { count, failure: None }) = &peer.goodbye {
+            let what = self.name(op);
+            let message = format!(
+                "the programs diverged: process {process} has ended its program, of {count} \
+                 operations; {what} waited for it"
+            );
+            let me = self.config.process;
+            let failure = Failure::new(FailureKind::Diverged, me, op, message);
+            return Arc::new(Failure { other: Some(process), ..failure });
+        }
+        self.lost_while(process, op, peer.down.as_deref().unwrap_or("unknown"))
     }
 
     pub(super) fn fail_quietly(&mut self, failure: Arc<Failure>) {

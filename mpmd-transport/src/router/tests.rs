@@ -47,21 +47,21 @@ struct Job {
     /// The process that no message reaches any more.
     deaf: Option<usize>,
     flying: Vec<Message>,
-    outcomes: HashMap<(usize, PieceKey), Outcome>,
+    outcomes: BTreeMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
     /// (Process, peer that it gave up).
     silent: Vec<(usize, usize)>,
     /// The rolling hash by (process, operation), for operations that a process has issued by
     /// itself.
-    hashes: HashMap<(usize, u64), u128>,
+    hashes: BTreeMap<(usize, u64), u128>,
     /// (Process, its loss of a peer).
     lost: Vec<(usize, Arc<Failure>)>,
     /// The faulty process, which may send any message.
     liar: Option<usize>,
     /// Number of the last operation up to which pieces were taken, by (sender, receiver) of
     /// zero-copy transfers.
-    taken: HashMap<(usize, usize), u64>,
+    taken: BTreeMap<(usize, usize), u64>,
     seeded: Seeded,
     /// The simulated time in milliseconds.
     now: u64,
@@ -112,14 +112,14 @@ impl Job {
             dead: vec![false; processes],
             deaf: None,
             flying: Vec::new(),
-            outcomes: HashMap::new(),
+            outcomes: BTreeMap::new(),
             reports: Vec::new(),
             discarded: 0,
             silent: Vec::new(),
-            hashes: HashMap::new(),
+            hashes: BTreeMap::new(),
             lost: Vec::new(),
             liar: None,
-            taken: HashMap::new(),
+            taken: BTreeMap::new(),
             seeded: Seeded(seed),
             now: 0,
             max_delay,

@@ -22,6 +22,9 @@ const FAULTY: u64 = 10;
 /// The time without a message after which a process counts as lost: the default.
 const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The time that a process which has failed gives its last messages.
+const FLUSH: Duration = Duration::from_secs(2);
+
 /// The simulated time in which every job with faults must end, whatever happens.
 const LONGEST: Duration = Duration::from_secs(600);
 
@@ -145,7 +148,12 @@ impl Case {
                 Ok(shards) => found.push(shards),
                 Err(error) => {
                     let error = error.to_string();
-                    let explains = |fault: &Fault| fault.explains(process, &error);
+                    // A process that has failed does not wait long for its peers.
+                    let patience = match self.faults.len() {
+                        1 => PEER_TIMEOUT,
+                        _ => FLUSH,
+                    };
+                    let explains = |fault: &Fault| fault.explains(process, &error, patience);
                     is_explained &= self.faults.iter().any(explains);
                     errors.push(format!("process {process}: {error}"));
                 }
@@ -232,15 +240,14 @@ impl Fault {
         }
     }
 
-    /// True if this fault may be the cause of an error on process `on`.
-    fn explains(&self, on: ProcessId, error: &str) -> bool {
+    /// True if this fault may be the cause of an error on process `on`. The job bears stops and
+    /// held links that are shorter than `patience`.
+    fn explains(&self, on: ProcessId, error: &str, patience: Duration) -> bool {
         let names = |process: ProcessId| error.contains(&format!("process {process}"));
         match *self {
             Self::LoseAt(lost, _) | Self::LoseAfter(lost, _) => on == lost || names(lost),
-            Self::Stop(process, _, time) => {
-                time >= PEER_TIMEOUT && (on == process || names(process))
-            }
-            Self::Hold(from, to, _, time) => time >= PEER_TIMEOUT && (names(from) || names(to)),
+            Self::Stop(process, _, time) => time >= patience && (on == process || names(process)),
+            Self::Hold(from, to, _, time) => time >= patience && (names(from) || names(to)),
             Self::Memory(_) => error.contains("out of memory"),
             Self::Disk(_) => error.contains(FULL_DISK),
             Self::Kernel(..) => error.contains(INJECTED),
