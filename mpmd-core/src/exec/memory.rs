@@ -171,10 +171,10 @@ impl Runtime {
         }
     }
 
-    /// True if operations wait for returns of lent memory. After one has waited in vain, others
-    /// would only delay the error.
+    /// True if operations wait for returns of lent memory. Once the job has failed, they would only
+    /// delay its end, each by the peer timeout.
     fn is_patient(&self) -> bool {
-        self.trouble().is_none_or(|failure| failure.kind != FailureKind::Memory)
+        self.trouble().is_none()
     }
 
     /// Waits until the count of ended operations exceeds `ended`. Returns false if it does not

@@ -573,6 +573,18 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Returns the number of pieces, grants and messages that this router still keeps. None are left
+    /// when all processes have ended in order. Does not count offers: one that its piece has
+    /// overtaken stays, which happens over transports that change the order of messages.
+    pub fn kept(&self) -> usize {
+        let of_peers = self
+            .peers
+            .iter()
+            .map(|peer| peer.expected.len() + peer.ready.len() + peer.granted.len());
+        let early = self.early.values().filter(|early| !matches!(early, Early::Offered(_)));
+        early.count() + self.parked.len() + of_peers.sum::<usize>()
+    }
+
     /// Forgets messages and grants that arrived for operation `op`, which has ended here.
     pub fn forget(&mut self, op: u64) {
         let ended: Vec<_> = self.early.keys().filter(|(_, key)| key.0 == op).copied().collect();

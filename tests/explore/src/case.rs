@@ -58,6 +58,8 @@ pub(crate) enum Fault {
     LoseAfter(ProcessId, Duration),
     /// A process stops at a time, for a time.
     Stop(ProcessId, Duration, Duration),
+    /// All processes stop at a time, for a time.
+    StopAll(Duration, Duration),
     /// Messages between two processes are held back from a time on, for a time.
     Hold(ProcessId, ProcessId, Duration, Duration),
     /// Devices have few bytes of memory.
@@ -162,6 +164,10 @@ impl Case {
         if !is_explained {
             return Err(errors.join("\n  "));
         }
+        if self.faults.iter().all(Fault::is_heard_of) && !errors.is_empty() && !found.is_empty() {
+            let (good, bad) = (found.len(), errors.join("\n  "));
+            return Err(format!("{good} processes have heard of no error:\n  {bad}"));
+        }
         let is_whole = found.len() == self.processes;
         check_shards(found, alone, is_whole)?;
         let longest = if self.faults.is_empty() { USUAL } else { LONGEST };
@@ -186,6 +192,8 @@ impl Case {
                 Fault::LoseAt(process, op) => simulation.lose(process, op),
                 Fault::LoseAfter(process, after) => simulation.lose_after(process, after),
                 Fault::Stop(process, after, time) => simulation.stop_after(process, after, time),
+                Fault::StopAll(after, time) => (0..self.processes as u32)
+                    .fold(simulation, |all, i| all.stop_after(ProcessId(i), after, time)),
                 Fault::Hold(from, to, after, time) => simulation.hold_after(from, to, after, time),
                 Fault::Memory(bytes) => simulation.settings(|s| s.device_memory(bytes)),
                 Fault::Disk(op) => simulation.settings(|s| s.dump(op, FULL_DISK)),
@@ -222,7 +230,7 @@ impl Fault {
             0 => PEER_TIMEOUT * 2,
             _ => Duration::from_micros(1 << random.u32(4..24)),
         };
-        match random.u8(..9) {
+        match random.u8(..10) {
             0 | 1 => Self::LoseAt(process, op),
             2 => Self::LoseAfter(process, after),
             3 => Self::Stop(process, after, time),
@@ -236,8 +244,21 @@ impl Fault {
                 let failing = if random.bool() { Failing::Error } else { Failing::Panic };
                 Self::Kernel(step, failing)
             }
-            _ => Self::Diverge(process, step),
+            8 => Self::Diverge(process, step),
+            _ => Self::StopAll(after, time),
         }
+    }
+
+    /// True if all processes must hear of what the fault causes.
+    fn is_heard_of(&self) -> bool {
+        matches!(
+            self,
+            Self::Memory(_)
+                | Self::Disk(_)
+                | Self::Kernel(..)
+                | Self::Diverge(..)
+                | Self::StopAll(..)
+        )
     }
 
     /// True if this fault may be the cause of an error on process `on`. The job bears stops and
@@ -247,6 +268,7 @@ impl Fault {
         match *self {
             Self::LoseAt(lost, _) | Self::LoseAfter(lost, _) => on == lost || names(lost),
             Self::Stop(process, _, time) => time >= patience && (on == process || names(process)),
+            Self::StopAll(..) => false,
             Self::Hold(from, to, _, time) => time >= patience && (names(from) || names(to)),
             Self::Memory(_) => error.contains("out of memory"),
             Self::Disk(_) => error.contains(FULL_DISK),

@@ -79,6 +79,8 @@ impl Over {
 pub(super) struct Parts {
     pub(super) fabric: Fabric,
     processes: Mutex<Vec<Process>>,
+    /// What processes that ended in order have left in their routers.
+    kept: Mutex<Vec<String>>,
 }
 
 struct Process {
@@ -89,7 +91,7 @@ struct Process {
 
 impl Parts {
     pub(super) fn new(fabric: Fabric) -> Self {
-        Self { fabric, processes: Mutex::default() }
+        Self { fabric, processes: Mutex::default(), kept: Mutex::default() }
     }
 
     pub(super) fn add(&self, p: &Program) {
@@ -105,6 +107,15 @@ impl Parts {
         self.processes.lock().push(process);
     }
 
+    /// Notes what a process that has ended in order leaves in its router.
+    pub(super) fn ended(&self, runtime: &Runtime) {
+        let kept = runtime.router.lock().kept();
+        if kept > 0 {
+            let me = runtime.me;
+            self.kept.lock().push(format!("process {me}: {kept} pieces or messages in its router"));
+        }
+    }
+
     fn runtime(&self, process: ProcessId) -> Option<Arc<Runtime>> {
         let processes = self.processes.lock();
         processes.iter().find(|one| one.me == process)?.runtime.upgrade()
@@ -113,7 +124,7 @@ impl Parts {
     /// Describes what is left of the job, a line for each thing. Call it when all threads of the job
     /// have ended.
     pub(super) fn left(self) -> Vec<String> {
-        let mut left = Vec::new();
+        let mut left = self.kept.into_inner();
         for Process { me, runtime, pools } in self.processes.into_inner() {
             if runtime.strong_count() > 0 {
                 left.push(format!("process {me}: its runtime"));

@@ -216,8 +216,11 @@ impl Simulation {
             {
                 p.vanish_at(op, parts.fabric.clone());
             }
+            let runtime = p.runtime.clone();
             let result = program(&mut p);
-            p.conclude(result)
+            let result = p.conclude(result)?;
+            parts.ended(&runtime);
+            Ok(result)
         };
         let results = thread::scope(|scope| {
             let over = Over::default();
