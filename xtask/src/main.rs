@@ -3,6 +3,7 @@
 mod bench;
 mod captured;
 mod commands;
+mod explore;
 mod fuzz;
 mod gpu;
 mod packages;
@@ -23,6 +24,12 @@ cargo xtask fuzz [--inputs N] [--target T]
                              parsers and state machines on N generated inputs (20,000), each \
                              target in a process
                              of its own; T is one of the targets that it prints
+cargo xtask explore [--seeds N] [--from S] [--shrink] [--twice] [--planted]
+                             N random programs with random faults (1,000), each in a \
+simulated world that
+                             its seed decides; --shrink: makes red ones smaller; --twice: \
+compares two runs of
+                             each; --planted: checks that planted bugs are found
 cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one \
 table; --software: the
                              same on the tests' own driver, small, to try the command itself
@@ -46,6 +53,9 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             };
             return ended(root().and_then(|root| fuzz::fuzz(root, &options)));
+        }
+        ["explore", ref rest @ ..] => {
+            return ended(root().and_then(|root| explore::explore(root, rest)));
         }
         ["gpu"] => return ended(root().and_then(|root| gpu::gpu(root, false))),
         ["gpu", "--software"] => return ended(root().and_then(|root| gpu::gpu(root, true))),

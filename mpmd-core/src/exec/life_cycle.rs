@@ -122,8 +122,8 @@ impl Runtime {
     }
 
     /// Leaves the job: says goodbye to the peers, with the failure if there is one, and ends the
-    /// ticker. Gives the NCCL communicators 5 seconds to close. Gives the transport the peer timeout
-    /// to flush, and 2 seconds after a failure.
+    /// ticker. Gives the NCCL communicators 5 seconds to close. Gives the transport the peer
+    /// timeout to flush, and 2 seconds after a failure.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
         self.with_router(|router| router.goodbye(failure, self.now()));
         if let Some(failure) = failure {

@@ -49,6 +49,7 @@ mod reshard;
 mod resources;
 mod routing;
 mod same_call;
+mod seeded;
 mod sends;
 mod sends_awaited;
 mod sharding_kinds;

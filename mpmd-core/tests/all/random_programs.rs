@@ -423,49 +423,6 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
     }
 }
 
-/// Runs the program of a seed in a simulated world, where the seed decides the order of all events.
-/// One in ten loses a process at an operation that the seed decides.
-fn explore(seed: u64) {
-    let devices = [4, 6, 8][seed as usize % 3];
-    let steps = program(seed / 16, devices);
-    let alone = Simulation::new(1, devices).seed(seed).run(|p| execute(p, &steps)).remove(0);
-    let alone = alone.unwrap_or_else(|error| panic!("seed {seed} alone: {error}\n{steps:#?}"));
-    let (processes, simulation) = job(seed, devices);
-    let simulation = simulation.seed(seed);
-    if seed % 10 != 0 {
-        let results = simulation.run(|p| execute(p, &steps)).into_iter().enumerate();
-        let found = results.map(|(process, shards)| {
-            shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"))
-        });
-        return assert_same(seed, found.collect(), &alone);
-    }
-    let mut random = Random(seed);
-    let lost = ProcessId(random.below(processes) as u32);
-    let op = 1 + random.below(STEPS) as u64;
-    let results = simulation.lose(lost, op).run(|p| execute(p, &steps));
-    for (process, result) in results.into_iter().enumerate() {
-        match result {
-            // The program had ended before, or this process needed nothing from the lost one.
-            Ok(found) => assert!(
-                found.iter().all(|(key, bytes)| alone.get(key) == Some(bytes)),
-                "seed {seed}, process {process} has other bits"
-            ),
-            Err(error) => assert!(
-                error.to_string().contains(&format!("process {lost}")),
-                "seed {seed}, process {process}: the error does not name process {lost}: {error}"
-            ),
-        }
-    }
-}
-
-#[test]
-fn orders_of_seeds_0_to_999_give_the_same_bits() {
-    let _limit = watchdog(180);
-    let range = std::env::var("MPMD_SEEDS").unwrap_or("0..1000".into());
-    let (from, to) = range.split_once("..").expect("from..to");
-    (from.parse().unwrap()..to.parse().unwrap()).for_each(explore);
-}
-
 #[test]
 fn seeds_0_to_49_give_the_same_bits() {
     run_seeds(0..50);

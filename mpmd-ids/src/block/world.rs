@@ -3,8 +3,8 @@
 //!
 //! A thread of the world runs until it blocks, or until it comes to a point where another may run:
 //! a lock, a wake-up, a channel operation, a new thread. There the world draws the next thread. If
-//! none can run, the simulated clock jumps to the earliest deadline. So the same seed gives the same
-//! run, and waiting costs nothing.
+//! none can run, the simulated clock jumps to the earliest deadline. So the same seed gives the
+//! same run, and waiting costs nothing.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -116,11 +116,12 @@ fn find_me() -> Option<Me> {
     ME.try_with(|me| me.borrow().clone()).ok().flatten()
 }
 
-/// Runs `f` as the first thread of a new world with this seed. Then waits until all other threads of
-/// the world have ended. Returns the result of `f` and a report.
+/// Runs `f` as the first thread of a new world with this seed. Then waits until all other threads
+/// of the world have ended. Returns the result of `f` and a report.
 ///
 /// Exits the process with code 101 and a report on stderr if a thread still waits after the
-/// simulated time [`longest`](WorldSettings::longest), or if all threads wait without a deadline: then they wait forever.
+/// simulated time [`longest`](WorldSettings::longest), or if all threads wait without a deadline:
+/// then they wait forever.
 ///
 /// # Panics
 ///

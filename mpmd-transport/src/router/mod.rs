@@ -573,8 +573,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Returns the number of pieces, grants and messages that this router still keeps. None are left
-    /// when all processes have ended in order. Does not count offers: one that its piece has
+    /// Returns the number of pieces, grants and messages that this router still keeps. None are
+    /// left when all processes have ended in order. Does not count offers: one that its piece has
     /// overtaken stays, which happens over transports that change the order of messages.
     pub fn kept(&self) -> usize {
         let of_peers = self

@@ -6,6 +6,7 @@
 //! which run the jobs. A worker that hangs or dies is replaced.
 
 mod case;
+mod child;
 mod execute;
 mod explore;
 mod kernels;

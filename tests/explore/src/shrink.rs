@@ -2,7 +2,7 @@
 
 use crate::Arguments;
 use crate::case::Case;
-use crate::explore::run_worker;
+use crate::child::run_worker;
 use crate::program::STEPS;
 use crate::worker::{Line, job_of};
 

@@ -121,8 +121,8 @@ impl Parts {
         processes.iter().find(|one| one.me == process)?.runtime.upgrade()
     }
 
-    /// Describes what is left of the job, a line for each thing. Call it when all threads of the job
-    /// have ended.
+    /// Describes what is left of the job, a line for each thing. Call it when all threads of the
+    /// job have ended.
     pub(super) fn left(self) -> Vec<String> {
         let mut left = self.kept.into_inner();
         for Process { me, runtime, pools } in self.processes.into_inner() {

@@ -145,7 +145,8 @@ impl Simulation {
 
     /// Fixes the order of all events by a seed: the thread that runs after each lock, wait, wake-up
     /// and channel operation, the arrival of each message within 2 ms, and the end of each time
-    /// limit. Time is simulated: an hour of waiting takes no time. The same seed gives the same run.
+    /// limit. Time is simulated: an hour of waiting takes no time. The same seed gives the same
+    /// run.
     ///
     /// The program may block on arrays, locks and channels of this library only: one thread of the
     /// job runs at a time. A run that hangs exits the process with code 101 and says why.
