@@ -380,7 +380,7 @@ fn processes_of(seed: u64, devices: usize) -> (usize, Vec<usize>) {
 fn job(seed: u64, devices: usize) -> (usize, Simulation) {
     let (processes, hosts) = processes_of(seed, devices);
     let mut simulation = simulation(processes, devices);
-    if seed % 4 == 0 {
+    if seed.is_multiple_of(4) {
         simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
     }
     simulation = simulation.settings(|b| b.hosts(&hosts));

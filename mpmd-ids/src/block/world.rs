@@ -337,7 +337,7 @@ impl State {
     fn can_run(&self, thread: &Thread) -> bool {
         let stopped = |group| self.stops.iter().any(|stop| stop.0 == group && stop.1 > self.now);
         matches!(thread.status, Status::Ready | Status::TimedOut)
-            && !(!thread.has_locks && thread.group.is_some_and(stopped))
+            && (thread.has_locks || !thread.group.is_some_and(stopped))
     }
 
     /// The next time at which a thread may run again.
