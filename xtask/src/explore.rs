@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode, ExitStatus};
 
 use anyhow::{Context as _, bail};
 
-use crate::commands::shown;
+use crate::commands::{cargo_in, shown};
 
 /// The folder with a patch for each planted bug.
 const PLANTED: &str = "tests/explore/planted";
@@ -27,9 +27,7 @@ pub(crate) fn explore(root: &Path, arguments: &[&str]) -> anyhow::Result<ExitCod
 
 /// The profile of tests has the checks that a release build leaves out.
 fn cargo_run(root: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO"));
-    command.current_dir(root).args(["run", "--quiet", "--package", "mpmd-explore", "--"]);
-    command
+    cargo_in(root, &["run", "--quiet", "--package", "mpmd-explore", "--"])
 }
 
 /// Plants each bug in a copy of the last commit, and explores it until a seed is red.

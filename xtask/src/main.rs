@@ -7,6 +7,7 @@ mod explore;
 mod fuzz;
 mod gpu;
 mod packages;
+mod soak;
 mod steps;
 mod tidy;
 
@@ -30,6 +31,9 @@ simulated world that
                              its seed decides; --shrink: makes red ones smaller; --twice: \
 compares two runs of
                              each; --planted: checks that planted bugs are found
+cargo xtask soak --minutes N  long jobs over every transport, whose memory must stay flat; \
+then tests of
+                             deaths, stops, training and transfers round after round
 cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one \
 table; --software: the
                              same on the tests' own driver, small, to try the command itself
@@ -56,6 +60,13 @@ fn main() -> ExitCode {
         }
         ["explore", ref rest @ ..] => {
             return ended(root().and_then(|root| explore::explore(root, rest)));
+        }
+        ["soak", ref rest @ ..] => {
+            let Some(time) = soak::parse(rest) else {
+                eprintln!("{USAGE}");
+                return ExitCode::from(2);
+            };
+            return ended(root().and_then(|root| soak::soak(root, time)));
         }
         ["gpu"] => return ended(root().and_then(|root| gpu::gpu(root, false))),
         ["gpu", "--software"] => return ended(root().and_then(|root| gpu::gpu(root, true))),

@@ -18,7 +18,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use mpmd_ids::block::Instant;
+use mpmd_ids::block::now;
 use mpmd_transport::deadline::after;
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::{Failure, FailureKind};
@@ -216,7 +216,7 @@ impl<'a> Context<'a> {
             _ if call.elements == 0 => Ok(()),
             Some(communicator) => self.join(cuda, turn, call, &communicator, joint),
             None => {
-                let deadline = after(Instant::now(), runtime.config.peer_timeout);
+                let deadline = after(now(), runtime.config.peer_timeout);
                 let place = (&devices[..], rank);
                 let open = || runtime.communicators.open(cuda.gpu(), place, &id, deadline);
                 let communicator = turn.pause(open)?;
@@ -270,7 +270,7 @@ impl<'a> Context<'a> {
         // Registered before the communicator can be given up, because the call's end checks it.
         self.joined.add(communicator);
         communicator.issue(cuda.issues_to(), joint)?;
-        let deadline = after(Instant::now(), self.exchange.runtime.config.peer_timeout);
+        let deadline = after(now(), self.exchange.runtime.config.peer_timeout);
         // Waits only until NCCL has issued all its work, not for the device.
         turn.pause(|| communicator.until_done(joint.kind.verb(), deadline))?;
         turn.begin()?;

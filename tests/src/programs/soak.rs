@@ -1,4 +1,4 @@
-//! Thousands of transfers with handles and futures that are dropped at any time.
+//! Thousands of transfers with handles and futures that are dropped at any time, and objects.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use futures::executor::block_on;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
-use mpmd_core::topology::DeviceId;
-use mpmd_core::{ArrayFuture, Builder};
+use mpmd_core::topology::{DeviceId, Mesh};
+use mpmd_core::{ArrayFuture, Builder, ProcessId, method};
 
 use super::Say;
 use crate::random::Random;
@@ -37,15 +37,20 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `soak TRANSFERS SEED`: random sizes between random processes. Awaited arrays are compared to the
-/// bit. The rest is dropped: as a handle or as a future, at once, later, or after some polls. After
-/// a fifth of the transfers and at the end, prints the bytes in use, mapped by pools, and resident.
-/// At the end, also prints the number of arrays checked here and by all processes.
+/// `soak TRANSFERS SEED SECONDS`: random sizes between random processes, for that many transfers
+/// and then until that many seconds have passed. Awaited arrays are compared to the bit. The rest
+/// is dropped: as a handle or as a future, at once, later, or after some polls. Objects are made,
+/// changed and dropped meanwhile. After a fifth of the transfers and at the end, prints the bytes
+/// in use, mapped by pools, and resident, and the numbers of open files and threads. At the end,
+/// also prints the number of arrays checked here and by all processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
-    let [transfers, seed] = numbers[..] else { return Err(Error::kernel("soak TRANSFERS SEED")) };
+    let [transfers, seed, seconds] = numbers[..] else {
+        return Err(Error::kernel("soak TRANSFERS SEED SECONDS"));
+    };
+    let begin = Instant::now();
     let mut soak = Soak {
         random: Random::new(seed as u64),
         pattern: Arc::new(Random::new(8).bytes(LARGE_BYTES + PLACES)),
@@ -54,15 +59,20 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         awaited: 0,
         awaited_here: 0,
     };
-    for i in 0..transfers {
+    for i in 1.. {
         soak.transfer(p)?;
-        if (i + 1) % PERIOD == 0 {
-            soak.settle(p)?;
-            p.step_end()?;
-        }
-        if i + 1 == transfers / 5 {
+        if i == transfers / 5 {
             soak.settle(p)?;
             say(memory_use("warm", p));
+        }
+        if i % PERIOD == 0 {
+            soak.object(p)?;
+            soak.settle(p)?;
+            p.step_end()?;
+            let has_time = || Ok(begin.elapsed().as_secs() < seconds as u64);
+            if i >= transfers && !p.broadcast_value(ProcessId(0), false, has_time)? {
+                break;
+            }
         }
     }
     soak.settle(p)?;
@@ -74,7 +84,12 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
 fn memory_use(when: &str, p: &Program) -> String {
     let memory = p.memory();
     let live = memory.live + memory.host_live;
-    format!("{when}: live {live} mapped {} resident {}", memory.mapped, resident_bytes())
+    let (mapped, resident) = (memory.mapped, resident_bytes());
+    let entries = |folder| std::fs::read_dir(folder).map_or(0, Iterator::count);
+    let (files, threads) = (entries("/proc/self/fd"), entries("/proc/self/task"));
+    format!(
+        "{when}: live {live} mapped {mapped} resident {resident} files {files} threads {threads}"
+    )
 }
 
 /// Returns the resident bytes of this process.
@@ -161,6 +176,24 @@ impl Soak {
             self.decide(kept)?;
         }
         Ok(())
+    }
+
+    /// Makes an object on a random process, adds numbers to it, and drops it. Checks the last sum.
+    fn object(&mut self, p: &mut Program) -> Result<()> {
+        let mesh = Mesh::new(&[("x", 1)], vec![DeviceId(self.random.below(p.processes()) as u32)])
+            .map_err(|error| Error::kernel(error.to_string()))?;
+        let total = p.object(&mesh, |_| Ok(0.0f32))?;
+        let add = method(like_input, |total: &mut f32, x: View<f32>, mut y: ViewMut<f32>| {
+            *total += x[0];
+            y[0] = *total;
+        });
+        let add = p.method(add).on(&mesh).build()?;
+        let sums = (1..=10).map(|i| add.call(p, &total, MpmdArray::scalar(i as f32)));
+        let sums = sums.collect::<Result<Vec<_>>>()?;
+        match sums[9].to_host()?.map(|sum| sum.to_vec::<f32>()).transpose()? {
+            Some(sum) if sum != [55.0] => Err(Error::kernel(format!("the sum is {sum:?}"))),
+            _ => Ok(()),
+        }
     }
 
     /// Draws a size in bytes; small ones are as frequent as large ones.

@@ -1,5 +1,5 @@
 //! Thousands of transfers with handles and futures dropped at any time. Every array that is checked
-//! is right, nothing stays in use, and memory is flat.
+//! is right, nothing stays in use, and memory, open files and threads are flat.
 
 use std::time::{Duration, Instant};
 
@@ -21,16 +21,25 @@ const KEPT: u64 = 64 << 20;
 /// The test takes a few seconds over any transport.
 const LONG: Duration = Duration::from_secs(200);
 
+/// The variable with the seconds that the test takes at least, for `cargo xtask soak`.
+const SECONDS: &str = "MPMD_SOAK_SECONDS";
+
+/// Number of files that a warm run may still open.
+const FILES: u64 = 64;
+
 over_each_carrier! {
     transfers_dropped_at_any_time_leave_nothing
 }
 
 fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
-    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES).deadline(LONG);
+    let seconds = std::env::var(SECONDS).map_or(0, |text| text.parse().expect("seconds"));
+    let deadline = LONG + 2 * Duration::from_secs(seconds);
+    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES).deadline(deadline);
     let begin = Instant::now();
-    let mut job = Job::start(options, &["soak", &TRANSFERS.to_string(), &SEED.to_string()]);
+    let numbers = [TRANSFERS.to_string(), SEED.to_string(), seconds.to_string()];
+    let mut job = Job::start(options, &["soak", &numbers[0], &numbers[1], &numbers[2]]);
     let said = job.wait_well();
-    println!("{TRANSFERS} transfers took {:?}", begin.elapsed());
+    println!("it took {:?}", begin.elapsed());
     let mut looked_at = 0;
     let mut to_look_at = Vec::new();
     for (process, said) in said.iter().enumerate() {
@@ -41,11 +50,20 @@ fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
             words.filter_map(|word| word.parse().ok()).collect()
         };
         let (warm, end) = (numbers("warm: "), numbers("end: "));
-        let ([_, mapped_warm, resident_warm], [live, mapped, resident]) = (&warm[..], &end[..])
+        let (
+            [_, mapped_warm, resident_warm, files_warm, threads_warm],
+            [live, mapped, resident, files, threads],
+        ) = (&warm[..], &end[..])
         else {
             panic!("process {process} does not print its memory use:\n{}", job.report())
         };
         assert_eq!(*live, 0, "process {process}");
+        // Pools that grow have more segments, each with a file.
+        assert!(
+            *files <= files_warm + FILES,
+            "process {process}: {files_warm}, then {files} files"
+        );
+        assert_eq!(threads, threads_warm, "process {process}");
         let (more, more_resident) = if carrier == Carrier::SHM {
             (KEPT, PROCESSES as u64 * KEPT)
         } else {

@@ -96,6 +96,8 @@ const SIMULATED: &[&str] = &[
 
 /// Threads, locks, condition variables, channels and clocks.
 const BLOCKING: &[&str] = &[
+    "mpmd_ids::block::Instant::now",
+    "mpmd_ids::block::SystemTime::now",
     "parking_lot",
     "std::sync::Barrier",
     "std::sync::Condvar",
@@ -242,9 +244,14 @@ fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
         return Vec::new();
     }
     let named = names_of(source, BLOCKING).into_iter();
-    named
-        .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_ids::block")))
-        .collect()
+    let named = named
+        .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_ids::block")));
+    // A time of a simulated clock must not be compared with the real one.
+    let elapsed =
+        source.tokens.windows(2).filter(|two| two[0].text == "." && two[1].text == "elapsed");
+    let elapsed =
+        elapsed.map(|two| finding(two[0].line, "calls elapsed: use mpmd_ids::block::since"));
+    named.chain(elapsed).collect()
 }
 
 fn is_in(source: &Source, places: &[&str]) -> bool {
@@ -408,15 +415,16 @@ mod tests {
     fn blocking_in_other_ways_is_found() {
         let bad = "use std::{thread, sync::{Arc, Mutex}};\nuse parking_lot::Condvar;\n\
             fn f() { thread::sleep(d) }\nuse std::sync::*;\nuse std as s;\n\
-            fn g(m: Mutex<u8>) -> s::time::Instant { Mutex::new(1) }";
+            fn g(m: Mutex<u8>) -> s::time::Instant { Mutex::new(1) }\n\
+            use mpmd_ids::block::Instant;\nfn h() { Instant::now() }\nfn i(t: T) { t.elapsed() }";
         let check = |path| broken(blocking_in_one_module, path, bad);
-        assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6]);
-        assert_eq!(check("mpmd-transport/src/router/peer.rs"), [1, 2, 3, 4, 6]);
-        assert_eq!(check("mpmd-transport/src/rendezvous/job.rs"), [1, 2, 3, 4, 6]);
+        assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6, 8, 9]);
+        assert_eq!(check("mpmd-transport/src/router/peer.rs"), [1, 2, 3, 4, 6, 8, 9]);
+        assert_eq!(check("mpmd-transport/src/rendezvous/job.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
         assert_eq!(check("mpmd-ids/src/block.rs"), NONE);
         let good = "use mpmd_ids::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
-            use std::time::Duration;\nfn f() -> Instant { Instant::now() }\n\
+            use std::time::Duration;\nfn f() -> Instant { mpmd_ids::block::now() }\n\
             fn g() { std::thread::panicking() }\n#[cfg(test)]\nmod tests { use std::thread; }";
         assert_eq!(broken(blocking_in_one_module, "mpmd-core/src/exec/mod.rs", good), NONE);
     }

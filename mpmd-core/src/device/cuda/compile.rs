@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::nvrtc::sys;
-use mpmd_ids::block::{Instant, Mutex};
+use mpmd_ids::block::{Mutex, now, since};
 
 use super::cache::{Cache, Key};
 use super::calls::{self, Answer, static_text};
@@ -167,9 +167,9 @@ fn new(
     key: &Key,
     cache: &Cache,
 ) -> Result<Image, CudaError> {
-    let since = Instant::now();
+    let begin = now();
     let bytes = compile(source, options, form)?;
-    tracing::debug!(source = source.name(), took = ?since.elapsed(), "compiled");
+    tracing::debug!(source = source.name(), took = ?since(begin), "compiled");
     cache.write(key, &bytes);
     Ok(Image::new(bytes, form == Form::Binary))
 }

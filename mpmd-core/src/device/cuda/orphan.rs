@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use mpmd_ids::block::{Instant, thread};
+use mpmd_ids::block::{now, since, thread};
 
 use super::error::CudaError;
 use super::gpu::Context;
@@ -29,13 +29,13 @@ const LOOK: Duration = Duration::from_millis(20);
 /// within [`GRACE`]. The process that owns the events has ended, because of `why`.
 pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: String) {
     let started = thread::Builder::new().name("cuda-orphan".to_owned()).spawn(move || {
-        let until = Instant::now() + GRACE;
+        let until = now() + GRACE;
         loop {
             // If the device has failed, its streams end by themselves.
             if context.bind().is_err() || events.iter().all(|event| event.is_passed()) {
                 return;
             }
-            if Instant::now() >= until {
+            if now() >= until {
                 break;
             }
             thread::sleep(LOOK);
@@ -73,14 +73,14 @@ impl Context {
     /// Watches a stream until it hangs or closes. If it hangs, ends all its work with `error` until
     /// the stream is dropped. Work of a stream that makes progress ends by itself.
     fn give_up_line(&self, line: &Ends, error: &CudaError) {
-        let mut standing = (None, Instant::now());
+        let mut standing = (None, now());
         // Idle streams are watched too: a thread may be about to issue work.
         while self.bind_failed().is_ok() && !line.is_closed() {
             let at = line.stands_at();
             if at != standing.0 {
-                standing = (at, Instant::now());
+                standing = (at, now());
             }
-            if at.is_some() && standing.1.elapsed() >= STILL {
+            if at.is_some() && since(standing.1) >= STILL {
                 return line.give_up(error);
             }
             thread::sleep(LOOK);

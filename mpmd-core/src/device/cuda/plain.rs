@@ -10,7 +10,7 @@ use cudarc::driver::{
     CudaContext, CudaFunction, CudaSlice, CudaStream, DriverError, LaunchConfig, PinnedHostSlice,
     PushKernelArg,
 };
-use mpmd_ids::block::Instant;
+use mpmd_ids::block::{now, since};
 
 use super::error::CudaError;
 use super::gpu::cuda;
@@ -83,7 +83,7 @@ impl Plain {
         let mut times = Vec::with_capacity(repeats);
         // The first repeat loads the kernel and is not counted.
         for repeat in 0..=repeats {
-            let start = Instant::now();
+            let start = now();
             for _ in 0..LAUNCHES {
                 let mut launch = self.stream.launch_builder(&kernel);
                 launch.arg(&x).arg(&mut y);
@@ -91,7 +91,7 @@ impl Plain {
                 // other memory.
                 unsafe { launch.launch(shape) }.map_err(said(doing))?;
             }
-            let took = start.elapsed() / LAUNCHES as u32;
+            let took = since(start) / LAUNCHES as u32;
             self.stream.synchronize().map_err(said(doing))?;
             if repeat > 0 {
                 times.push(took);
@@ -120,7 +120,7 @@ impl Plain {
         let mut times = Vec::with_capacity(repeats);
         for repeat in 0..=repeats {
             self.stream.synchronize().map_err(said(doing))?;
-            let start = Instant::now();
+            let start = now();
             for _ in 0..rounds {
                 match (&other, &mut host, way) {
                     (Some(other), ..) => self.stream.memcpy_dtod(other, &mut one),
@@ -132,7 +132,7 @@ impl Plain {
             }
             self.stream.synchronize().map_err(said(doing))?;
             if repeat > 0 {
-                times.push(start.elapsed() / rounds as u32);
+                times.push(since(start) / rounds as u32);
             }
         }
         Ok(times)

@@ -21,7 +21,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cudarc::nccl::sys;
-use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, thread};
+use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
 use mpmd_transport::Failure;
 use mpmd_transport::memory::DevicePlace;
 
@@ -191,7 +191,7 @@ impl Communicators {
             let mut state = self.state.lock();
             (std::mem::take(&mut state.open), std::mem::take(&mut state.leaving))
         };
-        let deadline = Instant::now() + within;
+        let deadline = now() + within;
         for communicator in open.into_values() {
             closing.push(communicator.clone());
             // In parallel: NCCL may make the ranks of one host wait for each other.
@@ -394,7 +394,7 @@ impl Communicator {
                     return Ok(());
                 }
             }
-            if Instant::now() >= deadline {
+            if now() >= deadline {
                 let text = "the other devices of the group did not come in time";
                 return Err(CudaError::new(doing, "", text).into());
             }
@@ -427,7 +427,7 @@ impl Communicator {
     fn held(&self) -> Result<MutexGuard<'_, Option<Raw>>, NotJoined> {
         if let Err(error) = self.still_joined() {
             // Until it is gone, NCCL may add work to the stream behind the caller's next work.
-            self.wait_until_gone(Instant::now() + UNTIL_GONE);
+            self.wait_until_gone(now() + UNTIL_GONE);
             return Err(error);
         }
         Ok(self.raw.lock())
@@ -478,7 +478,7 @@ impl Communicator {
         let mut is_over =
             unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
                 .and_then(|()| self.state(DOING, held));
-        while matches!(is_over, Ok(IN_PROGRESS)) && Instant::now() < deadline {
+        while matches!(is_over, Ok(IN_PROGRESS)) && now() < deadline {
             thread::sleep(PAUSES[1]);
             is_over = self.state(DOING, held);
         }
