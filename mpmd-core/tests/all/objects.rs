@@ -281,9 +281,8 @@ fn declared_bytes_count_against_the_limit() {
         let half = p.object_of_bytes(&mesh, 32 * KIB, |_| Ok(Bytes(KIB as usize))).unwrap();
         half.block_until_ready().unwrap();
         bind(&p, grow(16 << 10, 16 * KIB), &mesh).call(&mut p, &half, Empty::new()).unwrap();
-        let large = p.object_of_bytes(&mesh, 60 * KIB, |_| Ok(Bytes(1)));
         drop(half);
-        drop(large);
+        drop(p.object_of_bytes(&mesh, 60 * KIB, |_| Ok(Bytes(1))));
     }
     let half = p.object_of_bytes(&mesh, 32 * KIB, |_| Ok(Bytes(1))).unwrap();
     half.block_until_ready().unwrap();
