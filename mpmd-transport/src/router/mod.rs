@@ -514,7 +514,9 @@ impl<C: Cargo> Router<C> {
         self.peers[from.index()].heard = now;
         match header.kind {
             Kind::Eager | Kind::Offer | Kind::Grant | Kind::Data => {
-                if self.failed.is_some() || !self.is_allowed(from, &header) {
+                // After a peer's loss nothing waits for its pieces any more.
+                let is_late = self.failed.is_some() || self.peers[from.index()].down.is_some();
+                if is_late || !self.is_allowed(from, &header) {
                     return;
                 }
                 if header.op > self.history.count() {

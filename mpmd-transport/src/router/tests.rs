@@ -452,6 +452,22 @@ fn peer_that_the_rendezvous_lost_is_gone_if_silent() {
 }
 
 #[test]
+fn piece_that_arrives_after_the_loss_of_its_sender_is_dropped() {
+    let mut job = Job::new(2, 3, 2);
+    for process in [0, 1] {
+        job.issue(process, 9, "device_put");
+    }
+    job.expect(0, 1, (1, 0), 100);
+    job.offer(1, 0, (1, 0), 100);
+    job.routers[0].peer_down(ProcessId(1), "its process has ended");
+    job.act(0);
+    job.run(1000);
+    let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+    assert!(failure.message.contains("process 1 is gone"), "{failure}");
+    assert_eq!(job.routers[0].kept(), 0);
+}
+
+#[test]
 fn job_stopped_beyond_peer_timeout_goes_on() {
     let mut job = Job::new(2, 3, 2);
     job.issue(0, 9, "device_put");

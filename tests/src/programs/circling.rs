@@ -33,7 +33,7 @@ pub(super) fn circle(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resul
             return end;
         }
         if Instant::now() > until {
-            say(format!("not back: {memory:?}"));
+            say(format!("not back: {memory:?}; {}", p.metrics().holdings));
             return end;
         }
         std::thread::sleep(Duration::from_millis(5));
