@@ -17,6 +17,9 @@ use crate::wire::{Header, Kind, ProcessId};
 
 use super::Faults;
 
+/// A stop of the whole job shortens the wait for receivers by this at most.
+const FLUSH_SLICE: Duration = Duration::from_millis(100);
+
 /// Extra time of a shutdown, beyond its deadline, for a handler call that is under way.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
@@ -269,9 +272,15 @@ impl Core {
             Life::Closing | Life::Closed => return,
         }
         let changed = &self.changed[process.index()];
-        while state.node(process).open.values().any(|open| !open.kept || open.ending) {
-            if changed.wait_until(&mut state, until).timed_out() {
-                break;
+        // Only time in which this process runs counts, as far as possible: the bytes in a real
+        // network outlast a stop of the whole job.
+        let mut left = deadline;
+        while !left.is_zero()
+            && state.node(process).open.values().any(|open| !open.kept || open.ending)
+        {
+            let slice = left.min(FLUSH_SLICE);
+            if changed.wait_until(&mut state, now() + slice).timed_out() {
+                left -= slice;
             }
         }
         self.retire(state, process, Life::Closed);
